@@ -91,7 +91,7 @@ class Continuations(Protocol):
         """What is written behind which of these prompts, by prompt."""
 
     def of(self, prompts: Collection[int]) -> Continuations:
-        """What of it concerns these prompts."""
+        """The continuations of these prompts alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Treatment:
     continuations: Continuations | None = None
 
     def of(self, prompts: Collection[int]) -> Treatment:
-        """What of it concerns these prompts."""
+        """The treatment of these prompts alone."""
         treatment = self if self.thinning is None else replace(self, thinning=self.thinning.of(prompts))
         if treatment.continuations is not None:
             treatment = replace(treatment, continuations=treatment.continuations.of(prompts))
@@ -349,7 +349,7 @@ class EngineChoice(DraftChoice, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What engines need to load; each takes of it what it does need.
+    """How an engine is to be loaded; each takes the fields that it needs.
 
     `options` are those of the engine itself. `before` is the plan of an earlier attempt at the job, or empty; where it
     is `planned`, it is another worker's of this attempt, and stands. A profile gives what was `measured` of the model.

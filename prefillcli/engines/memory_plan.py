@@ -119,7 +119,10 @@ def plan_packs(
     chunk_tokens = choice.chunk_tokens or choose_chunk(law, budget, opened.device)
     pack_tokens = choice.pack_tokens
     if pack_tokens is None:
-        pack_tokens = max(_quick_tokens(measured, chunk_tokens, PACK_TOKENS[opened.device.type]), least_tokens)
+        pack_tokens = PACK_TOKENS[opened.device.type]
+        if measured is not None:
+            pack_tokens = max(chunk_tokens, measured.tokens_within(PACK_SECONDS, most=pack_tokens))
+        pack_tokens = max(pack_tokens, least_tokens)
     if measured is not None:
         law = law.measured(measured.token_bytes)
     limits = pack_limits(
@@ -150,11 +153,6 @@ def plan_packs(
 def limits_of(plan: Mapping[str, Any]) -> Limits:
     """What fits one pack, by the plan of a job."""
     return Limits(**plan["limits"])
-
-
-def _quick_tokens(measured: Measured | None, least: int, most: int) -> int:
-    """Tokens of a pack that takes no more than `PACK_SECONDS`, as far as that was measured."""
-    return most if measured is None else max(least, measured.tokens_within(PACK_SECONDS, most=most))
 
 
 def hidden_on_host(choice: PlacementChoice, device: torch.device, *, streamed: bool) -> bool:

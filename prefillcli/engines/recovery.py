@@ -39,8 +39,8 @@ class MemoryRecovery:
     """Answers packs through a walk. One that does not fit is tried again, smaller, and so is all that follows.
 
     A prompt that does not even fit by itself, in the smallest chunks, is left without an answer. Packs after one that
-    was taken apart for that are as large as those before. `before` is what an earlier attempt at the job had to do
-    with. K,V that a walk has let go of before it failed are computed again, from the packs that they came from.
+    was taken apart for that are as large as those before. `before` are the sizes that fitted an earlier attempt at the
+    job. K,V that a walk has let go of before it failed are computed again, from the packs that they came from.
     """
 
     def __init__(self, walk: LayerWalk, before: Mapping[str, Any] | None = None) -> None:
@@ -60,7 +60,7 @@ class MemoryRecovery:
         return self._pack_tokens
 
     def reduced(self) -> ReducedPacks | None:
-        """What it does with since memory has run out; None if it has not."""
+        """How it has gone on since memory ran out; None if it has not."""
         if not self._failures:
             return None
         return ReducedPacks(self._failures, self._walk.chunk_tokens, self._pack_tokens)
@@ -175,7 +175,7 @@ class MemoryRecovery:
         )
 
     def _give_up(self, pack: Pack, reason: str, unanswered: Unanswered) -> list[Answer]:
-        """What is said of the prompts of a pack that does not fit. If it has none, nothing holds its node any more."""
+        """The answers of a pack that does not fit. If it has no prompts, nothing holds its node any more."""
         if not pack.reads:
             self._unheld.add(_key(pack))
         why = f"memory ran out on this prompt alone, with {len(pack.tokens):,} tokens to compute: {reason}"

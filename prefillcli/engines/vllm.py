@@ -413,7 +413,7 @@ def check_vllm(options: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _imported() -> Iterator[None]:
-    """For imports of vLLM: its log goes to stderr, and what cannot be imported is told."""
+    """For imports of vLLM: its log goes to stderr. Raises UsageError where it cannot be imported."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -543,7 +543,7 @@ class VllmEngine(Engine):
 
     @contextmanager
     def _asking(self, tick: Callable[[float], None]) -> Iterator[None]:
-        """What vLLM raises while it is asked is told."""
+        """Errors that vLLM raises while answering are reported."""
         try:
             yield
         except self._dead as error:
@@ -586,7 +586,7 @@ class VllmEngine(Engine):
 
 
 def _refusal(error: Exception) -> PrefillError:
-    """What vLLM says when it does not start."""
+    """The error to raise where vLLM does not start."""
     text = brief(error)
     if "KV cache" in str(error) or "memory" in str(error).lower():
         return ResourceError(

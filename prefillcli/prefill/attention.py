@@ -78,7 +78,8 @@ FEWEST_SCORES, FEWEST_KEYS = 8192, 32  # of all sequences, of one head: with few
 class Shift:
     """How keys of a layer are moved and scaled: `factor * key + offset`, the latter float32 [1, kv heads, 1, width].
 
-    A query's product with a moved key is its score as a binary logarithm, less a number that is the same for all keys.
+    A query's product with a moved key is its score as a binary logarithm, less a number that is the same for all keys:
+    a softmax does not change with it, and the powers stay small enough to need no maximum.
     All parts of a query's attention must be over keys with the same shift: log-sum-exps are of the moved scores.
     """
 
@@ -107,6 +108,7 @@ class Shift:
     @property
     def safe(self) -> bool:
         """Whether no power of a moved score overflows."""
+        # No product of two vectors is larger than the product of their lengths (Cauchy-Schwarz).
         return self.query * self.key <= SAFE
 
     def taken(self, query: Tensor) -> Tensor:
@@ -497,6 +499,7 @@ def _attend_in_blocks(
         if seen is not None:
             hidden = ~seen.expand(batch, 1, queries, -1).unsqueeze(2)
             scores.view(batch, kv_heads, -1, queries, hidden.shape[-1]).masked_fill_(hidden, -math.inf)
+        # An online softmax: powers are of scores less the highest so far, and what was summed fades as that one rises.
         new_top = torch.maximum(top, scores.amax(dim=-1))
         shift = torch.where(new_top == -math.inf, 0.0, new_top)
         scores.sub_(shift.unsqueeze(-1)).exp_()
@@ -525,6 +528,8 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
     The share of the new part is exp(part_lse) / (exp(lse) + exp(part_lse)). A query that sees nothing of either stays
     so.
     """
+    # sigmoid(b - a) is exp(b) / (exp(a) + exp(b)), and does not overflow. Where both are -inf it is NaN: nothing is
+    # added.
     weight = torch.sigmoid(part_lse - lse).nan_to_num_(0.0).unsqueeze(-1).to(out.dtype)
     out.lerp_(part.to(out.dtype), weight)
     torch.logaddexp(lse, part_lse, out=lse)
@@ -532,6 +537,8 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Let each head's sink (a learned score without a value; `sinks` [heads]) take its share, in place."""
+    # A sink is one more term of the sum, exp(sink), with the value 0: the rest's share is exp(lse) / (exp(lse) +
+    # exp(sink)).
     out.mul_(torch.sigmoid(lse - sinks.float().view(1, -1, 1)).unsqueeze(-1).to(out.dtype))
 
 

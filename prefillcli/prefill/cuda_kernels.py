@@ -127,7 +127,7 @@ def attend_sequences(
     found: tuple[Tensor, Tensor] | None = None
     for table in tables:
         part, part_lse = flash_sequences(queries[table.first : table.end], keys, values, table, scale)
-        if table.gaps:
+        if table.gaps:  # the kernel says +inf where nothing is seen, whose log-sum-exp is -inf
             part_lse.nan_to_num_(nan=math.nan, posinf=-math.inf, neginf=-math.inf)
         part, part_lse = part.transpose(0, 1)[None], part_lse[None]
         if found is None:
@@ -162,7 +162,11 @@ def own_sides(window: KeyWindow | None) -> Sides:
 
 
 def visible_parts(span: Span, depths: IntArray, window: KeyWindow | None) -> Iterator[Seen]:
-    """What queries at these `depths` see of the keys of an ancestor through a window, in sequences."""
+    """The sequences in which queries at these `depths` see the keys of an ancestor through a window.
+
+    All queries see the keys from the newest query's oldest key on. Of the keys before, each sees those from its own
+    oldest key on: a band, for which flash kernels have the sides of a window.
+    """
     shared = span.k0
     if span.masked and window is not None:
         oldest = window.oldest(depths)

@@ -319,6 +319,7 @@ class ForestAttention:
             self.shift.include(key=each)
 
     def _watch(self, chunk: Chunk, query: Tensor) -> None:
+        # `_watched` ascends, so a chunk's own are a run of it.
         first, last = bisect_left(self._watched, chunk.start), bisect_left(self._watched, chunk.end)
         if first < last:
             at = on_device(np.asarray(self._watched[first:last]) - chunk.start, query.device)
@@ -405,7 +406,10 @@ class ForestAttention:
 def _attend_causally(
     query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, shift: Shift | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of consecutive tokens among themselves, within the window; those of an aligned one are in one part."""
+    """Attention of consecutive tokens among themselves, within the window; those of an aligned one are in one part.
+
+    In a sliding window of n, query i sees the keys i - n + 1 to i: a band below the diagonal.
+    """
     tokens, window, band = query.shape[2], scoring.window, None
     if window is not None and tokens > window.size:
         ones = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device)

@@ -50,9 +50,9 @@ def stack_states(states: Sequence[LinearAttentionLayer]) -> LinearAttentionLayer
 def changed_state(state: LinearAttentionLayer, change: Callable[[Tensor], Tensor]) -> LinearAttentionLayer:
     """A copy with other tensors, which are made in the order of `tensors_of`."""
     changed = copy.copy(state)
-    for name, own in vars(state).items():
-        if isinstance(own, dict):  # by number: flags and sizes, which a module's forward changes, and the tensors
-            setattr(changed, name, {n: change(each) if isinstance(each, Tensor) else each for n, each in own.items()})
+    vars(changed).update({name: dict(own) for name, own in vars(state).items() if isinstance(own, dict)})
+    for own in (changed.conv_states, changed.recurrent_states):
+        own.update({number: change(each) for number, each in own.items() if each is not None})
     return changed
 
 
@@ -68,8 +68,7 @@ def pick_states(state: LinearAttentionLayer, rows: Sequence[int]) -> LinearAtten
 
 def tensors_of(state: LinearAttentionLayer) -> list[Tensor]:
     """All tensors of a state, in the same order for states of the same module."""
-    numbered = [own for own in vars(state).values() if isinstance(own, dict)]
-    return [each for own in numbered for each in own.values() if isinstance(each, Tensor)]
+    return [each for own in (state.conv_states, state.recurrent_states) for each in own.values() if each is not None]
 
 
 # States of modules that read a path token by token: forked where a pack's tree forks, dropped when nobody needs
@@ -477,6 +476,8 @@ def _add_first_state(out: Tensor, last: Tensor, first: Tensor, given: Mapping[st
         dt = dt + given["delta_bias"].to(dt.dtype)[..., None]
     if given["delta_softplus"]:
         dt = nn.functional.softplus(dt)
+    # h(t) = exp(A dt(t)) h(t - 1) + B u(t) is linear: beginning with h(0) adds exp(A (dt(1) + ... + dt(t))) h(0) to
+    # h(t), and C times that to the output.
     behind = torch.cumsum(dt.float(), dim=-1)
     begins, reads = first.float(), given["C"].float()
     added = torch.empty(out.shape, dtype=torch.float32, device=out.device)

@@ -258,6 +258,7 @@ class LayerWalk:
         The last layer computes only K,V, unless it is recurrent or called with the model's own cache.
         """
         if index == len(self.layers) - 1 and not state.recurrence:
+            # Nothing reads the last layer's output but the head, which needs the prompts' last tokens alone.
             self.store_keys(state, index, layer, attention, tick)
             return
         with state.recurrence as recurrence:
@@ -412,6 +413,8 @@ class LayerWalk:
         left = remainder(state.pack, at, state.held_nodes)
         state.reads, gone = going, len(state.tokens) - len(left.tokens)
         ahead = len(self.layers) - 1 - through + KEYS_SHARE
+        # Laying out anew costs `regroup_cost` layers for each token that stays, and spares the layers ahead for each
+        # that goes; of the last one only K,V would have been computed.
         stays = self._own_cache is not None and self._own_cache.carries
         if not left.nodes or (not stays and gone * ahead > rule.regroup_cost * len(left.tokens)):
             self.regroup(state, left, attention)

@@ -136,7 +136,7 @@ class ExitRule(Protocol):
 
 
 def going_on(rule: ExitRule, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> list[int]:
-    """What a rule says, in order. Raises ValueError if reads go on that have left."""
+    """The reads that go on by a rule, ascending. Raises ValueError if one of them has left already."""
     going = sorted(rule(layer, reads, before, after))
     if not set(going) <= set(reads):
         raise ValueError("an exit rule lets reads go on that have left")
@@ -145,7 +145,7 @@ def going_on(rule: ExitRule, layer: int, reads: Sequence[int], before: Tensor, a
 
 @dataclass(frozen=True, slots=True)
 class Remainder:
-    """What is left of a pack.
+    """The rest of a pack.
 
     `pack` counts its nodes anew and keeps nothing; `nodes` are the numbers that they had before, `tokens` int64 [n]
     those of its tokens. Both are ascending where tokens leave with the reads that needed them.
@@ -214,7 +214,7 @@ class ThinningRule(Protocol):
         """After this layer, by its number, or the next that attends, tokens are left behind. It is not the last."""
 
     def of(self, prompts: Collection[int]) -> ThinningRule:
-        """What of it concerns these prompts. The others go on whole."""
+        """The rule for these prompts alone. The others go on whole."""
 
     def watched(self, pack: Pack, tree: Tree) -> Sequence[int]:
         """The tokens whose queries it wants to see in that layer, ascending numbers in the pack.

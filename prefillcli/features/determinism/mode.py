@@ -98,7 +98,7 @@ def _called(func: OpOverload, given: dict[str, Any]) -> Tensor:
 
 def _room(count: int) -> int:
     """The fewest elements from `count` on whose share for each thread is a multiple of `STEP`."""
-    most, room = torch.get_num_threads(), count
+    most, room = torch.get_num_threads(), count  # torch shares `room` elements among min(most, room / GRAIN) threads
     while True:
         shares = math.lcm(most, max(1, min(most, -(-room // GRAIN)))) if room > SMALL else 1
         rounded = -(-room // (STEP * shares)) * STEP * shares
