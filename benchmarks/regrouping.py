@@ -30,7 +30,7 @@ from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.profile.children import prompts_with_histories
-from prefillcli.profile.completion import measure_leaving
+from prefillcli.profile.measuring import measure_leaving
 
 #: Prefixes, rows behind each, tokens of a prefix, tokens of a row.
 PACKS = {"reviews": (1, 64, 300, 120), "long prefix": (1, 20, 2000, 150), "short rows": (1, 256, 40, 24)}

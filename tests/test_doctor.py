@@ -210,7 +210,7 @@ def test_what_is_not_there_is_an_error(flags: dict[str, str], code: int, message
 def test_a_torch_without_cuda_beside_a_driver_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA")
-    monkeypatch.setattr(doctor, "driver_version", lambda: "570.86.15")
+    monkeypatch.setattr("prefillcli.runtime.device_key.driver_version", lambda: "570.86.15")
     assert any("built for CPUs" in note for note in examine(quiet=True)["notes"])
 
 

@@ -395,7 +395,7 @@ def test_page_and_terminal(inspected: list[Inspection]) -> None:
     page = Path("row.html").read_text()
     for part in ("specprefill", "Most important stretches", "select_chunk", "row 2"):
         assert part in page
-    for part in ("most important stretches", "always kept: end 64", "difference", "⟦… "):
+    for part in ("Most important stretches", "always kept: end 64", "difference", "⟦… "):
         assert part in done.stderr
     quiet = prefill("inspect", POSTS, *PAIR, *COMPRESS, "--row", 2, "--limit", 5, "-q")
     assert quiet.stderr == ""

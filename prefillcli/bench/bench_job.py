@@ -112,7 +112,7 @@ def _run(settings: BenchSettings, report: BenchReport, steps: StepLog, most_toke
 
 
 def _methods(settings: BenchSettings) -> tuple[str, ...]:
-    """Names of the methods to compare; with --rationale those that were named. Raises UsageError."""
+    # Names of the methods to compare; with --rationale those that were named. Raises UsageError.
     if settings.rationale:
         require_known("--method", settings.method, TEXT_METHODS)
         for name in settings.method:
@@ -232,12 +232,12 @@ def _compare_texts_on(
 
 
 def _time_for_rounds(settings: BenchSettings) -> float:
-    """Seconds in which timed rounds begin."""
+    # Seconds in which timed rounds begin.
     return math.inf if settings.full or "rounds" in settings.model_fields_set else QUICK_SECONDS
 
 
 def _next(settings: BenchSettings) -> str:
-    """What to run next."""
+    # What to run next.
     if settings.rationale:
         return (
             f"prefill score with --rationale {settings.rationale} writes behind all rows, --rationale-when behind some"

@@ -173,7 +173,7 @@ def compare(
 
 
 def _first_runs(material: Material, methods: Sequence[Contender], equipment: Equipment, begin: Begin) -> list[_Entry]:
-    """Each method's answers and memory. What a picker finds serves all its keep rates."""
+    # Each method's answers and memory. What a picker finds serves all its keep rates.
     entries: list[_Entry] = []
     peaks: dict[str, int] = {}  # of each picker, at the first of its rates
     for method in methods:
@@ -201,8 +201,7 @@ def _first_runs(material: Material, methods: Sequence[Contender], equipment: Equ
 def _timed_rounds(
     material: Material, entries: Sequence[_Entry], rounds: int, begin: Begin, within: float
 ) -> dict[str, list[float]]:
-    """Seconds of each method in each round; without rounds, those of its first run."""
-
+    # Seconds of each method in each round; without rounds, those of its first run.
     def timed(method: Contender) -> MethodRun:
         begin(f"{material.name}: {method.name}, for its time")
         return method.run(material.prompts)
@@ -258,7 +257,7 @@ def _measured(
 def _answers(
     entry: _Entry, full: Float64Array | None, truths: Sequence[bool | None], temperature: float, notes: list[str]
 ) -> Answers:
-    """Beside the reference's shares `full` [rows, labels] (None: this is the reference) and the truth."""
+    # Beside the reference's shares `full` [rows, labels] (None: this is the reference) and the truth.
     shares = label_probabilities(entry.run.logprobs, temperature)
     if not np.isfinite(shares).all():
         notes.append(f"{entry.contender.name}: scores that are not numbers are not compared")

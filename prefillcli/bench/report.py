@@ -41,9 +41,9 @@ class Range(BaseModel):
 # The numbers of `prefill bench --rationale`: what `bench.json` holds of the ways to write texts.
 
 
-TEXT_REFERENCE = "plain"
-"""The way of writing that the others are compared with."""
+TEXT_REFERENCE = "plain"  # the way of writing that the others are compared with
 
+# The ways to write texts, each with a line for readers of the tables.
 TEXT_METHODS = {
     TEXT_REFERENCE: "lock-step decoding behind the scored packs, without guesses; the others are compared with it",
     **{kind.name: f"with guesses: {kind.guesses}" for kind in DRAFTERS.values()},
@@ -51,7 +51,6 @@ TEXT_METHODS = {
     "generate-padded": "the same in padded batches, longest prompts first",
     "vllm": "vLLM in a process of its own, with a copy of the model; its prefix cache begins empty",
 }
-"""The ways to write texts, each with a line for readers of the tables."""
 
 
 class Guesses(BaseModel):
@@ -102,20 +101,19 @@ class TextResult(BaseModel):
 
 
 SCHEMA_VERSION = 1
-REFERENCE = "hybrid"
-"""The method that the others are compared with."""
+REFERENCE = "hybrid"  # the method that the others are compared with
 
 UNCOMPRESSED = {
     "hf": "transformers, one prompt after the other",
     "full": "the layer walk, each prompt by itself",
     REFERENCE: "what prefill score does; the others are compared with it",
 }
+# The methods, each with a line for readers of the tables.
 METHODS = {
     **UNCOMPRESSED,
     **{name: said for each in features() for name, (said, _) in each.methods.items()},
     "vllm": "vLLM in a process of its own, with a copy of the model; its prefix cache begins empty",
 }
-"""The methods, each with a line for readers of the tables."""
 
 
 class Predicted(BaseModel):
@@ -289,7 +287,7 @@ def verdicts(workload: WorkloadResult) -> list[str]:
 
 
 def _of_speed(method: MethodResult, reference: MethodResult, rounds: int) -> str:
-    """A difference is one where the slowest round of the one is faster than the fastest of the other."""
+    # A difference is one where the slowest round of the one is faster than the fastest of the other.
     name, own, other = method.method, method.seconds, reference.seconds
     times = f"{three_digits(method.speedup.median)} times {REFERENCE}'s speed"
     if rounds < 2:
@@ -333,7 +331,7 @@ def workload_remarks(workload: WorkloadResult) -> list[str]:
 
 
 def _of_exits(method: str, exits: ExitResult, rows: int) -> str:
-    """Who left where, and what that changed."""
+    # Who left where, and what that changed.
     early = {name: count for name, count in exits.left.items() if name != "full"}
     where = ", ".join(f"{count / rows:.0%} after layer {name}" for name, count in early.items())
     flips = ", ".join(
@@ -349,7 +347,7 @@ def _of_exits(method: str, exits: ExitResult, rows: int) -> str:
 
 
 def _of_drift(method: str, drift: StateDrift) -> str:
-    """How far the states of recurrent layers have drifted, and where the most."""
+    # How far the states of recurrent layers have drifted, and where the most.
     worst = max(drift.layers, key=lambda each: each.median)
     return (
         f"{method}: states of recurrent layers drift by {drift.median:.2f} of their norm, from those after the whole "
@@ -556,7 +554,7 @@ def texts_in_short(result: TextResult, machine: Mapping[str, str | int]) -> Sect
 
 
 def _right(method: TextMethodResult, *, named: bool) -> str:
-    """The share of right guesses of each drafter."""
+    # The share of right guesses of each drafter.
     shares = {name: each.accepted / each.proposed for name, each in method.guesses.items() if each.proposed}
     return " ".join(f"{name} {share:.0%}" if named else f"{share:.0%}" for name, share in shares.items())
 
@@ -577,7 +575,7 @@ def bench_html(report: BenchReport) -> str:
 
 
 def _workload_section(workload: WorkloadResult) -> Section:
-    """A workload's results for the page."""
+    # A workload's results for the page.
     speedups = [
         (
             each.method,
@@ -613,7 +611,7 @@ def _workload_section(workload: WorkloadResult) -> Section:
 
 
 def _text_section(result: TextResult) -> Section:
-    """The ways of writing on a workload, for the page."""
+    # The ways of writing on a workload, for the page.
     speedups: list[tuple[str, float, float | None, str]] = [
         (
             each.method,
@@ -640,7 +638,7 @@ def _text_section(result: TextResult) -> Section:
 
 
 def _speedup_bars(speedups: Sequence[tuple[str, float, float | None, str]]) -> list[Bar]:
-    """Two bars for each method, and a line where its speed would be the reference's."""
+    # Two bars for each method, and a line where its speed would be the reference's.
     longest = max([1.0, *(max(first, second or 0) for _, first, second, _ in speedups)])
     found = []
     for name, first, second, text in speedups:
@@ -652,7 +650,7 @@ def _speedup_bars(speedups: Sequence[tuple[str, float, float | None, str]]) -> l
 
 
 def _flip_bars(workload: WorkloadResult) -> list[Bar]:
-    """Bars of the flip rates with their intervals, in percent of the largest upper bound."""
+    # Bars of the flip rates with their intervals, in percent of the largest upper bound.
     known = [
         (each.method, audit.flip_rate, audit.interval)
         for each in workload.methods

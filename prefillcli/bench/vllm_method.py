@@ -24,8 +24,7 @@ from prefillcli.plan.plan import make_plan
 if TYPE_CHECKING:
     from prefillcli.engines.vllm import VllmEngine
 
-SHARE = 0.5
-"""Of the free memory, for vLLM and for the layer walk each: both keep the model loaded, and take turns."""
+SHARE = 0.5  # of the free memory, for vLLM and for the layer walk each: both keep the model loaded, and take turns
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
 
 
@@ -108,7 +107,7 @@ def start_vllm(equipment: Equipment, material: Material, text_tokens: int = 0) -
 
 
 def _room(device: torch.device) -> dict[str, Any]:
-    """As many threads as the layer walk has, on cores of this process; or its share of a device's free memory."""
+    # As many threads as the layer walk has, on cores of this process; or its share of a device's free memory.
     if device.type == "cpu":
         cores = sorted(os.sched_getaffinity(0))[: torch.get_num_threads()]
         os.environ.setdefault(CORES, ",".join(map(str, cores)))

@@ -103,7 +103,7 @@ def features(pack: Pack, windows: Iterable[tuple[int | None, int]]) -> tuple[flo
 
 
 def _pairs(start: int, length: int, window: int | None) -> float:
-    """Keys seen by `length` queries behind `start` other tokens of their path, themselves included."""
+    # Keys seen by `length` queries behind `start` other tokens of their path, themselves included.
     return _triangle(start + length, window) - _triangle(start, window)
 
 

@@ -19,14 +19,14 @@ import numpy.typing as npt
 from prefillcli.core.feature import features_of
 from prefillcli.core.request import Request, plan_requests, planned_positions, planned_variants
 from prefillcli.data.prompts.builder import PromptBuilder
-from prefillcli.data.reading.record_batches import BATCH_ROWS
+from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import SKIPPED_CODES, ErrorCode, Int32Array, Prompt, Window
-from prefillcli.data.windows import MAX_ROWS, Prefetcher, ShardRows, windows
+from prefillcli.data.windows import Prefetcher
 from prefillcli.engines.memory_plan import TEXTS, budget_of, plan_packs
 from prefillcli.errors import ResourceError
 from prefillcli.forecast.profile import Profile
-from prefillcli.models.open import Opened, answer_labels
+from prefillcli.models.open import Opened
 from prefillcli.options.groups import ScheduledOptions
 from prefillcli.plan.blocks import BLOCK_TOKENS, CarriedBlock
 from prefillcli.plan.pack import Limits
@@ -66,8 +66,7 @@ class InputStatistics:
     """Adds up over windows what the rows hold, in about eight bytes a row."""
 
     def __init__(self) -> None:
-        self.lengths: Counter[int] = Counter()
-        """Number of prompts by their tokens."""
+        self.lengths: Counter[int] = Counter()  # number of prompts by their tokens
         self._rows = self._truncated = 0
         self._codes: Counter[str] = Counter()
         self._digests: list[npt.NDArray[np.uint64]] = []
@@ -204,14 +203,12 @@ class Alternatives:
         *,
         free: int | None,
         profile: Profile | None,
-        block_tokens: int = 0,
+        block_tokens: int = BLOCK_TOKENS,
         text_tokens: int = 0,
         texts_of: TextsOf = "all",
     ) -> None:
-        self.given_tokens = 0
-        """Tokens of the job's own plan that a window before has computed."""
-        self.errors: Counter[str] = Counter()
-        """Rows that only planning finds to be errors, by code."""
+        self.given_tokens = 0  # tokens of the job's own plan that a window before has computed
+        self.errors: Counter[str] = Counter()  # rows that only planning finds to be errors, by code
         budget = budget_of(settings, free)
         plan = plan_packs(opened, settings, budget, profile, text_tokens=text_tokens, texts_of=texts_of)
         self.texts = TextCost(**plan[TEXTS]) if TEXTS in plan else None
@@ -221,6 +218,7 @@ class Alternatives:
         self._schedule, self._profile = settings.schedule, profile
         foreseen = (each.foresee(opened, budget) for each in features_of(settings))
         self._foresight = next(filter(None, foreseen), None)
+        self._price_per_hour: float | None = getattr(settings, "price_per_hour", None)
         self._block_tokens = block_tokens if self._foresight is None else 0
         self._limits: dict[str, Limits] = {settings.prefix_kv: self._own}
         for other in PREFIX_KV:
@@ -269,13 +267,6 @@ class Alternatives:
         for keep in self.keeps:
             self._add_keep(keep, prompts, own if keep.keep == self._keep else None)
 
-    def price(self, per_hour: float) -> None:
-        """Set the prices of what was predicted."""
-        costs: list[PlanCost | KeepCost] = [*self.plans, *self.keeps]
-        for cost in costs:
-            if cost.seconds is not None:
-                cost.price = cost.seconds / 3600 * per_hour
-
     def _add_keep(self, cost: KeepCost, prompts: Sequence[Prompt], plan: Plan | None) -> None:
         fitting = self._fitting(self._requests(prompts, cost.keep))
         cost.compressed_rows += sum(request.compressed for request in fitting)
@@ -318,6 +309,8 @@ class Alternatives:
         cost.computed_tokens += plan.computed_tokens
         if self._profile is not None:
             cost.seconds = (cost.seconds or 0.0) + share * self._profile.seconds(plan)
+            if self._price_per_hour is not None:
+                cost.price = cost.seconds / 3600 * self._price_per_hour
 
 
 def _limits_of(
@@ -328,68 +321,33 @@ def _limits_of(
     text_tokens: int = 0,
     texts_of: TextsOf = "all",
 ) -> Limits:
-    """What fits one pack with these settings, by default if nothing is written."""
+    # What fits one pack with these settings, by default if nothing is written.
     found = plan_packs(opened, settings, budget, profile, text_tokens=text_tokens, texts_of=texts_of)
     return Limits(**found["limits"])
 
 
 def survey(
-    settings: ScheduledOptions,
-    opened: Opened,
     source: Source,
     builder: PromptBuilder,
-    *,
-    free: int | None,
-    id_column: str | None = None,
-    batch_rows: int = BATCH_ROWS,
-    window_rows: int = MAX_ROWS,
-    block_tokens: int = BLOCK_TOKENS,
-    profile: Profile | None = None,
-    price_per_hour: float | None = None,
-    only: ShardRows | None = None,
-    text_tokens: int = 0,
-    texts_of: TextsOf = "all",
-    tick: Callable[[int, int], None] = lambda rows, tokens: None,
+    labels: Labels,
+    coming: Iterator[Window],
+    plans: Alternatives,
+    tick: Callable[[int, int], None],
 ) -> Survey:
-    """Read the rows of `source`, make prompts of them with the `builder`, and plan them as a job with these `settings`
-    would.
+    """Read the windows that are `coming`, and plan them by `plans`.
 
-    `free` bytes are what the loaded weights will leave, where `--memory` does not say what may be used. `profile`
-    sizes packs and predicts their time, as in the job. `window_rows` and `block_tokens` are the job's, and `only` are
-    the rows of its shard. `text_tokens` and
-    `texts_of` are as in `plan_packs`. `tick` is called with the rows and prompt tokens of each window, and may raise.
-    Raises what the job raises before it loads weights.
+    The windows are of the rows of `source`, whose prompts the `builder` makes; it is closed. `tick` is called with the
+    rows and prompt tokens of each window, and may raise. Raises what the job raises before it loads weights.
     """
-    labels = answer_labels(opened, settings)
-    plans = Alternatives(
-        settings,
-        opened,
-        free=free,
-        profile=profile,
-        block_tokens=block_tokens,
-        text_tokens=text_tokens,
-        texts_of=texts_of,
-    )
-    found = InputStatistics()
-    clock = Clock()
-    cut = windows(source, builder, labels, id_column=id_column, max_rows=window_rows, batch_rows=batch_rows, only=only)
-    with Prefetcher(cut, cancel=builder.close) as coming:
-        for number, window in enumerate(coming):
+    found, clock = InputStatistics(), Clock()
+    with Prefetcher(coming, cancel=builder.close) as ahead:
+        for number, window in enumerate(ahead):
             if number == 0:
                 labels.check(window)
             with clock.phase("plan"):
                 found.add(window)
                 plans.add(window.prompts)
             tick(len(window.rows), sum(len(prompt.tokens) for prompt in window.prompts))
-    if price_per_hour is not None:
-        plans.price(price_per_hour)
-    return _survey_of(found, plans, source, builder, clock)
-
-
-def _survey_of(
-    found: InputStatistics, plans: Alternatives, source: Source, builder: PromptBuilder, clock: Clock
-) -> Survey:
-    """What was found, once all windows are planned."""
     return Survey(
         rows=found.rows(plans.errors),
         prompt_tokens=found.tokens,

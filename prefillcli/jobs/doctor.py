@@ -6,23 +6,25 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import torch
+
+from prefillcli.engines.memory_plan import Placed, budget_of, plan_packs
 from prefillcli.errors import ResourceError
 from prefillcli.jobs.shell import shell
+from prefillcli.models.families import UNWALKED, VERIFIED
+from prefillcli.models.law import FREE_SHARE, memory_law
+from prefillcli.models.open import Opened, open_model
+from prefillcli.models.rehearsal import DeviceRecord
+from prefillcli.models.shape import NoCostModel
+from prefillcli.models.weights import plan_weights
 from prefillcli.options.commands import DoctorSettings
+from prefillcli.prefill import attention, attention_checks
 from prefillcli.redaction import shown
 from prefillcli.report.rendering import TableRows, byte_size, numbers_table, pairs_table, stderr_console
 from prefillcli.report.run import versions
-from prefillcli.runtime import log, memory
-from prefillcli.runtime.cores import Threads, affinity, cpu_flags, cpu_name, given_numbers, quotas
-from prefillcli.runtime.device_key import device_key, driver_version
-from prefillcli.runtime.extras import OPTIONAL, installed, light_imports
-from prefillcli.runtime.signals import Stop
-from prefillcli.runtime.user_cache import cache_folder, compiler_file
-
-if TYPE_CHECKING:
-    import torch
+from prefillcli.runtime import cores, device_key, extras, log, memory, signals, user_cache
 
 # What `prefill doctor` has found: its JSON line, and its tables.
 
@@ -38,36 +40,32 @@ class Diagnosis:
     status: Literal["complete", "failed", "interrupted"] = "complete"
     exit_code: int = 0
     error: str | None = None
+    # The one that will be used: `name`, `kind`, `model`, `capability`, `driver`, `memory_bytes`, `free_bytes`.
     device: dict[str, Any] = field(default_factory=dict)
-    """The one that will be used: `name`, `kind`, `model`, `capability`, `driver`, `memory_bytes`, `free_bytes`."""
     why_device: str = ""
-    others: list[str] = field(default_factory=list)
-    """Further devices of this machine."""
+    others: list[str] = field(default_factory=list)  # further devices of this machine
+    # `model`, `cores` of the affinity, `quota` in cores, `instructions`, `compiler`.
     cpu: dict[str, Any] = field(default_factory=dict)
-    """`model`, `cores` of the affinity, `quota` in cores, `instructions`, `compiler`."""
     versions: dict[str, str] = field(default_factory=dict)
+    # Optional packages and their versions, null for one that is not installed.
     packages: dict[str, str | None] = field(default_factory=dict)
-    """Optional packages and their versions, null for one that is not installed."""
-    uses: dict[str, str] = field(default_factory=dict)
-    """What each of these is for."""
+    uses: dict[str, str] = field(default_factory=dict)  # what each of these is for
     threads: int = 0
     why_threads: str = ""
+    # `budget_bytes` for activations and K,V before weights are there, and `why`.
     memory: dict[str, Any] = field(default_factory=dict)
-    """`budget_bytes` for activations and K,V before weights are there, and `why`."""
-    dtype: dict[str, str] = field(default_factory=dict)
-    """`advice`, and `why`."""
+    dtype: dict[str, str] = field(default_factory=dict)  # `advice`, and `why`
+    # The paths that agree, by dtype, in the order in which they are tried.
     attention: dict[str, list[str]] = field(default_factory=dict)
-    """The paths that agree, by dtype, in the order in which they are tried."""
+    # Each path in each dtype: `path`, `dtype`, `status`, `why`, `error`, `large_error`, `lse_error`.
     checks: list[dict[str, Any]] = field(default_factory=list)
-    """Each path in each dtype: `path`, `dtype`, `status`, `why`, `error`, `large_error`, `lse_error`."""
+    # `error` and `large_error` of eager attention in the same cases, by dtype.
     eager_errors: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """`error` and `large_error` of eager attention in the same cases, by dtype."""
     notes: list[str] = field(default_factory=list)
-    cache: dict[str, Any] = field(default_factory=dict)
-    """`folder`, and whether the outcome is `remembered` there."""
+    cache: dict[str, Any] = field(default_factory=dict)  # `folder`, and whether the outcome is `remembered` there
+    # With --model: `path`, `family`, `dtype`, `walk`, `weight_bytes`, `token_bytes`, `chunk_tokens`, `longest_prompt`,
+    # `limited_by`.
     model: dict[str, Any] | None = None
-    """With --model: `path`, `family`, `dtype`, `walk`, `weight_bytes`, `token_bytes`, `chunk_tokens`,
-    `longest_prompt`, `limited_by`."""
 
 
 def print_diagnosis(found: Diagnosis) -> None:
@@ -206,17 +204,14 @@ def doctor_job(settings: DoctorSettings) -> dict[str, Any]:
     return summary
 
 
-def _examine(settings: DoctorSettings, found: Diagnosis, stop: Stop) -> None:
-    with light_imports():
-        from prefillcli.runtime.device_key import choose_device, other_devices
-
-    found.versions, found.packages = versions(), {name: installed(name) for name in OPTIONAL}
-    found.uses = dict(OPTIONAL)
-    threads = Threads(settings.threads)
+def _examine(settings: DoctorSettings, found: Diagnosis, stop: signals.Stop) -> None:
+    found.versions, found.packages = versions(), {name: extras.installed(name) for name in extras.OPTIONAL}
+    found.uses = dict(extras.OPTIONAL)
+    threads = cores.Threads(settings.threads)
     found.threads, found.why_threads = threads.most, _why_threads(settings)
     found.cpu = _processor()
-    device = choose_device(settings.device)
-    found.device, found.others = _described(device), other_devices(device)
+    device = device_key.choose_device(settings.device)
+    found.device, found.others = _described(device), device_key.other_devices(device)
     found.why_device = _why_device(settings, device)
     found.dtype = _dtype_advice(device)
     found.memory = _budget(settings, device)
@@ -236,11 +231,7 @@ def _examine(settings: DoctorSettings, found: Diagnosis, stop: Stop) -> None:
 
 
 def _check(device: torch.device, found: Diagnosis) -> None:
-    """Compare each path with explicit scores, remember the outcome, and rule out what differs."""
-    import torch
-
-    from prefillcli.models.rehearsal import DeviceRecord
-    from prefillcli.prefill import attention, attention_checks
+    # Compare each path with explicit scores, remember the outcome, and rule out what differs.
 
     attention.allow_all()
     record = DeviceRecord(device)
@@ -250,7 +241,7 @@ def _check(device: torch.device, found: Diagnosis) -> None:
         found.eager_errors[name] = attention_checks.eager_errors(dtype)
         checks += attention_checks.check_paths(attention_checks.CHECKED, device, dtype)
     record.note(checks)
-    found.cache = {"folder": str(cache_folder()), "remembered": record.save()}
+    found.cache = {"folder": str(user_cache.cache_folder()), "remembered": record.save()}
     found.checks = [asdict(check) for check in checks]
     for name in DTYPES:
         agree = {check.path for check in checks if check.dtype == name and check.status == "agrees"}
@@ -261,12 +252,12 @@ def _check(device: torch.device, found: Diagnosis) -> None:
 
 
 def _processor() -> dict[str, Any]:
-    quota = min((each.cores for each in quotas()), default=None)
-    flags = set(cpu_flags())
-    compiler = compiler_file()
+    quota = min((each.cores for each in cores.quotas()), default=None)
+    flags = set(cores.cpu_flags())
+    compiler = user_cache.compiler_file()
     return {
-        "model": cpu_name(),
-        "cores": len(affinity()),
+        "model": cores.cpu_name(),
+        "cores": len(cores.affinity()),
         "quota": quota,
         "instructions": [name for flag, name in _INSTRUCTIONS.items() if flag in flags],
         "compiler": None if compiler is None else compiler.rsplit(" ", 2)[0],
@@ -274,7 +265,7 @@ def _processor() -> dict[str, Any]:
 
 
 def _described(device: torch.device) -> dict[str, Any]:
-    key = device_key(device)
+    key = device_key.device_key(device)
     free = total = None
     with suppress(ResourceError):
         free = memory.available_memory(device)
@@ -300,35 +291,28 @@ def _why_device(settings: DoctorSettings, device: torch.device) -> str:
 def _why_threads(settings: DoctorSettings) -> str:
     if settings.threads != "auto":
         return "as asked for"
-    if given := given_numbers(os.environ):
+    if given := cores.given_numbers(os.environ):
         return ", ".join(f"{name}={os.environ[name]}" for name in given) + " in the environment"
-    limits = quotas()
-    cores = len(affinity())
-    if limits and min(each.cores for each in limits) < cores:
+    limits = cores.quotas()
+    if limits and min(each.cores for each in limits) < len(cores.affinity()):
         return "what the control group's quota allows; fewer while other programs are busy"
     return "one for each core that this process may use; fewer while other programs are busy"
 
 
 def _dtype_advice(device: torch.device) -> dict[str, str]:
-    import torch
-
-    from prefillcli.prefill.attention import compute_capability, has_bfloat16_instructions
 
     if device.type == "cpu":
-        if has_bfloat16_instructions():
+        if attention.has_bfloat16_instructions():
             return {"advice": "bfloat16", "why": "the processor multiplies it by itself; float32 is the most exact"}
         return {"advice": "float32", "why": "the processor has no instructions for bfloat16"}
     if device.type == "cuda":
-        if torch.version.hip or compute_capability(device) >= (8, 0):
+        if torch.version.hip or attention.compute_capability(device) >= (8, 0):
             return {"advice": "bfloat16", "why": "it is fast here, and has flash attention"}
         return {"advice": "float16", "why": "bfloat16 needs compute capability 8.0"}
     return {"advice": "float16", "why": "half precision is fast there; prefill was never measured on such a device"}
 
 
 def _budget(settings: DoctorSettings, device: torch.device) -> dict[str, Any]:
-    from prefillcli.engines.memory_plan import budget_of
-    from prefillcli.models.law import FREE_SHARE
-
     if settings.memory:
         return {"budget_bytes": budget_of(_Budget(settings.memory), None), "why": "as asked for"}
     try:
@@ -349,14 +333,11 @@ class _Budget:
 
 
 def _notes(device: torch.device) -> list[str]:
-    import torch
-
-    from prefillcli.prefill.attention import compute_capability
 
     notes = []
-    if device.type == "cpu" and driver_version() is not None and torch.version.cuda is None:
+    if device.type == "cpu" and device_key.driver_version() is not None and torch.version.cuda is None:
         notes.append("a driver of NVIDIA is here, but this torch is built for CPUs: install a CUDA build of it")
-    if device.type == "cuda" and compute_capability(device) not in FAST_GROUPED_PRODUCTS:
+    if device.type == "cuda" and attention.compute_capability(device) not in FAST_GROUPED_PRODUCTS:
         notes.append(
             "models with experts wait for this device at each expert: torch's fast grouped products are for compute "
             "capability 9.0 and 10.0"
@@ -369,14 +350,7 @@ def _notes(device: torch.device) -> list[str]:
 
 
 def _with_model(settings: DoctorSettings, device: torch.device, found: Diagnosis) -> dict[str, Any]:
-    """What a run would do with the model of `--model`."""
-    from prefillcli.engines.memory_plan import Placed, budget_of, plan_packs
-    from prefillcli.models.families import UNWALKED, VERIFIED
-    from prefillcli.models.law import memory_law
-    from prefillcli.models.open import Opened, open_model
-    from prefillcli.models.shape import NoCostModel
-    from prefillcli.models.weights import plan_weights
-
+    # What a run would do with the model of `--model`.
     files, device = open_model(settings)
     facts: dict[str, Any] = {
         "path": str(files.origin),
@@ -416,15 +390,12 @@ def _with_model(settings: DoctorSettings, device: torch.device, found: Diagnosis
 
 
 def _experts_note(config: Any, dtype: torch.dtype, device: torch.device) -> list[str]:
-    """transformers multiplies all experts in one grouped product on few devices alone."""
-    import torch
-
-    from prefillcli.prefill.attention import compute_capability
+    # transformers multiplies all experts in one grouped product on few devices alone.
 
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     if not experts or device.type != "cuda":
         return []
-    if dtype == torch.bfloat16 and compute_capability(device)[0] >= 9:
+    if dtype == torch.bfloat16 and attention.compute_capability(device)[0] >= 9:
         return []
     return [
         "transformers multiplies experts one by one here, with a synchronisation for each: its grouped products are "

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from prefillcli.data.output.columns import Counts
 from prefillcli.data.output.store import put_text
 from prefillcli.data.proof import hash_model
-from prefillcli.data.windows import ShardRows
+from prefillcli.data.windows import ShardRows, windows
 from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.forecast.profile import find_profile
 from prefillcli.jobs.path_table import dry_run_report, output_of, require_apart
@@ -116,7 +116,7 @@ def _write(report: DryRunReport) -> None:
 
 
 def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity, stop: Stop) -> None:
-    from prefillcli.forecast.survey import survey
+    from prefillcli.forecast.survey import Alternatives, survey
 
     report.output = output_of(settings)
     with stop.at_once():
@@ -140,22 +140,24 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
     total = source.selected_rows if shard is None else None
     progress = Progress(total, interval=settings.progress_interval, quiet=settings.quiet)
     with progress, stop.at_once():
-        found = report.survey = survey(
+        plans = Alternatives(
             settings,
             opened,
+            free=free,
+            profile=profile,
+            block_tokens=granularity.block_tokens,
+            **text_room(settings, opened, opening.labels.names),
+        )
+        coming = windows(
             source,
             opening.builder,
-            free=free,
+            opening.labels,
             id_column=settings.id_column,
+            max_rows=granularity.window_rows,
             batch_rows=granularity.batch_rows,
-            window_rows=granularity.window_rows,
-            block_tokens=granularity.block_tokens,
-            profile=profile,
-            price_per_hour=settings.price_per_hour,
             only=None if shard is None else ShardRows(shard, opening.builder),
-            **text_room(settings, opened, opening.labels.names),
-            tick=progress.advance,
         )
+        found = report.survey = survey(source, opening.builder, opening.labels, coming, plans, progress.advance)
     rows = found.rows
     counts = Counts(rows.total, rows.prompts, rows.errors, rows.skipped, rows.errors_by_code)
     conclude(report, counts, max_error_rate=settings.max_error_rate, skip_empty=settings.skip_empty)

@@ -24,19 +24,16 @@ class Status:
     """What the last line on stdout says."""
 
     output: str
-    status: str = "failed"
-    """`running`, `stopped`, `unmerged` or `complete`; `failed` if it cannot be told."""
+    status: str = "failed"  # `running`, `stopped`, `unmerged` or `complete`; `failed` if it cannot be told
     exit_code: int = 0
     rows: dict[str, int | None] = field(default_factory=lambda: {"done": None, "total": None})
     rows_per_second: float | None = None
     expected_end: str | None = None
-    updated: str | None = None
-    """When the job gave its last sign of life, or was complete."""
-    owner: str | None = None
-    """The process that runs the job, or ran it last."""
+    updated: str | None = None  # when the job gave its last sign of life, or was complete
+    owner: str | None = None  # the process that runs the job, or ran it last
+    # The same of every shard beside the output, under `shard`; where the output has no job of its own, the rest is
+    # their sum.
     shards: list[dict[str, Any]] = field(default_factory=list)
-    """The same of every shard beside the output, under `shard`; where the output has no job of its own, the rest is
-    their sum."""
     error: str | None = None
 
 
@@ -65,7 +62,7 @@ def status_job(output: str, *, quiet: bool = False) -> dict[str, Any]:
 
 
 def _of_shard(target: Target, shard: Shard) -> tuple[Shard, Status]:
-    """The state of a shard beside an output."""
+    # The state of a shard beside an output.
     status = Status(f"shard {shard}")
     _find_out(Target(target.path, target.format, shard), status)
     return shard, status
@@ -78,7 +75,7 @@ def _shown(status: Status) -> dict[str, Any]:
 
 
 def _add_up(shards: Sequence[Status], count: int, status: Status) -> None:
-    """The state of a job of so many shards, of which these have begun."""
+    # The state of a job of so many shards, of which these have begun.
     states = {each.status for each in shards}
     status.status = "running" if "running" in states else "stopped"
     if states == {"complete"} and len(shards) == count:
@@ -135,7 +132,7 @@ def _take(beat: Beat, status: Status) -> None:
 
 
 def _rows_in_parts(target: Target) -> int:
-    """Rows that `--resume` need not score again, damaged parts left out."""
+    # Rows that `--resume` need not score again, damaged parts left out.
     rows = 0
     for name in filter(parts.is_part, target.work.names()):
         try:

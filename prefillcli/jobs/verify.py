@@ -29,8 +29,7 @@ _MOST = 20  # problems that are named
 #: Ids or row numbers, scores and errors of some rows.
 Batch = tuple[list[Any], pa.ChunkedArray, pa.ChunkedArray]
 
-_UNREAD = object()
-"""In place of the id of a row that was not read."""
+_UNREAD = object()  # in place of the id of a row that was not read
 
 
 class Verification:
@@ -38,8 +37,8 @@ class Verification:
 
     def __init__(self, target: Target) -> None:
         self.problems: list[str] = []
+        # Of the output, as far as it can be read; `errors` includes the rows that were skipped.
         self.rows = {"total": 0, "scored": 0, "errors": 0}
-        """Of the output, as far as it can be read; `errors` includes the rows that were skipped."""
         self._target = target
         self._manifest = self._find_manifest()
         self._published = self._find_published()
@@ -89,7 +88,7 @@ class Verification:
         return None
 
     def _rows_checked(self, published: Published) -> Iterator[list[Any]]:
-        """The ids or row numbers of the output, batch by batch, while the rows are checked."""
+        # The ids or row numbers of the output, batch by batch, while the rows are checked.
         last = -1
         for ids, scores, errors in self._batches(published):
             self._check_results(scores, errors, values=published.job.fingerprint.get(MEASURE) == Measure.VALUES)
@@ -100,7 +99,7 @@ class Verification:
             yield _with_unread(ids, errors)
 
     def _batches(self, published: Published) -> Iterator[Batch]:
-        """The output, as far as it can be read."""
+        # The output, as far as it can be read.
         id_name, form = published.job.id_name or ROW_COLUMN, self._target.file_format
         for name in published.files:
             with self._target.store.read(name) as file:
@@ -142,7 +141,7 @@ class Verification:
         return source
 
     def _input_ids(self, job: Job, source: Source) -> Iterator[list[Any]]:
-        """The ids or row numbers of the input as the output should have them."""
+        # The ids or row numbers of the input as the output should have them.
         kind, form = None, self._target.file_format
         if not form.json_text and job.id_name is not None and self._published is not None:
             with self._target.store.read(next(iter(self._published.files))) as file:
@@ -160,7 +159,7 @@ class Verification:
                 yield to_python(typed)
 
     def _compare(self, output: Iterator[list[Any]], source: Iterator[list[Any]]) -> None:
-        """Row by row, so that the first difference has a number."""
+        # Row by row, so that the first difference has a number.
         missing = object()
         theirs = (value for values in source for value in values)
         mine = (value for values in output for value in values)
@@ -185,7 +184,7 @@ class Verification:
 
 
 def _with_unread(ids: list[Any], errors: pa.ChunkedArray) -> list[Any]:
-    """The ids, with `_UNREAD` for rows that were too large for their job to read: nothing says what theirs are."""
+    # The ids, with `_UNREAD` for rows that were too large for their job to read: nothing says what theirs are.
     unread = pc.equal(errors, ErrorCode.ROW_TOO_LARGE.value)
     if not pc.any(unread).as_py():
         return ids

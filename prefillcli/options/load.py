@@ -21,19 +21,19 @@ from prefillcli.options.option import Settings, details_of
 AnySettings = TypeVar("AnySettings", bound=Settings)
 _From = Literal["recipe", "environment", "flag"]
 
+# What is given by its place, by the field's name: how the help page calls it, and what it is.
 _PLACES = {
     "inputs": ("INPUT", "a Parquet or JSONL file, a directory or a glob"),
     "output": ("OUTPUT", "what prefill score was given"),
     "scores": ("SCORES", "what prefill score wrote"),
 }
-"""What is given by its place, by the field's name: how the help page calls it, and what it is."""
 _MOST_REASON = 400  # characters, of why a value is refused
 ENVIRONMENT_PREFIX = "PREFILL_"
 RECIPE_VARIABLE = ENVIRONMENT_PREFIX + "RECIPE"
+# Kubernetes sets these in every container when the name of a service begins with `prefill`.
 _KUBERNETES_VARIABLE = re.compile(
     r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?$"
 )
-"""Kubernetes sets these in every container when the name of a service begins with `prefill`."""
 
 
 def load_settings(
@@ -85,7 +85,7 @@ def load_settings(
 
 
 def _refuse_other_bytes(value: Any, origin: str) -> None:
-    """Raise UsageError for bytes of the command line or the environment that were not decoded as UTF-8."""
+    # Raise UsageError for bytes of the command line or the environment that were not decoded as UTF-8.
     for each in (value,) if isinstance(value, str) else value if isinstance(value, list | tuple) else ():
         try:
             str(each).encode()
@@ -144,14 +144,14 @@ class _Merged:
 
 
 def _shown(value: object) -> str:
-    """What somebody gave, cut where it is long."""
+    # What somebody gave, cut where it is long.
     shortened = reprlib.Repr()
     shortened.maxstring = shortened.maxother = shortened.maxlong = 100
     return shortened.repr(value)
 
 
 def _as_typed(kind: type[Settings], name: str, value: Any) -> str:
-    """What the user wrote on the command line to give this value."""
+    # What the user wrote on the command line to give this value.
     word = name.replace("_", "-")
     if value is False:
         word = details_of(kind, name).negative or f"no-{word}"
@@ -159,7 +159,7 @@ def _as_typed(kind: type[Settings], name: str, value: Any) -> str:
 
 
 def _known_options(kind: type[Settings]) -> set[str]:
-    """Names of the options of all commands."""
+    # Names of the options of all commands.
     return set(kind.model_fields).union(*(command.model_fields for command in COMMANDS.values()))
 
 

@@ -51,8 +51,8 @@ for _tag, _pattern, _first in (
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 _MOST_BYTES = 1 << 20
+# In a recipe, with each alias counted as what it stands for: a few short lines can stand for billions.
 _MOST_VALUES = 100_000
-"""In a recipe, with each alias counted as what it stands for: a few short lines can stand for billions."""
 
 
 def read_recipe(path: str) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def _values(value: Any, counted: dict[int, int]) -> int:
-    """How many values there are in a value, itself included. `counted` has those of the lists and mappings so far."""
+    # How many values there are in a value, itself included. `counted` has those of the lists and mappings so far.
     if value is None or isinstance(value, str | int | float):
         return 1
     if not isinstance(value, list | dict):

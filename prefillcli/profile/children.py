@@ -165,7 +165,7 @@ def layer_bytes(config: Any, dtype: torch.dtype) -> int:
 
 
 def _logits(config: Any) -> float:
-    """One prompt's logits in the dtype and in float32."""
+    # One prompt's logits in the dtype and in float32.
     return float(8 * config.vocab_size)
 
 
@@ -272,14 +272,14 @@ def make_malloc_exact() -> None:
 
 
 def _counted(device: str) -> int:
-    """What the limit counts."""
+    # What the limit counts.
     if device.startswith("cuda"):
         return reserved_memory(_cuda(device))
     return _memory("VmData")
 
 
 def _cuda(device: str) -> torch.device:
-    """The device, whichever is the current one."""
+    # The device, whichever is the current one.
     import torch
 
     found = torch.device(device)
@@ -295,7 +295,7 @@ def _memory(field: str) -> int:
 
 Send = Callable[[Any], None]
 
-_PRELOADED = ["prefillcli.profile.completion", "prefillcli.profile.children"]
+_PRELOADED = ["prefillcli.profile.measuring"]
 _SAMPLE_SECONDS = 0.005
 _WARM_UP_TOKENS = 64
 
@@ -360,7 +360,7 @@ def in_child(task: Callable[..., None], *arguments: Any, timeout: float | None =
 
 @contextmanager
 def _one_heap() -> Iterator[None]:
-    """Processes started within this context have one heap, not one of 64 MiB or more for each thread (glibc)."""
+    # Processes started within this context have one heap, not one of 64 MiB or more for each thread (glibc).
     before = os.environ.get("MALLOC_ARENA_MAX")
     os.environ["MALLOC_ARENA_MAX"] = "1"
     try:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from prefillcli.data.proof import hash_model, sealed_text
 from prefillcli.data.windows import windows
-from prefillcli.errors import PrefillError, require_known
-from prefillcli.forecast.profile import MODES, CompletionModel, ModeResult, Profile, Trace
-from prefillcli.forecast.survey import survey
+from prefillcli.errors import require_known
+from prefillcli.forecast.profile import MODES, Profile, this_machine
+from prefillcli.forecast.survey import Alternatives, survey
 from prefillcli.jobs.inputs import Opening
 from prefillcli.jobs.path_table import require_apart, require_json
 from prefillcli.jobs.shell import shell
@@ -28,9 +26,6 @@ from prefillcli.report.survey import Survey
 from prefillcli.runtime.clock import Clock, Progress, StepLog
 from prefillcli.runtime.cores import Threads
 from prefillcli.runtime.memory import parse_size
-
-if TYPE_CHECKING:
-    from prefillcli.profile.completion import Budgeted
 
 # INPUT: opened before the measurements, surveyed after them.
 
@@ -59,21 +54,12 @@ def survey_input(settings: ProfileSettings, given: Opening, profile: Profile) ->
     if settings.memory is None:
         draft = weight_bytes(opened.draft, opened.device) if opened.draft is not None else 0
         free = max(round(profile.budget_bytes / FREE_SHARE) - draft, 0)
+    known = profile if profile.completion is not None else None
     with Progress(source.selected_rows, interval=settings.progress_interval, quiet=settings.quiet) as progress:
-        return survey(
-            settings,
-            opened,
-            source,
-            given.new_builder(),
-            free=free,
-            profile=profile if profile.completion is not None else None,
-            price_per_hour=settings.price_per_hour,
-            tick=progress.advance,
-        )
-
-
-TRACED = ("full", "hybrid")
-_BUSY = 1.5  # of the load average over the threads that compute
+        builder = given.new_builder()
+        plans = Alternatives(settings, opened, free=free, profile=known)
+        coming = windows(source, builder, given.labels, id_column=None)
+        return survey(source, builder, given.labels, coming, plans, progress.advance)
 
 
 @dataclass
@@ -119,7 +105,7 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
 
 
 def _check(settings: ProfileSettings) -> Opening | None:
-    """Raise UsageError for wrong options before anything is measured; open INPUT if there is one."""
+    # Raise UsageError for wrong options before anything is measured; open INPUT if there is one.
     require_json(settings.output)
     require_apart(settings)
     require_known("--mode", settings.mode, MODES)
@@ -135,10 +121,9 @@ def _measure(settings: ProfileSettings, given: Opening | None, announce: Callabl
         check_loadable(files, device)
     import torch
 
-    from prefillcli.forecast.profile import this_machine
     from prefillcli.models.find import with_weights
     from prefillcli.profile.children import Subject
-    from prefillcli.profile.lengths import Search
+    from prefillcli.profile.measuring import Search, busy_with, profile_mode, time_model, traces
 
     files = with_weights(files)  # here, or each measuring process would dequantise them
     subject = Subject(
@@ -152,10 +137,11 @@ def _measure(settings: ProfileSettings, given: Opening | None, announce: Callabl
     )
 
     announce("completion times: packs of several lengths, with and without cached tokens")
-    budgeted, completion, no_completion = _completion(settings, subject, files, announce)
-    budget, chunk = budgeted.budget, budgeted.chunk_tokens
-    busy = _busy_with(subject.threads)
-    subject = replace(subject, chunk_tokens=chunk)
+    memory = parse_size(settings.memory) if settings.memory else None
+    fit_seconds = settings.fit_seconds or 0.0
+    budgeted, completion, no_completion = time_model(subject, files.config, memory, fit_seconds, announce)
+    notes = busy_with(subject.threads)
+    subject = replace(subject, chunk_tokens=budgeted.chunk_tokens)
     profile = Profile(
         model=hash_model(files.origin),
         model_name=settings.model or str(files.origin),
@@ -163,8 +149,8 @@ def _measure(settings: ProfileSettings, given: Opening | None, announce: Callabl
         dtype=subject.dtype,
         device=subject.device,
         machine=this_machine(subject.device),
-        budget_bytes=budget,
-        chunk_tokens=chunk,
+        budget_bytes=budgeted.budget,
+        chunk_tokens=budgeted.chunk_tokens,
         max_model_tokens=files.max_length,
         completion=completion,
         no_completion=no_completion,
@@ -172,59 +158,17 @@ def _measure(settings: ProfileSettings, given: Opening | None, announce: Callabl
         keys_layers=budgeted.keys_layers,
         settings=shown(settings.model_dump(mode="json")),
         versions=versions(),
-        notes=busy,
+        notes=notes,
     )
-    search = Search(subject, files, budget, settings.fit_seconds or 0.0, settings.confirm_seconds or 0.0, announce)
-    profile.modes = list(_modes(settings.mode, search))
+    search = Search(subject, files, budgeted.budget, fit_seconds, settings.confirm_seconds or 0.0, announce)
+    profile.modes = [profile_mode(name, search) for name in dict.fromkeys(settings.mode)]
     if settings.full:
-        profile.traces = list(_traces(profile.modes, search))
+        profile.traces = list(traces(profile.modes, search))
     return profile
 
 
-def _busy_with(threads: int) -> list[str]:
-    """A note if other programs used much of the machine while packs were timed."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load <= _BUSY * threads:
-        return []
-    return [
-        f"the load average was {load:.0f} when packs were timed on {threads} threads: other programs ran too, and "
-        "without them the machine is faster"
-    ]
-
-
-def _completion(
-    settings: ProfileSettings, subject: Any, files: Any, announce: Callable[[str], None]
-) -> tuple[Budgeted, CompletionModel | None, str | None]:
-    """What a loaded model leaves, and the model of completion times or why there is none."""
-    from prefillcli.profile.children import attention_windows, in_child
-    from prefillcli.profile.completion import first_good_fit, time_packs
-
-    memory = parse_size(settings.memory) if settings.memory else None
-    with closing(in_child(time_packs, subject, memory, settings.fit_seconds or 0.0)) as found:
-        return next(found), *first_good_fit(found, attention_windows(files.config), announce)
-
-
-def _modes(names: tuple[str, ...], search: Any) -> Iterator[ModeResult]:
-    from prefillcli.profile.lengths import profile_mode
-
-    for name in dict.fromkeys(names):
-        yield profile_mode(name, search)
-
-
-def _traces(modes: list[ModeResult], search: Any) -> Iterator[Trace]:
-    """Memory over time of two modes at a length that the short runs of both have reached."""
-    from prefillcli.profile.lengths import trace_mode
-
-    reached = {each.mode: each.points[-1].tokens for each in modes if each.mode in TRACED and each.points}
-    for mode in reached:
-        try:
-            yield trace_mode(mode, min(reached.values()), search)
-        except PrefillError as error:
-            search.announce(f"{mode}: no memory over time: {error}")
-
-
 def _save(profile: Profile, output: str, seconds: float) -> None:
-    """Write `profile.json` and its page. Raises PrefillError."""
+    # Write `profile.json` and its page. Raises PrefillError.
     from prefillcli.profile.profile_page import profile_html
 
     profile.created = datetime.now(UTC).isoformat(timespec="seconds")
@@ -259,7 +203,7 @@ def _summary(ended: _ProfileEnd, settings: ProfileSettings, seconds: float) -> d
 
 
 def _next(settings: ProfileSettings, profile: Profile) -> str:
-    """What to run next."""
+    # What to run next.
     if profile.completion is None:
         return "prefill profile once more, when nothing else runs on this machine"
     rows = settings.inputs[0] if settings.inputs else "YOUR.parquet"

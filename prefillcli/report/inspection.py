@@ -16,7 +16,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from prefillcli.core.request import Request
@@ -24,7 +23,6 @@ from prefillcli.data.output.store import put_text
 from prefillcli.data.rows import Prompt, Rationale, SectionEffect
 from prefillcli.engines.base import LeavingRule, Readings
 from prefillcli.report.rationale import (
-    EVIDENCE_NUMBERS,
     NO_REASON,
     WHAT_EVIDENCE_IS,
     evidence_bars,
@@ -32,9 +30,8 @@ from prefillcli.report.rationale import (
     rationale_facts,
     rationale_text,
 )
-from prefillcli.report.rendering import counted, page_html, pairs_table, preview, signed_bar, visible
+from prefillcli.report.rendering import Cell, counted, page_html, preview, print_section, signed_bar, visible
 from prefillcli.report.section import (
-    Cell,
     Part,
     Plot,
     Scale,
@@ -48,8 +45,6 @@ from prefillcli.stats.probabilities import log_shares_of
 # What a model says of a row after each of its layers: by how much one label is ahead, and where rows would leave.
 
 
-NUMBERS = ("after", "margin", "entropy")
-"""Columns of `margin_rows` that hold numbers."""
 _WIDE, _NARROW = 16, 6  # characters of the longest bar to either side, without and with exits
 _LEAST_GAP = 6.0  # percent between two ticks
 
@@ -174,7 +169,12 @@ def margin_rows(curve: MarginCurve) -> list[list[str]]:
     rows = [["after", "margin", "", "entropy", "prediction", *(["exit"] if guesses else [])]]
     for each in curve.layers:
         said = visible(each.prediction, line=True) + (" ←" if each.changes else "")
-        cells = [f"{each.layers}", f"{each.margin:+.3f}", signed_bar(each.margin, most, side), f"{each.entropy:.3f}"]
+        cells = [
+            f"{each.layers}",
+            f"{each.margin:+.3f}",
+            Cell(signed_bar(each.margin, most, side), "chars"),
+            f"{each.entropy:.3f}",
+        ]
         rows.append([*cells, said, *([_guess_text(each.guess)] if guesses else [])])
     return rows
 
@@ -252,12 +252,10 @@ WHY: dict[TokenReason, str] = {
     "dropped": "dropped",
     "full": "no compression",
 }
-STEPS = 5
-"""Steps of the heat scale."""
+STEPS = 5  # steps of the heat scale
 HEAT = f"rank of importance among the kept tokens, in {STEPS} steps of equal size"
 MARKED: dict[TokenReason, str] = {"first": " underline", "last": " underline", "shared": " italic"}
-FOLD = 24
-"""Dropped stretches of more tokens than this are folded."""
+FOLD = 24  # dropped stretches of more tokens than this are folded
 _CHUNK = 32  # tokens of a stretch, where the settings have no select_chunk
 _STRETCHES = 10
 
@@ -383,7 +381,7 @@ def facts(inspection: Inspection) -> list[tuple[str, str]]:
 
 
 def _votes(inspection: Inspection) -> str:
-    """Which layers of the draft have voted."""
+    # Which layers of the draft have voted.
     voters, layers = inspection.voters, inspection.draft_layers
     if len(voters) == layers:
         return f"all {layers:,} layers of the draft"
@@ -470,45 +468,16 @@ def print_inspection(inspection: Inspection, console: Console, *, most_tokens: i
     """
     coloured = console.is_terminal and not console.no_color and console.color_system is not None
 
-    def show(what: Table | Text) -> None:
-        wide = isinstance(what, Text) and not console.is_terminal  # a file has no width to wrap text at
-        console.print(what, soft_wrap=wide, highlight=False)
-
-    def title(text: str) -> None:
-        show(Text(f"\n{text}", style="bold"))
-
-    show(pairs_table(facts(inspection)))
-    title("prompt")
-    show(_legend(inspection, coloured))
-    show(Text())
-    show(_coloured(inspection.tokens, most_tokens) if coloured else _bracketed(inspection.tokens, most_tokens))
-    best = stretches(inspection)
-    if best:
-        title("most important stretches")
-        table = _columns("tokens", "importance", "why", "text")
-        for stretch in best:
-            cells = (f"{stretch.first:,}-{stretch.last:,}", f"{stretch.importance:.3g}", ", ".join(stretch.why))
-            table.add_row(*cells, Text(preview(stretch.text), no_wrap=True, overflow="ellipsis"))
-        show(table)
-    title("answer")
-    table = _columns("", *answer_columns(inspection))
-    for name, *values in answer_rows(inspection):
-        table.add_row(Text(name), *map(Text, values))
-    show(table)
-    if inspection.rationale is not None:
-        title("rationale")
-        show(Text(rationale_text(inspection.rationale, inspection.begins)))
-        show(Text(rationale_facts(inspection.rationale), style="dim"))
-        show(Text(NO_REASON, style="dim"))
-    if inspection.evidence is not None:
-        title("evidence")
-        show(_with_bars(evidence_rows(inspection.evidence)))
-        show(Text(WHAT_EVIDENCE_IS, style="dim"))
-    if inspection.margins is not None:
-        title("layer by layer")
-        show(_with_bars(margin_rows(inspection.margins)))
-        for note in margin_notes(inspection.margins):
-            show(Text(note, style="dim"))
+    print_section(console, Section(lines=facts(inspection)))
+    console.print(Text("\nPrompt", "bold"))
+    tokens = inspection.tokens
+    shown = _coloured(tokens, most_tokens) if coloured else _bracketed(tokens, most_tokens)
+    for text in (_legend(inspection, coloured), Text(), shown):
+        console.print(text, soft_wrap=not console.is_terminal, highlight=False)
+    sections = {each.title: each for each in _sections(inspection, terminal=True)}
+    for title in ("Most important stretches", "Answer", "Rationale", "Evidence", "Layer by layer"):
+        if title in sections:
+            print_section(console, sections[title], wide=not console.is_terminal)
 
 
 def _legend(inspection: Inspection, coloured: bool) -> Text:
@@ -531,7 +500,7 @@ def _legend(inspection: Inspection, coloured: bool) -> Text:
 
 
 def _folded(tokens: Sequence[TokenView], edge: int, fold: int) -> Iterator[int | Fold]:
-    """Indices of the tokens to show; of a dropped stretch of more than `fold`, `edge` at either end."""
+    # Indices of the tokens to show; of a dropped stretch of more than `fold`, `edge` at either end.
     start = 0
     for kept, run in groupby(tokens, key=lambda token: token.kept):
         stop = start + sum(1 for _ in run)
@@ -545,7 +514,7 @@ def _folded(tokens: Sequence[TokenView], edge: int, fold: int) -> Iterator[int |
 
 
 def _shortened(items: list[int | Fold], tokens: Sequence[TokenView], most: int | None) -> list[int | Fold]:
-    """`items` with no more than `most` tokens, from both ends."""
+    # `items` with no more than `most` tokens, from both ends.
     shown = [at for at, item in enumerate(items) if isinstance(item, int)]
     if most is None or len(shown) <= most:
         return items
@@ -595,26 +564,6 @@ def _bracketed(tokens: Sequence[TokenView], most: int | None) -> Text:
     return text
 
 
-def _with_bars(rows: Sequence[Sequence[str]]) -> Table:
-    """A table of a header and lines; a column without a name has bars."""
-    header, *lines = rows
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in header:
-        number = name in (*NUMBERS, *EVIDENCE_NUMBERS)
-        table.add_column(Text(name), justify="right" if number else "left", no_wrap=number or not name)
-    for line in lines:
-        table.add_row(*map(Text, line))
-    return table
-
-
-def _columns(*names: str) -> Table:
-    """A table of texts."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in names:
-        table.add_column(Text(name))
-    return table
-
-
 # One prompt as one HTML page.
 
 
@@ -634,7 +583,7 @@ def inspection_html(inspection: Inspection) -> str:
     )
 
 
-def _sections(inspection: Inspection) -> Iterator[Section]:
+def _sections(inspection: Inspection, *, terminal: bool = False) -> Iterator[Section]:
     flip = [Cell(each, "alarm") if each == "FLIP" else each for each in answer_rows(inspection)[0]]
     table = [["", *answer_columns(inspection)], flip, *answer_rows(inspection)[1:]]
     note = (
@@ -647,13 +596,12 @@ def _sections(inspection: Inspection) -> Iterator[Section]:
         parts = [Part(text=text, note=rationale_facts(inspection.rationale)), Part(note=NO_REASON)]
         yield Section(title="Rationale", parts=parts)
     if inspection.evidence is not None:
-        yield Section(title="Evidence", parts=[Part(bars=evidence_bars(inspection.evidence), note=WHAT_EVIDENCE_IS)])
+        effects = inspection.evidence
+        bars = Part(table=evidence_rows(effects), words=(0, 2)) if terminal else Part(bars=evidence_bars(effects))
+        yield Section(title="Evidence", parts=[bars, Part(note=WHAT_EVIDENCE_IS)])
     if inspection.margins is not None:
-        table = [
-            [Cell(cell, "chars") if at == 2 else cell for at, cell in enumerate(row)]
-            for row in margin_rows(inspection.margins)
-        ]
-        parts = [Part(plot=margin_plot(inspection.margins)), Part(table=table, words=(2, 4, 5))]
+        parts = [] if terminal else [Part(plot=margin_plot(inspection.margins))]
+        parts.append(Part(table=margin_rows(inspection.margins), words=(2, 4, 5)))
         yield Section(
             title="Layer by layer", parts=[*parts, *(Part(note=note) for note in margin_notes(inspection.margins))]
         )

@@ -12,7 +12,7 @@ from prefillcli.data.output.columns import Counts
 from prefillcli.data.rows import Rationale, SectionEffect
 from prefillcli.decode.continuations import DecodingReport
 from prefillcli.engines.memory_plan import TEXTS
-from prefillcli.report.rendering import counted, minutes_and_seconds, row_name, signed_bar, visible
+from prefillcli.report.rendering import Cell, counted, minutes_and_seconds, row_name, signed_bar, visible
 from prefillcli.report.section import Bar, Part, Section, Strip
 
 
@@ -164,8 +164,6 @@ WHAT_EVIDENCE_IS = (
     "Change: how far the score of the first label falls when the section is left out. Sections act together, so "
     "changes do not add up."
 )
-EVIDENCE_NUMBERS = ("change",)
-"""Columns of `evidence_rows` that are numbers."""
 _SIDE = 20  # characters of the longest bar
 
 
@@ -186,7 +184,8 @@ def evidence_rows(effects: Sequence[SectionEffect]) -> list[list[str]]:
     longest = _longest(effects)
     found = [["section", "change", ""]]
     for section, change in effects:
-        found.append([visible(section, line=True), _change(change), signed_bar(change, longest, _SIDE)])
+        name, drawn = Cell(visible(section, line=True), "name"), Cell(signed_bar(change, longest, _SIDE), "chars")
+        found.append([name, _change(change), drawn])
     return found
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from rich.console import Console
@@ -20,8 +20,19 @@ if TYPE_CHECKING:
 #: A header, and the rows below it.
 TableRows = list[list[str]]
 
-WIDTH = 80
-"""Columns of the tables of results, however wide the terminal is."""
+
+class Cell(str):
+    """A text of a table that looks different on the page: `kind` is a class of its style."""
+
+    def __new__(cls, text: str, kind: str) -> Cell:
+        cell = super().__new__(cls, text)
+        cell.kind = kind
+        return cell
+
+    kind: str
+
+
+WIDTH = 80  # columns of the tables of results, however wide the terminal is
 
 
 def stderr_console(width: int | None = None) -> Console:
@@ -30,24 +41,30 @@ def stderr_console(width: int | None = None) -> Console:
 
 
 def pairs_table(rows: Iterable[tuple[str, str]]) -> Table:
-    """A table of names and texts."""
+    """A table of names and texts, which may be untrusted."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", min_width=10)
     table.add_column(overflow="fold")
     for name, text in rows:
-        table.add_row(Text(name), Text(text))
+        table.add_row(Text(visible(name, line=True)), Text(visible(text)))
     return table
 
 
-def numbers_table(rows: TableRows, *, text: int = 1, caption: str | None = None) -> Table:
-    """A header and rows: `text` columns of text, then columns of numbers, which are aligned to the right."""
+def numbers_table(rows: TableRows, *, words: Collection[int] = (0,), caption: str | None = None) -> Table:
+    """A header and rows, which may be untrusted: numbers are aligned to the right, the columns of `words` are not."""
     table = Table(
         box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", caption=caption, caption_justify="left"
     )
     for at, name in enumerate(rows[0]):
-        table.add_column(Text(name), justify="left" if at < text else "right", no_wrap=at < text)
+        kind = getattr(rows[-1][at], "kind", "") if at < len(rows[-1]) else ""
+        whole = at in words and kind not in ("prose", "name")  # its texts are no longer than they have to be
+        side: Literal["left", "right"] = "left" if at in words else "right"
+        table.add_column(Text(visible(name, line=True)), justify=side, no_wrap=whole)
     for row in rows[1:]:
-        table.add_row(*map(Text, row))
+        cells = [Text(visible(cell, line=True), overflow="ellipsis") for cell in row]
+        for cell, own in zip(cells, row, strict=True):
+            cell.no_wrap = isinstance(own, Cell) and own.kind == "prose"
+        table.add_row(*cells)
     return table
 
 
@@ -179,37 +196,44 @@ def signed_bar(value: float, most: float, side: int) -> str:
 # Sections in the terminal, on a page, and as metrics.
 
 
-def print_section(console: Console, section: Section) -> None:
-    """A section as text: title, lines, then its parts, and what a reader must not miss."""
+def print_section(console: Console, section: Section, *, wide: bool | None = None) -> None:
+    """A section as text: title, lines, then its parts, and what a reader must not miss.
+
+    `wide`: lines of text are as long as they are, whatever the console does by itself.
+    """
+
+    def show(text: str, style: str = "") -> None:
+        console.print(Text(visible(text), style), soft_wrap=wide, highlight=False)
+
     if section.title:
-        console.print(f"\n{section.title}", style="bold")
+        show(f"\n{section.title}", "bold")
     if section.lines:
         console.print(pairs_table(section.lines))
     for part in section.parts:
-        if part.holds:
-            _print_part(console, part)
+        if part.shown:
+            _print_part(console, part, show)
     for text in section.alarms:
-        console.print(f"note: {text}")
+        show(f"note: {text}")
 
 
-def _print_part(console: Console, part: Part) -> None:
+def _print_part(console: Console, part: Part, show: Callable[..., None]) -> None:
     if part.title:
-        console.print(f"\n{part.title}")
+        show(f"\n{part.title}")
     if part.above:
-        console.print(part.above, style="dim")
+        show(part.above, "dim")
     if part.text:
-        console.print(part.text)
+        show(part.text)
     if part.table:
-        if not part.title:
+        if part.above:
             console.print()
-        console.print(numbers_table(part.table, text=len(part.words)))
+        console.print(numbers_table(part.table, words=part.words))
     width = max((len(each.name) for each in part.bars), default=0)
     for each in part.bars:
-        console.print(f"  {each.name:>{width}} {bar(each.length, 100)} {each.text}")
+        show(f"  {each.name:>{width}} {bar(each.length, 100)} {each.text}")
     for name, text in part.lines:
-        console.print(f"  {name}: {text}", style="dim")
+        show(f"  {name}: {text}", "dim")
     if part.note:
-        console.print(f"  {part.note}", style="dim")
+        show(f"  {part.note}" if part.table or part.lines else part.note, "dim")
 
 
 def page_html(
@@ -237,7 +261,7 @@ def page_html(
 
 @cache
 def _environment() -> Environment:
-    """The templates in this folder; compiling one takes longer than most pages."""
+    # The templates in this folder; compiling one takes longer than most pages.
     folder = files("prefillcli.report")
     environment = Environment(
         loader=FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8")),

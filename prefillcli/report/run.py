@@ -246,7 +246,7 @@ class RunReport(BaseModel):
 
 
 def _length_histogram(lengths: dict[str, dict[str, int]]) -> Histogram:
-    """From the shortest to the longest prompt, every bin between them."""
+    # From the shortest to the longest prompt, every bin between them.
     found = [int(low) for bins in lengths.values() for low in bins]
     if not found:
         return Histogram()

@@ -11,6 +11,7 @@ from prefillcli.errors import NOTHING_TO_DO, Interrupted, PrefillError, Resource
 from prefillcli.redaction import shown_report, without_secrets
 from prefillcli.report.rationale import rationale_section
 from prefillcli.report.rendering import (
+    Cell,
     mebibytes,
     metrics_text,
     minutes_and_seconds,
@@ -24,7 +25,6 @@ from prefillcli.report.rendering import (
 from prefillcli.report.run import Histogram, RunReport, to_json
 from prefillcli.report.section import (
     Bar,
-    Cell,
     Part,
     Section,
     Strip,
@@ -118,7 +118,7 @@ def run_sections(report: RunReport) -> Iterator[Section]:
 
 
 def _verdict(report: RunReport) -> tuple[str, str]:
-    """How the run ended, and how good that is: a class of the page's style."""
+    # How the run ended, and how good that is: a class of the page's style.
     if report.status == "complete" and report.exit_code == 0:
         return "complete", "good"
     if report.status == "complete":
@@ -127,7 +127,7 @@ def _verdict(report: RunReport) -> tuple[str, str]:
 
 
 def _end(report: RunReport) -> Section:
-    """How the run ended."""
+    # How the run ended.
     section = Section()
     success = float(report.exit_code in (0, NOTHING_TO_DO))
     section.metric("run_success", "1 if the last run was done or had nothing to do, else 0.", success)
@@ -165,7 +165,7 @@ def _rows(report: RunReport) -> Section:
 
 
 def _results(report: RunReport) -> list[Bar]:
-    """What became of the rows: each prediction, each error."""
+    # What became of the rows: each prediction, each error.
     values = {}
     if report.histograms.score.counts:
         plot = score_plot(report.histograms.score)
@@ -216,7 +216,7 @@ def _lengths(report: RunReport) -> Section:
 
 
 def _quartile(histogram: Histogram, share: float) -> tuple[float, float]:
-    """The edges of the bin in which this share of the rows is reached."""
+    # The edges of the bin in which this share of the rows is reached.
     totals = [sum(column) for column in zip(*histogram.counts.values(), strict=True)]
     below, wanted = 0, share * sum(totals)
     for at, number in enumerate(totals):
@@ -261,7 +261,7 @@ def _tokens(report: RunReport) -> Section:
 
 
 def _methods(report: RunReport) -> Iterator[Section]:
-    """Rows by what was read of them, and the rates that --keep auto tried."""
+    # Rows by what was read of them, and the rates that --keep auto tried.
     if report.methods and not (report.blocks.get("keep") is None and set(report.methods) == {"full"}):
         order = sorted(report.methods, key=lambda name: (is_fallback(name), -report.methods[name]))
         kinds = {name: "alarm" if is_fallback(name) else "s0" if name == FULL else "s2" for name in order}

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from prefillcli.report.run import Histogram, MemoryTrace
 
 
-SERIES = 8
-"""Colours that can be told apart; if there are more series, the rest are drawn as one."""
+SERIES = 8  # colours that can be told apart; if there are more series, the rest are drawn as one
 OTHERS = "others"
 _MOST_BINS = 64
 _FEWEST_BINS = 12
@@ -89,17 +88,6 @@ class Bar:
     kind: str = "s0"
     start: float = 0.0
     more: tuple[Strip, ...] = ()  # drawn over it
-
-
-class Cell(str):
-    """A text of a table that looks different on the page: `kind` is a class of its style."""
-
-    def __new__(cls, text: str, kind: str) -> Cell:
-        cell = super().__new__(cls, text)
-        cell.kind = kind
-        return cell
-
-    kind: str
 
 
 def score_plot(histogram: Histogram) -> Plot:
@@ -223,7 +211,7 @@ def _mean_bin(bins: Sequence[int]) -> float:
 
 
 def _merged(stacks: dict[str, list[int]]) -> dict[str, list[int]]:
-    """The largest series in their order, the rest as one."""
+    # The largest series in their order, the rest as one.
     if len(stacks) <= SERIES:
         return stacks
     large = sorted(stacks, key=lambda name: -sum(stacks[name]))[: SERIES - 1]
@@ -234,7 +222,7 @@ def _merged(stacks: dict[str, list[int]]) -> dict[str, list[int]]:
 
 
 def _coarser(histogram: Histogram) -> tuple[list[float], dict[str, list[int]]]:
-    """As many bins as can be seen: many are joined, a few get empty ones on both sides."""
+    # As many bins as can be seen: many are joined, a few get empty ones on both sides.
     edges, counts = list(histogram.edges), {kind: list(bins) for kind, bins in histogram.counts.items()}
     while 1 < len(edges) <= _FEWEST_BINS:
         below, above = bisect_left(LENGTH_EDGES, edges[0]), bisect_right(LENGTH_EDGES, edges[-1])
@@ -260,7 +248,7 @@ def round_ticks(top: float, whole: bool = False) -> list[float]:
 
 
 def _round_numbers(edges: Sequence[float]) -> list[float]:
-    """At most six round numbers within the edges; of a range without two of them its ends."""
+    # At most six round numbers within the edges; of a range without two of them its ends.
     tens = [10.0**power for power in range(9)]
     for steps in ((1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 5), (1, 3), (1,)):
         found = [step * ten for ten in tens for step in steps if edges[0] <= step * ten <= edges[-1]]
@@ -270,7 +258,7 @@ def _round_numbers(edges: Sequence[float]) -> list[float]:
 
 
 def _place(number: float, edges: Sequence[float]) -> float:
-    """Where a number lies among the edges: 1.5 is in the middle of the second bin."""
+    # Where a number lies among the edges: 1.5 is in the middle of the second bin.
     at = min(bisect_right(edges, number), len(edges) - 1) - 1
     return at + (number - edges[at]) / (edges[at + 1] - edges[at])
 

@@ -240,7 +240,7 @@ def _keep_rows(keeps: Sequence[KeepCost]) -> TableRows:
 
 
 def _predictions(costs: Sequence[PlanCost | KeepCost]) -> list[str]:
-    """Heads of the columns with predictions, where there are any."""
+    # Heads of the columns with predictions, where there are any.
     first = costs[0]
     known = {"predicted": first.seconds, "price": first.price}
     return [name for name, value in known.items() if value is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefillcli.forecast.profile import Confirmation, MemoryPoint, ModeResult, Profile, Trace, TracePoint, this_machine
-from prefillcli.profile.completion import Timing, fit_completion
+from prefillcli.profile.measuring import Timing, fit_completion
 from prefillcli.report.run import versions
 from prefillcli.report.survey import (
     Bin,

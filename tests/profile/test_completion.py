@@ -9,7 +9,7 @@ import pytest
 
 from prefillcli.forecast.profile import CompletionModel, features
 from prefillcli.plan.pack import Pack
-from prefillcli.profile.completion import (
+from prefillcli.profile.measuring import (
     ATTEMPTS,
     CACHED,
     COMPUTED,

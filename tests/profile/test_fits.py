@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.profile.lengths import fit_costs, fit_line, fit_linear, mean_relative_error, pearson
+from prefillcli.profile.measuring import fit_costs, fit_line, fit_linear, mean_relative_error, pearson
 
 
 @given(st.floats(-1e6, 1e6), st.floats(0.1, 1e5), st.integers(3, 9))

@@ -9,8 +9,8 @@ import pytest
 
 from prefillcli.errors import PrefillError
 from prefillcli.forecast.profile import MODES, Profile
-from prefillcli.profile import profile_job
-from prefillcli.profile.completion import Budgeted
+from prefillcli.profile import measuring, profile_job
+from prefillcli.profile.measuring import Budgeted
 from tests.profile.making import made_profile
 from tests.score.jobs import texts, write_jsonl, write_parquet
 from tests.score.models import save_model
@@ -31,9 +31,13 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         done.append("completion")
         return Budgeted(64 << 20, 64, 0.04, 0.16), made.completion, None
 
-    monkeypatch.setattr(profile_job, "_completion", completion)
-    monkeypatch.setattr(profile_job, "_modes", lambda *_: done.append("modes") or made.modes)
-    monkeypatch.setattr(profile_job, "_traces", lambda *_: made.traces)
+    def of_mode(name: str, *_: object) -> object:
+        done.append("modes")
+        return made.mode(name) or made.modes[0]
+
+    monkeypatch.setattr(measuring, "time_model", completion)
+    monkeypatch.setattr(measuring, "profile_mode", of_mode)
+    monkeypatch.setattr(measuring, "traces", lambda *_: made.traces)
     monkeypatch.chdir(tmp_path)
     return done
 
@@ -129,7 +133,7 @@ def test_a_damaged_input_costs_no_measurements(model: Path, monkeypatch: pytest.
 
 def test_without_a_fit_nothing_is_predicted_and_that_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        profile_job, "_completion", lambda *_: (Budgeted(64 << 20, 64, None, None), None, "Pearson r 0.50")
+        measuring, "time_model", lambda *_: (Budgeted(64 << 20, 64, None, None), None, "Pearson r 0.50")
     )
     source = write_jsonl("in.jsonl", [{"prompt": text} for text in texts(4)])
     done = prefill("profile", "--quiet", source, "-m", model, "--price-per-hour", 3)

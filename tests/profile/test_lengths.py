@@ -24,7 +24,7 @@ from prefillcli.profile.children import (
     mode_law,
     prepare_prefill,
 )
-from prefillcli.profile.lengths import MARGIN, Search, confirming_run, probe_lengths, profile_mode, thinned
+from prefillcli.profile.measuring import MARGIN, Search, confirming_run, probe_lengths, profile_mode, thinned
 
 MIB = 1 << 20
 CHOSEN = 1 - MARGIN

@@ -13,7 +13,7 @@ from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.profile.children import prompts_with_histories
-from prefillcli.profile.completion import LeavingCosts, measure_leaving
+from prefillcli.profile.measuring import LeavingCosts, measure_leaving
 from tests.prefill.families import VOCABULARY, make_model
 from tests.prefill.test_walk import ONE_PACK
 

@@ -179,7 +179,7 @@ def test_terminal_shows_a_rationale_and_the_evidence_beside_it(colour: bool) -> 
     assert re.search(r"^title +-0\.2500 +█+│", title)
     assert re.search(r"\+0\.1250 +│█+", hostile)
     assert "\x1b" not in text
-    assert "evidence" not in printed(example(), colour=False)
+    assert "Evidence" not in printed(example(), colour=False)
 
 
 def test_page_shows_a_rationale_and_the_evidence_beside_it() -> None:
@@ -205,7 +205,7 @@ def test_kept_tokens_are_coloured_and_dropped_ones_dim() -> None:
     texts = [" hot", " warm", " even", " cool", " cold", " gone", " same"]
     why: list[TokenReason] = ["chosen"] * 5 + ["dropped", "shared"]
     inspection = inspection_of(texts, why, [9.0, 0.5, 0.4, 0.3, 0.1, 8.0, None])
-    prompt = printed(inspection, colour=True).split("equal size")[1].split("most important")[0]
+    prompt = printed(inspection, colour=True).split("equal size")[1].split("Most important")[0]
 
     styles = {text: style for style, text in re.findall("\x1b\\[([0-9;]*)m( [a-z]+)", prompt)}
     assert styles == {
@@ -225,7 +225,7 @@ def test_long_dropped_stretch_is_folded_with_its_ends_in_sight() -> None:
     assert "word3 word4 word5 word6 word7 word8 word9 word10 word11 [… 0" not in text
     assert "word19" in text  # 16 dropped tokens are no long stretch
     assert "word37 [… 74 tokens dropped] word112" in text
-    assert "word60" not in text.split("most important")[0]
+    assert "word60" not in text.split("Most important")[0]
 
 
 def test_plain_text_has_brackets_and_counts() -> None:
@@ -254,7 +254,7 @@ def test_newlines_keep_the_layout(colour: bool) -> None:
 
 @pytest.mark.parametrize(("most", "ends"), [(0, (0, 0)), (1, (1, 0)), (5, (3, 2)), (31, (16, 15)), (32, (32, 0))])
 def test_no_more_tokens_than_asked_for(most: int, ends: tuple[int, int]) -> None:
-    text = printed(example(), colour=False, most_tokens=most).split("⟦… dropped⟧")[1].split("most important")[0]
+    text = printed(example(), colour=False, most_tokens=most).split("⟦… dropped⟧")[1].split("Most important")[0]
     found = re.findall(r"word\d+", text)
 
     kept = [f"word{token.position}" for token in example().tokens if token.kept]

@@ -140,7 +140,7 @@ def test_the_terminal_and_the_page_show_it_and_hostile_labels_as_text() -> None:
     console = Console(file=io.StringIO(), width=160, force_terminal=False)
     print_inspection(inspection, console)
     text = console.file.getvalue()
-    assert "layer by layer" in text
+    assert "Layer by layer" in text
     assert "would leave after layer 4" in text
     html = inspection_html(inspection)
     assert "<h2>Layer by layer</h2>" in html
