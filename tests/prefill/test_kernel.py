@@ -12,7 +12,7 @@ import torch
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill import attention, attention_checks, forest
 from prefillcli.prefill.forest import register
-from prefillcli.runtime import compiled
+from prefillcli.runtime import user_cache
 from tests.prefill.families import each_family, make_model
 from tests.prefill.test_walk import eager, mixed, p_yes, walked
 
@@ -108,7 +108,7 @@ def test_a_kernel_that_computes_something_else_is_found(monkeypatch: pytest.Monk
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     """A package with C++ to compile, and a cache of its own."""
-    if compiled._compiler() is None:
+    if user_cache._compiler() is None:
         pytest.skip("no C++ compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "cpp_sources").mkdir()
@@ -124,44 +124,44 @@ def files(tmp_path: Path) -> list[Path]:
 def test_a_library_is_compiled_once_for_each_source_and_flags(
     source: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert compiled.load_compiled(*source, ["-DANSWER=42"]).answer() == 42
-    assert compiled.load_compiled(*source, ["-DANSWER=43"]).answer() == 43
+    assert user_cache.load_compiled(*source, ["-DANSWER=42"]).answer() == 42
+    assert user_cache.load_compiled(*source, ["-DANSWER=43"]).answer() == 43
     kept = files(tmp_path)
     assert len(kept) == 2
     monkeypatch.setattr(compiled, "_compile", lambda *_: pytest.fail("compiled again"))
-    assert compiled.load_compiled(*source, ["-DANSWER=42"]).answer() == 42
+    assert user_cache.load_compiled(*source, ["-DANSWER=42"]).answer() == 42
     assert files(tmp_path) == kept
 
 
 def test_without_a_compiler_or_with_one_that_fails_there_is_none(
     source: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert compiled.load_compiled(*source, []) is None  # it does not compile
+    assert user_cache.load_compiled(*source, []) is None  # it does not compile
     for name in ("", "no-such-compiler", "false"):
         monkeypatch.setenv("CXX", name)
-        assert compiled.load_compiled(*source, ["-DANSWER=42"]) is None
+        assert user_cache.load_compiled(*source, ["-DANSWER=42"]) is None
     assert files(tmp_path) == []
 
 
 def test_what_others_may_have_written_is_not_loaded(source: tuple[str, str], tmp_path: Path) -> None:
-    compiled.load_compiled(*source, ["-DANSWER=42"])
+    user_cache.load_compiled(*source, ["-DANSWER=42"])
     (library,) = files(tmp_path)
     library.write_bytes(b"not a library")
     os.chmod(library, 0o777)  # noqa: S103 - that is the point
-    assert compiled.load_compiled(*source, ["-DANSWER=42"]).answer() == 42
+    assert user_cache.load_compiled(*source, ["-DANSWER=42"]).answer() == 42
     os.chmod(library.parent, 0o777)  # noqa: S103
-    assert compiled._kept(library.name) is None
+    assert user_cache._kept(library.name) is None
 
 
 def test_a_damaged_library_is_compiled_again(source: tuple[str, str], tmp_path: Path) -> None:
-    compiled.load_compiled(*source, ["-DANSWER=42"])
+    user_cache.load_compiled(*source, ["-DANSWER=42"])
     (library,) = files(tmp_path)
     data = library.read_bytes()
     library.unlink()
     library.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     os.chmod(library, 0o700)
-    assert compiled._kept(library.name) is None
-    assert compiled.load_compiled(*source, ["-DANSWER=42"]).answer() == 42
+    assert user_cache._kept(library.name) is None
+    assert user_cache.load_compiled(*source, ["-DANSWER=42"]).answer() == 42
     assert library.read_bytes() == data
 
 
@@ -169,4 +169,4 @@ def test_a_cache_that_cannot_be_written_costs_a_compilation(
     source: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
-    assert compiled.load_compiled(*source, ["-DANSWER=42"]).answer() == 42
+    assert user_cache.load_compiled(*source, ["-DANSWER=42"]).answer() == 42
