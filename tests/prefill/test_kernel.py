@@ -128,7 +128,7 @@ def test_a_library_is_compiled_once_for_each_source_and_flags(
     assert user_cache.load_compiled(*source, ["-DANSWER=43"]).answer() == 43
     kept = files(tmp_path)
     assert len(kept) == 2
-    monkeypatch.setattr(compiled, "_compile", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(user_cache, "_compile", lambda *_: pytest.fail("compiled again"))
     assert user_cache.load_compiled(*source, ["-DANSWER=42"]).answer() == 42
     assert files(tmp_path) == kept
 
