@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prefillcli.data.output.columns import _texts, kinds_of, type_for, typed_column
@@ -153,6 +153,7 @@ JSON_IDS = st.one_of(
 
 
 @given(st.lists(st.one_of(JSON_IDS, JSON_IDS.map(json.dumps)), max_size=12))
+@example([2**53, 2**53 + 1, 0.5])  # as floats, the first two are one
 def test_ids_of_json_lines_that_are_no_duplicates_are_written_as_different_texts(ids: list[Any]) -> None:
     column = pa.chunked_array([pa.array([json.dumps(each) for each in ids], pa.string())])
     repeats = SeenIds(json=True).check(np.arange(len(ids)), column)
