@@ -114,7 +114,7 @@ def _row(result: Result) -> str:
 
 
 def _short(text: str, most: int = 70) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= most else f"{text[: most - 3].rpartition(' ')[0]} ..."  # no half of an option
 
 
 def _judgement(trial: Trial, intact: bool) -> str:
