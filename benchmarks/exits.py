@@ -27,8 +27,14 @@ from prefillcli.core.request import Request
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.base import EarlyExits, Treatment
 from prefillcli.features.exits.contender import EarlyExit
-from prefillcli.features.exits.judging import CalibrationRows, ExitCalibration, calibrate_exits
-from prefillcli.features.exits.learning import calibration_rows, exit_costs, observed_layers
+from prefillcli.features.exits.judging import (
+    CalibrationRows,
+    ExitCalibration,
+    calibrate_exits,
+    calibration_rows,
+    exit_costs,
+    observed_layers,
+)
 from prefillcli.jobs.inputs import Opening
 from prefillcli.jobs.load import load_walk
 from prefillcli.options.commands import BenchSettings

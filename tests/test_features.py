@@ -35,7 +35,13 @@ ASKED = {
     "incremental": ["--since", "none.jsonl"],
     "rejects": ["--rejects", "rejects.jsonl"],
 }
-NAMES = sorted(path.name for path in (PACKAGE / "features").iterdir() if (path / "__init__.py").exists())
+#: A room is a folder or a module.
+ROOMS = {
+    path.stem: path
+    for path in (PACKAGE / "features").iterdir()
+    if (path / "__init__.py").exists() or (path.suffix == ".py" and path.stem != "__init__")
+}
+NAMES = sorted(ROOMS)
 
 
 @cache
@@ -107,7 +113,8 @@ def test_nothing_outside_a_feature_imports_it() -> None:
 def test_a_feature_can_be_deleted(name: str, tmp_path: Path, whole: Callable[[str], list[dict[str, Any]]]) -> None:
     rest = tmp_path / "copy" / "prefillcli"
     shutil.copytree(PACKAGE, rest)  # with the bytecode: compiling takes longer than a job
-    shutil.rmtree(rest / "features" / name)
+    room = rest / "features" / ROOMS[name].name
+    shutil.rmtree(room) if room.is_dir() else room.unlink()
     own = next(each for each in features() if each.__module__.split(".")[2] == name)
     for command, group in own.options.items():
         code, shown = run(rest, tmp_path, command, "--help")

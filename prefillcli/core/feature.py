@@ -1,4 +1,4 @@
-"""The files that a run writes beside the scores: how one of an earlier run is known, which may be replaced."""
+"""A feature: its options, and the hooks that the core calls on the way from a job's settings to its report."""
 
 from __future__ import annotations
 
@@ -11,28 +11,36 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the nouns of the hooks: features import them from here, for their annotations
     from pathlib import Path
 
-    from prefillcli.bench.contenders import Contender, Equipment
-    from prefillcli.bench.material import Material
-    from prefillcli.core.request import Request, Tick
-    from prefillcli.data.output.columns import Counts
-    from prefillcli.data.output.target import Manifest
-    from prefillcli.data.prompts.labels import Labels
-    from prefillcli.data.rows import Prompt, ScoredRow, Window
-    from prefillcli.engines.base import Answer, LeavingRule, Loader, PlanEngine, Treatment
-    from prefillcli.jobs.identity import LocalModels
-    from prefillcli.jobs.inputs import Opening
-    from prefillcli.jobs.load import Models
-    from prefillcli.jobs.score import Job
-    from prefillcli.jobs.scorer import Scorer
-    from prefillcli.models.open import Opened
-    from prefillcli.plan.pack import Pack
-    from prefillcli.prefill.walk import Arithmetic
-    from prefillcli.report.inspection import ReadPrompt
-    from prefillcli.report.run import RunReport
-    from prefillcli.report.section import Section
+    from prefillcli.bench.contenders import Contender as Contender
+    from prefillcli.bench.contenders import Equipment as Equipment
+    from prefillcli.bench.material import Material as Material
+    from prefillcli.core.request import Request as Request
+    from prefillcli.core.request import Tick as Tick
+    from prefillcli.data.output.columns import Counts as Counts
+    from prefillcli.data.output.target import Manifest as Manifest
+    from prefillcli.data.prompts.labels import Labels as Labels
+    from prefillcli.data.rows import Prompt as Prompt
+    from prefillcli.data.rows import ScoredRow as ScoredRow
+    from prefillcli.data.rows import Window as Window
+    from prefillcli.engines.base import Answer as Answer
+    from prefillcli.engines.base import LeavingRule as LeavingRule
+    from prefillcli.engines.base import Loader as Loader
+    from prefillcli.engines.base import PlanEngine as PlanEngine
+    from prefillcli.engines.base import Treatment as Treatment
+    from prefillcli.jobs.identity import LocalModels as LocalModels
+    from prefillcli.jobs.inputs import Opening as Opening
+    from prefillcli.jobs.load import Models as Models
+    from prefillcli.jobs.score import Job as Job
+    from prefillcli.jobs.scorer import Scorer as Scorer
+    from prefillcli.models.open import Opened as Opened
+    from prefillcli.plan.pack import Pack as Pack
+    from prefillcli.prefill.walk import Arithmetic as Arithmetic
+    from prefillcli.report.inspection import ReadPrompt as ReadPrompt
+    from prefillcli.report.run import RunReport as RunReport
+    from prefillcli.report.section import Section as Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +48,7 @@ class SideFile:
     """A kind of file."""
 
     meaning: str
-    knows: Callable[[str, bytes], bool]
-    """Whether the file at a path, with its first bytes, is of this kind."""
+    knows: Callable[[str, bytes], bool]  # whether the file at a path, with its first bytes, is of this kind
 
 
 def json_with(*names: str) -> Callable[[str, bytes], bool]:
@@ -67,10 +74,8 @@ class Objection(NamedTuple):
 class Foresight(ABC):
     """How prompts would be read at several rates, as far as it can be said before models are loaded."""
 
-    rates: Sequence[float]
-    """The shares of tokens for which a forecast is made."""
-    chosen: float | None
-    """Of them, that of the job; None where it is not known."""
+    rates: Sequence[float]  # the shares of tokens for which a forecast is made
+    chosen: float | None  # of them, that of the job; None where it is not known
 
     @abstractmethod
     def requests(self, prompts: Sequence[Prompt], rate: float) -> list[Request]:
@@ -85,33 +90,30 @@ class Command(NamedTuple):
     """A command that a feature brings."""
 
     settings: type[Any]
+    # Does it, and returns the summary for the last line on stdout. Its docstring is the help page.
     run: Callable[[Any], dict[str, Any]]
-    """Does it, and returns the summary for the last line on stdout. Its docstring is the help page."""
 
 
 class Feature:
     """A feature in a job with these settings. Every hook may be left out."""
 
-    order: ClassVar[int] = 50
-    """Features take part in this order, and their options and sections stand in it."""
+    order: ClassVar[int] = 50  # features take part in this order, and their options and sections stand in it
+    # By command, the class of its options. The classes of all features make the settings of a command.
     options: ClassVar[Mapping[str, type[Any]]] = {}
-    """By command, the class of its options. The classes of all features make the settings of a command."""
-    commands: ClassVar[Mapping[str, Command]] = {}
-    """By name, the commands that it brings."""
+    commands: ClassVar[Mapping[str, Command]] = {}  # by name, the commands that it brings
+    # Methods of `prefill bench` by name: what each is, and what is done before a workload. See `contender`.
     methods: ClassVar[Mapping[str, tuple[str, str]]] = {}
-    """Methods of `prefill bench` by name: what each is, and what is done before a workload. See `contender`."""
-    flips: ClassVar[bool] = False
-    """Whether it may flip answers: an audit reads some rows in full as well."""
+    flips: ClassVar[bool] = False  # whether it may flip answers: an audit reads some rows in full as well
+    # Whether it says how the model reads prompts: see `requests`. Windows then hand no prefixes on.
     rewrites: ClassVar[bool] = False
-    """Whether it says how the model reads prompts: see `requests`. Windows then hand no prefixes on."""
+    # The groups of columns that the output of a job has that asks for it (`data.output.columns.ColumnGroups`).
     columns: Sequence[str] = ()
-    """The groups of columns that the output of a job has that asks for it (`data.output.columns.ColumnGroups`)."""
+    # Parts of the job's plan that stay when its models are loaded again.
     plan_keys: ClassVar[Sequence[str]] = ()
-    """Parts of the job's plan that stay when its models are loaded again."""
+    # Keys of `run.json`, with their values in a run that has nothing to say there.
     keys: ClassVar[Mapping[str, Any]] = {}
-    """Keys of `run.json`, with their values in a run that has nothing to say there."""
+    # Kinds of files that it writes beside the scores, by what its options call their path.
     side_files: ClassVar[Mapping[str, SideFile]] = {}
-    """Kinds of files that it writes beside the scores, by what its options call their path."""
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings

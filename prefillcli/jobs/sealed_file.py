@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from prefillcli.data.filesystems import read_given
-from prefillcli.data.proof import take_checksum
+from prefillcli.data.output.store import put_text
+from prefillcli.data.proof import sealed_text, take_checksum
 from prefillcli.errors import UsageError
 from prefillcli.redaction import without_secrets
 
@@ -25,3 +26,8 @@ def read_sealed(option: str, path: str, again: str) -> tuple[bytes, bool]:
     if right is False:
         raise UsageError(f"{option} {without_secrets(path)}: it is not as prefill wrote it\n{again}")
     return json.dumps(content).encode(), right is not None
+
+
+def write_sealed(path: str, text: str) -> None:
+    """Write JSON to a local path or URL with a checksum of it. Raises OSError and PrefillError."""
+    put_text(path, sealed_text(text))

@@ -14,8 +14,7 @@ from scipy.stats import binomtest
 from prefillcli.data.proof import sealed_text
 from prefillcli.errors import UsageError
 from prefillcli.features.exits.judging import CalibrationRows, calibrate_exits, recheck_exits
-from prefillcli.features.exits.learning import exit_profile_at
-from prefillcli.features.exits.profile_file import ExitProfile, exit_profile_of, require_same_job
+from prefillcli.features.exits.policy import ExitProfile, exit_profile_at, exit_profile_of, require_same_job
 from tests.exits.populations import LAYERS, population
 
 JOB: dict[str, Any] = {

@@ -180,7 +180,7 @@ def test_the_page_shows_all_of_it_and_hostile_labels_as_text() -> None:
     use = use_of(layers=[
         UsedExit(layer=9, probe="ridge", peek=True, thresholds={HOSTILE: 1.5, "no": None}, expected=0.55),
     ])  # fmt: skip
-    use.classes[0].label = HOSTILE
+    use.classes[0] = use.classes[0].model_copy(update={"label": HOSTILE})
     html = run_html(report_with(use))
     assert_fetches_nothing(html)
     assert "\u202e" not in html

@@ -102,6 +102,13 @@ def test_other_answers_are_left_out_and_counted(model: Path) -> None:
     assert found["truth_values"][-1] == {"value": '"perhaps"', "label": None, "rows": len(UNKNOWN)}
 
 
+def test_of_many_values_of_the_truth_column_twenty_are_named(model: Path) -> None:
+    many = [f"other {at}" if at < 40 else value for at, value in enumerate(answers())]
+    found = evaluated(make_input("jsonl", many), model)
+    assert len(found["truth_values"]) == 20
+    assert {value["label"] for value in found["truth_values"][:2]} == {"Yes", "No"}
+
+
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_a_column_without_a_label_is_refused_before_the_model_is_loaded(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str

@@ -18,8 +18,10 @@ from prefillcli.data.output.sink import Sink
 from prefillcli.data.proof import sealed_text
 from prefillcli.engines.base import PLAIN
 from prefillcli.errors import UsageError
+from prefillcli.features.exits import judging as exit_judging
 from prefillcli.features.exits import learning as exit_learning
-from prefillcli.features.exits.leaving import JobExits
+from prefillcli.features.exits import report as exit_report
+from prefillcli.features.exits.learning import JobExits
 from prefillcli.features.exits.policy import ExitPolicy
 from prefillcli.jobs.merge import merge_job
 from prefillcli.jobs.scorer import Granularity
@@ -310,7 +312,7 @@ def test_exits_that_drift_has_ended_stay_ended(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(
-            "prefillcli.features.exits.leaving.drifted_classes", lambda counts, max_flips: (0,) if counts else ()
+            "prefillcli.features.exits.learning.drifted_classes", lambda counts, max_flips: (0,) if counts else ()
         )
         stop_in_the_third_window(data, deep_model, monkeypatch, audit=60)
     if learnt == "gone":
@@ -356,11 +358,15 @@ def test_what_does_not_go_together_is_refused(data: Path, deep_model: Path, flag
         score(data, model=deep_model, **(EXITS | flags))
 
 
+def job_with(sink: SimpleNamespace) -> Any:
+    return SimpleNamespace(sink=sink)
+
+
 def test_drift_ends_the_exits(capsys: pytest.CaptureFixture[str]) -> None:
     audited = {"t": AuditedExits(200, 150, 2), "n": AuditedExits(90, 80, 40)}
-    sink: Any = SimpleNamespace(plan={"exits": {"digest": "of the file"}}, counts=Counts(audited_exits=audited))
-    exits = JobExits(policy=ExitPolicy(()), learnt=None, max_flips=FLIPS)
-    exits.watch(sink, window=4)
+    sink = SimpleNamespace(plan={"exits": {"digest": "of the file"}}, counts=Counts(audited_exits=audited))
+    exits = JobExits(ExitPolicy(()), exit_report.ExitUse(status="calibrated", max_flips=FLIPS, model_layers=4))
+    exits.watch(job_with(sink), window=4)
     assert exits.policy is None
     assert exits.treatment(frozenset()) == PLAIN
     assert sink.plan["exits"]["stopped_window"] == 5
@@ -369,17 +375,18 @@ def test_drift_ends_the_exits(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("flips_of", ["each", "all"])
 def test_where_all_rows_are_bounded_together_their_audit_is_one_test(flips_of: Any) -> None:
+    use = exit_report.ExitUse(status="calibrated", max_flips=FLIPS, flips_of=flips_of, model_layers=4)
     audited = {"t": AuditedExits(300, 150, 0), "n": AuditedExits(30, 30, 9)}
-    few: Any = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits=audited))
-    exits = JobExits(policy=ExitPolicy(()), max_flips=FLIPS, flips_of=flips_of)
-    exits.watch(few, window=4)
+    few = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits=audited))
+    exits = JobExits(ExitPolicy(()), use.model_copy())
+    exits.watch(job_with(few), window=4)
     assert (exits.policy is None) == (flips_of == "each")
     audited = {"t": AuditedExits(190, 150, 40), "n": AuditedExits(190, 150, 40)}
-    many: Any = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits=audited))
-    exits = JobExits(policy=ExitPolicy(()), max_flips=FLIPS, flips_of=flips_of)
-    exits.watch(many, window=4)
+    many = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits=audited))
+    exits = JobExits(ExitPolicy(()), use.model_copy())
+    exits.watch(job_with(many), window=4)
     assert exits.policy is None
-    assert ("80 of 380 audited rows have flipped" in (exits.reason or "")) == (flips_of == "all")
+    assert ("80 of 380 audited rows have flipped" in (exits.use.reason or "")) == (flips_of == "all")
 
 
 def test_the_flips_of_all_rows_are_bounded_together(
@@ -491,7 +498,7 @@ def test_where_an_answer_is_rare_more_rows_are_read(data: Path, deep_model: Path
     flags = {name: value for name, value in EXITS.items() if name != "exit_rows"} | {"max_flips": 0.2}
     assert score(data, model=deep_model, **flags)["status"] == "complete"
     exits = read_report()["exits"]
-    asked = exit_learning.rows_to_learn(0.2, classes=2)
+    asked = exit_judging.rows_to_learn(0.2, classes=2)
     assert asked < exits["calibration_rows"] <= ROWS / 2
     # With one flip, 20 % take 22 judged rows of an answer.
     assert min(each["judged"] for each in exits["classes"]) >= 22
@@ -508,7 +515,7 @@ def test_where_an_answer_is_rare_more_rows_are_read(data: Path, deep_model: Path
     ],
 )
 def test_how_many_rows_a_rare_answer_takes(counts: tuple[int, int], most: int, rows: int) -> None:
-    assert exit_learning.rows_for_rarest(np.array(counts), 0.01, most) == rows
+    assert exit_judging.rows_for_rarest(np.array(counts), 0.01, most) == rows
 
 
 def test_rows_that_left_are_written_about_from_their_whole_prompts(data: Path, deep_model: Path) -> None:
@@ -548,9 +555,9 @@ def test_a_job_says_before_it_learns_what_its_rows_can_prove(
 
 
 def test_no_row_can_prove_nothing_and_enough_rows_are_enough() -> None:
-    nothing = exit_learning.provable_flips(0, 0.01, 2)
+    nothing = exit_report.provable_flips(0, 0.01, 2)
     assert (nothing.judged, nothing.max_flips) == (0, 1.0)
-    assert exit_learning.provable_text(nothing, 2, 0.01).endswith("1,196 rows of a job of twice as many")
-    enough = exit_learning.provable_flips(1196, 0.01, 2)
-    assert enough.max_flips <= 0.01 < exit_learning.provable_flips(1195, 0.01, 2).max_flips
-    assert exit_learning.provable_text(enough, 2, 0.01).endswith("prove at most 1.00% flips")
+    assert exit_report.provable_text(nothing, 2, 0.01).endswith("1,196 rows of a job of twice as many")
+    enough = exit_report.provable_flips(1196, 0.01, 2)
+    assert enough.max_flips <= 0.01 < exit_report.provable_flips(1195, 0.01, 2).max_flips
+    assert exit_report.provable_text(enough, 2, 0.01).endswith("prove at most 1.00% flips")

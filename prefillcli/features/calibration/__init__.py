@@ -3,25 +3,107 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from prefillcli.core.feature import Command, Feature, SideFile, json_with
 from prefillcli.errors import UsageError
-from prefillcli.features.calibration.options import CalibrateSettings, ProbabilityOptions
+from prefillcli.options.groups import NameList, TextList
+from prefillcli.options.option import ANSWERS, FILES, RUN, Settings, argument, option
+from prefillcli.options.requirements import Requirement
 
 if TYPE_CHECKING:
-    from prefillcli.data.output.columns import Counts
-    from prefillcli.data.prompts.labels import Labels
-    from prefillcli.engines.base import PlanEngine
+    from prefillcli.core.feature import Counts, Job, Labels, LocalModels, Opening, PlanEngine, RunReport, Section
     from prefillcli.features.calibration.calibration import Calibration
-    from prefillcli.jobs.identity import LocalModels
-    from prefillcli.jobs.inputs import Opening
-    from prefillcli.jobs.score import Job
-    from prefillcli.report.run import RunReport
-    from prefillcli.report.section import Section
 
 # Where the plan of a job has the calibration that is learnt from prompts without content.
 CONTENT_FREE = "content_free"
+FIT = "Fit"
+TEMPLATE = Requirement(
+    lambda s: s.template is not None,
+    "replaces the columns of a template, but there is none: what of a prompt is content cannot be known",
+    "write the prompt as a --template",
+)
+CALIBRATE_WITH = Requirement(
+    lambda s: bool(s.calibrate_with), "is for --calibrate-with, but that is not given", "give --calibrate-with N/A"
+)
+TRUTH_FROM = Requirement(
+    lambda s: s.truth_from is not None,
+    "is for --truth-from, but that is not given",
+    "give --truth-from FILE",
+    recipe_may_keep=True,
+)
+
+
+class ProbabilityOptions(Settings):
+    """Which probabilities are written beside the scores."""
+
+    calibration: str | None = option(
+        None,
+        "File of prefill calibrate: adds the column probability beside score.",
+        ANSWERS, changes="columns", metavar="PATH", path="file",
+    )  # fmt: skip
+    calibrate_with: TextList = option(
+        (),
+        "Text without content, like N/A: what the model answers to the template with it is divided out, in the column "
+        "probability; repeatable.",
+        ANSWERS, changes="columns", metavar="TEXT", repeatable=True, requires=TEMPLATE,
+    )  # fmt: skip
+    calibrate_columns: NameList = option(
+        (),
+        "Columns of the template that --calibrate-with replaces, comma-separated. (default: all that hold text)",
+        ANSWERS, changes="columns", metavar="NAMES", requires=CALIBRATE_WITH,
+    )  # fmt: skip
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the output has probabilities beside the scores."""
+        return self.calibration is not None or bool(self.calibrate_with)
+
+
+class CalibrateSettings(Settings):
+    """Everything `prefill calibrate` can be told."""
+
+    scores: str = argument(
+        ...,
+        "Scores of rows with right answers: what prefill score wrote.",
+        changes="report",
+        path="scores",
+        min_length=1,
+    )
+    truth: str | None = option(
+        None,
+        "Column with the right answer: a label, or true or false, 1 or 0 for two labels.",
+        FILES, changes="report", metavar="COLUMN",
+    )  # fmt: skip
+    truth_from: str | None = option(
+        None,
+        "File with the right answers, where the scores have none: rows are found by id, or by their number.",
+        FILES, changes="report", metavar="PATH", path="rows",
+    )  # fmt: skip
+    id_column: str | None = option(
+        None,
+        "Column with the ids, in the scores and in --truth-from. (default: the one that the scores were made with)",
+        FILES, changes="report", metavar="NAME", requires=TRUTH_FROM,
+    )  # fmt: skip
+    output: str = option(
+        "calibration.json",
+        "Where the calibration goes.",
+        FILES, changes="files", short="-o", metavar="PATH", path="calibration",
+    )  # fmt: skip
+    method: Literal["auto", "temperature", "platt", "isotonic"] = option(
+        "auto",
+        "What is fitted; auto: what has the smallest log loss in cross-validation. Isotonic is for two labels.",
+        FIT, changes="report",
+    )  # fmt: skip
+    folds: int = option(5, "Parts of the cross-validation.", FIT, changes="report", metavar="N", ge=2, le=100)
+    seed: int = option(0, "Seed for the parts.", FIT, changes="report", metavar="N", ge=0, lt=2**32)
+    quiet: bool = option(False, "Warnings and errors only.", RUN, changes="report", short="-q")
+    debug: bool = option(False, "Show tracebacks.", RUN, changes="report")
+
+    def check(self) -> None:
+        super().check()
+        if self.truth is None:
+            raise UsageError("no --truth given: name the column with the right answer")
 
 
 def calibrate(settings: CalibrateSettings) -> dict[str, Any]:
@@ -61,14 +143,15 @@ class Calibrating(Feature):
         return ["calibration" if self.settings.calibration is not None else "calibrate-with"]
 
     def source_opened(self, opening: Opening) -> None:
-        from prefillcli.features.calibration.calibration_file import check_calibration
+        from prefillcli.features.calibration.calibration import check_calibration
 
         check_calibration(self.settings)
 
     def models_opened(self, opening: Opening) -> None:
-        from prefillcli.features.calibration import calibration_file
+        from prefillcli.features.calibration.calibration import read_calibration
 
-        self.calibration = calibration_file.calibration_of(self.settings, opening.labels.labels)
+        if self.settings.calibration is not None:
+            self.calibration = read_calibration(self.settings.calibration, opening.labels.names)
         self._use(opening)
 
     def identity(self, opening: Opening, values: dict[str, Any], models: LocalModels) -> Mapping[str, str]:
@@ -76,27 +159,26 @@ class Calibrating(Feature):
 
     def identified(self, job: Job) -> None:
         if self.calibration is not None:
-            from prefillcli.features.calibration.calibration_file import require_fitting
+            from prefillcli.features.calibration.calibration import require_fitting
 
             require_fitting(self.calibration, self.settings.calibration, job.report.fingerprint)
 
     def rows_opened(self, opening: Opening) -> None:
-        from prefillcli.features.calibration.calibration_file import content_free_prompts
+        from prefillcli.features.calibration.calibration import content_free_prompts
 
-        opening.common = content_free_prompts(self.settings, opening.source, opening.builder, opening.labels)
+        opening.common = content_free_prompts(self.settings, opening)
 
     def learn(
         self, opening: Opening, engine: PlanEngine, plan: Mapping[str, Any], tick: Callable[[float], None]
     ) -> Mapping[str, Any]:
         if self.calibration is not None:
             return {}
-        from prefillcli.features.calibration.calibration import Calibration
-        from prefillcli.features.calibration.calibration_file import contextual_calibration
+        from prefillcli.features.calibration.calibration import Calibration, contextual_calibration
 
         if CONTENT_FREE in plan:
             self.calibration = Calibration.model_validate(plan[CONTENT_FREE])
         else:
-            self.calibration = contextual_calibration(opening.common, opening.labels, engine, tick)
+            self.calibration = contextual_calibration(opening, engine, tick)
         self._use(opening)
         return {CONTENT_FREE: self.calibration.model_dump(mode="json")}
 

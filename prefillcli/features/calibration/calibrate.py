@@ -12,22 +12,29 @@ from typing import Any, Literal
 import numpy as np
 
 from prefillcli.data.output.columns import ROW_COLUMN
-from prefillcli.data.output.store import put_text
 from prefillcli.data.output.target import Job, Manifest, Target
 from prefillcli.data.prompts.labels import Label, label_of
-from prefillcli.data.proof import sealed_text
 from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import Float64Array, Int64Array
 from prefillcli.errors import PrefillError, ResourceError, UsageError
-from prefillcli.features.calibration.calibration import Calibration, FittedOn, PlattScaling
-from prefillcli.features.calibration.options import CalibrateSettings
+from prefillcli.features.calibration import CalibrateSettings
+from prefillcli.features.calibration.calibration import (
+    Calibration,
+    FittedOn,
+    IntArray,
+    PlattScaling,
+    best_method,
+    cross_validate,
+    fit_scaling,
+    methods_for,
+)
 from prefillcli.jobs.path_table import require_apart, require_json
+from prefillcli.jobs.sealed_file import write_sealed
 from prefillcli.jobs.shell import shell
 from prefillcli.redaction import without_secrets
 from prefillcli.report.rendering import WIDTH, numbers_table, stderr_console
 from prefillcli.runtime import log
 from prefillcli.runtime.extras import require_extra
-from prefillcli.stats.probabilities import label_probabilities, log_shares_of
+from prefillcli.stats.probabilities import Float64Array, label_probabilities, log_shares_of
 
 # What `prefill score` wrote, read again with right answers beside it.
 
@@ -47,7 +54,7 @@ class LabelledScores:
     labels: tuple[str, ...]  # the positive one first
     logprobs: Float64Array  # over the whole vocabulary [rows, labels]
     before: Float64Array  # probabilities as the output has them [rows, labels]
-    truth: Int64Array  # number of the right label [rows]
+    truth: IntArray  # number of the right label [rows]
     left_out: dict[str, int]  # other rows, by reason
     job: dict[str, str]  # the fingerprint of the job that wrote the scores; empty where they do not say it
 
@@ -97,7 +104,7 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
 class _Found:
     scores: Float64Array
     logprobs: Float64Array
-    truth: Int64Array
+    truth: IntArray
     left_out: dict[str, int]
 
     def before(self) -> Float64Array:
@@ -262,7 +269,7 @@ def calibrate_job(settings: CalibrateSettings) -> dict[str, Any]:
         require_extra("eval", "prefill calibrate")
         calibration = ending.calibration = _fitted(settings, read_labelled_scores(settings))
         try:
-            put_text(settings.output, sealed_text(calibration.model_dump_json()))
+            write_sealed(settings.output, calibration.model_dump_json())
         except OSError as error:
             raise ResourceError(f"{settings.output}: cannot write: {error.strerror or error}") from None
         ending.status, ending.exit_code = "complete", 0
@@ -273,8 +280,6 @@ def calibrate_job(settings: CalibrateSettings) -> dict[str, Any]:
 
 def _fitted(settings: CalibrateSettings, rows: LabelledScores) -> Calibration:
     # The calibration of these rows. Raises UsageError if there are too few of them, or the method is not for them.
-    from prefillcli.features.calibration.calibration import best_method, cross_validate, fit_scaling, methods_for
-
     labels, truth = rows.labels, rows.truth
     able = methods_for(len(labels))
     if settings.method not in ("auto", *able):

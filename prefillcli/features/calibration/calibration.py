@@ -1,4 +1,4 @@
-"""A calibration: from label log-probabilities to probabilities that hold as often as they say. It needs numpy alone.
+"""A calibration: from label log-probabilities to probabilities that hold as often as they say.
 
 It reads the log-probabilities as the model gives them, so `--temperature` has no part in it. Within two labels no
 calibration changes the order of rows: a row with a higher score never gets a lower probability."""
@@ -8,14 +8,28 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from prefillcli.core.request import Request, Tick, answer
+from prefillcli.data.prompts.labels import parse_labels
+from prefillcli.data.rows import Prompt, RowBatch
+from prefillcli.errors import PrefillError, UsageError
+from prefillcli.jobs.sealed_file import read_sealed
+from prefillcli.models.files import names_classifier, read_json, sample_model
+from prefillcli.redaction import without_secrets
+from prefillcli.runtime import log
 from prefillcli.stats.evaluation import evaluate, evaluate_labels, log_losses
 from prefillcli.stats.probabilities import LEAST_LOG, Float64Array, log_shares_of
+
+if TYPE_CHECKING:
+    from prefillcli.core.feature import Opening, PlanEngine
+    from prefillcli.features.calibration import ProbabilityOptions
 
 SCHEMA_VERSION: Final = 1
 
@@ -29,6 +43,9 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+# Each scaling has `apply`: from `log_shares_of` [rows, labels] to probabilities [rows, labels].
+
+
 class TemperatureScaling(_Frozen):
     """The label log-probabilities are divided by `temperature`."""
 
@@ -36,7 +53,6 @@ class TemperatureScaling(_Frozen):
     temperature: Positive
 
     def apply(self, log_shares: Float64Array) -> Float64Array:
-        """Probabilities [rows, labels] of `log_shares_of` [rows, labels]."""
         return softmax(log_shares / self.temperature)
 
 
@@ -51,7 +67,6 @@ class PlattScaling(_Frozen):
     biases: tuple[Finite, ...]
 
     def apply(self, log_shares: Float64Array) -> Float64Array:
-        """Probabilities [rows, labels] of `log_shares_of` [rows, labels]."""
         return softmax(self.slope * log_shares + np.array(self.biases))
 
 
@@ -65,7 +80,6 @@ class ContentFreeScaling(_Frozen):
     content_free: tuple[Finite, ...]
 
     def apply(self, log_shares: Float64Array) -> Float64Array:
-        """Probabilities [rows, labels] of `log_shares_of` [rows, labels]."""
         return softmax(log_shares - np.array(self.content_free))
 
 
@@ -88,7 +102,6 @@ class IsotonicSteps(_Frozen):
         return self
 
     def apply(self, log_shares: Float64Array) -> Float64Array:
-        """Probabilities [rows, 2] of `log_shares_of` [rows, 2]."""
         between = np.interp(np.exp(log_shares[..., 0]), self.scores, self.probabilities)
         # Between two scores that are hardly apart the slope overflows.
         first = np.clip(between, self.probabilities[0], self.probabilities[-1])
@@ -153,10 +166,9 @@ class Calibration(_Frozen):
     @model_validator(mode="after")
     def _check(self) -> Calibration:
         scaling, labels = self.scaling, len(self.labels)
-        counts = {"biases": labels, "content_free": labels}
-        for name, count in counts.items():
-            if len(getattr(scaling, name, range(count))) != count:
-                raise ValueError(f"{count} {name} are needed, one for each label")
+        for name in ("biases", "content_free"):
+            if len(getattr(scaling, name, self.labels)) != labels:
+                raise ValueError(f"{labels} {name} are needed, one for each label")
         if isinstance(scaling, IsotonicSteps) and labels != 2:
             raise ValueError("isotonic is for two labels")
         return self
@@ -217,14 +229,13 @@ def fit_scaling(method: Method, log_shares: Float64Array, truth: IntArray) -> Sc
 def fit_temperature(log_shares: Float64Array, truth: IntArray) -> TemperatureScaling:
     """The temperature with the smallest log loss, between 0.01 and 100 (Guo et al. 2017)."""
     from scipy.optimize import minimize_scalar
+    from scipy.special import logsumexp
 
     rows = np.arange(len(truth))
 
     def loss(log_temperature: float) -> float:
         scaled = log_shares / np.exp(log_temperature)
-        top = scaled.max(axis=1)
-        sums = top + np.log(np.exp(scaled - top[:, None]).sum(axis=1))
-        return float(np.mean(sums - scaled[rows, truth]))
+        return float(np.mean(logsumexp(scaled, axis=1) - scaled[rows, truth]))
 
     low, high = np.log(_TEMPERATURES)
     found = minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-9})
@@ -238,6 +249,7 @@ def fit_platt(log_shares: Float64Array, truth: IntArray) -> PlattScaling:
     no answer is certain, and the fit of labels that the scores tell apart is finite.
     """
     from scipy.optimize import minimize
+    from scipy.special import logsumexp
 
     labels = log_shares.shape[1]
     wanted = _smoothed(truth, labels)
@@ -246,12 +258,9 @@ def fit_platt(log_shares: Float64Array, truth: IntArray) -> PlattScaling:
 
     def loss(parameters: Float64Array) -> tuple[float, Float64Array]:
         logits = parameters[0] * shares + np.append(parameters[1:], 0.0)
-        found = softmax(logits)
-        top = logits.max(axis=1, keepdims=True)
-        sums = top[:, 0] + np.log(np.exp(logits - top).sum(axis=1))
-        gap = found - wanted
+        gap = softmax(logits) - wanted  # the gradient of the loss by the logits, as the targets of a row add up to 1
         gradient = np.concatenate([[(gap * shares).sum(axis=1).mean()], gap.mean(axis=0)[:-1]])
-        return float(np.mean(sums - (wanted * logits).sum(axis=1))), gradient
+        return float(np.mean(logsumexp(logits, axis=1) - (wanted * logits).sum(axis=1))), gradient
 
     bounds = [(0.0, None)] + [(None, None)] * (labels - 1)
     options: dict[str, Any] = {"ftol": 1e-15, "gtol": 1e-10, "maxiter": 1000}
@@ -326,19 +335,188 @@ def _held_out(
 ) -> HeldOut:
     said = probabilities[np.arange(len(truth)), truth]
     losses = [float(log_losses(said[rest], np.ones(len(rest), np.bool_)).mean()) for rest in held]
-    figures = figures_of(probabilities, truth, labels)
-    return HeldOut(log_loss=float(np.mean(losses)), log_loss_spread=float(np.std(losses, ddof=1)), **figures)
-
-
-def figures_of(probabilities: Float64Array, truth: IntArray, labels: Sequence[str]) -> dict[str, Any]:
-    """Brier score, expected calibration error, accuracy and AUC of probabilities [rows, labels]."""
     if len(labels) == 2:
         found = evaluate(np.ascontiguousarray(probabilities[:, 0]), truth == 0, labels)
     else:
         found = evaluate_labels(probabilities, truth, labels)
-    return {
-        "brier": found.brier.value,
-        "ece": found.calibration_error.value,
-        "accuracy": found.accuracy.value,
-        "auc": found.auc.value,
-    }
+    return HeldOut(
+        log_loss=float(np.mean(losses)),
+        log_loss_spread=float(np.std(losses, ddof=1)),
+        brier=found.brier.value,
+        ece=found.calibration_error.value,
+        accuracy=found.accuracy.value,
+        auc=found.auc.value,
+    )
+
+
+# The file of a calibration: read before anything loads, and held against the job that it is used in.
+
+
+# Parts of a fingerprint that must be those of the scores a calibration was fitted on, as messages call them.
+REFUSED = {
+    "model": "model",
+    "adapters": "set of adapters",
+    "tokenizer": "tokenizer",
+    "prompt": "prompt settings",
+    "labels": "label spellings",
+}
+# Parts that change scores less; where they differ there is a warning.
+WARNED = {"draft": "draft", "compression": "compression", "engine": "engine"}
+
+
+def read_calibration(path: str, labels: Sequence[str] | None) -> Calibration:
+    """The calibration at a local path or URL, for a job with these labels; None if they are not known yet.
+
+    Raises UsageError if it is none.
+    """
+    again = "make it with prefill calibrate"
+    content, _ = read_sealed("--calibration", path, again)  # one that was written by hand has no seal
+    try:
+        calibration = Calibration.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        if first["loc"] == ("schema_version",):
+            reason = f"it is of another version of prefill (schema_version is not {SCHEMA_VERSION})"
+        else:
+            reason = f"it is no calibration: {where + ': ' if where else ''}{first['msg']}"
+        raise UsageError(f"--calibration {path}: {reason}\n{again}") from None
+    if labels is not None and calibration.labels != tuple(labels):
+        raise UsageError(
+            f"--calibration {path}: it is for the labels {', '.join(calibration.labels)}, not {', '.join(labels)}\n"
+            "give the --labels that it was fitted with, in their order, or fit one for these"
+        )
+    return calibration
+
+
+def check_calibration(settings: Any) -> None:
+    """Before a model is opened: raise UsageError where the labels and what `--calibration` names are certainly wrong.
+
+    A model with a classification head may bring labels of its own.
+    """
+    typed = [label.name for label in parse_labels(settings.labels, least=1)]
+    if settings.calibration is not None:
+        own = settings.head != "vocabulary" and not settings.labels_given and _may_classify(settings)
+        read_calibration(settings.calibration, None if own else typed)
+
+
+def _may_classify(settings: Any) -> bool:
+    # Whether a model may have a classification head, as far as is known before it is opened.
+    folder = Path(settings.model or sample_model()).expanduser()
+    if settings.head != "auto" or not folder.is_dir():
+        return settings.head != "auto" or not folder.exists()  # a name on the hub
+    config = folder / "config.json"
+    return config.is_file() and names_classifier(read_json(config))
+
+
+def require_fitting(calibration: Calibration, path: str, fingerprint: Mapping[str, str]) -> None:
+    """Raise UsageError if the calibration was fitted on scores of another model, prompt or labels than a job's.
+
+    Warns on stderr if the scores were compressed in another way, or if the calibration does not say whose they were.
+    """
+    if calibration.fitted_on is None:
+        return
+    job, shown = calibration.fitted_on.job, without_secrets(path)
+    if not job:
+        log.warning(
+            f"--calibration {shown}: it does not say which model's scores it was fitted on; "
+            "calibrate what prefill score wrote, not a copy of its rows"
+        )
+        return
+    other = [name for part, name in REFUSED.items() if job.get(part) != fingerprint.get(part)]
+    if other:
+        raise UsageError(
+            f"--calibration {shown}: it was fitted on scores with another {' and another '.join(other)}\n"
+            "score labelled rows with the options of this job, and fit one on them with prefill calibrate"
+        )
+    doubtful = [name for part, name in WARNED.items() if job.get(part) != fingerprint.get(part)]
+    if doubtful:
+        log.warning(
+            f"--calibration {shown}: it was fitted on scores with another "
+            f"{' and another '.join(doubtful)}; the probabilities may be off"
+        )
+
+
+# Contextual calibration: the job's template with text that says nothing in the place of the row's own.
+
+
+OPTION = "--calibrate-with"
+
+
+def content_free_prompts(settings: ProbabilityOptions, opening: Opening) -> list[Prompt]:
+    """A prompt for each text of `--calibrate-with`; none without any.
+
+    The text takes the place of the template's columns that hold text, or of those in `--calibrate-columns`. All other
+    columns must have one value in the first rows, up to 2,048; it stays. Raises UsageError if that is not so, or if no
+    prompt can be made.
+    """
+    texts, builder = settings.calibrate_with, opening.builder
+    if not texts:
+        return []
+    for name in settings.calibrate_columns:
+        if name not in builder.columns:
+            listed = ", ".join(builder.columns) or "none"
+            raise UsageError(f"--calibrate-columns {name}: the template has no such column\nit has: {listed}")
+    columns = _first_rows(opening, builder.columns)
+    content = set(settings.calibrate_columns or filter(lambda name: _is_content(columns[name]), builder.columns))
+    if not content:
+        raise UsageError(f"{OPTION}: no column of the template holds text\nname the content with --calibrate-columns")
+    fixed = {name: _one_value(name, columns[name]) for name in builder.columns if name not in content}
+    batch = RowBatch(
+        first_row=0,
+        rows=np.arange(len(texts), dtype=np.int64),
+        columns={name: list(texts) if name in content else [fixed[name]] * len(texts) for name in builder.columns},
+        carried=pa.table({}),
+        errors={},
+        nbytes=0,
+    )
+    prompts, errors = builder.build(batch, opening.labels)
+    for row, error in errors.items():
+        raise UsageError(
+            f"{OPTION} {texts[row]!r}: no prompt can be made of the template: {error.code}: {error.detail}"
+        )
+    return prompts
+
+
+def contextual_calibration(opening: Opening, engine: PlanEngine, tick: Tick) -> Calibration:
+    """Answers of the engine to prompts without content, divided out. Raises PrefillError if one is no number."""
+    labels = opening.labels
+    requests = [Request(prompt) for prompt in opening.common]
+    too_long = max(len(request.tokens) for request in requests)
+    if too_long > engine.limits.max_tokens:
+        raise UsageError(
+            f"{OPTION}: the prompt without content has {too_long:,} tokens; the memory budget holds "
+            f"{engine.limits.max_tokens:,}\ngive more --memory"
+        )
+    logprobs = answer(engine, requests, labels.sets, tick)
+    if not np.isfinite(logprobs.max(axis=1)).all() or np.isnan(logprobs).any():
+        raise PrefillError(f"{OPTION}: the model's answer is not a finite number: {logprobs.tolist()}")
+    return content_free_calibration(labels.names, logprobs)
+
+
+def _first_rows(opening: Opening, names: Sequence[str]) -> dict[str, list[Any]]:
+    # The values of these columns in the first rows that could be read.
+    for batch in opening.source.batches():
+        good = [at for at, row in enumerate(batch.rows.tolist()) if row not in batch.errors]
+        return {name: [batch.columns[name][at] for at in good] for name in names}
+    return {name: [] for name in names}
+
+
+def _is_content(values: Sequence[Any]) -> bool:
+    # Whether a column holds text; one that holds nothing may.
+    return any(isinstance(value, str) for value in values) or all(value is None for value in values)
+
+
+def _one_value(name: str, values: Sequence[Any]) -> Any:
+    # The value that all rows have. Raises UsageError if they differ.
+    for value in values[1:]:
+        if _shown(value) != _shown(values[0]):
+            raise UsageError(
+                f"{OPTION}: column {name} keeps its value, but it differs from row to row\n"
+                "only text that is the same in all rows is no content: name all other columns with --calibrate-columns"
+            )
+    return values[0] if values else None
+
+
+def _shown(value: Any) -> str:
+    return repr(value.tolist() if isinstance(value, np.ndarray) else value)

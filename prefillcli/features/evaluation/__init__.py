@@ -10,13 +10,7 @@ from prefillcli.options.option import Settings, option
 from prefillcli.options.requirements import Requirement
 
 if TYPE_CHECKING:
-    from prefillcli.data.output.target import Manifest
-    from prefillcli.data.prompts.labels import Labels
-    from prefillcli.data.rows import Window
-    from prefillcli.jobs.inputs import Opening
-    from prefillcli.jobs.score import Job
-    from prefillcli.report.run import RunReport
-    from prefillcli.report.section import Section
+    from prefillcli.core.feature import Job, Labels, Manifest, Opening, RunReport, Section, Window
 
 PANEL = "Evaluation"
 PLAN = "evaluation"  # where the plan of a shard has the `EvaluationPlan`, for `prefill merge`

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,12 +16,10 @@ from prefillcli.data.output.file_formats import id_texts, json_texts
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Label, Labels, label_of
-from prefillcli.data.rows import Float64Array, Int32Array, Int64Array, Window, to_python
+from prefillcli.data.rows import Float64Array, Int32Array, Int64Array, to_python
 from prefillcli.data.windows import find_prompts
 from prefillcli.errors import UsageError
 from prefillcli.features.evaluation.report import CalibratedFigures, EvaluatedRow, RunEvaluation, TruthValue
-from prefillcli.jobs.inputs import Opening
-from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.trie import common_prefix
 from prefillcli.stats.evaluation import (
     Evaluation,
@@ -34,8 +32,11 @@ from prefillcli.stats.evaluation import (
 )
 from prefillcli.stats.probabilities import Measure, label_probabilities
 
+if TYPE_CHECKING:
+    from prefillcli.core.feature import Opening, Window
+
 MOST_ROWS = 20  # rows of each kind that are named
-_MOST_VALUES = 20
+_MOST_VALUES = 20  # of the truth column, in the report
 _NAMED_VALUES = 5  # in a message
 _LONGEST_VALUE = 40  # characters
 _MOST_TOKENS = 400  # of a row's text
@@ -67,7 +68,7 @@ class EvaluationPlan:
         return asdict(self)
 
     @classmethod
-    def of(cls, settings: ScoreSettings, labels: Labels) -> EvaluationPlan:
+    def of(cls, settings: Any, labels: Labels) -> EvaluationPlan:
         """Raises UsageError for options that the labels do not allow."""
         values = labels.measure is Measure.VALUES
         if settings.wanted_precision is not None and len(labels.labels) > 2 and not values:
@@ -245,7 +246,7 @@ def _shortened(text: str) -> str:
 # The number of the label that a right answer stands for; None if it is no label.
 LabelOf = Callable[[Any], int | None]
 
-_MOST_VALUES = 1000  # different ones that are counted
+_MOST_COUNTED = 1000  # different values that are no label
 _UNKNOWN = -1
 
 
@@ -257,7 +258,7 @@ class TruthCounts:
     values: dict[str, tuple[int | None, int]] = field(default_factory=dict)
 
     def add(self, value: str, label: int | None, rows: int) -> None:
-        if label is not None or value in self.values or len(self.values) < _MOST_VALUES:
+        if label is not None or value in self.values or len(self.values) < _MOST_COUNTED:
             self.values[value] = label, self.values.get(value, (label, 0))[1] + rows
 
 

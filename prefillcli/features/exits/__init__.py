@@ -11,22 +11,28 @@ from prefillcli.options.option import BENCH, EARLY_EXIT, Settings, details_of, o
 from prefillcli.options.requirements import Requirement
 
 if TYPE_CHECKING:
-    from prefillcli.bench.contenders import Contender, Equipment
-    from prefillcli.bench.material import Material
-    from prefillcli.data.output.columns import Counts
-    from prefillcli.data.output.target import Manifest
-    from prefillcli.data.prompts.labels import Labels
-    from prefillcli.data.rows import ScoredRow
-    from prefillcli.engines.base import Answer, LeavingRule, PlanEngine, Treatment
-    from prefillcli.features.exits.leaving import JobExits
-    from prefillcli.features.exits.profile_file import ExitProfile
-    from prefillcli.jobs.identity import LocalModels
-    from prefillcli.jobs.inputs import Opening
-    from prefillcli.jobs.score import Job
-    from prefillcli.models.open import Opened
-    from prefillcli.plan.pack import Pack
-    from prefillcli.report.run import RunReport
-    from prefillcli.report.section import Section
+    from prefillcli.core.feature import (
+        Answer,
+        Contender,
+        Counts,
+        Equipment,
+        Job,
+        Labels,
+        LeavingRule,
+        LocalModels,
+        Manifest,
+        Material,
+        Opened,
+        Opening,
+        Pack,
+        PlanEngine,
+        RunReport,
+        ScoredRow,
+        Section,
+        Treatment,
+    )
+    from prefillcli.features.exits.learning import JobExits
+    from prefillcli.features.exits.policy import ExitProfile
 
 EXIT = Requirement(lambda s: s.exit, "is for rows that leave early, but none does", "give --exit")
 EXIT_METHOD = Requirement(
@@ -146,14 +152,14 @@ class Exits(Feature):
         return ["exit"]
 
     def writes(self, report: str) -> list[tuple[str, str, str]]:
-        from prefillcli.features.exits.learning import exits_path
+        from prefillcli.features.exits.policy import exits_path
 
         if self.settings.exit_profile is not None:
             return []
         return [("exits", exits_path(report), "what is learnt of exits,")]
 
     def source_opened(self, opening: Opening) -> None:
-        from prefillcli.features.exits.learning import exit_profile_at
+        from prefillcli.features.exits.policy import exit_profile_at
 
         if isinstance(self.settings, ExitOptions) and self.settings.exit_profile is not None:
             self.profile = exit_profile_at(self.settings.exit_profile)
@@ -169,7 +175,7 @@ class Exits(Feature):
 
     def identified(self, job: Job) -> None:
         if self.profile is not None:
-            from prefillcli.features.exits.learning import require_same_exits
+            from prefillcli.features.exits.policy import require_same_exits
 
             require_same_exits(self.profile, job)
 
@@ -177,13 +183,10 @@ class Exits(Feature):
         self, opening: Opening, engine: PlanEngine, plan: Mapping[str, Any], tick: Callable[[float], None]
     ) -> Mapping[str, Any]:
         from prefillcli.features.exits.learning import ExitLearning
-        from prefillcli.features.exits.leaving import Spared
 
         job = cast("Job", opening)  # nothing else has the option
-        self.spared = Spared()
         with job.clock.phase("exits"):
-            self.exits, tokens = ExitLearning(job, engine, self.profile).exits()
-        job.recorder.tokens.add(tokens)
+            self.exits = ExitLearning(job, engine, self.profile).exits()
         return {}
 
     def known(self) -> Mapping[int, ScoredRow]:
@@ -193,13 +196,12 @@ class Exits(Feature):
         return None if self.exits is None else self.exits.treatment(in_full)
 
     def answered(self, pack: Pack, answers: Sequence[Answer]) -> None:
-        spared = None if self.exits is None else self.exits.spared(pack, answers)
-        if spared is not None:
-            self.spared.add(spared)
+        if self.exits is not None:
+            self.exits.add(pack, answers)
 
     def window_written(self, job: Job, window: int) -> None:
         if self.exits is not None:
-            self.exits.watch(job.sink, window)
+            self.exits.watch(job, window)
 
     def finished(self, job: Job) -> None:
         from prefillcli.features.exits.learning import FILE
@@ -207,27 +209,25 @@ class Exits(Feature):
         job.sink.work.delete(FILE)
 
     def reported(self, job: Job, counts: Counts | None) -> None:
-        from prefillcli.features.exits.leaving import exit_use, stored_exit_use
+        from prefillcli.features.exits.learning import stored_exit_use
 
         if counts is None:
             return
-        use = stored_exit_use(job.sink.plan)
-        if self.exits is not None:
-            use = exit_use(self.exits, self.spared, job.recorder.tokens)
+        use = stored_exit_use(job.sink.plan) if self.exits is None else self.exits.report(job.recorder.tokens)
         if use is not None:
             use.take(counts)
         job.report.blocks["exits"] = use
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
-        from prefillcli.features.exits.leaving import stored_exit_use
+        from prefillcli.features.exits.learning import stored_exit_use
 
         use = report.blocks["exits"] = stored_exit_use(manifest.plan)
         if use is not None and manifest.counts is not None:
             use.take(manifest.counts)
 
     def leaving_rule(self, opened: Opened, labels: Labels) -> LeavingRule | None:
-        from prefillcli.features.exits.learning import inspected_policy
+        from prefillcli.features.exits.policy import inspected_policy
 
         return inspected_policy(self.settings.exit_profile, opened, labels)
 

@@ -13,8 +13,14 @@ from prefillcli.bench.report import ClassFlips, ExitResult
 from prefillcli.core.request import Request
 from prefillcli.data.rows import Float64Array, Prompt
 from prefillcli.engines.base import EarlyExits, Treatment
-from prefillcli.features.exits.judging import ExitCalibration, calibrate_exits
-from prefillcli.features.exits.learning import calibration_rows, exit_costs, observed_layers, rows_to_learn
+from prefillcli.features.exits.judging import (
+    ExitCalibration,
+    calibrate_exits,
+    calibration_rows,
+    exit_costs,
+    observed_layers,
+    rows_to_learn,
+)
 from prefillcli.features.exits.policy import ExitPolicy
 from prefillcli.options.commands import BenchSettings
 from prefillcli.plan.account import in_full

@@ -6,31 +6,32 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.engines.base import Readings
+from prefillcli.core.request import Request
+from prefillcli.data.rows import Int64Array
+from prefillcli.engines.base import Answer, Readings
 from prefillcli.features.exits.policy import (
+    ALL_ROWS,
     KNOWS,
+    ClassFinding,
+    ExitFinding,
+    ExitFindings,
     ExitLayer,
     ExitPolicy,
+    FlipsOf,
     Float64Array,
     Probe,
+    TradePoint,
     fit_best,
     lead_of,
     margin_error,
     relative,
 )
-from prefillcli.features.exits.profile_file import (
-    ALL_ROWS,
-    ClassFinding,
-    ExitFinding,
-    ExitFindings,
-    FlipsOf,
-    TradePoint,
-)
+from prefillcli.models.shape import NoCostModel, keys_share
 from prefillcli.stats.audit import flip_bound, rows_for
 
 FALSE_ALARMS = 0.05
@@ -179,6 +180,52 @@ def class_numbers(truth: IntArray, flips_of: FlipsOf) -> IntArray:
     return truth if flips_of == "each" else np.zeros_like(truth)
 
 
+MOST_LAYERS = 12  # layers that are read of each row, at most
+_SPARE = 1.25  # rows that are read, over those that it takes if all answers are as frequent
+
+
+def observed_layers(layers: int) -> tuple[int, ...]:
+    """The layers that may become exits, numbered from 0: no more than `MOST_LAYERS`."""
+    candidates = range(layers // 4, layers - 1)
+    step = -(-len(candidates) // MOST_LAYERS) if candidates else 1
+    return tuple(reversed(range(layers - 2, candidates.start - 1, -step)))
+
+
+def calibration_rows(
+    requests: Sequence[Request], answers: Sequence[Answer], layers: Sequence[int], labels: int
+) -> CalibrationRows:
+    """Requests that were answered in full, with what `layers` show of them; each answer has `labels`."""
+    shown = {layer: [answer.readings[number] for answer in answers] for number, layer in enumerate(layers)}
+    return CalibrationRows(
+        readings={layer: _joined(readings) for layer, readings in shown.items() if readings},
+        final=np.array([answer.logprobs for answer in answers], np.float64).reshape(-1, labels),
+        weights=np.array([len(request.tokens) for request in requests], np.float64),
+    )
+
+
+def _joined(readings: Sequence[Readings]) -> Readings:
+    return Readings(
+        np.concatenate([each.hidden for each in readings]),
+        np.concatenate([each.logits for each in readings]),
+        np.concatenate([each.before for each in readings]),
+    )
+
+
+def rows_to_learn(max_flips: float, classes: int) -> int:
+    """How many rows prove the bound for each of the classes in spite of a flip, if all are as frequent."""
+    return round(2 * _SPARE * rows_for(max_flips, flips=1) * classes)
+
+
+def rows_for_rarest(counts: Int64Array, max_flips: float, most: int) -> int:
+    """How many rows it takes to prove the bound for the rarest answer, in spite of a flip, if so many of the rows so
+    far have each answer. At most `most`; no more than so far where these could not even prove it without a flip.
+    """
+    rows, rarest = int(counts.sum()), int(counts.min())
+    if not rarest or 2 * rows_for(max_flips) * rows > most * rarest:
+        return rows
+    return max(rows, min(most, round(2 * _SPARE * rows_for(max_flips, flips=1) * rows / rarest)))
+
+
 # What exits cost and save, in layers of a token.
 
 
@@ -195,6 +242,18 @@ class ExitCosts:
     repeated: float = 0.115
     regroup: float = 0.05
     reading: float = 3.0
+
+
+def exit_costs(config: Any) -> ExitCosts:
+    """What exits cost for a model with this configuration.
+
+    A profile has measured it, but exits are the same with and without one.
+    """
+    try:
+        share = keys_share(config)
+    except NoCostModel:
+        return ExitCosts()
+    return ExitCosts(keys=share, repeated=share)
 
 
 class Work(NamedTuple):

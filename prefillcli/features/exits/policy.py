@@ -1,4 +1,4 @@
-"""What predicts a row's final answer from its readings at one layer.
+"""Exits: probes that predict a row's final answer from its readings at one layer, the rule who leaves, and its file.
 
 Three kinds are tried for each layer; cross-validation chooses:
 
@@ -15,84 +15,81 @@ import base64
 import binascii
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NamedTuple, Protocol
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from prefillcli.data.proof import ModelContents, hash_value
 from prefillcli.engines.base import Readings
+from prefillcli.errors import UsageError
+from prefillcli.jobs.sealed_file import read_sealed
+from prefillcli.redaction import without_secrets
+
+if TYPE_CHECKING:
+    from prefillcli.core.feature import Job, Labels, Opened
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
 
-class Probe(Protocol):
-    """A small predictor of final answers, fitted for one layer and one set of labels."""
+class Probe:
+    """A small predictor of final answers, fitted for one layer and one set of labels. Its fields are arrays."""
 
-    @property
-    def kind(self) -> str:
-        """Its name in `PROBES`."""
+    kind: ClassVar[str]  # its name in `PROBES`
 
     @property
     def labels(self) -> int:
         """How many labels it predicts."""
+        last = fields(self)[-1].name  # type: ignore[arg-type]  # the bias of the labels
+        return int(getattr(self, last).size)
 
     def logits(self, readings: Readings) -> Float64Array:
         """Predicted final label logits, float64 [rows, labels], up to a constant for each row."""
+        raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
-        """What `probe_of` makes the same probe of."""
+        """Its arrays, from which `probe_of` makes the same probe bit for bit."""
+        arrays = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return {"kind": self.kind} | {
+            name: {
+                "shape": list(array.shape),
+                "float32": base64.b64encode(np.ascontiguousarray(array, dtype="<f4").tobytes()).decode(),
+            }
+            for name, array in arrays.items()
+        }
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class RidgeProbe:
+@dataclass(frozen=True, eq=False)
+class RidgeProbe(Probe):
     """A linear map of the hidden state of unit length: `weights` [hidden, labels] and `bias` [labels]."""
 
     weights: Float32Array
     bias: Float32Array
     kind: ClassVar[str] = "ridge"
 
-    @property
-    def labels(self) -> int:
-        """As `Probe`."""
-        return self.bias.size
-
     def logits(self, readings: Readings) -> Float64Array:
-        """As `Probe`."""
         found: Float64Array = unit_length(readings.hidden) @ self.weights.astype(np.float64) + self.bias
         return found
 
-    def to_json(self) -> dict[str, Any]:
-        """As `Probe`."""
-        return _written(self.kind, weights=self.weights, bias=self.bias)
 
-
-@dataclass(frozen=True, eq=False, slots=True)
-class AffineProbe:
+@dataclass(frozen=True, eq=False)
+class AffineProbe(Probe):
     """A linear map of the label logits, less their mean: `weights` [labels, labels] and `bias` [labels]."""
 
     weights: Float32Array
     bias: Float32Array
     kind: ClassVar[str] = "affine"
 
-    @property
-    def labels(self) -> int:
-        """As `Probe`."""
-        return self.bias.size
-
     def logits(self, readings: Readings) -> Float64Array:
-        """As `Probe`."""
         found: Float64Array = relative(readings.logits) @ self.weights.astype(np.float64) + self.bias
         return found
 
-    def to_json(self) -> dict[str, Any]:
-        """As `Probe`."""
-        return _written(self.kind, weights=self.weights, bias=self.bias)
 
-
-@dataclass(frozen=True, eq=False, slots=True)
-class MlpProbe:
+@dataclass(frozen=True, eq=False)
+class MlpProbe(Probe):
     """Two linear maps of `lens_features` with a ReLU between them.
 
     `inner` [3 * labels, units] and `inner_bias` [units], `outer` [units, labels] and `outer_bias` [labels].
@@ -104,22 +101,10 @@ class MlpProbe:
     outer_bias: Float32Array
     kind: ClassVar[str] = "mlp"
 
-    @property
-    def labels(self) -> int:
-        """As `Probe`."""
-        return self.outer_bias.size
-
     def logits(self, readings: Readings) -> Float64Array:
-        """As `Probe`."""
         active = np.maximum(lens_features(readings) @ self.inner.astype(np.float64) + self.inner_bias, 0)
         found: Float64Array = active @ self.outer.astype(np.float64) + self.outer_bias
         return found
-
-    def to_json(self) -> dict[str, Any]:
-        """As `Probe`."""
-        return _written(
-            self.kind, inner=self.inner, inner_bias=self.inner_bias, outer=self.outer, outer_bias=self.outer_bias
-        )
 
 
 PROBES: Final[Mapping[str, Callable[..., Probe]]] = {each.kind: each for each in (RidgeProbe, AffineProbe, MlpProbe)}
@@ -165,18 +150,8 @@ def _softmax(logits: Float64Array) -> Float64Array:
     return found
 
 
-def _written(kind: str, **arrays: Float32Array) -> dict[str, Any]:
-    return {"kind": kind} | {
-        name: {
-            "shape": list(array.shape),
-            "float32": base64.b64encode(np.ascontiguousarray(array, dtype="<f4").tobytes()).decode(),
-        }
-        for name, array in arrays.items()
-    }
-
-
 def _array(written: Any) -> Float32Array:
-    # An array that `_written` wrote. Raises ValueError if it is damaged.
+    # An array that `Probe.to_json` wrote. Raises ValueError if it is damaged.
     try:
         shape = tuple(int(size) for size in written["shape"])
         values = np.frombuffer(base64.b64decode(written["float32"], validate=True), dtype="<f4")
@@ -485,3 +460,268 @@ def policy_of(written: Sequence[Mapping[str, Any]]) -> ExitPolicy:
     if any(not value >= 0 for each in exits for value in each.thresholds):
         raise ValueError("a threshold is not a number of 0 or more")
     return ExitPolicy(exits)
+
+
+# The file of a job's exits: what a later job with the same model, labels and prompts may use again.
+
+
+# Whose flips are bounded: those of the rows of each label, or of all rows together.
+FlipsOf = Literal["each", "all"]
+ALL_ROWS: Final = "all rows"  # the name of the only class where the flips of all rows are bounded together
+
+
+# What a calibration of exits found, as reports and profiles hold it.
+
+
+class _Finding(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class JudgedLabel(_Finding):
+    """Calibration rows that the model, read in full, answers with one label, or all rows; as reports have them."""
+
+    label: str
+    fitted: int  # rows that the probes were fitted to
+    judged: int  # other rows, which the thresholds were tested on
+    flips: int  # of the judged ones, at the thresholds in use
+    bound: float  # exact upper bound of the flip rate, at the report's confidence; 1 where nothing is proven
+    rows_needed: int  # judged rows that it takes to prove the bound without a flip
+
+    @property
+    def proven(self) -> bool:
+        """Whether anything is proven of the label."""
+        return self.judged >= self.rows_needed and self.bound < 1
+
+
+class ClassFinding(JudgedLabel):
+    """The same rows with the test of their levels."""
+
+    level: float | None  # the lowest level that passed; None: no level did, and no other label may leave early
+    levels_passed: int  # of those that were tried
+
+
+class ExitFinding(_Finding):
+    """An exit layer, numbered from 0, and what its probe is worth.
+
+    `correlation` is that of predicted and final margins of left-out rows, and `errors` are the roots of the mean
+    squared error of a margin by kind of probe. `thresholds` are by label, None where rows with that label stay.
+    `leaving` is the share of the judged rows that leave here.
+    """
+
+    layer: int
+    probe: str
+    correlation: float
+    errors: dict[str, float]
+    thresholds: tuple[float | None, ...]
+    peek: bool
+    leaving: float
+
+
+class GainPoint(_Finding):
+    """What the judged rows would have done at one level for all labels: an estimate, which proves nothing."""
+
+    leaving: float  # share of the rows
+    flip_rate: float
+    gain: float
+
+
+class TradePoint(GainPoint):
+    """The same with the level, and the flip rates by label that the full read gives; None without such rows."""
+
+    level: float
+    flip_rates: tuple[float | None, ...]
+
+
+class ExitFindings(_Finding):
+    """All that a calibration of exits found.
+
+    `reason` says why there are no exits. `layers` is the mean number of layers that a token of a judged row goes
+    through, and `gain` what reading in full costs over what exits cost, for tokens that a row does not share.
+    """
+
+    max_flips: float
+    confidence: float
+    seed: int
+    fitted: int
+    judged: int
+    dropped: int = 0  # rows with values that are not finite
+    classes: tuple[ClassFinding, ...] = ()
+    candidates: tuple[int, ...] = ()  # layers that exits were chosen among
+    exits: tuple[ExitFinding, ...] = ()
+    layers: float | None = None
+    gain: float | None = None
+    curve: tuple[TradePoint, ...] = ()
+    reason: str | None = None
+
+
+SCHEMA_VERSION: Final = 1
+_AGAIN = "make one with prefill score --exit: it is written beside the report"
+
+
+class ExitProfile(BaseModel):
+    """The exits of a job, or why it has none, and whose they are. It has no date: the same rows make the same file.
+
+    `model`, `prompt` and `label_tokens` are digests, `labels` the labels' names in their order. `layers` is the number
+    of the model's layers. `exits` is a policy as `ExitPolicy.to_json` writes it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["prefill exit profile"] = "prefill exit profile"
+    schema_version: Literal[1] = SCHEMA_VERSION
+    model: str
+    prompt: str
+    labels: tuple[str, ...] = Field(min_length=2)
+    label_tokens: str = ""
+    layers: int = Field(ge=2)
+    max_flips: float = Field(gt=0, lt=1)
+    flips_of: FlipsOf = "each"
+    exits: list[dict[str, Any]] | None
+    findings: ExitFindings
+
+    @field_validator("exits")
+    @classmethod
+    def _is_a_policy(cls, exits: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        if exits is not None:
+            policy_of(exits)
+        return exits
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ExitProfile:
+        policy = self.policy
+        for each in policy.exits if policy else ():
+            if each.layer >= self.layers - 1:
+                raise ValueError(f"layer {each.layer + 1} of {self.layers} is no exit layer")
+            if not len(each.thresholds) == each.probe.labels == len(self.labels):
+                raise ValueError(f"the exit after layer {each.layer + 1} is not for {len(self.labels)} labels")
+        return self
+
+    @property
+    def policy(self) -> ExitPolicy | None:
+        """The exits; None if there are none."""
+        return None if self.exits is None else policy_of(self.exits)
+
+    def to_json(self) -> str:
+        """The content of the file: text that ends with a line feed."""
+        return self.model_dump_json(indent=1) + "\n"
+
+
+def exit_profile_of(content: bytes | str, path: str) -> ExitProfile:
+    """The profile in a file's `content`. Raises UsageError, which names the `path`, if it is none or is damaged."""
+    try:
+        return ExitProfile.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        if first["loc"] == ("schema_version",):
+            reason = f"it is of another version of prefill (schema_version is not {SCHEMA_VERSION})"
+        elif first["type"] == "missing" or (first["loc"] in {(), ("kind",)} and first["type"] != "value_error"):
+            reason = "it is no exit profile, or it is damaged"
+        else:
+            reason = f"it is damaged: {where + ': ' if where else ''}{first['msg']}"
+        raise UsageError(f"--exit-profile {path}: {reason}\n{_AGAIN}") from None
+
+
+def require_same_job(
+    profile: ExitProfile,
+    path: str,
+    *,
+    model: str,
+    prompt: str,
+    labels: tuple[str, ...],
+    label_tokens: str,
+    layers: int,
+    max_flips: float,
+    flips_of: FlipsOf = "each",
+) -> None:
+    """Raise UsageError if a profile is of another model, prompt or labels than a job, or proves less than it asks."""
+    given = {
+        "model": profile.model == model and profile.layers == layers,
+        "prompt settings": profile.prompt == prompt,
+        "labels": profile.labels == labels,
+        "label spellings": profile.label_tokens == label_tokens,
+    }
+    other = [name for name, same in given.items() if not same]
+    if other:
+        raise UsageError(
+            f"--exit-profile {path}: it was made for another job: different {', '.join(other)}\n"
+            "leave it out: exits are then calibrated on rows of this job"
+        )
+    if profile.flips_of != flips_of:
+        raise UsageError(
+            f"--exit-profile {path}: it was learnt with --flips-of {profile.flips_of}, not {flips_of}\n"
+            f"give --flips-of {profile.flips_of}, or leave the profile out"
+        )
+    if profile.max_flips > max_flips:
+        raise UsageError(
+            f"--exit-profile {path}: it proves at most {profile.max_flips:.2%} flips, --max-flips asks for "
+            f"{max_flips:.2%}\ngive --max-flips {profile.max_flips:g}, or leave the profile out"
+        )
+
+
+# The file of `--exit-profile`: read before anything loads, and held against the job that it is used in.
+
+
+AGAIN = "leave it out: the exits are then learnt on rows of this job"
+
+
+def exit_profile_at(path: str) -> ExitProfile:
+    """The profile at a local path or URL. Raises UsageError if it is none, or not as a job wrote it."""
+    content, sealed = read_sealed("--exit-profile", path, AGAIN)
+    profile = exit_profile_of(content, without_secrets(path))
+    if not sealed:  # it is what proves the bound on flips
+        raise UsageError(
+            f"--exit-profile {without_secrets(path)}: it has no checksum: an older version of prefill or another "
+            f"program wrote it\n{AGAIN}"
+        )
+    return profile
+
+
+def require_same_exits(profile: ExitProfile, job: Job) -> None:
+    """Raise UsageError if a profile was learnt in another kind of job, or proves less than this one asks."""
+    settings = job.settings
+    shown = without_secrets(settings.exit_profile or "")
+    require_same_job(profile, shown, max_flips=settings.max_flips, flips_of=settings.flips_of, **job_of_exits(job))
+
+
+def job_of_exits(job: Job) -> dict[str, Any]:
+    """Whose the exits are that a job learns, by its fingerprint: what must be the same where they are used again."""
+    digests = job.report.fingerprint
+    # Not the digest of all options of compression: an audit changes nothing that a model reads.
+    kept: list[Any] = [each for feature in job.features for each in feature.read_as()]
+    if "adapters" in digests:
+        kept.append(digests["adapters"])
+    return {
+        "model": digests["model"],
+        "prompt": hash_value([*(digests.get(part) for part in ("tokenizer", "prompt", "draft")), *kept]),
+        "labels": job.labels.names,
+        "label_tokens": digests["labels"],
+        "layers": job.opened.files.config.get_text_config().num_hidden_layers,
+    }
+
+
+def inspected_policy(path: str | None, opened: Opened, labels: Labels) -> ExitPolicy | None:
+    """The exits of a profile, for a row whose job may have had other prompts; None without a path or exits.
+
+    Raises UsageError if it is no profile, or is one of another model or other labels.
+    """
+    if path is None:
+        return None
+    profile = exit_profile_at(path)
+    require_same_job(
+        profile,
+        without_secrets(path),
+        model=ModelContents(opened.files.origin).model(),
+        prompt=profile.prompt,
+        labels=tuple(labels.names),
+        label_tokens=hash_value([[label.name, label.variants] for label in labels.labels]),
+        layers=opened.files.config.get_text_config().num_hidden_layers,
+        max_flips=profile.max_flips,
+        flips_of=profile.flips_of,
+    )
+    return profile.policy
+
+
+def exits_path(report: str) -> str:
+    """Where what a job has learnt of exits goes: `data.scores.run.json` -> `data.scores.exit.json`."""
+    return report.removesuffix(".json").removesuffix(".run") + ".exit.json"

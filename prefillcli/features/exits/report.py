@@ -5,35 +5,21 @@ Layers are numbered as users count them: a row that left after layer 16 went thr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from pydantic import BaseModel, Field
 
 from prefillcli.data.output.columns import TO_THE_END, Counts
+from prefillcli.features.exits.policy import FlipsOf, GainPoint, JudgedLabel
 from prefillcli.report.rendering import abbreviated, counted, percent_interval, percent_or_nothing, visible
 from prefillcli.report.section import Bar, Part, Plot, Section, Tick, bars, round_ticks
-from prefillcli.stats.audit import flip_bound, flip_interval
+from prefillcli.stats.audit import flip_bound, flip_interval, rows_for
 
 # Learnt by this job; taken from an earlier one; not there, for a `reason`; ended before the job, for a `reason`.
 ExitStatus = Literal["calibrated", "reused", "none", "stopped"]
 KEPT_ALIVE = ("1", "2", "3-5", "6-10", ">10")  # how many rows a shared prefix went on for
-
-
-class JudgedLabel(BaseModel):
-    """Calibration rows that the model, read in full, answers with a label."""
-
-    label: str
-    fitted: int  # rows that the probes were fitted to
-    judged: int  # other rows, which the thresholds were tested on
-    flips: int  # of the judged ones, at the thresholds in use
-    bound: float  # exact upper bound of the flip rate, at the report's confidence; 1 where nothing is proven
-    rows_needed: int  # judged rows that it takes to prove the bound without a flip
-
-    @property
-    def proven(self) -> bool:
-        """Whether anything is proven of the label."""
-        return self.judged >= self.rows_needed and self.bound < 1
 
 
 class ProvableFlips(BaseModel):
@@ -43,6 +29,34 @@ class ProvableFlips(BaseModel):
     judged: int  # judged rows behind each proof: those of each answer, if all are as frequent, or all
     max_flips: float  # the smallest rate that so many prove without a flip, at the report's confidence
     rows_needed: int  # judged rows behind each proof that --max-flips takes without a flip
+
+
+def provable_flips(rows: int, max_flips: float, classes: int) -> ProvableFlips:
+    """What so many calibration rows prove at best, if all `classes` are as frequent and none of their rows flips."""
+    judged = rows // (2 * classes)
+    return ProvableFlips(
+        rows=rows,
+        judged=judged,
+        max_flips=flip_bound(0, judged),
+        rows_needed=rows_for(max_flips),
+    )
+
+
+def provable_text(found: ProvableFlips, classes: int, max_flips: float) -> str:
+    """One line that says it, and where that is too little, what would do."""
+    each = f" of each of {classes} answers, if these are equally frequent" if classes > 1 else ""
+    text = (
+        f"--exit reads {found.rows:,} rows in full first, and half of them judge: {found.judged:,}{each}. Without a "
+        f"flip, so many prove at most {found.max_flips:.2%} flips"
+    )
+    if found.judged >= found.rows_needed:
+        return text
+    rows, of_each = 2 * classes * found.rows_needed, " of each" if classes > 1 else ""
+    text += (
+        f". --max-flips {max_flips:g} takes {found.rows_needed:,}{of_each}, {rows:,} rows of a job of twice as many"
+    )
+    smallest = math.ceil(found.max_flips * 1e4) / 1e4  # rounded up, as no smaller one is proven
+    return text if smallest >= 1 else f"{text}; the smallest --max-flips that may be proven here is {smallest:g}"
 
 
 class AuditedLabel(BaseModel):
@@ -76,14 +90,6 @@ class LayerCount(BaseModel):
     prompt_tokens: int
 
 
-class GainPoint(BaseModel):
-    """What the judged calibration rows would have done at other thresholds: an estimate, which proves nothing."""
-
-    leaving: float  # share of the rows
-    flip_rate: float
-    gain: float
-
-
 class ExitUse(BaseModel):
     """The exits of a run."""
 
@@ -92,7 +98,7 @@ class ExitUse(BaseModel):
     reused: bool = False  # whether an earlier job has learnt them
     stopped_window: int | None = None  # the first window without them
     max_flips: float
-    flips_of: Literal["each", "all"] = "each"  # whose flips are bounded: the rows' of each label, or all rows'
+    flips_of: FlipsOf = "each"  # whose flips are bounded: the rows' of each label, or all rows'
     confidence: float = 0.95
     model_layers: int
     provable: ProvableFlips | None = None  # None where an earlier job has learnt the exits

@@ -11,12 +11,7 @@ from prefillcli.options.option import FILES, Settings, option
 from prefillcli.options.requirements import SCORES
 
 if TYPE_CHECKING:
-    from prefillcli.data.output.columns import Counts
-    from prefillcli.data.output.target import Manifest
-    from prefillcli.data.rows import Window
-    from prefillcli.jobs.score import Job
-    from prefillcli.report.run import RunReport
-    from prefillcli.report.section import Section
+    from prefillcli.core.feature import Counts, Job, Manifest, RunReport, Section, Window
 
 
 class EarlierOptions(Settings):

@@ -9,8 +9,7 @@ from prefillcli.errors import PrefillError, UsageError
 from prefillcli.options.option import FILES, Settings, option
 
 if TYPE_CHECKING:
-    from prefillcli.jobs.inputs import Opening
-    from prefillcli.jobs.score import Job
+    from prefillcli.core.feature import Job, Opening
 
 
 class RejectsOptions(Settings):

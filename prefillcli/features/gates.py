@@ -1,21 +1,69 @@
-"""Whether a finished output is what was expected: its rows, its label mass, the distribution of its scores."""
+"""Gates: a finished output that is not what was expected of it ends with exit code 3."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from prefillcli.data.filesystems import MissingFileError, read_given
-from prefillcli.data.output.columns import SCORE_BINS
+from prefillcli.core.feature import Feature
 from prefillcli.errors import PrefillError, UsageError
-from prefillcli.features.gates import GateOptions
+from prefillcli.options.groups import RowRange
+from prefillcli.options.option import Settings, option
+from prefillcli.options.requirements import ALL_ROWS, Requirement
 from prefillcli.redaction import without_secrets
-from prefillcli.report.run import RunReport
-from prefillcli.report.section import Section
 from prefillcli.runtime import log
+
+if TYPE_CHECKING:
+    from prefillcli.core.feature import RunReport, Section
+
+PANEL = "Gates"
+DRIFT = Requirement(
+    lambda s: s.max_drift is not None,
+    "is what --max-drift compares with, but that is not given",
+    "give --max-drift 0.05",
+)
+
+
+class GateOptions(Settings):
+    """When a finished output is not to be trusted."""
+
+    expect_rows: RowRange | None = option(
+        None,
+        "Rows that the input must have: N, FROM-TO, FROM- or -TO; else the exit code is 3.",
+        PANEL, changes="report", metavar="RANGE", requires=ALL_ROWS,
+    )  # fmt: skip
+    min_label_mass: float | None = option(
+        None,
+        "Mean label mass of the scored rows below which the exit code is 3: the model does not answer the prompt.",
+        PANEL, changes="report", metavar="MASS", requires=ALL_ROWS, gt=0, le=1,
+    )  # fmt: skip
+    max_drift: float | None = option(
+        None,
+        "Distance (Kolmogorov-Smirnov, 0 to 1) of the scores' distribution from that of an earlier run above which "
+        "the exit code is 3.",
+        PANEL, changes="report", metavar="DISTANCE", requires=ALL_ROWS, gt=0, le=1,
+    )  # fmt: skip
+    drift_from: str | None = option(
+        None,
+        "run.json of the earlier run that --max-drift compares with. (default: the report that this run replaces)",
+        PANEL, changes="report", metavar="PATH", path="file", same_as="report", requires=(ALL_ROWS, DRIFT),
+    )  # fmt: skip
+
+    @property
+    def row_range(self) -> tuple[int, int | None] | None:
+        """The fewest and the most rows that are expected; None where any number is."""
+        if self.expect_rows is None:
+            return None
+        first, dash, last = self.expect_rows.partition("-")
+        if not dash:
+            return int(first), int(first)
+        return int(first or 0), int(last) if last else None
+
+
+# Whether a finished output is what was expected: its rows, its label mass, the distribution of its scores.
 
 
 class Gate(BaseModel):
@@ -52,14 +100,12 @@ def score_distance(counts: Sequence[int], others: Sequence[int]) -> float | None
     That is the largest difference between the two shares of scores below any edge of the bins, which are the same.
     None where a histogram is empty.
     """
+    import numpy as np
+
     rows, other_rows = sum(counts), sum(others)
     if not rows or not other_rows:
         return None
-    largest, below, others_below = 0.0, 0, 0
-    for count, other in zip(counts, others, strict=True):
-        below, others_below = below + count, others_below + other
-        largest = max(largest, abs(below / rows - others_below / other_rows))
-    return largest
+    return float(np.abs(np.cumsum(counts) / rows - np.cumsum(others) / other_rows).max())
 
 
 def chance_distance(rows: int, other_rows: int) -> float:
@@ -75,6 +121,9 @@ def earlier_scores(given: str | None, replaced: str | None) -> DriftUse | None:
 
     None where there are none. Raises UsageError for a --drift-from that is not the report of a run with scores.
     """
+    from prefillcli.data.filesystems import MissingFileError, read_given
+    from prefillcli.report.run import RunReport
+
     if given is not None:
         again = "name the run.json of an earlier run"
         try:
@@ -119,6 +168,8 @@ def drift_reference(report: RunReport, path: str) -> DriftUse | None:
 
 def score_histogram(by_prediction: dict[str, list[int]]) -> list[int]:
     """Rows in each of the bins of equal width from 0 to 1, whatever they are predicted to be."""
+    from prefillcli.data.output.columns import SCORE_BINS
+
     return [sum(bins) for bins in zip(*by_prediction.values(), strict=True)] or [0] * SCORE_BINS
 
 
@@ -161,14 +212,34 @@ def _drift_gate(report: RunReport, drift: DriftUse | None, most: float) -> Gate:
     return Gate(name="max_drift", limit=f"{most:g}", value=value, passed=value is None or value <= most, text=text)
 
 
-def section(report: RunReport) -> Section | None:
-    """The gates of a run."""
-    gates: list[Gate] = report.blocks["gates"]
-    found = Section(lines=[("gate", f"{'passed' if gate.passed else 'FAILED'}: {gate.text}") for gate in gates])
-    drift: DriftUse | None = report.blocks["drift"]
-    if drift is not None and drift.distance is not None:
-        found.metric("score_drift", "Distance of the scores from those of an earlier run.", drift.distance)
-    passed: dict[str, float] = {gate.name: float(gate.passed) for gate in gates}
-    if passed:
-        found.metric("gate_passed", "1 if the output was as expected, else 0, by gate.", passed, "gate")
-    return found
+class Gates(Feature):
+    """The gates of a run. The keys `gates` and `drift` of its report hold `Gate` and `DriftUse`."""
+
+    order = 15
+    options = {"score": GateOptions, "merge": GateOptions}
+    keys = {"gates": [], "drift": None}
+
+    def begin(self, report: RunReport) -> None:
+        if self.settings.max_drift is not None:
+            report.blocks["drift"] = earlier_scores(self.settings.drift_from, report.report)
+
+    def judge(self, report: RunReport) -> list[str]:
+        report.blocks["gates"] = list(judge(self.settings, report))
+        return [gate.text for gate in report.blocks["gates"] if not gate.passed]
+
+    @classmethod
+    def section(cls, report: RunReport) -> Section | None:
+        from prefillcli.report.section import Section
+
+        gates: list[Gate] = report.blocks["gates"]
+        found = Section(lines=[("gate", f"{'passed' if gate.passed else 'FAILED'}: {gate.text}") for gate in gates])
+        drift: DriftUse | None = report.blocks["drift"]
+        if drift is not None and drift.distance is not None:
+            found.metric("score_drift", "Distance of the scores from those of an earlier run.", drift.distance)
+        passed: dict[str, float] = {gate.name: float(gate.passed) for gate in gates}
+        if passed:
+            found.metric("gate_passed", "1 if the output was as expected, else 0, by gate.", passed, "gate")
+        return found
+
+
+FEATURE = Gates
