@@ -99,10 +99,9 @@ def _root(
 
 
 def _parameters_of(settings: type[Settings]) -> list[inspect.Parameter]:
-    """What is given by its place, an option for each other field of `settings`, and `--recipe`.
-
-    None stands for "not given".
-    """
+    # What is given by its place, an option for each other field of `settings`, and `--recipe`.
+    #
+    # None stands for "not given".
     place = settings.given_by_place()
     recipe = typer.Option("--recipe", metavar="FILE", help="YAML with options by name.", rich_help_panel=RUN)
     return [

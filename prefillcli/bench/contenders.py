@@ -177,7 +177,7 @@ class Contender(ABC):
         return None
 
     def _groups(self, requests: list[Request]) -> list[list[Request]]:
-        """The requests in groups that are planned together."""
+        # The requests in groups that are planned together.
         return [requests]
 
 

@@ -151,7 +151,7 @@ class ScoreSettings(
             raise UsageError(f"{option}: {objection.reason}\n{objection.remedy}")
 
     def _joint(self, option: str) -> Iterator[Objection]:
-        """Why rows cannot be scored apart from the others of their job, as `option` would do."""
+        # Why rows cannot be scored apart from the others of their job, as `option` would do.
         found = [each.joint(option) for each in features_of(self)]
         yield from (objection for objection in found if objection is not None)
         if self.audit:
@@ -168,7 +168,7 @@ class ScoreSettings(
         return None if self.shard is None else Shard.parse(self.shard)
 
     def _engine_needs(self) -> dict[str, Capability]:
-        """What the engine must be able to do, by the option that needs it: those that are not at their default."""
+        # What the engine must be able to do, by the option that needs it: those that are not at their default.
         found: dict[str, Capability] = {}
         for name, field in type(self).model_fields.items():
             needed = details_of(type(self), name).needs
@@ -273,8 +273,7 @@ class ProfileSettings(
                 each.check()
 
 
-QUICK_ROWS = 60
-"""Rows of INPUT that `prefill bench` compares by default."""
+QUICK_ROWS = 60  # rows of INPUT that `prefill bench` compares by default
 
 
 class BenchSettings(
@@ -400,6 +399,7 @@ class MergeSettings(
     debug: bool = option(False, "Show tracebacks.", RUN, changes="report")
 
 
+# The commands that take options, by name.
 COMMANDS: dict[str, type[Settings]] = {
     "score": ScoreSettings,
     "profile": ProfileSettings,
@@ -409,4 +409,3 @@ COMMANDS: dict[str, type[Settings]] = {
     "doctor": DoctorSettings,
     **{name: each.settings for feature in features() for name, each in feature.commands.items()},
 }
-"""The commands that take options, by name."""

@@ -29,13 +29,13 @@ from prefillcli.runtime.memory import parse_size
 
 
 def _split_names(value: object) -> object:
-    """`a,b` is a list of two names."""
+    # `a,b` is a list of two names.
     parts = value if isinstance(value, list | tuple) else [value]
     return tuple(name.strip() for part in parts for name in str(part).split(",") if name.strip())
 
 
 def _as_texts(value: object) -> object:
-    """One text, or several. A whole number in a recipe is written as it is; of 1.10 the last 0 would be lost."""
+    # One text, or several. A whole number in a recipe is written as it is; of 1.10 the last 0 would be lost.
     texts = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(text, str) or type(text) is int for text in texts):
         raise ValueError("must be text: put it in quotes")
@@ -43,7 +43,7 @@ def _as_texts(value: object) -> object:
 
 
 def _labels_as_text(value: object) -> object:
-    """The labels 1 and 0 are numbers in a recipe."""
+    # The labels 1 and 0 are numbers in a recipe.
     return tuple(str(v) if type(v) is int else v for v in value) if isinstance(value, list | tuple) else value
 
 
@@ -73,7 +73,7 @@ def _check_shard(text: str) -> str:
 
 
 def _check_rows(value: object) -> object:
-    """A number of rows, or a range of them; a number in a recipe is no text."""
+    # A number of rows, or a range of them; a number in a recipe is no text.
     text = str(value).replace(" ", "")
     found = re.fullmatch(r"(\d*)(-?)(\d*)", text)
     if type(value) is bool or found is None or not (found[1] or found[3]):
@@ -108,7 +108,7 @@ def _parsed(text: str) -> object:
 
 
 def _check_resources(value: object) -> object:
-    """Amounts by name; memory may be a size."""
+    # Amounts by name; memory may be a size.
     if not isinstance(value, dict):
         return value
     found: dict[str, float] = {}
@@ -140,8 +140,7 @@ Resources = Annotated[dict[str, float], BeforeValidator(_check_resources), Befor
 LabelTexts = Annotated[str | tuple[str, ...], BeforeValidator(_labels_as_text)]
 
 
-SELF = "self"
-"""As `--draft`: the model's own first layers."""
+SELF = "self"  # as `--draft`: the model's own first layers
 
 
 class DraftOptions(Settings):
