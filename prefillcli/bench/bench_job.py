@@ -21,7 +21,7 @@ from prefillcli.bench.report import (
     texts_in_short,
     workload_in_short,
 )
-from prefillcli.core.feature import features, features_of
+from prefillcli.core.feature import features
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.decode.continuations import DRAFTERS
 from prefillcli.errors import PrefillError, ResourceError, UsageError, require_known
@@ -121,8 +121,6 @@ def _methods(settings: BenchSettings) -> tuple[str, ...]:
         _require_vllm(settings)
         return settings.method
     require_known("--method", settings.method, METHODS)
-    for each in features_of(settings):
-        each.check()
     _require_vllm(settings)
     usual = {name for name in UNCOMPRESSED if settings.full or name != "full"}
     usual.update(*(each.compared(settings) for each in features()))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # the nouns of the hooks: features import them from here, for
     from prefillcli.core.request import Tick as Tick
     from prefillcli.data.output.columns import Counts as Counts
     from prefillcli.data.output.target import Manifest as Manifest
+    from prefillcli.data.prompts.builder import RowColumns as RowColumns
     from prefillcli.data.prompts.labels import Labels as Labels
     from prefillcli.data.rows import Prompt as Prompt
     from prefillcli.data.rows import ScoredRow as ScoredRow
@@ -151,6 +152,9 @@ class Feature:
     def meaningless(self, labels: Labels) -> Sequence[str]:
         """Options that are given, but have no meaning for what the numbers of these labels are."""
         return ()
+
+    def row_columns(self) -> RowColumns | None:
+        """What rows may say of their own prompts; None for nothing."""
 
     def carried(self) -> Sequence[str | None]:
         """Columns of the input that go to the output."""

@@ -129,7 +129,7 @@ class Opening:
                 vocab_size=files.config.vocab_size,
                 literal=settings.literal,
                 max_row_bytes=parse_size(settings.max_row_bytes) if settings.max_row_bytes else None,
-                compression=opened.compresses,
+                row_columns=tuple(filter(None, (each.row_columns() for each in self.features))),
                 classifies=files.head is not None,
                 padding=None if files.head is None else files.head.padding,
                 variants=opened.variants,

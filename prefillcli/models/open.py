@@ -100,15 +100,9 @@ class Opened:
     draft: ModelFiles | None
     max_length: int
     threads: Threads | None = None
-    drafts_itself: bool = False
     draft_tokenizer: Any = None
     """The draft's tokenizer where it is another one than the model's."""
     variants: Variants | None = None
-
-    @property
-    def compresses(self) -> bool:
-        """Whether a draft, or the model itself, picks tokens."""
-        return self.draft is not None or self.drafts_itself
 
 
 def local_model(name: str, option: str) -> Path | None:
@@ -194,7 +188,7 @@ def open_models(choice: DraftChoice) -> Opened:
         check_walkable(small, "take another draft")
         check_loadable(small, device)
         other = _other_tokenizer(tokenizer, _load_tokenizer(small, choice.trust_remote_code), choice)
-    return Opened(files, device, tokenizer, small, files.max_length, threads, choice.drafts_itself, other)
+    return Opened(files, device, tokenizer, small, files.max_length, threads, other)
 
 
 def _other_tokenizer(tokenizer: Any, own: Any, choice: DraftChoice) -> Any:

@@ -109,7 +109,7 @@ def run_sections(report: RunReport) -> Iterator[Section]:
     yield _failed(report)
     yield _lengths(report)
     yield _tokens(report)
-    yield from _methods(report)
+    yield _methods(report)
     if report.audit is not None:
         yield _audit(report.audit)
     yield _time(report)
@@ -240,41 +240,26 @@ def _tokens(report: RunReport) -> Section:
             f"({tokens.kept / max(own, 1):.2f}x shared), {tokens.unique:,} unique",
         )
     )
-    if report.blocks.get("keep") is not None:
-        section.lines.append(
-            (
-                "compression",
-                f"{tokens.kept:,} tokens kept ({tokens.kept / tokens.prompt:.1%}, keep rate "
-                f"{report.blocks['keep']:g}), {tokens.draft:,} computed by the draft",
-            )
-        )
     counts = tokens.model_dump()
     values = {text: counts[name] for name, text in _TOKENS.items() if counts[name]}
-    if report.blocks.get("keep") is None:
+    if tokens.kept == tokens.prompt:
         values.pop(_TOKENS["kept"], None)
     texts = {name: f"{value:,} ({value / tokens.prompt:.1%})" for name, value in values.items()}
-    left = "kept tokens" if report.blocks.get("keep") is not None else "prompts"
+    left = "prompts" if tokens.kept == tokens.prompt else "kept tokens"
     note = f"Unique: what is left of the {left} when every shared beginning counts once; less cannot be computed."
     kinds = {_TOKENS["draft"]: "s1", _TOKENS["audit"]: "s3"}
     section.parts.append(Part(bars=bars(values, texts, kinds), note=note))
     return section
 
 
-def _methods(report: RunReport) -> Iterator[Section]:
-    # Rows by what was read of them, and the rates that --keep auto tried.
-    if report.methods and not (report.blocks.get("keep") is None and set(report.methods) == {"full"}):
-        order = sorted(report.methods, key=lambda name: (is_fallback(name), -report.methods[name]))
-        kinds = {name: "alarm" if is_fallback(name) else "s0" if name == FULL else "s2" for name in order}
-        found = _counted({name: report.methods[name] for name in order}, report.rows.scored, kinds)
-        chosen = ", chosen by --keep auto" if report.blocks.get("keep_auto") else ""
-        note = "" if report.blocks.get("keep") is None else f"Keep rate {report.blocks['keep']:g}{chosen}."
-        yield Section(title="Methods", parts=[Part(bars=found, note=note)])
-    if trials := (report.blocks.get("keep_auto") or {}).get("trials", ()):
-        table = [["tried rate", "rows", "flips", "at most (95 %)"]] + [
-            [f"{each['keep']:g}", f"{each['rows']:,}", f"{each['flips']:,}", f"{100 * each['bound']:.2f} %"]
-            for each in trials
-        ]
-        yield Section(title="Keep rates that were tried", parts=[Part(table=table)])
+def _methods(report: RunReport) -> Section:
+    """Rows by how their prompts were read."""
+    order = sorted(report.methods, key=lambda name: (is_fallback(name), -report.methods[name]))
+    if order in ([], [FULL]):
+        return Section()
+    kinds = {name: "alarm" if is_fallback(name) else "s0" if name == FULL else "s2" for name in order}
+    found = _counted({name: report.methods[name] for name in order}, report.rows.scored, kinds)
+    return Section(title="Methods", parts=[Part(bars=found)])
 
 
 def _audit(audit: Audit) -> Section:

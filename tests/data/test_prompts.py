@@ -17,6 +17,7 @@ from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.rows import ErrorCode, Prompt, RowBatch, RowError
 from prefillcli.errors import UsageError
+from prefillcli.features.compress.row_columns import COMPRESSION_COLUMNS
 from tests.data.labels import resolve
 
 
@@ -361,7 +362,7 @@ class TestCompression:
         """Row, keep and specprefill of the prompts, and the codes of the errors."""
         rows = len(next(iter(columns.values())))
         batch = batch_of(prompt=["Answer:"] * rows, **columns)
-        prompts, errors = build(tokenizer, batch, compression=compression)
+        prompts, errors = build(tokenizer, batch, row_columns=(COMPRESSION_COLUMNS,) if compression else ())
         return [(p.row, p.keep, p.specprefill) for p in prompts], {row: error.code for row, error in errors.items()}
 
     def test_a_row_says_how_it_is_compressed(self, byte_level: Any) -> None:
@@ -390,23 +391,25 @@ class TestCompression:
 
     def test_the_detail_shows_the_value(self, byte_level: Any) -> None:
         _, errors = build(byte_level, batch_of(prompt=["a", "b"], keep=[7, None], specprefill=[None, "y"]),
-                          compression=True)  # fmt: skip
+                          row_columns=(COMPRESSION_COLUMNS,))  # fmt: skip
         assert "keep is 7" in errors[0].detail
         assert "specprefill is 'y'" in errors[1].detail
 
     def test_what_is_wrong_with_the_prompt_is_told_first(self, byte_level: Any) -> None:
-        _, errors = build(byte_level, batch_of(prompt=[None, "a"], keep=[7, 7]), compression=True)
+        _, errors = build(byte_level, batch_of(prompt=[None, "a"], keep=[7, 7]), row_columns=(COMPRESSION_COLUMNS,))
         assert [errors[row].code for row in (0, 1)] == ["null_prompt", "invalid_keep"]
 
     def test_without_columns_or_without_a_draft_nothing_is_said(self, byte_level: Any) -> None:
-        prompts, _ = build(byte_level, batch_of(prompt=["a"]), compression=True)
+        prompts, _ = build(byte_level, batch_of(prompt=["a"]), row_columns=(COMPRESSION_COLUMNS,))
         assert (prompts[0].keep, prompts[0].specprefill) == (None, None)
         found, errors = self.build(byte_level, compression=False, keep=["x"], specprefill=[7])
         assert (found, errors) == ([(0, None, None)], {})
 
     def test_the_columns_are_asked_for_where_there_is_a_draft(self, byte_level: Any) -> None:
         for compression, optional in ((True, ("keep", "specprefill")), (False, ())):
-            settings = PromptSettings(max_length=9, vocab_size=999, compression=compression)
+            settings = PromptSettings(
+                max_length=9, vocab_size=999, row_columns=(COMPRESSION_COLUMNS,) if compression else ()
+            )
             assert PromptBuilder(byte_level, settings, ("prompt",)).optional == optional
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import time
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -79,6 +78,13 @@ class RowVariants(Protocol):
         """The prompts of a batch with their variants; a prompt whose row names no variant becomes an error."""
 
 
+class RowColumns(NamedTuple):
+    """Columns that rows may have, and what puts their values into prompts; a row with a wrong one becomes an error."""
+
+    names: tuple[str, ...]
+    take: Callable[[list[Prompt], RowBatch, dict[int, RowError]], list[Prompt]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PromptSettings:
     """How a row becomes a prompt."""
@@ -95,7 +101,7 @@ class PromptSettings:
     literal: bool = True  # whether the text of a control token in the data stays text
     # Longest row, and longest prompt made of one, in bytes; None: as `default_row_bytes` has it.
     max_row_bytes: int | None = None
-    compression: bool = False  # whether the columns `keep` and `specprefill` say how a row is compressed
+    row_columns: tuple[RowColumns, ...] = ()  # what else rows may say of their prompts
     # Whether a classification head reads the prompt: text is no chat unless `chat` says so, and no answer begins.
     classifies: bool = False
     padding: int | None = None  # the token that such a head takes for padding where it ends a prompt
@@ -181,7 +187,7 @@ class PromptBuilder:
         self.columns: tuple[str, ...] = self.template.columns if self.template else (self.column,)
         own = () if settings.variants is None or settings.variants.column is None else (settings.variants.column,)
         # Columns that `build` uses where they are there.
-        self.optional: tuple[str, ...] = (*(COMPRESSION_COLUMNS if settings.compression else ()), *own)
+        self.optional: tuple[str, ...] = (*(name for each in settings.row_columns for name in each.names), *own)
         if self.template is None and self.column == "messages":
             require_chat(settings, tokenizer)
         if self.template is None and self.column == "prompt_token_ids":
@@ -227,8 +233,8 @@ class PromptBuilder:
             prompts += self._prompts(texts, labels, errors)
             started = time.perf_counter()
             self.tokenize_seconds += started - rendered
-        if self.settings.compression:
-            prompts = with_compression(prompts, batch, errors)
+        for each in self.settings.row_columns:
+            prompts = each.take(prompts, batch, errors)
         if self.settings.variants is not None:
             prompts = self.settings.variants.assign(prompts, batch, errors)
         if self.settings.sections:
@@ -454,34 +460,6 @@ def _groups(raw: Iterable[RawPrompt], most: int) -> Iterator[list[RawPrompt]]:
             yield group
             group, size = [], 0
     yield group
-
-
-COMPRESSION_COLUMNS = ("keep", "specprefill")
-
-
-def with_compression(prompts: list[Prompt], batch: RowBatch, errors: dict[int, RowError]) -> list[Prompt]:
-    """The prompts with what their rows say of compression; a row that says something else becomes an error."""
-    keeps, choices = batch.columns.get("keep"), batch.columns.get("specprefill")
-    place = {row: at for at, row in enumerate(batch.rows.tolist())}
-    done = []
-    for prompt in prompts:
-        at = place[prompt.row]
-        keep = None if keeps is None else keeps[at]
-        choice = None if choices is None else choices[at]
-        if isinstance(keep, float) and math.isnan(keep):
-            keep = None
-        if keep is not None and (type(keep) not in (int, float) or not 0 < keep <= 1):
-            errors[prompt.row] = RowError(
-                ErrorCode.INVALID_KEEP, f"keep is {keep!r}: it must be a rate above 0 and up to 1"
-            )
-        elif choice is not None and type(choice) is not bool:
-            errors[prompt.row] = RowError(
-                ErrorCode.INVALID_KEEP, f"specprefill is {choice!r}: it must be true, false or null"
-            )
-        else:
-            prompt.keep, prompt.specprefill = keep, choice
-            done.append(prompt)
-    return done
 
 
 class RawPrompt(NamedTuple):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from prefillcli.bench.material import Material
     from prefillcli.core.request import Request, Tick
     from prefillcli.data.output.columns import Counts
+    from prefillcli.data.prompts.builder import RowColumns
     from prefillcli.data.prompts.labels import Labels
     from prefillcli.data.rows import Prompt, Window
     from prefillcli.features.compress.base import Estimator
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from prefillcli.jobs.scorer import Scorer
     from prefillcli.models.open import Opened
     from prefillcli.report.inspection import ReadPrompt
+    from prefillcli.report.run import RunReport
+    from prefillcli.report.section import Section
 
 
 HASHED = (
@@ -59,14 +62,11 @@ class Compress(Feature):
 
     @classmethod
     def asked(cls, settings: Any) -> bool:
-        return isinstance(settings, BenchOptions) or settings.draft is not None or settings.keep != 1
+        return settings.draft is not None or (settings.keep != 1 and not isinstance(settings, BenchOptions))
 
     def check(self) -> None:
         settings = self.settings
         if isinstance(settings, BenchOptions):
-            for name in settings.method:
-                if name in PICKERS and PICKERS[name].needs == "draft" and not settings.uses_draft:
-                    raise UsageError(f"--method {name} needs --draft: a small model with the same tokenizer")
             return
         if settings.keep == "auto" and isinstance(settings, InspectOptions):
             raise UsageError("--keep auto is for a whole job: give a rate")
@@ -124,6 +124,11 @@ class Compress(Feature):
                 "--draft self: prefill inspect shows the tokens that a draft picks before the model reads any\n"
                 "score the row with prefill score, which says how many tokens it kept"
             )
+
+    def row_columns(self) -> RowColumns:
+        from prefillcli.features.compress.row_columns import COMPRESSION_COLUMNS
+
+        return COMPRESSION_COLUMNS
 
     def identity(self, opening: Opening, values: dict[str, Any], models: LocalModels) -> Mapping[str, str]:
         from prefillcli.data.proof import hash_value
@@ -214,6 +219,25 @@ class Compress(Feature):
         if counts is not None and hasattr(job, "builder"):
             job.report.blocks["keep"] = keep_rate(self.settings, job.sink.plan)
             job.report.blocks["keep_auto"] = job.sink.plan.get("keep_auto")
+
+    @classmethod
+    def section(cls, report: RunReport) -> Section | None:
+        from prefillcli.report.section import Part, Section
+
+        keep, auto, tokens = report.blocks["keep"], report.blocks["keep_auto"], report.tokens
+        if keep is None:
+            return None
+        found = Section(title="Compression", parts=[Part(note=f"Chosen by --keep auto: {keep:g}.")] if auto else [])
+        if tokens.prompt:
+            kept = f"{tokens.kept:,} tokens kept ({tokens.kept / tokens.prompt:.1%}, keep rate {keep:g})"
+            found.lines.append(("compression", f"{kept}, {tokens.draft:,} computed by the draft"))
+        if trials := (auto or {}).get("trials"):
+            table = [["tried rate", "rows", "flips", "at most (95 %)"]] + [
+                [f"{each['keep']:g}", f"{each['rows']:,}", f"{each['flips']:,}", f"{100 * each['bound']:.2f} %"]
+                for each in trials
+            ]
+            found.parts.append(Part(title="Keep rates that were tried", table=table))
+        return found
 
     @classmethod
     def failure(cls, counts: Counts) -> str | None:

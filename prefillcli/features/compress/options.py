@@ -257,3 +257,6 @@ class BenchOptions(CompressionOptions):
         super().check()
         if not self.keep:
             raise UsageError("--keep: give a rate above 0 and up to 1")
+        for name in self.method:
+            if name in PICKERS and PICKERS[name].needs == "draft" and not self.uses_draft:
+                raise UsageError(f"--method {name} needs --draft: a small model with the same tokenizer")
