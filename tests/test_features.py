@@ -33,6 +33,8 @@ ASKED = {
     "evaluation": ["--truth", "answer"],
     "gates": ["--expect-rows", "24"],
     "incremental": ["--since", "none.jsonl"],
+    "rationale": ["--rationale", "4", "--rationale-when", "score > 0.4"],
+    "evidence": ["--evidence"],
     "rejects": ["--rejects", "rejects.jsonl"],
 }
 #: A room is a folder or a module.

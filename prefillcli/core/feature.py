@@ -17,9 +17,14 @@ if TYPE_CHECKING:  # the nouns of the hooks: features import them from here, for
     from prefillcli.bench.contenders import Contender as Contender
     from prefillcli.bench.contenders import Equipment as Equipment
     from prefillcli.bench.material import Material as Material
+    from prefillcli.core.further import Choice as Choice
+    from prefillcli.core.further import Condition as Condition
+    from prefillcli.core.further import Further as Further
+    from prefillcli.core.further import WantedRow as WantedRow
     from prefillcli.core.request import Request as Request
     from prefillcli.core.request import Tick as Tick
     from prefillcli.data.output.columns import Counts as Counts
+    from prefillcli.data.output.columns import OutputSchema as OutputSchema
     from prefillcli.data.output.target import Manifest as Manifest
     from prefillcli.data.prompts.builder import RowColumns as RowColumns
     from prefillcli.data.prompts.labels import Labels as Labels
@@ -36,6 +41,7 @@ if TYPE_CHECKING:  # the nouns of the hooks: features import them from here, for
     from prefillcli.jobs.load import Models as Models
     from prefillcli.jobs.score import Job as Job
     from prefillcli.jobs.scorer import Scorer as Scorer
+    from prefillcli.models.law import TextsOf as TextsOf
     from prefillcli.models.open import Opened as Opened
     from prefillcli.plan.pack import Pack as Pack
     from prefillcli.prefill.walk import Arithmetic as Arithmetic
@@ -109,6 +115,9 @@ class Feature:
     rewrites: ClassVar[bool] = False
     # The groups of columns that the output of a job has that asks for it (`data.output.columns.ColumnGroups`).
     columns: Sequence[str] = ()
+    # Whether it makes prompts anew of a part of what they were made of: prompts then keep that.
+    takes_prompts_apart: ClassVar[bool] = False
+    draft_advice: ClassVar[str] = ""  # what to give so that it uses a draft model; empty if it never does
     # Parts of the job's plan that stay when its models are loaded again.
     plan_keys: ClassVar[Sequence[str]] = ()
     # Keys of `run.json`, with their values in a run that has nothing to say there.
@@ -185,6 +194,9 @@ class Feature:
     def columns_known(self, columns: Collection[str]) -> None:
         """The columns of the input are known. Raise UsageError if nothing can come of what is asked."""
 
+    def starting(self) -> None:
+        """Before anything is opened: raise UsageError for what is wrong whatever the input holds."""
+
     def source_opened(self, opening: Opening) -> None:
         """The input is open. Torch is not imported yet: raise UsageError for all that can be told now."""
 
@@ -242,6 +254,33 @@ class Feature:
     def known(self) -> Mapping[int, ScoredRow]:
         """Rows by number that have been scored before the first window."""
         return {}
+
+    def asks(self) -> bool:
+        """Whether it asks more about rows that are scored: see `further`."""
+        return False
+
+    def needs_draft(self) -> bool:
+        """Whether it uses the draft model, also where nothing is compressed."""
+        return False
+
+    def text_room(self, opened: Opened, names: Sequence[str]) -> tuple[int, TextsOf] | None:
+        """Most tokens of a text behind a prompt, and behind which prompts, for labels with these names; None: none."""
+        return None
+
+    def loaded(self, models: Models[Any]) -> None:
+        """The models are loaded, and all that features load beside them."""
+
+    def condition(self, schema: OutputSchema) -> Condition | None:
+        """Which scored rows of an output with this schema features ask more about; None: all. Raises UsageError."""
+        return None
+
+    def further(self, opening: Opening, choice: Choice) -> Further | None:
+        """What it asks about the chosen ones of the scored rows; None for nothing."""
+        return None
+
+    def answers_shown(self, row: WantedRow, labels: Sequence[str]) -> Section | None:
+        """What `prefill inspect` shows of the answers about a row of a job with these labels; None for nothing."""
+        return None
 
     def arithmetic(self) -> Arithmetic | None:
         """How a walk through the layers computes; None where it takes the fastest way of the device."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefillcli.data.reading.record_batches import Selection
-from prefillcli.data.rows import FALLBACK, FULL, Int32Array, Int64Array, Prompt, Window
+from prefillcli.data.rows import FALLBACK, FULL, Int32Array, Int64Array, Prompt, ScoredRow, Window, early_exit_method
 from prefillcli.engines.base import PLAIN, Answer, LabelTokens, PlanEngine, Treatment
 from prefillcli.errors import ResourceError
 from prefillcli.plan.blocks import CarriedBlock
@@ -276,3 +276,23 @@ def draw(candidates: Sequence[int], count: int, number: int) -> list[int]:
         return []
     order = np.random.default_rng([_SEED, number]).permutation(len(candidates))[:count]
     return [candidates[at] for at in sorted(order.tolist())]
+
+
+def scored_row(request: Request, answer: Answer, *, audited: bool = False) -> ScoredRow:
+    """What an answer makes of a row. Of an `audited` one it has what an exit would have given, and the full read."""
+    logprobs, layer, audit = answer.logprobs, answer.exit_layer, None
+    if audited:
+        audit = answer.logprobs
+        if answer.early is not None:
+            layer, logprobs = answer.early
+    return ScoredRow(
+        row=request.prompt.row,
+        logprobs=logprobs,
+        shared_tokens=answer.shared_tokens,
+        computed_tokens=answer.computed_tokens,
+        kept_tokens=kept_tokens(request, answer),
+        seconds=answer.seconds + request.pick_seconds,
+        method=method_of(request, answer) if layer is None else early_exit_method(method_of(request, answer)),
+        exit_layer=None if layer is None else layer + 1,
+        audit=audit,
+    )

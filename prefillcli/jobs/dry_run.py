@@ -7,17 +7,17 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from prefillcli.core.further import condition_of
 from prefillcli.data.output.columns import Counts
 from prefillcli.data.output.store import put_text
 from prefillcli.data.proof import hash_model
 from prefillcli.data.windows import ShardRows, windows
 from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.forecast.profile import find_profile
+from prefillcli.jobs.load import text_room
 from prefillcli.jobs.path_table import dry_run_report, output_of, require_apart
-from prefillcli.jobs.row_choice import RowChoice, check_rationales
 from prefillcli.jobs.scorer import Granularity, Scorer
 from prefillcli.jobs.shell import conclude, shell
-from prefillcli.jobs.wanted_rows import text_room
 from prefillcli.models.open import Opened, weights_of
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.redaction import shown, shown_report
@@ -124,7 +124,6 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
     report.report = dry_run_report(report.output, settings.report, settings.shard_of)
     opening = Scorer(settings, granularity)
     with stop.at_once():
-        check_rationales(settings)
         opening.open_source()
         opening.open_models()
         opened = opening.opened
@@ -136,7 +135,7 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
         free = _free(settings, opened)
     report.profile = name if profile is not None else None
     shard, source = settings.shard_of, opening.source
-    RowChoice.of(settings, opening.schema())
+    condition_of(opening.features, opening.schema())  # raises UsageError
     total = source.selected_rows if shard is None else None
     progress = Progress(total, interval=settings.progress_interval, quiet=settings.quiet)
     with progress, stop.at_once():

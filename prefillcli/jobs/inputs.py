@@ -18,7 +18,6 @@ from prefillcli.errors import UsageError
 from prefillcli.models.files import sample_model
 from prefillcli.models.open import Opened, answer_labels, local_model
 from prefillcli.options.groups import SELF, JobOptions
-from prefillcli.options.rationale import EvidenceOptions
 from prefillcli.redaction import without_secrets
 from prefillcli.runtime import log
 from prefillcli.runtime.memory import parse_size
@@ -65,6 +64,8 @@ class Opening:
         Raises UsageError or PrefillError as `Source` does.
         """
         settings = self.settings
+        for each in self.features:
+            each.starting()
         source = Source.open(settings.inputs, limit=settings.limit, sample=settings.sample, seed=settings.seed)
         self.source = source
         template = self._template = None if settings.template is None else RowTemplate(settings.template)
@@ -133,7 +134,7 @@ class Opening:
                 classifies=files.head is not None,
                 padding=None if files.head is None else files.head.padding,
                 variants=opened.variants,
-                sections=isinstance(settings, EvidenceOptions) and settings.evidence,
+                sections=any(each.takes_prompts_apart for each in self.features),
             ),
             available,
             template=template,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -12,25 +12,19 @@ import numpy.typing as npt
 from rich.console import Console
 
 from prefillcli.core.feature import Feature, features_of
-from prefillcli.core.request import Request, Tick, plan_requests, require_answered
-from prefillcli.data.output.columns import ColumnGroups, OutputSchema
-from prefillcli.data.prompts.builder import PromptBuilder
+from prefillcli.core.further import FurtherQuestions, WantedRow
+from prefillcli.core.request import Request, Tick, plan_requests, require_answered, scored_row
 from prefillcli.data.prompts.encoding import Encoder, token_texts
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.prompts.sections import Ablation, Beginnings
-from prefillcli.data.prompts.templates import rationale_texts
-from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import ErrorCode, RowError, ScoredRow, Window
 from prefillcli.data.windows import find_row
 from prefillcli.engines.base import Answer, EarlyExits, Engine, LabelTokens, LeavingRule, PlanEngine, Treatment
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.jobs.inputs import Opening, require_shares
-from prefillcli.jobs.load import Models, load_walk
+from prefillcli.jobs.load import Models, load_walk, text_room
 from prefillcli.jobs.path_table import require_apart
-from prefillcli.jobs.row_choice import RowChoice
 from prefillcli.jobs.shell import shell
-from prefillcli.jobs.wanted_rows import Evidence, JobRationales, LabelledChoice, scored_row, writing_of
-from prefillcli.jobs.window_scoring import FollowUp, WantedRow
+from prefillcli.jobs.window_scoring import FollowUp
 from prefillcli.models.open import Opened
 from prefillcli.options.commands import InspectSettings
 from prefillcli.options.option import details_of
@@ -46,74 +40,46 @@ from prefillcli.report.inspection import (
     write_html,
 )
 from prefillcli.report.rendering import visible
+from prefillcli.report.section import Section
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Progress
 from prefillcli.runtime.signals import Stop
 from prefillcli.stats.probabilities import label_mass, label_probabilities
 
-# What `prefill inspect` adds to a row's score: the text behind it, and the evidence beside that.
-
-
-@dataclass(frozen=True, slots=True)
-class ExplainedRow:
-    """A row with its text and its evidence, as far as they are asked for; `begins` is what the text goes on behind."""
-
-    scored: ScoredRow
-    begins: str = ""
-
 
 class Explainer:
-    """Writes about a row of an input, and weighs its sections, as `prefill score` does with these settings."""
+    """Asks further questions about a row of an input, as `prefill score` does with these settings."""
 
-    def __init__(
-        self, settings: InspectSettings, opened: Opened, source: Source, builder: PromptBuilder, labels: Labels
-    ) -> None:
-        self._labels = labels
-        self._texts = rationale_texts(settings.rationale_template, labels.names) if settings.rationale else {}
-        self.writing = writing_of(settings, opened, labels.names)
-        schema = OutputSchema(
-            labels=labels.names,
-            id_name=settings.id_column,
-            carried=source.carried_schema,
-            json_carried=source.kind == "jsonl",
-            json_text=False,
-            truth=None,
-            groups=ColumnGroups(),
-            measure=labels.measure,
-        )
-        evidence = None
-        if settings.evidence:
-            evidence = Evidence(Ablation(builder, labels), settings.temperature, labels.measure)
-        self._job = JobRationales(
-            LabelledChoice(RowChoice(None, schema), settings.temperature),
-            self.writing,
-            Beginnings(opened.tokenizer, labels, self._texts) if self._texts else None,
-            id_column=settings.id_column,
-            evidence=evidence,
-        )
+    def __init__(self, opening: Opening) -> None:
+        self._opening = opening
+        self._further = FurtherQuestions.of(opening)
 
     def explain(
-        self, engine: Engine, window: Window, request: Request, scored: ScoredRow, tick: Callable[[float], None]
-    ) -> ExplainedRow:
-        """What is asked for of a row that was read by this request. `tick` as in `Engine.answer`. Raises ResourceError
-        if the engine cannot go on."""
-        label = self._job.choice.wanted(window, [scored]).get(scored.row)
-        if label is None or (self._job.writing is None and self._job.evidence is None):
-            return ExplainedRow(scored)
-        follow = FollowUp(window, [WantedRow(request, scored, label)], self._job, engine.limits, "prefix-tree")
-        sets = self._labels.sets
+        self, engine: Engine, window: Window, request: Request, scored: ScoredRow, tick: Tick
+    ) -> list[Section]:
+        """What features say of a row that was read by this request; the row takes the answers. `tick` as in
+        `Engine.answer`. Raises ResourceError if the engine cannot go on."""
+        further, labels = self._further, self._opening.labels
+        label = None if further is None else further.choice.wanted(window, [scored]).get(scored.row)
+        if further is None or label is None:
+            return []
+        row = WantedRow(request, scored, label)
+        follow = FollowUp(window, [row], further, engine.limits, "prefix-tree")
         for pack in follow.plan.packs:
-            treatment = follow.treatment(pack)
             for answers in engine.answer(
-                pack, lambda number: sets[follow.requests[number].prompt.labels], tick, treatment
+                pack,
+                lambda number: labels.sets[follow.requests[number].prompt.labels],
+                tick,
+                follow.treatment(pack),
             ):
                 follow.take(pack, answers)
-        return ExplainedRow(scored, self._texts.get(self._labels.names[label], "").strip())
+        found = [each.answers_shown(row, labels.names) for each in self._opening.features]
+        return [each for each in found if each is not None]
 
     def close(self) -> None:
         """Let go of the process that renders templates."""
-        if self._job.evidence is not None:
-            self._job.evidence.close()
+        if self._further is not None:
+            self._further.close()
 
 
 # Answers of the layer walk with what each layer shows of the prompts.
@@ -220,13 +186,12 @@ class _InspectJob:
                 raise self._error(found.window.errors[found.row])
             rules = [each.leaving_rule(opened, labels) for each in opening.features]
             self._rule = next(filter(None, rules), None)
-            explainer = Explainer(settings, opened, source, builder, labels)
+            explainer = Explainer(opening)
             loaded = load_walk(
                 opened,
                 settings,
                 placement=settings,
-                text_tokens=0 if explainer.writing is None else explainer.writing.most_tokens,
-                texts_of="later",
+                **text_room(settings, opened, labels.names),
             )
         try:
             return self._inspect(opened, loaded, labels, found.window, explainer, opening.features)
@@ -264,7 +229,7 @@ class _InspectJob:
                 log.warning(f"row {summary.row} is read in full: {read.in_full}")
             summary.method, summary.kept_tokens = read.request.method, len(read.request.tokens)
             answers = self._answers(loaded, labels, read.request, opened, tick)
-            explained = self._explained(explainer, loaded.engine, window, read.request, answers, tick)
+            scored, further = self._explained(explainer, loaded.engine, window, read.request, answers, tick)
         full, compressed = (None if own is None else self._view(labels.names, own.logprobs) for own in answers)
         summary.score = None if full is None else full.score
         summary.score_compressed = None if compressed is None else compressed.score
@@ -290,9 +255,8 @@ class _InspectJob:
             voters=tuple(number + 1 for number in read.voters),
             draft_layers=0 if opened.draft is None else opened.draft.config.get_text_config().num_hidden_layers,
             margins=None if shown is None else margin_curve(shown.readings, shown.logprobs, labels.names, self._rule),
-            rationale=explained.scored.rationale,
-            begins=explained.begins,
-            evidence=explained.scored.evidence,
+            scored=scored,
+            further=further,
         )
 
     def _answers(
@@ -322,8 +286,8 @@ class _InspectJob:
         request: Request,
         answers: tuple[Answer | None, Answer | None],
         tick: Tick,
-    ) -> ExplainedRow:
-        """The row as a job has it, with its text and its evidence; `answers` are in full and compressed."""
+    ) -> tuple[ScoredRow, list[Section]]:
+        """The row as a job has it, and what features say of it; `answers` are in full and compressed."""
         full, compressed = answers
         answer = compressed or full
         if answer is None:
@@ -331,7 +295,7 @@ class _InspectJob:
         scored = scored_row(request, answer)
         if compressed is not None and full is not None:
             scored.audit = full.logprobs
-        return explainer.explain(engine, window, request, scored, tick)
+        return scored, explainer.explain(engine, window, request, scored, tick)
 
     def _view(self, names: Sequence[str], logprobs: npt.NDArray[np.float64]) -> AnswerView:
         """What label log-probabilities [labels] say. Raises PrefillError."""

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar, cast
 
 from prefillcli.core.feature import Feature, features_of
 from prefillcli.engines.base import Engine, Loader, LoadRequest
 from prefillcli.engines.memory_plan import RESIDENT, Measured, PlacementChoice
 from prefillcli.engines.registry import loader_of
-from prefillcli.errors import UsageError
 from prefillcli.models.open import Opened
 from prefillcli.options.groups import LoadingOptions
-from prefillcli.options.rationale import WritingOptions
 
 if TYPE_CHECKING:
     from prefillcli.engines.torch import TorchEngine
@@ -131,7 +129,8 @@ def load_models(
         draft=draft,
     )
     models.add_features()
-    _let_guess(models)
+    for each in features_of(settings):
+        each.loaded(models)
     return models
 
 
@@ -147,21 +146,18 @@ def _load_draft(opened: Opened, *, trust_remote_code: bool) -> Any:
     return draft
 
 
-def _let_guess(models: Models[Engine]) -> None:
-    """Let the draft guess tokens of texts, where it is asked to. Raises UsageError if it cannot forget guesses."""
-    from prefillcli.decode.draft_model import DraftModel
-    from prefillcli.prefill.forest import UnsupportedModelError
+class TextRoom(TypedDict):
+    """For how long texts, and of which prompts, memory is needed: see `LoadRequest`."""
 
-    settings, small = models.settings, models.opened.draft
-    if not (isinstance(settings, WritingOptions) and settings.speculates_with_draft) or small is None:
-        return
-    try:
-        models.engine.guess_with(DraftModel(models.draft_walk(settings.chunk_tokens), small.max_length))
-    except UnsupportedModelError as error:
-        raise UsageError(
-            f"--speculation {settings.speculation}: --draft {small.origin} cannot guess tokens: {error}\n"
-            "take another draft, or --speculation lookup"
-        ) from error
+    text_tokens: int
+    texts_of: TextsOf
+
+
+def text_room(settings: LoadingOptions, opened: Opened, names: Sequence[str]) -> TextRoom:
+    """What room the texts of a job need, whose labels have these names."""
+    rooms = (each.text_room(opened, names) for each in features_of(settings))
+    tokens, texts_of = next(filter(None, rooms), (0, "all"))
+    return {"text_tokens": tokens, "texts_of": texts_of}
 
 
 def load_walk(

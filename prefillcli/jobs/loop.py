@@ -194,7 +194,7 @@ class ScoringLoop:
         """
         if opened.left:
             return
-        job = self.options.rationales
+        job = self.options.further
         waits = job is not None and job.limit is not None and next(iter(self._open)) != opened.window.index
         if waits and opened.work is opened.first and opened.first.wanted:
             return

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from prefillcli.core.further import condition_of
 from prefillcli.core.request import AuditDraw
-from prefillcli.data.output.columns import ROW_COLUMN, ColumnGroups, Counts
-from prefillcli.data.output.file_formats import id_texts
+from prefillcli.data.output.columns import Counts
 from prefillcli.data.output.parts import RowDigests
 from prefillcli.data.output.sink import ShardSink, Sink
 from prefillcli.data.output.target import Job as OutputJob
-from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Int64Array, Window
 from prefillcli.data.windows import Prefetcher, ShardRows
@@ -30,12 +29,10 @@ from prefillcli.jobs.dry_run import dry_run_job
 from prefillcli.jobs.identity import LocalModels, fingerprint, selection
 from prefillcli.jobs.path_table import output_of, report_path, require_apart
 from prefillcli.jobs.recorder import Recorder, RemainingTime
-from prefillcli.jobs.row_choice import RowChoice, check_rationales
 from prefillcli.jobs.scorer import USUAL, Granularity, Scorer
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.redaction import shown, shown_report
-from prefillcli.report.rationale import RationaleUse, SectionChange, WrittenRow
 from prefillcli.report.run import (
     MemoryTrace,
     RunReport,
@@ -55,47 +52,6 @@ def audit_of_counts(counts: Counts, labels: Labels) -> Audit:
     """What the rows show that were read both ways."""
     pairs = [(score, full, labels.is_positive(answer)) for score, full, _, answer in counts.audited]
     return audit_of(pairs, [flipped for _, _, flipped, _ in counts.audited])
-
-
-# A few rationales for the report, with the evidence beside them, read from the finished output.
-
-
-MOST_ROWS = 10
-_TEXT = ("rationale", "finish_reason", "rationale_source")
-
-
-def written_rows(output: str, groups: ColumnGroups, id_name: str | None) -> list[WrittenRow]:
-    """The first rows of an output with these columns that are written about or weighed, at most `MOST_ROWS`."""
-    target = Target.parse(output)
-    names = [*(_TEXT if groups.rationales else ()), *(("evidence",) if groups.evidence else ())]
-    found: list[WrittenRow] = []
-    for table in target.tables([id_name or ROW_COLUMN, "score", "prediction", *names]):
-        rows = table.to_pylist()
-        chosen = [at for at, row in enumerate(rows) if any(row[name] is not None for name in names)]
-        chosen = chosen[: MOST_ROWS - len(found)]
-        ids: Sequence[str | None] = [None] * len(chosen)
-        if id_name is not None:
-            ids = id_texts(table[id_name].take(chosen), json_text=target.file_format.json_text)
-        found += [_written(rows[at], own) for at, own in zip(chosen, ids, strict=True)]
-        if len(found) == MOST_ROWS:
-            break
-    return found
-
-
-def _written(row: dict[str, object], own: str | None) -> WrittenRow:
-    evidence = row.get("evidence")
-    return WrittenRow.model_validate(
-        {
-            "row": row.get(ROW_COLUMN) if own is None else None,
-            "id": own,
-            "score": row["score"],
-            "prediction": row["prediction"],
-            "rationale": row.get("rationale"),
-            "finish_reason": row.get("finish_reason"),
-            "source": row.get("rationale_source"),
-            "evidence": None if evidence is None else [SectionChange.model_validate(each) for each in evidence],  # type: ignore[attr-defined]
-        }
-    )
 
 
 def score_job(settings: ScoreSettings, granularity: Granularity = USUAL) -> dict[str, Any]:
@@ -151,7 +107,6 @@ class Job(Scorer):
         self.output = output_of(settings)
         self.metrics_file: str | None = None
         """Where metrics go, as soon as nothing else can be there."""
-        self._shown: list[WrittenRow] = []
         self._scored_before = 0  # rows that an earlier run has scored
         self._forecast: RemainingTime | None = None
 
@@ -184,8 +139,6 @@ class Job(Scorer):
             if settings.shard is None:  # prefill merge judges and evaluates shards
                 for each in self.features:
                     each.ended(self)
-                if settings.chooses_rows and settings.show_text:
-                    self._shown = written_rows(sink.location, self.groups, settings.id_column)
                 report.take(sink.counts)
                 failed = [text for each in self.features for text in each.judge(report)]
             # A shard's share of errors says nothing of the whole: prefill merge judges that.
@@ -196,13 +149,12 @@ class Job(Scorer):
     def _open_inputs(self) -> None:
         settings = self.settings
         with self.clock.phase("read"), self.stop.at_once():
-            check_rationales(settings)
             self.open_source()
             self.source.begin_hashing()
             self.models = LocalModels(settings)  # before anything of them is read
         with self.clock.phase("load"), self.stop.at_once():
             self.open_models()
-            self.choice = RowChoice.of(settings, self.schema())
+            self.condition = condition_of(self.features, self.schema())
 
     def _open_sink(self) -> Sink:
         """The output. Where it must not be touched, neither must the report that lies beside it."""
@@ -323,13 +275,12 @@ class Job(Scorer):
 
         At the end `ended` is called with their number.
         """
-        shard, choice = self.settings.shard_of, self.choice
-        chosen_by = () if choice is None else [each for each in choice.columns if each in choice.schema.carried.names]
+        shard, columns = self.settings.shard_of, frozenset() if self.condition is None else self.condition.columns
         digest = RowDigests(
             self.labels,
             id_column=self.settings.id_column,
             json_carried=self.source.kind == "jsonl",
-            columns=chosen_by,
+            columns=[each for each in columns if each in self.source.carried_schema.names],
             common=self.common,
         )
         only = None if shard is None else ShardRows(shard, self.builder)
@@ -350,16 +301,12 @@ class Job(Scorer):
 
     def fill_report(self) -> None:
         """Put the numbers of the run into the report, however it ended. What the run did not come to is None."""
-        report, settings = self.report, self.settings
+        report = self.report
         report.end(self.clock)
         sink: Sink | None = getattr(self, "sink", None)
         use = self.pool.used() if hasattr(self, "pool") else PoolUse()
         report.take_use(use)
         scored = 0
-        if settings.chooses_rows:
-            report.rationales = RationaleUse.of(use.decoded, settings.speculation if settings.rationale else None)
-            report.rationales.shown = self._shown
-            report.rationales.take_plan({} if sink is None else sink.plan)
         if sink is not None:
             report.take(sink.counts)
             scored = sink.counts.scored - sink.counts.taken_over - self._scored_before

@@ -9,10 +9,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.feature import Feature
+from prefillcli.core.further import FurtherQuestions
 from prefillcli.core.request import AuditDraw, Request, Tick
 from prefillcli.data.output.columns import ColumnGroups
 from prefillcli.data.output.target import Target
-from prefillcli.data.prompts.labels import ClassLabels, Labels
+from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.reading.record_batches import BATCH_ROWS
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Prompt, Window
@@ -22,12 +23,10 @@ from prefillcli.engines.memory_plan import REDUCED
 from prefillcli.engines.registry import loader_of
 from prefillcli.errors import UsageError
 from prefillcli.jobs.inputs import Opening
-from prefillcli.jobs.load import load_models
+from prefillcli.jobs.load import load_models, text_room
 from prefillcli.jobs.loop import Receiver, ScoringLoop
 from prefillcli.jobs.path_table import output_of
-from prefillcli.jobs.row_choice import RowChoice
 from prefillcli.jobs.runners.local import LocalPool
-from prefillcli.jobs.wanted_rows import job_rationales, text_room
 from prefillcli.jobs.window_scoring import ScoringOptions
 from prefillcli.models.open import Opened
 from prefillcli.options.commands import ScoreSettings
@@ -92,8 +91,6 @@ class Scorer(Opening):
         return replace(
             super().groups,
             audit=settings.audit > 0,
-            rationales=settings.rationale > 0,
-            evidence=settings.evidence,
         )
 
     def open_source(self) -> None:
@@ -195,11 +192,11 @@ class Scorer(Opening):
         """Score windows, and give their rows to a receiver.
 
         `ready` tells whether the next window can be had at once. `audit` draws the rows that are read in full as well.
-        Of the rows that `--rationale-limit` counts, `chosen` are written so far. `written` as in
+        Of the rows that more is asked about, `chosen` are written so far. `written` as in
         `ScoringLoop`. Raises ResourceError if the models cannot go on.
         """
         rewritten = any(each.rewrites for each in self.features)
-        rationales = job_rationales(self, RowChoice.of(self.settings, self.schema()), chosen)
+        further = FurtherQuestions.of(self, chosen)
         options = ScoringOptions(
             labels=self.labels,
             schedule=self.settings.schedule,
@@ -207,14 +204,14 @@ class Scorer(Opening):
             requests=self.requests if rewritten else None,
             audit=audit,
             features=self.features,
-            rationales=rationales,
+            further=further,
             adjust_threads=self.adjust_threads,
         )
         try:
             ScoringLoop(self.pool, options, receiver, written).score(windows, ready)
         finally:
-            if rationales is not None and rationales.evidence is not None:
-                rationales.evidence.close()
+            if further is not None:
+                further.close()
 
     def adjust_threads(self) -> None:
         """Compute with as many threads as this machine has cores free."""
@@ -240,11 +237,6 @@ def refuse_unlike_partitions(settings: ScoreSettings, source: Source) -> None:
 
 def require_label_uses(settings: ScoreSettings, labels: Labels, features: Sequence[Feature]) -> None:
     """Raise UsageError for the first option that has no meaning for what the labels' numbers are."""
-    if settings.rationale and isinstance(labels, ClassLabels):
-        raise UsageError(
-            "--rationale: the model's classification head is read, which writes nothing\n"
-            "leave it out, or read the next token with --head vocabulary; --evidence works with a head"
-        )
     if labels.measure is Measure.SHARES:
         return
     asked = [name for each in features for name in each.meaningless(labels)]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from prefillcli.core.feature import Feature
-from prefillcli.core.request import AuditDraw, Request, kept_tokens, plan_requests, thinning_of
+from prefillcli.core.further import FurtherQuestions, GivenContinuations, Question, WantedRow
+from prefillcli.core.request import AuditDraw, Request, kept_tokens, plan_requests, scored_row, thinning_of
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.prompts.sections import MOST_SECTIONS
 from prefillcli.data.rows import ErrorCode, Float64Array, RowError, ScoredRow, Window
-from prefillcli.decode.continuations import Beginning, Continuation
-from prefillcli.engines.base import PLAIN, Answer, PlanEngine, Treatment
-from prefillcli.jobs.wanted_rows import ChosenByScores, GivenContinuations, JobRationales, WeighedRow, scored_row
+from prefillcli.engines.base import PLAIN, Answer, Continuations, PlanEngine, Treatment
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import Plan
@@ -78,24 +77,12 @@ def failed_prompts(work: PlannedWork, unanswered: Sequence[Answer]) -> Finished:
     return finished
 
 
-@dataclass(frozen=True, slots=True)
-class WantedRow:
-    """A scored row that waits for more: for a text, unless it has one, and for evidence where the job weighs it.
-
-    `label` is the number of the one that it has got.
-    """
-
-    request: Request
-    scored: ScoredRow
-    label: int
-
-
 class WindowWork:
     """The requests of a window: first the `ordinary` ones, then those of audited prompts in full.
 
     Of the prompts that are `audited`, those that are compressed have a second request. Their rows wait in `scored` or
     `audits` for their other half. The others are read to the end. Scored rows that are wanted for more than a score
-    wait in `wanted` until all packs are answered. With `limited` rationales, it is not known before who is, or
+    wait in `wanted` until all packs are answered. Where they are `limited`, it is not known before which rows are, or
     what is kept of packs has no room.
     """
 
@@ -106,7 +93,7 @@ class WindowWork:
         audited: Sequence[int],
         done: set[int],
         features: Sequence[Feature],
-        rationales: JobRationales | None = None,
+        further: FurtherQuestions | None = None,
         *,
         limited: bool = False,
     ) -> None:
@@ -124,7 +111,7 @@ class WindowWork:
         self.wanted: list[WantedRow] = []
         self.plan = Plan([], 0)
         self.window = window
-        self.rationales = rationales
+        self.further = further
         self.limited = limited
         self._features = features
         self._in_limit = False
@@ -198,24 +185,24 @@ class WindowWork:
 
     def settle(self, rows: Sequence[ScoredRow], answers: Mapping[int, Answer]) -> list[ScoredRow]:
         """Of rows that are scored, those that are finished; the others wait. `answers` by row may have their texts."""
-        if self.rationales is None or not rows:
+        further = self.further
+        if further is None or not rows:
             return list(rows)
-        choice = self.rationales.choice
-        part = self.window.only((self._by_row[scored.row].prompt for scored in rows), choice.rows.columns)
-        labels = choice.wanted(part, rows)
+        part = self.window.only((self._by_row[scored.row].prompt for scored in rows), further.choice.columns)
+        labels = further.choice.wanted(part, rows)
         finished = []
         for scored in rows:
-            label = labels.get(scored.row)
-            if label is None:
+            if scored.row not in labels:
                 finished.append(scored)
                 continue
-            request, answer = self._by_row[scored.row], answers.get(scored.row)
-            if answer is not None and answer.continuation is not None:
-                scored.rationale = self.rationales.rationale(request, label, answer.continuation)
-            if self._complete(scored):
-                finished.append(scored)
+            wanted = WantedRow(self._by_row[scored.row], scored, labels[scored.row])
+            if scored.row in answers:
+                for each in further.askers:
+                    each.scored(wanted, answers[scored.row])
+            if any(each.lacks(scored) for each in further.askers):
+                self.wanted.append(wanted)
             else:
-                self.wanted.append(WantedRow(request, scored, label))
+                finished.append(scored)
         return finished
 
     def settle_known(self, requests: Sequence[Request], rows: Sequence[ScoredRow]) -> list[ScoredRow]:
@@ -226,7 +213,7 @@ class WindowWork:
     def past_limit(self) -> list[WantedRow]:
         """Take out the wanted rows that are past the job's limit; the others wait in the order of the input. To be
         asked when all windows before are written; asked again, it takes none."""
-        job = self.rationales
+        job = self.further
         self.wanted.sort(key=lambda each: each.scored.row)
         if job is None or job.limit is None or self._in_limit:
             return []
@@ -245,143 +232,91 @@ class WindowWork:
         packs = [pack.shifted(first) for pack in plan.packs]
         return [replace(pack, keep=pack.keep | keys) for pack in packs]
 
-    def _complete(self, scored: ScoredRow) -> bool:
-        job = self.rationales
-        return job is None or (job.evidence is None and (job.writing is None or scored.rationale is not None))
-
-    def _continuations(self, pack: Pack) -> ChosenByScores | None:
+    def _continuations(self, pack: Pack) -> Continuations | None:
         """Which prompts of a pack are written on as soon as they are scored."""
-        job = self.rationales
-        if job is None or self.limited:
+        if self.further is None or self.limited:
             return None
         able = {
             number: self.requests[number]
             for number in pack.prompts
             if number < self.ordinary and self.requests[number].prompt.row not in self.done
         }
-        return job.continuations(self.window, able)
-
-
-# What is done for rows of a window after all of them are scored: their texts are written, their sections are
-# weighed.
-#
-# Wanted rows whose texts could not be written behind their first reading are read once more. Together with the
-# prompts that evidence needs they make one more plan, so that what they share is computed once.
+        found = (each.continuations(self.window, able) for each in self.further.askers if able)
+        return next(filter(None, found), None)
 
 
 GROUP_TOKENS = 4 << 20
-"""Tokens of the prompts that are made together without their sections, at most."""
-UNREAD = Continuation((), "memory", float("inf"))
-"""Of a prompt whose K,V of all layers do not fit."""
-FAILED = Continuation((), "error", float("inf"))
-
-
-@dataclass(slots=True)
-class _Row:
-    """A wanted row, and the requests that it still waits for, by number: `places` are those of its evidence."""
-
-    wanted: WantedRow
-    weighed: WeighedRow | None = None
-    places: dict[int, int] = field(default_factory=dict)
-    open: set[int] = field(default_factory=set)
+"""Tokens of the prompts that are asked about together, at most."""
 
 
 class FollowUp:
-    """The requests of a window's wanted rows, as `PlannedWork`. Rows that need none are `finished` at once."""
+    """The further questions about a window's wanted rows, as `PlannedWork`. They make one plan, so that what they
+    share is computed once. Rows that have none are `finished` at once."""
 
     def __init__(
         self,
         window: Window,
         wanted: Sequence[WantedRow],
-        job: JobRationales,
+        further: FurtherQuestions,
         limits: Limits,
         schedule: str,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
-        self.requests: list[Request] = []
         self.plan = Plan([], 0)
         self.finished: list[ScoredRow] = []
-        self._window = window
-        self._job = job
-        self._rows: dict[int, _Row] = {}  # by the numbers of their requests
-        self._written: dict[int, Beginning] = {}
+        self._questions: list[Question] = []
+        self._rows: list[ScoredRow] = []
+        """The row of each question."""
+        self._open: Counter[int] = Counter()
+        """Questions without an answer, by row."""
         for each in wanted:
-            self._add(each, limits)
+            askers = [asker for asker in further.askers if asker.lacks(each.scored)]
+            found = [question for asker in askers for question in asker.questions(window, each, limits)]
+            self._questions += found
+            self._rows += [each.scored] * len(found)
+            self._open[each.scored.row] = len(found)
+            if not found:
+                self.finished.append(each.scored)
             tick()
+        self.requests = [each.request for each in self._questions]
         if self.requests:
-            self.plan = plan_requests(self.requests, limits.for_texts() if self._written else limits, schedule)
+            writes = any(each.text for each in self._questions)
+            self.plan = plan_requests(self.requests, limits.for_texts() if writes else limits, schedule)
 
     @property
     def done_prompts(self) -> list[int]:
         return []
 
     def treatment(self, pack: Pack) -> Treatment:
-        own = {prompt: self._written[prompt] for prompt in pack.prompts if prompt in self._written}
-        writing = self._job.writing
-        return Treatment(continuations=GivenContinuations(writing, own) if own and writing is not None else None)
+        texts = {prompt: text for prompt in pack.prompts if (text := self._questions[prompt].text) is not None}
+        if not texts:
+            return PLAIN
+        writing = next(iter(texts.values()))[0]
+        beginnings = {prompt: beginning for prompt, (_, beginning) in texts.items()}
+        return Treatment(continuations=GivenContinuations(writing, beginnings))
 
     def take(self, pack: Pack, answers: Sequence[Answer]) -> Finished:
         finished = failed_prompts(self, [answer for answer in answers if answer.failure is not None])
         for answer in answers:
-            if answer.failure is not None:
-                continue
-            finished.tokens.computed += answer.computed_tokens
-            finished.tokens.follow_up += answer.computed_tokens
-            row = self._rows[answer.prompt]
-            row.wanted.scored.seconds += answer.seconds
-            if answer.prompt in self._written:
-                self._write(row, answer.continuation or UNREAD)
-            elif row.weighed is not None:
-                row.weighed.take(row.places[answer.prompt], answer)
-            finished.rows += self._done(row, answer.prompt)
+            if answer.failure is None:
+                finished.tokens.computed += answer.computed_tokens
+                finished.tokens.follow_up += answer.computed_tokens
+                self._rows[answer.prompt].seconds += answer.seconds
+                finished.rows += self._answered(answer.prompt, answer)
         return finished
 
     def fail(self, prompt: int, error: RowError) -> Finished:
-        """A row keeps its score: it gets no text, or its evidence lacks a section."""
-        row = self._rows[prompt]
-        if prompt in self._written:
-            self._write(row, FAILED)
-        return Finished(rows=self._done(row, prompt))
+        """A row keeps its score, and lacks what the question is for."""
+        return Finished(rows=self._answered(prompt, None))
 
     def share(self, pack: Pack) -> tuple[float, float]:
         return 0.0, 0.0
 
-    def _add(self, wanted: WantedRow, limits: Limits) -> None:
-        row, job = _Row(wanted), self._job
-        if job.writing is not None and wanted.scored.rationale is None:
-            request = _whole(wanted.request)
-            if limits.kept_size(len(request.tokens), 1) > limits.kept_tokens:
-                self._write(row, UNREAD)
-            else:
-                number = self._ask(row, request)
-                self._written[number] = job.beginning(self._window, request, wanted.label)
-        if job.evidence is not None:
-            row.weighed = job.evidence.weigh(wanted.request, wanted.scored)
-            for place, request in enumerate(row.weighed.requests):
-                if len(request.tokens) <= limits.max_tokens:
-                    row.places[self._ask(row, request)] = place
-        if not row.open:
-            self.finished += self._complete(row)
-
-    def _ask(self, row: _Row, request: Request) -> int:
-        number = len(self.requests)
-        self.requests.append(request)
-        self._rows[number] = row
-        row.open.add(number)
-        return number
-
-    def _write(self, row: _Row, written: Continuation) -> None:
-        request = _whole(row.wanted.request)
-        row.wanted.scored.rationale = self._job.rationale(request, row.wanted.label, written)
-
-    def _done(self, row: _Row, prompt: int) -> list[ScoredRow]:
-        row.open.discard(prompt)
-        return [] if row.open else self._complete(row)
-
-    def _complete(self, row: _Row) -> list[ScoredRow]:
-        if row.weighed is not None:
-            row.wanted.scored.evidence = row.weighed.effects() or ()
-        return [row.wanted.scored]
+    def _answered(self, prompt: int, answer: Answer | None) -> list[ScoredRow]:
+        row = self._rows[prompt]
+        self._questions[prompt].take(answer)
+        self._open[row.row] -= 1
+        return [] if self._open[row.row] else [row]
 
 
 def follow_up(
@@ -389,28 +324,23 @@ def follow_up(
 ) -> FollowUp | None:
     """What is left to do for some of the wanted rows of a window whose packs are all answered; None if nothing is.
 
-    The others wait for the next call: there may be many prompts without a section. Where rows are limited, those that
-    come first in the input are taken, and the others are finished as they are. `tick` is called after each row, and
-    may raise to stop.
+    The others wait for the next call: there may be many questions about a row. Where rows are limited, those that come
+    first in the input are taken, and the others are finished as they are. `tick` is called after each row, and may
+    raise to stop.
     """
-    job = work.rationales
-    if job is None or not work.wanted:
+    further = work.further
+    if further is None or not work.wanted:
         return None
     past_limit = work.past_limit()
     group: list[WantedRow] = []
-    tokens, each = 0, 1 if job.evidence is None else MOST_SECTIONS
+    tokens, each = 0, max(asker.most for asker in further.askers)
     while work.wanted and (not group or tokens + each * len(work.wanted[0].request.prompt.tokens) <= GROUP_TOKENS):
         group.append(work.wanted.pop(0))
         tokens += each * len(group[-1].request.prompt.tokens)
-    found = FollowUp(work.window, group, job, limits, schedule, tick)
+    found = FollowUp(work.window, group, further, limits, schedule, tick)
     found.plan = replace(found.plan, packs=work.after(found.plan))
     found.finished += [each.scored for each in past_limit]
     return found
-
-
-def _whole(request: Request) -> Request:
-    """How a row is read to be written about: what the model's own layers leave out of it is read as well."""
-    return request if request.thinning is None else Request(request.prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,7 +348,7 @@ class ScoringOptions:
     """How windows are scored.
 
     `audit` says which compressed prompts are read in full as well, with `features` that flip answers which of all.
-    `rationales` says which rows are written about, or have their sections weighed. `adjust_threads` is called often
+    `further` is what is asked about rows that are scored. `adjust_threads` is called often
     while something is computed. `block_tokens` as in `make_plan`.
     Where a feature says how prompts are read, `requests` is `Scorer.requests`.
     """
@@ -429,7 +359,7 @@ class ScoringOptions:
     requests: Callable[..., tuple[list[Request], int]] | None = None
     audit: AuditDraw | None = None
     features: Sequence[Feature] = ()
-    rationales: JobRationales | None = None
+    further: FurtherQuestions | None = None
     adjust_threads: Callable[[], None] = lambda: None
 
 
@@ -474,11 +404,9 @@ def begin_window(
     if not engine.whole_packs:
         requests = [request for request in requests if request.prompt.row not in done]
     audited = _audited(window, requests, engine, options)
-    rationales = options.rationales
-    limited = engine.limits.reads_again or (
-        rationales is not None and not rationales.has_room(rows_open + len(window.rows))
-    )
-    work = WindowWork(window, requests, audited, done, options.features, rationales, limited=limited)
+    further = options.further
+    limited = engine.limits.reads_again or (further is not None and not further.has_room(rows_open + len(window.rows)))
+    work = WindowWork(window, requests, audited, done, options.features, further, limited=limited)
     if found_before:
         _add_known(finished, work, found_before, known)
         listener.step(None, len(found_before), finished.tokens.prompt, 0)

@@ -20,7 +20,6 @@ from prefillcli.data.rows import Window
 from prefillcli.engines.registry import loader_of
 from prefillcli.errors import Interrupted, UsageError
 from prefillcli.jobs.recorder import LabelMassCheck
-from prefillcli.jobs.row_choice import check_rationales
 from prefillcli.jobs.scorer import Scorer
 from prefillcli.jobs.window_scoring import Finished
 from prefillcli.options.commands import ScoreSettings
@@ -45,9 +44,9 @@ class TableScorer(Scorer):
 
     def __init__(self, settings: ScoreSettings, *, share: float = 1.0) -> None:
         super().__init__(settings)
-        check_rationales(settings)
         self.source = cast("Source", TableRows(pa.table({})))
         for each in self.features:
+            each.starting()
             each.source_opened(self)
         self.use_models(open_models(loader_of(settings.engine), settings))
         self.make_builder(()).close()  # a wrong template costs no load

@@ -44,13 +44,11 @@ from prefillcli.options.option import (
     option,
     require,
 )
-from prefillcli.options.rationale import RationaleOptions, WritingOptions, check_writing
 from prefillcli.options.requirements import Requirement
 
 
 class ScoreSettings(
     *option_groups("score"),  # type: ignore[misc]  # which features there are is known when it runs
-    RationaleOptions,
     EndingOptions,
     WorkerOptions,
     PriceOptions,
@@ -140,8 +138,6 @@ class ScoreSettings(
         refuse(self.engine, self._engine_needs())
         for each in features_of(self):
             each.check()
-        translated = self.draft_tokenizer == "translate"
-        check_writing(self, head=self.head, draft=self.draft, own_tokenizer=translated)
         if self.shard is not None:
             self.refuse_joint("--shard")
 
@@ -156,11 +152,6 @@ class ScoreSettings(
         yield from (objection for objection in found if objection is not None)
         if self.audit:
             yield Objection("--audit draws from all rows", "audit a sample of the rows in a job of its own")
-        if self.rationale_limit is not None:
-            yield Objection(
-                "--rationale-limit counts the chosen rows of the whole input in their order",
-                "leave it out, and choose fewer rows with --rationale-when",
-            )
 
     @property
     def shard_of(self) -> Shard | None:
@@ -179,7 +170,6 @@ class ScoreSettings(
 
 class InspectSettings(
     *option_groups("inspect"),  # type: ignore[misc]  # which features there are is known when it runs
-    WritingOptions,
     RunOptions,
     WeightsOptions,
     JobOptions,
@@ -202,7 +192,6 @@ class InspectSettings(
             raise UsageError("no --row given: name the row to show, by its number, or by its id with --id-column")
         for each in features_of(self):
             each.check()
-        check_writing(self, head=self.head, draft=self.draft, own_tokenizer=self.draft_tokenizer == "translate")
 
 
 class ProfileSettings(

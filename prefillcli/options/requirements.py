@@ -43,36 +43,8 @@ AUDITABLE = Requirement(
     "reads rows in full as well, but all rows are read in full",
     "give --draft and --keep, or --exit",
 )
-RATIONALE = Requirement(
-    lambda s: s.rationale > 0, "is for what is written behind rows, but nothing is", "give --rationale 64"
-)
-CHOSEN_ROWS = Requirement(
-    lambda s: s.chooses_rows,
-    "chooses rows for --rationale and --evidence, but neither is given",
-    "give --rationale 64 or --evidence",
-)
-CONDITION = Requirement(
-    lambda s: s.chooses_rows and s.rationale_when is not None,
-    "is for rows that --rationale-when chooses, but it chooses none",
-    "give --rationale-when 'score > 0.4 and score < 0.6'",
-)
-DRAWN_RATIONALES = Requirement(
-    lambda s: s.rationale > 0 and s.rationale_temperature > 0,
-    "is for texts that are drawn, but none is",
-    "give --rationale-temperature 0.7",
-)
-SPECULATION = Requirement(
-    lambda s: s.speculates,
-    "is for tokens that are guessed ahead, but none is",
-    "give --rationale, and --speculation other than off",
-)
-RETRIEVAL = Requirement(
-    lambda s: s.speculates and s.speculation in ("retrieval", "hierarchy"),
-    "is for speculation with a retrieval cache, but there is none",
-    "give --rationale and --speculation retrieval",
-)
 SHOWN_TEXT = Requirement(
-    lambda s: s.chooses_rows or any(each.names_rows() for each in features_of(s)),
+    lambda s: any(each.names_rows() or each.asks() for each in features_of(s)),
     "is for rows that the report names, but it names none",
     "name the right answers with --truth, or give --rationale or --evidence",
 )

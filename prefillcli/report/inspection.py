@@ -9,7 +9,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -20,16 +20,8 @@ from rich.text import Text
 
 from prefillcli.core.request import Request
 from prefillcli.data.output.store import put_text
-from prefillcli.data.rows import Prompt, Rationale, SectionEffect
+from prefillcli.data.rows import Prompt, ScoredRow
 from prefillcli.engines.base import LeavingRule, Readings
-from prefillcli.report.rationale import (
-    NO_REASON,
-    WHAT_EVIDENCE_IS,
-    evidence_bars,
-    evidence_rows,
-    rationale_facts,
-    rationale_text,
-)
 from prefillcli.report.rendering import Cell, counted, page_html, preview, print_section, signed_bar, visible
 from prefillcli.report.section import (
     Part,
@@ -308,9 +300,8 @@ class Inspection:
     voters: tuple[int, ...]  # layers of the draft that voted, numbered from 1
     draft_layers: int  # of the draft; 0 without one
     margins: MarginCurve | None = None  # of the prompt as a job reads it: compressed, if it is
-    rationale: Rationale | None = None
-    begins: str = ""  # the words that the rationale goes on behind
-    evidence: tuple[SectionEffect, ...] | None = None  # None where it was not asked for, or the prompt has no sections
+    scored: ScoredRow | None = None  # as a job has it
+    further: Sequence[Section] = ()  # what features say of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,7 +466,12 @@ def print_inspection(inspection: Inspection, console: Console, *, most_tokens: i
     for text in (_legend(inspection, coloured), Text(), shown):
         console.print(text, soft_wrap=not console.is_terminal, highlight=False)
     sections = {each.title: each for each in _sections(inspection, terminal=True)}
-    for title in ("Most important stretches", "Answer", "Rationale", "Evidence", "Layer by layer"):
+    for title in (
+        "Most important stretches",
+        "Answer",
+        *(each.title for each in inspection.further),
+        "Layer by layer",
+    ):
         if title in sections:
             print_section(console, sections[title], wide=not console.is_terminal)
 
@@ -583,6 +579,21 @@ def inspection_html(inspection: Inspection) -> str:
     )
 
 
+def in_characters(part: Part) -> Part:
+    """A part whose bars go from the middle of their track to either side, for the terminal."""
+    if not part.bars:
+        return part
+    rows = [
+        [
+            Cell(each.name, "name"),
+            each.text,
+            Cell(signed_bar(math.copysign(each.length, each.start - 49.9), 50, 20), "chars"),
+        ]
+        for each in part.bars
+    ]
+    return replace(part, bars=(), table=[["section", "change", ""], *rows], words=(0, 2))
+
+
 def _sections(inspection: Inspection, *, terminal: bool = False) -> Iterator[Section]:
     flip = [Cell(each, "alarm") if each == "FLIP" else each for each in answer_rows(inspection)[0]]
     table = [["", *answer_columns(inspection)], flip, *answer_rows(inspection)[1:]]
@@ -591,14 +602,8 @@ def _sections(inspection: Inspection, *, terminal: bool = False) -> Iterator[Sec
         "among the labels."
     )
     yield Section(title="Answer", parts=[Part(table=table, note=note)])
-    if inspection.rationale is not None:
-        text = rationale_text(inspection.rationale, inspection.begins)
-        parts = [Part(text=text, note=rationale_facts(inspection.rationale)), Part(note=NO_REASON)]
-        yield Section(title="Rationale", parts=parts)
-    if inspection.evidence is not None:
-        effects = inspection.evidence
-        bars = Part(table=evidence_rows(effects), words=(0, 2)) if terminal else Part(bars=evidence_bars(effects))
-        yield Section(title="Evidence", parts=[bars, Part(note=WHAT_EVIDENCE_IS)])
+    for section in inspection.further:
+        yield replace(section, parts=[in_characters(part) for part in section.parts]) if terminal else section
     if inspection.margins is not None:
         parts = [] if terminal else [Part(plot=margin_plot(inspection.margins))]
         parts.append(Part(table=margin_rows(inspection.margins), words=(2, 4, 5)))

@@ -16,7 +16,6 @@ from prefillcli.core.feature import features
 from prefillcli.data.output.columns import LENGTH_EDGES, SCORE_BINS, Counts
 from prefillcli.engines.base import PoolUse, ReducedPacks, WeightsReport, WorkerReport
 from prefillcli.redaction import shown_report
-from prefillcli.report.rationale import RationaleUse
 from prefillcli.report.section import Section
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.memory import peak_memory
@@ -172,7 +171,6 @@ class RunReport(BaseModel):
     versions: dict[str, str] = Field(default_factory=dict)
     fingerprint: dict[str, str] = Field(default_factory=dict)
     audit: Audit | None = None
-    rationales: RationaleUse | None = None  # with rationales or evidence
     methods: dict[str, int] = Field(default_factory=dict)  # scored rows by method
     histograms: Histograms = Field(default_factory=Histograms)
     slowest: list[SlowRow] = Field(default_factory=list)
@@ -212,10 +210,6 @@ class RunReport(BaseModel):
         rows.errors, rows.skipped = counts.errors, counts.skipped
         rows.errors_by_code = dict(counts.errors_by_code)
         self.mean_score, self.mean_label_mass = counts.mean_score, tallies.mean_label_mass
-        if self.rationales is None and (tallies.rationales.rows or tallies.evidence):
-            self.rationales = RationaleUse()  # of a merge
-        if self.rationales is not None:
-            self.rationales.take(counts)
         self.methods = dict(tallies.methods)
         if tallies.scores:
             edges = [at / SCORE_BINS for at in range(SCORE_BINS + 1)]
@@ -240,8 +234,6 @@ class RunReport(BaseModel):
         }
         for section in self.sections():
             line |= section.summary
-        if self.rationales is not None:
-            line["rationales"] = {name: getattr(self.rationales, name) for name in ("rows", "tokens", "evidence_rows")}
         return line | ({"error": self.error} if self.error else {})
 
 

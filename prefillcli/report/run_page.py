@@ -9,7 +9,6 @@ from prefillcli.data.output.store import put_text
 from prefillcli.data.rows import FULL, ErrorCode, is_fallback
 from prefillcli.errors import NOTHING_TO_DO, Interrupted, PrefillError, ResourceError
 from prefillcli.redaction import shown_report, without_secrets
-from prefillcli.report.rationale import rationale_section
 from prefillcli.report.rendering import (
     Cell,
     mebibytes,
@@ -103,8 +102,6 @@ def run_sections(report: RunReport) -> Iterator[Section]:
     yield from report.sections()
     if report.audit is not None and report.audit.flip_rate is not None:
         yield Section(tiles=[("audited flips", f"{report.audit.flip_rate:.1%}")])
-    if report.rationales is not None:
-        yield rationale_section(report.rationales)
     yield Section(title="Rows", parts=[Part(bars=_results(report))])
     yield _failed(report)
     yield _lengths(report)

@@ -13,13 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from prefillcli.core.further import Choice
 from prefillcli.data.output.columns import COLUMNS, ColumnGroups, Counts, OutputSchema, RationaleTally, ResultRows
 from prefillcli.data.output.formats import Shard
 from prefillcli.data.output.sink import of_schema, to_schema
 from prefillcli.data.output.target import Target
 from prefillcli.data.rows import Rationale, ScoredRow, SectionEffect, Window
-from prefillcli.jobs.row_choice import RowChoice, RowCondition, known_columns, row_values
-from prefillcli.jobs.score import written_rows
+from prefillcli.features.rationale.condition import RowChoice, RowCondition, row_values
+from prefillcli.features.rationale.report import written_rows
 from tests.data.outputs import LABELS, finished, make_window, open_sink, read, scored
 from tests.data.test_joined_shards import merge, open_shard, own_rows
 
@@ -68,7 +69,7 @@ def test_texts_and_evidence_are_columns_in_every_format(tmp_path: Path, name: st
     shown = written_rows(output, GROUPS, "id")
     assert [each.id for each in shown] == ["id-1", "id-3", "id-4"]
     assert [each.rationale for each in shown] == [TEXT.text, CUT.text, None]
-    assert [(each.section, each.change) for each in shown[0].evidence or ()] == [*EFFECTS]
+    assert [SectionEffect(**each) for each in shown[0].evidence or ()] == [*EFFECTS]
 
 
 def test_an_output_without_rationales_has_the_columns_that_it_always_had(tmp_path: Path) -> None:
@@ -126,9 +127,9 @@ def test_every_group_is_remembered_by_a_shard(tmp_path: Path) -> None:
     assert {column.group for column in COLUMNS} - {None} == {group.name for group in fields(ColumnGroups)}
 
 
-def choice(condition: str | None, *, json_carried: bool = False, id_name: str | None = "id") -> RowChoice:
+def schema_of(*, json_carried: bool = False, id_name: str | None = "id") -> OutputSchema:
     kept = pa.string() if json_carried else pa.int64()
-    schema = OutputSchema(
+    return OutputSchema(
         labels=LABELS,
         id_name=id_name,
         carried=pa.schema([("id", pa.string()), ("kept", kept)]),
@@ -137,10 +138,11 @@ def choice(condition: str | None, *, json_carried: bool = False, id_name: str | 
         truth=None,
         groups=ColumnGroups(exits=True, rationales=True),
     )
-    found = None if condition is None else RowCondition(condition)
-    if found is not None:
-        found.check(*known_columns(schema))
-    return pickle.loads(pickle.dumps(RowChoice(found, schema)))  # noqa: S301 - it goes to workers
+
+
+def choice(condition: str, **of: Any) -> RowChoice:
+    found = RowChoice(RowCondition(condition), schema_of(**of))
+    return pickle.loads(pickle.dumps(found))  # noqa: S301 - it goes to workers
 
 
 @pytest.mark.parametrize("json_carried", [False, True])
@@ -169,14 +171,13 @@ def test_rows_are_chosen_by_what_their_columns_will_say(tmp_path: Path, json_car
         found = choice(text, json_carried=json_carried).chosen(window, rows)
         assert found == [number for number in numbers if wanted(written[number])], text
         assert 0 < len(found) < len(numbers), text
-    assert choice(None, json_carried=json_carried).chosen(window, rows) == numbers
 
 
 def test_a_row_without_an_id_has_its_number() -> None:
     window = make_window(0, [4, 9])
     rows = ResultRows.of(window, [scored(4), scored(9)], {}, OutputSchema(labels=LABELS), 1.0)
     assert choice("row > 4", id_name=None).chosen(window, rows) == [9]
-    schema = choice(None, id_name=None).schema
+    schema = schema_of(id_name=None)
     assert row_values(window, rows, schema, {"row", "kept"}) == [{"kept": 40, "row": 4}, {"kept": 90, "row": 9}]
 
 
@@ -185,5 +186,5 @@ def test_a_number_that_is_not_finite_is_no_reason_to_write() -> None:
     broken = scored(9)
     broken.logprobs = np.array([np.nan, 0.0, 0.0])
     rows = ResultRows.of(window, [scored(4), broken], {}, OutputSchema(labels=LABELS), 1.0)
-    assert choice(None).chosen(window, rows) == [4]
+    assert [*Choice(schema_of()).wanted(window, [scored(4), broken])] == [4]
     assert choice("not (score > 2)").chosen(window, rows) == [4]

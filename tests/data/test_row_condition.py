@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefillcli.errors import UsageError
-from prefillcli.jobs.row_choice import RowCondition
+from prefillcli.features.rationale.condition import RowCondition
 
 SCHEMA = pa.schema(
     [

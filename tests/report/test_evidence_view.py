@@ -5,13 +5,23 @@ from __future__ import annotations
 import math
 
 from prefillcli.data.rows import Rationale, SectionEffect
-from prefillcli.report.rationale import evidence_bars, evidence_rows, rationale_facts, rationale_text
+from prefillcli.features.evidence.report import evidence_bars
+from prefillcli.features.rationale.report import rationale_facts, rationale_text
+from prefillcli.report.inspection import in_characters
+from prefillcli.report.section import Bar, Part
+
+
+def signed_bar_rows(bars: list[Bar]) -> list[list[str]]:
+    table = in_characters(Part(bars=bars)).table
+    assert table is not None
+    return [[*row] for row in table]
+
 
 EFFECTS = (SectionEffect("paragraph 2", -0.4), SectionEffect("turn\x1b[31m", 0.1), SectionEffect("title", 0.0))
 
 
 def test_bars_are_as_long_as_changes_are_large_and_point_to_their_side() -> None:
-    header, *rows = evidence_rows(EFFECTS)
+    header, *rows = signed_bar_rows(evidence_bars(EFFECTS))
     assert header == ["section", "change", ""]
     assert [row[1] for row in rows] == ["-0.4000", "+0.1000", "+0.0000"]
     bars = [row[2].split("│") for row in rows]
@@ -21,13 +31,13 @@ def test_bars_are_as_long_as_changes_are_large_and_point_to_their_side() -> None
 
 
 def test_names_of_sections_cannot_write_to_the_terminal() -> None:
-    assert all("\x1b" not in cell for row in evidence_rows(EFFECTS) for cell in row)
+    assert all("\x1b" not in cell for row in signed_bar_rows(evidence_bars(EFFECTS)) for cell in row)
     assert all("\x1b" not in bar.name for bar in evidence_bars(EFFECTS))
 
 
 def test_effects_that_are_all_zero_have_no_bars() -> None:
     assert [bar.length for bar in evidence_bars([SectionEffect("a", 0.0)])] == [0.0]
-    assert evidence_rows([SectionEffect("a", 0.0)])[1][2].strip() == "│"
+    assert signed_bar_rows(evidence_bars([SectionEffect("a", 0.0)]))[1][2].strip() == "│"
     assert evidence_bars([]) == []
 
 

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from prefillcli.data.rows import Rationale, SectionEffect
+from prefillcli.features.evidence.report import inspected as weighed
+from prefillcli.features.rationale.report import inspected as written
 from prefillcli.report.inspection import (
     STEPS,
     AnswerView,
@@ -163,9 +165,10 @@ def explained() -> Inspection:
     """With a rationale and evidence whose texts would act if they could."""
     return replace(
         example(),
-        rationale=Rationale(f" it says {HOSTILE} so.", 7, "stop", 0.5, "full"),
-        begins="Yes because",
-        evidence=(SectionEffect("title", -0.25), SectionEffect(HOSTILE, 0.125)),
+        further=[
+            written(Rationale(f" it says {HOSTILE} so.", 7, "stop", 0.5, "full"), "Yes because"),
+            weighed((SectionEffect("title", -0.25), SectionEffect(HOSTILE, 0.125))),
+        ],
     )
 
 

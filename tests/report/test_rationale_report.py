@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 
 from prefillcli.data.output.columns import Counts, RationaleTally, Tallies
+from prefillcli.data.output.target import Manifest
 from prefillcli.decode.continuations import DecodingReport, DrafterCounts
-from prefillcli.report.rationale import NO_REASON, WHAT_EVIDENCE_IS, RationaleUse, SectionChange, WrittenRow
+from prefillcli.features.evidence.report import WHAT_EVIDENCE_IS
+from prefillcli.features.rationale import Rationale
+from prefillcli.features.rationale.report import NO_REASON, RationaleUse, WrittenRow
 from prefillcli.report.run import RunReport, to_json
 from prefillcli.report.run_page import run_html, run_lines
 from tests.report.test_metrics import metrics
@@ -23,7 +26,12 @@ COUNTS = Counts(total=1000, scored=1000, tallies=TALLIES)
 
 
 def report_with(use: RationaleUse | None) -> RunReport:
-    report = RunReport(status="complete", exit_code=0, output="out.parquet", rationales=use)
+    report = RunReport.new(status="complete", exit_code=0, output="out.parquet")
+    if use is None:  # of a merge
+        Rationale.merged(report, "", Manifest(None, {}, counts=COUNTS))  # type: ignore[arg-type]
+    else:
+        use.take(COUNTS)
+        report.blocks["rationales"] = use
     report.take(COUNTS)
     return report
 
@@ -54,13 +62,13 @@ def test_reports_of_several_workers_add_up() -> None:
 
 
 def test_a_run_without_texts_reports_none_and_a_merge_those_of_the_shards() -> None:
-    plain = RunReport()
+    plain = RunReport.new()
     plain.take(Counts(total=3, scored=3))
-    assert plain.rationales is None
+    assert plain.blocks["rationales"] is None
     assert "rationales" not in plain.summary()
     joined = report_with(None)
-    assert joined.rationales is not None
-    assert (joined.rationales.rows, joined.rationales.speculation) == (10, None)
+    use = joined.blocks["rationales"]
+    assert (use.rows, use.speculation) == (10, None)
     assert joined.summary()["rationales"] == {"rows": 10, "tokens": 512, "evidence_rows": 10}
 
 
@@ -72,7 +80,7 @@ def test_the_table_says_how_many_why_they_end_and_what_it_took() -> None:
     assert lines["read again"] == "2 prompts, 5,000 tokens in 500 ms; 4 kept from scoring"
     assert lines["speculation"] == "draft 0 of 0 tokens right; lookup 150 of 400 tokens right (37.5%)"
     assert lines["evidence"] == "10 rows without each of their sections"
-    assert not {"rationales", "evidence", "writing"} & dict(run_lines(RunReport())).keys()
+    assert not {"rationales", "evidence", "writing"} & dict(run_lines(RunReport.new())).keys()
 
 
 def test_metrics_have_rows_tokens_seconds_and_acceptance() -> None:
@@ -88,7 +96,7 @@ def test_metrics_have_rows_tokens_seconds_and_acceptance() -> None:
     }
     assert expected.items() <= found.items()
     assert ("prefill_rationale_acceptance", "drafter=draft") not in found
-    assert not any(name.startswith("prefill_rationale") for name, _ in metrics(RunReport()))
+    assert not any(name.startswith("prefill_rationale") for name, _ in metrics(RunReport.new()))
 
 
 def test_the_page_has_figures_always_and_texts_where_they_are_shown() -> None:
@@ -102,7 +110,7 @@ def test_the_page_has_figures_always_and_texts_where_they_are_shown() -> None:
             row=None, id="case-7", score=0.75, prediction="Yes", rationale=f"the text says {HOSTILE}",
             finish_reason="stop", source="full",
             evidence=[
-                SectionChange(section=f"history {HOSTILE}", change=0.5), SectionChange(section="b", change=-0.1)
+                {"section": f"history {HOSTILE}", "change": 0.5}, {"section": "b", "change": -0.1}
             ],
         )
     ]  # fmt: skip

@@ -27,17 +27,18 @@ def inspected(source: Path, row: object, monkeypatch: pytest.MonkeyPatch, **flag
 
 
 def assert_as_scored(shown: Inspection, row: dict[str, Any]) -> None:
-    assert shown.rationale is not None
-    assert shown.rationale.text == row["rationale"]
-    assert shown.rationale.tokens == row["rationale_tokens"]
-    assert shown.rationale.finish_reason == row["finish_reason"]
-    assert shown.rationale.source == row["rationale_source"]
-    assert shown.rationale.gap == pytest.approx(row["rationale_gap"], abs=1e-4)
-    assert shown.begins == f"{row['prediction']} because"
-    assert shown.evidence is not None
-    assert len(shown.evidence) == len(row["evidence"]) > 0
+    assert shown.scored is not None
+    assert shown.scored.rationale is not None
+    assert shown.scored.rationale.text == row["rationale"]
+    assert shown.scored.rationale.tokens == row["rationale_tokens"]
+    assert shown.scored.rationale.finish_reason == row["finish_reason"]
+    assert shown.scored.rationale.source == row["rationale_source"]
+    assert shown.scored.rationale.gap == pytest.approx(row["rationale_gap"], abs=1e-4)
+    assert shown.further[-1].parts[0].text.startswith(f"{row['prediction']} because ")
+    assert shown.scored.evidence is not None
+    assert len(shown.scored.evidence) == len(row["evidence"]) > 0
     wanted = {each["section"]: each["change"] for each in row["evidence"]}
-    assert dict(shown.evidence) == pytest.approx(wanted, abs=1e-5)
+    assert dict(shown.scored.evidence) == pytest.approx(wanted, abs=1e-5)
 
 
 def test_a_row_is_explained_as_score_explains_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +77,10 @@ def test_a_compressed_row_is_written_about_compressed_and_weighed_in_full(
 def test_nothing_is_added_unless_it_is_asked_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_parquet("in.parquet", prompt=[text_of(parts(0))])
     shown = inspected(source, 0, monkeypatch, model=model)
-    assert shown.rationale is shown.evidence is None
+    assert shown.scored is not None
+    assert shown.scored.rationale is shown.scored.evidence is None
+    assert not shown.further
     shown = inspected(source, 0, monkeypatch, model=model, evidence=True)
-    assert shown.rationale is None
-    assert shown.evidence is not None
+    assert shown.scored is not None
+    assert shown.scored.rationale is None
+    assert shown.scored.evidence is not None

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.core.feature import Feature, Foresight, Objection
+from prefillcli.core.feature import Feature, Foresight, Objection, features_of
 from prefillcli.errors import UsageError
 from prefillcli.features.compress.options import BenchOptions, CompressionOptions, InspectOptions, ProfileOptions
 from prefillcli.features.compress.pickers import PICKERS
@@ -109,10 +109,11 @@ class Compress(Feature):
 
     def columns_known(self, columns: Collection[str]) -> None:
         settings = self.settings
-        if settings.speculates_with_draft and settings.uses_draft:
+        if settings.uses_draft and any(each.needs_draft() for each in features_of(settings)):
             return
         if "keep" not in settings.model_fields_set and "keep" not in columns:
-            guessing = "--speculation draft if it is to guess tokens of rationales, " if settings.rationale else ""
+            advice = [each.draft_advice for each in features_of(settings) if each.asks() and each.draft_advice]
+            guessing = "".join(f"{each}, " for each in advice)
             raise UsageError(
                 "--draft has nothing to compress: there is no --keep, and the input has no column keep\n"
                 f"give the share of the tokens to keep, --keep 0.2 for example, {guessing}or leave --draft out"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prefillcli.core.request import Request, plan_requests, thinning_of
+from prefillcli.core.request import Request, plan_requests, scored_row, thinning_of
 from prefillcli.data.rows import Int64Array, Prompt, ScoredRow
 from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
 from prefillcli.errors import PrefillError
@@ -34,7 +34,6 @@ from prefillcli.features.exits.policy import ExitPolicy, ExitProfile, exits_path
 from prefillcli.features.exits.report import ExitUse, ProvableFlips, UsedExit, provable_flips, provable_text
 from prefillcli.jobs.inputs import Opening
 from prefillcli.jobs.sealed_file import write_sealed
-from prefillcli.jobs.wanted_rows import scored_row
 from prefillcli.plan.account import carried_by_few, in_full
 from prefillcli.runtime import log
 

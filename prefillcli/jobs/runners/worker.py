@@ -12,7 +12,7 @@ from prefillcli.data.proof import ModelContents
 from prefillcli.engines.base import Answer, Engine, WorkerReport
 from prefillcli.engines.registry import loader_of
 from prefillcli.errors import ContentChangedError
-from prefillcli.jobs.load import Models, load_models
+from prefillcli.jobs.load import Models, load_models, text_room
 from prefillcli.jobs.runners.pool import (
     Answered,
     AnswerTask,
@@ -23,7 +23,6 @@ from prefillcli.jobs.runners.pool import (
     Task,
     WorkerSpec,
 )
-from prefillcli.jobs.wanted_rows import text_room
 from prefillcli.models.open import answer_labels
 from prefillcli.runtime.memory import peak_memory, proportional_memory
 

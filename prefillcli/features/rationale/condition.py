@@ -1,4 +1,4 @@
-"""Which rows are written about or weighed, once they are scored."""
+"""`--rationale-when`: which rows are written about or weighed, once they are scored."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ from prefillcli.data.output.columns import (
     ResultRows,
 )
 from prefillcli.data.prompts.sandbox import BoundedEnvironment
-from prefillcli.data.prompts.templates import rationale_texts
 from prefillcli.data.rows import Window, to_python
 from prefillcli.errors import UsageError, brief, did_you_mean
-from prefillcli.options.commands import ScoreSettings
 
 # A condition on the columns of an output, like `score > 0.4 and score < 0.6`, in the language of Jinja's
 # expressions.
@@ -377,45 +375,28 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def check_rationales(settings: ScoreSettings) -> None:
-    """Raise UsageError for a condition or a template that is wrong whatever the input holds."""
-    if settings.rationale_when is not None:
-        RowCondition(settings.rationale_when)
-    if settings.rationale:
-        rationale_texts(settings.rationale_template, ("Yes", "No"))
-
-
 @dataclass(frozen=True, slots=True)
 class RowChoice:
-    """Chooses rows by `--rationale-when`; without a condition every row that has a score. It can be pickled."""
+    """Chooses rows of an output with this `schema`, at most `limit`, by `--rationale-when`. It can be pickled.
 
-    condition: RowCondition | None
+    Raises UsageError for a condition on columns that its rows do not have.
+    """
+
+    condition: RowCondition
     schema: OutputSchema
+    limit: int | None = None
 
-    @classmethod
-    def of(cls, settings: ScoreSettings, schema: OutputSchema) -> RowChoice | None:
-        """None if nothing is done with chosen rows of an output with this schema. Raises UsageError for a condition on
-        columns that its rows do not have, and for a template that gives one of the labels no text."""
-        if not settings.chooses_rows:
-            return None
-        condition = None
-        if settings.rationale_when is not None:
-            condition = RowCondition(settings.rationale_when)
-            condition.check(*known_columns(schema))
-        if settings.rationale:
-            rationale_texts(settings.rationale_template, schema.labels)
-        return cls(condition, schema)
+    def __post_init__(self) -> None:
+        self.condition.check(*known_columns(self.schema))
 
     @property
     def columns(self) -> frozenset[str]:
         """The columns that the condition looks at."""
-        return frozenset() if self.condition is None else self.condition.columns
+        return self.condition.columns
 
     def chosen(self, window: Window, rows: ResultRows) -> list[int]:
         """The numbers of the chosen rows, ascending; a row without a score is not chosen."""
         scored = {each.row for each in rows.scored}
-        if self.condition is None:
-            return sorted(scored)
         values = row_values(window, rows, self.schema, self.columns)
         pairs = zip(rows.numbers.tolist(), values, strict=True)
         return [row for row, each in pairs if row in scored and self.condition(each)]

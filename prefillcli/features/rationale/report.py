@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, Field
 
-from prefillcli.data.output.columns import Counts
-from prefillcli.data.rows import Rationale, SectionEffect
+from prefillcli.core.further import first_rows
+from prefillcli.data.output.columns import ColumnGroups, Counts
+from prefillcli.data.rows import Rationale
 from prefillcli.decode.continuations import DecodingReport
 from prefillcli.engines.memory_plan import TEXTS
-from prefillcli.report.rendering import Cell, counted, minutes_and_seconds, row_name, signed_bar, visible
-from prefillcli.report.section import Bar, Part, Section, Strip
+from prefillcli.report.rendering import counted, minutes_and_seconds, row_name, visible
+from prefillcli.report.section import Part, Section
 
 
 class DrafterUse(BaseModel):
@@ -25,15 +26,8 @@ class DrafterUse(BaseModel):
     acceptance: float | None = None  # accepted over proposed; None where nothing was proposed
 
 
-class SectionChange(BaseModel):
-    """A section of a prompt, and by how much the score falls without it. The name is untrusted."""
-
-    section: str
-    change: float
-
-
 class WrittenRow(BaseModel):
-    """A row that was written about or weighed. All texts are untrusted."""
+    """A row that was written about. All texts are untrusted."""
 
     row: int | None  # None where rows have ids
     id: str | None
@@ -42,7 +36,7 @@ class WrittenRow(BaseModel):
     rationale: str | None = None
     finish_reason: str | None = None
     source: str | None = None
-    evidence: list[SectionChange] | None = None
+    evidence: list[dict[str, Any]] | None = None  # of --evidence
 
 
 class RationaleUse(BaseModel):
@@ -50,9 +44,9 @@ class RationaleUse(BaseModel):
 
     rows: int = 0  # that are written about
     tokens: int = 0  # of their texts
+    evidence_rows: int = 0  # of --evidence
     finish_reasons: dict[str, int] = Field(default_factory=dict)  # rows by why their text ends
     sources: dict[str, int] = Field(default_factory=dict)  # rows by what it was written from
-    evidence_rows: int = 0  # whose sections were weighed
     kv: str | None = None  # kept while prompts are scored, or read again; None where no plan says it
     kv_reason: str | None = None
     kv_bytes: int | None = None  # that are kept at a time, at most
@@ -116,13 +110,11 @@ class RationaleUse(BaseModel):
 
 
 def rationale_lines(use: RationaleUse) -> Iterator[tuple[str, str]]:
-    """The lines that rationales and evidence add to the table of a run: name and text."""
+    """The lines that rationales add to the table of a run: name and text."""
     if use.rows:
         yield "rationales", f"{counted(use.rows, 'row')} of {counted(use.tokens, 'token')}; {_by(use.finish_reasons)}"
         if set(use.sources) != {"full"}:
             yield "written from", _by(use.sources)
-    if use.evidence_rows:
-        yield "evidence", f"{counted(use.evidence_rows, 'row')} without each of their sections"
     if use.written_tokens:
         yield "writing", _writing(use)
     if use.again_prompts:
@@ -160,33 +152,6 @@ def _by(rows: Mapping[str, int]) -> str:
 
 
 NO_REASON = "It is not the reason for the score: it is text that the model finds likely behind its answer."
-WHAT_EVIDENCE_IS = (
-    "Change: how far the score of the first label falls when the section is left out. Sections act together, so "
-    "changes do not add up."
-)
-_SIDE = 20  # characters of the longest bar
-
-
-def evidence_bars(effects: Sequence[SectionEffect]) -> list[Bar]:
-    """A bar for each section from the middle of its track, in the order of the column: the largest change first."""
-    longest = _longest(effects)
-    found = []
-    for section, change in effects:
-        half = 50 * abs(change) / longest if longest else 0.0
-        kind, start = ("alarm", 50 - half) if change < 0 else ("s0", 50.0)
-        middle = Strip("middle", 50.0, 0.2)
-        found.append(Bar(visible(section, line=True), half, _change(change), kind, start, more=(middle,)))
-    return found
-
-
-def evidence_rows(effects: Sequence[SectionEffect]) -> list[list[str]]:
-    """A header, and a line with a bar for each section, safe to show."""
-    longest = _longest(effects)
-    found = [["section", "change", ""]]
-    for section, change in effects:
-        name, drawn = Cell(visible(section, line=True), "name"), Cell(signed_bar(change, longest, _SIDE), "chars")
-        found.append([name, _change(change), drawn])
-    return found
 
 
 def rationale_text(rationale: Rationale, begins: str = "") -> str:
@@ -204,27 +169,28 @@ def rationale_facts(rationale: Rationale) -> str:
     return visible("; ".join(parts), line=True)
 
 
-def _longest(effects: Sequence[SectionEffect]) -> float:
-    return max((abs(effect.change) for effect in effects), default=0.0)
-
-
-def _change(change: float) -> str:
-    return f"{change:+.4f}"
-
-
 def rationale_section(use: RationaleUse) -> Section:
-    """What terminal, page and metrics say of a run's rationales and evidence."""
-    notes = [*([NO_REASON] if use.rows else []), *([WHAT_EVIDENCE_IS] if use.evidence_rows else [])]
+    """What terminal, page and metrics say of a run's rationales."""
+    names = ("rows", "tokens", "evidence_rows")
     section = Section(
-        title="Rationales and evidence",
+        title="Rationales",
         lines=list(rationale_lines(use)),
-        parts=[*(Part(note=note) for note in notes), *map(_shown, use.shown)],
+        parts=[Part(note=NO_REASON)] if use.rows else [],
+        summary={"rationales": {name: getattr(use, name) for name in names}},
     )
+    section.parts += [
+        Part(
+            title=f"{row_name(row.row, row.id)}: {row.prediction or ''}, score {row.score:.4f}",
+            text=row.rationale or "",
+            note=f"ended: {row.finish_reason}; from: {row.source}",
+        )
+        for row in use.shown
+        if row.finish_reason is not None
+    ]
     section.metric(
         "rationale_rows", "Rows of the output with a rationale by why it ends.", use.finish_reasons, "reason"
     )
     section.metric("rationale_tokens", "Tokens of the output's rationales.", use.tokens)
-    section.metric("evidence_rows", "Rows of the output whose sections were weighed.", use.evidence_rows)
     section.metric("rationale_decode_seconds", "Seconds in which the last run wrote.", use.decode_seconds)
     section.metric("rationale_prefill_seconds", "Seconds in which it read prompts once more.", use.prefill_seconds)
     if use.passes_per_token is not None:
@@ -234,11 +200,17 @@ def rationale_section(use: RationaleUse) -> Section:
     return section
 
 
-def _shown(row: WrittenRow) -> Part:
-    effects = [SectionEffect(each.section, each.change) for each in row.evidence or ()]
-    return Part(
-        title=f"{row_name(row.row, row.id)}: {row.prediction or ''}, score {row.score:.4f}",
-        text=row.rationale or "",
-        bars=evidence_bars(effects),
-        note=f"ended: {row.finish_reason}; from: {row.source}" if row.finish_reason is not None else "",
-    )
+def inspected(rationale: Rationale, begins: str) -> Section:
+    """What `prefill inspect` says of a row's rationale."""
+    text = rationale_text(rationale, begins)
+    return Section(title="Rationale", parts=[Part(text=text, note=rationale_facts(rationale)), Part(note=NO_REASON)])
+
+
+def written_rows(output: str, groups: ColumnGroups, id_name: str | None) -> list[WrittenRow]:
+    """The first rows of an output with these columns that are written about or weighed."""
+    text = {"rationale": "rationale", "finish_reason": "finish_reason", "rationale_source": "source"}
+    names = {**(text if groups.rationales else {}), **({"evidence": "evidence"} if groups.evidence else {})}
+    return [
+        WrittenRow.model_validate({names.get(name, name): value for name, value in row.items()})
+        for row in first_rows(output, tuple(names), id_name)
+    ]

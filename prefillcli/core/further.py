@@ -1,0 +1,186 @@
+"""Further questions about rows that are scored: which rows have them, and what features ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from prefillcli.core.request import Request
+from prefillcli.data.output.columns import ROW_COLUMN, OutputSchema, Probabilities, ResultRows
+from prefillcli.data.output.file_formats import id_texts
+from prefillcli.data.output.target import Target
+from prefillcli.data.rows import ScoredRow, Window
+from prefillcli.decode.continuations import Beginning, Writing
+from prefillcli.engines.base import Answer, Continuations
+from prefillcli.plan.pack import Limits
+
+if TYPE_CHECKING:
+    from prefillcli.core.feature import Feature
+    from prefillcli.jobs.inputs import Opening
+
+
+class Condition(Protocol):
+    """Chooses rows by their columns. It can be pickled."""
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """The columns that it looks at."""
+
+    @property
+    def limit(self) -> int | None:
+        """How many rows of the input are chosen at most, the first ones; None: all."""
+
+    def chosen(self, window: Window, rows: ResultRows) -> Collection[int]:
+        """The numbers of the chosen ones among these rows of a window."""
+
+
+def condition_of(features: Sequence[Feature], schema: OutputSchema) -> Condition | None:
+    """What chooses the rows of an output with this schema; None where all are. Raises UsageError."""
+    return next((found for each in features if (found := each.condition(schema)) is not None), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which scored rows are asked about, and which labels these have got. It can be pickled.
+
+    Without a `condition` all are. `temperature` and `probabilities` are what the scores of the output are made with.
+    """
+
+    schema: OutputSchema
+    condition: Condition | None = None
+    temperature: float = 1.0
+    probabilities: Probabilities | None = None
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """The columns that it looks at."""
+        return frozenset() if self.condition is None else self.condition.columns
+
+    def wanted(self, window: Window, scored: Sequence[ScoredRow]) -> dict[int, int]:
+        """Of these rows of a window the wanted ones, by row: the number of the label that each has got.
+
+        A row whose score is not a finite number is not wanted.
+        """
+        done = ResultRows.of(window, scored, {}, self.schema, self.temperature, self.probabilities)
+        best = {each.row: int(scores.argmax()) for each, scores in zip(done.scored, done.scores, strict=True)}
+        if self.condition is None:
+            return best
+        return {row: best[row] for row in self.condition.chosen(window, done) if row in best}
+
+
+@dataclass(frozen=True, slots=True)
+class WantedRow:
+    """A scored row that more is asked about. `label` is the number of the one that it has got."""
+
+    request: Request
+    scored: ScoredRow
+    label: int
+
+
+class Question(NamedTuple):
+    """A prompt to read, and who takes the answer: None where there is none.
+
+    With a `text` that begins so, the prompt is written on.
+    """
+
+    request: Request
+    take: Callable[[Answer | None], None]
+    text: tuple[Writing, Beginning] | None = None
+
+
+class Further:
+    """What a feature asks about wanted rows. What it learns goes into the `ScoredRow`."""
+
+    most = 1
+    """Questions about one row, at most."""
+
+    def continuations(self, window: Window, requests: Mapping[int, Request]) -> Continuations | None:
+        """Which of these requests of a window are written on as soon as they are scored; None where none is."""
+        return None
+
+    def scored(self, row: WantedRow, answer: Answer) -> None:
+        """A wanted row is scored, by this answer."""
+
+    def lacks(self, row: ScoredRow) -> bool:
+        """Whether a wanted row needs more than `scored` has given it."""
+        return True
+
+    def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Question]:
+        """What is to be read for a wanted row. Without questions all is known that can be known."""
+        return ()
+
+    def close(self) -> None:
+        """No more questions are asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class FurtherQuestions:
+    """What a job asks about its rows once they are scored, and about which. `chosen` counts those that are written."""
+
+    choice: Choice
+    askers: Sequence[Further]
+    chosen: Callable[[], int] = lambda: 0
+
+    @classmethod
+    def of(cls, opening: Opening, chosen: Callable[[], int] = lambda: 0) -> FurtherQuestions | None:
+        """Those of the features; None if no feature has any."""
+        schema = opening.schema()
+        condition = condition_of(opening.features, schema)
+        choice = Choice(schema, condition, opening.settings.temperature, opening.probabilities)
+        askers = [asker for each in opening.features if (asker := each.further(opening, choice)) is not None]
+        return cls(choice, askers, chosen) if askers else None
+
+    @property
+    def limit(self) -> int | None:
+        """How many rows are asked about at most."""
+        return None if self.choice.condition is None else self.choice.condition.limit
+
+    def has_room(self, rows: int) -> bool:
+        """Whether all of so many more rows may be wanted."""
+        return self.limit is None or self.chosen() + rows <= self.limit
+
+    def close(self) -> None:
+        """No more questions are asked."""
+        for each in self.askers:
+            each.close()
+
+
+@dataclass(frozen=True, slots=True)
+class GivenContinuations:
+    """`Continuations` of prompts that are known to be wanted."""
+
+    writing: Writing
+    beginnings: Mapping[int, Beginning]
+    again: bool = True
+
+    def wanted(self, answers: Sequence[Answer]) -> Mapping[int, Beginning]:
+        found = (answer.prompt for answer in answers)
+        return {prompt: self.beginnings[prompt] for prompt in found if prompt in self.beginnings}
+
+    def of(self, prompts: Collection[int]) -> GivenContinuations:
+        own = {prompt: each for prompt, each in self.beginnings.items() if prompt in prompts}
+        return replace(self, beginnings=own)
+
+
+MOST_ROWS = 10
+
+
+def first_rows(output: str, names: Sequence[str], id_name: str | None) -> list[dict[str, Any]]:
+    """The first rows of an output that have one of these columns, at most `MOST_ROWS`: their `row` or `id`, `score`,
+    `prediction` and these columns."""
+    target = Target.parse(output)
+    found: list[dict[str, Any]] = []
+    for table in target.tables([id_name or ROW_COLUMN, "score", "prediction", *names]):
+        rows = table.to_pylist()
+        chosen = [at for at, row in enumerate(rows) if any(row[name] is not None for name in names)]
+        chosen = chosen[: MOST_ROWS - len(found)]
+        ids: Sequence[str | None] = [None] * len(chosen)
+        if id_name is not None:
+            ids = id_texts(table[id_name].take(chosen), json_text=target.file_format.json_text)
+        for at, own in zip(chosen, ids, strict=True):
+            shown = {name: rows[at][name] for name in ("score", "prediction", *names)}
+            found.append({**shown, "row": rows[at].get(ROW_COLUMN) if own is None else None, "id": own})
+        if len(found) == MOST_ROWS:
+            break
+    return found

@@ -1,0 +1,91 @@
+"""`--evidence`: what the sections of a row's prompt contribute to its score."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from prefillcli.core.feature import Feature
+from prefillcli.options.option import RATIONALES, Settings, option
+
+if TYPE_CHECKING:
+    from prefillcli.core.further import Choice, WantedRow
+    from prefillcli.data.output.columns import Counts
+    from prefillcli.data.output.target import Manifest
+    from prefillcli.features.evidence.report import WeighedRow
+    from prefillcli.features.evidence.weighing import Weighing
+    from prefillcli.jobs.inputs import Opening
+    from prefillcli.jobs.score import Job
+    from prefillcli.report.run import RunReport
+    from prefillcli.report.section import Section
+
+
+class EvidenceOptions(Settings):
+    """Whether the sections of prompts are weighed."""
+
+    evidence: bool = option(
+        False,
+        "Score the row once more without each section of its prompt: how much each of them changes the score.",
+        RATIONALES, changes="columns", needs="evidence",
+    )  # fmt: skip
+
+
+class Evidence(Feature):
+    """The evidence of a job. The key `rationales` of its report has an `EvidenceUse`, or more than that."""
+
+    order = 5
+    options = {"score": EvidenceOptions, "inspect": EvidenceOptions}
+    columns = ("evidence",)
+    keys = {"rationales": None}
+    takes_prompts_apart = True
+    shown: Sequence[WeighedRow] = ()
+
+    @classmethod
+    def asked(cls, settings: EvidenceOptions) -> bool:
+        return settings.evidence
+
+    def asks(self) -> bool:
+        return True
+
+    def further(self, opening: Opening, choice: Choice) -> Weighing:
+        from prefillcli.features.evidence.sections import Ablation
+        from prefillcli.features.evidence.weighing import Weighing
+
+        labels = opening.labels
+        return Weighing(Ablation(opening.builder, labels), opening.settings.temperature, labels.measure)
+
+    def ended(self, job: Job) -> None:
+        if self.settings.show_text:
+            from prefillcli.features.evidence.report import weighed_rows
+
+            self.shown = weighed_rows(job.sink.location, self.settings.id_column)
+
+    def reported(self, job: Job, counts: Counts | None) -> None:
+        from prefillcli.features.evidence.report import EvidenceUse
+
+        use = EvidenceUse(evidence_rows=0 if counts is None else counts.tallies.evidence)
+        use.shown = list(self.shown)
+        job.report.blocks["rationales"] = use
+
+    @classmethod
+    def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
+        from prefillcli.features.evidence.report import EvidenceUse
+
+        if manifest.counts is not None and manifest.counts.tallies.evidence:
+            report.blocks["rationales"] = EvidenceUse(evidence_rows=manifest.counts.tallies.evidence)
+
+    def answers_shown(self, row: WantedRow, labels: Sequence[str]) -> Section | None:
+        from prefillcli.features.evidence.report import inspected
+
+        return None if row.scored.evidence is None else inspected(row.scored.evidence)
+
+    @classmethod
+    def section(cls, report: RunReport) -> Section | None:
+        if report.blocks["rationales"] is None:
+            return None
+        from prefillcli.features.evidence.report import section
+
+        return section(report.blocks["rationales"])
+
+
+FEATURE = Evidence
