@@ -1,4 +1,4 @@
-"""What `--dry-run` found: `*.dry-run.json`, its last line on stdout, and its tables in the terminal."""
+"""The job of `--dry-run`: `*.dry-run.json`, the last line on stdout, and tables in the terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCHEMA_VERSION = 1
 
 
 class DryRunReport(BaseModel):
-    """What `*.dry-run.json` holds."""
+    """The contents of `*.dry-run.json`."""
 
     schema_version: int = SCHEMA_VERSION
     status: Literal["complete", "failed", "interrupted"] = "failed"
@@ -163,7 +163,7 @@ def _run(settings: ScoreSettings, report: DryRunReport, granularity: Granularity
 
 
 def _free(settings: ScoreSettings, opened: Opened) -> int | None:
-    """What the weights will leave; None where `--memory` says what may be used, whatever this machine has."""
+    """Bytes that the weights will leave free; None where `--memory` gives the budget."""
     from prefillcli.models.weights import draft_bytes, plan_weights
 
     if settings.memory is None:

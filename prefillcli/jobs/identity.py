@@ -1,7 +1,7 @@
-"""What makes two runs the same job: all that changes a score, what else the output says of a row, and which rows.
+"""The identity of a job: all that changes a score, another column of a row, or which rows there are.
 
-Each option says what it changes. The fingerprint has all options that change one of these: some as what they stand
-for, like the contents of a model, all others by their value. So a new option is in it by itself.
+Each option says what it changes. The fingerprint has all options that change one of these: some by the contents
+that they name, like a model's, all others by their value. So a new option is in it by itself.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class LocalModels:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Digests of what each folder computes, by its path."""
+        """Digests of the contents of each folder that change a score, by its path."""
         return {str(path): contents.model() for path, contents in self._contents.items()}
 
     def require_unchanged(self) -> None:
-        """Raise ContentChangedError unless every folder is what it was."""
+        """Raise ContentChangedError unless every folder is as it was."""
         for contents in self._contents.values():
             contents.require_unchanged()
 
@@ -68,7 +68,7 @@ class LocalModels:
 def fingerprint(opening: Opening, models: LocalModels) -> dict[str, str]:
     """Digests of all that makes the job, by part. Waits until the contents of the files are hashed.
 
-    Raises ContentChangedError if a file has changed meanwhile, and what reading it raises.
+    Raises ContentChangedError if a file has changed meanwhile; errors of reading pass through.
     """
     settings, opened, labels = opening.settings, opening.opened, opening.labels
     model = models.of(opened.files.origin)

@@ -1,4 +1,4 @@
-"""What a command reads: the rows, the models' files, and how rows become prompts."""
+"""The opening of every command: the rows, the models' files, and how rows become prompts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Opening:
-    """What a command reads, opened in the order in which mistakes are cheapest to tell: the rows, the models' files,
+    """The input of a command, opened in the order in which mistakes are cheapest to tell: the rows, the models' files,
     how rows become prompts, and the features that the settings ask for.
 
     `open_source`, then `open_models`. Close the builder. Columns of the input that are read beside those of the
@@ -47,7 +47,7 @@ class Opening:
         self.common: Sequence[Prompt] = ()
         """Prompts beside those of the rows, on which the results of all rows depend."""
         self.probabilities: Probabilities | None = None
-        """What makes the calibrated probabilities of the rows."""
+        """Makes the calibrated probabilities of the rows."""
         self._carried = carried
         self._template: RowTemplate | None = None
 
@@ -101,7 +101,7 @@ class Opening:
             each.rows_opened(self)
 
     def new_builder(self, template: RowTemplate | None = None) -> PromptBuilder:
-        """What makes prompts of the rows of the source, which will read the columns for it. Raises UsageError.
+        """A builder of prompts for the rows of the source, which will read the columns for it. Raises UsageError.
 
         Without a `template` that was compiled before, that of the settings is read.
         """
@@ -115,7 +115,7 @@ class Opening:
         return builder
 
     def make_builder(self, available: Sequence[str], template: RowTemplate | None = None) -> PromptBuilder:
-        """What makes prompts of rows with these columns. Raises UsageError."""
+        """A builder of prompts for rows with these columns. Raises UsageError."""
         settings, opened = self.settings, self.opened
         files = opened.files
         return PromptBuilder(

@@ -188,7 +188,7 @@ class ScoringLoop:
         self.go_on(opened)
 
     def go_on(self, opened: _OpenWindow) -> None:
-        """Where all of a window is answered so far, begin what follows for some of its rows, or end it.
+        """Where all of a window is answered so far, ask further questions about some of its rows, or end it.
 
         Which of the wanted rows come first is known when all windows before are written.
         """
@@ -209,7 +209,7 @@ class ScoringLoop:
             self.go_on(next(iter(self._open.values())))
 
     def _follow(self, opened: _OpenWindow) -> None:
-        """Begin what is to be done for some of a window's wanted rows."""
+        """Ask further questions about some of a window's wanted rows."""
 
         def tick() -> None:
             self.receiver.step(None, 0, 0, 0)

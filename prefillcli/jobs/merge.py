@@ -97,7 +97,7 @@ def _merge(joined: JoinedShards, report: RunReport, clock: Clock, stop: Stop) ->
 
 
 def _merged_before(joined: JoinedShards, merged: Manifest, report: RunReport, clock: Clock) -> Counts:
-    """The counts of the output that an earlier merge has made; what that has left of the shards is removed."""
+    """The counts of the output that an earlier merge has made. Remains of the shards are removed."""
     report.resumed = True
     report.shards, report.fingerprint = len(merged.merged), merged.job.fingerprint
     with clock.phase("read"):

@@ -1,4 +1,4 @@
-"""The table of all paths that a run reads and writes: what it writes has a path of its own, and replaces its own."""
+"""The table of all paths that a run reads and writes: each written file has its own, and replaces its own kind."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class PathUse:
 
 
 def require_apart(settings: Settings) -> None:
-    """Raise UsageError unless everything that a run writes has a path of its own, and replaces what it may.
+    """Raise UsageError unless everything that a run writes has a path of its own, and replaces only files that it may.
 
     Nothing is written before. An output that is there, its job decides on; another file that is written is replaced if
     it is of the same kind, or with `--overwrite`.
@@ -204,7 +204,7 @@ def _refusal(use: PathUse, other: PathUse) -> UsageError:
 
 
 def _require_not_read_next(use: PathUse, settings: Settings) -> None:
-    """Raise UsageError if the next run over a folder or glob would read what is written as its input."""
+    """Raise UsageError if the next run over a folder or glob would read a written file as its input."""
     for given in getattr(settings, "inputs", ()):
         if (use.output or use.side) and would_find(given, use.path, folder=bool(use.holds)):
             raise UsageError(
@@ -214,7 +214,7 @@ def _require_not_read_next(use: PathUse, settings: Settings) -> None:
 
 
 def _named(settings: Settings) -> Iterator[tuple[str, PathRole, tuple[str, ...]]]:
-    """The options that name paths, what is done with them, and which they name."""
+    """The options that name paths, how each path is used, and the path."""
     for name in type(settings).model_fields:
         role, value = details_of(type(settings), name).path, getattr(settings, name)
         if role is not None:
@@ -223,7 +223,7 @@ def _named(settings: Settings) -> Iterator[tuple[str, PathRole, tuple[str, ...]]
 
 
 def _reads(settings: Settings, systems: Set[str]) -> Iterator[PathUse]:
-    """What is read; rows only from filesystems of these `systems`, since a listing takes time."""
+    """The paths that are read; rows only from filesystems of these `systems`, since a listing takes time."""
     if settings.recipe is not None:
         yield _read("recipe", settings.recipe)
     for name, role, paths in _named(settings):
@@ -246,7 +246,7 @@ def _rows(name: str, given: str) -> Iterator[PathUse]:
     try:
         paths = [file.path for file in discover([given])[0]]
     except PrefillError:
-        paths = [given]  # who reads it tells what is wrong with it
+        paths = [given]  # the reader will say why it is wrong
     for path in paths:
         called = f"the input {path}" if name == "inputs" else f"{_flag(name)} {path}"
         yield PathUse(name, called, path, Place.of(path))
@@ -304,7 +304,7 @@ def _output(settings: ScoreSettings | MergeSettings, name: str) -> Iterator[Path
 
 
 def _reports(settings: ScoreSettings | MergeSettings, name: str) -> Iterator[PathUse]:
-    """The report of a run, its page, and what it has learnt of exits; or the report of a dry run."""
+    """The report of a run, its page, and its exit profile; or the report of a dry run."""
     called = "the report" if settings.report is None else _flag(name)
     place = output_of(settings), settings.report, _shard_of(settings)
     if isinstance(settings, ScoreSettings) and settings.dry_run:

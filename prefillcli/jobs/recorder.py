@@ -46,9 +46,9 @@ class RemainingTime:
         self._workers = workers
         self._rows = 0  # of windows that were planned
         self._planned = 0.0  # predicted seconds of these windows
-        self._other = 0.0  # what the draft took for them
-        self._done = 0.0  # predicted seconds of what is done of the packs that are not ...
-        self._took = 0.0  # ... and what the finished packs took
+        self._other = 0.0  # the draft's seconds for them
+        self._done = 0.0  # predicted seconds of the done parts of unfinished packs
+        self._took = 0.0  # seconds that the finished packs took
         self._running: dict[int, tuple[float, float]] = {}  # by a pack's number: predicted seconds, and when it began
 
     def skip(self, rows: int) -> None:
@@ -94,7 +94,7 @@ class RemainingTime:
         return packs / self._workers + self._other * more
 
 
-# A warning where the model hardly ever answers with a label: then the scores compare what it would not say.
+# A warning where the model hardly ever answers with a label: scores then compare answers that it would not give.
 
 
 LEAST_MASS = 1e-3
@@ -133,11 +133,11 @@ class LabelMassCheck:
 
 
 class Recorder:
-    """Writes finished rows, and counts what they took. It is the `Receiver` of the windows of a job.
+    """Writes finished rows, and counts their tokens. It is the `Receiver` of the windows of a job.
 
-    Several windows may be open at a time. `unchanged` raises ContentChangedError if what the given rows and the model
-    were read from is not what the job's fingerprint names: nothing is written then. Finished rows are written at least
-    every `flush_seconds`.
+    Several windows may be open at a time. `unchanged` raises ContentChangedError if the files of the model or
+    of the given rows have changed since the fingerprint was made: nothing is written then. Finished rows are
+    written at least every `flush_seconds`.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Recorder:
         self.tokens = Tokens()
         self.packs = 0
         self.probabilities: Probabilities | None = None
-        """What makes the calibrated probabilities of rows; set before the first one is taken."""
+        """Makes the calibrated probabilities of rows; set before the first one is taken."""
         self._sink = sink
         self._clock = clock
         self._stop = stop
@@ -172,7 +172,9 @@ class Recorder:
         )
         self._flush_seconds = flush_seconds
         self._drafted = 0.0  # seconds of the draft that the forecast knows of
-        self._open: dict[int, tuple[Window, Finished]] = {}  # what is finished and not written, by the window's index
+        self._open: dict[
+            int, tuple[Window, Finished]
+        ] = {}  # finished rows that are not written, by the window's index
         self._flushed = time.monotonic()
 
     @contextmanager
@@ -190,7 +192,7 @@ class Recorder:
 
     @contextmanager
     def written_if_stopped(self) -> Iterator[None]:
-        """A signal, or an engine that has died, ends what is inside: what is finished stands, and is written."""
+        """If a signal or a dead engine ends the work inside, the finished rows are written."""
         try:
             yield
         except (Interrupted, ResourceError):
@@ -252,7 +254,7 @@ class Recorder:
         finished.rows, finished.errors = [], {}
         self._flushed = time.monotonic()
 
-    # What scoring a window tells: see `prefillcli.jobs.window_scoring.Listener`.
+    # As a `Listener` of `prefillcli.jobs.window_scoring`.
 
     @contextmanager
     def phase(self, name: Phase, *, waits: bool = False) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What every job is wrapped in: signals, and how it ended for the report, for stderr and as an exit code."""
+"""The shell of every job: it handles signals, and tells the report, stderr and the exit code how the job ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from prefillcli.runtime.signals import Stop
 
 
 class Ending(Protocol):
-    """What a report says of the end."""
+    """How a report tells the end of its run."""
 
     status: Literal["complete", "failed", "interrupted"]
     exit_code: int
@@ -56,7 +56,7 @@ def shell(
 def conclude(
     report: Ending, counts: Counts, *, max_error_rate: float, skip_empty: bool, failed: Sequence[str] = ()
 ) -> None:
-    """A run that came to its end. `failed` says what of the output is not as expected."""
+    """A run that came to its end. `failed` are sentences about an output that is not as expected."""
     report.status, report.exit_code = "complete", 0
     if counts.errors > max_error_rate * counts.total:
         codes = ", ".join(f"{code} {count:,}" for code, count in sorted(counts.errors_by_code.items()))

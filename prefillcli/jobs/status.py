@@ -21,7 +21,7 @@ _STATES = {"running": "is running", "stopped": "has stopped", "complete": "is co
 
 @dataclass
 class Status:
-    """What the last line on stdout says."""
+    """The last line on stdout."""
 
     output: str
     status: str = "failed"  # `running`, `stopped`, `unmerged` or `complete`; `failed` if it cannot be told

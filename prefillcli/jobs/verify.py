@@ -21,7 +21,7 @@ from prefillcli.jobs.shell import shell
 from prefillcli.runtime import log
 from prefillcli.stats.probabilities import Measure
 
-# Checks that an output is what its job wrote, and was made of the input that it names.
+# Checks that an output is as its job wrote it, and was made of the input that it names.
 
 
 _MOST = 20  # problems that are named
@@ -33,7 +33,7 @@ _UNREAD = object()  # in place of the id of a row that was not read
 
 
 class Verification:
-    """Collects in `problems` what is wrong with an output; nothing is changed."""
+    """Collects the `problems` of an output; nothing is changed."""
 
     def __init__(self, target: Target) -> None:
         self.problems: list[str] = []
@@ -49,7 +49,7 @@ class Verification:
         if published is None:
             return
         self.problems += self._target.damage(published)
-        if self.problems:  # what cannot be trusted is not read
+        if self.problems:  # a damaged output is not read further
             return
         ids = self._rows_checked(published)
         try:
@@ -201,7 +201,7 @@ def _counted(rows: dict[str, int]) -> str:
 
 @dataclass
 class Verified:
-    """What the last line on stdout says."""
+    """The last line on stdout."""
 
     output: str
     inputs: list[str]
@@ -213,7 +213,7 @@ class Verified:
 
 
 def verify_job(output: str, inputs: Sequence[str] = (), *, quiet: bool = False) -> dict[str, Any]:
-    """Tell on stderr what is wrong with an output; return the summary for the last line on stdout.
+    """Tell on stderr the problems of an output; return the summary for the last line on stdout.
 
     Nothing is changed. With `inputs` the output must be of these. The exit code in the summary is 1 if anything is
     wrong.

@@ -45,7 +45,7 @@ Rows = (
     | Mapping[str, Sequence[Any]]
     | Iterable[Mapping[str, Any] | str | PathLike[str] | None]
 )
-"""What `prefillcli.score` takes."""
+"""Rows as `prefillcli.score` takes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ GivenRows = GivenTable | tuple[str, ...]
 def read_rows(rows: Any, text_column: str) -> GivenRows:
     """The rows as a table, or the paths of the files they are in.
 
-    Texts become the column `text_column`. What the caller's own readers, generators and mappings raise goes through as
-    it is. Raises UsageError for anything else, and for values of a column that have no type in common; PrefillError
+    Texts become the column `text_column`. Exceptions of the caller's own readers, generators and mappings pass
+    through. Raises UsageError for anything else, and for values of a column that have no type in common; PrefillError
     where a stream of another library breaks off.
     """
     if isinstance(rows, str | PathLike):
@@ -273,7 +273,7 @@ class Scorer:
         return self._tables
 
     def _run(self, work: Callable[[TableScorer, Steps], pa.Table], progress: bool) -> pa.Table:
-        """What `work` makes in the thread of this Scorer."""
+        """The table that `work` makes in the thread of this Scorer."""
 
         self._loaded()
 
@@ -368,7 +368,7 @@ def _a_text_is_a_path(rows: GivenRows) -> Iterator[None]:
 
 
 def _free_memory() -> None:
-    """Give back what the models took: some of it is in cycles, and CUDA keeps what was freed."""
+    """Give back the memory of the models: some is in cycles, and CUDA keeps freed memory."""
     gc.collect()
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

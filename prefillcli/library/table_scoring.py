@@ -86,7 +86,7 @@ class TableScorer(Scorer):
         return table
 
     def score_files(self, settings: ScoreSettings, steps: Steps) -> pa.Table:
-        """What `prefill score` would write of the inputs of `settings`, which else are those of this scorer.
+        """The output that `prefill score` would write of the inputs of these `settings`, else this scorer's.
 
         Files are read a window at a time. Raises UsageError or PrefillError, as reading does.
         """

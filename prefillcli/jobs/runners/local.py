@@ -68,7 +68,7 @@ class LocalPool:
 
         self._adjust_threads()
         asked.begun(pack)
-        # What is computed of a block is counted here, whether or not it is charged to a row of another pack.
+        # Tokens of a block are counted here, whether or not they are charged to a row of another pack.
         beside = len(pack.tokens) if pack.block is not None else -pack.charged_tokens
         answers = iter(
             self.engine.answer(
@@ -89,10 +89,10 @@ class LocalPool:
         asked.ended(pack)
 
     def ask_for_reports(self) -> None:
-        """The engine says at any time what it has done."""
+        """The engine can report at any time."""
 
     def used(self) -> PoolUse:
-        """What the engine has done so far."""
+        """The work of the engine so far."""
         engine = self.engine
         return PoolUse(engine.weights_report(), engine.reduced(), engine.decoded())
 

@@ -1,4 +1,4 @@
-"""The workers of a job, begun: where they run, and what each of them is made of."""
+"""Begins the workers of a job, where its runner has them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def start_pool(
 
 
 def _cost(opened: Opened, profile: Profile | None) -> Cost:
-    """What a plan takes: seconds by the profile, else operations, else tokens."""
+    """The cost of a plan: seconds by the profile, else operations, else tokens."""
     if profile is not None:
         return profile.seconds
     from prefillcli.models.shape import NoCostModel, walk_flops

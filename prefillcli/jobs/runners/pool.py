@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from prefillcli.jobs.loop import Asked
 
 
-# What the driver of a job and its workers say to each other. All of it can be pickled.
+# Messages between the driver of a job and its workers. All of them can be pickled.
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What a worker is made of.
+    """All that a worker is begun with.
 
     `settings` are those of the job, with folders for the names of models. `share` is this worker's part of the memory
     that is free on its machine. `plan` is that of an earlier attempt, or, where it is `planned`, of this one: another
@@ -50,7 +50,7 @@ class WorkerSpec:
     digests: Mapping[str, str] = field(default_factory=dict)
 
     def log(self) -> AbstractContextManager[None]:
-        """Inside, what the worker says is said as the job's run says it."""
+        """Inside, messages of the worker go to the log of the job's run."""
         own = self.settings
         return log_of(own.run_id or "", json_lines=own.log_format == "json", worker=self.number)
 
@@ -72,7 +72,7 @@ class Ready:
 class AnswerTask:
     """A pack to answer. `labels` are the sets of label tokens, `sets` says which of them a prompt has.
 
-    `treatment` says what else is done with the prompts.
+    `treatment` says how the prompts are read besides.
     """
 
     work: FreePack
@@ -99,12 +99,12 @@ class FeatureTask:
 
 @dataclass(frozen=True, slots=True)
 class ReportTask:
-    """Say what was done so far."""
+    """A request for a worker's report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """What a worker has done so far, and what its texts took."""
+    """The work of a worker so far, with that of its texts."""
 
     worker: WorkerReport
     decoded: DecodingReport | None
@@ -164,7 +164,7 @@ class Crew(Protocol):
     size: int
     """How many workers there may be."""
     digests_needed: bool
-    """The workers may be on other machines: they check what their models' folders hold."""
+    """The workers may be on other machines, so they check the contents of their models' folders."""
 
     def start(self, spec: WorkerSpec) -> None:
         """Begin the worker of this number, or begin it again after it was lost."""
@@ -173,7 +173,7 @@ class Crew(Protocol):
         """Give a started worker one more task. If it is lost meanwhile, `wait` says so."""
 
     def wait(self, timeout: float) -> list[Event]:
-        """What has happened, in order; waits until something has, at most so many seconds."""
+        """The events since the last call, in order. Waits for one, at most so many seconds."""
 
     def close(self) -> None:
         """End all workers, at once."""
@@ -195,7 +195,7 @@ def portable(error: BaseException) -> Exception:
     return failure
 
 
-# Which worker does what: whole groups of packs, the largest first; who has nothing left takes over from others.
+# Work is shared out in whole groups of packs, the largest first. A worker with nothing left takes over from others.
 
 
 MOST_LOSSES = 3
@@ -208,9 +208,9 @@ MOST_LOST = 20
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """A task on its way. `cost` is what it is predicted to take, in any unit.
+    """A task on its way. `cost` is its predicted cost, in any unit.
 
-    `took` hears what becomes of it, `begun` that a worker begins to do it.
+    `took` is called with its outcomes, `begun` when a worker begins it.
     """
 
     task: Task
@@ -261,14 +261,14 @@ class _Seat:
     starts: int = 1
     sent: deque[Item] = field(default_factory=deque)
     held: frozenset[Key] = frozenset()
-    """The K,V that it has when it has done what it was sent."""
+    """The K,V that it will have when its tasks are done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of an item: a `result`, `tokens` more of it computed, or a loss, and why.
+    """News of an item: a `result`, `tokens` more of it computed, or the loss of its worker, and why.
 
-    `tokens` are negative for what was lost with a worker. With `given_up` it will not run again.
+    `tokens` are negative where computed ones were lost with a worker. With `given_up` it will not run again.
     """
 
     item: Item
@@ -281,7 +281,7 @@ class Outcome:
 class Dispatcher:
     """Gives tasks to the workers of a crew, and again to others where a worker is lost.
 
-    `spec` makes what a worker is begun with; it is called again when one is begun again.
+    `spec` makes the specification of a worker, each time that it is begun.
     """
 
     def __init__(self, crew: Crew, spec: Callable[[int], WorkerSpec]) -> None:
@@ -317,9 +317,9 @@ class Dispatcher:
         self._dispatch()
 
     def wait(self, timeout: float) -> tuple[list[Outcome], list[Ready]]:
-        """What has become of items, and which workers are ready since; waits at most so many seconds.
+        """News of items, and the workers that are ready since. Waits at most so many seconds.
 
-        Raises what a worker has failed with, and ResourceError where workers are lost over and over.
+        Raises the error of a worker that failed, and ResourceError where workers are lost over and over.
         """
         outcomes: list[Outcome] = []
         started: list[Ready] = []
@@ -334,7 +334,7 @@ class Dispatcher:
         return outcomes, started
 
     def ask_for_reports(self) -> None:
-        """Ask every worker what it has done; `reports` has the answers as they come."""
+        """Ask every worker for a report; `reports` has them as they come."""
         for number, seat in self._seats.items():
             if seat.ready:
                 self._send(number, Item(ReportTask(), 0.0))
@@ -362,7 +362,7 @@ class Dispatcher:
         return []
 
     def _replace(self, worker: int, why: str) -> list[Outcome]:
-        """Begin a lost worker again. What it was doing runs again, or is given up; the rest of its items waits."""
+        """Begin a lost worker again. Its first item runs again, or is given up; the others wait."""
         seat = self._seats[worker]
         items = [item for item in seat.sent if not isinstance(item.task, ReportTask)]
         outcomes = []
@@ -390,7 +390,7 @@ class Dispatcher:
         return outcomes
 
     def _dispatch(self) -> None:
-        """Send what waits to workers that can begin it; those that soon need more get it before they ask."""
+        """Send waiting items to workers that can begin them, and to those that will soon need one."""
         for number, seat in self._seats.items():
             if seat.ready and not seat.sent and (item := self._next(number)) is not None:
                 self._send(number, item)
@@ -414,7 +414,7 @@ class Dispatcher:
             sent[0].begun()
 
     def _next(self, worker: int) -> Item | None:
-        """What a worker does next: of its own group, of one that nobody has, or of one that it takes over."""
+        """The next item for a worker: of its own group, of a free one, or of one that it takes over."""
         held = self._seats[worker].held
         groups = [group for group in self._groups if group.items]
         own = next((group for group in groups if group.owner == worker), None)
@@ -430,7 +430,7 @@ class Dispatcher:
         return own.items.popleft()
 
     def _take_over(self, worker: int, groups: Sequence[ItemGroup]) -> ItemGroup | None:
-        """The second half of what is left of the largest group, where that is worth computing its prefix again."""
+        """The second half of the rest of the largest group, where that is worth computing its prefix again."""
         largest = max(groups, key=lambda group: group.cost, default=None)
         if largest is None:
             return None
@@ -448,7 +448,7 @@ class Dispatcher:
 
 
 Cost = Callable[[Plan], float]
-"""What a plan is predicted to take, in any unit."""
+"""The predicted cost of a plan, in any unit."""
 AHEAD = 2
 """Packs for each worker that wait at least, while there are more windows."""
 _POLL_SECONDS = 0.5  # between two looks for a signal
@@ -508,7 +508,7 @@ class Pool:
         seconds: float = _POLL_SECONDS,
         phase: Callable[[Phase], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> list[Ready]:
-        """Wait for what happens next, and let it have its effects. Raises Interrupted after a signal."""
+        """Wait for news of items, and pass them on. Raises Interrupted after a signal."""
         with phase("model"), self._stop.at_once():
             outcomes, started = self.dispatcher.wait(seconds)
         for outcome in outcomes:
@@ -584,7 +584,7 @@ class Pool:
         self.dispatcher.add(groups, self._batch)
 
     def ask_for_reports(self) -> None:
-        """Ask every worker what it has done, for `used`; those that do not say so soon are left out."""
+        """Ask every worker for a report, for `used`; those that do not answer soon are left out."""
         self.dispatcher.ask_for_reports()
         end = time.monotonic() + _REPORT_SECONDS
         with suppress(Exception):  # the rows are safe by now
@@ -592,7 +592,7 @@ class Pool:
                 self.dispatcher.wait(0.1)
 
     def used(self) -> PoolUse:
-        """What the workers have said that they have done."""
+        """The work of all workers that have reported."""
         reports = [each for _, each in sorted(self.dispatcher.reports.items())]
         workers = [each.worker for each in reports]
         return PoolUse(

@@ -1,4 +1,4 @@
-"""Imported first by the server that workers are forked from: what libraries say while it imports them is of no use."""
+"""Imported first by the server that workers are forked from: it drops messages of libraries during their import."""
 
 from prefillcli.runtime.extras import quiet_imports
 

@@ -27,7 +27,7 @@ from prefillcli.runtime.cores import allowed
 from prefillcli.runtime.extras import require_extra
 from prefillcli.runtime.log import stdout_to_stderr
 
-# The Ray cluster that a job's actors run on: joined or begun, and what of it each actor takes.
+# The Ray cluster that a job's actors run on: joined or begun, and the share of each actor.
 
 
 _STORE_BYTES = 256 << 20  # of a Ray of our own: tasks are some MB
@@ -100,7 +100,7 @@ class RayCluster:
             self._joined = False
 
     def options(self) -> dict[str, Any]:
-        """What Ray sets aside for an actor, as Ray's options name it."""
+        """The resources that Ray sets aside for an actor, by Ray's names."""
         asked = self._choice()
         found: dict[str, Any] = {name: asked.pop(name) for name in ("num_cpus", "num_gpus") if name in asked}
         if "memory" in asked:
@@ -108,11 +108,11 @@ class RayCluster:
         return {**found, "resources": asked} if asked else found
 
     def wish(self) -> str:
-        """What a worker asks for, to be read."""
+        """The resources that a worker asks for, as text."""
         return ", ".join(f"{name}={amount:g}" for name, amount in self._choice().items() if amount)
 
     def room(self) -> str:
-        """What the machines of the cluster have, to be read."""
+        """The resources of the cluster's machines, as text."""
         have = self.ray.cluster_resources()
         shown = {name: have[name] for name in ("CPU", "GPU", *self._asked) if name in have}
         nodes = sum(bool(node["Alive"]) for node in self.ray.nodes())
@@ -129,7 +129,7 @@ class RayCluster:
             raise ResourceError(f"--ray-address {self.address}: cannot be joined: {brief(error)}") from None
 
     def _said(self) -> dict[str, str]:
-        """What Ray says on stderr by itself: no colours in a file, little when asked to be quiet."""
+        """Settings of Ray's own messages on stderr: no colours in a file, few when asked to be quiet."""
         said = {} if sys.stderr.isatty() else {"RAY_COLOR_PREFIX": "0"}
         return {**said, "RAY_SCHEDULER_EVENTS": "0"} if self._quiet or self.own else said
 
@@ -201,7 +201,7 @@ class _Actor:
 class RayCrew:
     """Actors that end with this process, however it does. Each gets its tasks from Ray's object store.
 
-    All calls of Ray come from one thread: in the main one Ray would swallow what handlers of signals raise.
+    All calls of Ray come from one thread: in the main one Ray would swallow exceptions of signal handlers.
     """
 
     digests_needed = True
@@ -226,7 +226,7 @@ class RayCrew:
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams = ExitStack()
-        self._streams.enter_context(stdout_to_stderr())  # Ray prints what it and its actors say
+        self._streams.enter_context(stdout_to_stderr())  # Ray prints its own messages and its actors'
         self._thread = threading.Thread(target=self._call, name="prefill-ray", daemon=True)
         self._thread.start()
 
@@ -383,7 +383,7 @@ def take_signals_back() -> None:
 
 
 def why_lost(text: str) -> str:
-    """What follows the words "worker 2", by Ray's message about an actor."""
+    """Why a worker ended, by Ray's message about its actor: words that follow "worker 2"."""
     if re.search(r"low on memory|OutOfMemory|memory monitor", text):
         return "was ended by Ray, for its machine had too little memory left (RAY_memory_usage_threshold)"
     if re.search(r"node has died|node died|NodeDied|Node.{0,40}(dead|died)|preempted", text, re.IGNORECASE):

@@ -1,4 +1,4 @@
-"""What runs in a Ray actor: a worker that is asked by method calls. Importing this module needs no Ray."""
+"""A worker in a Ray actor, asked by method calls. Importing this module needs no Ray."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ _ASLEEP = 5.0  # seconds that `advanced` waits at most
 
 
 class WorkerActor:
-    """Lives as long as its driver. What goes in and out is pickled here: arrays from Ray's store cannot be written to.
+    """Lives as long as its driver. Arguments and results are pickled here: arrays of Ray's store are read-only.
 
-    Of `open` and `run` the result is a pair: what has happened, in a word of the crew, and its value. They raise
-    nothing.
+    `open` and `run` return a pair: the name of an event of the crew, and its value. They raise nothing.
     """
 
     def __init__(self) -> None:

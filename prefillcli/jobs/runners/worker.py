@@ -58,14 +58,14 @@ class Worker:
         self._seconds = 0.0
 
     def ready(self) -> Ready:
-        """What the driver has to know of the loaded models."""
+        """The limits and the plan of the loaded models, for the driver."""
         engine = self._models.engine
         weights = engine.weights_report()
         streams = weights is not None and weights.mode == "stream"
         return Ready(engine.limits, engine.whole_packs, self._models.plan, streams)
 
     def run(self, task: Task, tell: Tell) -> Result:
-        """Do a task. Raises ResourceError if the engine cannot go on, and what else it raises."""
+        """Do a task. Raises ResourceError if the engine cannot go on; other errors of the engine pass through."""
         begun = time.monotonic()
         try:
             match task:
@@ -139,7 +139,7 @@ def _no_labels(_prompt: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _require_contents(spec: WorkerSpec) -> None:
-    """Raise ContentChangedError unless the folders of the models hold what the driver has seen."""
+    """Raise ContentChangedError unless the folders of the models have the contents that the driver has seen."""
     for folder, digest in spec.digests.items():
         if not Path(folder).exists():
             raise ContentChangedError(
