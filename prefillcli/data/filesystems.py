@@ -1,4 +1,4 @@
-"""Paths and URLs as texts: which is which, and how one is taken apart. Nothing here looks at a disk."""
+"""Paths and URLs, the filesystems that they lead to, and the failures of these."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def impatiently() -> Iterator[None]:
 
 
 def explained(error: BaseException) -> str:
-    """What went wrong in a request and what to do about it, in one to two lines, without the path."""
+    """The cause of a failed request and a remedy, in one or two lines, without the path."""
     reason = brief(error)
     advice = _ADVICE.get(Failure.of(error))
     return reason if advice is None else f"{reason}\n{advice}"
@@ -340,7 +340,7 @@ def _root(option: str, path: str) -> UsageError:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a path or URL leads to, whatever it is called."""
+    """The file or folder that a path or URL leads to, under whatever name."""
 
     system: str  # which filesystem it is on: `local`, or the class of a remote one
     path: str  # on it; of a local one with all symbolic links followed, those that lead nowhere too
@@ -383,7 +383,7 @@ class MissingFileError(UsageError):
 
 
 def read_given(option: str, path: str, again: str = "", *, most: int = MOST_BYTES) -> bytes:
-    """What is at a local path or URL that an option names, of at most `most` bytes.
+    """The bytes, at most `most`, at a local path or URL that an option names.
 
     A pipe may stand for a file, as in `--recipe <(...)`. Raises MissingFileError where nothing is, and UsageError for
     a folder or a device, for more bytes, and if it cannot be read; `again` says how such a file is made.

@@ -27,7 +27,7 @@ from prefillcli.runtime.user_cache import KeptEntries
 # the clock of a file server may be a little off.
 SETTLED_NS = 5_000_000_000
 
-# What stands for the content of an object, by the names that fsspec's filesystems give it.
+# Versions that a store gives in place of a digest, by the names that fsspec's filesystems use.
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "xet_hash", "sha")
 
 
@@ -79,11 +79,6 @@ def stamp_of(filesystem: Any, inner: str, *, fresh: bool = False) -> Stamp:
         return Stamp(size, (size, version), version=version)
     times = [str(info[name]) for name in ("mtime", "LastModified", "last_modified", "created") if info.get(name)]
     return Stamp(size, (size, *times))
-
-
-def now_ns() -> int:
-    """Nanoseconds since the epoch, as stamps count them."""
-    return time.time_ns()
 
 
 def _proves(version: object) -> bool:
@@ -279,7 +274,7 @@ def content_digest(file: FoundFile, stamp: Stamp, what: str) -> tuple[str, bool]
     """
     if stamp.version is not None:
         return stamp.version, True
-    started = now_ns()
+    started = time.time_ns()
     hasher = blake3()
     block = memoryview(bytearray(min(_BLOCK, max(stamp.size, 1) + 1)))
     with reading(file.path), _open(file) as stream:

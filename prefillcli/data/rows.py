@@ -1,4 +1,4 @@
-"""What flows through a job: batches of rows, prompts, windows of prompts, and scored rows.
+"""The records that flow through a job: batches of rows, prompts, windows of prompts, and scored rows.
 
 The column `method` says of a row how its prompt was read, and whether it left before the last layer. A method is
 `full`, that of a picker (`specprefill`, ...), or `fallback:` and a reason. A row that left early has `early-exit`
@@ -135,7 +135,7 @@ class Prompt:
     variant: str | None = None  # the variant of the model that reads it; None: the model itself
     # The row's values that it was made of, where sections of it may be left out.
     made_of: dict[str, Any] | None = None
-    # Of all of the row that its results follow from, where a later job may take them over.
+    # The digest of all that the row's results follow from, where a later job may take them over.
     digest: bytes | None = None
 
 
@@ -182,7 +182,7 @@ class Rationale:
 
 
 class SectionEffect(NamedTuple):
-    """What a section of a prompt contributes: by how much the probability of the first label falls without it."""
+    """The contribution of a section of a prompt: by how much the probability of the first label falls without it."""
 
     section: str
     change: float
@@ -190,7 +190,7 @@ class SectionEffect(NamedTuple):
 
 @dataclass(slots=True)
 class ScoredRow:
-    """What an engine answers for a row."""
+    """The answer of an engine for a row."""
 
     row: int
     # Log-probability of every label over the whole vocabulary, its variants summed [labels]; of a row that left

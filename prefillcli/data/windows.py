@@ -1,9 +1,11 @@
-"""How the rows of a window are dealt to the shards of a job, before anything is tokenised.
+"""Windows of rows, which are planned, scored and written together, and one row found in its window.
 
-Rows that begin alike should be scored by one shard, because their common prefix is then computed once. So the rows are
-sorted by the text that their prompts begin with, as the plan will sort their tokens. The sorted rows are cut into runs
-where neighbours have little in common, and each run goes to the shard that has the least work so far. All of this
-follows from the input and the number of shards alone, so every shard finds the same."""
+The rows of a window are dealt to the shards of a job before anything is tokenised. Rows that begin alike should be
+scored by one shard, because their common prefix is then computed once. So the rows are sorted by the text that their
+prompts begin with, as the plan will sort their tokens. The sorted rows are cut into runs where neighbours have
+little in common, and each run goes to the shard that has the least work so far. All of this follows from the input
+and the number of shards alone, so every shard finds the same.
+"""
 
 from __future__ import annotations
 

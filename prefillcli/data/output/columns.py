@@ -50,7 +50,7 @@ Group = Literal["audit", "calibrated", "exits", "adapters", "rationales", "evide
 
 @dataclass(frozen=True, slots=True)
 class ColumnGroups:
-    """Which groups of columns an output has beside those that every output has."""
+    """The groups of columns that an output has beside those of every output."""
 
     audit: bool = False  # the scores of an audit
     calibrated: bool = False  # calibrated probabilities
@@ -187,7 +187,7 @@ class Column(NamedTuple):
     measures: tuple[Measure, ...] = tuple(Measure)
 
     def names(self, labels: Sequence[str]) -> list[str]:
-        """Of the column, or of one for each label."""
+        """The name of the column, or one name for each label."""
         if "<label>" not in self.name:
             return [self.name]
         return [self.name.replace("<label>", label) for label in labels]
@@ -504,7 +504,7 @@ class Tallies:
 
     @property
     def mean_label_mass(self) -> float | None:
-        """Of the scored rows that have one; None without any."""
+        """The mean over the scored rows that have a label mass; None without any."""
         return self.mass_sum / self.mass_rows if self.mass_rows else None
 
     @classmethod

@@ -1,6 +1,6 @@
 """The formats of an output: the ending that asks for each, and how its files are written and read back.
 
-What a format needs is imported only when a file is written or read, so that `--help` may read the registry.
+The libraries of a format are imported only when a file is written or read, so that `--help` may read the registry.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Shard:
 
     @property
     def ending(self) -> str:
-        """What the names of its files have behind the name of the job's output."""
+        """The ending of the names of its files, behind the name of the job's output."""
         return f".shard-{self.number}-of-{self.count}"
 
     def __str__(self) -> str:

@@ -1,7 +1,9 @@
-"""By what a later job recognises a row that it need not score again: a digest of all that its results follow from.
+"""The parts of a job, which hold its finished rows until the output is made, and the digests of rows.
 
-The digests of an output are a file in its work folder, `row-digests.bin`: 16 bytes for each row, in the order of the
-output; zeros where a row has no score."""
+A later job recognises a row that it need not score again by a digest of all that its results follow from. The
+digests of an output are a file in its work folder, `row-digests.bin`: 16 bytes for each row, in the order of the
+output; zeros where a row has no score.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,6 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import IO, Any
@@ -92,7 +93,7 @@ class DigestFile:
         self._file = Digesting(file)
 
     def add(self, rows: pa.Table) -> None:
-        """Those of the next rows, as parts have them; an earlier version wrote parts without any."""
+        """Add the digests of the next rows, as parts have them; an earlier version wrote parts without any."""
         known = rows[DIGEST].to_pylist() if DIGEST in rows.column_names else [None] * len(rows)
         self._file.write(b"".join(_NONE if each is None else each for each in known))
 
@@ -100,13 +101,6 @@ class DigestFile:
     def digest(self) -> str:
         """SHA-256 of the whole file, in hexadecimal digits."""
         return self._file.digest()
-
-
-@contextmanager
-def writing_digests(work: Store) -> Iterator[DigestFile]:
-    """The file with the digests of an output, which appears in its work folder when the block ends."""
-    with work.create(NAME) as file:
-        yield DigestFile(file)
 
 
 class DigestReader:
@@ -157,7 +151,7 @@ class WindowRows:
 
     @classmethod
     def of(cls, rows: Int64Array) -> WindowRows:
-        """Of ascending row numbers; at least one."""
+        """`rows` are ascending row numbers, at least one."""
         digest = hashlib.sha256(np.ascontiguousarray(rows, "<i8").tobytes()).hexdigest()
         return cls(len(rows), int(rows[0]), int(rows[-1]), digest)
 

@@ -1,4 +1,8 @@
-"""What a job finds in its output and work folder: nothing, rows of its own to go on with, or another job's."""
+"""The way from rows to a complete output: parts in a work folder, then one commit, for one run or all shards of a job.
+
+First a job looks at its output and work folder: nothing is there, or rows of its own to go on with, or those of
+another job.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from prefillcli.data.filesystems import WORK_ENDING, split_path, writing
 from prefillcli.data.output import parts, store
 from prefillcli.data.output.columns import ROW, ColumnGroups, Counts, OutputSchema, Probabilities, ResultRows, kinds_of
 from prefillcli.data.output.formats import Shard
-from prefillcli.data.output.parts import PartIndex, PartInfo, WindowRows, writing_digests
+from prefillcli.data.output.parts import DigestFile, PartIndex, PartInfo, WindowRows
 from prefillcli.data.output.store import LocalStore, Lock, Store, make_folder, open_store, walk_folder
 from prefillcli.data.output.target import NAME, OLD, SUCCESS, Job, Manifest, Published, Target, is_partition, replaced
 from prefillcli.data.proof import JOB_KEY
@@ -315,7 +319,7 @@ def commit(
     target: Target,
     manifest: Manifest,
     schema: OutputSchema,
-    parts: PartIndex,
+    index: PartIndex,
     partitions: Partitions | None = None,
     *,
     new: bool = False,
@@ -327,11 +331,12 @@ def commit(
     none (`Store.create`).
     """
     metadata = {JOB_KEY: json.dumps(manifest.job.to_json()).encode()}
-    arrow, counts = schema.arrow(parts.json_kinds).with_metadata(metadata), Counts()
-    with writing_digests(target.work) as digests:
+    arrow, counts = schema.arrow(index.json_kinds).with_metadata(metadata), Counts()
+    with target.work.create(parts.NAME) as file:
+        digests = DigestFile(file)
 
         def tables() -> Iterator[pa.Table]:
-            for rows in parts.tables():
+            for rows in index.tables():
                 schema.count(counts, rows)
                 digests.add(rows)
                 yield schema.table(rows, arrow)
@@ -339,8 +344,8 @@ def commit(
         if target.directory:
             files = _write_directory(target, manifest.job, arrow, tables(), schema.json_columns, partitions)
         else:
-            with target.store.create(target.name, new=new) as file:
-                files = {target.name: target.file_format.write(file, arrow, tables(), schema.json_columns)}
+            with target.store.create(target.name, new=new) as output:
+                files = {target.name: target.file_format.write(output, arrow, tables(), schema.json_columns)}
     manifest.files, manifest.digests, manifest.before, manifest.retries = files, digests.digest, None, False
     manifest.state, manifest.counts = "complete", counts
     manifest.save(target.work)
@@ -451,7 +456,7 @@ class Sink:
 
     @property
     def location(self) -> str:
-        """Where the rows are when it is finished: the output."""
+        """The place of the rows when it is finished: the output."""
         return self._target.path
 
     @property
@@ -461,12 +466,12 @@ class Sink:
 
     @property
     def counts(self) -> Counts:
-        """Of all rows that are safe on disk, those of earlier attempts included."""
+        """Counts all rows that are safe on disk, those of earlier attempts included."""
         return self._parts.counts if self._final is None else self._final
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What the job has stored here, in an earlier attempt too; empty at first."""
+        """The values that the job has stored here, in an earlier attempt too; empty at first."""
         return self._manifest.plan
 
     @plan.setter
@@ -597,7 +602,7 @@ class Sink:
 
 @dataclass
 class ShardRecord:
-    """What the manifest of a shard says beside the job: all that it takes to write the output."""
+    """The part of a shard's manifest that is needed to write the output."""
 
     shard: str  # like `2/4`
     schema: dict[str, Any]  # the output's columns (`of_schema`)
@@ -632,10 +637,6 @@ class ShardFolder:
         """Whether anything of a job is in it; a lock that was left behind is not."""
         names = self.work.names()
         return NAME in names or any(map(parts.is_part, names))
-
-    def manifest(self) -> Manifest | None:
-        """Its manifest; None if there is none. Raises as `Manifest.load`."""
-        return Manifest.load(self.work)
 
     def delete(self) -> None:
         """Remove it, the manifest after the parts: a run that is killed here leaves what says that it was merged."""
@@ -795,6 +796,7 @@ class JoinedShards:
 
     def __init__(self, target: Target) -> None:
         # The manifest of the output, if that was made of these shards already.
+        self.manifest: Manifest  # of one of the shards, set by `open`; they are of one job
         self.merged: Manifest | None = None
         self._target = target
         self._held = ExitStack()
@@ -804,13 +806,8 @@ class JoinedShards:
 
     @property
     def count(self) -> int:
-        """Of how many shards the job is made."""
+        """The number of shards that the job is made of."""
         return len(self._folders)
-
-    @property
-    def manifest(self) -> Manifest:
-        """Of one of the shards; they are of one job."""
-        return self._manifest
 
     def __enter__(self) -> JoinedShards:
         return self
@@ -846,7 +843,7 @@ class JoinedShards:
                 "run them with prefill score --shard I/N, with this --output, or copy their folders beside it"
             )
         self._require_all()
-        self._manifest = self._require_one_job()
+        self.manifest = self._require_one_job()
         self._require_complete()
         if not overwrite:
             self._require_room()
@@ -865,7 +862,7 @@ class JoinedShards:
         found = []
         for folder in self._folders:
             try:
-                manifest = folder.manifest()
+                manifest = Manifest.load(folder.work)
             except PrefillError:
                 manifest = None
             record = None if manifest is None else ShardRecord.of_json(manifest.shard)
@@ -897,7 +894,7 @@ class JoinedShards:
         for folder in self._folders:
             again = f"run it again with --shard {folder.shard} --resume"
             try:
-                manifest = folder.manifest()
+                manifest = Manifest.load(folder.work)
             except DamagedFileError as error:
                 raise DamagedFileError(f"{folder.work.location}/manifest.json is damaged: {error}\n{again}") from None
             record = None if manifest is None else ShardRecord.of_json(manifest.shard)
@@ -986,16 +983,13 @@ class JoinedShards:
         for name in filter(parts.is_part, target.work.names()):
             target.work.delete(name)
         target.work.delete(store.NAME)
-        manifest = Manifest(job, self._kept_plan())
+        # What the shards have stored for the output, in all of them alike.
+        manifest = Manifest(job, {name: value for name, value in self.manifest.plan.items() if name in _KEPT})
         manifest.save(target.work)
         schema = to_schema(record.schema, json_text=target.file_format.json_text)
         partitions = None if record.partitions is None else to_partitions(record.partitions)
         manifest.merged = [record.token for record in self._records]
         return commit(target, manifest, schema, self._parts, partitions)
-
-    def _kept_plan(self) -> dict[str, Any]:
-        # What the shards have stored for this, in all of them alike.
-        return {name: value for name, value in self.manifest.plan.items() if name in _KEPT}
 
     def remove(self) -> None:
         """Remove the shards, and what a merge that was killed here has left of their folders: the output is there."""
@@ -1009,6 +1003,6 @@ class JoinedShards:
                 lock.release()
 
     def damage(self) -> list[str]:
-        """What is wrong with the output that was merged before."""
+        """Lists the files of the output that was merged before which are not as they were written."""
         merged = self.merged
         return [] if merged is None else self._target.damage(self._target.stored(merged.job, merged.files))

@@ -1,4 +1,4 @@
-"""Where an output lies, who may write it, and the sign of life of a run."""
+"""Folders of an output on a disk or in an object store, their locks, and the signs of life of a run."""
 
 from __future__ import annotations
 
@@ -237,8 +237,8 @@ def _locked(handle: int, *, shared: bool, patience: float) -> bool:
 def exclusive_put(filesystem: Any, method: str = "pipe_file") -> Callable[[Any, Any], None] | None:
     """`pipe_file(path, data)` or `put_file(local, path)` of a filesystem, for objects that are not there yet.
 
-    What it raises if one is there depends on the client. None if the filesystem cannot do that in one step; the store
-    behind it may ignore the wish all the same.
+    The error that it raises if one is there depends on the client. None if the filesystem cannot do that in one step;
+    the store behind it may ignore the wish all the same.
     """
     options = _options(type(filesystem), method)
     if options is None:

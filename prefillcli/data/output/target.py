@@ -1,4 +1,4 @@
-"""Where the output of a job goes."""
+"""An output: whose it is, where it lies, and what it and its work folder say of it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MEASURE = "measure"
 
 @dataclass(frozen=True)
 class Job:
-    """Which job an output belongs to, with what is needed to recognise it."""
+    """The job that an output belongs to, with all that is needed to recognise it."""
 
     # Digest of every part of the job: input, model, tokenizer, template, labels, settings.
     fingerprint: dict[str, str]
@@ -82,7 +82,7 @@ class Manifest:
     counts: Counts | None = None  # set when complete
     # Set when complete: the output's files by name, with their digests (`digest_of`).
     files: dict[str, str] = field(default_factory=dict)
-    # What a shard's work folder says of itself beside the job (see `sink.ShardRecord`); else None.
+    # In a shard's work folder its `sink.ShardRecord`; else None.
     shard: dict[str, Any] | None = None
     # The tokens of the shards that the output was made of, if it was.
     merged: list[str] = field(default_factory=list)
@@ -133,7 +133,7 @@ class Manifest:
 
 
 def replaced(store: Store) -> dict[str, Any] | None:
-    """What a new job in a work folder has to know of the complete output that it is to replace, if there is one."""
+    """The complete output that a new job in a work folder is to replace, as that job stores it; None without one."""
     with suppress(PrefillError):
         found = Manifest.load(store)
         if found is not None and found.state == "complete" and found.digests is not None:
@@ -154,13 +154,13 @@ _DIRECTORY_PART = re.compile(r"([^/=]+=[^/]*/)*part-\d{5,}\.parquet")  # in fold
 
 @dataclass(frozen=True)
 class Published:
-    """What an output says of itself."""
+    """The job and the files that an output names."""
 
     job: Job
     files: dict[str, str]  # names of its files, with their digests
 
     def to_json(self) -> bytes:
-        """What `_SUCCESS` holds."""
+        """The content of `_SUCCESS`."""
         return with_checksum({**self.job.to_json(), "files": self.files})
 
 
@@ -241,7 +241,7 @@ class Target:
         return bool(self.files())
 
     def published(self) -> Published | None:
-        """What the output says of itself; None if it says nothing that can be read, or its format says nothing."""
+        """The job and the files that the output names; None if they cannot be read, or its format names none."""
         if not self.file_format.sealed:
             return None
         try:
@@ -259,7 +259,7 @@ class Target:
         return Published(job, files if self.directory else dict(zip([self.name], files.values(), strict=False)))
 
     def damage(self, published: Published) -> list[str]:
-        """What is wrong with the bytes of the output, if this is how it was published; empty if nothing is."""
+        """Lists the files of the output that are not as they were published; empty if all are."""
         found = []
         for name, digest in published.files.items():
             try:

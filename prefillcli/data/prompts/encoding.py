@@ -183,7 +183,7 @@ def token_texts(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -
 
 
 def _fitted(texts: list[str], whole: str) -> list[str]:
-    # `texts`, or where they do not make up `whole` what of it lies nearest to them.
+    # `texts`; where they do not add up to `whole`, the pieces of `whole` that lie nearest to them.
     if not texts or "".join(texts) == whole:
         return texts
     fitted, at = [], 0

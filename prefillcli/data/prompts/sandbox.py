@@ -60,7 +60,7 @@ _REFUSED_METHODS = frozenset(
 
 
 def compile_template(text: str, name: str) -> tuple[Callable[[dict[str, Any]], str], list[str]]:
-    """What renders a row from its columns, and the names of the columns that the template needs.
+    """A function that renders a row from its columns, and the names of the columns that the template needs.
 
     `name` is for messages. Raises TemplateSyntaxError, and what a template that is nested too deeply makes Jinja and
     Python raise.
@@ -219,7 +219,7 @@ class _Bounding(NodeTransformer):
 
 
 class _Counted:
-    """What a loop goes over; every step is counted."""
+    """The values of a loop; every step is counted."""
 
     def __init__(self, values: Any, step: Callable[[], None]) -> None:
         self._values = values
@@ -359,7 +359,7 @@ def main() -> None:
 
 
 def compile_spec(spec: dict[str, Any]) -> tuple[Render, list[str]]:
-    """What renders a row, and the variables it needs.
+    """A function that renders a row, and the variables that it needs.
 
     `spec`: `kind` is `template` (a user's, rendered from a row's columns) or `chat` (a model's, from messages, with
     `variables`); `text`; `name` for messages.

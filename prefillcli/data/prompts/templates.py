@@ -44,7 +44,7 @@ _ENVIRONMENT = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY
 
 @dataclass(frozen=True, slots=True)
 class RenderLimits:
-    """What rendering one row, or compiling the template, may take."""
+    """Limits of rendering one row, or of compiling the template."""
 
     # Processor time, give or take a second. Far more than a prompt needs: slow machines fail the same rows.
     cpu_seconds: int = 10
@@ -195,7 +195,7 @@ class _Worker:
         self._poll.register(self._out.fileno(), select.POLLIN)
 
     def render(self, rows: Sequence[bytes | _Failure]) -> Iterator[str | _Failure]:
-        # What becomes of each row. Raises _ProcessEnded when the process ends before it has answered.
+        # The text of each row, or its failure. Raises _ProcessEnded when the process ends before it has answered.
         coming = (row for row in rows if isinstance(row, bytes))
         for row in rows:
             if isinstance(row, _Failure):

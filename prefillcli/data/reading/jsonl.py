@@ -67,10 +67,6 @@ class JsonlInput:
                     blank = 0
                     yield line
 
-    def count(self) -> int:
-        """Number of rows."""
-        return sum(1 for _ in self.lines())
-
     def _open(self) -> io.BufferedReader:
         found = self._found
         if found.local:
@@ -242,7 +238,7 @@ class JsonlFiles:
 
     def count(self) -> int:
         if self.total_rows is None:
-            self.total_rows = sum(file.count() for file in self._readers)
+            self.total_rows = sum(1 for file in self._readers for _ in file.lines())
         return self.total_rows
 
     def columns_by_file(self) -> list[tuple[str, Sequence[str]]]:

@@ -38,7 +38,7 @@ _TAIL_BYTES = 8  # after the footer: its length and the magic
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """What is left of a footer when it was checked."""
+    """The result of checking a footer."""
 
     rows: int
     wrong: dict[str, str]  # by the path of a column what is wrong with its chunks; other columns can be read
@@ -169,7 +169,7 @@ class Page(NamedTuple):
 def read_pages(file: BinaryIO, chunk: Any) -> list[Page]:
     """The pages of a column chunk (pyarrow's ColumnChunkMetaData), up to the first header that makes no sense.
 
-    What comes after such a header is left to Arrow, which then says what is wrong with it. Raises OSError where the
+    Data behind such a header are left to Arrow, which then reports the fault. Raises OSError where the
     pages have more or fewer values than the chunk.
     """
     offset, end = chunk_range(chunk)

@@ -1,4 +1,4 @@
-"""Which rows and columns of the input a job reads."""
+"""The rows and columns of the input that a job reads, in batches."""
 
 from __future__ import annotations
 
