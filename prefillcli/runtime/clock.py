@@ -102,7 +102,7 @@ class Pace:
     rows: float  # rows that are done, those of earlier attempts included
     total: int | None  # rows of the whole job; None if not known
     rows_per_second: float | None  # of this attempt; None before its first row
-    seconds_left: float | None  # none if it cannot be told
+    seconds_left: float | None  # None if it cannot be told
 
 
 class Progress:

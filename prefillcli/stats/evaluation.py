@@ -325,7 +325,7 @@ def auc(scores: npt.ArrayLike, positive: npt.ArrayLike) -> float | None:
 
 Binning = Literal["equal-width", "equal-mass"]
 
-BINS = 15  # as many as Guo et al. (ICML 2017) take.
+BINS = 15  # as many as Guo et al. (ICML 2017) take
 
 _LEAST = float(np.finfo(np.float64).eps)  # a probability in a logarithm
 

@@ -157,7 +157,7 @@ class Calibration(_Frozen):
     schema_version: Literal[1] = SCHEMA_VERSION
     labels: tuple[str, ...] = Field(min_length=2)  # the positive one first
     scaling: Scaling
-    fitted_on: FittedOn | None = None  # none where it needs no right answers
+    fitted_on: FittedOn | None = None  # None where it needs no right answers
     # By method, what cross-validation found; `none` are the scores as they are.
     held_out: dict[str, HeldOut] = {}
     folds: int | None = None

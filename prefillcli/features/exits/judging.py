@@ -1,4 +1,4 @@
-"""Whether flips have become more than was proven: tests that may be asked again and again, and tests of a few rows."""
+"""The statistics of exits: layers and thresholds that calibration rows prove, and whether later rows contradict it."""
 
 from __future__ import annotations
 
