@@ -17,7 +17,7 @@ from prefillcli.bench.material import Material
 from prefillcli.bench.report import TEXT_METHODS, TEXT_REFERENCE, Guesses, Range, TextMethodResult, TextResult
 from prefillcli.bench.text_methods import GeneratedTexts, LockStepTexts, TextMethod, TextRun, TextTask
 from prefillcli.bench.vllm_method import VllmTextMethod, start_vllm
-from prefillcli.data.prompts.beginnings import DEFAULT_TEMPLATE, Beginnings
+from prefillcli.data.prompts.beginnings import Beginnings
 from prefillcli.data.prompts.templates import rationale_texts
 from prefillcli.data.rows import Float64Array
 from prefillcli.decode.continuations import DRAFTERS, Beginning, Continuation, Writing
@@ -26,6 +26,7 @@ from prefillcli.errors import PrefillError
 from prefillcli.jobs.load import Models
 from prefillcli.models.law import memory_law
 from prefillcli.models.open import stop_tokens
+from prefillcli.options.groups import DEFAULT_TEMPLATE
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import UnsupportedModelError
 

@@ -16,8 +16,7 @@ from prefillcli.engines.base import Answer, Continuations
 from prefillcli.plan.pack import Limits
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import Feature
-    from prefillcli.jobs.inputs import Opening
+    from prefillcli.core.feature import Feature, Opening
 
 
 class Condition(Protocol):

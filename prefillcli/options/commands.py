@@ -148,10 +148,10 @@ class ScoreSettings(
 
     def _joint(self, option: str) -> Iterator[Objection]:
         # Why rows cannot be scored apart from the others of their job, as `option` would do.
-        found = [each.joint(option) for each in features_of(self)]
-        yield from (objection for objection in found if objection is not None)
         if self.audit:
             yield Objection("--audit draws from all rows", "audit a sample of the rows in a job of its own")
+        found = [each.joint(option) for each in features_of(self)]
+        yield from (objection for objection in found if objection is not None)
 
     @property
     def shard_of(self) -> Shard | None:

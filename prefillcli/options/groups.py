@@ -141,6 +141,7 @@ LabelTexts = Annotated[str | tuple[str, ...], BeforeValidator(_labels_as_text)]
 
 
 SELF = "self"  # as `--draft`: the model's own first layers
+DEFAULT_TEMPLATE = "{{ label }} because"  # what a text behind a prompt begins with
 
 
 class DraftOptions(Settings):

@@ -51,7 +51,7 @@ def test_an_actor_loads_the_model_that_the_driver_has(model: Path) -> None:
         kind, ready = opened(worker, WorkerSpec(3, settings(model), digests={str(model): hash_model(model)}))
         assert (kind, ready.whole_packs) == ("started", True)
         kind, report = done(worker, ReportTask())
-        assert (kind, report.number, report.packs) == ("done", 3, 0)
+        assert (kind, report.worker.number, report.worker.packs) == ("done", 3, 0)
 
 
 def test_another_model_at_the_same_path_is_refused(model: Path, tmp_path: Path) -> None:

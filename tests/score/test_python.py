@@ -24,9 +24,9 @@ import pytest
 import torch
 
 import prefillcli
+from prefillcli.engines import loader
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.library.table_scoring import Steps, TableScorer
-from prefillcli.models import open as models
 from tests.score.jobs import Reference, assert_scored, score, texts, write_jsonl, write_parquet
 
 PROMPTS = texts(6)
@@ -533,7 +533,7 @@ def test_an_interrupted_call_ends_and_the_scorer_goes_on(
 @pytest.mark.usefixtures("_interruptible")
 def test_an_interrupted_load_leaves_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[Any] = []
-    close, opened = TableScorer.close, models.open_models
+    close, opened = TableScorer.close, loader.open_models
     waiting, closed = threading.Event(), threading.Event()
 
     def slow(*arguments: Any, **options: Any) -> Any:
@@ -546,7 +546,7 @@ def test_an_interrupted_load_leaves_nothing(model: Path, monkeypatch: pytest.Mon
         close(self)
         closed.set()
 
-    monkeypatch.setattr(models, "open_models", slow)
+    monkeypatch.setattr(loader, "open_models", slow)
     monkeypatch.setattr(TableScorer, "close", noted)
     with pytest.raises(KeyboardInterrupt):
         prefillcli.Scorer(model)

@@ -8,7 +8,6 @@ from typing import Any
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Labels
 
-DEFAULT_TEMPLATE = "{{ label }} because"
 _WORD = "x"  # before a text that follows a prompt's last word
 
 

@@ -119,7 +119,7 @@ class Compress(Feature):
                 f"give the share of the tokens to keep, --keep 0.2 for example, {guessing}or leave --draft out"
             )
 
-    def source_opened(self, opening: Opening) -> None:
+    def starting(self) -> None:
         if self.settings.drafts_itself and isinstance(self.settings, InspectOptions):
             raise UsageError(
                 "--draft self: prefill inspect shows the tokens that a draft picks before the model reads any\n"

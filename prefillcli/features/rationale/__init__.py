@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from prefillcli.core.feature import Feature, Objection, features_of
-from prefillcli.data.prompts.beginnings import DEFAULT_TEMPLATE
 from prefillcli.errors import UsageError
-from prefillcli.options.groups import SELF
+from prefillcli.options.groups import DEFAULT_TEMPLATE, SELF
 from prefillcli.options.option import RATIONALES, Settings, option
 from prefillcli.options.requirements import Requirement
 
