@@ -55,7 +55,9 @@ def make_config(family: str, **changes: object) -> object:
 def make_model(family: str, dtype: torch.dtype = torch.float32, **changes: object) -> nn.Module:
     """A model of `family` whose logits spread over a few units, so that a wrong key would show."""
     generator = torch.Generator().manual_seed(7)
-    model = AutoModelForCausalLM.from_config(make_config(family, **changes), attn_implementation="eager").eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(7)  # some families draw weights of one dimension themselves, like decays
+        model = AutoModelForCausalLM.from_config(make_config(family, **changes), attn_implementation="eager").eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
