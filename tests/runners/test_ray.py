@@ -92,7 +92,7 @@ class Driver:
             env=environment | {"PYTHONPATH": str(ROOT)},
         )
 
-    def wait_until(self, condition: Callable[[], Any], seconds: float = 120.0) -> Any:
+    def wait_until(self, condition: Callable[[], Any], seconds: float = 400.0) -> Any:
         end = time.monotonic() + seconds
         while not (found := condition()):
             assert self._process.poll() is None, Path("stderr").read_text()
@@ -111,7 +111,7 @@ class Driver:
     def pid(self) -> int:
         return self._process.pid
 
-    def end(self, seconds: float = 120.0) -> dict[str, Any]:
+    def end(self, seconds: float = 400.0) -> dict[str, Any]:
         """The last line on stdout, which must be the only one; empty after a kill."""
         code = self._process.wait(seconds)
         for file in self._files:
