@@ -533,7 +533,7 @@ def test_an_interrupted_call_ends_and_the_scorer_goes_on(
 @pytest.mark.usefixtures("_interruptible")
 def test_an_interrupted_load_leaves_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[Any] = []
-    close, opened = TableScorer.close, loader.open_models
+    close, opened = TableScorer.close, loader.open_folders
     waiting, closed = threading.Event(), threading.Event()
 
     def slow(*arguments: Any, **options: Any) -> Any:
@@ -546,7 +546,7 @@ def test_an_interrupted_load_leaves_nothing(model: Path, monkeypatch: pytest.Mon
         close(self)
         closed.set()
 
-    monkeypatch.setattr(loader, "open_models", slow)
+    monkeypatch.setattr(loader, "open_folders", slow)
     monkeypatch.setattr(TableScorer, "close", noted)
     with pytest.raises(KeyboardInterrupt):
         prefillcli.Scorer(model)
