@@ -108,7 +108,7 @@ class Feature:
     # By command, the class of its options. The classes of all features make the settings of a command.
     options: ClassVar[Mapping[str, type[Any]]] = {}
     commands: ClassVar[Mapping[str, Command]] = {}  # by name, the commands that it brings
-    # Methods of `prefill bench` by name: what each is, and what is done before a workload. See `contender`.
+    # Methods of `prefill bench` by name: what each is, and what is done before a workload. See `contenders`.
     methods: ClassVar[Mapping[str, tuple[str, str]]] = {}
     flips: ClassVar[bool] = False  # whether it may flip answers: an audit reads some rows in full as well
     # Whether it says how the model reads prompts: see `requests`. Windows then hand no prefixes on.
