@@ -23,7 +23,7 @@ from prefillcli.features.compress.settings import Compression
 from prefillcli.models.law import choose_chunk, memory_law
 from prefillcli.models.shape import prefill_flops, table5, walk_flops
 from prefillcli.profile.children import prompts_with_histories, random_prompt
-from prefillcli.report.rendering import mebibytes
+from prefillcli.report.section import mebibytes
 
 Row = dict[str, Any]
 

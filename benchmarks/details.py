@@ -34,7 +34,7 @@ from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill import forest, fusion
 from prefillcli.prefill.attention import Shift, attend_blockwise, attend_by_products
 from prefillcli.profile.children import prompts_with_histories, resident
-from prefillcli.report.rendering import mebibytes
+from prefillcli.report.section import mebibytes
 from recipes.real_model import real_model
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -31,7 +31,7 @@ from benchmarks.workloads import short_rows
 from prefillcli.bench.contest import interleaved
 from prefillcli.plan.trie import TokenArray
 from prefillcli.profile.children import prompts_with_histories, random_prompt
-from prefillcli.report.rendering import mebibytes
+from prefillcli.report.section import mebibytes
 from recipes.real_model import real_model
 
 WALK, PLAIN, PADDED, VLLM = "torch walk", "plain loop", "padded batches", "vLLM"

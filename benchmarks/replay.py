@@ -30,7 +30,7 @@ from prefillcli.options.commands import ProfileSettings
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Queue, cut_packs, shortest_job
 from prefillcli.plan.trie import TrieNode
-from prefillcli.report.rendering import three_digits
+from prefillcli.report.section import three_digits
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]

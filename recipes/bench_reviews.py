@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefillcli.report.rendering import percent_interval
+from prefillcli.report.section import percent_interval
 from recipes.distill_draft import main as distill_draft
 from recipes.real_model import FOLDER, real_model
 from recipes.review_rows import write_rows

@@ -24,7 +24,7 @@ from prefillcli.bench.report import REFERENCE
 from prefillcli.jobs.inputs import Opening
 from prefillcli.jobs.load import load_walk
 from prefillcli.options.commands import BenchSettings
-from prefillcli.report.rendering import percent_interval
+from prefillcli.report.section import percent_interval
 from prefillcli.stats.audit import flip_interval
 from prefillcli.stats.evaluation import auc
 from prefillcli.stats.probabilities import label_probabilities

@@ -24,7 +24,7 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan, make_plans
 from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.trie import build_forest, shared_nodes, token_order
-from prefillcli.report.rendering import bar
+from prefillcli.report.section import bar
 from prefillcli.report.survey import (
     Bin,
     Duplicates,

@@ -33,8 +33,8 @@ from prefillcli.models.files import sample_draft
 from prefillcli.models.open import Opened
 from prefillcli.options.commands import BenchSettings
 from prefillcli.redaction import shown, without_secrets
-from prefillcli.report.rendering import WIDTH, page_of, print_section, stderr_console
 from prefillcli.report.run import versions
+from prefillcli.report.section import WIDTH, page_of, print_section, stderr_console
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, StepLog
 from prefillcli.runtime.extras import require_extra

@@ -11,16 +11,20 @@ from pydantic import BaseModel, Field
 from prefillcli.core.feature import features
 from prefillcli.decode.continuations import DRAFTERS
 from prefillcli.redaction import shown_report
-from prefillcli.report.rendering import (
+from prefillcli.report.run import write_with_page
+from prefillcli.report.section import (
+    Bar,
+    Part,
+    Section,
+    Strip,
     TableRows,
     mebibytes,
     page_html,
     percent_interval,
     percent_or_nothing,
+    settings_section,
     three_digits,
 )
-from prefillcli.report.run_page import write_with_page
-from prefillcli.report.section import Bar, Part, Section, Strip, settings_section
 from prefillcli.stats.audit import Audit
 
 # How far the rounds of a measurement lie apart.

@@ -22,8 +22,8 @@ from prefillcli.models.weights import plan_weights
 from prefillcli.options.commands import DoctorSettings
 from prefillcli.prefill import attention, attention_checks
 from prefillcli.redaction import shown
-from prefillcli.report.rendering import TableRows, byte_size, numbers_table, pairs_table, stderr_console
 from prefillcli.report.run import versions
+from prefillcli.report.section import TableRows, byte_size, numbers_table, pairs_table, stderr_console
 from prefillcli.runtime import cores, device_key, extras, log, memory, signals, user_cache
 
 # What `prefill doctor` has found: its JSON line, and its tables.

@@ -21,8 +21,8 @@ from prefillcli.jobs.shell import conclude, shell
 from prefillcli.models.open import Opened, weights_of
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.redaction import shown, shown_report
-from prefillcli.report.rendering import mebibytes, pairs_table, print_section, stderr_console
 from prefillcli.report.run import versions
+from prefillcli.report.section import mebibytes, pairs_table, print_section, stderr_console
 from prefillcli.report.survey import Survey, survey_section
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, Progress, duration

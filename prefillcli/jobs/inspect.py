@@ -39,8 +39,7 @@ from prefillcli.report.inspection import (
     print_inspection,
     write_html,
 )
-from prefillcli.report.rendering import visible
-from prefillcli.report.section import Section
+from prefillcli.report.section import Section, visible
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Progress
 from prefillcli.runtime.signals import Stop

@@ -15,8 +15,7 @@ from prefillcli.jobs.path_table import report_path, require_apart
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.options.commands import MergeSettings
 from prefillcli.redaction import shown
-from prefillcli.report.run import RunReport
-from prefillcli.report.run_page import write_files
+from prefillcli.report.run import RunReport, write_files
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.signals import Stop

@@ -31,7 +31,7 @@ from prefillcli.errors import PrefillError, UsageError
 from prefillcli.options.commands import MergeSettings, ScoreSettings
 from prefillcli.options.option import PathRole, Settings, details_of
 from prefillcli.redaction import without_secrets
-from prefillcli.report.rendering import page_of
+from prefillcli.report.section import page_of
 
 # The files that a run writes beside the scores: how one of an earlier run is known, which may be replaced.
 

@@ -37,8 +37,9 @@ from prefillcli.report.run import (
     MemoryTrace,
     RunReport,
     ThreadCounts,
+    print_table,
+    write_files,
 )
-from prefillcli.report.run_page import print_table, write_files
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, MemoryWatch
 from prefillcli.runtime.signals import Stop

@@ -54,7 +54,7 @@ from prefillcli.profile.children import (
     random_tokens,
     trace,
 )
-from prefillcli.report.rendering import byte_size
+from prefillcli.report.section import byte_size
 from prefillcli.runtime.memory import available_memory
 
 #: Prints on stderr what comes next.

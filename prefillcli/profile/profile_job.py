@@ -19,9 +19,8 @@ from prefillcli.jobs.shell import shell
 from prefillcli.models.open import check_loadable, open_model
 from prefillcli.options.commands import ProfileSettings
 from prefillcli.redaction import shown, without_secrets
-from prefillcli.report.rendering import page_of
-from prefillcli.report.run import versions
-from prefillcli.report.run_page import write_with_page
+from prefillcli.report.run import versions, write_with_page
+from prefillcli.report.section import page_of
 from prefillcli.report.survey import Survey
 from prefillcli.runtime.clock import Clock, Progress, StepLog
 from prefillcli.runtime.cores import Threads

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from prefillcli.forecast.profile import MODES, CompletionModel, ModeResult, Profile
-from prefillcli.report.rendering import (
+from prefillcli.report.section import (
     WIDTH,
+    Bar,
+    Part,
+    Plot,
+    Scale,
+    Section,
+    Strip,
     TableRows,
     byte_size,
+    line_plot,
     mebibytes,
     page_html,
     percent_or_nothing,
     print_section,
+    settings_section,
     small_seconds,
     stderr_console,
     three_digits,
 )
-from prefillcli.report.section import Bar, Part, Plot, Scale, Section, Strip, line_plot, settings_section
 from prefillcli.report.survey import survey_section
 
 # The tables: for the terminal and for the page.

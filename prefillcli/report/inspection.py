@@ -1,6 +1,6 @@
 """One prompt as the engine sees it: what is shared, what is kept and why, and what it answers.
 
-Prompts are untrusted: text of theirs is shown through `prefillcli.report.rendering` only.
+Prompts are untrusted: text of theirs is shown through `prefillcli.report.section` only.
 """
 
 from __future__ import annotations
@@ -22,15 +22,21 @@ from prefillcli.core.request import Request
 from prefillcli.data.output.store import put_text
 from prefillcli.data.rows import Prompt, ScoredRow
 from prefillcli.engines.base import LeavingRule, Readings
-from prefillcli.report.rendering import Cell, counted, page_html, preview, print_section, signed_bar, visible
 from prefillcli.report.section import (
+    Cell,
     Part,
     Plot,
     Scale,
     Section,
+    counted,
     line_plot,
+    page_html,
+    preview,
+    print_section,
     round_ticks,
     settings_section,
+    signed_bar,
+    visible,
 )
 from prefillcli.stats.probabilities import log_shares_of
 

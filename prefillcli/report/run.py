@@ -1,11 +1,12 @@
-"""The report of a run: `run.json`, and its last line on stdout."""
+"""The report of a run of `prefill score`: `run.json`, and what its page, the terminal and Prometheus say of it."""
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import Any, Literal
 
@@ -14,12 +15,36 @@ from pydantic_core import PydanticSerializationError
 
 from prefillcli.core.feature import features
 from prefillcli.data.output.columns import LENGTH_EDGES, SCORE_BINS, Counts
+from prefillcli.data.output.store import put_text
+from prefillcli.data.rows import FULL, ErrorCode, is_fallback
 from prefillcli.engines.base import PoolUse, ReducedPacks, WeightsReport, WorkerReport
-from prefillcli.redaction import shown_report
-from prefillcli.report.section import Section
+from prefillcli.errors import NOTHING_TO_DO, Interrupted, PrefillError, ResourceError
+from prefillcli.redaction import shown_report, without_secrets
+from prefillcli.report.section import (
+    Bar,
+    Cell,
+    Part,
+    Section,
+    Strip,
+    bars,
+    length_plot,
+    mebibytes,
+    memory_plot,
+    metrics_text,
+    minutes_and_seconds,
+    page_html,
+    page_of,
+    pairs_table,
+    row_name,
+    score_plot,
+    settings_section,
+    stderr_console,
+    three_digits,
+)
+from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.memory import peak_memory
-from prefillcli.stats.audit import Audit
+from prefillcli.stats.audit import Audit, audit_lines
 
 SCHEMA_VERSION = 1
 
@@ -276,3 +301,382 @@ def to_json(report: RunReport) -> str:
         text = json.dumps(report.model_dump(mode="json"), indent=2)
     # a line break is in no JSON string, so only lists of numbers match
     return re.sub(r"\[\n[-+.\dEe,\s]+\]", lambda found: f"[{' '.join(found[0][1:-1].split())}]", text) + "\n"
+
+
+# What is said of a run: sections for its page, the terminal and Prometheus.
+
+
+_BESIDE = ("read", "render", "tokenize")
+_PHASES = {
+    "load": "load the models",
+    "waiting": "wait for prompts",
+    "plan": "plan",
+    "exits": "learn the exits",
+    "draft": "draft",
+    "model": "model",
+    "write": "write",
+    "evaluate": "evaluate",
+    "read": "read",
+    "render": "render",
+    "tokenize": "tokenise",
+}
+_TOKENS = {
+    "prompt": "in prompts",
+    "kept": "kept",
+    "unique": "unique",
+    "computed": "computed",
+    "draft": "by the draft",
+    "audit": "for the audit",
+}
+
+
+def run_html(report: RunReport) -> str:
+    """The page of a run."""
+    started = report.started.replace("T", " ").replace("+00:00", " UTC")
+    notes = [f"{report.output or 'no output'} \u00b7 {started}"]
+    if report.resumed:
+        notes.append(
+            "The job was resumed: rows, scores and lengths are those of all attempts; tokens, time, speed and memory "
+            "those of this one."
+        )
+    verdict = _verdict(report)
+    return page_html(
+        Section(
+            title="prefill score",
+            parts=[Part(note=note) for note in notes],
+            alarms=[report.error] if report.error else [],
+        ),
+        [
+            *run_sections(report),
+            Section(
+                title="Settings, versions, fingerprint",
+                folded=True,
+                parts=[
+                    Part(title="Settings", lines=settings_section(report.settings).lines),
+                    Part(title="Versions", lines=list(report.versions.items())),
+                    Part(title="Fingerprint", lines=list(report.fingerprint.items())),
+                ],
+            ),
+        ],
+        title=f"{verdict[0]} - prefill score {report.output or ''}",
+        verdict=verdict,
+    )
+
+
+def run_sections(report: RunReport) -> Iterator[Section]:
+    """All that is said of a run, in the order of its page. Sections without a title are for terminal and metrics."""
+    yield _end(report)
+    yield _rows(report)
+    if report.histograms.score.counts:
+        yield Section(title="Scores", parts=[Part(plot=score_plot(report.histograms.score))])
+    yield from report.sections()
+    if report.audit is not None and report.audit.flip_rate is not None:
+        yield Section(tiles=[("audited flips", f"{report.audit.flip_rate:.1%}")])
+    yield Section(title="Rows", parts=[Part(bars=_results(report))])
+    yield _failed(report)
+    yield _lengths(report)
+    yield _tokens(report)
+    yield _methods(report)
+    if report.audit is not None:
+        yield _audit(report.audit)
+    yield _time(report)
+    yield _memory(report)
+    yield _slowest(report)
+
+
+def _verdict(report: RunReport) -> tuple[str, str]:
+    # How the run ended, and how good that is: a class of the page's style.
+    if report.status == "complete" and report.exit_code == 0:
+        return "complete", "good"
+    if report.status == "complete":
+        return f"complete, exit code {report.exit_code}", "poor"
+    return f"{report.status}, exit code {report.exit_code}", "bad" if report.status == "failed" else "poor"
+
+
+def _end(report: RunReport) -> Section:
+    # How the run ended.
+    section = Section()
+    success = float(report.exit_code in (0, NOTHING_TO_DO))
+    section.metric("run_success", "1 if the last run was done or had nothing to do, else 0.", success)
+    section.metric("run_exit_code", "Exit code of the last run.", report.exit_code)
+    return section
+
+
+def _rows(report: RunReport) -> Section:
+    rows = report.rows
+    counts = f"{rows.scored:,} scored of {rows.total:,}"
+    if rows.errors:
+        codes = ", ".join(f"{code} {count:,}" for code, count in sorted(rows.errors_by_code.items()))
+        counts += f", {rows.errors:,} errors ({codes})"
+    if rows.skipped:
+        counts += f", {rows.skipped:,} skipped"
+    section = Section(lines=[("rows", counts)], tiles=[("scored", f"{rows.scored:,}"), ("errors", f"{rows.errors:,}")])
+    if rows.skipped:
+        section.tiles.append(("skipped", f"{rows.skipped:,}"))
+    results = {"scored": rows.scored, "error": rows.errors, "skipped": rows.skipped}
+    section.metric("rows_total", "Rows of the output by result.", results, "result")
+    section.metric("rows_errors", "Error rows of the output by code.", rows.errors_by_code, "code")
+    if report.mean_score is not None:
+        section.lines.append(("mean score", f"{report.mean_score:.4f}"))
+        section.tiles.append(("mean score", f"{report.mean_score:.4f}"))
+        section.metric("score_mean", "Mean score of the output.", report.mean_score)
+    if report.mean_label_mass is not None:
+        section.lines.append(("label mass", f"{report.mean_label_mass:.4f} on average"))
+        section.metric("label_mass_mean", "Mean label mass of the output.", report.mean_label_mass)
+    if report.rows_per_second:
+        section.tiles.append(("rows/s", three_digits(report.rows_per_second)))
+    if report.tokens_per_second:
+        section.tiles.append(("tokens/s", f"{report.tokens_per_second:,.0f}"))
+    section.tiles.append(("wall time", minutes_and_seconds(report.seconds.total)))
+    return section
+
+
+def _results(report: RunReport) -> list[Bar]:
+    # What became of the rows: each prediction, each error.
+    values = {}
+    if report.histograms.score.counts:
+        plot = score_plot(report.histograms.score)
+        sums = {name: sum(bins) for name, bins in report.histograms.score.counts.items()}
+        rest = report.rows.scored - sum(sums.get(name, 0) for name, _ in plot.series)
+        values = {name: sums.get(name, rest) for name, _ in plot.series}
+    kinds = {name: f"s{at}" for at, name in enumerate(values)}
+    failed = dict(sorted(report.rows.errors_by_code.items(), key=lambda pair: -pair[1]))
+    if report.rows.skipped:
+        failed[ErrorCode.SKIPPED_TOO_LONG] = report.rows.skipped
+    return [
+        *_counted(values, report.rows.total, kinds),
+        *_counted(failed, report.rows.total, dict.fromkeys(failed, "alarm")),
+    ]
+
+
+def _counted(values: dict[str, int], total: int, kinds: dict[str, str]) -> list[Bar]:
+    return [
+        Bar(name, 100 * value / max(total, 1), f"{value:,} ({value / max(total, 1):.1%})", kinds[name])
+        for name, value in values.items()
+    ]
+
+
+def _failed(report: RunReport) -> Section:
+    table = [["row", "code", "detail"]] + [
+        [Cell(row_name(row.row, row.id), "name"), Cell(row.code, "code"), Cell(row.detail or "", "prose")]
+        for row in report.failed
+    ]
+    more = report.rows.errors > len(report.failed)
+    note = f"{len(report.failed)} of {report.rows.errors:,}, the first ones of every code." if more else ""
+    part = Part(table=table if report.failed else None, words=range(3), layout="failed", note=note)
+    return Section(title="Rows without a score", parts=[part])
+
+
+def _lengths(report: RunReport) -> Section:
+    histogram = report.histograms.prompt_tokens
+    too_long = {
+        ErrorCode.PROMPT_TOO_LONG: report.rows.errors_by_code.get(ErrorCode.PROMPT_TOO_LONG, 0),
+        ErrorCode.SKIPPED_TOO_LONG: report.rows.skipped,
+    }
+    notes = [f"{number:,} rows are not in it: {code.meaning}." for code, number in too_long.items() if number]
+    if not histogram.counts:
+        return Section(title="Tokens of a prompt", parts=[Part(text=" ".join(notes))])
+    low, high = _quartile(histogram, 0.5)
+    half = f"Half of the prompts have fewer than about {(low + high) / 2:,.0f} tokens. The scale is logarithmic."
+    part = Part(plot=length_plot(histogram), note=" ".join([half, *notes]))
+    return Section(title="Tokens of a prompt", parts=[part])
+
+
+def _quartile(histogram: Histogram, share: float) -> tuple[float, float]:
+    # The edges of the bin in which this share of the rows is reached.
+    totals = [sum(column) for column in zip(*histogram.counts.values(), strict=True)]
+    below, wanted = 0, share * sum(totals)
+    for at, number in enumerate(totals):
+        below += number
+        if below >= wanted:
+            return histogram.edges[at], histogram.edges[at + 1]
+    return histogram.edges[-2], histogram.edges[-1]
+
+
+def _tokens(report: RunReport) -> Section:
+    tokens = report.tokens
+    section = Section(title="Tokens of the run" if tokens.prompt else "")
+    section.metric("tokens_total", "Tokens of the last run by kind.", tokens.model_dump(), "kind")
+    if not tokens.prompt:
+        return section
+    own = tokens.computed - tokens.audit - tokens.follow_up
+    section.lines.append(
+        (
+            "tokens",
+            f"{tokens.prompt:,} in prompts, {tokens.computed:,} computed "
+            f"({tokens.kept / max(own, 1):.2f}x shared), {tokens.unique:,} unique",
+        )
+    )
+    counts = tokens.model_dump()
+    values = {text: counts[name] for name, text in _TOKENS.items() if counts[name]}
+    if tokens.kept == tokens.prompt:
+        values.pop(_TOKENS["kept"], None)
+    texts = {name: f"{value:,} ({value / tokens.prompt:.1%})" for name, value in values.items()}
+    left = "prompts" if tokens.kept == tokens.prompt else "kept tokens"
+    note = f"Unique: what is left of the {left} when every shared beginning counts once; less cannot be computed."
+    kinds = {_TOKENS["draft"]: "s1", _TOKENS["audit"]: "s3"}
+    section.parts.append(Part(bars=bars(values, texts, kinds), note=note))
+    return section
+
+
+def _methods(report: RunReport) -> Section:
+    """Rows by how their prompts were read."""
+    order = sorted(report.methods, key=lambda name: (is_fallback(name), -report.methods[name]))
+    if order in ([], [FULL]):
+        return Section()
+    kinds = {name: "alarm" if is_fallback(name) else "s0" if name == FULL else "s2" for name in order}
+    found = _counted({name: report.methods[name] for name in order}, report.rows.scored, kinds)
+    return Section(title="Methods", parts=[Part(bars=found)])
+
+
+def _audit(audit: Audit) -> Section:
+    section = Section(title="Audit", lines=audit_lines(audit))
+    if audit.flip_rate is None:
+        return section
+    text = "Share of audited rows that compression or early exits flip."
+    section.metric("audit_flip_rate", text, audit.flip_rate)
+    if audit.interval is not None:
+        low, high = audit.interval
+        end = min(2 * high, 1.0)  # of the track
+        sure = Strip("sure", 100 * low / end, 100 * (high - low) / end)
+        bar = Bar("flips", 100 * audit.flip_rate / end, f"{100 * end:.3g} %", "alarm", more=(sure,))
+        section.parts.append(Part(bars=[bar], note="Bar: share of flipped answers. Line: its interval."))
+    return section
+
+
+def _time(report: RunReport) -> Section:
+    seconds = report.seconds.model_dump()
+    total = seconds.pop("total")
+    detail = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items() if value >= 0.05)
+    values = {text: seconds[name] for name, text in _PHASES.items() if name not in _BESIDE}
+    values["other"] = max(total - sum(value for name, value in seconds.items() if name not in _BESIDE), 0.0)
+    values |= {_PHASES[name]: seconds[name] for name in _BESIDE}
+    values = {name: value for name, value in values.items() if value >= 0.0005}
+    kinds = {_PHASES[name]: "s6" for name in _BESIDE} | {"other": "s7"}
+    texts = {name: f"{minutes_and_seconds(value)} ({value / max(total, 1e-9):.0%})" for name, value in values.items()}
+    note = (
+        "Reading, rendering and tokenising go on beside the model, a window ahead of it. Other: start, fingerprints, "
+        "and what lies between."
+    )
+    section = Section(
+        title="Time" if values else "", lines=[("seconds", f"{total:.1f}" + (f" ({detail})" if detail else ""))]
+    )
+    if report.predicted_seconds is not None:
+        predicted = f"{report.seconds.model:.1f} seconds, {report.predicted_seconds:.1f} predicted by the profile"
+        section.lines.append(("model", predicted))
+        note += f" The profile predicted {minutes_and_seconds(report.predicted_seconds)} for the model."
+    speed = f"{report.rows_per_second:,.1f} rows/s, {report.tokens_per_second:,.0f} prompt tokens/s"
+    section.lines.append(("speed", speed))
+    section.parts.append(Part(bars=bars(values, texts, kinds), note=note))
+    section.metric("phase_seconds", "Wall time of the last run by phase.", seconds, "phase")
+    section.metric("run_seconds", "Wall time of the last run.", total)
+    section.metric("rows_per_second", "Rows scored per second by the last run.", report.rows_per_second)
+    return section
+
+
+def _memory(report: RunReport) -> Section:
+    plot, peak, used = memory_plot(report.memory_trace), report.peak_memory_bytes, report.weights
+    device = f", {mebibytes(peak.device)} MiB device" if peak.device else ""
+    section = Section(
+        title="" if plot is None else "Memory",
+        lines=[("peak memory", f"{mebibytes(peak.host)} MiB host{device}")],
+        parts=[Part(plot=plot)],
+    )
+    if used is not None and used.mode == "stream":
+        section.lines.append(
+            (
+                "weights",
+                f"{mebibytes(used.bytes)} MiB streamed in {mebibytes(used.memory_bytes)} MiB; "
+                f"{mebibytes(used.bytes_read)} MiB read, {used.seconds_waited:.1f} seconds waited for them",
+            )
+        )
+    section.metric("peak_memory_bytes", "Largest memory used by the last run.", peak.model_dump(), "where")
+    return section
+
+
+def _slowest(report: RunReport) -> Section:
+    table = [["row", "ms", "prompt", "computed", "method"]] + [
+        [
+            Cell(row_name(row.row, row.id), "name"),
+            f"{1000 * row.seconds:,.1f}",
+            f"{row.prompt_tokens:,}",
+            f"{row.computed_tokens:,}",
+            row.method,
+        ]
+        for row in report.slowest
+    ]
+    note = "A row's share of the models' time. A shared prefix counts with the first row that reads it."
+    part = Part(table=table if report.slowest else None, words=(0, 4), note=note)
+    return Section(title="Slowest rows", parts=[part])
+
+
+# A run of `prefill score` in the terminal, and as metrics.
+
+
+def print_table(report: RunReport) -> None:
+    """The run in a few lines, on stderr."""
+    stderr_console().print(pairs_table(run_lines(report)))
+
+
+def run_lines(report: RunReport) -> Iterator[tuple[str, str]]:
+    """The lines of the table: a name and a text each."""
+    for section in run_sections(report):
+        yield from section.lines
+    yield "output", report.output or "none"
+    yield "report", ", ".join(filter(None, (report.report, report.page))) or "none"
+
+
+def to_metrics(report: RunReport, now: float) -> str:
+    """All metrics of a run that ended at `now`, in seconds since 1970. All are gauges, about the last run."""
+    ended = Section()
+    ended.metric("last_run_timestamp_seconds", "When the last run ended, in Unix time.", now)
+    return metrics_text([*run_sections(report), ended])
+
+
+def write_with_page(path: str, report: str, page: str) -> None:
+    """Write a report as JSON, and its page beside it; a reader sees an old file or a whole new one.
+
+    Raises PrefillError.
+    """
+    for name, text in ((path, report), (page_of(path), page)):
+        try:
+            put_text(name, text)
+        except OSError as error:
+            raise ResourceError(f"{name}: cannot write: {error.strerror or error}") from None
+
+
+def write_files(report: RunReport, metrics_file: str | None = None) -> None:
+    """Write the files of a run; a reader sees an old one or a whole new one. Failures are reported on stderr.
+
+    Without `report.report` there is neither `run.json` nor page. A run without `run.json` is a failed one; page and
+    metrics are for watching it: without them it ends as it would have.
+    """
+    if report.report is not None:
+        report.page = page_of(report.report)
+        try:
+            put_text(report.page, run_html(shown_report(report)))
+        except Exception as error:  # whatever goes wrong, the scores are written
+            report.page = None
+            _warn("page", error)
+        except Interrupted:  # a store hangs, and a signal has come
+            report.report = report.page = None
+            raise
+        try:
+            put_text(report.report, to_json(shown_report(report)))
+        except (OSError, PrefillError) as error:
+            log.error(f"cannot write the report: {error}")
+            report.report = None
+            report.exit_code = report.exit_code or ResourceError.exit_code
+        except Interrupted:
+            report.report = None
+            raise
+    if metrics_file is not None:
+        try:
+            put_text(metrics_file, to_metrics(report, time.time()))
+        except Exception as error:
+            _warn("metrics", error)
+
+
+def _warn(what: str, error: Exception) -> None:
+    why = without_secrets(str(error)) or type(error).__name__
+    log.warning(f"cannot write the {what}: {why}")

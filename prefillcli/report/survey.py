@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from pydantic import BaseModel, Field
 
-from prefillcli.report.rendering import TableRows, price
-from prefillcli.report.section import Bar, Part, Section, bars
+from prefillcli.report.section import Bar, Part, Section, TableRows, bars, price
 from prefillcli.runtime.clock import duration
 
 

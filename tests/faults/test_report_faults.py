@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from prefillcli.report.run import RunReport
-from prefillcli.report.run_page import write_files
+from prefillcli.report.run import RunReport, write_files
 from tests.faults.file_faults import Kind
 from tests.faults.loops import Job, fail_each
 from tests.faults.nursery import Nursery, Outcome

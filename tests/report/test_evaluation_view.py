@@ -15,8 +15,7 @@ from prefillcli.features.evaluation.report import (
     evaluation_lines,
     section,
 )
-from prefillcli.report.run import RunReport, to_json
-from prefillcli.report.run_page import run_html, run_lines
+from prefillcli.report.run import RunReport, run_html, run_lines, to_json
 from prefillcli.stats.evaluation import Evaluation, evaluate, evaluate_labels
 from tests.report.test_run_page import HOSTILE, Page, assert_fetches_nothing
 

@@ -17,8 +17,7 @@ from prefillcli.features.exits.report import (
     gain_plot,
     section,
 )
-from prefillcli.report.run import RunReport, to_json
-from prefillcli.report.run_page import run_html, run_lines
+from prefillcli.report.run import RunReport, run_html, run_lines, to_json
 from tests.report.test_metrics import metrics
 from tests.report.test_run_page import HOSTILE, Page, assert_fetches_nothing
 

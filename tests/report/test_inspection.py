@@ -33,7 +33,7 @@ from prefillcli.report.inspection import (
     stretches,
     write_html,
 )
-from prefillcli.report.rendering import visible
+from prefillcli.report.section import visible
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\x1b]8;;http://evil\x07 \u202egnp.exe\u2066\u200b\x00\x7f\x9b2J\r"
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from prefillcli.report.run import RunReport
-from prefillcli.report.run_page import to_metrics
+from prefillcli.report.run import RunReport, to_metrics
 from prefillcli.stats.audit import audit_of
 
 NOW = 1_760_000_000.25

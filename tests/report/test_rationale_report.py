@@ -10,8 +10,7 @@ from prefillcli.decode.continuations import DecodingReport, DrafterCounts
 from prefillcli.features.evidence.report import WHAT_EVIDENCE_IS
 from prefillcli.features.rationale import Rationale
 from prefillcli.features.rationale.report import NO_REASON, RationaleUse, WrittenRow
-from prefillcli.report.run import RunReport, to_json
-from prefillcli.report.run_page import run_html, run_lines
+from prefillcli.report.run import RunReport, run_html, run_lines, to_json
 from tests.report.test_metrics import metrics
 from tests.report.test_run_page import HOSTILE, Page
 

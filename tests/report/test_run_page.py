@@ -11,10 +11,8 @@ import pyarrow as pa
 import pytest
 
 from prefillcli.data.output.columns import Counts
-from prefillcli.report.rendering import page_of
-from prefillcli.report.run import FailedRow, Histogram, MemoryTrace, RunReport
-from prefillcli.report.run_page import run_html, write_files
-from prefillcli.report.section import OTHERS, SERIES, length_plot, memory_plot, score_plot
+from prefillcli.report.run import FailedRow, Histogram, MemoryTrace, RunReport, run_html, write_files
+from prefillcli.report.section import OTHERS, SERIES, length_plot, memory_plot, page_of, score_plot
 from prefillcli.stats.audit import audit_of
 from tests.report.browser import CHROMIUM, browser
 
@@ -189,7 +187,7 @@ def test_a_page_that_cannot_be_made_leaves_the_exit_code(
     def broken(_: object) -> str:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("prefillcli.report.run_page.run_html", broken)
+    monkeypatch.setattr("prefillcli.report.run.run_html", broken)
     report = RunReport(status="complete", exit_code=0, report=str(tmp_path / "run.json"))
     write_files(report, str(tmp_path))  # a folder cannot be written as a file either
     assert report.exit_code == 0

@@ -144,7 +144,7 @@ def test_a_second_signal_of_either_kind_ends_the_process_at_once(model: Path, se
 
 def test_a_signal_while_the_report_is_written_changes_nothing(model: Path) -> None:
     make_input()
-    command = Command(*arguments(model), hold=Hold("prefillcli.report.run_page:run_html"))
+    command = Command(*arguments(model), hold=Hold("prefillcli.report.run:run_html"))
     command.wait_until_held()
     command.send(signal.SIGTERM)
     command.let_go()
@@ -154,7 +154,7 @@ def test_a_signal_while_the_report_is_written_changes_nothing(model: Path) -> No
 
 def test_a_report_that_hangs_is_given_up_after_a_signal(model: Path) -> None:
     make_input()
-    command = Command(*arguments(model), hold=Hold("prefillcli.report.run_page:put_text"), grace_seconds=0.5)
+    command = Command(*arguments(model), hold=Hold("prefillcli.report.run:put_text"), grace_seconds=0.5)
     command.wait_until_held()
     command.send(signal.SIGTERM)
     assert command.end() == 143

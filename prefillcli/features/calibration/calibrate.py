@@ -31,7 +31,7 @@ from prefillcli.jobs.path_table import require_apart, require_json
 from prefillcli.jobs.sealed_file import write_sealed
 from prefillcli.jobs.shell import shell
 from prefillcli.redaction import without_secrets
-from prefillcli.report.rendering import WIDTH, numbers_table, stderr_console
+from prefillcli.report.section import WIDTH, numbers_table, stderr_console
 from prefillcli.runtime import log
 from prefillcli.runtime.extras import require_extra
 from prefillcli.stats.probabilities import Float64Array, label_probabilities, log_shares_of

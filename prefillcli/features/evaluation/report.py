@@ -6,8 +6,18 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel, Field
 
-from prefillcli.report.rendering import TableRows, counted, percent_interval, row_name, visible
-from prefillcli.report.section import Box, Part, Plot, Section, Tick
+from prefillcli.report.section import (
+    Box,
+    Part,
+    Plot,
+    Section,
+    TableRows,
+    Tick,
+    counted,
+    percent_interval,
+    row_name,
+    visible,
+)
 from prefillcli.stats.evaluation import Estimate, Evaluation, ReliabilityBin, ThresholdFigures
 
 

@@ -9,8 +9,7 @@ from pydantic import BaseModel, Field
 
 from prefillcli.core.further import first_rows
 from prefillcli.data.rows import SectionEffect
-from prefillcli.report.rendering import counted, row_name, visible
-from prefillcli.report.section import Bar, Part, Section, Strip
+from prefillcli.report.section import Bar, Part, Section, Strip, counted, row_name, visible
 
 WHAT_EVIDENCE_IS = (
     "Change: how far the score of the first label falls when the section is left out. Sections act together, so "

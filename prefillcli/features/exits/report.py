@@ -13,8 +13,20 @@ from pydantic import BaseModel, Field
 
 from prefillcli.data.output.columns import TO_THE_END, Counts
 from prefillcli.features.exits.policy import FlipsOf, GainPoint, JudgedLabel
-from prefillcli.report.rendering import abbreviated, counted, percent_interval, percent_or_nothing, visible
-from prefillcli.report.section import Bar, Part, Plot, Section, Tick, bars, round_ticks
+from prefillcli.report.section import (
+    Bar,
+    Part,
+    Plot,
+    Section,
+    Tick,
+    abbreviated,
+    bars,
+    counted,
+    percent_interval,
+    percent_or_nothing,
+    round_ticks,
+    visible,
+)
 from prefillcli.stats.audit import flip_bound, flip_interval, rows_for
 
 # Learnt by this job; taken from an earlier one; not there, for a `reason`; ended before the job, for a `reason`.

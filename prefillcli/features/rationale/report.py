@@ -13,8 +13,7 @@ from prefillcli.data.output.columns import ColumnGroups, Counts
 from prefillcli.data.rows import Rationale
 from prefillcli.decode.continuations import DecodingReport
 from prefillcli.engines.memory_plan import TEXTS
-from prefillcli.report.rendering import counted, minutes_and_seconds, row_name, visible
-from prefillcli.report.section import Part, Section
+from prefillcli.report.section import Part, Section, counted, minutes_and_seconds, row_name, visible
 
 
 class DrafterUse(BaseModel):
