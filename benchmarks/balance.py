@@ -22,11 +22,9 @@ from benchmarks.console import log
 from benchmarks.simulated_crew import SimulatedCrew
 from prefillcli.data.rows import Int32Array, Prompt, Window
 from prefillcli.data.windows import MAX_ROWS
-from prefillcli.jobs.loop import ScoringLoop
+from prefillcli.jobs.loop import ScoringLoop, ScoringOptions
 from prefillcli.jobs.recorder import Recorder
-from prefillcli.jobs.runners.parallel import PACK_SHARE
-from prefillcli.jobs.runners.pool import Pool, WorkerSpec
-from prefillcli.jobs.window_scoring import ScoringOptions
+from prefillcli.jobs.runners.pool import PACK_SHARE, Pool, WorkerSpec
 from prefillcli.models.law import PACK_TOKENS
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings

@@ -35,8 +35,8 @@ from prefillcli.features.exits.judging import (
     exit_costs,
     observed_layers,
 )
-from prefillcli.jobs.inputs import Opening
 from prefillcli.jobs.load import load_walk
+from prefillcli.jobs.opening import Opening
 from prefillcli.options.commands import BenchSettings
 
 

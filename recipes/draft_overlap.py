@@ -22,8 +22,8 @@ from prefillcli.bench.material import input_material
 from prefillcli.data.rows import Int64Array
 from prefillcli.features.compress.contenders import compressor_in
 from prefillcli.features.compress.selection import ends, tails
-from prefillcli.jobs.inputs import Opening
 from prefillcli.jobs.load import load_walk
+from prefillcli.jobs.opening import Opening
 from prefillcli.options.commands import BenchSettings
 
 

@@ -21,8 +21,8 @@ from prefillcli.bench.contenders import Contender, Equipment, MethodRun
 from prefillcli.bench.contest import contenders
 from prefillcli.bench.material import Material, input_material
 from prefillcli.bench.report import REFERENCE
-from prefillcli.jobs.inputs import Opening
 from prefillcli.jobs.load import load_walk
+from prefillcli.jobs.opening import Opening
 from prefillcli.options.commands import BenchSettings
 from prefillcli.report.section import percent_interval
 from prefillcli.stats.audit import flip_interval

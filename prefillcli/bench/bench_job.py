@@ -25,8 +25,8 @@ from prefillcli.core.feature import features
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.decode.continuations import DRAFTERS
 from prefillcli.errors import PrefillError, ResourceError, UsageError, require_known
-from prefillcli.jobs.inputs import Opening, require_shares
 from prefillcli.jobs.load import load_walk
+from prefillcli.jobs.opening import Opening, require_shares
 from prefillcli.jobs.path_table import require_apart, require_json
 from prefillcli.jobs.shell import shell
 from prefillcli.models.files import sample_draft

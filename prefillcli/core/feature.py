@@ -37,8 +37,8 @@ if TYPE_CHECKING:  # the nouns of the hooks: features import them from here, for
     from prefillcli.engines.base import PlanEngine as PlanEngine
     from prefillcli.engines.base import Treatment as Treatment
     from prefillcli.jobs.identity import LocalModels as LocalModels
-    from prefillcli.jobs.inputs import Opening as Opening
     from prefillcli.jobs.load import Models as Models
+    from prefillcli.jobs.opening import Opening as Opening
     from prefillcli.jobs.score import Job as Job
     from prefillcli.jobs.scorer import Scorer as Scorer
     from prefillcli.models.law import TextsOf as TextsOf

@@ -13,7 +13,7 @@ from typing import Any
 from prefillcli.data.output.target import MEASURE
 from prefillcli.data.proof import ModelContents, hash_value
 from prefillcli.engines.registry import ENGINES
-from prefillcli.jobs.inputs import Opening, local_models
+from prefillcli.jobs.opening import Opening, local_models
 from prefillcli.models.files import brings_code
 from prefillcli.models.open import Opened
 from prefillcli.options.commands import ScoreSettings

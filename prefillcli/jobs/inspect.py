@@ -20,11 +20,11 @@ from prefillcli.data.rows import ErrorCode, RowError, ScoredRow, Window
 from prefillcli.data.windows import find_row
 from prefillcli.engines.base import Answer, EarlyExits, Engine, LabelTokens, LeavingRule, PlanEngine, Treatment
 from prefillcli.errors import PrefillError, UsageError
-from prefillcli.jobs.inputs import Opening, require_shares
 from prefillcli.jobs.load import Models, load_walk, text_room
+from prefillcli.jobs.loop import FollowUp
+from prefillcli.jobs.opening import Opening, require_shares
 from prefillcli.jobs.path_table import require_apart
 from prefillcli.jobs.shell import shell
-from prefillcli.jobs.window_scoring import FollowUp
 from prefillcli.models.open import Opened
 from prefillcli.options.commands import InspectSettings
 from prefillcli.options.option import details_of

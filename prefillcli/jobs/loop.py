@@ -2,24 +2,473 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from prefillcli.data.rows import ErrorCode, RowError, Window
-from prefillcli.engines.base import Answer, PlanEngine
-from prefillcli.jobs.window_scoring import (
-    Finished,
-    Listener,
-    PlannedWork,
-    ScoringOptions,
-    WindowWork,
-    begin_window,
-    follow_up,
-)
+from prefillcli.core.feature import Feature
+from prefillcli.core.further import FurtherQuestions, GivenContinuations, Question, WantedRow
+from prefillcli.core.request import AuditDraw, Request, kept_tokens, plan_requests, scored_row, thinning_of
+from prefillcli.data.prompts.labels import Labels
+from prefillcli.data.rows import ErrorCode, Float64Array, RowError, ScoredRow, Window
+from prefillcli.engines.base import PLAIN, Answer, Continuations, Engine, LabelTokens, PlanEngine, PoolUse, Treatment
 from prefillcli.plan.blocks import CarriedBlock
-from prefillcli.plan.pack import Pack
+from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.plan import Plan, packs_to_run
+from prefillcli.report.run import Tokens
+from prefillcli.runtime.clock import Phase
+
+# What an engine has to answer for the rows of a window, and the rows that its answers finish.
+
+
+@dataclass(slots=True)
+class Finished:
+    """Rows of a window that are finished since the last ones, and the tokens that took.
+
+    `carried` are the blocks that the window hands to the next one; None where that is not said.
+    """
+
+    rows: list[ScoredRow] = field(default_factory=list)
+    errors: dict[int, RowError] = field(default_factory=dict)
+    tokens: Tokens = field(default_factory=Tokens)
+    carried: tuple[CarriedBlock, ...] | None = None
+
+    def add(self, other: Finished) -> None:
+        """Rows that are finished as well, with their tokens."""
+        self.rows += other.rows
+        self.errors |= other.errors
+        self.tokens.add(other.tokens)
+        self.carried = self.carried if other.carried is None else other.carried
+
+
+class PlannedWork(Protocol):
+    """Requests that are planned and answered together."""
+
+    requests: list[Request]
+    plan: Plan
+
+    @property
+    def done_prompts(self) -> list[int]:
+        """The prompts whose rows need no answer any more."""
+
+    def treatment(self, pack: Pack) -> Treatment:
+        """What is done with the prompts of a pack, beside reading their labels."""
+
+    def take(self, pack: Pack, answers: Sequence[Answer]) -> Finished:
+        """The rows that these answers of a pack finish."""
+
+    def fail(self, prompt: int, error: RowError) -> Finished:
+        """What becomes of a row whose prompt cannot be answered."""
+
+    def share(self, pack: Pack) -> tuple[float, float]:
+        """Rows and prompt tokens that progress counts for each of the pack's tokens."""
+
+
+def failed_prompts(work: PlannedWork, unanswered: Sequence[Answer]) -> Finished:
+    """What becomes of rows whose prompts have no answer because memory ran out on them."""
+    finished = Finished()
+    for answer in unanswered:
+        finished.add(work.fail(answer.prompt, RowError(ErrorCode.EXCEEDS_MEMORY, answer.failure or "")))
+    return finished
+
+
+class WindowWork:
+    """The requests of a window: first the `ordinary` ones, then those of audited prompts in full.
+
+    Of the prompts that are `audited`, those that are compressed have a second request. Their rows wait in `scored` or
+    `audits` for their other half. The others are read to the end. Scored rows that are wanted for more than a score
+    wait in `wanted` until all packs are answered. Where they are `limited`, it is not known before which rows are, or
+    what is kept of packs has no room.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        requests: list[Request],
+        audited: Sequence[int],
+        done: set[int],
+        features: Sequence[Feature],
+        further: FurtherQuestions | None = None,
+        *,
+        limited: bool = False,
+    ) -> None:
+        self.ordinary = len(requests)
+        compressed = [number for number in audited if requests[number].compressed]
+        self.requests = requests + [Request(requests[number].prompt) for number in compressed]
+        self.audited = {requests[number].prompt.row for number in compressed}
+        second = range(self.ordinary, len(self.requests))
+        self.in_full = frozenset(second) | frozenset(audited).difference(compressed)
+        """The requests that no exit may end."""
+        self.done = set(done)
+        """Numbers of the rows that need no answer any more."""
+        self.scored: dict[int, ScoredRow] = {}
+        self.audits: dict[int, Float64Array] = {}
+        self.wanted: list[WantedRow] = []
+        self.plan = Plan([], 0)
+        self.window = window
+        self.further = further
+        self.limited = limited
+        self._features = features
+        self._in_limit = False
+        self._numbers = 0  # of packs, that later plans begin behind
+        self._by_row = {request.prompt.row: request for request in requests}
+
+    @property
+    def done_prompts(self) -> list[int]:
+        return [number for number, each in enumerate(self.requests) if each.prompt.row in self.done]
+
+    def treatment(self, pack: Pack) -> Treatment:
+        thinning = thinning_of({prompt: self.requests[prompt] for prompt in pack.prompts})
+        treatments = [each.treatment(self.in_full) for each in self._features]
+        treatment = replace(next(filter(None, treatments), PLAIN), thinning=thinning)
+        if treatment.exits is None and thinning is None:  # else nothing is kept of the rows' ways through all layers
+            treatment = replace(treatment, continuations=self._continuations(pack))
+        return treatment
+
+    def take(self, pack: Pack, answers: Sequence[Answer]) -> Finished:
+        finished = Finished()
+        unanswered = [answer for answer in answers if answer.failure is not None]
+        if unanswered:
+            answers = [answer for answer in answers if answer.failure is None]
+            finished.add(failed_prompts(self, unanswered))
+        elif answers:
+            for each in self._features:
+                each.answered(pack, answers)
+        complete: list[ScoredRow] = []
+        texts: dict[int, Answer] = {}
+        for answer in answers:
+            finished.tokens.computed += answer.computed_tokens
+            finished.tokens.skipped += answer.skipped
+            request = self.requests[answer.prompt]
+            row = request.prompt.row
+            if row in self.done:
+                continue  # computed again only for the K,V that a later pack holds
+            if answer.prompt >= self.ordinary:
+                finished.tokens.audit += answer.computed_tokens
+                self.audits[row] = answer.logprobs
+            else:
+                finished.tokens.prompt += len(request.prompt.tokens)
+                finished.tokens.kept += kept_tokens(request, answer)
+                finished.tokens.shared += answer.shared_tokens
+                self.scored[row] = scored_row(request, answer, audited=answer.prompt in self.in_full)
+                texts[row] = answer
+            if row in self.scored and (row in self.audits or row not in self.audited):
+                scored = self.scored.pop(row)
+                scored.audit = self.audits.pop(row, scored.audit)
+                complete.append(scored)
+        finished.rows += self.settle(complete, texts)
+        return finished
+
+    def fail(self, prompt: int, error: RowError) -> Finished:
+        """A prompt that cannot be answered makes its row an error row; where only its audit fails, there is none."""
+        row = self.requests[prompt].prompt.row
+        if row in self.done:
+            return Finished()
+        if prompt >= self.ordinary:
+            self.audited.discard(row)
+            scored = self.scored.pop(row, None)
+            return Finished() if scored is None else Finished(rows=self.settle([scored], {}))
+        self.done.add(row)
+        self.scored.pop(row, None)
+        self.audits.pop(row, None)
+        return Finished(errors={row: error})
+
+    def share(self, pack: Pack) -> tuple[float, float]:
+        ordinary = [i for i in pack.prompts if i < self.ordinary]
+        tokens = sum(len(self.requests[i].prompt.tokens) for i in ordinary)
+        return len(ordinary) / len(pack.tokens), tokens / len(pack.tokens)
+
+    def settle(self, rows: Sequence[ScoredRow], answers: Mapping[int, Answer]) -> list[ScoredRow]:
+        """Of rows that are scored, those that are finished; the others wait. `answers` by row may have their texts."""
+        further = self.further
+        if further is None or not rows:
+            return list(rows)
+        part = self.window.only((self._by_row[scored.row].prompt for scored in rows), further.choice.columns)
+        labels = further.choice.wanted(part, rows)
+        finished = []
+        for scored in rows:
+            if scored.row not in labels:
+                finished.append(scored)
+                continue
+            wanted = WantedRow(self._by_row[scored.row], scored, labels[scored.row])
+            if scored.row in answers:
+                for each in further.askers:
+                    each.scored(wanted, answers[scored.row])
+            if any(each.lacks(scored) for each in further.askers):
+                self.wanted.append(wanted)
+            else:
+                finished.append(scored)
+        return finished
+
+    def settle_known(self, requests: Sequence[Request], rows: Sequence[ScoredRow]) -> list[ScoredRow]:
+        """`settle` for rows that were scored before, and their requests."""
+        self._by_row |= {request.prompt.row: request for request in requests}
+        return self.settle(rows, {})
+
+    def past_limit(self) -> list[WantedRow]:
+        """Take out the wanted rows that are past the job's limit; the others wait in the order of the input. To be
+        asked when all windows before are written; asked again, it takes none."""
+        job = self.further
+        self.wanted.sort(key=lambda each: each.scored.row)
+        if job is None or job.limit is None or self._in_limit:
+            return []
+        self._in_limit = True
+        left = max(job.limit - job.chosen(), 0)
+        self.wanted, past = self.wanted[:left], self.wanted[left:]
+        return past
+
+    def after(self, plan: Plan) -> list[Pack]:
+        """The packs of a plan that comes after this one and those that came after it. They keep what the next window
+        takes over."""
+        own = max((pack.index for pack in (*self.plan.given, *self.plan.packs)), default=-1)
+        first = max(own + 1, self._numbers)
+        self._numbers = first + len(plan.packs)
+        keys = frozenset(key for _, key in self.plan.carried)
+        packs = [pack.shifted(first) for pack in plan.packs]
+        return [replace(pack, keep=pack.keep | keys) for pack in packs]
+
+    def _continuations(self, pack: Pack) -> Continuations | None:
+        """Which prompts of a pack are written on as soon as they are scored."""
+        if self.further is None or self.limited:
+            return None
+        able = {
+            number: self.requests[number]
+            for number in pack.prompts
+            if number < self.ordinary and self.requests[number].prompt.row not in self.done
+        }
+        found = (each.continuations(self.window, able) for each in self.further.askers if able)
+        return next(filter(None, found), None)
+
+
+GROUP_TOKENS = 4 << 20
+"""Tokens of the prompts that are asked about together, at most."""
+
+
+class FollowUp:
+    """The further questions about a window's wanted rows, as `PlannedWork`. They make one plan, so that what they
+    share is computed once. Rows that have none are `finished` at once."""
+
+    def __init__(
+        self,
+        window: Window,
+        wanted: Sequence[WantedRow],
+        further: FurtherQuestions,
+        limits: Limits,
+        schedule: str,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.plan = Plan([], 0)
+        self.finished: list[ScoredRow] = []
+        self._questions: list[Question] = []
+        self._rows: list[ScoredRow] = []
+        """The row of each question."""
+        self._open: Counter[int] = Counter()
+        """Questions without an answer, by row."""
+        for each in wanted:
+            askers = [asker for asker in further.askers if asker.lacks(each.scored)]
+            found = [question for asker in askers for question in asker.questions(window, each, limits)]
+            self._questions += found
+            self._rows += [each.scored] * len(found)
+            self._open[each.scored.row] = len(found)
+            if not found:
+                self.finished.append(each.scored)
+            tick()
+        self.requests = [each.request for each in self._questions]
+        if self.requests:
+            writes = any(each.text for each in self._questions)
+            self.plan = plan_requests(self.requests, limits.for_texts() if writes else limits, schedule)
+
+    @property
+    def done_prompts(self) -> list[int]:
+        return []
+
+    def treatment(self, pack: Pack) -> Treatment:
+        texts = {prompt: text for prompt in pack.prompts if (text := self._questions[prompt].text) is not None}
+        if not texts:
+            return PLAIN
+        writing = next(iter(texts.values()))[0]
+        beginnings = {prompt: beginning for prompt, (_, beginning) in texts.items()}
+        return Treatment(continuations=GivenContinuations(writing, beginnings))
+
+    def take(self, pack: Pack, answers: Sequence[Answer]) -> Finished:
+        finished = failed_prompts(self, [answer for answer in answers if answer.failure is not None])
+        for answer in answers:
+            if answer.failure is None:
+                finished.tokens.computed += answer.computed_tokens
+                finished.tokens.follow_up += answer.computed_tokens
+                self._rows[answer.prompt].seconds += answer.seconds
+                finished.rows += self._answered(answer.prompt, answer)
+        return finished
+
+    def fail(self, prompt: int, error: RowError) -> Finished:
+        """A row keeps its score, and lacks what the question is for."""
+        return Finished(rows=self._answered(prompt, None))
+
+    def share(self, pack: Pack) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def _answered(self, prompt: int, answer: Answer | None) -> list[ScoredRow]:
+        row = self._rows[prompt]
+        self._questions[prompt].take(answer)
+        self._open[row.row] -= 1
+        return [] if self._open[row.row] else [row]
+
+
+def follow_up(
+    work: WindowWork, limits: Limits, schedule: str, tick: Callable[[], None] = lambda: None
+) -> FollowUp | None:
+    """What is left to do for some of the wanted rows of a window whose packs are all answered; None if nothing is.
+
+    The others wait for the next call: there may be many questions about a row. Where rows are limited, those that come
+    first in the input are taken, and the others are finished as they are. `tick` is called after each row, and may
+    raise to stop.
+    """
+    further = work.further
+    if further is None or not work.wanted:
+        return None
+    past_limit = work.past_limit()
+    group: list[WantedRow] = []
+    tokens, each = 0, max(asker.most for asker in further.askers)
+    while work.wanted and (not group or tokens + each * len(work.wanted[0].request.prompt.tokens) <= GROUP_TOKENS):
+        group.append(work.wanted.pop(0))
+        tokens += each * len(group[-1].request.prompt.tokens)
+    found = FollowUp(work.window, group, further, limits, schedule, tick)
+    found.plan = replace(found.plan, packs=work.after(found.plan))
+    found.finished += [each.scored for each in past_limit]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOptions:
+    """How windows are scored.
+
+    `audit` says which compressed prompts are read in full as well, with `features` that flip answers which of all.
+    `further` is what is asked about rows that are scored. `adjust_threads` is called often
+    while something is computed. `block_tokens` as in `make_plan`.
+    Where a feature says how prompts are read, `requests` is `Scorer.requests`.
+    """
+
+    labels: Labels
+    schedule: str
+    block_tokens: int = 0
+    requests: Callable[..., tuple[list[Request], int]] | None = None
+    audit: AuditDraw | None = None
+    features: Sequence[Feature] = ()
+    further: FurtherQuestions | None = None
+    adjust_threads: Callable[[], None] = lambda: None
+
+
+class Listener(Protocol):
+    """Hears how scoring a window goes. `step` may raise Interrupted to stop it."""
+
+    def phase(self, name: Phase, *, waits: bool = False) -> AbstractContextManager[None]:
+        """Time spent on something. While it only `waits` for other processes, a signal may end it anywhere."""
+
+    def planned(self, packs: list[Pack], rows: int) -> None:
+        """So many rows will be computed as these packs."""
+
+    def pack_begins(self, pack: Pack) -> None: ...
+
+    def step(self, pack: Pack | None, rows: float, tokens: float, share: float) -> None:
+        """So many `rows` (also parts of one), prompt `tokens` and this `share` of the pack more are computed."""
+
+    def pack_ends(self, pack: Pack) -> None: ...
+
+
+def begin_window(
+    window: Window,
+    done: set[int],
+    carried: Sequence[CarriedBlock],
+    engine: PlanEngine,
+    options: ScoringOptions,
+    listener: Listener,
+    *,
+    rows_open: int = 0,
+) -> tuple[WindowWork, Finished]:
+    """What an engine has to answer for the rows of `window` that are not `done`, and what is known before.
+
+    `carried` are the blocks that the window before hands on, whether or not the engine still holds them. A row
+    that is read both ways is finished when both are answered. The
+    window's own error rows are not repeated. Of windows before, `rows_open` are not written yet.
+    """
+    requests, finished = _requests(window, done, options, listener)
+    known = {row: scored for each in options.features for row, scored in each.known().items()}
+    found_before = [each for each in requests if each.prompt.row in known.keys() - done]
+    requests = [request for request in requests if request.prompt.row not in known]
+    requests, too_large = _fitting(requests, engine.limits.max_tokens)
+    if not engine.whole_packs:
+        requests = [request for request in requests if request.prompt.row not in done]
+    audited = _audited(window, requests, engine, options)
+    further = options.further
+    limited = engine.limits.reads_again or (further is not None and not further.has_room(rows_open + len(window.rows)))
+    work = WindowWork(window, requests, audited, done, options.features, further, limited=limited)
+    if found_before:
+        _add_known(finished, work, found_before, known)
+        listener.step(None, len(found_before), finished.tokens.prompt, 0)
+    with listener.phase("plan"):
+        work.plan = plan_requests(
+            work.requests, engine.limits, options.schedule, carried=carried, block_tokens=options.block_tokens
+        )
+    finished.errors, finished.tokens.unique = too_large, work.plan.unique_tokens
+    finished.carried = work.plan.carried
+    return work, finished
+
+
+def _add_known(
+    finished: Finished, work: WindowWork, requests: Sequence[Request], known: Mapping[int, ScoredRow]
+) -> None:
+    """Add the rows of requests that were answered before the first window."""
+    rows = [known[each.prompt.row] for each in requests]
+    finished.rows = work.settle_known(requests, rows)
+    finished.tokens.prompt = sum(len(each.prompt.tokens) for each in requests)
+    finished.tokens.kept = sum(len(each.tokens) for each in requests)
+    finished.tokens.shared = sum(row.shared_tokens for row in rows)
+
+
+def _requests(
+    window: Window, done: set[int], options: ScoringOptions, listener: Listener
+) -> tuple[list[Request], Finished]:
+    """How the model will read the prompts of a window, and what finding that out took."""
+    if options.requests is None:
+        return [Request(prompt) for prompt in window.prompts], Finished()
+    options.adjust_threads()
+    with listener.phase("draft"):
+        requests, tokens = options.requests(
+            window.prompts, lambda tokens: listener.step(None, 0, 0, 0), window=window, done=done
+        )
+    return requests, Finished(tokens=Tokens(draft=tokens))
+
+
+def _fitting(requests: Sequence[Request], most: int) -> tuple[list[Request], dict[int, RowError]]:
+    """The requests that the memory budget holds, of at most `most` tokens; the others' rows are error rows."""
+    fitting, errors = [], {}
+    for request in requests:
+        tokens = len(request.tokens)
+        if tokens <= most:
+            fitting.append(request)
+        else:
+            detail = f"{tokens} tokens; the memory budget holds {most}"
+            errors[request.prompt.row] = RowError(ErrorCode.EXCEEDS_MEMORY, detail)
+    return fitting, errors
+
+
+def _audited(window: Window, requests: Sequence[Request], engine: PlanEngine, options: ScoringOptions) -> list[int]:
+    """Numbers of the requests whose prompts are read in full as well, or to the end where others may leave."""
+    if options.audit is None:
+        return []
+    most = engine.limits.max_tokens
+    flips = any(each.flips and not each.rewrites for each in options.features)
+    able = [
+        number
+        for number, request in enumerate(requests)
+        if (request.compressed or flips) and len(request.prompt.tokens) <= most
+    ]
+    return options.audit.draw(window, able)
+
+
+# The loop.
 
 
 class Receiver(Listener, Protocol):
@@ -219,3 +668,98 @@ class ScoringLoop:
             self.receiver.take(opened.window, Finished(rows=following.finished))
             opened.work = following
             self._pool.ask(Asked(self, opened, 0))
+
+
+# The pool of one.
+
+
+class LocalPool:
+    """A `ScoringPool` that answers packs one after the other, in the order of their plans.
+
+    `adjust_threads` is called often while something is computed. `answered` is called after each of the engine's
+    answers, and when it fails.
+    """
+
+    ahead = 1
+
+    def __init__(
+        self, engine: Engine, adjust_threads: Callable[[], None], answered: Callable[[], None] = lambda: None
+    ) -> None:
+        self.engine = engine
+        self.whole_packs = engine.whole_packs
+        self._adjust_threads = adjust_threads
+        self._answered = answered
+        self._packs: deque[tuple[Pack, Asked]] = deque()
+
+    @property
+    def limits(self) -> Limits:
+        """Those of the engine, which change when memory runs out."""
+        return self.engine.limits
+
+    @property
+    def waiting(self) -> int:
+        return len(self._packs)
+
+    @property
+    def idle(self) -> bool:
+        return not self._packs
+
+    def fit(self, longest: int) -> None:
+        """One engine has no reason for packs smaller than its limits."""
+
+    def ask(self, asked: Asked) -> None:
+        """K,V that packs hold for others stay in the engine, so a plan's packs run in its order."""
+        plan = asked.work.plan
+        at_hand = {pack.block for pack in plan.given if pack.block is not None and self.engine.holds(pack.block)}
+        packs = packs_to_run(plan, asked.work.done_prompts, at_hand)
+        asked.planned(packs)
+        self._packs += [(pack, asked) for pack in packs]
+
+    def pump(self, seconds: float, phase: Callable[..., AbstractContextManager[None]]) -> None:
+        """Answer the next pack, however long that takes."""
+        pack, asked = self._packs.popleft()
+        requests = asked.work.requests
+
+        def tick(tokens: float) -> None:
+            asked.advanced(pack, tokens)
+            self._adjust_threads()
+
+        self._adjust_threads()
+        asked.begun(pack)
+        # Tokens of a block are counted here, whether or not they are charged to a row of another pack.
+        beside = len(pack.tokens) if pack.block is not None else -pack.charged_tokens
+        answers = iter(
+            self.engine.answer(
+                pack, lambda i: asked.label_sets[requests[i].prompt.labels], tick, asked.work.treatment(pack)
+            )
+        )
+        try:
+            while True:
+                with phase("model", waits=self.engine.waits):
+                    found = next(answers, None)
+                if found is None:
+                    break
+                self._answered()
+                asked.answered(pack, found, beside)
+                beside = 0
+        finally:
+            self._answered()
+        asked.ended(pack)
+
+    def ask_for_reports(self) -> None:
+        """The engine can report at any time."""
+
+    def used(self) -> PoolUse:
+        """The work of the engine so far."""
+        engine = self.engine
+        return PoolUse(engine.weights_report(), engine.reduced(), engine.decoded())
+
+    def answer_all(
+        self,
+        packs: Sequence[Pack],
+        labels: Callable[[int], LabelTokens],
+        tick: Callable[[float], None],
+        treatment: Treatment = PLAIN,
+    ) -> Iterator[list[Answer]]:
+        """As `PlanEngine`."""
+        return self.engine.answer_all(packs, labels, tick, treatment)

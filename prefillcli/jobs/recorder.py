@@ -14,7 +14,7 @@ from prefillcli.data.output.store import Heartbeat
 from prefillcli.data.prompts.labels import ClassLabels, Labels
 from prefillcli.data.rows import Int64Array, ScoredRow, Window
 from prefillcli.errors import Interrupted, ResourceError
-from prefillcli.jobs.window_scoring import Finished
+from prefillcli.jobs.loop import Finished
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
@@ -254,7 +254,7 @@ class Recorder:
         finished.rows, finished.errors = [], {}
         self._flushed = time.monotonic()
 
-    # As a `Listener` of `prefillcli.jobs.window_scoring`.
+    # As a `Listener` of `prefillcli.jobs.loop`.
 
     @contextmanager
     def phase(self, name: Phase, *, waits: bool = False) -> Iterator[None]:

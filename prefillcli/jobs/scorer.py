@@ -22,12 +22,10 @@ from prefillcli.engines.base import Engine
 from prefillcli.engines.memory_plan import REDUCED
 from prefillcli.engines.registry import loader_of
 from prefillcli.errors import UsageError
-from prefillcli.jobs.inputs import Opening
 from prefillcli.jobs.load import load_models, text_room
-from prefillcli.jobs.loop import Receiver, ScoringLoop
+from prefillcli.jobs.loop import LocalPool, Receiver, ScoringLoop, ScoringOptions
+from prefillcli.jobs.opening import Opening
 from prefillcli.jobs.path_table import output_of
-from prefillcli.jobs.runners.local import LocalPool
-from prefillcli.jobs.window_scoring import ScoringOptions
 from prefillcli.models.open import Opened
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.blocks import BLOCK_TOKENS
@@ -136,7 +134,7 @@ class Scorer(Opening):
 
     def start_workers(self, stop: Stop, digests: Mapping[str, str], profile: Profile | None = None) -> None:
         """Have workers load the models. `digests` are those of the models' contents. Raises as `start_pool`."""
-        from prefillcli.jobs.runners.parallel import start_pool
+        from prefillcli.jobs.runners.pool import start_pool
 
         settings, opened, before = self.settings, self.opened, self.plan
         pool = start_pool(settings, opened, stop, before=before, profile=profile, digests=digests)

@@ -377,7 +377,7 @@ def _free_memory() -> None:
 
 def _loading(settings: ScoreSettings) -> Callable[[Event], TableScorer]:
     """Loads the models, in whatever thread calls it."""
-    from prefillcli.jobs.runners.ray_actor import memory_share
+    from prefillcli.jobs.runners.worker import memory_share
 
     share = memory_share(settings.device)
 

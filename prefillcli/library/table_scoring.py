@@ -19,9 +19,9 @@ from prefillcli.data.reading.record_batches import TableRows
 from prefillcli.data.rows import Window
 from prefillcli.engines.registry import loader_of
 from prefillcli.errors import Interrupted, UsageError
+from prefillcli.jobs.loop import Finished
 from prefillcli.jobs.recorder import LabelMassCheck
 from prefillcli.jobs.scorer import Scorer
-from prefillcli.jobs.window_scoring import Finished
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack

@@ -99,7 +99,7 @@ def read_mapping(value: object) -> object:
 
 
 def _parsed(text: str) -> object:
-    from prefillcli.options.recipe import parse_yaml  # YAML takes a while to import
+    from prefillcli.options.load import parse_yaml  # YAML takes a while to import
 
     try:
         return parse_yaml(text)

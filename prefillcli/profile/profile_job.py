@@ -13,7 +13,7 @@ from prefillcli.data.windows import windows
 from prefillcli.errors import require_known
 from prefillcli.forecast.profile import MODES, Profile, this_machine
 from prefillcli.forecast.survey import Alternatives, survey
-from prefillcli.jobs.inputs import Opening
+from prefillcli.jobs.opening import Opening
 from prefillcli.jobs.path_table import require_apart, require_json
 from prefillcli.jobs.shell import shell
 from prefillcli.models.open import check_loadable, open_model

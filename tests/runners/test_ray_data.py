@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.jobs.runners.ray_actor import memory_share
+from prefillcli.jobs.runners.worker import memory_share
 from prefillcli.ray import Scorer
 from tests.score.jobs import Reference, score, texts, write_parquet
 

@@ -18,7 +18,7 @@ from prefillcli.data.proof import hash_model
 from prefillcli.errors import ContentChangedError, UsageError
 from prefillcli.jobs.runners.pool import FeatureTask, ReportTask, WorkerError, WorkerSpec
 from prefillcli.jobs.runners.ray import RayCluster, even_part, why_lost
-from prefillcli.jobs.runners.ray_actor import WorkerActor, memory_share
+from prefillcli.jobs.runners.worker import WorkerActor, memory_share
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from prefillcli.runtime.log import stdout_to_stderr

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from prefillcli.jobs.identity import LocalModels, fingerprint, hash_engine, selection
-from prefillcli.jobs.inputs import Opening
+from prefillcli.jobs.opening import Opening
 from prefillcli.jobs.scorer import Scorer
 from prefillcli.models.files import sample_draft, sample_model
 from prefillcli.options.commands import ScoreSettings

@@ -556,7 +556,7 @@ def test_an_interrupted_load_leaves_nothing(model: Path, monkeypatch: pytest.Mon
 
 def test_an_actor_plans_with_its_share_of_the_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def longest(share: float) -> int:
-        monkeypatch.setattr("prefillcli.jobs.runners.ray_actor.memory_share", lambda device: share)
+        monkeypatch.setattr("prefillcli.jobs.runners.worker.memory_share", lambda device: share)
         with prefillcli.Scorer(model) as scorer:
             assert scorer._tables is not None
             return scorer._tables.pool.engine.limits.max_tokens

@@ -22,13 +22,13 @@ EVALUATE = ("--truth", "truth")
 
 #: A function that is running in each phase, and options with which it is.
 PHASES: dict[str, tuple[Hold, tuple[str, ...]]] = {
-    "read": (Hold("prefillcli.jobs.inputs:Opening.open_source"), ()),
+    "read": (Hold("prefillcli.jobs.opening:Opening.open_source"), ()),
     "hash": (Hold("prefillcli.data.proof:content_digest"), ()),
     "open the output": (Hold("prefillcli.data.output.sink:find_resumable"), ()),
     "load": (Hold("prefillcli.engines.loader:load_model"), ()),
     "render": (Hold("prefillcli.data.prompts.templates:Renderer.render", 2), ("--template", TEMPLATE)),
     "tokenize": (Hold("prefillcli.data.prompts.builder:PromptBuilder._prompts", 2), ()),
-    "plan": (Hold("prefillcli.jobs.window_scoring:plan_requests"), ()),
+    "plan": (Hold("prefillcli.jobs.loop:plan_requests"), ()),
     "model": (Hold("prefillcli.engines.torch:TorchEngine.answer", 4), ()),
     "exits": (Hold("prefillcli.features.exits.learning:ExitLearning.exits"), ("--exit",)),
     "write": (Hold("prefillcli.data.output.parts:write_part", 2), ()),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prefillcli.data.output.columns import Counts
     from prefillcli.data.output.target import Manifest
     from prefillcli.jobs.identity import LocalModels
-    from prefillcli.jobs.inputs import Opening
+    from prefillcli.jobs.opening import Opening
     from prefillcli.jobs.score import Job
     from prefillcli.models.open import Opened
     from prefillcli.report.run import RunReport

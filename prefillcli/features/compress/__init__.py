@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from prefillcli.features.compress.compressor import Compressor
     from prefillcli.features.compress.window_compressor import WindowCompressor
     from prefillcli.jobs.identity import LocalModels
-    from prefillcli.jobs.inputs import Opening
     from prefillcli.jobs.load import Models
+    from prefillcli.jobs.opening import Opening
     from prefillcli.jobs.score import Job
     from prefillcli.jobs.scorer import Scorer
     from prefillcli.models.open import Opened

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from prefillcli.data.output.target import Manifest
     from prefillcli.features.evidence.report import WeighedRow
     from prefillcli.features.evidence.weighing import Weighing
-    from prefillcli.jobs.inputs import Opening
+    from prefillcli.jobs.opening import Opening
     from prefillcli.jobs.score import Job
     from prefillcli.report.run import RunReport
     from prefillcli.report.section import Section

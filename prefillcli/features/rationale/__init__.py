@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from prefillcli.features.rationale.condition import RowChoice
     from prefillcli.features.rationale.report import WrittenRow
     from prefillcli.features.rationale.writing import Rationales
-    from prefillcli.jobs.inputs import Opening
     from prefillcli.jobs.load import Models
+    from prefillcli.jobs.opening import Opening
     from prefillcli.jobs.score import Job
     from prefillcli.models.law import TextsOf
     from prefillcli.models.open import Opened

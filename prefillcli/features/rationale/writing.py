@@ -19,7 +19,7 @@ from prefillcli.plan.pack import Limits
 
 if TYPE_CHECKING:
     from prefillcli.features.rationale import WritingOptions
-    from prefillcli.jobs.inputs import Opening
+    from prefillcli.jobs.opening import Opening
 
 
 @dataclass(frozen=True, slots=True)

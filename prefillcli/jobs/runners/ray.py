@@ -19,7 +19,7 @@ from typing import Any
 from prefillcli import __version__
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief
 from prefillcli.jobs.runners.pool import Advanced, Done, Event, Failed, Lost, Started, Task, WorkerError, WorkerSpec
-from prefillcli.jobs.runners.ray_actor import TELL, WorkerActor
+from prefillcli.jobs.runners.worker import TELL, WorkerActor
 from prefillcli.models.open import Opened
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.runtime import log
