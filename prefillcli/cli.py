@@ -13,7 +13,7 @@ from typer.core import TyperArgument, TyperCommand
 
 from prefillcli import __version__
 from prefillcli.core.feature import features
-from prefillcli.errors import Interrupted, PrefillError
+from prefillcli.errors import Interrupted, PrefillError, shown
 from prefillcli.options.commands import (
     COMMANDS,
     BenchSettings,
@@ -26,7 +26,6 @@ from prefillcli.options.commands import (
 from prefillcli.options.groups import ModelOptions
 from prefillcli.options.load import load_settings
 from prefillcli.options.option import RUN, Settings, details_of
-from prefillcli.redaction import shown
 from prefillcli.runtime import log
 from prefillcli.runtime.cores import prepare
 from prefillcli.runtime.extras import light_imports, quiet_imports

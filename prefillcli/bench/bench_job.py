@@ -24,7 +24,7 @@ from prefillcli.bench.report import (
 from prefillcli.core.feature import features
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.decode.continuations import DRAFTERS
-from prefillcli.errors import PrefillError, ResourceError, UsageError, require_known
+from prefillcli.errors import PrefillError, ResourceError, UsageError, require_known, shown, without_secrets
 from prefillcli.jobs.load import load_walk
 from prefillcli.jobs.opening import Opening, require_shares
 from prefillcli.jobs.path_table import require_apart, require_json
@@ -32,7 +32,6 @@ from prefillcli.jobs.shell import shell
 from prefillcli.models.files import sample_draft
 from prefillcli.models.open import Opened
 from prefillcli.options.commands import BenchSettings
-from prefillcli.redaction import shown, without_secrets
 from prefillcli.report.run import versions
 from prefillcli.report.section import WIDTH, page_of, print_section, stderr_console
 from prefillcli.runtime import log

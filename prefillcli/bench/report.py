@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from prefillcli.core.feature import features
 from prefillcli.decode.continuations import DRAFTERS
-from prefillcli.redaction import shown_report
+from prefillcli.errors import shown_report
 from prefillcli.report.run import write_with_page
 from prefillcli.report.section import (
     Bar,

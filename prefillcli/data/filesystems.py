@@ -18,8 +18,7 @@ from typing import IO, Any, TypeVar
 
 import fsspec
 
-from prefillcli.errors import PrefillError, ResourceError, UsageError, brief
-from prefillcli.redaction import without_secrets
+from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, without_secrets
 from prefillcli.runtime import file_calls, log
 from prefillcli.runtime.extras import require_extra
 

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from prefillcli.core.feature import Feature
-from prefillcli.errors import PrefillError, UsageError
+from prefillcli.errors import PrefillError, UsageError, without_secrets
 from prefillcli.options.groups import RowRange
 from prefillcli.options.option import Settings, option
 from prefillcli.options.requirements import ALL_ROWS, Requirement
-from prefillcli.redaction import without_secrets
 from prefillcli.runtime import log
 
 if TYPE_CHECKING:

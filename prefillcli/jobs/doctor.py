@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from prefillcli.engines.memory_plan import Placed, budget_of, plan_packs
-from prefillcli.errors import ResourceError
+from prefillcli.errors import ResourceError, shown
 from prefillcli.jobs.shell import shell
 from prefillcli.models.families import UNWALKED, VERIFIED
 from prefillcli.models.law import FREE_SHARE, memory_law
@@ -21,7 +21,6 @@ from prefillcli.models.shape import NoCostModel
 from prefillcli.models.weights import plan_weights
 from prefillcli.options.commands import DoctorSettings
 from prefillcli.prefill import attention, attention_checks
-from prefillcli.redaction import shown
 from prefillcli.report.run import versions
 from prefillcli.report.section import TableRows, byte_size, numbers_table, pairs_table, stderr_console
 from prefillcli.runtime import cores, device_key, extras, log, memory, signals, user_cache

@@ -12,7 +12,7 @@ from prefillcli.data.output.columns import Counts
 from prefillcli.data.output.store import put_text
 from prefillcli.data.proof import hash_model
 from prefillcli.data.windows import ShardRows, windows
-from prefillcli.errors import PrefillError, ResourceError, UsageError
+from prefillcli.errors import PrefillError, ResourceError, UsageError, shown, shown_report
 from prefillcli.forecast.profile import find_profile
 from prefillcli.jobs.load import text_room
 from prefillcli.jobs.path_table import dry_run_report, output_of, require_apart
@@ -20,7 +20,6 @@ from prefillcli.jobs.scorer import Granularity, Scorer
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.models.open import Opened, weights_of
 from prefillcli.options.commands import ScoreSettings
-from prefillcli.redaction import shown, shown_report
 from prefillcli.report.run import versions
 from prefillcli.report.section import mebibytes, pairs_table, print_section, stderr_console
 from prefillcli.report.survey import Survey, survey_section

@@ -10,11 +10,10 @@ from prefillcli.core.feature import features, features_of
 from prefillcli.data.output.columns import Counts
 from prefillcli.data.output.sink import JoinedShards
 from prefillcli.data.output.target import Manifest, Target
-from prefillcli.errors import OutputBusyError, OutputConflictError, OutputDamagedError, OutputExistsError
+from prefillcli.errors import OutputBusyError, OutputConflictError, OutputDamagedError, OutputExistsError, shown
 from prefillcli.jobs.path_table import report_path, require_apart
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.options.commands import MergeSettings
-from prefillcli.redaction import shown
 from prefillcli.report.run import RunReport, write_files
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock

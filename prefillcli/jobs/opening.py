@@ -14,11 +14,10 @@ from prefillcli.data.prompts.templates import RowTemplate
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.registry import loader_of
-from prefillcli.errors import UsageError
+from prefillcli.errors import UsageError, without_secrets
 from prefillcli.models.files import sample_model
 from prefillcli.models.open import Opened, answer_labels, local_model
 from prefillcli.options.groups import SELF, JobOptions
-from prefillcli.redaction import without_secrets
 from prefillcli.runtime import log
 from prefillcli.runtime.memory import parse_size
 from prefillcli.stats.probabilities import Measure

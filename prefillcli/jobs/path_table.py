@@ -27,10 +27,9 @@ from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.templates import names_template
 from prefillcli.data.proof import ModelContents, is_model_file
 from prefillcli.data.reading.discovery import CODECS, KINDS, discover, would_find
-from prefillcli.errors import PrefillError, UsageError
+from prefillcli.errors import PrefillError, UsageError, without_secrets
 from prefillcli.options.commands import MergeSettings, ScoreSettings
 from prefillcli.options.option import PathRole, Settings, details_of
-from prefillcli.redaction import without_secrets
 from prefillcli.report.section import page_of
 
 # The files that a run writes beside the scores: how one of an earlier run is known, which may be replaced.

@@ -23,6 +23,8 @@ from prefillcli.errors import (
     OutputBusyError,
     OutputConflictError,
     OutputExistsError,
+    shown,
+    shown_report,
 )
 from prefillcli.forecast.profile import find_profile
 from prefillcli.jobs.dry_run import dry_run_job
@@ -32,7 +34,6 @@ from prefillcli.jobs.recorder import Recorder, RemainingTime
 from prefillcli.jobs.scorer import USUAL, Granularity, Scorer
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.options.commands import ScoreSettings
-from prefillcli.redaction import shown, shown_report
 from prefillcli.report.run import (
     MemoryTrace,
     RunReport,

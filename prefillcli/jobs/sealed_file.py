@@ -7,8 +7,7 @@ import json
 from prefillcli.data.filesystems import read_given
 from prefillcli.data.output.store import put_text
 from prefillcli.data.proof import sealed_text, take_checksum
-from prefillcli.errors import UsageError
-from prefillcli.redaction import without_secrets
+from prefillcli.errors import UsageError, without_secrets
 
 
 def read_sealed(option: str, path: str, again: str) -> tuple[bytes, bool]:

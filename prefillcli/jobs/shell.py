@@ -16,8 +16,8 @@ from prefillcli.errors import (
     PrefillError,
     ResourceError,
     out_of_resource,
+    without_secrets,
 )
-from prefillcli.redaction import without_secrets
 from prefillcli.runtime import log
 from prefillcli.runtime.signals import Stop
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from prefillcli.data.proof import hash_model, sealed_text
 from prefillcli.data.windows import windows
-from prefillcli.errors import require_known
+from prefillcli.errors import require_known, shown, without_secrets
 from prefillcli.forecast.profile import MODES, Profile, this_machine
 from prefillcli.forecast.survey import Alternatives, survey
 from prefillcli.jobs.opening import Opening
@@ -18,7 +18,6 @@ from prefillcli.jobs.path_table import require_apart, require_json
 from prefillcli.jobs.shell import shell
 from prefillcli.models.open import check_loadable, open_model
 from prefillcli.options.commands import ProfileSettings
-from prefillcli.redaction import shown, without_secrets
 from prefillcli.report.run import versions, write_with_page
 from prefillcli.report.section import page_of
 from prefillcli.report.survey import Survey

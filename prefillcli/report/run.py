@@ -18,8 +18,7 @@ from prefillcli.data.output.columns import LENGTH_EDGES, SCORE_BINS, Counts
 from prefillcli.data.output.store import put_text
 from prefillcli.data.rows import FULL, ErrorCode, is_fallback
 from prefillcli.engines.base import PoolUse, ReducedPacks, WeightsReport, WorkerReport
-from prefillcli.errors import NOTHING_TO_DO, Interrupted, PrefillError, ResourceError
-from prefillcli.redaction import shown_report, without_secrets
+from prefillcli.errors import NOTHING_TO_DO, Interrupted, PrefillError, ResourceError, shown_report, without_secrets
 from prefillcli.report.section import (
     Bar,
     Cell,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
-from prefillcli.redaction import shown, without_secrets
+from prefillcli.errors import shown, without_secrets
 
 Level = Literal["info", "warning", "error"]
 

@@ -13,7 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from prefillcli.cli import app
-from prefillcli.redaction import HIDDEN, without_secrets
+from prefillcli.errors import HIDDEN, without_secrets
 from tests.score.jobs import texts, write_jsonl, write_parquet
 
 KEY, SECRET, SIGNATURE = "AKIAEXAMPLE", "wJalr/XUtnFEMI+K7", "d0bf7bb68b5f"

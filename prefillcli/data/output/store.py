@@ -32,8 +32,7 @@ from prefillcli.data.filesystems import (
     writing,
     written_path,
 )
-from prefillcli.errors import OutputBusyError, PrefillError
-from prefillcli.redaction import without_secrets
+from prefillcli.errors import OutputBusyError, PrefillError, without_secrets
 from prefillcli.runtime import file_calls, log
 from prefillcli.runtime.clock import Pace
 from prefillcli.runtime.signals import process_space, start_of

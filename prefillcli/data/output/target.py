@@ -29,8 +29,7 @@ from prefillcli.data.output.file_formats import FileFormat
 from prefillcli.data.output.formats import DIRECTORY, FILE_ENDINGS, OutputFormat, Shard, format_of
 from prefillcli.data.output.store import Store, open_store, requesting
 from prefillcli.data.proof import digest_of, seal_of, take_checksum, with_checksum
-from prefillcli.errors import DamagedFileError, OutputConflictError, PrefillError, UsageError
-from prefillcli.redaction import without_secrets
+from prefillcli.errors import DamagedFileError, OutputConflictError, PrefillError, UsageError, without_secrets
 from prefillcli.runtime import file_calls
 
 NAME = "manifest.json"

@@ -15,7 +15,7 @@ from prefillcli.data.output.columns import ROW_COLUMN
 from prefillcli.data.output.target import Job, Manifest, Target
 from prefillcli.data.prompts.labels import Label, label_of
 from prefillcli.data.reading.source import Source
-from prefillcli.errors import PrefillError, ResourceError, UsageError
+from prefillcli.errors import PrefillError, ResourceError, UsageError, without_secrets
 from prefillcli.features.calibration import CalibrateSettings
 from prefillcli.features.calibration.calibration import (
     Calibration,
@@ -30,7 +30,6 @@ from prefillcli.features.calibration.calibration import (
 from prefillcli.jobs.path_table import require_apart, require_json
 from prefillcli.jobs.sealed_file import write_sealed
 from prefillcli.jobs.shell import shell
-from prefillcli.redaction import without_secrets
 from prefillcli.report.section import WIDTH, numbers_table, stderr_console
 from prefillcli.runtime import log
 from prefillcli.runtime.extras import require_extra

@@ -19,10 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from prefillcli.core.request import Request, Tick, answer
 from prefillcli.data.prompts.labels import parse_labels
 from prefillcli.data.rows import Prompt, RowBatch
-from prefillcli.errors import PrefillError, UsageError
+from prefillcli.errors import PrefillError, UsageError, without_secrets
 from prefillcli.jobs.sealed_file import read_sealed
 from prefillcli.models.files import names_classifier, read_json, sample_model
-from prefillcli.redaction import without_secrets
 from prefillcli.runtime import log
 from prefillcli.stats.evaluation import evaluate, evaluate_labels, log_losses
 from prefillcli.stats.probabilities import LEAST_LOG, Float64Array, log_shares_of

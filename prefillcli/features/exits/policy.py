@@ -24,9 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from prefillcli.data.proof import ModelContents, hash_value
 from prefillcli.engines.base import Readings
-from prefillcli.errors import UsageError
+from prefillcli.errors import UsageError, without_secrets
 from prefillcli.jobs.sealed_file import read_sealed
-from prefillcli.redaction import without_secrets
 
 if TYPE_CHECKING:
     from prefillcli.core.feature import Job, Labels, Opened
