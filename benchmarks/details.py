@@ -26,10 +26,10 @@ from prefillcli.bench.contest import interleaved
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
 from prefillcli.models.shape import answer_flops, walk_flops
+from prefillcli.plan import SCHEDULES
 from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan, make_plans
-from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill import forest, fusion
 from prefillcli.prefill.attention import Shift, attend_blockwise, attend_by_products

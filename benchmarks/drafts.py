@@ -28,7 +28,7 @@ from prefillcli.bench.contest import interleaved
 from prefillcli.features.compress.load import Translator
 from prefillcli.features.compress.settings import Compression
 from prefillcli.prefill.forest import ATTENTION, register
-from prefillcli.stats.audit import flip_interval
+from prefillcli.stats.evaluation import exact_interval
 from recipes.evaluate_samples import Row, draw_rows, sample_rows
 from recipes.sample_tokenizer import answer_tokens
 
@@ -75,7 +75,7 @@ def measure(workload: str, rows: Sequence[Row], keep: float, rounds: int) -> lis
                     "kept": sum(kept) / sum(map(len, prompts)),
                     "draft_tokens": compressor.picker.tokens - before,
                     "flips": flips,
-                    "interval": flip_interval(flips, len(rows)),
+                    "interval": exact_interval(flips, len(rows)),
                     "difference": float((answers - full).abs().mean()),
                     "accuracy": sum(right) / len(right),
                     "seconds": Spread.of(seconds[name]),

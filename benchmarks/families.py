@@ -38,7 +38,7 @@ from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.profile.children import random_prompt
-from prefillcli.stats.audit import flip_interval
+from prefillcli.stats.evaluation import exact_interval
 from recipes.evaluate_samples import draw_rows
 
 PLENTY = Limits(1 << 30, 1 << 30)
@@ -118,7 +118,7 @@ def measure_answers(keep: float, rows: int) -> list[dict[str, Any]]:
                 "votes": votes,
                 "kept": sum(map(len, kept)) / sum(map(len, prompts)),
                 "flips": flips,
-                "interval": flip_interval(flips, len(drawn)),
+                "interval": exact_interval(flips, len(drawn)),
                 "accuracy": float((full == truth).float().mean()),
                 "accuracy_compressed": float((answers == truth).float().mean()),
                 "drift": state_drift(lambda: _walking(target), PLENTY, requests),

@@ -25,8 +25,7 @@ from benchmarks.console import log
 from benchmarks.models import random_llama
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
-from prefillcli.plan.account import remaining_work
-from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.pack import Limits, Pack, remaining_work
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.profile.children import prompts_with_histories

@@ -27,9 +27,9 @@ from prefillcli.engines.base import LabelTokens
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
+from prefillcli.plan import SCHEDULES
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.walk import LayerWalk
 from recipes.choose_prompt import CANDIDATES, CHOSEN

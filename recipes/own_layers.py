@@ -25,9 +25,7 @@ from prefillcli.jobs.load import load_walk
 from prefillcli.jobs.opening import Opening
 from prefillcli.options.commands import BenchSettings
 from prefillcli.report.section import percent_interval
-from prefillcli.stats.audit import flip_interval
-from prefillcli.stats.evaluation import auc
-from prefillcli.stats.probabilities import label_probabilities
+from prefillcli.stats.evaluation import auc, exact_interval, label_probabilities
 
 HEADER = (
     "method",
@@ -71,7 +69,7 @@ def table_lines(material: Material, methods: Sequence[Contender], rounds: int) -
             f"{median(gains):.2f} ({min(gains):.2f}-{max(gains):.2f})",
             "" if least is None or most is None else f"{least / most:.2f}",
             "" if name == REFERENCE else f"{flips} of {rows} ({flips / rows:.1%})",
-            "" if name == REFERENCE else percent_interval(flip_interval(flips, rows)),
+            "" if name == REFERENCE else percent_interval(exact_interval(flips, rows)),
             "" if name == REFERENCE else f"{abs(own[:, 0] - full[:, 0]).mean():.3f}",
             "" if (found := auc([own[number, 0] for number in known], truths)) is None else f"{found:.3f}",
         ]

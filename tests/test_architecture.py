@@ -110,7 +110,7 @@ OPTIONS_READ = {
     "prefillcli.data.filesystems",
     "prefillcli.data.output.formats",
     "prefillcli.engines.registry",
-    "prefillcli.plan.schedules",
+    "prefillcli.plan",
     "prefillcli.runtime.memory",
 }
 

@@ -18,7 +18,7 @@ from prefillcli.jobs.verify import Verified
 from prefillcli.models.weights import FORMATS as QUANTISED
 from prefillcli.models.weights import QuantisedFormat
 from prefillcli.options.commands import COMMANDS
-from prefillcli.plan.schedules import SCHEDULES
+from prefillcli.plan import SCHEDULES
 from prefillcli.report.run import RunReport
 
 ROOT = Path(__file__).parent.parent

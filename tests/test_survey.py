@@ -20,9 +20,9 @@ from prefillcli.jobs.dry_run import DryRunReport
 from prefillcli.jobs.recorder import RemainingTime
 from prefillcli.models.find import read_model_files
 from prefillcli.models.weights import weight_bytes
+from prefillcli.plan import SCHEDULES
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan, make_plans
-from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.trie import build_forest, shared_nodes, token_order
 from prefillcli.report.section import bar
 from prefillcli.report.survey import (

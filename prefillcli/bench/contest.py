@@ -29,9 +29,7 @@ from prefillcli.core.feature import features
 from prefillcli.data.rows import FALLBACK, Float64Array, is_fallback
 from prefillcli.errors import PrefillError
 from prefillcli.runtime.memory import process_memory, reserved_at_peak, reset_peak_memory, trim_heap
-from prefillcli.stats.audit import audit_of, flip_interval
-from prefillcli.stats.evaluation import auc
-from prefillcli.stats.probabilities import label_probabilities
+from prefillcli.stats.evaluation import auc, audit_of, exact_interval, label_probabilities
 
 T = TypeVar("T")
 
@@ -275,6 +273,6 @@ def _answers(
     if known:
         right = sum(bool(says) == truth for _, says, truth in known)
         found.accuracy = right / len(known)
-        found.accuracy_interval = flip_interval(right, len(known))
+        found.accuracy_interval = exact_interval(right, len(known))
         found.auc = auc([score for score, _, _ in known], [truth for _, _, truth in known])
     return found

@@ -25,7 +25,7 @@ from prefillcli.report.section import (
     settings_section,
     three_digits,
 )
-from prefillcli.stats.audit import Audit
+from prefillcli.stats.evaluation import Audit
 
 # How far the rounds of a measurement lie apart.
 

@@ -17,8 +17,7 @@ from prefillcli.engines.recovery import MemoryRecovery
 from prefillcli.engines.treatment import JobTexts, PackThinning, PromptExits
 from prefillcli.models.heads import Activation
 from prefillcli.models.shape import NoCostModel, keys_share
-from prefillcli.plan.account import Account, LayersDone, account
-from prefillcli.plan.pack import Key, Limits, Pack
+from prefillcli.plan.pack import Account, Key, LayersDone, Limits, Pack, account
 from prefillcli.prefill.walk import LayerWalk
 
 if TYPE_CHECKING:

@@ -28,10 +28,10 @@ from prefillcli.errors import ResourceError
 from prefillcli.forecast.profile import Profile
 from prefillcli.models.open import Opened
 from prefillcli.options.groups import ScheduledOptions
+from prefillcli.plan import SCHEDULES
 from prefillcli.plan.blocks import BLOCK_TOKENS, CarriedBlock
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plans
-from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.trie import build_forest, shared_nodes, token_order
 from prefillcli.report.survey import (
     Bin,

@@ -17,7 +17,7 @@ from prefillcli.jobs.opening import Opening, local_models
 from prefillcli.models.files import brings_code
 from prefillcli.models.open import Opened
 from prefillcli.options.commands import ScoreSettings
-from prefillcli.stats.probabilities import Measure
+from prefillcli.stats.evaluation import Measure
 
 STANDS_FOR = {
     "input": ("inputs", "limit", "sample", "seed"),

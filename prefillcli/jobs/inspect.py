@@ -43,7 +43,7 @@ from prefillcli.report.section import Section, visible
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Progress
 from prefillcli.runtime.signals import Stop
-from prefillcli.stats.probabilities import label_mass, label_probabilities
+from prefillcli.stats.evaluation import label_mass, label_probabilities
 
 
 class Explainer:

@@ -20,7 +20,7 @@ from prefillcli.models.open import Opened, answer_labels, local_model
 from prefillcli.options.groups import SELF, JobOptions
 from prefillcli.runtime import log
 from prefillcli.runtime.memory import parse_size
-from prefillcli.stats.probabilities import Measure
+from prefillcli.stats.evaluation import Measure
 
 if TYPE_CHECKING:
     pass

@@ -23,7 +23,7 @@ from prefillcli.report.run import Tokens
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, Phase, Progress
 from prefillcli.runtime.signals import Stop
-from prefillcli.stats.probabilities import label_mass
+from prefillcli.stats.evaluation import label_mass
 
 #: Seconds that the model takes for a plan.
 Predict = Callable[[Plan], float]

@@ -44,7 +44,7 @@ from prefillcli.report.run import (
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, MemoryWatch
 from prefillcli.runtime.signals import Stop
-from prefillcli.stats.audit import Audit, audit_of
+from prefillcli.stats.evaluation import Audit, audit_of
 
 if TYPE_CHECKING:
     from prefillcli.forecast.profile import Profile

@@ -29,7 +29,7 @@ from prefillcli.jobs.path_table import output_of
 from prefillcli.models.open import Opened
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.blocks import BLOCK_TOKENS
-from prefillcli.stats.probabilities import Measure
+from prefillcli.stats.evaluation import Measure
 
 if TYPE_CHECKING:  # these take torch along
     from prefillcli.forecast.profile import Profile

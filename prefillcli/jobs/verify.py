@@ -19,7 +19,7 @@ from prefillcli.data.rows import ErrorCode, to_python
 from prefillcli.errors import ContentChangedError, DamagedFileError, OutputConflictError
 from prefillcli.jobs.shell import shell
 from prefillcli.runtime import log
-from prefillcli.stats.probabilities import Measure
+from prefillcli.stats.evaluation import Measure
 
 # Checks that an output is as its job wrote it, and was made of the input that it names.
 

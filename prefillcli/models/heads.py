@@ -19,7 +19,7 @@ from prefillcli.data.prompts.labels import ClassLabels, Label, LabelSet, complem
 from prefillcli.errors import UsageError
 from prefillcli.models.files import CLASSIFIER, read_header, weight_files
 from prefillcli.prefill.forest import UnsupportedModelError
-from prefillcli.stats.probabilities import Measure
+from prefillcli.stats.evaluation import Measure
 
 HeadChoice = Literal["auto", "vocabulary", "probability", "value"]
 """What is read of a model: what its configuration says, the next token, or a head's probabilities or values."""

@@ -24,7 +24,7 @@ from prefillcli.options.option import (
     argument,
     option,
 )
-from prefillcli.plan.schedules import DEFAULT, SCHEDULES
+from prefillcli.plan import DEFAULT, SCHEDULES
 from prefillcli.runtime.memory import parse_size
 
 

@@ -61,8 +61,8 @@ def align_nodes(roots: list[TrieNode], step: int) -> None:
 # prompts that leave a block in its middle do not read it: they get nodes of their own from where it begins.
 
 
+# No block is cut that is shorter than one part in so many of the smallest: prompts share a few tokens by chance.
 NEAR_SHARE = 8
-"""No block is cut that is shorter than one part in so many of the smallest: prompts share a few tokens by chance."""
 
 
 def whole_lengths(
@@ -114,7 +114,7 @@ def split_whole(roots: list[TrieNode], prompt: int, ends: Sequence[int]) -> list
 
 
 def _take_out(roots: list[TrieNode], inside: Sequence[TrieNode], prompt: int) -> TrieNode:
-    """One node in place of those `inside`, each the child of the one before it, for what goes on behind the last."""
+    # One node in place of those `inside`, each the child of the one before it, for what goes on behind the last.
     first, last = inside[0], inside[-1]
     whole = TrieNode(prompt, first.start, last.end, first.parent, last.children)
     for child in whole.children:
@@ -144,13 +144,11 @@ def _every(roots: Sequence[TrieNode]) -> Iterator[TrieNode]:
         stack.extend(node.children)
 
 
-BLOCK_TOKENS = 1024
-"""A prefix that is shorter is not handed to the next window."""
+BLOCK_TOKENS = 1024  # a prefix that is shorter is not handed to the next window
+# The blocks at a prefix's end are halves, quarters and so on of a block, down to one part in so many.
 SMALLEST_PART = 8
-"""The blocks at a prefix's end are halves, quarters and so on of a block, down to one part in so many."""
 
-CarriedBlock = tuple[int, str]
-"""Where a block ends in its prompts, and its key."""
+CarriedBlock = tuple[int, str]  # where a block ends in its prompts, and its key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -297,10 +295,8 @@ def order_siblings(roots: list[TrieNode], cover: Cover) -> None:
 def _cover(
     roots: list[TrieNode], keys: Sequence[KeyArray], blocks: Sequence[Block], prompt: int
 ) -> dict[int, tuple[TrieNode, Block]]:
-    """As `cover_nodes`, on the path of one prompt.
-
-    A node where other prompts end is split before its last token too: that is all that is computed again for them.
-    """
+    # As `cover_nodes`, on the path of one prompt. A node where other prompts end is split before its last token too:
+    # that is all that is computed again for them.
     found: dict[int, tuple[TrieNode, Block]] = {}
     siblings, at = roots, 0
     for block in blocks:
@@ -318,7 +314,7 @@ def _cover(
 
 
 def _lengths_up_to(ends: Sequence[int], at: int, room: int, block_tokens: int, limits: Limits) -> Iterator[int]:
-    """Lengths of the blocks behind token `at`, cut at each of the `ends`: the next window may share but the first."""
+    # Lengths of the blocks behind token `at`, cut at each of the `ends`: the next window may share but the first.
     smallest = max(block_tokens // SMALLEST_PART, 1)
     if limits.whole_nodes:
         yield from whole_lengths(ends, at, room, smallest, limits.node_tokens, limits.state_step)
@@ -330,7 +326,7 @@ def _lengths_up_to(ends: Sequence[int], at: int, room: int, block_tokens: int, l
 
 
 def _lengths(tokens: int, block_tokens: int) -> Iterator[int]:
-    """Lengths of the blocks of so many tokens: whole ones, then ever smaller ones; a small rest is left over."""
+    # Lengths of the blocks of so many tokens: whole ones, then ever smaller ones; a small rest is left over.
     smallest = max(block_tokens // SMALLEST_PART, 1)
     while tokens >= smallest:
         length = block_tokens
@@ -341,7 +337,7 @@ def _lengths(tokens: int, block_tokens: int) -> Iterator[int]:
 
 
 def _next_block(keys: KeyArray, prompt: int, before: Sequence[Block], end: int, variant: str | None) -> Block:
-    """The block behind `before` on the path of a prompt with these `keys_with_positions`, read by this variant."""
+    # The block behind `before` on the path of a prompt with these `keys_with_positions`, read by this variant.
     last = before[-1] if before else None
     start = last.end if last is not None else 0
     digest = blake2b((last.key if last is not None else variant or "").encode(), digest_size=16)
@@ -350,6 +346,6 @@ def _next_block(keys: KeyArray, prompt: int, before: Sequence[Block], end: int, 
 
 
 def _place(siblings: Sequence[TrieNode], keys: Sequence[KeyArray], prompt: int, at: int) -> int:
-    """Which of the nodes that begin at token `at` is on the path of `prompt`."""
+    # Which of the nodes that begin at token `at` is on the path of `prompt`.
     token = keys[prompt][at]
     return next(place for place, node in enumerate(siblings) if keys[node.prompt][at] == token)

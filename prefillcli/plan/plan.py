@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prefillcli.plan import SCHEDULES, WaitingPrompts
 from prefillcli.plan.blocks import (
     NO_COVER,
     Block,
@@ -23,7 +24,6 @@ from prefillcli.plan.blocks import (
     shared_ends,
 )
 from prefillcli.plan.pack import Held, Key, Limits, Pack
-from prefillcli.plan.schedules import SCHEDULES, WaitingPrompts
 from prefillcli.plan.trie import (
     KeyArray,
     TokenArray,
@@ -40,8 +40,8 @@ from prefillcli.plan.trie import (
 
 NumberArray = npt.NDArray[np.integer[Any]] | npt.NDArray[np.floating[Any]]
 
+# Completion times of prompts with so many (input tokens, cached tokens), in any unit.
 Completion = Callable[[NumberArray, NumberArray], NumberArray]
-"""Completion times of prompts with so many (input tokens, cached tokens), in any unit."""
 
 
 def missed_tokens(input_tokens: NumberArray, cached_tokens: NumberArray) -> NumberArray:
@@ -159,8 +159,8 @@ class Queue:
                 self._cached[self._job_of[first + bool(node.ending) : last]] = node.end
 
 
+# Packs after which nothing is held and shared prefixes are computed again: what a resumed run may have to repeat.
 HELD_PACKS = 16
-"""Packs after which nothing is held and shared prefixes are computed again: what a resumed run may have to repeat."""
 
 
 def cut_packs(
@@ -207,14 +207,14 @@ class _OpenPack:
         self.read_tokens = 0
 
     def missing(self, path: Sequence[TrieNode]) -> list[TrieNode]:
-        """The nodes of a path to compute: its end in any case, since K,V alone give no answer."""
+        # The nodes of a path to compute: its end in any case, since K,V alone give no answer.
         *above, end = path
         at_hand = (self.added, self.held, self._cover.nodes)
         nodes = [node for node in above if not any(id(node) in each for each in at_hand)]
         return nodes if id(end) in self.added else [*nodes, end]
 
     def kept_with(self, path: Sequence[TrieNode]) -> tuple[int, int]:
-        """Tokens of the pack with this prompt, held ones included, and nodes that its prompts end at."""
+        # Tokens of the pack with this prompt, held ones included, and nodes that its prompts end at.
         new = [*self.missing(path), *(node for node in path[:-1] if self._covers(node) and id(node) not in self.held)]
         held = sum(node.length for node in self.held.values())
         return self.tokens + held + sum(node.length for node in new), len(self.ends) + 1
@@ -223,7 +223,7 @@ class _OpenPack:
         return id(node) in self._cover.nodes
 
     def add(self, path: Sequence[TrieNode]) -> list[TrieNode]:
-        """Take a prompt in; returns the nodes that are computed for it."""
+        # Take a prompt in; returns the nodes that are computed for it.
         new = self.missing(path)
         self.added.update((id(node), node) for node in new)
         self.held.update((id(node), node) for node in path[:-1] if id(node) in self._cover.nodes)
@@ -297,7 +297,7 @@ class _Cutter:
         )
 
     def _begin_pack(self) -> list[TrieNode]:
-        """Close the pack; return the path that the new one begins with."""
+        # Close the pack; return the path that the new one begins with.
         blocks = self._blocks_left()
         covered = self._cover.within(blocks)
         keep = self._cache(self._held_size(blocks))
@@ -312,7 +312,7 @@ class _Cutter:
         return path
 
     def _cache(self, blocks_held: int) -> list[TrieNode]:
-        """The nodes whose K,V stay: the most recently used first, parents before their children."""
+        # The nodes whose K,V stay: the most recently used first, parents before their children.
         limits, filled = self._limits, self._open
         if self._answering % HELD_PACKS == HELD_PACKS - 1:
             return []
@@ -348,14 +348,14 @@ class _Cutter:
         return stays <= limits.held_tokens and most + stays * limits.held_cost <= limits.max_tokens
 
     def _most(self, tokens: int, blocks: Mapping[str, Block]) -> int:
-        """Tokens of the largest pack, if these blocks have to be there for one of `tokens`."""
+        # Tokens of the largest pack, if these blocks have to be there for one of `tokens`.
         return max([tokens, *(block.length for key, block in blocks.items() if key not in self._block_packs)])
 
     def _held_size(self, blocks: Mapping[str, Block]) -> int:
         return self._limits.held_size(block.length for block in blocks.values())
 
     def _blocks_left(self) -> dict[str, Block]:
-        """The blocks at hand that are so after the open pack too: later prompts or the next window begin with them."""
+        # The blocks at hand that are so after the open pack too: later prompts or the next window begin with them.
         awaited = {block.key for node, block in self._cover.nodes.values() if self._queue.awaits(node)}
         return {
             key: block
@@ -364,7 +364,7 @@ class _Cutter:
         }
 
     def _add_pack(self, keep: Sequence[TrieNode], blocks: Mapping[str, Block]) -> None:
-        """Close the pack, with the blocks that it computes in packs before it."""
+        # Close the pack, with the blocks that it computes in packs before it.
         filled = self._open
         held = {self._keys[name] for name in filled.held if name not in self._cover.nodes}
         at_hand = held | self._at_hand.keys()
@@ -412,7 +412,7 @@ class _Cutter:
         )
 
     def _held(self, node: TrieNode) -> Held:
-        """A node of the open pack that is held; the first that is of a block which was computed here is charged."""
+        # A node of the open pack that is held; the first that is of a block which was computed here is charged.
         if id(node) not in self._cover.nodes:
             key = self._keys[id(node)]
             return Held(key, key[0], node.start, node.length)
@@ -432,7 +432,7 @@ def _block_pack(
     positions: Sequence[TokenArray | None],
     variants: Sequence[str | None],
 ) -> Pack:
-    """What computes a block behind those before it. `packs` are the numbers of the packs of all of them."""
+    # What computes a block behind those before it. `packs` are the numbers of the packs of all of them.
     *before, _ = block.chain
     return Pack(
         index=packs[block.key],
@@ -451,7 +451,7 @@ def _block_pack(
 
 
 def _path(node: TrieNode) -> list[TrieNode]:
-    """The node and its ancestors, root first."""
+    # The node and its ancestors, root first.
     path = [node]
     while path[-1].parent is not None:
         path.append(path[-1].parent)
@@ -561,8 +561,8 @@ class _Prompts:
         self._prompts = prompts
         self._positions = positions
         self._variants = variants
+        # The group of each prompt: those of one variant. Empty where there is one alone.
         self.groups = _groups_of(variants)
-        """The group of each prompt: those of one variant. Empty where there is one alone."""
         self._keys: Sequence[KeyArray] = prompts
         if any(own is not None for own in positions) or self.groups:
             groups = self.groups or [0] * len(prompts)
@@ -583,7 +583,7 @@ class _Prompts:
         self._forests = {(NO_COVER.blocks.ends, whole, 0): alone for whole in (False, True)}
 
     def blocks(self, limits: Limits, carried: Sequence[CarriedBlock], block_tokens: int) -> WindowBlocks:
-        """The blocks that fit the limits together with any one prompt."""
+        # The blocks that fit the limits together with any one prompt.
         if not block_tokens or not limits.held_tokens or not self._prompts:
             return WindowBlocks()
         room = float(limits.held_tokens)
@@ -594,8 +594,8 @@ class _Prompts:
         return find_blocks(self._prompts, self._positions, shared, int(room), carried, block_tokens, limits, ends)
 
     def forest(self, blocks: WindowBlocks, *, whole: bool = False, step: int = 0) -> tuple[list[TrieNode], Cover]:
-        """The forest with small nodes dissolved, split at the ends of blocks; with `whole` each block is one node, and
-        with a `step` nodes are aligned to it."""
+        # The forest with small nodes dissolved, split at the ends of blocks; with `whole` each block is one node, and
+        # with a `step` nodes are aligned to it.
         name = blocks.ends, whole, step
         if name not in self._forests:
             roots = build_forest(self._keys, self._order)
@@ -609,11 +609,9 @@ class _Prompts:
 
 
 def _groups_of(variants: Sequence[str | None]) -> list[int]:
-    """Numbers of the variants, one for each prompt, in the order in which they read; empty if there is one.
-
-    The first prompt's comes first and the last prompt's last: what these share with other windows is held for a short
-    time then.
-    """
+    # Numbers of the variants, one for each prompt, in the order in which they read; empty if there is one. The first
+    # prompt's comes first and the last prompt's last: what these share with other windows is held for a short time
+    # then.
     names = list(dict.fromkeys(variants))
     if len(names) < 2:
         return []
@@ -631,8 +629,7 @@ def _groups_of(variants: Sequence[str | None]) -> list[int]:
 # those of shorter prompts, and whatever is cut out of a pack can be told apart.
 
 
-LONG = 1 << 30
-"""Is added to the positions of such prompts."""
+LONG = 1 << 30  # is added to the positions of such prompts
 
 
 def marked_positions(positions: TokenArray | None, tokens: int, switch: int) -> TokenArray | None:

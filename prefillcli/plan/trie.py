@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 TokenArray = npt.NDArray[np.int32]
+# What is compared: token ids, or with positions of their own `keys_with_positions`.
 KeyArray = npt.NDArray[np.integer[Any]]
-"""What is compared: token ids, or with positions of their own `keys_with_positions`."""
 
 #: Share of the trie's tokens that may be computed more than once, where that saves splitting prompts at every
 #: chance overlap of a token or two.

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from prefillcli.plan.account import KEYS_SHARE, LayersDone
-from prefillcli.plan.pack import Key, Pack
+from prefillcli.plan.pack import KEYS_SHARE, Key, LayersDone, Pack
 from prefillcli.prefill.attention import ROW_STEP, longest_batched
 from prefillcli.prefill.forest import Attend, ForestAttention, KeysStored, UnsupportedModelError, WatchedLayer
 from prefillcli.prefill.fusion import Preparation, fused

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
-from prefillcli.plan.account import LayersDone
-from prefillcli.plan.pack import Held, Key, Pack
+from prefillcli.plan.pack import Held, Key, LayersDone, Pack
 from prefillcli.plan.trie import TrieNode, build_forest, token_order
 from prefillcli.prefill.forest import ForestAttention, UnsupportedModelError, WatchedLayer
 from prefillcli.prefill.layer_calls import LayerCall

@@ -38,7 +38,7 @@ from prefillcli.report.section import (
     signed_bar,
     visible,
 )
-from prefillcli.stats.probabilities import log_shares_of
+from prefillcli.stats.evaluation import log_shares_of
 
 # What a model says of a row after each of its layers: by how much one label is ahead, and where rows would leave.
 

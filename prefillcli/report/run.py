@@ -43,7 +43,7 @@ from prefillcli.report.section import (
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.memory import peak_memory
-from prefillcli.stats.audit import Audit, audit_lines
+from prefillcli.stats.evaluation import Audit, audit_lines
 
 SCHEMA_VERSION = 1
 

@@ -1,4 +1,4 @@
-"""How good scores are beside the right answers: accuracy, ranking, calibration, thresholds, and their intervals.
+"""What scores are worth: probabilities of labels, figures beside the right answers, audits, and their intervals.
 
 The figures equal scikit-learn's of the same rows. Arrays come in and an `Evaluation` goes out: callers read the
 arrays and choose which rows are shown.
@@ -10,8 +10,10 @@ those of a bootstrap (Efron and Tibshirani, 1993). A bootstrap costs the same ho
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Literal
 
 import numpy as np
@@ -789,3 +791,161 @@ def _check(probabilities: Float64Array, truth: npt.NDArray[Any], labels: Sequenc
         raise ValueError(f"{probabilities.shape[1]} probabilities a row for {len(labels)} labels")
     if not ((probabilities >= 0) & (probabilities <= 1)).all():
         raise ValueError("a probability is from 0 to 1")
+
+
+# Rows scored both for less and in full: how often compression or an early exit flips an answer, and how certainly. All
+# probabilities and rates are shares (0 to 1).
+
+
+class Audit(BaseModel):
+    """What the audited rows show. None is a number that they do not tell."""
+
+    model_config = ConfigDict(frozen=True)
+
+    rows: int = 0
+    flips: int = 0  # rows whose answer differs
+    flip_rate: float | None = None
+    interval: tuple[float, float] | None = None  # of the flip rate, two-sided
+    confidence: float = 0.95
+    mean_difference: float | None = None  # of the scores, absolute
+    max_difference: float | None = None
+    auc_compressed: float | None = None
+    auc_full: float | None = None
+    truth_rows: int = 0  # rows with a known right answer
+
+
+def audit_of(
+    pairs: Sequence[tuple[float, float, bool | None]],
+    flipped: Sequence[bool] | None = None,
+    *,
+    confidence: float = 0.95,
+) -> Audit:
+    """The audit of rows, each (compressed score, full score, whether the positive label is right or None if unknown).
+
+    `flipped` says which rows flip. Without it those flip whose scores lie on different sides of 0.5, as for two
+    labels. Raises ValueError if `flipped` and `pairs` differ in length.
+    """
+    if flipped is None:
+        flipped = [(compressed >= 0.5) != (full >= 0.5) for compressed, full, _ in pairs]
+    elif len(flipped) != len(pairs):
+        raise ValueError(f"{len(flipped)} flips for {len(pairs)} rows")
+    if not pairs:
+        return Audit(confidence=confidence)
+    rows, flips = len(pairs), sum(map(bool, flipped))
+    differences = [abs(compressed - full) for compressed, full, _ in pairs]
+    known = [(compressed, full, truth) for compressed, full, truth in pairs if truth is not None]
+    truths = [truth for _, _, truth in known]
+    return Audit(
+        rows=rows,
+        flips=flips,
+        flip_rate=flips / rows,
+        interval=exact_interval(flips, rows, confidence),
+        confidence=confidence,
+        mean_difference=math.fsum(differences) / rows,
+        max_difference=max(differences),
+        auc_compressed=auc([compressed for compressed, _, _ in known], truths),
+        auc_full=auc([full for _, full, _ in known], truths),
+        truth_rows=len(known),
+    )
+
+
+def audit_lines(audit: Audit) -> list[tuple[str, str]]:
+    """The lines that an audit adds to the table of a run: name and text."""
+    if audit.flip_rate is None or audit.interval is None:
+        return [("audit", "no row was scored in full as well")]
+    low, high = (_percent(bound) for bound in audit.interval)
+    lines = [
+        (
+            "audit",
+            f"{_counted(audit.rows, 'row')} also in full: {_counted(audit.flips, 'flip')} "
+            f"({_percent(audit.flip_rate)} %, {100 * audit.confidence:g} % interval {low}-{high} %), "
+            f"score difference {audit.mean_difference:.2g} mean, {audit.max_difference:.2g} largest",
+        )
+    ]
+    if audit.auc_compressed is not None and audit.auc_full is not None:
+        known = f"{_counted(audit.truth_rows, 'row')} with a known answer"
+        lines.append(("audit AUC", f"{audit.auc_compressed:.3f} as scored, {audit.auc_full:.3f} in full ({known})"))
+    elif audit.truth_rows:
+        lines.append(("audit AUC", f"none: the known answers ({audit.truth_rows:,}) are all the same"))
+    return lines
+
+
+def flip_bound(flips: int, rows: int, confidence: float = 0.95) -> float:
+    """The one-sided exact upper bound of the flip rate; 1 without rows. Raises ValueError like `exact_interval`."""
+    exact_interval(flips, rows, confidence)
+    return exact_upper(flips, rows, 1 - confidence)
+
+
+def rows_for(max_flips: float, flips: int = 0, confidence: float = 0.95) -> int:
+    """The fewest rows among which `flips` flips still prove a flip rate of at most `max_flips` (a share).
+
+    Raises ValueError unless 0 < max_flips < 1, flips >= 0 and 0 < confidence < 1.
+    """
+    if not 0 < max_flips < 1:
+        raise ValueError(f"a flip rate between 0 and 1 can be proven, not {max_flips}")
+    enough = max(2 * flips, 1)
+    while flip_bound(flips, enough, confidence) > max_flips:
+        enough *= 2
+    # The bound falls with every row. If all rows flip it is 1, so the search may begin there.
+    proven = range(enough + 1)
+    return bisect_left(proven, True, lo=flips, key=lambda rows: flip_bound(flips, rows, confidence) <= max_flips)
+
+
+def _percent(share: float) -> str:
+    # A share in percent with one decimal, or more where that would show 0.0.
+    percent = 100 * share
+    return f"{percent:.{max(1, -math.floor(math.log10(percent)))}f}" if percent > 0 else "0.0"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+# What the numbers of a row's labels say: each label's score, and the probability of all labels together.
+
+
+class Measure(StrEnum):
+    """What an engine's numbers for the labels of a row are."""
+
+    SHARES = "shares"  # Log-probabilities of labels that exclude one another
+    CHANCES = "chances"  # Log-probabilities of labels, each of which may be right, whatever the others are
+    VALUES = "values"  # any numbers
+
+
+def label_scores(numbers: Float64Array, temperature: float = 1.0, measure: Measure = Measure.SHARES) -> Float64Array:
+    """The score of each label, float64 [..., labels]: a probability, or the number as it is if it is a value.
+
+    Only shares have a `temperature`; see `label_probabilities`.
+    """
+    if measure is Measure.SHARES:
+        return label_probabilities(numbers, temperature)
+    scores: Float64Array = np.exp(numbers) if measure is Measure.CHANCES else numbers
+    return scores
+
+
+def label_probabilities(logprobs: Float64Array, temperature: float = 1.0) -> Float64Array:
+    """Probability of each label among the labels after the temperature, float64 [..., labels]; the first is the score.
+
+    `logprobs` [..., labels] are over the whole vocabulary. A row with a NaN, or without any finite value, gives NaN.
+    """
+    with np.errstate(invalid="ignore"):
+        sharp = logprobs / temperature
+        weights = np.exp(sharp - sharp.max(axis=-1, keepdims=True, initial=-np.inf))
+        shares: Float64Array = weights / weights.sum(axis=-1, keepdims=True)
+    return shares
+
+
+def label_mass(logprobs: Float64Array) -> Float64Array:
+    """Probability of all labels together over the whole vocabulary, float64 [...], at most 1 whatever was rounded."""
+    mass: Float64Array = np.minimum(np.exp(logprobs).sum(axis=-1), 1.0)
+    return mass
+
+
+LEAST_LOG = -745.0  # logarithm of the smallest double: below it, a probability is 0
+
+
+def log_shares_of(logprobs: Float64Array) -> Float64Array:
+    """Logarithm of each label's probability among the labels, float64 [rows, labels]; finite, also where that is 0."""
+    top = logprobs - logprobs.max(axis=-1, keepdims=True)
+    shares: Float64Array = np.maximum(top - np.log(np.exp(top).sum(axis=-1, keepdims=True)), LEAST_LOG)
+    return shares

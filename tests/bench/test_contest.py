@@ -40,7 +40,7 @@ from prefillcli.options.commands import BenchSettings
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.profile.children import random_prompt
-from prefillcli.stats.probabilities import label_probabilities
+from prefillcli.stats.evaluation import label_probabilities
 
 TARGET, DRAFT = SAMPLES / "models" / "target", SAMPLES / "models" / "draft"
 TOKENS = 300

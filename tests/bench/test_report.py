@@ -15,7 +15,7 @@ from prefillcli.bench.report import (
     verdicts,
     workload_remarks,
 )
-from prefillcli.stats.audit import audit_of
+from prefillcli.stats.evaluation import audit_of
 
 
 def method(

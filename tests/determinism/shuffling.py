@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from prefillcli.engines.torch import TorchEngine
+from prefillcli.plan import SCHEDULES
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan, packs_to_run
-from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import make_model

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefillcli.plan.account import account
-from prefillcli.plan.pack import Key, Limits, Pack, free_packs
+from prefillcli.plan import SCHEDULES
+from prefillcli.plan.pack import Key, Limits, Pack, account, free_packs
 from prefillcli.plan.plan import HELD_PACKS, Plan, make_plan, packs_to_run
-from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.trie import DISSOLVE_SHARE
 
 BLOCK = 8

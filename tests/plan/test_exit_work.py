@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.plan.account import (
+from prefillcli.plan.pack import (
     KEYS_SHARE,
     LayersDone,
+    Limits,
+    Pack,
     account,
     carried_by_few,
     in_full,
     layers_needed,
     remaining_work,
 )
-from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from tests.plan.test_plan import prompts_of_few_words
 

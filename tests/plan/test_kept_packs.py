@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefillcli.plan import SCHEDULES
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.plan.schedules import SCHEDULES
 from tests.plan.test_plan import prompts_of_few_words, spelled
 
 

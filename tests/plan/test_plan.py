@@ -10,10 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prefillcli.options.groups import ScheduledOptions
-from prefillcli.plan.account import account
-from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan import SCHEDULES
+from prefillcli.plan.pack import Limits, Pack, account
 from prefillcli.plan.plan import HELD_PACKS, make_plan, packs_to_run
-from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.plan.trie import build_forest, common_prefix, dissolve_small_nodes, forest_tokens, token_order
 
 prompts_of_few_words = st.lists(

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from prefillcli.plan import SCHEDULES
 from prefillcli.plan.pack import Limits, free_packs
 from prefillcli.plan.plan import Plan, make_plan, packs_to_run
-from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import VOCABULARY, each_family

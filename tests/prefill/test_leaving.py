@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from prefillcli.plan.account import LayersDone, layers_needed
-from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.pack import LayersDone, Limits, Pack, layers_needed
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk

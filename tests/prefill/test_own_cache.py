@@ -18,8 +18,7 @@ from prefillcli.models.find import read_model_files
 from prefillcli.models.law import memory_law, pack_limits
 from prefillcli.models.load import load_model
 from prefillcli.models.rehearsal import rehearsal_of, rehearse
-from prefillcli.plan.account import LayersDone
-from prefillcli.plan.pack import Limits
+from prefillcli.plan.pack import LayersDone, Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill import own_cache
 from prefillcli.prefill.forest import UnsupportedModelError

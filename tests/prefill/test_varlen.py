@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from prefillcli.plan import SCHEDULES
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.prefill import attention, attention_checks, cuda_kernels
 from prefillcli.prefill.attention_checks import PathCheck
 from prefillcli.prefill.cuda_kernels import (

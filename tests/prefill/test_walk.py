@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from prefillcli.plan import SCHEDULES
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan, packs_to_run
-from prefillcli.plan.schedules import SCHEDULES
 from prefillcli.prefill import attention, forest
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom, binomtest
 
-from prefillcli.stats.audit import Audit, audit_lines, audit_of, flip_bound, flip_interval, rows_for
-from prefillcli.stats.evaluation import auc
+from prefillcli.stats.evaluation import Audit, auc, audit_lines, audit_of, exact_interval, flip_bound, rows_for
 
 
 @pytest.mark.parametrize("confidence", [0.9, 0.95, 0.99])
@@ -19,7 +18,7 @@ def test_interval_and_bound_are_those_of_binomtest(flips: int, rows: int, confid
     two_sided = binomtest(flips, rows).proportion_ci(confidence, method="exact")
     one_sided = binomtest(flips, rows, alternative="less").proportion_ci(confidence, method="exact")
 
-    assert flip_interval(flips, rows, confidence) == pytest.approx((two_sided.low, two_sided.high), abs=1e-10)
+    assert exact_interval(flips, rows, confidence) == pytest.approx((two_sided.low, two_sided.high), abs=1e-10)
     assert flip_bound(flips, rows, confidence) == pytest.approx(one_sided.high, abs=1e-10)
 
 
@@ -35,7 +34,7 @@ def test_known_values() -> None:
 
 
 def test_nothing_is_known_without_rows() -> None:
-    assert flip_interval(0, 0) == (0.0, 1.0)
+    assert exact_interval(0, 0) == (0.0, 1.0)
     assert flip_bound(0, 0) == 1.0
 
 
@@ -51,7 +50,7 @@ def test_rows_for_is_the_least_number_of_rows(rate: float, flips: int, confidenc
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: flip_interval(3, 2),
+        lambda: exact_interval(3, 2),
         lambda: flip_bound(-1, 2),
         lambda: flip_bound(1, 2, 1.0),
         lambda: rows_for(0.0),
@@ -108,7 +107,7 @@ def test_lines_for_the_table() -> None:
         rows=200,
         flips=3,
         flip_rate=0.015,
-        interval=flip_interval(3, 200),
+        interval=exact_interval(3, 200),
         mean_difference=0.004,
         max_difference=0.62,
         auc_compressed=0.9981,

@@ -13,7 +13,7 @@ import pytest
 from prefillcli.jobs.merge import merge_job
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
-from prefillcli.plan.schedules import SCHEDULES
+from prefillcli.plan import SCHEDULES
 from tests.score.jobs import read_output, score
 from tests.score.processes import SMALL, Command, Hold
 

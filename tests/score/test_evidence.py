@@ -17,7 +17,7 @@ from prefillcli.data.rows import Prompt, RowBatch, ScoredRow
 from prefillcli.engines.base import Answer
 from prefillcli.features.evidence.sections import Ablation
 from prefillcli.features.evidence.weighing import Weighing
-from prefillcli.stats.probabilities import Measure
+from prefillcli.stats.evaluation import Measure
 from tests.score.jobs import Reference
 
 WHOLE = (0.8, 0.1)  # of the vocabulary

@@ -12,7 +12,7 @@ from scipy.stats import binomtest
 
 from prefillcli.features.compress import window_compressor
 from prefillcli.features.compress.window_compressor import RATES
-from prefillcli.stats.audit import flip_bound
+from prefillcli.stats.evaluation import flip_bound
 from tests.score.compression import SAME, assert_close, compressed, full_rows, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, write_jsonl
 from tests.score.models import save_model

@@ -32,7 +32,7 @@ from prefillcli.data.rows import (
     to_python,
 )
 from prefillcli.errors import UsageError
-from prefillcli.stats.probabilities import Measure, label_mass, label_scores
+from prefillcli.stats.evaluation import Measure, label_mass, label_scores
 
 ROW = "__row"  # the row number in a part
 DIGEST = "__digest"  # in a part: the digest of a row that has a score (`Prompt.digest`)

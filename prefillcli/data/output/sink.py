@@ -40,7 +40,7 @@ from prefillcli.errors import (
     UsageError,
 )
 from prefillcli.runtime import file_calls, log
-from prefillcli.stats.probabilities import Measure
+from prefillcli.stats.evaluation import Measure
 
 
 def find_resumable(target: Target, job: Job, resume: bool, overwrite: bool, *, quiet: bool = False) -> Manifest | None:

@@ -37,8 +37,8 @@ class Beginnings:
         return (whole[len(before) :] if whole.startswith(before) else self._decode(tokens)).strip()
 
     def _encoded(self, token: int, label: int) -> tuple[int, ...]:
-        """A label's own token, as it is scored, and what follows it. A text that does not begin with the label stands
-        behind a space where the label does."""
+        # A label's own token, as it is scored, and what follows it. A text that does not begin with the label stands
+        # behind a space where the label does.
         text, name = self._texts[label], self._labels.names[label]
         if text.startswith(name):
             return (token, *self._following(name, text[len(name) :]))
@@ -46,11 +46,11 @@ class Beginnings:
         return tuple(self._following(_WORD, f" {text}") if spaced else self._ids(text))
 
     def _spelled_with_space(self, token: int) -> bool:
-        """Whether a token brings the space before a word."""
+        # Whether a token brings the space before a word.
         return self._encoder.decode([*self._ids(_WORD), token])[len(_WORD) :].startswith(" ")
 
     def _following(self, before: str, text: str) -> list[int]:
-        """The tokens of a text behind another one."""
+        # The tokens of a text behind another one.
         first, whole = self._ids(before), self._ids(before + text)
         return whole[len(first) :] if whole[: len(first)] == first else self._ids(text)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.rows import ErrorCode, Window
 from prefillcli.errors import UsageError
-from prefillcli.stats.probabilities import Measure
+from prefillcli.stats.evaluation import Measure
 
 LabelSet = tuple[tuple[int, ...], ...]  # token ids of every label's variants
 

@@ -33,7 +33,7 @@ from prefillcli.jobs.shell import shell
 from prefillcli.report.section import WIDTH, numbers_table, stderr_console
 from prefillcli.runtime import log
 from prefillcli.runtime.extras import require_extra
-from prefillcli.stats.probabilities import Float64Array, label_probabilities, log_shares_of
+from prefillcli.stats.evaluation import Float64Array, label_probabilities, log_shares_of
 
 # What `prefill score` wrote, read again with right answers beside it.
 

@@ -23,8 +23,7 @@ from prefillcli.errors import PrefillError, UsageError, without_secrets
 from prefillcli.jobs.sealed_file import read_sealed
 from prefillcli.models.files import names_classifier, read_json, sample_model
 from prefillcli.runtime import log
-from prefillcli.stats.evaluation import evaluate, evaluate_labels, log_losses
-from prefillcli.stats.probabilities import LEAST_LOG, Float64Array, log_shares_of
+from prefillcli.stats.evaluation import LEAST_LOG, Float64Array, evaluate, evaluate_labels, log_losses, log_shares_of
 
 if TYPE_CHECKING:
     from prefillcli.core.feature import Opening, PlanEngine

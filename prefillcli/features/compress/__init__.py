@@ -103,7 +103,7 @@ class Compress(Feature):
         return bool(self.settings.drafts_itself)
 
     def meaningless(self, labels: Labels) -> list[str]:
-        from prefillcli.stats.probabilities import Measure
+        from prefillcli.stats.evaluation import Measure
 
         return ["keep auto"] if self.settings.keep == "auto" and labels.measure is Measure.VALUES else []
 

@@ -31,8 +31,7 @@ from prefillcli.features.compress.base import (
 from prefillcli.features.compress.selection import select_all
 from prefillcli.features.compress.settings import Compression, Reduce
 from prefillcli.models.open import stop_tokens_of
-from prefillcli.plan.account import account
-from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.pack import Limits, Pack, account
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import WatchedLayer

@@ -21,8 +21,7 @@ from prefillcli.data.rows import Int64Array, Prompt
 from prefillcli.features.compress.base import NOT_FINITE, Float32Array, ImportanceEstimate
 from prefillcli.features.compress.selection import budget, chunk_count, ends, tails
 from prefillcli.features.compress.settings import Compression
-from prefillcli.plan.account import account
-from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.pack import Limits, Pack, account
 from prefillcli.plan.plan import make_plan, marked_positions
 from prefillcli.prefill.forest import WatchedLayer
 from prefillcli.prefill.layout import Tree

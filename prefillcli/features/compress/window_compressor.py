@@ -21,7 +21,7 @@ from prefillcli.features.compress.base import (
 )
 from prefillcli.features.compress.compressor import Compressor, why_in_full, why_no_rate
 from prefillcli.runtime import log
-from prefillcli.stats.audit import flip_bound, rows_for
+from prefillcli.stats.evaluation import flip_bound, rows_for
 
 if TYPE_CHECKING:
     from prefillcli.jobs.scorer import Scorer

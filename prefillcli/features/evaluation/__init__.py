@@ -49,7 +49,7 @@ class Evaluating(Feature):
         return True
 
     def meaningless(self, labels: Labels) -> list[str]:
-        from prefillcli.stats.probabilities import Measure
+        from prefillcli.stats.evaluation import Measure
 
         return ["truth"] if labels.measure is Measure.CHANCES else []
 

@@ -23,14 +23,15 @@ from prefillcli.features.evaluation.report import CalibratedFigures, EvaluatedRo
 from prefillcli.plan.trie import common_prefix
 from prefillcli.stats.evaluation import (
     Evaluation,
+    Measure,
     closest_call,
     evaluate,
     evaluate_labels,
     evaluate_values,
+    label_probabilities,
     nearest,
     surest_wrong,
 )
-from prefillcli.stats.probabilities import Measure, label_probabilities
 
 if TYPE_CHECKING:
     from prefillcli.core.feature import Opening, Window

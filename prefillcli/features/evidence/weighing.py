@@ -14,7 +14,7 @@ from prefillcli.data.rows import Float64Array, Prompt, ScoredRow, SectionEffect,
 from prefillcli.engines.base import Answer
 from prefillcli.features.evidence.sections import MOST_SECTIONS, Ablation
 from prefillcli.plan.pack import Limits
-from prefillcli.stats.probabilities import Measure, label_scores
+from prefillcli.stats.evaluation import Measure, label_scores
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from prefillcli.features.exits.judging import (
 )
 from prefillcli.features.exits.policy import ExitPolicy
 from prefillcli.options.commands import BenchSettings
-from prefillcli.plan.account import in_full
-from prefillcli.stats.audit import flip_interval
+from prefillcli.plan.pack import in_full
+from prefillcli.stats.evaluation import exact_interval
 
 _SEED = 1
 
@@ -77,7 +77,7 @@ def class_flips(names: Sequence[str], full: Float64Array, early: Float64Array) -
     for number, name in enumerate(names):
         own = truth == number
         rows, flips = int(own.sum()), int((said[own] != number).sum())
-        interval = flip_interval(flips, rows) if rows else None
+        interval = exact_interval(flips, rows) if rows else None
         found.append(ClassFlips(label=name, rows=rows, flips=flips, interval=interval))
     return found
 

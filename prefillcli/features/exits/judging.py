@@ -32,7 +32,7 @@ from prefillcli.features.exits.policy import (
     relative,
 )
 from prefillcli.models.shape import NoCostModel, keys_share
-from prefillcli.stats.audit import flip_bound, rows_for
+from prefillcli.stats.evaluation import flip_bound, rows_for
 
 FALSE_ALARMS = 0.05
 _WIDTH = 2  # the rates that drift is looked for at spread over so many times the allowed one

@@ -34,7 +34,7 @@ from prefillcli.features.exits.policy import ExitPolicy, ExitProfile, exits_path
 from prefillcli.features.exits.report import ExitUse, ProvableFlips, UsedExit, provable_flips, provable_text
 from prefillcli.jobs.opening import Opening
 from prefillcli.jobs.sealed_file import write_sealed
-from prefillcli.plan.account import carried_by_few, in_full
+from prefillcli.plan.pack import carried_by_few, in_full
 from prefillcli.runtime import log
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from prefillcli.report.section import (
     round_ticks,
     visible,
 )
-from prefillcli.stats.audit import flip_bound, flip_interval, rows_for
+from prefillcli.stats.evaluation import exact_interval, flip_bound, rows_for
 
 # Learnt by this job; taken from an earlier one; not there, for a `reason`; ended before the job, for a `reason`.
 ExitStatus = Literal["calibrated", "reused", "none", "stopped"]
@@ -145,7 +145,7 @@ class ExitUse(BaseModel):
                 left=own.left,
                 flips=own.flips,
                 flip_rate=own.flips / own.rows,
-                interval=flip_interval(own.flips, own.rows, self.confidence),
+                interval=exact_interval(own.flips, own.rows, self.confidence),
                 bound=flip_bound(own.flips, own.rows, self.confidence),
             )
             for label, own in sorted(counts.audited_exits.items())
