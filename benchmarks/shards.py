@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
+from prefillcli.data.output import Shard
 from prefillcli.data.output.columns import OutputSchema
-from prefillcli.data.output.formats import Shard
 from prefillcli.data.output.sink import JoinedShards, ShardSink
 from prefillcli.data.output.target import Job, Target
 from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings

@@ -108,7 +108,7 @@ OPTIONS_READ = {
     "prefillcli.errors",
     "prefillcli.core.feature",
     "prefillcli.data.filesystems",
-    "prefillcli.data.output.formats",
+    "prefillcli.data.output",
     "prefillcli.engines.registry",
     "prefillcli.plan",
     "prefillcli.runtime.memory",

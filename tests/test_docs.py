@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from prefillcli.bench.bench_job import METHODS
 from prefillcli.bench.report import BenchReport, MethodResult, WorkloadResult
 from prefillcli.cli import app
-from prefillcli.data.output.formats import FORMATS
+from prefillcli.data.output import FORMATS
 from prefillcli.data.rows import ErrorCode
 from prefillcli.jobs.status import Status
 from prefillcli.jobs.verify import Verified

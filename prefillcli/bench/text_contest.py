@@ -17,8 +17,7 @@ from prefillcli.bench.material import Material
 from prefillcli.bench.report import TEXT_METHODS, TEXT_REFERENCE, Guesses, Range, TextMethodResult, TextResult
 from prefillcli.bench.text_methods import GeneratedTexts, LockStepTexts, TextMethod, TextRun, TextTask
 from prefillcli.bench.vllm_method import VllmTextMethod, start_vllm
-from prefillcli.data.prompts.beginnings import Beginnings
-from prefillcli.data.prompts.templates import rationale_texts
+from prefillcli.data.prompts.templates import Beginnings, rationale_texts
 from prefillcli.data.rows import Float64Array
 from prefillcli.decode.continuations import DRAFTERS, Beginning, Continuation, Writing
 from prefillcli.decode.draft_model import DraftModel

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from prefillcli.core.request import Request
 from prefillcli.data.output.columns import ROW_COLUMN, OutputSchema, Probabilities, ResultRows
-from prefillcli.data.output.file_formats import id_texts
 from prefillcli.data.output.target import Target
-from prefillcli.data.rows import ScoredRow, Window
+from prefillcli.data.rows import ScoredRow, Window, id_texts
 from prefillcli.decode.continuations import Beginning, Writing
 from prefillcli.engines.base import Answer, Continuations
 from prefillcli.plan.pack import Limits

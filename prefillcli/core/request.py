@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.data.reading.record_batches import Selection
-from prefillcli.data.rows import FALLBACK, FULL, Int32Array, Int64Array, Prompt, ScoredRow, Window, early_exit_method
+from prefillcli.data.rows import (
+    FALLBACK,
+    FULL,
+    Int32Array,
+    Int64Array,
+    Prompt,
+    ScoredRow,
+    Selection,
+    Window,
+    early_exit_method,
+)
 from prefillcli.engines.base import PLAIN, Answer, LabelTokens, PlanEngine, Treatment
 from prefillcli.errors import ResourceError
 from prefillcli.plan.blocks import CarriedBlock

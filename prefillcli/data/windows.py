@@ -24,13 +24,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from prefillcli.data.output.file_formats import id_texts
-from prefillcli.data.output.formats import Shard
+from prefillcli.data.output import Shard
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.reading.record_batches import BATCH_ROWS, TableRows
-from prefillcli.data.reading.source import Source
+from prefillcli.data.reading.source import Source, TableRows
 from prefillcli.data.rows import (
+    BATCH_ROWS,
     ErrorCode,
     Float64Array,
     Int64Array,
@@ -38,6 +37,7 @@ from prefillcli.data.rows import (
     RowBatch,
     RowError,
     Window,
+    id_texts,
     is_text,
     plain_type,
     text_of,

@@ -21,7 +21,7 @@ from prefillcli.data.filesystems import (
     split_path,
     written_path,
 )
-from prefillcli.data.output.formats import FILE_ENDINGS, Shard
+from prefillcli.data.output import FILE_ENDINGS, Shard
 from prefillcli.data.output.sink import shards_beside
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.templates import names_template

@@ -14,9 +14,8 @@ from prefillcli.core.request import AuditDraw, Request, Tick
 from prefillcli.data.output.columns import ColumnGroups
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.reading.record_batches import BATCH_ROWS
 from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import Prompt, Window
+from prefillcli.data.rows import BATCH_ROWS, Prompt, Window
 from prefillcli.data.windows import MAX_ROWS, Prefetcher, windows
 from prefillcli.engines.base import Engine
 from prefillcli.engines.memory_plan import REDUCED

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prefillcli.data.output import parts
-from prefillcli.data.output.formats import Shard
+from prefillcli.data.output import Shard, parts
 from prefillcli.data.output.sink import shards_beside
 from prefillcli.data.output.store import Beat
 from prefillcli.data.output.target import Manifest, Target

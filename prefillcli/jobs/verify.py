@@ -12,10 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from prefillcli.data.output.columns import ROW_COLUMN, Counts, typed_column
-from prefillcli.data.output.file_formats import as_json
 from prefillcli.data.output.target import MEASURE, Job, Manifest, Published, Target
 from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import ErrorCode, to_python
+from prefillcli.data.rows import ErrorCode, as_json, to_python
 from prefillcli.errors import ContentChangedError, DamagedFileError, OutputConflictError
 from prefillcli.jobs.shell import shell
 from prefillcli.runtime import log

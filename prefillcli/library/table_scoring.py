@@ -15,7 +15,7 @@ from prefillcli.core.feature import open_models
 from prefillcli.data.output.columns import OutputSchema, ResultRows, kinds_of
 from prefillcli.data.output.parts import make_rows
 from prefillcli.data.prompts.builder import PromptBuilder, prompt_column
-from prefillcli.data.reading.record_batches import TableRows
+from prefillcli.data.reading.source import TableRows
 from prefillcli.data.rows import Window
 from prefillcli.engines.registry import loader_of
 from prefillcli.errors import Interrupted, UsageError

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from prefillcli.core.feature import Objection, features, features_of, option_groups
-from prefillcli.data.output.formats import FILE_ENDINGS, Shard
+from prefillcli.data.output import FILE_ENDINGS, Shard
 from prefillcli.engines.registry import ENGINES, Capability, refuse
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from prefillcli.data.output.formats import Shard
+from prefillcli.data.output import Shard
 from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import UsageError, brief
 from prefillcli.options import requirements

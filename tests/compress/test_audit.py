@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefillcli.core.request import AuditDraw, draw
-from prefillcli.data.reading.record_batches import Selection
-from prefillcli.data.rows import Window
+from prefillcli.data.rows import Selection, Window
 
 ALL = Selection()
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.output.file_formats import ParquetFormat
+from prefillcli.data.output.target import ParquetFormat
 from prefillcli.data.reading.source import Source
 from prefillcli.errors import PrefillError
 from tests.parquet_footers import Field, fields_of, with_numbers

@@ -18,9 +18,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prefillcli.data.output.columns import _texts, kinds_of, type_for, typed_column
-from prefillcli.data.output.file_formats import as_json
 from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import plain_column, plain_type
+from prefillcli.data.rows import as_json, plain_column, plain_type
 from prefillcli.data.windows import SeenIds
 
 SMALL = st.integers(-3, 120)

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefillcli.data.output import Shard
 from prefillcli.data.output.columns import ColumnGroups
-from prefillcli.data.output.formats import Shard
 from prefillcli.data.output.sink import (
     JoinedShards,
     ShardSink,

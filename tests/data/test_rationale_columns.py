@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefillcli.core.further import Choice
+from prefillcli.data.output import Shard
 from prefillcli.data.output.columns import COLUMNS, ColumnGroups, Counts, OutputSchema, RationaleTally, ResultRows
-from prefillcli.data.output.formats import Shard
 from prefillcli.data.output.sink import of_schema, to_schema
 from prefillcli.data.output.target import Target
 from prefillcli.data.rows import Rationale, ScoredRow, SectionEffect, Window

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.data.reading.record_batches import Selection
 from prefillcli.data.reading.source import Source
+from prefillcli.data.rows import Selection
 from prefillcli.errors import ContentChangedError
 
 Write = Callable[..., str]

@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from prefillcli.cli import app
-from prefillcli.data.output.file_formats import write_parquet as write_sealed
 from prefillcli.data.output.store import Heartbeat, open_store
+from prefillcli.data.output.target import write_parquet as write_sealed
 from prefillcli.jobs.status import status_job
 from prefillcli.jobs.verify import verify_job
 from prefillcli.runtime.clock import Pace

@@ -25,12 +25,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from prefillcli.data.output.columns import DIGEST, ROW, TAKEN_OVER, Counts, ResultRows
-from prefillcli.data.output.file_formats import id_texts, write_parquet
 from prefillcli.data.output.store import Store
-from prefillcli.data.output.target import Job
+from prefillcli.data.output.target import Job, write_parquet
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.proof import JOB_KEY, Digesting, require_seal
-from prefillcli.data.rows import Int64Array, Prompt, Window, to_python
+from prefillcli.data.rows import Int64Array, Prompt, Window, id_texts, to_python
 from prefillcli.errors import DamagedFileError, OutputConflictError, PrefillError, brief
 
 NAME = "row-digests.bin"

@@ -21,9 +21,8 @@ import numpy as np
 import pyarrow as pa
 
 from prefillcli.data.filesystems import WORK_ENDING, split_path, writing
-from prefillcli.data.output import parts, store
+from prefillcli.data.output import Shard, parts, store
 from prefillcli.data.output.columns import ROW, ColumnGroups, Counts, OutputSchema, Probabilities, ResultRows, kinds_of
-from prefillcli.data.output.formats import Shard
 from prefillcli.data.output.parts import DigestFile, PartIndex, PartInfo, WindowRows
 from prefillcli.data.output.store import LocalStore, Lock, Store, make_folder, open_store, walk_folder
 from prefillcli.data.output.target import NAME, OLD, SUCCESS, Job, Manifest, Published, Target, is_partition, replaced

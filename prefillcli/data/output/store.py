@@ -1,4 +1,7 @@
-"""Folders of an output on a disk or in an object store, their locks, and the signs of life of a run."""
+"""Folders of an output on a disk or in an object store, their locks, and the signs of life of a run.
+
+And small files with a checksum, which commands write and options name.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,13 @@ from prefillcli.data.filesystems import (
     impatiently,
     is_local,
     patiently,
+    read_given,
     split_path,
     writing,
     written_path,
 )
-from prefillcli.errors import OutputBusyError, PrefillError, without_secrets
+from prefillcli.data.proof import sealed_text, take_checksum
+from prefillcli.errors import OutputBusyError, PrefillError, UsageError, without_secrets
 from prefillcli.runtime import file_calls, log
 from prefillcli.runtime.clock import Pace
 from prefillcli.runtime.signals import process_space, start_of
@@ -652,6 +657,28 @@ def put_text(path: str, text: str) -> None:
     """Write a whole file at a local path or URL; a symbolic link stays one. Raises PrefillError."""
     folder, name = split_path(written_path(path, "cannot write"))
     open_store(folder).put_bytes(name, text.encode())
+
+
+def read_sealed(option: str, path: str, again: str) -> tuple[bytes, bool]:
+    """As `read_given` the JSON that a command of prefill has written, without the checksum in it, and whether there
+    was one.
+
+    Raises UsageError if something has changed since. What is no JSON is for the caller to refuse.
+    """
+    data = read_given(option, path, again)
+    try:
+        content = json.loads(data)
+        right = take_checksum(content)
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return data, False
+    if right is False:
+        raise UsageError(f"{option} {without_secrets(path)}: it is not as prefill wrote it\n{again}")
+    return json.dumps(content).encode(), right is not None
+
+
+def write_sealed(path: str, text: str) -> None:
+    """Write JSON to a local path or URL with a checksum of it. Raises OSError and PrefillError."""
+    put_text(path, sealed_text(text))
 
 
 NAME = "heartbeat.json"

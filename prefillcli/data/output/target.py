@@ -1,19 +1,21 @@
-"""An output: whose it is, where it lies, and what it and its work folder say of it."""
+"""An output: whose it is, where it lies, how its files are written, and what it and its work folder say of it."""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
+import io
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from prefillcli.data.filesystems import (
     WORK_ENDING,
@@ -24,11 +26,12 @@ from prefillcli.data.filesystems import (
     writing,
     written_path,
 )
-from prefillcli.data.output.columns import COLUMNS, ROW_COLUMN, Counts
-from prefillcli.data.output.file_formats import FileFormat
-from prefillcli.data.output.formats import DIRECTORY, FILE_ENDINGS, OutputFormat, Shard, format_of
+from prefillcli.data.output import DIRECTORY, FILE_ENDINGS, OutputFormat, Shard, format_of
+from prefillcli.data.output.columns import COLUMN_TYPES, COLUMNS, ROW_COLUMN, Counts
 from prefillcli.data.output.store import Store, open_store, requesting
-from prefillcli.data.proof import digest_of, seal_of, take_checksum, with_checksum
+from prefillcli.data.proof import JOB_KEY, UNSEALED, Digesting, digest_of, seal, seal_of, take_checksum, with_checksum
+from prefillcli.data.reading.parquet import Footer
+from prefillcli.data.rows import as_json, encode_json
 from prefillcli.errors import DamagedFileError, OutputConflictError, PrefillError, UsageError, without_secrets
 from prefillcli.runtime import file_calls
 
@@ -196,7 +199,7 @@ class Target:
     @cached_property
     def file_format(self) -> FileFormat:
         """How each of its files is written and read."""
-        return self.format.open()
+        return open_format(self.format)
 
     @cached_property
     def store(self) -> Store:
@@ -316,3 +319,123 @@ def _is_directory(path: str) -> bool:
             return file_calls.is_folder(inner)
     with requesting(without_secrets(path)):
         return bool(patiently(lambda: filesystem.isdir(inner)))
+
+
+# Writing and reading the files of each format.
+
+
+_BLOCK = 1 << 22
+
+
+class JsonlFormat:
+    """As `ParquetFormat`; `codec` is that of pyarrow's streams: gzip, zstd, or None."""
+
+    sealed = False
+    json_text = True
+
+    def __init__(self, codec: str | None) -> None:
+        self.codec = codec
+
+    def write(
+        self, file: IO[bytes], schema: pa.Schema, tables: Iterable[pa.Table], json_columns: Collection[str] = ()
+    ) -> str:
+        # Numbers that JSON does not have (NaN, infinity) are null.
+        digesting = Digesting(file)
+        plain = nullcontext(digesting)
+        # Left open after an error, Arrow would write to a closed file later, and print a traceback.
+        with plain if self.codec is None else pa.CompressedOutputStream(digesting, self.codec) as stream:
+            for table in tables:
+                names = [json.dumps(name) for name in table.column_names]
+                columns = [
+                    _as_they_are(column.to_pylist()) if name in json_columns else as_json(column)
+                    for name, column in zip(table.column_names, table.columns, strict=True)
+                ]
+                form = "{" + ",".join(f"{name.replace('%', '%%')}:%s" for name in names) + "}\n"
+                stream.write("".join(form % values for values in zip(*columns, strict=True)).encode())
+        return digesting.digest()
+
+    def read(self, file: IO[bytes], names: Sequence[str]) -> Iterator[pa.Table]:
+        stream = pa.input_stream(file, compression=self.codec)
+        rest = b""
+        while data := stream.read(_BLOCK):
+            *lines, rest = (rest + data).split(b"\n")
+            rows = [json.loads(line) for line in lines]
+            columns = {}
+            for name in names:
+                values = [row[name] for row in rows]
+                if name not in COLUMN_TYPES:
+                    values = [None if value is None else encode_json(value) for value in values]
+                columns[name] = pa.array(values, COLUMN_TYPES.get(name, pa.string()))
+            yield pa.table(columns)
+        if rest:
+            raise ValueError("the last line has no end")
+
+    def column_type(self, file: IO[bytes], name: str) -> pa.DataType:
+        return pa.string()
+
+    def job_of(self, file: IO[bytes]) -> Any:
+        raise ValueError("JSON Lines do not say which job wrote them")
+
+
+def _as_they_are(texts: list[str | None]) -> list[str]:
+    return ["null" if text is None else text for text in texts]
+
+
+class ParquetFormat:
+    """How rows are written to one file, and read back. A damaged file raises what pyarrow raises, or ValueError."""
+
+    sealed = True  # a file proves itself: it names its job, and holds the digest of its other bytes
+    json_text = False  # values carried from JSON Lines get a column's type, and are not written as the JSON they are
+
+    def write(
+        self, file: IO[bytes], schema: pa.Schema, tables: Iterable[pa.Table], json_columns: Collection[str] = ()
+    ) -> str:
+        """Write the tables, whose columns are those of `schema`; returns the digest of the file (`digest_of`).
+
+        `file` is open for writing and reading. The values of `json_columns` are JSON already.
+        """
+        return write_parquet(file, schema, tables)
+
+    def read(self, file: IO[bytes], names: Sequence[str]) -> Iterator[pa.Table]:
+        """Some columns of a file, piece by piece; where `json_text` holds, carried columns come as JSON text."""
+        parquet = pq.ParquetFile(file, page_checksum_verification=True)
+        footer = Footer.check(parquet.metadata, file.seek(0, io.SEEK_END))
+        footer.require(names)
+        rows = 0
+        for batch in parquet.iter_batches(columns=list(dict.fromkeys(names))):
+            rows += batch.num_rows
+            yield pa.Table.from_batches([batch])
+        if rows != footer.rows:
+            raise OSError(f"its footer says {footer.rows:,} rows, but its pages have {rows:,}")
+
+    def column_type(self, file: IO[bytes], name: str) -> pa.DataType:
+        """The type in which a carried column is read back."""
+        return pq.read_schema(file).field(name).type
+
+    def job_of(self, file: IO[bytes]) -> Any:
+        """What a sealed file says of its job, as `Job.of_json` takes it."""
+        return json.loads(pq.read_schema(file).metadata[JOB_KEY])
+
+
+FileFormat = ParquetFormat | JsonlFormat
+
+
+def open_format(form: OutputFormat) -> FileFormat:
+    """How a file of this format is written and read; of a directory each of its parts."""
+    return ParquetFormat() if form.parquet else JsonlFormat(form.codec)
+
+
+def write_parquet(
+    file: IO[bytes], schema: pa.Schema, tables: Iterable[pa.Table], *, compression: str = "snappy"
+) -> str:
+    """Write the tables, whose columns are those of `schema`, as one sealed Parquet file with page checksums.
+
+    `file` is open for writing and reading. Returns the file's digest (`digest_of`).
+    """
+    digesting = Digesting(file)
+    with pq.ParquetWriter(digesting, schema, compression=compression, write_page_checksum=True) as writer:
+        for table in tables:
+            writer.write_table(table.cast(schema))
+        writer.add_key_value_metadata(UNSEALED)
+    seal(file, digesting.digest())
+    return digesting.digest()

@@ -15,8 +15,18 @@ import pyarrow as pa
 from prefillcli.data.filesystems import reading
 from prefillcli.data.proof import require_same
 from prefillcli.data.reading.discovery import InputFile, Partitions
-from prefillcli.data.reading.record_batches import BATCH_BYTES, BATCH_ROWS, ColumnChoice, Selection, require_columns
-from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, RowBatch, RowError, row_too_large
+from prefillcli.data.rows import (
+    BATCH_BYTES,
+    BATCH_ROWS,
+    MAX_ROW_BYTES,
+    ColumnChoice,
+    ErrorCode,
+    RowBatch,
+    RowError,
+    Selection,
+    require_columns,
+    row_too_large,
+)
 from prefillcli.errors import UsageError
 
 _BLOCK = 1 << 18

@@ -21,15 +21,19 @@ import pyarrow.parquet as pq
 from prefillcli.data.filesystems import reading
 from prefillcli.data.proof import JOB_KEY, require_same
 from prefillcli.data.reading.discovery import InputFile, Partitions
-from prefillcli.data.reading.record_batches import (
+from prefillcli.data.rows import (
     BATCH_BYTES,
     BATCH_ROWS,
+    MAX_ROW_BYTES,
     ColumnChoice,
+    ErrorCode,
+    RowBatch,
+    RowError,
     Selection,
+    plain_type,
     require_columns,
     row_batches,
 )
-from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, RowBatch, RowError, plain_type
 from prefillcli.errors import UsageError
 
 _MAGIC_BYTES = 4  # before the first page

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from prefillcli.data.output.columns import ROW_COLUMN
+from prefillcli.data.output.store import write_sealed
 from prefillcli.data.output.target import Job, Manifest, Target
 from prefillcli.data.prompts.labels import Label, label_of
 from prefillcli.data.reading.source import Source
@@ -28,7 +29,6 @@ from prefillcli.features.calibration.calibration import (
     methods_for,
 )
 from prefillcli.jobs.path_table import require_apart, require_json
-from prefillcli.jobs.sealed_file import write_sealed
 from prefillcli.jobs.shell import shell
 from prefillcli.report.section import WIDTH, numbers_table, stderr_console
 from prefillcli.runtime import log

@@ -17,10 +17,10 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from prefillcli.core.request import Request, Tick, answer
+from prefillcli.data.output.store import read_sealed
 from prefillcli.data.prompts.labels import parse_labels
 from prefillcli.data.rows import Prompt, RowBatch
 from prefillcli.errors import PrefillError, UsageError, without_secrets
-from prefillcli.jobs.sealed_file import read_sealed
 from prefillcli.models.files import names_classifier, read_json, sample_model
 from prefillcli.runtime import log
 from prefillcli.stats.evaluation import LEAST_LOG, Float64Array, evaluate, evaluate_labels, log_losses, log_shares_of

@@ -12,11 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from prefillcli.data.output.columns import ROW_COLUMN
-from prefillcli.data.output.file_formats import id_texts, json_texts
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Label, Labels, label_of
-from prefillcli.data.rows import Float64Array, Int32Array, Int64Array, to_python
+from prefillcli.data.rows import Float64Array, Int32Array, Int64Array, id_texts, json_texts, to_python
 from prefillcli.data.windows import find_prompts
 from prefillcli.errors import UsageError
 from prefillcli.features.evaluation.report import CalibratedFigures, EvaluatedRow, RunEvaluation, TruthValue

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefillcli.core.request import Request, plan_requests, scored_row, thinning_of
+from prefillcli.data.output.store import write_sealed
 from prefillcli.data.rows import Int64Array, Prompt, ScoredRow
 from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
 from prefillcli.errors import PrefillError
@@ -33,7 +34,6 @@ from prefillcli.features.exits.judging import (
 from prefillcli.features.exits.policy import ExitPolicy, ExitProfile, exits_path, job_of_exits
 from prefillcli.features.exits.report import ExitUse, ProvableFlips, UsedExit, provable_flips, provable_text
 from prefillcli.jobs.opening import Opening
-from prefillcli.jobs.sealed_file import write_sealed
 from prefillcli.plan.pack import carried_by_few, in_full
 from prefillcli.runtime import log
 

@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from prefillcli.data.output.store import read_sealed
 from prefillcli.data.proof import ModelContents, hash_value
 from prefillcli.engines.base import Readings
 from prefillcli.errors import UsageError, without_secrets
-from prefillcli.jobs.sealed_file import read_sealed
 
 if TYPE_CHECKING:
     from prefillcli.core.feature import Job, Labels, Opened

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 
 from prefillcli.core.further import Choice, Further, Question, WantedRow
 from prefillcli.core.request import Request, scored_row
-from prefillcli.data.output.file_formats import id_texts
-from prefillcli.data.prompts.beginnings import Beginnings
-from prefillcli.data.prompts.templates import rationale_texts
-from prefillcli.data.rows import FULL, Rationale, ScoredRow, Window
+from prefillcli.data.prompts.templates import Beginnings, rationale_texts
+from prefillcli.data.rows import FULL, Rationale, ScoredRow, Window, id_texts
 from prefillcli.decode.continuations import Beginning, Continuation, Speculation, Writing
 from prefillcli.engines.base import Answer
 from prefillcli.models.open import Opened

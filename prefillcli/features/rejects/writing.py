@@ -11,10 +11,11 @@ import numpy as np
 import pyarrow as pa
 
 from prefillcli.data.filesystems import split_path, written_path
+from prefillcli.data.output import FILE_ENDINGS, format_of
 from prefillcli.data.output.columns import ROW_COLUMN, kinds_of, type_for, typed_column
-from prefillcli.data.output.formats import FILE_ENDINGS, format_of
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.output.store import open_store
+from prefillcli.data.output.target import open_format
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Int64Array, is_error
 from prefillcli.errors import UsageError
@@ -103,4 +104,4 @@ def _format(path: str) -> Any:
     found = format_of(path)
     if found is None:
         raise UsageError(f"unknown ending of {OPTION} {path}")
-    return found.open()
+    return open_format(found)
