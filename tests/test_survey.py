@@ -15,19 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefillcli.data.rows import Prompt, RowError, Window
-from prefillcli.forecast.survey import LEVELS, InputStatistics, histogram_of, lengths_of
-from prefillcli.jobs.dry_run import DryRunReport
-from prefillcli.jobs.recorder import RemainingTime
-from prefillcli.models.find import read_model_files
-from prefillcli.models.weights import weight_bytes
-from prefillcli.plan import SCHEDULES
-from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import Plan, make_plan, make_plans
-from prefillcli.plan.trie import build_forest, shared_nodes, token_order
-from prefillcli.report.section import bar
-from prefillcli.report.survey import (
+from prefillcli.forecast.survey import (
+    LEVELS,
     Bin,
     Duplicates,
+    InputStatistics,
     KeepCost,
     Lengths,
     PackLimits,
@@ -39,7 +31,18 @@ from prefillcli.report.survey import (
     SurveyRows,
     SurveySeconds,
     TextCost,
+    histogram_of,
+    lengths_of,
 )
+from prefillcli.jobs.dry_run import DryRunReport
+from prefillcli.jobs.recorder import RemainingTime
+from prefillcli.models.find import read_model_files
+from prefillcli.models.weights import weight_bytes
+from prefillcli.plan import SCHEDULES
+from prefillcli.plan.pack import Limits
+from prefillcli.plan.plan import Plan, make_plan, make_plans
+from prefillcli.plan.trie import build_forest, shared_nodes, token_order
+from prefillcli.report.section import bar
 from prefillcli.runtime.clock import duration
 
 some_lengths = st.lists(st.integers(1, 40_000), min_size=1, max_size=60)

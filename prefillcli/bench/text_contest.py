@@ -104,7 +104,7 @@ def _first_runs(
 def _timed_rounds(
     name: str, task: TextTask, entries: Sequence[_Entrant], rounds: int, begin: Callable[[str], None], within: float
 ) -> int:
-    """Times of the methods, in turn. Returns how many rounds there were."""
+    # Times of the methods, in turn. Returns how many rounds there were.
     if not rounds:
         return 0
 
@@ -147,7 +147,7 @@ def _ratio(reference: Sequence[float], own: Sequence[float]) -> Range:
 
 
 def _agreement(texts: Mapping[int, Continuation], reference: Mapping[int, Continuation]) -> tuple[int, int]:
-    """How many texts are the reference's, and how many others differ where it has once come near another token."""
+    # How many texts are the reference's, and how many others differ where it has once come near another token.
     same = [prompt for prompt, text in texts.items() if text.tokens == reference[prompt].tokens]
     others = reference.keys() - set(same)
     return len(same), sum(reference[prompt].gap < NEAR_TIE for prompt in others)
@@ -156,12 +156,11 @@ def _agreement(texts: Mapping[int, Continuation], reference: Mapping[int, Contin
 # The task that options and prompts make, and the ways to write by their names.
 
 
-MOST_WORDS = 16
-"""Tokens between a prompt and its text, at most."""
+MOST_WORDS = 16  # tokens between a prompt and its text, at most
+# Prompt tokens of a padded batch: a mask of as many times the longest prompt must fit beside them.
 PADDED_TOKENS = 32_768
-"""Prompt tokens of a padded batch: a mask of as many times the longest prompt must fit beside them."""
+# The ways of transformers, and how many prompt tokens they generate behind together.
 TOGETHER = {"generate": 1, "generate-padded": PADDED_TOKENS}
-"""The ways of transformers, and how many prompt tokens they generate behind together."""
 
 
 def text_task(equipment: Equipment, material: Material, tokens: int) -> TextTask:
@@ -189,7 +188,7 @@ def text_task(equipment: Equipment, material: Material, tokens: int) -> TextTask
 
 
 def _limits(equipment: Equipment, tokens: int) -> Limits:
-    """Packs whose K,V of all layers fit in the budget twice: once kept, once to be written behind."""
+    # Packs whose K,V of all layers fit in the budget twice: once kept, once to be written behind.
     files, budget = equipment.opened.files, equipment.limits
     law = memory_law(files.config, files.dtype)
     most = int(budget.max_tokens * law.token / (law.token + 2 * law.all_key_values)) - tokens
@@ -218,7 +217,7 @@ def text_methods(
 
 
 def _writer(equipment: Equipment, material: Material, loaded: Models[Any]) -> DraftModel | None:
-    """The draft as what guesses tokens; None if it has others than the model, or cannot: a note says why."""
+    # The draft as what guesses tokens; None if it has others than the model, or cannot: a note says why.
     small = equipment.opened.draft
     if small is None or equipment.opened.draft_tokenizer is not None:
         return None

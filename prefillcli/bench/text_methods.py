@@ -28,8 +28,8 @@ from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.walk import LayerWalk
 
+# Sets the model up for the layer walk, for as long as it is used.
 Walking = Callable[[], AbstractContextManager[LayerWalk]]
-"""Sets the model up for the layer walk, for as long as it is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,7 @@ class TextRun:
 class TextMethod(ABC):
     """A way to score prompts and to write behind them, under its name."""
 
-    elsewhere = False
-    """It computes in other processes, so the memory of this one says nothing of it."""
+    elsewhere = False  # it computes in other processes, so the memory of this one says nothing of it
 
     def __init__(self, name: str) -> None:
         self.name = name

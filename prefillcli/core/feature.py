@@ -11,6 +11,8 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from prefillcli.engines.registry import loader_of
+
 if TYPE_CHECKING:  # the nouns of the hooks: features import them from here, for their annotations
     from pathlib import Path
 
@@ -381,9 +383,17 @@ def features_of(settings: Any) -> tuple[Feature, ...]:
     )
 
 
-def open_models(loader: Loader, settings: Any) -> Opened:
+def text_room(settings: Any, opened: Opened, names: Sequence[str]) -> dict[str, Any]:
+    """For how long texts, and of which prompts, a job needs memory whose labels have these names: `text_tokens` and
+    `texts_of` of a `LoadRequest`."""
+    rooms = (each.text_room(opened, names) for each in features_of(settings))
+    tokens, texts_of = next(filter(None, rooms), (0, "all"))
+    return {"text_tokens": tokens, "texts_of": texts_of}
+
+
+def open_models(settings: Any) -> Opened:
     """The models of these settings, as the features that are asked for want them. Raises as `Loader`."""
-    opened = loader.open_models(settings)
+    opened = loader_of(getattr(settings, "engine", "torch")).open_models(settings)
     for each in features_of(settings):
         opened = each.change_model(opened)
     return opened

@@ -12,11 +12,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from prefillcli.data.filesystems import MissingFileError, read_given
-from prefillcli.data.proof import take_checksum
+from prefillcli.data.proof import hash_model, take_checksum
 from prefillcli.errors import UsageError
+from prefillcli.forecast.survey import Survey
+from prefillcli.models.open import Opened
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import Plan
-from prefillcli.report.survey import Survey
 from prefillcli.runtime.cores import affinity, cpu_name
 from prefillcli.runtime.memory import total_memory
 
@@ -324,11 +325,13 @@ class Profile(BaseModel):
         return next((each for each in self.modes if each.mode == name), None)
 
 
-def find_profile(path: str | None, model_hash: str, dtype: Any, device: Any) -> tuple[Profile | None, str, str | None]:
+def find_profile(
+    path: str | None, opened: Opened, digest: str | None = None
+) -> tuple[Profile | None, str, str | None]:
     """The profile that applies here and has times to predict with, its path, and if there is none why.
 
-    Without a `path`, `profile.json` in the working directory is looked at. Raises UsageError if the file named is not
-    there or is not a profile.
+    The `digest` is the model's, where it is known. Without a `path`, `profile.json` in the working directory is
+    looked at. Raises UsageError if the file named is not there or is not a profile.
     """
     name = path or DEFAULT_PROFILE
     try:
@@ -341,7 +344,7 @@ def find_profile(path: str | None, model_hash: str, dtype: Any, device: Any) -> 
         if path:
             raise UsageError(f"--profile {path}: no such file; `prefill profile` writes one")
         return None, name, f"no {name} here; `prefill profile` with this model makes one"
-    why = profile.mismatch(model_hash, dtype, device)
+    why = profile.mismatch(digest or hash_model(opened.files.origin), opened.files.dtype, opened.device)
     if why is not None:
         return None, name, f"{name} does not fit: {why}; `prefill profile` makes a new one"
     if profile.completion is None:

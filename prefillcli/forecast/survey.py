@@ -7,51 +7,279 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import repeat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, Field
 
-from prefillcli.core.feature import features_of
+from prefillcli.core.feature import features_of, text_room
 from prefillcli.core.request import Request, plan_requests, planned_positions, planned_variants
-from prefillcli.data.prompts.builder import PromptBuilder
-from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.reading.source import Source
+from prefillcli.data.output.columns import Counts
 from prefillcli.data.rows import SKIPPED_CODES, ErrorCode, Int32Array, Prompt, Window
-from prefillcli.data.windows import Prefetcher
 from prefillcli.engines.memory_plan import TEXTS, budget_of, plan_packs
 from prefillcli.errors import ResourceError
-from prefillcli.forecast.profile import Profile
 from prefillcli.models.open import Opened
-from prefillcli.options.groups import ScheduledOptions
 from prefillcli.plan import SCHEDULES
 from prefillcli.plan.blocks import BLOCK_TOKENS, CarriedBlock
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plans
 from prefillcli.plan.trie import build_forest, shared_nodes, token_order
-from prefillcli.report.survey import (
-    Bin,
-    Duplicates,
-    KeepCost,
-    Lengths,
-    PackLimits,
-    PlanCost,
-    SharedLevel,
-    SharedPrefix,
-    Sharing,
-    Survey,
-    SurveyRows,
-    SurveySeconds,
-    TextCost,
-)
-from prefillcli.runtime.clock import Clock
+from prefillcli.report.section import Bar, Part, Section, TableRows, bars, price
+from prefillcli.runtime.clock import duration
 
 if TYPE_CHECKING:
-    from prefillcli.models.law import TextsOf
+    from prefillcli.forecast.profile import Profile
+
+
+class SurveyRows(BaseModel):
+    """Rows of the input. `total` = `prompts` + `errors` + `skipped`."""
+
+    total: int = 0
+    prompts: int = 0  # that will be scored
+    errors: int = 0
+    skipped: int = 0  # over-long rows under --on-long skip
+    errors_by_code: dict[str, int] = Field(default_factory=dict)
+    too_long: int = 0  # longer than --max-length, whatever --on-long makes of them
+    truncated: int = 0  # of these, shortened
+
+    @property
+    def counts(self) -> Counts:
+        """The rows as they would be counted if the prompts were scored."""
+        return Counts(self.total, self.prompts, self.errors, self.skipped, self.errors_by_code)
+
+
+class Bin(BaseModel):
+    """Rows whose prompts have at least `low` and less than `high` tokens."""
+
+    low: int
+    high: int
+    rows: int
+
+
+class Lengths(BaseModel):
+    """Lengths of the prompts in tokens, after --on-long."""
+
+    least: int
+    mean: float
+    most: int
+    percentiles: dict[str, int]  # keys are percent of the prompts, values the tokens that none of those exceeds
+    histogram: list[Bin]  # edges grow by a constant factor
+
+
+class Duplicates(BaseModel):
+    """Rows whose prompt, token by token, is that of another row."""
+
+    rows: int = 0
+    prompts: int = 0  # different ones among these rows
+
+
+class SharedLevel(BaseModel):
+    """Prompt tokens in prefixes that at least `rows` rows of a window share."""
+
+    rows: int
+    tokens: int
+    share: float  # of all prompt tokens
+
+
+class SharedPrefix(BaseModel):
+    """A prefix that rows of a window share."""
+
+    rows: int
+    tokens: int  # its length
+    saved: int  # tokens that need not be computed because of its last part, the one behind a larger prefix
+    first_row: int
+
+
+class Sharing(BaseModel):
+    """What prompts have in common at their start; windows of rows are looked at one by one, as they are scored."""
+
+    windows: int = 0
+    unique_tokens: int = 0  # of the windows' tries, without what the window before hands on
+    levels: list[SharedLevel] = Field(default_factory=list)
+    largest: list[SharedPrefix] = Field(default_factory=list)  # those that save most
+
+
+class PlanCost(BaseModel):
+    """What a schedule takes. Seconds and price are of the model alone, and null without a profile."""
+
+    schedule: str
+    prefix_kv: str
+    chosen: bool = False  # what the settings ask for
+    packs: int = 0
+    computed_tokens: int = 0
+    seconds: float | None = None
+    price: float | None = None
+
+
+class KeepCost(BaseModel):
+    """What a keep rate leaves, under the chosen schedule. An estimate: no draft was asked."""
+
+    keep: float
+    chosen: bool = False
+    compressed_rows: int = 0
+    kept_tokens: int = 0
+    computed_tokens: int = 0
+    seconds: float | None = None  # of the model, not of the draft
+    price: float | None = None
+
+
+class PackLimits(BaseModel):
+    """What follows from --memory."""
+
+    pack_tokens: int
+    max_tokens: int  # of a prompt
+    chunk_tokens: int
+
+
+class TextCost(BaseModel):
+    """Whether K,V survive scoring where texts are written behind prompts, or wanted prompts are read again."""
+
+    kv: str  # kept or again
+    reason: str
+    kept_tokens: int  # of a pack whose K,V of all layers can be kept
+    bytes: int  # of these
+    small_tokens: int = 0  # computed for all prompts in packs that can be kept
+    large_tokens: int = 0  # in packs as large as without texts; what is wanted is read again
+
+
+class SurveySeconds(BaseModel):
+    """Seconds that the survey itself took: what a run will read, render and tokenise with."""
+
+    read: float = 0.0
+    render: float = 0.0
+    tokenize: float = 0.0
+    plan: float = 0.0
+
+
+class Survey(BaseModel):
+    """Rows, prompts, sharing and plans of an input."""
+
+    rows: SurveyRows = Field(default_factory=SurveyRows)
+    prompt_tokens: int = 0
+    lengths: Lengths | None = None  # None without prompts
+    duplicates: Duplicates = Field(default_factory=Duplicates)
+    sharing: Sharing = Field(default_factory=Sharing)
+    limits: PackLimits
+    plans: list[PlanCost] = Field(default_factory=list)
+    keeps: list[KeepCost] = Field(default_factory=list)  # with a draft
+    texts: TextCost | None = None  # with --rationale
+    seconds: SurveySeconds = Field(default_factory=SurveySeconds)
+
+    @property
+    def plan(self) -> PlanCost:
+        """The plan that the settings ask for."""
+        return next(plan for plan in self.plans if plan.chosen)
+
+
+# The tables of a survey: for the terminal, and for pages.
+
+
+ESTIMATE = "An estimate, as if the draft chose the first chunks; its own work is not counted"
+
+
+def survey_section(survey: Survey) -> Section:
+    """What terminal and page show of an input."""
+    bins = survey.lengths.histogram if survey.lengths is not None else []
+    edges = {f"{each.low:,} - {each.high - 1:,}": each.rows for each in bins}
+    shares = [
+        Bar(f"by {each.rows} rows or more", 100 * each.share, f"{each.share:.1%}") for each in survey.sharing.levels
+    ]
+    prefixes = survey.sharing.largest
+    return Section(
+        title="Input",
+        lines=list(_lines(survey)),
+        parts=[
+            Part(
+                title="Rows by tokens of their prompt",
+                bars=bars(edges, {name: f"{rows:,}" for name, rows in edges.items()}),
+            ),
+            Part(
+                title="Share of the prompt tokens in prefixes that are shared",
+                bars=shares,
+                text="" if shares else "None.",
+            ),
+            Part(title="Largest shared prefixes", table=_prefix_rows(prefixes) if prefixes else None, words=()),
+            Part(
+                title="Plans",
+                table=_plan_rows(survey.plans),
+                words=range(2),
+                note="The star is what the settings ask for.",
+            ),
+            Part(title="Keep rates", table=_keep_rows(survey.keeps) if survey.keeps else None, note=f"{ESTIMATE}."),
+        ],
+    )
+
+
+def _lines(survey: Survey) -> Iterable[tuple[str, str]]:
+    rows, limits = survey.rows, survey.limits
+    counts = f"{rows.prompts:,} to score of {rows.total:,}"
+    if rows.errors:
+        codes = ", ".join(f"{code} {count:,}" for code, count in sorted(rows.errors_by_code.items()))
+        counts += f", {rows.errors:,} errors ({codes})"
+    if rows.skipped:
+        counts += f", {rows.skipped:,} skipped"
+    yield "rows", counts
+    if rows.too_long:
+        yield "too long", f"{rows.too_long:,} rows" + (f", {rows.truncated:,} shortened" if rows.truncated else "")
+    if survey.lengths is not None:
+        lengths = survey.lengths
+        shares = ", ".join(f"{name} % {tokens:,}" for name, tokens in lengths.percentiles.items())
+        yield "tokens", f"{survey.prompt_tokens:,} in prompts, {survey.sharing.unique_tokens:,} unique"
+        yield "lengths", f"{lengths.least:,} to {lengths.most:,}, mean {lengths.mean:,.0f}; {shares}"
+    twice = survey.duplicates
+    if twice.rows:
+        yield "duplicates", f"{twice.rows:,} rows share their whole prompt ({twice.prompts:,} prompts) with others"
+    yield "packs", f"of {limits.pack_tokens:,} tokens; a prompt has at most {limits.max_tokens:,}"
+    texts = survey.texts
+    if texts is not None:
+        more = texts.small_tokens - texts.large_tokens
+        yield (
+            "rationales",
+            (
+                f"K,V {'are kept' if texts.kv == 'kept' else 'are not kept, wanted prompts are read again'}: "
+                f"{texts.reason}\npacks that can be kept compute {more:,} tokens more than larger ones, "
+                f"which compute {texts.large_tokens:,}"
+            ),
+        )
+
+
+def _prefix_rows(prefixes: Iterable[SharedPrefix]) -> TableRows:
+    rows = [["shared by rows", "prefix tokens", "tokens saved", "first row"]]
+    return rows + [[f"{p.rows:,}", f"{p.tokens:,}", f"{p.saved:,}", f"{p.first_row}"] for p in prefixes]
+
+
+def _plan_rows(plans: Sequence[PlanCost]) -> TableRows:
+    rows = [["schedule", "prefix K,V", "packs", "computed tokens", *_predictions(plans)]]
+    for plan in plans:
+        name = plan.schedule + (" *" if plan.chosen else "")
+        rows.append([name, plan.prefix_kv, f"{plan.packs:,}", f"{plan.computed_tokens:,}", *_predicted(plan)])
+    return rows
+
+
+def _keep_rows(keeps: Sequence[KeepCost]) -> TableRows:
+    rows = [["keep rate", "compressed rows", "kept tokens", "computed tokens", *_predictions(keeps)]]
+    for each in keeps:
+        name, compressed = f"{each.keep:g}" + (" *" if each.chosen else ""), f"{each.compressed_rows:,}"
+        rows.append([name, compressed, f"{each.kept_tokens:,}", f"{each.computed_tokens:,}", *_predicted(each)])
+    return rows
+
+
+def _predictions(costs: Sequence[PlanCost | KeepCost]) -> list[str]:
+    # Heads of the columns with predictions, where there are any.
+    first = costs[0]
+    known = {"predicted": first.seconds, "price": first.price}
+    return [name for name, value in known.items() if value is not None]
+
+
+def _predicted(cost: PlanCost | KeepCost) -> list[str]:
+    texts = [duration(cost.seconds)] if cost.seconds is not None else []
+    return texts + ([price(cost.price)] if cost.price is not None else [])
+
 
 # The statistics of an input: lengths of its prompts, and prefixes that they share.
 
@@ -192,25 +420,24 @@ class Alternatives:
     """Adds up over windows what plans take. The job's own plan is among them, cut as the job cuts it.
 
     `free` bytes are what the loaded weights will leave, where `--memory` does not say what may be used; `profile`
-    sizes packs and predicts their time. `block_tokens` as in `make_plan`; `text_tokens` and `texts_of`
-    as in `plan_packs`. Raises ResourceError where not even a small prompt fits.
+    sizes packs and predicts their time; `names` are those of the labels. `block_tokens` as in `make_plan`. Raises
+    ResourceError where not even a small prompt fits.
     """
 
     def __init__(
         self,
-        settings: ScheduledOptions,
+        settings: Any,
         opened: Opened,
+        names: Sequence[str],
         *,
         free: int | None,
         profile: Profile | None,
         block_tokens: int = BLOCK_TOKENS,
-        text_tokens: int = 0,
-        texts_of: TextsOf = "all",
     ) -> None:
         self.given_tokens = 0  # tokens of the job's own plan that a window before has computed
         self.errors: Counter[str] = Counter()  # rows that only planning finds to be errors, by code
-        budget = budget_of(settings, free)
-        plan = plan_packs(opened, settings, budget, profile, text_tokens=text_tokens, texts_of=texts_of)
+        budget, room = budget_of(settings, free), text_room(settings, opened, names)
+        plan = plan_packs(opened, settings, budget, profile, **room)
         self.texts = TextCost(**plan[TEXTS]) if TEXTS in plan else None
         self._own = Limits(**plan["limits"])
         most, chunk = self._own.max_tokens, plan["chunk_tokens"]
@@ -225,7 +452,7 @@ class Alternatives:
             if other not in self._limits and not (other == "auto" and settings.prefix_kv == "keep"):
                 try:
                     changed = settings.model_copy(update={"prefix_kv": other})
-                    self._limits[other] = _limits_of(opened, changed, budget, profile, text_tokens, texts_of)
+                    self._limits[other] = Limits(**plan_packs(opened, changed, budget, profile, **room)["limits"])
                 except ResourceError:
                     continue  # the host memory that is free for offloading is not known on this system
         self.plans = [
@@ -235,7 +462,8 @@ class Alternatives:
             for schedule in SCHEDULES
             for kept in self._limits
         ]
-        self._large = replace(self._own, tokens=_limits_of(opened, settings, budget, profile).tokens, kept_packs=False)
+        without_texts = plan_packs(opened, settings, budget, profile)["limits"]
+        self._large = replace(self._own, tokens=without_texts["tokens"], kept_packs=False)
         self._carried: list[tuple[CarriedBlock, ...]] = [() for _ in self.plans]  # into the next window
         self.keeps: list[KeepCost] = []
         if self._foresight is not None:
@@ -311,57 +539,3 @@ class Alternatives:
             cost.seconds = (cost.seconds or 0.0) + share * self._profile.seconds(plan)
             if self._price_per_hour is not None:
                 cost.price = cost.seconds / 3600 * self._price_per_hour
-
-
-def _limits_of(
-    opened: Opened,
-    settings: ScheduledOptions,
-    budget: int,
-    profile: Profile | None,
-    text_tokens: int = 0,
-    texts_of: TextsOf = "all",
-) -> Limits:
-    # What fits one pack with these settings, by default if nothing is written.
-    found = plan_packs(opened, settings, budget, profile, text_tokens=text_tokens, texts_of=texts_of)
-    return Limits(**found["limits"])
-
-
-def survey(
-    source: Source,
-    builder: PromptBuilder,
-    labels: Labels,
-    coming: Iterator[Window],
-    plans: Alternatives,
-    tick: Callable[[int, int], None],
-) -> Survey:
-    """Read the windows that are `coming`, and plan them by `plans`.
-
-    The windows are of the rows of `source`, whose prompts the `builder` makes; it is closed. `tick` is called with the
-    rows and prompt tokens of each window, and may raise. Raises what the job raises before it loads weights.
-    """
-    found, clock = InputStatistics(), Clock()
-    with Prefetcher(coming, cancel=builder.close) as ahead:
-        for number, window in enumerate(ahead):
-            if number == 0:
-                labels.check(window)
-            with clock.phase("plan"):
-                found.add(window)
-                plans.add(window.prompts)
-            tick(len(window.rows), sum(len(prompt.tokens) for prompt in window.prompts))
-    return Survey(
-        rows=found.rows(plans.errors),
-        prompt_tokens=found.tokens,
-        lengths=lengths_of(found.lengths) if found.lengths else None,
-        duplicates=found.duplicates(),
-        sharing=found.sharing(given=plans.given_tokens),
-        limits=plans.limits,
-        plans=plans.plans,
-        keeps=plans.keeps,
-        texts=plans.texts,
-        seconds=SurveySeconds(
-            read=source.seconds,
-            render=builder.render_seconds,
-            tokenize=builder.tokenize_seconds,
-            plan=clock.seconds["plan"],
-        ),
-    )

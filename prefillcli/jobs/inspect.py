@@ -20,7 +20,7 @@ from prefillcli.data.rows import ErrorCode, RowError, ScoredRow, Window
 from prefillcli.data.windows import find_row
 from prefillcli.engines.base import Answer, EarlyExits, Engine, LabelTokens, LeavingRule, PlanEngine, Treatment
 from prefillcli.errors import PrefillError, UsageError
-from prefillcli.jobs.load import Models, load_walk, text_room
+from prefillcli.jobs.load import Models, load_walk
 from prefillcli.jobs.loop import FollowUp
 from prefillcli.jobs.opening import Opening, require_shares
 from prefillcli.jobs.path_table import require_apart
@@ -100,10 +100,8 @@ def answer_by_layer(
     return [found[number] for number in range(len(requests))]
 
 
-MOST_TOKENS = 5_000
-"""Tokens of a prompt that are printed; the page has all of them."""
-LEAST_SHARED = 16
-"""Tokens; shorter overlaps are chance."""
+MOST_TOKENS = 5_000  # tokens of a prompt that are printed; the page has all of them
+LEAST_SHARED = 16  # tokens; shorter overlaps are chance
 MOST_PREFIXES = 10
 
 
@@ -168,7 +166,7 @@ class _InspectJob:
         self._rule: LeavingRule | None = None
 
     def run(self) -> Inspection:
-        """Raises UsageError where the row is not found, PrefillError where it is an error row."""
+        # Raises UsageError where the row is not found, PrefillError where it is an error row.
         settings, summary = self._settings, self._summary
         _check(settings)
         require_apart(settings)
@@ -190,7 +188,7 @@ class _InspectJob:
                 opened,
                 settings,
                 placement=settings,
-                **text_room(settings, opened, labels.names),
+                names=labels.names,
             )
         try:
             return self._inspect(opened, loaded, labels, found.window, explainer, opening.features)
@@ -261,7 +259,7 @@ class _InspectJob:
     def _answers(
         self, loaded: Models[Engine], labels: Labels, request: Request, opened: Opened, tick: Tick
     ) -> tuple[Answer | None, Answer | None]:
-        """The answers to the prompt in full, if it fits, and compressed, if it is. Raises PrefillError."""
+        # The answers to the prompt in full, if it fits, and compressed, if it is. Raises PrefillError.
         most = loaded.engine.limits.max_tokens
         wanted = [Request(request.prompt)] + ([request] if request.kept is not None else [])
         able = [each for each in wanted if len(each.tokens) <= most]
@@ -286,7 +284,7 @@ class _InspectJob:
         answers: tuple[Answer | None, Answer | None],
         tick: Tick,
     ) -> tuple[ScoredRow, list[Section]]:
-        """The row as a job has it, and what features say of it; `answers` are in full and compressed."""
+        # The row as a job has it, and what features say of it; `answers` are in full and compressed.
         full, compressed = answers
         answer = compressed or full
         if answer is None:
@@ -297,7 +295,7 @@ class _InspectJob:
         return scored, explainer.explain(engine, window, request, scored, tick)
 
     def _view(self, names: Sequence[str], logprobs: npt.NDArray[np.float64]) -> AnswerView:
-        """What label log-probabilities [labels] say. Raises PrefillError."""
+        # What label log-probabilities [labels] say. Raises PrefillError.
         probabilities = label_probabilities(logprobs, self._settings.temperature)
         if not np.isfinite(probabilities).all():
             raise self._error(RowError(ErrorCode.NONFINITE_SCORE, f"label log-probabilities {logprobs.tolist()}"))
@@ -310,7 +308,7 @@ class _InspectJob:
 
 
 def _check(settings: InspectSettings) -> None:
-    """What can be wrong before anything is read."""
+    # What can be wrong before anything is read.
     row = settings.row or ""
     if settings.id_column is None and not (row.isascii() and row.isdigit()):
         raise UsageError(f"--row {row}: a row's number counts from 0; for an id, name its column with --id-column")
@@ -329,7 +327,7 @@ def _views(encoder: Encoder, read: ReadPrompt) -> list[TokenView]:
 
 
 def _shown(settings: InspectSettings) -> dict[str, Any]:
-    """The settings that the page names: those that decide on the answers."""
+    # The settings that the page names: those that decide on the answers.
     names = ["template", "prompt_column", "system", "max_length", "on_long", "labels", "temperature"]
     for each in features_of(settings):
         own = each.options["inspect"].model_fields

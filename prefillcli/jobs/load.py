@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from prefillcli.core.feature import Feature, features_of
+from prefillcli.core.feature import Feature, features_of, text_room
 from prefillcli.engines.base import Engine, Loader, LoadRequest
 from prefillcli.engines.memory_plan import RESIDENT, Measured, PlacementChoice
 from prefillcli.engines.registry import loader_of
@@ -17,7 +17,6 @@ from prefillcli.options.groups import LoadingOptions
 
 if TYPE_CHECKING:
     from prefillcli.engines.torch import TorchEngine
-    from prefillcli.models.law import TextsOf
     from prefillcli.prefill.walk import LayerWalk
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)
@@ -86,14 +85,13 @@ def load_models(
     share: float = 1.0,
     planned: bool = False,
     placement: PlacementChoice = RESIDENT,
-    text_tokens: int = 0,
-    texts_of: TextsOf = "all",
+    names: Sequence[str] = (),
 ) -> Models[Engine]:
     """Load the weights and decide what fits one pack.
 
     `before` is the plan of an earlier attempt, or empty. `options` are the engine's own. `share` and `planned` as in
-    `LoadRequest`. `placement` says what of the model may be kept outside the device; the draft is on it. `text_tokens`
-    and `texts_of` as in `LoadRequest`. Raises ResourceError where the weights cannot fit, before they are loaded.
+    `LoadRequest`. `placement` says what of the model may be kept outside the device; the draft is on it. `names` are
+    those of the labels. Raises ResourceError where the weights cannot fit, before they are loaded.
     """
     draft = None
     if opened.draft is not None:
@@ -111,9 +109,8 @@ def load_models(
             share,
             planned,
             placement,
-            text_tokens,
-            texts_of,
-            next(filter(None, (each.arithmetic() for each in features_of(settings))), None),
+            **text_room(settings, opened, names),
+            arithmetic=next(filter(None, (each.arithmetic() for each in features_of(settings))), None),
         )
     )
     same = before if planned or before.get("asked") == loaded.plan.get("asked") else {}
@@ -146,28 +143,13 @@ def _load_draft(opened: Opened, *, trust_remote_code: bool) -> Any:
     return draft
 
 
-class TextRoom(TypedDict):
-    """For how long texts, and of which prompts, memory is needed: see `LoadRequest`."""
-
-    text_tokens: int
-    texts_of: TextsOf
-
-
-def text_room(settings: LoadingOptions, opened: Opened, names: Sequence[str]) -> TextRoom:
-    """What room the texts of a job need, whose labels have these names."""
-    rooms = (each.text_room(opened, names) for each in features_of(settings))
-    tokens, texts_of = next(filter(None, rooms), (0, "all"))
-    return {"text_tokens": tokens, "texts_of": texts_of}
-
-
 def load_walk(
     opened: Opened,
     settings: LoadingOptions,
     *,
     share: float = 1.0,
     placement: PlacementChoice = RESIDENT,
-    text_tokens: int = 0,
-    texts_of: TextsOf = "all",
+    names: Sequence[str] = (),
 ) -> Models[TorchEngine]:
     """`load_models` with the layer walk, as a job begins."""
     models = load_models(
@@ -176,7 +158,6 @@ def load_walk(
         loader_of("torch"),
         share=share,
         placement=placement,
-        text_tokens=text_tokens,
-        texts_of=texts_of,
+        names=names,
     )
     return cast("Models[TorchEngine]", models)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefillcli.core.feature import features_of, open_models
 from prefillcli.data.output.columns import ColumnGroups, OutputSchema, Probabilities
@@ -13,7 +13,6 @@ from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.templates import RowTemplate
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Prompt
-from prefillcli.engines.registry import loader_of
 from prefillcli.errors import UsageError, without_secrets
 from prefillcli.models.files import sample_model
 from prefillcli.models.open import Opened, answer_labels, local_model
@@ -21,9 +20,6 @@ from prefillcli.options.groups import SELF, JobOptions
 from prefillcli.runtime import log
 from prefillcli.runtime.memory import parse_size
 from prefillcli.stats.evaluation import Measure
-
-if TYPE_CHECKING:
-    pass
 
 
 class Opening:
@@ -82,7 +78,7 @@ class Opening:
         """Open the models' folders, and make prompts possible. No weights are loaded. Raises UsageError."""
         if not hasattr(self, "source"):
             local_models(self.settings)
-        self.use_models(open_models(loader_of(getattr(self.settings, "engine", "torch")), self.settings))
+        self.use_models(open_models(self.settings))
         if hasattr(self, "source"):
             self.open_rows()
 

@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.core.further import condition_of
 from prefillcli.core.request import AuditDraw
 from prefillcli.data.output.columns import Counts
 from prefillcli.data.output.parts import RowDigests
@@ -16,7 +15,7 @@ from prefillcli.data.output.sink import ShardSink, Sink
 from prefillcli.data.output.target import Job as OutputJob
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Int64Array, Window
-from prefillcli.data.windows import Prefetcher, ShardRows
+from prefillcli.data.windows import Prefetcher
 from prefillcli.engines.base import PoolUse
 from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import (
@@ -156,7 +155,6 @@ class Job(Scorer):
             self.models = LocalModels(settings)  # before anything of them is read
         with self.clock.phase("load"), self.stop.at_once():
             self.open_models()
-            self.condition = condition_of(self.features, self.schema())
 
     def _open_sink(self) -> Sink:
         """The output. Where it must not be touched, neither must the report that lies beside it."""
@@ -261,10 +259,7 @@ class Job(Scorer):
         settings = self.settings
         if "forecast" not in ENGINES[settings.engine].can:
             return None
-        files = self.opened.files
-        profile, name, why = find_profile(
-            settings.profile, self.report.fingerprint["model"], files.dtype, self.opened.device
-        )
+        profile, name, why = find_profile(settings.profile, self.opened, self.report.fingerprint["model"])
         self.report.no_prediction = why
         if why is not None and settings.profile is not None:
             log.warning(f"no prediction: {why}")
@@ -277,7 +272,7 @@ class Job(Scorer):
 
         At the end `ended` is called with their number.
         """
-        shard, columns = self.settings.shard_of, frozenset() if self.condition is None else self.condition.columns
+        columns = frozenset() if self.condition is None else self.condition.columns
         digest = RowDigests(
             self.labels,
             id_column=self.settings.id_column,
@@ -285,8 +280,7 @@ class Job(Scorer):
             columns=[each for each in columns if each in self.source.carried_schema.names],
             common=self.common,
         )
-        only = None if shard is None else ShardRows(shard, self.builder)
-        return self.windows(self.builder.close, skip=self.sink.finished, only=only, ended=ended, digest=digest)
+        return self.windows(self.builder.close, skip=self.sink.finished, ended=ended, digest=digest)
 
     def _waiting(self, coming: Iterator[Window]) -> Iterator[Window]:
         """The windows, with the time spent waiting for them."""

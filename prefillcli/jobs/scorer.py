@@ -9,19 +9,19 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.feature import Feature
-from prefillcli.core.further import FurtherQuestions
+from prefillcli.core.further import Condition, FurtherQuestions, condition_of
 from prefillcli.core.request import AuditDraw, Request, Tick
 from prefillcli.data.output.columns import ColumnGroups
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import BATCH_ROWS, Prompt, Window
-from prefillcli.data.windows import MAX_ROWS, Prefetcher, windows
+from prefillcli.data.windows import MAX_ROWS, Prefetcher, ShardRows, windows
 from prefillcli.engines.base import Engine
 from prefillcli.engines.memory_plan import REDUCED
 from prefillcli.engines.registry import loader_of
 from prefillcli.errors import UsageError
-from prefillcli.jobs.load import load_models, text_room
+from prefillcli.jobs.load import load_models
 from prefillcli.jobs.loop import LocalPool, Receiver, ScoringLoop, ScoringOptions
 from prefillcli.jobs.opening import Opening
 from prefillcli.jobs.path_table import output_of
@@ -67,6 +67,9 @@ class Scorer(Opening):
     """What all attempts at a job must have in common, like the sizes of packs and what is learnt before the first
     window."""
 
+    condition: Condition | None
+    """Which scored rows features ask more about; None: all."""
+
     settings: ScoreSettings
 
     def __init__(self, settings: ScoreSettings, granularity: Granularity = USUAL) -> None:
@@ -96,14 +99,23 @@ class Scorer(Opening):
         for each in self.features:
             each.columns_known(self.source.available)
 
+    def open_rows(self) -> None:
+        super().open_rows()
+        self.condition = condition_of(self.features, self.schema())
+
     def use_models(self, opened: Opened, labels: Labels | None = None) -> None:
         super().use_models(opened, labels)
         require_label_uses(self.settings, self.labels, self.features)
 
     def windows(self, cancel: Callable[[], None] | None = None, **choice: Any) -> Prefetcher[Window]:
-        """The windows of the rows, made ahead of the model in a thread. `cancel` as in `Prefetcher`, others as in
-        `data.windows.windows`."""
-        choice |= {"max_rows": self.granularity.window_rows, "batch_rows": self.granularity.batch_rows}
+        """The windows of the rows, those of the shard alone, made ahead of the model in a thread. `cancel` as in
+        `Prefetcher`, others as in `data.windows.windows`."""
+        shard = self.settings.shard_of
+        choice |= {
+            "max_rows": self.granularity.window_rows,
+            "batch_rows": self.granularity.batch_rows,
+            "only": None if shard is None else ShardRows(shard, self.builder),
+        }
         coming = windows(self.source, self.builder, self.labels, id_column=self.settings.id_column, **choice)
         return Prefetcher(coming, cancel=cancel)
 
@@ -124,7 +136,7 @@ class Scorer(Opening):
             measured=profile,
             share=share,
             placement=settings,
-            **text_room(settings, opened, self.labels.names),
+            names=self.labels.names,
         )
         self.loaded.callback(models.close)
         self.pool = LocalPool(models.engine, self.adjust_threads, self._note_memory)

@@ -38,6 +38,7 @@ class ArrowStream(Protocol):
     def __arrow_c_stream__(self, requested_schema: Any = None) -> Any: ...
 
 
+# Rows as `prefillcli.score` takes them.
 Rows = (
     str
     | PathLike[str]
@@ -45,7 +46,6 @@ Rows = (
     | Mapping[str, Sequence[Any]]
     | Iterable[Mapping[str, Any] | str | PathLike[str] | None]
 )
-"""Rows as `prefillcli.score` takes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,11 @@ class GivenTable:
     """Rows in a table."""
 
     table: pa.Table
+    # By row, which column has a text that is no Unicode. In the table it has U+FFFD, or null for a nested value.
     bad: dict[int, str] = field(default_factory=dict)
-    """By row, which column has a text that is no Unicode. In the table it has U+FFFD, or null for a nested value."""
 
 
-GivenRows = GivenTable | tuple[str, ...]
-"""Rows in a table, or the paths of the files they are in."""
+GivenRows = GivenTable | tuple[str, ...]  # rows in a table, or the paths of the files they are in
 
 
 def read_rows(rows: Any, text_column: str) -> GivenRows:
@@ -92,7 +91,7 @@ _TAKEN = (
 
 
 def _of_arrow(rows: Any, text_column: str) -> pa.Table:
-    """A table of whatever library, or a column of texts."""
+    # A table of whatever library, or a column of texts.
     streams = hasattr(rows, "__arrow_c_stream__")
     try:
         if not streams and not hasattr(rows, "__arrow_c_array__"):
@@ -136,7 +135,7 @@ def _of_items(items: list[Any], text_column: str) -> GivenRows:
 
 
 def _of_columns(columns: Iterable[tuple[Any, Any]], kind: pa.DataType | None = None) -> GivenTable:
-    """A table of names and values; of columns of this `kind`, if it is given."""
+    # A table of names and values; of columns of this `kind`, if it is given.
     arrays: dict[str, Any] = {}
     bad: dict[int, str] = {}
     for name, values in columns:
@@ -150,7 +149,7 @@ def _of_columns(columns: Iterable[tuple[Any, Any]], kind: pa.DataType | None = N
 
 
 def _column(name: Any, values: Any, kind: pa.DataType | None, bad: dict[int, str]) -> Any:
-    """The values as an array. Rows with a text that is no Unicode are added to `bad`."""
+    # The values as an array. Rows with a text that is no Unicode are added to `bad`.
     if isinstance(values, str | bytes):
         raise UsageError(f"column {name!r} is one text; for one row give a list of one dict\n{_TAKEN}")
     try:
@@ -168,7 +167,7 @@ def _column(name: Any, values: Any, kind: pa.DataType | None, bad: dict[int, str
 
 
 def _is_unicode(value: Any) -> bool:
-    """Whether all texts in a value are Unicode: half a surrogate pair is none."""
+    # Whether all texts in a value are Unicode: half a surrogate pair is none.
     try:
         pa.array([value])
     except UnicodeEncodeError:
@@ -273,8 +272,7 @@ class Scorer:
         return self._tables
 
     def _run(self, work: Callable[[TableScorer, Steps], pa.Table], progress: bool) -> pa.Table:
-        """The table that `work` makes in the thread of this Scorer."""
-
+        # The table that `work` makes in the thread of this Scorer.
         self._loaded()
 
         def run(stopped: Event) -> pa.Table:
@@ -324,7 +322,6 @@ def score(
 
 
 def _text_column(options: Mapping[str, Any]) -> str:
-    """The column that a list of texts becomes."""
     column: str = options.get("prompt_column", DEFAULT_COLUMN)
     return column
 
@@ -332,7 +329,7 @@ def _text_column(options: Mapping[str, Any]) -> str:
 def _settings_for(
     rows: GivenRows, model: StrPath | None, options: Mapping[str, Any], of_files: Mapping[str, Any]
 ) -> ScoreSettings:
-    """The settings for these rows. Raises UsageError if they are a table and there are options for files."""
+    # The settings for these rows. Raises UsageError if they are a table and there are options for files.
     if isinstance(rows, tuple):
         return scorer_settings(model, {**options, **of_files}, owner="score()", paths=rows)
     for name in of_files:
@@ -342,7 +339,6 @@ def _settings_for(
 
 
 def _refuse_errors(table: pa.Table) -> None:
-    """Raise FailedRowsError if rows could not be scored."""
     codes = [(row, code) for row, code in enumerate(table["error"].to_pylist()) if code not in _NO_FAILURE]
     if not codes:
         return
@@ -358,7 +354,7 @@ def _refuse_errors(table: pa.Table) -> None:
 
 @contextmanager
 def _a_text_is_a_path(rows: GivenRows) -> Iterator[None]:
-    """Messages about a path that looks like a prompt say so."""
+    # Messages about a path that looks like a prompt say so.
     try:
         yield
     except PrefillError as error:
@@ -368,7 +364,7 @@ def _a_text_is_a_path(rows: GivenRows) -> Iterator[None]:
 
 
 def _free_memory() -> None:
-    """Give back the memory of the models: some is in cycles, and CUDA keeps freed memory."""
+    # Give back the memory of the models: some is in cycles, and CUDA keeps freed memory.
     gc.collect()
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -376,7 +372,7 @@ def _free_memory() -> None:
 
 
 def _loading(settings: ScoreSettings) -> Callable[[Event], TableScorer]:
-    """Loads the models, in whatever thread calls it."""
+    # Loads the models, in whatever thread calls it.
     from prefillcli.jobs.runners.worker import memory_share
 
     share = memory_share(settings.device)

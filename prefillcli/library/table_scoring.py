@@ -17,7 +17,6 @@ from prefillcli.data.output.parts import make_rows
 from prefillcli.data.prompts.builder import PromptBuilder, prompt_column
 from prefillcli.data.reading.source import TableRows
 from prefillcli.data.rows import Window
-from prefillcli.engines.registry import loader_of
 from prefillcli.errors import Interrupted, UsageError
 from prefillcli.jobs.loop import Finished
 from prefillcli.jobs.recorder import LabelMassCheck
@@ -48,7 +47,7 @@ class TableScorer(Scorer):
         for each in self.features:
             each.starting()
             each.source_opened(self)
-        self.use_models(open_models(loader_of(settings.engine), settings))
+        self.use_models(open_models(settings))
         self.make_builder(()).close()  # a wrong template costs no load
         self.load(share=share)
         self._label_mass = LabelMassCheck(self.labels)
@@ -118,7 +117,7 @@ class TableScorer(Scorer):
         self.loaded.close()
 
     def _prepare(self, rows: TableRows) -> None:
-        """Make prompts possible of these rows, with the builder of the last table where it fits."""
+        # Make prompts possible of these rows, with the builder of the last table where it fits.
         builder: PromptBuilder | None = getattr(self, "builder", None)
         if builder is None or (
             builder.template is None
@@ -139,7 +138,7 @@ class TableScorer(Scorer):
             del self.builder
 
     def _scored(self, scorer: Scorer, steps: Steps) -> list[pa.Table]:
-        """Row numbers, carried and result columns, window by window, of the rows that `scorer` reads."""
+        # Row numbers, carried and result columns, window by window, of the rows that `scorer` reads.
         scorer.learn(lambda tokens: steps.step(0, 0))
         self.plan = self.earlier = scorer.plan
         received = ReceivedRows(scorer, self._label_mass, steps)

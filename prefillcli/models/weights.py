@@ -27,7 +27,7 @@ from prefillcli.errors import ResourceError, UsageError
 from prefillcli.models.files import layer_number, read_header, weight_files
 from prefillcli.models.find import ModelFiles
 from prefillcli.models.heads import auto_class
-from prefillcli.models.open import Opened, WeightsChoice, refuse_what_cannot_fit
+from prefillcli.models.open import Opened, WeightsChoice, refuse_what_cannot_fit, weights_of
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.runtime import memory
 from prefillcli.runtime.extras import ALLOWED, FETCHES, require_extra
@@ -467,6 +467,13 @@ def plan_weights(opened: Opened, choice: WeightsChoice, *, draft: bool = True, s
     enough = least + least // 50 + _ALIGNMENT_BYTES
     most_memory = given or max(enough, int((free or 0) * STREAMED_SHARE * share))
     return WeightsPlan(True, total, min(most_memory, max(total, enough)))
+
+
+def memory_left(opened: Opened, choice: WeightsChoice) -> int:
+    """Bytes that are free once the weights are loaded, or are streamed. Raises as `plan_weights`."""
+    weights = plan_weights(opened, choice)
+    taken = weights.memory + draft_bytes(opened) if weights.streamed else weights_of(opened)
+    return max(memory.available_memory(opened.device) - taken, 0)
 
 
 def draft_bytes(opened: Opened) -> int:

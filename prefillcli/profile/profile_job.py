@@ -9,18 +9,38 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from prefillcli.data.proof import hash_model, sealed_text
-from prefillcli.data.windows import windows
+from prefillcli.data.windows import Prefetcher, windows
 from prefillcli.errors import require_known, shown, without_secrets
-from prefillcli.forecast.profile import MODES, Profile, this_machine
-from prefillcli.forecast.survey import Alternatives, survey
+from prefillcli.forecast.profile import MODES, CompletionModel, ModeResult, Profile, this_machine
+from prefillcli.forecast.survey import Alternatives, Survey, survey_section
+from prefillcli.jobs.dry_run import survey
 from prefillcli.jobs.opening import Opening
 from prefillcli.jobs.path_table import require_apart, require_json
 from prefillcli.jobs.shell import shell
 from prefillcli.models.open import check_loadable, open_model
 from prefillcli.options.commands import ProfileSettings
 from prefillcli.report.run import versions, write_with_page
-from prefillcli.report.section import page_of
-from prefillcli.report.survey import Survey
+from prefillcli.report.section import (
+    WIDTH,
+    Bar,
+    Part,
+    Plot,
+    Scale,
+    Section,
+    Strip,
+    TableRows,
+    byte_size,
+    line_plot,
+    mebibytes,
+    page_html,
+    page_of,
+    percent_or_nothing,
+    print_section,
+    settings_section,
+    small_seconds,
+    stderr_console,
+    three_digits,
+)
 from prefillcli.runtime.clock import Clock, Progress, StepLog
 from prefillcli.runtime.cores import Threads
 from prefillcli.runtime.memory import parse_size
@@ -54,10 +74,10 @@ def survey_input(settings: ProfileSettings, given: Opening, profile: Profile) ->
         free = max(round(profile.budget_bytes / FREE_SHARE) - draft, 0)
     known = profile if profile.completion is not None else None
     with Progress(source.selected_rows, interval=settings.progress_interval, quiet=settings.quiet) as progress:
-        builder = given.new_builder()
-        plans = Alternatives(settings, opened, free=free, profile=known)
-        coming = windows(source, builder, given.labels, id_column=None)
-        return survey(source, builder, given.labels, coming, plans, progress.advance)
+        given.builder = given.new_builder()
+        plans = Alternatives(settings, opened, given.labels.names, free=free, profile=known)
+        coming = windows(source, given.builder, given.labels, id_column=None)
+        return survey(given, Prefetcher(coming, cancel=given.builder.close), plans, progress.advance)
 
 
 @dataclass
@@ -91,7 +111,7 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
                 profile.survey = survey_input(settings, given, profile)
                 _save(profile, settings.output, clock.total)
         ended.status, ended.exit_code = "complete", 0
-        from prefillcli.profile.profile_page import print_no_completion, print_profile
+        from prefillcli.profile.profile_job import print_no_completion, print_profile
 
         if profile.no_completion is not None:
             print_no_completion(profile)
@@ -167,7 +187,7 @@ def _measure(settings: ProfileSettings, given: Opening | None, announce: Callabl
 
 def _save(profile: Profile, output: str, seconds: float) -> None:
     # Write `profile.json` and its page. Raises PrefillError.
-    from prefillcli.profile.profile_page import profile_html
+    from prefillcli.profile.profile_job import profile_html
 
     profile.created = datetime.now(UTC).isoformat(timespec="seconds")
     profile.seconds_taken = seconds
@@ -207,3 +227,273 @@ def _next(settings: ProfileSettings, profile: Profile) -> str:
     rows = settings.inputs[0] if settings.inputs else "YOUR.parquet"
     model = "" if settings.model is None else f" -m {settings.model}"
     return f"prefill score {rows}{model} --dry-run says what a run of these rows takes"
+
+
+# The page: the charts of figures 3 and 10 of PrefillOnly, completion times, INPUT.
+
+
+# The tables: for the terminal and for the page.
+
+
+_DISTURBED = 1.5  # slowest round over the fastest; above it the machine was busy
+
+
+def profile_headline(profile: Profile) -> str:
+    """What was measured, on what."""
+    machine = profile.machine
+    where = machine.gpu or f"{machine.cpu}, {machine.threads} threads"
+    return f"{profile.family}, {profile.dtype} on {profile.device} ({where}), budget {byte_size(profile.budget_bytes)}"
+
+
+def length_table(profile: Profile) -> TableRows:
+    """Header and one row for each mode: how long a prompt may be."""
+    rows = [["mode", "predicted", "limited by", "confirmed", "peak MiB", "of budget", "seconds", "times full"]]
+    full = profile.mode("full")
+    for each in profile.modes:
+        run = next((c for c in reversed(each.confirmations) if c.fits), None)
+        peak = None if run is None else run.peak_bytes
+        ratio = None
+        if full is not None and full.predicted_tokens and each.predicted_tokens:
+            ratio = each.predicted_tokens / full.predicted_tokens
+        rows.append(
+            [
+                each.mode,
+                _count(each.predicted_tokens),
+                each.limited_by or "",
+                _count(each.max_tokens) + (" (capped)" if each.capped and each.max_tokens else ""),
+                "" if peak is None else mebibytes(peak),
+                "" if peak is None else f"{peak / profile.budget_bytes:.0%}",
+                "" if run is None or run.seconds is None else f"{run.seconds:,.1f}",
+                "" if ratio is None else f"{ratio:.1f}x",
+            ]
+        )
+    return rows
+
+
+def law_table(profile: Profile) -> TableRows:
+    """Header and one row for each mode: measured bytes for each token beside the law's."""
+    rows = [["mode", "bytes/token", "by the law", "ratio", "constant MiB", "by the law", "short runs"]]
+    for each in profile.modes:
+        runs = [point.tokens for point in each.points]
+        rows.append(
+            [
+                each.mode,
+                "" if each.fit_token is None else f"{each.fit_token:,.0f}",
+                f"{each.law_token:,.0f}",
+                "" if each.fit_over_law is None else f"{each.fit_over_law:.2f}",
+                "" if each.fit_base is None else f"{each.fit_base / 2**20:,.1f}",
+                f"{each.law_base / 2**20:,.1f}",
+                f"{len(runs)}, {min(runs):,}-{max(runs):,}" if runs else "",
+            ]
+        )
+    return rows
+
+
+def completion_table(profile: Profile) -> TableRows:
+    """Header and one row for each model of completion times; nothing where none is good enough."""
+    model = profile.completion
+    if model is None:
+        return []
+    cached = small_seconds(model.per_cached, "+")
+    linear = f"{small_seconds(model.base)} + {small_seconds(model.per_input)} input {cached} cached"
+    parts = {"pack": model.per_pack, "token": model.per_token, "prompt": model.per_read, "pair": model.per_pair}
+    costs = ", ".join(f"{small_seconds(value)}/{name}" for name, value in parts.items())
+    return [
+        ["completion time", "model", "Pearson r", "error on new"],
+        ["one prompt, linear", linear, f"{model.pearson:.4f}", percent_or_nothing(model.heldout_error)],
+        [
+            "one prompt, proxy",
+            "linear in input - cached",
+            f"{model.pearson_proxy:.4f}",
+            percent_or_nothing(model.heldout_error_proxy),
+        ],
+        ["a plan", costs, "", percent_or_nothing(model.heldout_error_plan)],
+    ]
+
+
+def profile_remarks(profile: Profile) -> list[str]:
+    """What a reader of the tables must know."""
+    return [*profile.notes, *(f"{each.mode}: {note}" for each in profile.modes for note in each.notes)]
+
+
+def terms(mode: ModeResult) -> str:
+    """What the law of a mode is made of."""
+    return ", ".join(f"{name} {size:,.0f}" for name, size in mode.law_terms.items())
+
+
+def _count(number: int | None) -> str:
+    return "" if number is None else f"{number:,}"
+
+
+def no_times(profile: Profile) -> str:
+    """What is to be said where no fit was good enough."""
+    return (
+        f"no completion times: {profile.no_completion}. Other programs probably took the machine's time. Nothing is "
+        "predicted from this profile, neither the end of a run nor its cost; run prefill profile again when the "
+        "machine is quiet"
+    )
+
+
+def print_no_completion(profile: Profile) -> None:
+    """Say in red that nothing can be predicted."""
+    console = stderr_console()
+    console.print(f"prefill: warning: {no_times(profile)}", style="bold red")
+
+
+def short_length_table(profile: Profile) -> TableRows:
+    """Header and one row for each mode: what a terminal has room for."""
+    rows = [["mode", "longest prompt", "limited by", "shown by a run", "its MiB", "times full"]]
+    for whole in length_table(profile)[1:]:
+        mode, predicted, limit, confirmed, peak, _, _, ratio = whole
+        rows.append([mode, predicted, limit, confirmed, peak, ratio])
+    return rows
+
+
+def seconds_table(model: CompletionModel, longest: int) -> TableRows:
+    """Header and one row for each length of a prompt, from a thousand tokens up to the `longest` that was timed."""
+    rows = [["prompt tokens", "seconds", "tokens/s", "seconds, half of it cached"]]
+    lengths = [tokens for tokens in (500 * 2**n for n in range(12)) if tokens <= longest] or [longest]
+    for tokens in lengths[-5:]:
+        seconds = model.request_seconds(tokens)
+        half = model.request_seconds(tokens, tokens // 2)
+        rows.append([f"{tokens:,}", three_digits(seconds), three_digits(tokens / seconds), three_digits(half)])
+    return rows
+
+
+def how_good(model: CompletionModel) -> str:
+    """How far the times can be trusted."""
+    text = f"fit: Pearson r {model.pearson:.3f}"
+    if model.heldout_error_plan is not None:
+        text += f", mean error {model.heldout_error_plan:.0%} on packs that it had not seen"
+    if model.disturbance is not None and model.disturbance > _DISTURBED:
+        text += (
+            f". The machine was busy: the slowest round took {model.disturbance:.1f} times the fastest, which counts; "
+            "beside other programs all takes longer"
+        )
+    return text
+
+
+def leaving_costs(profile: Profile) -> str:
+    """What early exit takes on this machine; empty where that was not measured."""
+    if profile.regroup_layers is None or profile.keys_layers is None:
+        return ""
+    return (
+        f"laying out anew what goes on takes {profile.regroup_layers:.2f} layers, "
+        f"the keys and values of a peek {profile.keys_layers:.2f}"
+    )
+
+
+def print_profile(profile: Profile) -> None:
+    """The tables on stderr."""
+    explained = [(each.mode, MODES[each.mode]) for each in profile.modes]
+    parts = [Part(title="How long a prompt may be, in tokens", table=short_length_table(profile), lines=explained)]
+    if profile.completion is not None:
+        longest = max((point.input_tokens for point in profile.completion.points), default=1000)
+        seconds = seconds_table(profile.completion, longest)
+        parts.append(Part(title="How long it takes", table=seconds, note=how_good(profile.completion)))
+    parts.append(Part(title="Early exit", text=leaving_costs(profile)))
+    console = stderr_console(WIDTH)
+    print_section(console, Section(title=profile_headline(profile), parts=parts))
+    if profile.survey is not None:
+        print_section(stderr_console(), survey_section(profile.survey))
+    print_section(console, Section(alarms=profile_remarks(profile)))
+
+
+def memory_chart(profile: Profile) -> Plot | None:
+    """Memory above the loaded model over the time of one run, each mode scaled to its own duration."""
+    traces = [each for each in profile.traces if len(each.points) > 1 and each.points[-1].seconds > 0]
+    top = max((point.used_bytes for each in traces for point in each.points), default=0)
+    if not top:
+        return None
+    lines = []
+    for each in traces:
+        length, peak = each.points[-1].seconds, max(point.used_bytes for point in each.points)
+        points = [(100 * point.seconds / length, point.used_bytes) for point in each.points]
+        lines.append((each.mode, f"peak {byte_size(peak)}, {length:.1f} s", points))
+    return line_plot(lines, Scale.upto(100.0, "{:g} %"), Scale.upto(top, "{:,g} MiB", unit=2.0**20))
+
+
+def completion_chart(profile: Profile) -> Plot | None:
+    """Seconds over input tokens: points as measured (hollow: not used for the fit), a fitted line for each prefix."""
+    points = [] if profile.completion is None else profile.completion.points
+    if not points:
+        return None
+    lines, dots = [], []
+    for number, cached in enumerate(sorted({p.cached_tokens for p in points})):
+        own = sorted((p for p in points if p.cached_tokens == cached), key=lambda p: p.input_tokens)
+        lines.append((f"{cached:,} cached", "", [(p.input_tokens, max(p.predicted, 0.0)) for p in own]))
+        for p in own:
+            title = f"{p.input_tokens:,} tokens, {p.cached_tokens:,} of them cached: {p.seconds:.3g} s"
+            dots.append((number, p.input_tokens, p.seconds, title, p.heldout))
+    longest, top = max(p.input_tokens for p in points), max(max(p.seconds, p.predicted) for p in points)
+    return line_plot(lines, Scale.upto(longest, "{:,g}", end=1.03 * longest), Scale.upto(top, "{:g} s"), dots)
+
+
+def _length_bars(profile: Profile) -> list[Bar]:
+    longest = max((each.predicted_tokens or 0 for each in profile.modes), default=0) or 1
+    return [
+        Bar(
+            each.mode,
+            100 * (each.predicted_tokens or 0) / longest,
+            _length_text(each.predicted_tokens, each.max_tokens, each.limited_by),
+            "predicted",
+            more=(Strip("confirmed", 0, 100 * min(1.0, (each.max_tokens or 0) / longest)),),
+        )
+        for each in profile.modes
+    ]
+
+
+def _length_text(predicted: int | None, confirmed: int | None, limit: str | None) -> str:
+    if predicted is None:
+        return "does not fit"
+    text = f"{predicted:,} tokens{' (the limit of the model)' if limit == 'model' else ''}"
+    return text + (", not confirmed" if confirmed is None else f", confirmed up to {confirmed:,}")
+
+
+def profile_html(profile: Profile) -> str:
+    """The page of a profile."""
+    exits = leaving_costs(profile)
+    head = Section(
+        title="prefill profile",
+        lines=[
+            ("model", profile.model_name),
+            ("what", profile_headline(profile)),
+            *([("early exit", exits)] if exits else []),
+            ("created", f"{profile.created} (UTC), {profile.seconds_taken:.0f} seconds"),
+            ("with", ", ".join(f"{name} {version}" for name, version in profile.versions.items())),
+        ],
+        alarms=[
+            *([f"{no_times(profile)}."] if profile.no_completion is not None else []),
+            *profile_remarks(profile),
+        ],
+    )
+    lengths = Part(
+        bars=_length_bars(profile),
+        note="Pale: predicted from short runs. Strong: shown by a run under the enforced budget.",
+    )
+    traced = profile.traces[0].tokens if profile.traces else 0
+    completion = Part(
+        plot=completion_chart(profile),
+        note="Across: input tokens. Cached tokens are a prefix whose K,V were kept from the pack before. Lines: the "
+        "linear fit; hollow points were not used for it.",
+    )
+    tables = {
+        "Longest prompts": length_table(profile),
+        "Memory for each token": law_table(profile),
+        "Completion times": completion_table(profile),
+    }
+    return page_html(
+        head,
+        [
+            Section(title="Longest prompt of each mode", parts=[lengths]),
+            Section(
+                title=f"Memory over the time of a run of {traced:,} tokens",
+                parts=[Part(plot=memory_chart(profile), note="Above the loaded model.")],
+            ),
+            Section(title="Completion time of a prompt", parts=[completion]),
+            *([] if profile.survey is None else [survey_section(profile.survey)]),
+            *(Section(title=title, parts=[Part(table=rows)]) for title, rows in tables.items()),
+            Section(title="Laws, in bytes for each token", lines=[(each.mode, terms(each)) for each in profile.modes]),
+            settings_section(profile.settings),
+        ],
+    )

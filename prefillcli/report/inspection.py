@@ -47,8 +47,7 @@ _WIDE, _NARROW = 16, 6  # characters of the longest bar to either side, without 
 _LEAST_GAP = 6.0  # percent between two ticks
 
 
-TokenReason = Literal["first", "last", "chosen", "shared", "dropped", "full"]
-"""Why a token is kept or dropped."""
+TokenReason = Literal["first", "last", "chosen", "shared", "dropped", "full"]  # why a token is kept or dropped
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ import json
 import re
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from typing import Any, Literal
+from datetime import UTC, datetime
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticSerializationError
@@ -18,7 +19,15 @@ from prefillcli.data.output.columns import LENGTH_EDGES, SCORE_BINS, Counts
 from prefillcli.data.output.store import put_text
 from prefillcli.data.rows import FULL, ErrorCode, is_fallback
 from prefillcli.engines.base import PoolUse, ReducedPacks, WeightsReport, WorkerReport
-from prefillcli.errors import NOTHING_TO_DO, Interrupted, PrefillError, ResourceError, shown_report, without_secrets
+from prefillcli.errors import (
+    NOTHING_TO_DO,
+    Interrupted,
+    PrefillError,
+    ResourceError,
+    shown,
+    shown_report,
+    without_secrets,
+)
 from prefillcli.report.section import (
     Bar,
     Cell,
@@ -157,6 +166,36 @@ class MemoryTrace(BaseModel):
         """From (seconds, host, device)."""
         seconds, host, device = ([sample[at] for sample in samples] for at in range(3))
         return cls(seconds=seconds, host=host, device=device)
+
+
+class CommandReport(BaseModel):
+    """What the reports of other commands begin with."""
+
+    schema_version: int = SCHEMA_VERSION
+    status: Literal["complete", "failed", "interrupted"] = "failed"
+    exit_code: int = 1
+    error: str | None = None
+    started: str = ""  # ISO 8601, UTC
+    output: str | None = None
+    seconds: float = 0.0  # of the whole run
+    settings: dict[str, Any] = Field(default_factory=dict)
+    versions: dict[str, str] = Field(default_factory=dict)
+
+    @classmethod
+    def new(cls, settings: BaseModel) -> Self:
+        """The report of a command that begins now, with these settings."""
+        return cls(
+            started=datetime.now(UTC).isoformat(timespec="seconds"), settings=shown(settings.model_dump(mode="json"))
+        )
+
+    def safe(self) -> Self:
+        """The report without secrets."""
+        return shown_report(self)
+
+    def write(self, path: str, page: Callable[[Self], str] | None = None) -> None:
+        """Write it to `path` as JSON, and its page beside it. Raises PrefillError."""
+        safe = self.safe()
+        write_with_page(path, safe.model_dump_json(indent=2) + "\n", None if page is None else page(safe))
 
 
 class RunReport(BaseModel):
@@ -519,7 +558,7 @@ def _tokens(report: RunReport) -> Section:
 
 
 def _methods(report: RunReport) -> Section:
-    """Rows by how their prompts were read."""
+    # Rows by how their prompts were read.
     order = sorted(report.methods, key=lambda name: (is_fallback(name), -report.methods[name]))
     if order in ([], [FULL]):
         return Section()
@@ -632,14 +671,15 @@ def to_metrics(report: RunReport, now: float) -> str:
     return metrics_text([*run_sections(report), ended])
 
 
-def write_with_page(path: str, report: str, page: str) -> None:
-    """Write a report as JSON, and its page beside it; a reader sees an old file or a whole new one.
+def write_with_page(path: str, report: str, page: str | None) -> None:
+    """Write a report as JSON, and its page beside it, if any; a reader sees an old file or a whole new one.
 
     Raises PrefillError.
     """
     for name, text in ((path, report), (page_of(path), page)):
         try:
-            put_text(name, text)
+            if text is not None:
+                put_text(name, text)
         except OSError as error:
             raise ResourceError(f"{name}: cannot write: {error.strerror or error}") from None
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from prefillcli.forecast.profile import Confirmation, MemoryPoint, ModeResult, Profile, Trace, TracePoint, this_machine
-from prefillcli.profile.measuring import Timing, fit_completion
-from prefillcli.report.run import versions
-from prefillcli.report.survey import (
+from prefillcli.forecast.survey import (
     Bin,
     KeepCost,
     Lengths,
@@ -16,6 +14,8 @@ from prefillcli.report.survey import (
     Survey,
     SurveyRows,
 )
+from prefillcli.profile.measuring import Timing, fit_completion
+from prefillcli.report.run import versions
 
 
 def made_profile(**changes: object) -> Profile:

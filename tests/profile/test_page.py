@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from prefillcli.forecast.profile import Profile
-from prefillcli.profile.profile_page import (
+from prefillcli.forecast.survey import Sharing
+from prefillcli.profile.profile_job import (
     completion_table,
     law_table,
     length_table,
@@ -19,7 +20,6 @@ from prefillcli.profile.profile_page import (
     profile_html,
 )
 from prefillcli.report.section import Scale
-from prefillcli.report.survey import Sharing
 from tests.profile.making import made_profile, made_survey
 from tests.report.browser import CHROMIUM, browser
 

@@ -18,7 +18,7 @@ from prefillcli.data.proof import ModelContents
 from prefillcli.engines.base import Answer, Engine, WorkerReport
 from prefillcli.engines.registry import loader_of
 from prefillcli.errors import ContentChangedError, EngineDiedError
-from prefillcli.jobs.load import Models, load_models, text_room
+from prefillcli.jobs.load import Models, load_models
 from prefillcli.jobs.runners.pool import (
     Answered,
     AnswerTask,
@@ -47,7 +47,7 @@ class Worker:
     def __init__(self, spec: WorkerSpec) -> None:
         settings, loader = spec.settings, loader_of(spec.settings.engine)
         _require_contents(spec)
-        opened = open_models(loader, settings)
+        opened = open_models(settings)
         self._threads = opened.threads
         self._models: Models[Engine] = load_models(
             opened,
@@ -59,7 +59,7 @@ class Worker:
             share=spec.share,
             planned=spec.planned,
             placement=settings,
-            **text_room(settings, opened, answer_labels(opened, settings).names),
+            names=answer_labels(opened, settings).names,
         )
         self._number = spec.number
         self._packs = self._tokens = 0
