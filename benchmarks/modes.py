@@ -25,8 +25,7 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ForestAttention
-from prefillcli.prefill.walk import LayerWalk, Tick
-from prefillcli.prefill.walk_state import WalkState
+from prefillcli.prefill.walk import LayerWalk, Tick, WalkState
 from prefillcli.profile.children import Prefill, Send, in_child, make_malloc_exact, peak_bytes, random_prompt
 
 MODES = ("full", "chunked", "drop", "hybrid-copy", "hybrid")

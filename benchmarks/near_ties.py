@@ -18,7 +18,7 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.console import log
-from prefillcli.decode.forward import KeptForward
+from prefillcli.decode.behind import KeptForward
 from prefillcli.decode.kept_pack import KeptPack
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan

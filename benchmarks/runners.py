@@ -21,7 +21,7 @@ from benchmarks.memory import tree_memory
 from benchmarks.methods import plain_loop
 from benchmarks.padded import padded_batches
 from prefillcli.engines.base import Engine, LabelTokens
-from prefillcli.engines.readout import label_numbers
+from prefillcli.models.heads import label_numbers
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
 

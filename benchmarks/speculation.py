@@ -27,11 +27,9 @@ from transformers import AutoTokenizer
 
 from benchmarks.console import log
 from prefillcli.bench.material import needle
-from prefillcli.decode.behind import MakeDrafter
+from prefillcli.decode.behind import KeptForward, MakeDrafter
 from prefillcli.decode.continuations import DRAFTERS, Beginning, Continuation, DecodingReport, Speculation, Writing
-from prefillcli.decode.draft_model import DraftModel, StreamingDrafter
-from prefillcli.decode.drafters import JobDrafters
-from prefillcli.decode.forward import KeptForward
+from prefillcli.decode.drafters import DraftModel, JobDrafters, StreamingDrafter
 from prefillcli.decode.kept_pack import KeptPack
 from prefillcli.decode.lockstep import Chooser, Drafter, write_texts
 from prefillcli.models.find import read_model_files

@@ -16,9 +16,9 @@ from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Float64Array, Prompt
 from prefillcli.engines.base import PLAIN, Answer, Treatment
 from prefillcli.engines.hf import last_logits
-from prefillcli.engines.readout import activation_of, label_numbers
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.jobs.load import Models
+from prefillcli.models.heads import label_numbers
 from prefillcli.models.open import Opened
 from prefillcli.models.shape import (
     NoCostModel,
@@ -73,7 +73,7 @@ class Equipment:
         self.settings = settings
         self.labels = labels
         self.model = loaded.engine.walk.model
-        self._activation = activation_of(opened.files)
+        self._activation = opened.files.activation
         self.loaded = loaded
         self._chunk_tokens: int = loaded.plan["chunk_tokens"]
         self._offload = settings.prefix_kv == "offload"

@@ -20,7 +20,7 @@ from prefillcli.bench.vllm_method import VllmTextMethod, start_vllm
 from prefillcli.data.prompts.templates import Beginnings, rationale_texts
 from prefillcli.data.rows import Float64Array
 from prefillcli.decode.continuations import DRAFTERS, Beginning, Continuation, Writing
-from prefillcli.decode.draft_model import DraftModel
+from prefillcli.decode.drafters import DraftModel
 from prefillcli.errors import PrefillError
 from prefillcli.jobs.load import Models
 from prefillcli.models.law import memory_law

@@ -17,12 +17,11 @@ from transformers import PreTrainedModel
 from prefillcli.data.rows import Float64Array
 from prefillcli.decode.behind import write_behind
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Writing
-from prefillcli.decode.draft_model import DraftModel
-from prefillcli.decode.drafters import JobDrafters
+from prefillcli.decode.drafters import DraftModel, JobDrafters
 from prefillcli.decode.kept_pack import KeptPack
 from prefillcli.engines.base import Answer, LabelTokens
 from prefillcli.engines.hf import generate
-from prefillcli.engines.readout import label_numbers
+from prefillcli.models.heads import label_numbers
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray

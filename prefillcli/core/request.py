@@ -29,7 +29,7 @@ from prefillcli.plan.plan import Plan, make_plan, marked_positions
 from prefillcli.plan.trie import TokenArray, token_order
 
 if TYPE_CHECKING:
-    from prefillcli.prefill.walk_state import ThinningRule
+    from prefillcli.prefill.walk import ThinningRule
 
 Tick = Callable[[float], None]
 """Called with the tokens that a step has advanced by; it may raise to stop."""

@@ -1,29 +1,441 @@
-"""Texts behind the reads of a kept pack, in groups of rows that fit together."""
+"""Texts behind the reads of a kept pack: attention and forward of the new tokens of rows that fit together."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Writing
-from prefillcli.decode.forward import KeptForward
-from prefillcli.decode.kept_pack import KeptPack, Part
-from prefillcli.decode.lockstep import Drafter, write_texts
-from prefillcli.decode.row_attention import room_of_end, whole_steps
+from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Writing, whole_steps
+from prefillcli.decode.kept_pack import KeptPack, KeptRows, Part, Run
+from prefillcli.decode.lockstep import Drafter, NewTokens, write_texts
 from prefillcli.errors import out_of_memory
 from prefillcli.plan.pack import Pack
-from prefillcli.prefill.forest import ForestAttention, WatchedLayer
-from prefillcli.prefill.walk import LayerWalk, Tick
+from prefillcli.prefill.attention import attend, merge_into
+from prefillcli.prefill.forest import ForestAttention, Scoring, WatchedLayer
+from prefillcli.prefill.layout import IntArray, KeyWindow, Span, SpanSet, on_device
+from prefillcli.prefill.recurrent import BranchRecurrence
+from prefillcli.prefill.walk import KeyValue, LayerWalk, Tick
+
+# Attention of new tokens over the kept K,V of their prompts and over what was read behind them.
+
+
+# New tokens behind several rows: which keys each of them sees.
+
+
+MOST_END = 256  # tokens of a prompt's end that are copied
+MOST_PADDED = 2  # times what is copied, if all rows are padded to the longest end
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedTokens:
+    """New tokens as one padded batch [rows, longest]: `index` of each (padded with a row's first), the `places` of
+    all tokens in the flattened batch."""
+
+    index: Tensor
+    places: Tensor
+
+
+def private_ends(paths: Sequence[Sequence[Run]]) -> IntArray:
+    """Of how many tokens at the end of each row's prompt the K,V are copied to stand with what follows it: short ends
+    that no other row sees. Attention over all of them is then one call."""
+    seen = Counter(run for path in paths for run in path)
+    ends = np.asarray([path[-1][1] - path[-1][0] if path and seen[path[-1]] == 1 else 0 for path in paths])
+    ends[ends > MOST_END] = 0
+    fits = [most for most in set(ends.tolist()) if most * len(ends) <= MOST_PADDED * ends[ends <= most].sum()]
+    ends[ends > max(fits, default=0)] = 0
+    return ends
+
+
+def room_of_end(tokens: int) -> int:
+    """How much the copy of a prompt's end of so many tokens takes at most, with the padding that it is worth."""
+    return MOST_PADDED * tokens if tokens <= MOST_END else 0
+
+
+class RowTokens:
+    """Some new tokens of each of some rows, one row after the other.
+
+    `slots` are the rows' numbers, `counts` how many new tokens each has. Behind what it sees of the kept K,V, the runs
+    `paths[slot]` with `lengths[slot]` tokens, a row has `read[slot]` tokens by itself already.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        *,
+        paths: Sequence[Sequence[Run]],
+        lengths: IntArray,
+        read: IntArray,
+        device: torch.device,
+    ) -> None:
+        self.slots = np.asarray(slots, dtype=np.int64)
+        self.counts = np.asarray(counts, dtype=np.int64)
+        self._paths, self._device = paths, device
+        self._ends = np.cumsum(self.counts)
+        self.tokens = int(self._ends[-1])
+        self.most = int(self.counts.max())
+        self._row = np.repeat(np.arange(len(slots)), self.counts)  # of each token
+        steps = np.arange(self.tokens) - np.repeat(self._ends - self.counts, self.counts)
+        self._lengths = lengths[self.slots]
+        self._places: IntArray = read[self.slots][self._row] + steps  # among what the row has by itself
+        self.own = int(self._places.max()) + 1
+        self.depths: IntArray = self._lengths[self._row] + self._places
+        self.slot_index = on_device(self.slots[self._row], device)
+        self.place_index = on_device(self._places, device)
+        self._steps = steps
+        self._batch: PaddedTokens | None = None
+        self._spans: dict[KeyWindow | None, list[tuple[Span, Tensor | None]]] = {}
+        self._visible: dict[tuple[KeyWindow | None, int], Tensor | None] = {}
+
+    @property
+    def batch(self) -> PaddedTokens | None:
+        """The tokens as a padded batch; None where each row has the same number of them."""
+        if self._batch is None and self.most * len(self.slots) > self.tokens:
+            index = np.repeat((self._ends - self.counts)[:, None], self.most, axis=1)
+            index[self._row, self._steps] = np.arange(self.tokens)
+            places = self._row * self.most + self._steps
+            self._batch = PaddedTokens(on_device(index, self._device), on_device(places, self._device))
+        return self._batch
+
+    def spans(self, window: KeyWindow | None) -> list[tuple[Span, Tensor | None]]:
+        """What the tokens see of the prompts, and where a window hides some of it, bool [1, 1, queries, keys]."""
+        if window not in self._spans:
+            found = SpanSet(self.depths, window)
+            starts = (self._ends - self.counts).tolist()
+            for slot, first, last in zip(self.slots.tolist(), starts, self._ends.tolist(), strict=True):
+                for start, end, depth in self._paths[slot]:
+                    found.add(first, last, start, end, depth)
+            self._spans[window] = [(span, self._seen(span, window)) for span in found.merged()]
+        return self._spans[window]
+
+    def _seen(self, span: Span, window: KeyWindow | None) -> Tensor | None:
+        if window is None or not span.masked:
+            return None
+        oldest = window.oldest(self.depths[span.q0 : span.q1])
+        keys = np.arange(span.k0, span.k1) - span.k0 + span.k_depth
+        return on_device(keys[None, :] >= oldest[:, None], self._device)[None, None]
+
+    def visible(self, window: KeyWindow | None, groups: int) -> Tensor | None:
+        """What the padded batch sees of the first `own` tokens that rows have by themselves; None: all of it.
+
+        Bool [rows, 1, groups * longest, own]: `groups` heads of the queries, one behind the other, see the same.
+        """
+        if (window, groups) not in self._visible:
+            last = np.full((len(self.slots), self.most), self.own - 1)
+            last[self._row, self._steps] = self._places
+            keys = np.arange(self.own)
+            seen = keys <= last[:, :, None]
+            if window is not None:
+                oldest = window.oldest(self._lengths[:, None] + last) - self._lengths[:, None]
+                seen &= keys >= oldest[:, :, None]
+            repeated = np.tile(seen, (1, groups, 1))[:, None]
+            self._visible[window, groups] = None if seen.all() else on_device(repeated, self._device)
+        return self._visible[window, groups]
+
+
+class OwnTokens:
+    """One layer's K,V of what each row has by itself: [rows, kv heads, room, width] each.
+
+    These are the copied end of its prompt, of `ends[row]` tokens, and what was read behind it. `kept` are the layer's
+    K,V of the prompts, on the runs `paths`.
+    """
+
+    def __init__(self, kept: KeyValue | None, paths: Sequence[Sequence[Run]], ends: IntArray) -> None:
+        self._rows = len(paths)
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        if kept is not None and ends.any():
+            last = np.asarray([path[-1][1] - 1 if path else 0 for path in paths])
+            first = np.where(ends > 0, last + 1 - ends, last)
+            index = np.minimum(first[:, None] + np.arange(ends.max())[None, :], last[:, None])
+            at = on_device(index, kept[0].device).flatten()
+            copies = (each[0][:, at].view(each.shape[1], *index.shape, -1).transpose(0, 1) for each in kept)
+            tokens = int(ends.max()) + 1
+            self.keys, self.values = (self._room(each, each, tokens) for each in copies)
+
+    def append(self, tokens: RowTokens, key: Tensor, value: Tensor) -> None:
+        """Put K,V [1, kv heads, tokens, width] of new tokens where they belong."""
+        self.keys, self.values = (
+            self._room(x, new, tokens.own) for x, new in ((self.keys, key), (self.values, value))
+        )
+        for whole, new in ((self.keys, key), (self.values, value)):
+            whole.transpose(1, 2)[tokens.slot_index, tokens.place_index] = new[0].transpose(0, 1)
+
+    def _room(self, whole: Tensor | None, new: Tensor, tokens: int) -> Tensor:
+        # The K,V `whole`, if there are any, with room for so many tokens of each row.
+        if whole is not None and whole.shape[2] >= tokens:
+            return whole
+        room = whole_steps(tokens)
+        grown = new.new_zeros(self._rows, new.shape[1], room, new.shape[3])
+        if whole is not None:
+            grown[:, :, : whole.shape[2]] = whole
+        return grown
+
+    def keep(self, slots: IntArray) -> None:
+        """Go on with these rows alone."""
+        self._rows = len(slots)
+        if self.keys is not None and self.values is not None:
+            at = on_device(slots, self.keys.device)
+            self.keys, self.values = self.keys[at], self.values[at]
+
+    def of(self, tokens: RowTokens) -> KeyValue:
+        """Those of the rows that have new tokens, up to the last of these, [rows, kv heads, tokens, width] each."""
+        if self.keys is None or self.values is None:
+            raise RuntimeError("nothing was read behind the prompts")
+        if len(tokens.slots) == self._rows and (tokens.slots[1:] > tokens.slots[:-1]).all():
+            return self.keys[:, :, : tokens.own], self.values[:, :, : tokens.own]
+        at = on_device(tokens.slots, self.keys.device)
+        return self.keys[at, :, : tokens.own], self.values[at, :, : tokens.own]
+
+
+class RowAttention(ForestAttention):
+    """Attention of new tokens of several rows. Those of the layer are in `queries`."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self._new: RowTokens | None = None
+        self._own: OwnTokens | None = None
+
+    @property
+    def depths(self) -> IntArray:
+        return self._now[0].depths
+
+    @property
+    def _now(self) -> tuple[RowTokens, OwnTokens]:
+        if self._new is None or self._own is None:
+            raise RuntimeError("say what is computed before a layer is called")
+        return self._new, self._own
+
+    @property
+    def window(self) -> KeyWindow | None:
+        """What the layer that was called last sees at most, where it attends through a window."""
+        return None if self._scoring is None else self._scoring.window
+
+    def new_tokens(self, tokens: RowTokens, kept: KeyValue | None, own: OwnTokens) -> None:
+        """The next call of a layer computes these. `kept` are its K,V of the prompts, `own` of what follows them."""
+        self.start_layer(())
+        self._new, self._own, self.calls = tokens, own, 0
+        self.keys, self.values = (None, None) if kept is None else kept
+
+    def receive(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> None:
+        tokens, own = self._now
+        own.append(tokens, key, value)
+        self.queries.append(query[0])
+
+    def compute(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        tokens, own = self._now
+        out, lse = _attend_own(tokens, query, own.of(tokens), scoring)
+        keys, values = self.keys_values
+        for span, visible in tokens.spans(scoring.window):
+            at, run = slice(span.q0, span.q1), slice(span.k0, span.k1)
+            q, k, v = query[:, :, at], keys[:, :, run], values[:, :, run]
+            if visible is None:
+                part = _attend_together(q, k, v, scoring)
+            else:
+                part = attend(q, k, v, visible=visible, **scoring.how)
+            merge_into(out[:, :, at], lse[:, :, at], *part)
+        return out, lse
+
+
+def _attend_own(tokens: RowTokens, query: Tensor, own: KeyValue, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    # Attention over what rows have by themselves: output [1, heads, tokens, width] and its log-sum-exp.
+    heads, width = query.shape[1], query.shape[3]
+    batch = tokens.batch
+    rows = len(tokens.slots)
+    if batch is None:
+        padded = query.reshape(heads, rows, tokens.most, width)
+    else:
+        padded = query[0][:, batch.index.flatten()].view(heads, rows, tokens.most, width)
+    kv_heads = own[0].shape[1]
+    groups = heads // kv_heads
+    together = padded.transpose(0, 1).reshape(rows, kv_heads, groups * tokens.most, width)
+    out, lse = attend(together, *own, visible=tokens.visible(scoring.window, groups), **scoring.how)
+    out, lse = out.reshape(rows, heads, tokens.most, -1), lse.reshape(rows, heads, tokens.most)
+    by_token, lse = out.transpose(1, 2).reshape(-1, heads, out.shape[3]), lse.transpose(0, 1).reshape(heads, -1)
+    if batch is not None:
+        by_token, lse = by_token[batch.places], lse[:, batch.places]
+    return by_token.contiguous()[None].transpose(1, 2), lse[None]  # some layers only view the tokens' outputs
+
+
+def _attend_together(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    # `attend` where every query sees every key: the heads of a K,V head are queries of one head, so that K,V are read
+    # once for all of them.
+    heads, tokens, width = query.shape[1:]
+    kv_heads = key.shape[1]
+    out, lse = attend(query.reshape(1, kv_heads, heads // kv_heads * tokens, width), key, value, **scoring.how)
+    return out.reshape(1, heads, tokens, -1), lse.reshape(1, heads, tokens)
+
+
+# The model's forward over new tokens behind kept prompts: several of each of some rows in one pass.
+
+
+# Queries of the newest tokens of rows, by layer: what a retrieval cache is chosen by.
+
+
+class NewestQueries:
+    """Those of a model's last pass over its rows. `windows` are the layers', as far as they have attended."""
+
+    def __init__(self, layers: int) -> None:
+        self.windows: list[KeyWindow | None] = [None] * layers
+        self._queries: list[Tensor | None] = [None] * layers
+        self._newest: dict[int, int] = {}  # by row: its newest token's number in the pass
+
+    def begin(self, new: NewTokens) -> None:
+        """A pass over these tokens begins."""
+        self._newest, end = {}, 0
+        for row, tokens in new:
+            end += len(tokens)
+            self._newest[row] = end - 1
+
+    def put(self, layer: int, queries: Sequence[Tensor], window: KeyWindow | None) -> None:
+        """Queries [heads, tokens, width] of the pass, in one piece; none of a layer without attention."""
+        if queries:
+            self._queries[layer], self.windows[layer] = queries[0], window
+
+    def forget(self, row: int, tokens: int) -> None:
+        """The last `tokens` of a row were guessed wrong."""
+        if row in self._newest:
+            self._newest[row] -= tokens
+
+    def has(self, row: int) -> bool:
+        """Whether the last pass was over this row."""
+        return row in self._newest
+
+    def of(self, layer: int, row: int) -> Tensor | None:
+        """The query [heads, width] of a row's newest token, after position encoding."""
+        queries = self._queries[layer]
+        return None if queries is None else queries[:, self._newest[row]]
+
+
+class KeptForward:
+    """A walked model over new tokens of rows whose prompts are kept (`prefillcli.decode.lockstep.Forward`).
+
+    Row number i is behind the prompt number i of `rows`. `tick` is called after each layer and may raise to stop.
+    A model with recurrent layers cannot forget what it has read. With `watches_queries`, `queries` are those of each
+    layer, [heads, tokens, width] for each pass.
+    """
+
+    def __init__(
+        self, walk: LayerWalk, rows: KeptRows, tick: Tick = lambda tokens: None, *, watches_queries: bool = False
+    ) -> None:
+        self.walk, self._rows, self._tick = walk, rows, tick
+        self._slots = {number: number for number in range(len(rows.paths))}
+        self._ends = private_ends(rows.paths)
+        self._paths = [path[:-1] if end else path for path, end in zip(rows.paths, self._ends, strict=True)]
+        self._lengths = np.asarray(rows.lengths, dtype=np.int64) - self._ends
+        self._positions = np.asarray(rows.positions, dtype=np.int64)
+        self._read = self._ends.copy()
+        self._own = [OwnTokens(layer.keys_values, rows.paths, self._ends) for layer in rows.layers]
+        self._recurrences = [BranchRecurrence(layer.states) for layer in rows.layers]
+        self._attention = RowAttention()
+        self.queries: list[list[Tensor]] = [[] for _ in rows.layers]
+        self._watches_queries = watches_queries
+        self._newest: NewestQueries | None = None
+        self.can_forget = not any(self._recurrences)
+
+    def __call__(self, new: NewTokens) -> Iterator[Tensor]:
+        """As in `Forward`."""
+        return self._logits(self._hidden(new))
+
+    @torch.inference_mode()
+    def _logits(self, hidden: Tensor) -> Iterator[Tensor]:
+        yield from self.walk.logits(hidden)
+
+    @torch.inference_mode()
+    def _hidden(self, new: NewTokens) -> Tensor:
+        # The residual stream behind the last layer, [1, tokens, hidden].
+        slots, counts = [self._slots[row] for row, _ in new], [len(own) for _, own in new]
+        tokens = RowTokens(
+            slots,
+            counts,
+            paths=self._paths,
+            lengths=self._lengths,
+            read=self._read,
+            device=self.walk.device,
+        )
+        ids = torch.as_tensor([token for _, own in new for token in own])
+        behind = np.repeat((self._positions - self._lengths - self._ends + 1)[tokens.slots], tokens.counts)
+        if self._newest is not None:
+            self._newest.begin(new)
+        recording = self.walk.record(ids, tokens.depths + behind)
+        hidden = recording.hidden
+        with self._attention as attention:
+            for index, (kept, own) in enumerate(zip(self._rows.layers, self._own, strict=True)):
+                attention.new_tokens(tokens, kept.keys_values, own)
+                with self.walk.layers.use(index) as layer, self._recurrences[index].calls(layer, slots, counts):
+                    hidden = self.walk.call(layer, hidden, recording.calls[index], attention)
+                if self._watches_queries:
+                    self.queries[index] += attention.queries
+                if self._newest is not None:
+                    self._newest.put(index, attention.queries, attention.window)
+                self._tick(0.0)
+        self._read[tokens.slots] += tokens.counts
+        return hidden
+
+    def forget(self, row: int, tokens: int) -> None:
+        """As in `Forward`. Raises RuntimeError where `can_forget` is False."""
+        if tokens and not self.can_forget:
+            raise RuntimeError("the states of recurrent layers cannot be taken back")
+        self._read[self._slots[row]] -= tokens
+        if self._newest is not None:
+            self._newest.forget(row, tokens)
+
+    def drop(self, rows: Collection[int]) -> None:
+        """As in `Forward`."""
+        stay = [(row, slot) for row, slot in self._slots.items() if row not in rows]
+        slots = np.asarray([slot for _, slot in stay], dtype=np.int64)
+        self._slots = {row: slot for slot, (row, _) in enumerate(stay)}
+        self._paths = [self._paths[slot] for slot in slots]
+        self._lengths, self._positions = self._lengths[slots], self._positions[slots]
+        self._ends, self._read = self._ends[slots], self._read[slots]
+        for own, recurrence in zip(self._own, self._recurrences, strict=True):
+            own.keep(slots)
+            recurrence.keep(slots.tolist())
+
+    def watch_newest(self) -> NewestQueries:
+        """The newest tokens' queries, from the next pass on."""
+        self._newest = NewestQueries(len(self._rows.layers))
+        return self._newest
+
+    def prompt_keys_values(self, layer: int, row: int) -> KeyValue | None:
+        """A layer's K,V [kv heads, tokens, width] of a row's prompt; None where it does not attend."""
+        both, path = self._rows.layers[layer].keys_values, self._rows.paths[row]
+        if both is None:
+            return None
+        keys, values = (torch.cat([each[0, :, start:end] for start, end, _ in path], dim=1) for each in both)
+        return keys, values
+
+    def text_keys_values(self, layer: int, rows: IntArray, places: IntArray) -> KeyValue | None:
+        """A layer's K,V [tokens, kv heads, width] of some tokens behind prompts: of each its row, and its place behind
+        the row's prompt. None where the layer does not attend."""
+        keys, values = self._own[layer].keys, self._own[layer].values
+        if keys is None or values is None:
+            return None
+        numbers = np.asarray([self._slots[row] for row in rows.tolist()], dtype=np.int64)
+        slots, at = on_device(numbers, keys.device), on_device(places + self._ends[numbers], keys.device)
+        return keys[slots, :, at], values[slots, :, at]
+
+    def text_read(self, row: int) -> int:
+        """How many tokens behind a row's prompt were read."""
+        slot = self._slots[row]
+        return int(self._read[slot] - self._ends[slot])
+
+    def text_position(self, row: int) -> int:
+        """The position of the first token behind a row's prompt."""
+        return int(self._positions[self._slots[row]]) + 1
+
 
 # Which rows of a kept pack are written on together: as many as there is memory for.
 
 
-Row = tuple[int, Beginning]
-"""A read of a pack by its number, and what a text begins behind."""
+Row = tuple[int, Beginning]  # A read of a pack by its number, and what a text begins behind
 
 
 @dataclass(slots=True)
@@ -85,8 +497,8 @@ class RowRoom:
         return self.most_tokens is not None and tokens > self.most_tokens
 
 
+# What guesses tokens for the rows of a forward, if anything does.
 MakeDrafter = Callable[[KeptForward], Drafter | None]
-"""What guesses tokens for the rows of a forward, if anything does."""
 
 
 def write_behind(
@@ -143,7 +555,7 @@ def _written_together(
     tick: Tick,
     report: DecodingReport,
 ) -> list[Continuation] | None:
-    """The texts of one group; None where memory runs out. Then all that it made is let go of with its frame."""
+    # The texts of one group; None where memory runs out. Then all that it made is let go of with its frame.
     try:
         forward = KeptForward(walk, kept.select([read for read, _ in rows]), tick)
         beginnings, drafter = [beginning for _, beginning in rows], make_drafter(forward)
@@ -155,7 +567,6 @@ def _written_together(
 
 
 def _let_go(device: torch.device) -> None:
-    """Give memory that nothing uses back to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

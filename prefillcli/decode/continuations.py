@@ -33,9 +33,9 @@ DRAFTERS: dict[str, DrafterKind] = {
 }
 
 
+# Why a text ends: at a stop token, at its greatest length (or the model's), or unbegun, for want of memory or because
+# the engine failed whenever it began.
 FinishReason = Literal["stop", "length", "memory", "error"]
-"""Why a text ends: at a stop token, at its greatest length (or the model's), or unbegun, for want of memory or because
-the engine failed whenever it began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +156,11 @@ def sum_of(reports: Sequence[DecodingReport]) -> DecodingReport | None:
     for report in reports:
         found.add(report)
     return found if reports else None
+
+
+OWN_STEP = 32  # tokens by which the room behind the prompts grows
+
+
+def whole_steps(tokens: int) -> int:
+    """The room that a row has for so many tokens behind its prompt."""
+    return -(-tokens // OWN_STEP) * OWN_STEP

@@ -1,18 +1,25 @@
-"""Drafters that need no model: prompt lookup, and the earlier texts of a job."""
+"""What guesses tokens: prompt lookup, earlier texts of a job, a draft model, the model over a part of each prompt."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from prefillcli.decode.behind import KeptForward
 from prefillcli.decode.continuations import DecodingReport, Writing
-from prefillcli.decode.draft_model import DraftModel, StreamingDrafter
-from prefillcli.decode.forward import KeptForward
-from prefillcli.decode.lockstep import Chooser, Drafter, RowText
-from prefillcli.decode.retrieval import RetrievalDrafter
-from prefillcli.plan.trie import TokenArray
+from prefillcli.decode.lockstep import Chooser, Drafter, LockStep, NewTokens, RowText
+from prefillcli.plan.trie import TokenArray, common_prefix
+from prefillcli.prefill.attention import attend, attend_blockwise
+from prefillcli.prefill.forest import ForestAttention, Scoring, UnsupportedModelError
+from prefillcli.prefill.layout import IntArray, KeyWindow, on_device
+from prefillcli.prefill.recurrent import recurrent_modules
+from prefillcli.prefill.walk import LayerWalk
 
 # Prompt lookup: the tokens that followed the latest ones where they stood before, in the row's own prompt and text.
 # Text that quotes its input is guessed well, for next to nothing (transformers calls it prompt lookup decoding).
@@ -55,7 +62,7 @@ class _RowTokens:
         self._tokens = np.concatenate([*certain, np.empty(256, dtype=np.int32)])
 
     def upto(self, row: RowText) -> TokenArray:
-        """All tokens, int32 [tokens]: the text is taken as it is now, since guesses in it may have been taken back."""
+        # All tokens, int32 [tokens]: the text is taken as it is now, since guesses in it may have been taken back.
         end = self._text + len(row.written)
         if end > len(self._tokens):
             self._tokens = np.concatenate([self._tokens, np.empty(len(row.written), dtype=np.int32)])
@@ -90,15 +97,12 @@ def continuation(tokens: TokenArray, most: int) -> list[int]:
 # tokens are indexed, and longer matches are found among them.
 
 
+# Tokens of earlier texts that are kept: about 30 MB with their index. Then the older half is forgotten.
 MOST_TOKENS = 1 << 18
-"""Tokens of earlier texts that are kept: about 30 MB with their index. Then the older half is forgotten."""
-MOST_PLACES = 128
-"""Places of a pair of tokens that are looked at, the latest ones."""
+MOST_PLACES = 128  # places of a pair of tokens that are looked at, the latest ones
 LONGEST_SUFFIX = 32
-LEAST_SHARE = 0.3
-"""A continuation ends where fewer than this share of the matching places go on with it."""
-LENGTH_PER_MATCH = 2
-"""A continuation has at most so many tokens for each one that matches."""
+LEAST_SHARE = 0.3  # A continuation ends where fewer than this share of the matching places go on with it
+LENGTH_PER_MATCH = 2  # A continuation has at most so many tokens for each one that matches
 _END = -1
 
 
@@ -162,7 +166,7 @@ class EarlierTexts:
         return self._most_frequent(places, min(most, LENGTH_PER_MATCH * matched)) if len(places) else []
 
     def _most_frequent(self, places: np.ndarray, most: int) -> list[int]:
-        """The continuation of the most of these places, token by token; the latest one of equals."""
+        # The continuation of the most of these places, token by token; the latest one of equals.
         guessed: list[int] = []
         first = len(places)
         while len(guessed) < most:
@@ -191,6 +195,656 @@ class SuffixDrafter(Drafter):
 
     def end(self, row: RowText) -> None:
         self._earlier.add(row.beginning.key, [*row.beginning.tokens, *row.written])
+
+
+# A draft model: its forward pass over the newest tokens of rows that see a few tokens each, over padded caches.
+
+
+# K,V of several rows side by side, padded: for rows that see few tokens each, and share none of them.
+
+
+TEXT_STEP = 64  # tokens by which the room for text grows
+
+
+@dataclass(slots=True)
+class PassTokens:
+    """The tokens of one pass, row by row: `rows` is the place of each token's row in the cache, `steps` its number
+    among the row's new ones. `before[place]` text tokens of a row were read earlier. A query at `depths` sees the
+    tokens up to its own."""
+
+    rows: IntArray
+    steps: IntArray
+    before: IntArray
+    depths: IntArray
+    first_depths: IntArray  # of each row's text
+    device: torch.device
+    tables: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> IntArray:
+        """Each token's place among its row's text."""
+        return self.before[self.rows] + self.steps
+
+    @property
+    def most(self) -> int:
+        """New tokens of a row, at most."""
+        return int(self.steps.max()) + 1
+
+    @property
+    def text(self) -> int:
+        """Text tokens of a row after this pass, at most, of all rows' that read."""
+        return int(self.columns.max()) + 1
+
+    def on_device(self, name: str) -> Tensor:
+        """`rows`, `steps`, `columns`, as int64 [tokens]."""
+        if name not in self.tables:
+            self.tables[name] = on_device(getattr(self, name), self.device)
+        kept: Tensor = self.tables[name]
+        return kept
+
+
+class PaddedLayer:
+    """One layer's K,V [rows, kv heads, columns, width]: `chosen` columns of tokens before the text, then the text.
+
+    Of the chosen ones the first `counts[row]` are in use.
+    """
+
+    def __init__(self, rows: int, chosen: int) -> None:
+        self.chosen = chosen
+        self.counts = np.zeros(rows, dtype=np.int64)
+        self.depths = np.zeros((rows, chosen), dtype=np.int64)
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    @property
+    def keys_values(self) -> tuple[Tensor, Tensor]:
+        """All columns. There is something stored."""
+        if self._keys is None or self._values is None:
+            raise RuntimeError("nothing was stored yet")
+        return self._keys, self._values
+
+    @torch.inference_mode()
+    def choose(self, row: int, keys: Tensor, values: Tensor, depths: IntArray | None = None) -> None:
+        """Keep these K,V [kv heads, tokens, width] before a row's text, instead of those so far.
+
+        `depths` are needed where the layer has a window.
+        """
+        tokens = keys.shape[1]
+        self._make_room(keys[None], values[None], 0)
+        every_key, every_value = self.keys_values
+        every_key[row, :, :tokens].copy_(keys, non_blocking=True)
+        every_value[row, :, :tokens].copy_(values, non_blocking=True)
+        self.counts[row] = tokens
+        if depths is not None:
+            self.depths[row, :tokens] = depths
+
+    @torch.inference_mode()
+    def put_text(self, rows: Tensor, columns: Tensor, keys: Tensor, values: Tensor, longest: int) -> None:
+        """Store K,V [tokens, kv heads, width] of text: of each token the row int64 [tokens] and its place in the text.
+
+        No text is longer than `longest`.
+        """
+        self._make_room(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], longest)
+        for place, own in zip(self.keys_values, (keys, values), strict=True):
+            place[rows, :, columns + self.chosen] = own
+
+    def append(self, new: PassTokens, key: Tensor, value: Tensor) -> None:
+        """Store K,V [1, kv heads, tokens, width] of a pass."""
+        both = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        self.put_text(new.on_device("rows"), new.on_device("columns"), *both, new.text)
+
+    @torch.inference_mode()
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows alone, in this order."""
+        self.counts, self.depths = self.counts[list(rows)], self.depths[list(rows)]
+        if self._keys is not None and self._values is not None:
+            at = torch.as_tensor(rows, dtype=torch.long, device=self._keys.device)
+            self._keys, self._values = self._keys[at], self._values[at]
+
+    def visible(self, new: PassTokens, window: KeyWindow | None, first: int, last: int) -> Tensor | None:
+        """What the queries of rows `first` to `last` see, bool [rows, 1, most, columns], up to the longest text; None
+        if they see all."""
+        at = (first, last, window, self.chosen, self.counts.tobytes(), window and self.depths.tobytes())
+        if at not in new.tables:
+            new.tables[at] = self._visible(new, window, first, last)
+        kept: Tensor | None = new.tables[at]
+        return kept
+
+    def _visible(self, new: PassTokens, window: KeyWindow | None, first: int, last: int) -> Tensor | None:
+        rows = slice(first, last)
+        before, starts = new.before[rows, None, None], new.first_depths[rows, None, None]
+        text = np.arange(new.text)[None, None]
+        steps = np.arange(new.most)[None, :, None]
+        shape = (last - first, new.most)
+        chosen = np.arange(self.chosen)[None, None] < self.counts[rows, None, None]
+        seen = np.concatenate(
+            [
+                np.broadcast_to(chosen, (*shape, self.chosen)),
+                np.broadcast_to(text <= before + steps, (*shape, new.text)),
+            ],
+            axis=2,
+        )
+        if window is not None:
+            depths = np.concatenate(
+                [
+                    np.broadcast_to(self.depths[rows, None], (last - first, 1, self.chosen)),
+                    starts + text,
+                ],
+                axis=2,
+            )
+            seen = seen & (depths >= window.oldest(starts + before + steps))
+        return None if seen.all() else on_device(seen, new.device)[:, None]
+
+    def _make_room(self, keys: Tensor, values: Tensor, text: int) -> None:
+        # Room for so many text tokens of K,V like these [any, kv heads, any, width].
+        for name, like in (("_keys", keys), ("_values", values)):
+            before: Tensor | None = getattr(self, name)
+            columns = self.chosen + text
+            if before is not None and before.shape[2] >= columns:
+                continue
+            columns = self.chosen + -(-text // TEXT_STEP) * TEXT_STEP
+            room = like.new_zeros(len(self.counts), like.shape[1], columns, like.shape[3])
+            if before is not None:
+                room[:, :, : before.shape[2]] = before
+            setattr(self, name, room)
+
+
+DROP_SHARE = 0.5  # of the rows: when no more than these go on, the others' K,V leave the caches
+
+
+class PaddedForward:
+    """Reads what comes behind some chosen tokens of each row; `open` the rows first.
+
+    Where the model's layers keep states, or are walked with the model's own cache, raises UnsupportedModelError.
+    """
+
+    can_forget = True
+
+    def __init__(self, walk: LayerWalk) -> None:
+        check_forgets(walk)
+        self._walk = walk
+        self._rows: dict[int, int] = {}  # the place of each row in the caches
+        self._read = np.zeros(0, dtype=np.int64)  # text tokens, by place
+        self._positions = np.zeros(0, dtype=np.int64)  # of the first one
+        self._depths = np.zeros(0, dtype=np.int64)  # of the first one
+        self._dropped: set[int] = set()
+        self.layers: list[PaddedLayer] = []
+
+    def open(self, rows: Sequence[int], chosen: Sequence[int] | None = None) -> None:
+        """Read these rows from now on, and none of those before.
+
+        Before its text each layer keeps `chosen[layer]` tokens of a row, at most; none where this is None.
+        """
+        self._rows = {row: place for place, row in enumerate(rows)}
+        self._read, self._positions, self._depths = (np.zeros(len(rows), dtype=np.int64) for _ in range(3))
+        self._dropped = set()
+        widths = chosen or [0] * len(self._walk.layers)
+        self.layers = [PaddedLayer(len(rows), width) for width in widths]
+
+    def begin_text(self, row: int, position: int, depth: int) -> None:
+        """A row's text begins at this position and depth. Nothing of it was read."""
+        place = self._rows[row]
+        self._read[place], self._positions[place], self._depths[place] = 0, position, depth
+
+    def place(self, row: int) -> int:
+        """The row's number in the caches."""
+        return self._rows[row]
+
+    def has_text(self, row: int, tokens: int) -> None:
+        """The caches have the K,V of so many tokens of a row's text."""
+        self._read[self._rows[row]] = tokens
+
+    @torch.inference_mode()
+    def __call__(self, new: NewTokens) -> Iterator[Tensor]:
+        for part in self._parts(new):
+            yield from self._walk.logits(self._hidden(part))
+
+    @torch.inference_mode()
+    def last_logits(self, new: NewTokens) -> Tensor:
+        """As a call, but float32 [rows, vocabulary], after the last token of each row alone."""
+        found: list[Tensor] = []
+        for part in self._parts(new):
+            ends = np.cumsum([len(tokens) for _, tokens in part]) - 1
+            hidden = self._hidden(part)
+            found += self._walk.logits(hidden[:, torch.as_tensor(ends, device=hidden.device)])
+        return torch.cat(found)
+
+    def forget(self, row: int, tokens: int) -> None:
+        self._read[self._rows[row]] -= tokens
+
+    def drop(self, rows: Collection[int]) -> None:
+        self._dropped.update(row for row in rows if row in self._rows)
+        going = [row for row in self._rows if row not in self._dropped]
+        if len(going) > DROP_SHARE * len(self._rows):
+            return
+        places = [self._rows[row] for row in going]
+        for layer in self.layers:
+            layer.keep(places)
+        self._read, self._positions, self._depths = (
+            each[places] for each in (self._read, self._positions, self._depths)
+        )
+        self._rows, self._dropped = {row: place for place, row in enumerate(going)}, set()
+
+    def _parts(self, new: NewTokens) -> Iterator[NewTokens]:
+        # The rows in groups of no more tokens than one call of a layer computes, or of one row.
+        part: list[tuple[int, Sequence[int]]] = []
+        total = 0
+        for row, tokens in new:
+            if part and total + len(tokens) > self._walk.chunk_tokens:
+                yield part
+                part, total = [], 0
+            part.append((row, tokens))
+            total += len(tokens)
+        if part:
+            yield part
+
+    @torch.inference_mode()
+    def _hidden(self, new: NewTokens) -> Tensor:
+        # The residual stream after the last layer, [1, tokens, hidden].
+        walk = self._walk
+        lengths = [len(tokens) for _, tokens in new]
+        rows = np.repeat([self._rows[row] for row, _ in new], lengths)
+        steps = np.concatenate([np.arange(length) for length in lengths])
+        read = self._read[rows] + steps
+        table = PassTokens(rows, steps, self._read.copy(), self._depths[rows] + read, self._depths, walk.device)
+        tokens = torch.as_tensor([token for _, tokens in new for token in tokens], dtype=torch.long)
+        recording = walk.record(tokens, self._positions[rows] + read)
+        hidden = recording.hidden
+        with _PaddedAttention(table) as attention:
+            for index, cache in enumerate(self.layers):
+                with walk.layers.use(index) as layer:
+                    attention.start_cache(cache)
+                    hidden = walk.call(layer, hidden, recording.calls[index], attention)
+        for row, length in zip(new, lengths, strict=True):
+            self._read[self._rows[row[0]]] += length
+        return hidden
+
+
+def check_forgets(walk: LayerWalk) -> None:
+    """Raise UnsupportedModelError for layers that keep states, which cannot forget, or a cache of their own."""
+    walk.check_queries()
+    for index in range(len(walk.layers)):
+        with walk.layers.use(index) as layer:
+            if recurrent_modules(layer):
+                walk.layers.end_pass()
+                raise UnsupportedModelError("recurrent layers cannot forget tokens that were guessed wrong")
+
+
+class _PaddedAttention(ForestAttention):
+    """Attention of new tokens over the padded caches of their rows."""
+
+    def __init__(self, new: PassTokens) -> None:
+        super().__init__(0)
+        self._new = new
+        self._cache: PaddedLayer | None = None
+
+    def start_cache(self, cache: PaddedLayer) -> None:
+        self.start_layer(())
+        self._cache, self.calls = cache, 0
+
+    @property
+    def depths(self) -> IntArray:
+        return self._new.depths
+
+    def receive(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> None:
+        if self._cache is None:
+            raise RuntimeError("say which layer is called")
+        self._cache.append(self._new, key, value)
+
+    def compute(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        new, cache = self._new, self._cache
+        if cache is None:
+            raise RuntimeError("say which layer is called")
+        first, last = int(new.rows.min()), int(new.rows.max()) + 1
+        at = new.on_device("rows") - first, new.on_device("steps")
+        queries = query.new_zeros(last - first, new.most, query.shape[1], query.shape[3])
+        queries[at] = query[0].transpose(0, 1)
+        keys, values = (each[first:last, :, : cache.chosen + new.text] for each in cache.keys_values)
+        visible = cache.visible(new, scoring.window, first, last)
+        out, lse = _attend(queries.transpose(1, 2), keys, values, visible, scoring)
+        return out.transpose(1, 2)[at].transpose(0, 1)[None], lse.transpose(1, 2)[at].t()[None]
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    if query.device.type == "cpu" or visible is None:
+        return attend(query, keys, values, visible=visible, **scoring.how)
+    return attend_blockwise(query, keys, values, visible=visible, block=keys.shape[2], **scoring.how)
+
+
+LEAST_ROOM = 64  # tokens behind what is read first, before a sequence is full
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """The `tokens` that the draft model has read of a row: its `first` ones, then those from its token `start` on."""
+
+    first: int
+    start: int
+    tokens: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A small model with the tokenizer of the model that it guesses for.
+
+    `max_length` is the longest sequence that its position encoding takes. Raises UnsupportedModelError for a model
+    that cannot forget what it has read: one with recurrent layers, or one that is walked with its own cache.
+    """
+
+    walk: LayerWalk
+    max_length: int
+
+    def __post_init__(self) -> None:
+        check_forgets(self.walk)
+
+
+class StreamingDrafter(Drafter):
+    """Guesses with `draft`, tokens below `vocabulary`: the target may know fewer than the draft model."""
+
+    name = "draft"
+
+    def __init__(
+        self,
+        draft: DraftModel,
+        chooser: Chooser,
+        *,
+        vocabulary: int,
+        sinks: int = 16,
+        recent: int = 240,
+    ) -> None:
+        self._forward = PaddedForward(draft.walk)
+        self._chooser = chooser
+        self._vocabulary = vocabulary
+        self._known = int(draft.walk.model.get_input_embeddings().weight.shape[0])
+        self._longest = min(2 * (sinks + recent) + LEAST_ROOM, draft.max_length)
+        self._sinks = min(sinks, self._longest // 4)
+        self._recent = min(recent, self._longest // 2)
+        self._sequences: dict[int, _Sequence] = {}
+
+    def begin(self, rows: Sequence[RowText]) -> None:
+        self._forward.open([row.number for row in rows])
+        self._sequences = {}
+
+    def propose(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:
+        room = self._longest - self._sinks - self._recent
+        wanted = {row.number: min(tokens, room) for row, tokens in zip(rows, most, strict=True)}
+        guessed: dict[int, list[int]] = {row.number: [] for row in rows}
+        unread = {row.number: self._unread(row, wanted[row.number]) for row in rows if wanted[row.number] > 0}
+        going = [row for row in rows if unread.get(row.number)]
+        while going:
+            logits = self._forward.last_logits([(row.number, unread[row.number]) for row in going])
+            places = [row.position + len(guessed[row.number]) for row in going]
+            keys = [row.beginning.key for row in going]
+            tokens, _ = self._chooser.choose(logits[:, : self._vocabulary], keys, places)
+            for row, token in zip(going, tokens, strict=True):
+                self._sequences[row.number].tokens += unread[row.number]
+                guessed[row.number].append(token)
+                unread[row.number] = [token]
+            going = [row for row in going if len(guessed[row.number]) < wanted[row.number]]
+        return [guessed[row.number] for row in rows]
+
+    def end(self, row: RowText) -> None:
+        self._forward.drop([row.number])
+        self._sequences.pop(row.number, None)
+
+    def _unread(self, row: RowText, guesses: int) -> list[int]:
+        # The tokens that are to be read before so many are guessed; what the row does not have is forgotten. None
+        # where the draft model does not know a token.
+        text = [*row.beginning.tokens, *row.written]
+        kept = self._sequences.get(row.number)
+        length = len(row.beginning.prompt) + len(text)
+        if kept is None or not kept.start < length <= self._longest - guesses + kept.start - kept.first:
+            return self._read_anew(row, text)
+        new, read = _from(row, text, kept.start), kept.tokens[kept.first :]
+        same = min(common_prefix(np.asarray(read, dtype=np.int32), new), len(new) - 1)
+        if same < len(read):
+            self._forward.forget(row.number, len(read) - same)
+            del kept.tokens[kept.first + same :]
+        return [int(token) for token in new[same:]] if self._knows(new[same:]) else []
+
+    def _read_anew(self, row: RowText, text: list[int]) -> list[int]:
+        # Begin with the first tokens and the latest ones of a row's prompt and its text, which are to be read.
+        length = len(row.beginning.prompt) + len(text)
+        first = 0 if length <= self._sinks + self._recent else self._sinks
+        start = length - self._recent if first < length - self._recent else 0
+        tokens = np.concatenate([_from(row, text, 0, first), _from(row, text, start)])
+        if not self._knows(tokens):
+            self._sequences.pop(row.number, None)
+            return []
+        self._forward.begin_text(row.number, 0, 0)
+        self._sequences[row.number] = _Sequence(first, start)
+        return [int(token) for token in tokens]
+
+    def _knows(self, tokens: TokenArray) -> bool:
+        return int(tokens.max()) < self._known
+
+
+def _from(row: RowText, text: Sequence[int], start: int, end: int | None = None) -> TokenArray:
+    prompt = row.beginning.prompt
+    behind = text[max(0, start - len(prompt)) : None if end is None else max(0, end - len(prompt))]
+    return np.concatenate([prompt[start:end], np.asarray(behind, dtype=np.int32)])
+
+
+# The model as its own drafter, over a small part of each prompt's K,V (TriForce, arXiv 2404.11912).
+#
+# The target's own layers read the text behind a retrieval cache: per layer and K,V head the chunks of the prompt that
+# the newest token attends to most. What they guess is checked over all K,V. A drafter of its own may guess for them in
+# turn: then this is the paper's hierarchy (algorithm 1), where each level is the same loop over another forward pass.
+
+
+# Which tokens of a prompt a retrieval cache keeps (TriForce, arXiv 2404.11912, section 4.1).
+#
+# A layer's keys are cut into chunks. The newest token's query is scored against the mean key of each chunk, and the
+# best chunks stay. The queries that share a K,V head vote together. The first chunk and the latest tokens always
+# stay.
+
+
+LATEST = 64  # tokens that always stay
+LATEST_SHARE = 0.25  # of the budget, at most
+
+
+def latest_chunks(budget: int, chunk: int) -> int:
+    """How many of the latest chunks always stay, at least one."""
+    return max(1, min(LATEST, int(budget * LATEST_SHARE)) // chunk)
+
+
+def saves(tokens: int, budget: int, chunk: int) -> bool:
+    """Whether something is left out of a prompt of so many tokens, and the budget holds what always stays."""
+    return tokens > budget and budget // chunk > latest_chunks(budget, chunk) + 2
+
+
+def chosen_tokens(keys: Tensor, query: Tensor, budget: int, chunk: int) -> Tensor:
+    """The tokens that stay for each K,V head, int64 [kv heads, kept], ascending; at most `budget`.
+
+    `keys` [kv heads, tokens, width] are a prompt's, more than the budget, and `query` [heads, width] the newest one's,
+    both after position encoding.
+    """
+    heads, tokens, width = keys.shape
+    chunks, rest = divmod(tokens, chunk)
+    most = (budget - rest) // chunk
+    always = min(latest_chunks(budget, chunk), most - 1)
+    votes = query.view(heads, -1, width).sum(dim=1, dtype=torch.float32)
+    # A mean key's score is the mean of its chunk's scores, and a sum of queries scores the sum of theirs.
+    scored = keys[:, chunk : (chunks - always) * chunk]
+    means = scored.reshape(heads, -1, chunk, width).mean(dim=2, dtype=torch.float32)
+    best = (means @ votes.unsqueeze(-1)).squeeze(-1).topk(most - 1 - always, dim=1).indices + 1
+    first = torch.zeros(heads, 1, dtype=torch.long, device=keys.device)
+    latest = torch.arange(chunks - always, chunks, device=keys.device).expand(heads, -1)
+    kept = torch.cat([first, best.sort(dim=1).values, latest], dim=1)
+    within = (kept.unsqueeze(-1) * chunk + torch.arange(chunk, device=keys.device)).flatten(1)
+    behind = torch.arange(chunks * chunk, tokens, device=keys.device).expand(heads, -1)
+    return torch.cat([within, behind], dim=1)
+
+
+def gathered(states: Tensor, tokens: Tensor) -> Tensor:
+    """These tokens [kv heads, kept] of K or V [kv heads, tokens, width]."""
+    return states.gather(1, tokens.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
+
+
+REBUILD_BELOW = 0.5  # rolling share of accepted guesses under which a cache is built anew
+REBUILD_STRIDE = 128  # tokens of text behind which it is built anew in any case
+REBUILD_LEAST = 16  # tokens of text that a cache serves at least
+ROLLING = 0.25  # weight of the latest round in the rolling acceptance
+
+
+@dataclass(slots=True)
+class _Cached:
+    """A row with a retrieval cache. `draft` is its text as the cache's level has it."""
+
+    draft: RowText
+    built: int | None = None  # tokens behind the prompt that had been read when the cache was built
+    exact: int = 0  # tokens behind the prompt whose K,V are those of the whole prompt
+    accepted: float = 1.0  # rolling share
+
+
+class RetrievalDrafter(Drafter):
+    """Guesses with the model of `source` over `budget` tokens of each prompt, in chunks of `chunk` tokens.
+
+    It has no guess for a row whose prompt is no longer than the budget, or if memory runs out. `inner` guesses
+    `inner_tokens` tokens for it in turn; what became of these is counted in `report`. Raises UnsupportedModelError for
+    recurrent layers.
+    """
+
+    name = "retrieval"
+
+    def __init__(
+        self,
+        source: KeptForward,
+        chooser: Chooser,
+        *,
+        budget: int,
+        chunk: int,
+        report: DecodingReport,
+        inner: Drafter | None = None,
+        inner_tokens: int = 0,
+    ) -> None:
+        self._source = source
+        self._newest = source.watch_newest()
+        self._budget, self._chunk = budget, chunk
+        self._forward = PaddedForward(source.walk)
+        counts = DecodingReport(drafters=report.drafters)  # passes over the cache are not passes of the whole
+        self._level = _CacheLevel(self._forward, chooser, frozenset(), inner, inner_tokens, counts)
+        self._rows: dict[int, _Cached] = {}
+        self._open = False
+
+    def begin(self, rows: Sequence[RowText]) -> None:
+        able = [row for row in rows if saves(len(row.beginning.prompt), self._budget, self._chunk)]
+        self._rows = {row.number: _Cached(RowText(row.number, row.beginning)) for row in able}
+        self._open = False
+        self._level.begin([each.draft for each in self._rows.values()])
+
+    def reaches(self, row: RowText) -> bool:
+        """Whether it guesses for a row."""
+        return row.number in self._rows
+
+    def propose(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:
+        try:
+            return self._propose(rows, most)
+        except torch.OutOfMemoryError:  # texts need no guesses
+            self._rows, self._forward.layers = {}, []
+            return [[] for _ in rows]
+
+    @torch.inference_mode()
+    def _propose(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:
+        wanted = {row.number: len(row.written) + tokens for row, tokens in zip(rows, most, strict=True)}
+        able = [row for row in rows if wanted[row.number] > len(row.written) and self._is_ready(row)]
+        if able and not self._open:
+            self._open_caches()
+        if able:
+            self._catch_up(able)
+        going = [self._rows[row.number].draft for row in able]
+        while going:
+            self._level.advance(going, [wanted[draft.number] - len(draft.written) for draft in going])
+            going = [draft for draft in going if len(draft.written) < wanted[draft.number]]
+        asked = {row.number for row in able}
+        return [
+            self._rows[row.number].draft.written[len(row.written) :] if row.number in asked else [] for row in rows
+        ]
+
+    def checked(self, row: RowText, proposed: Sequence[int], accepted: int) -> None:
+        cached = self._rows[row.number]
+        cached.accepted += ROLLING * (accepted / len(proposed) - cached.accepted)
+
+    def end(self, row: RowText) -> None:
+        cached = self._rows.pop(row.number, None)
+        if cached is not None:
+            self._level.end([cached.draft])
+
+    def _is_ready(self, row: RowText) -> bool:
+        cached = self._rows.get(row.number)
+        return cached is not None and (cached.built is not None or self._newest.has(row.number))
+
+    def _open_caches(self) -> None:
+        # Make room. The model has been called by now, so that its layers' windows are known.
+        longest = max(len(cached.draft.beginning.prompt) for cached in self._rows.values())
+        widths = [self._budget if each is None else min(each.size, longest) for each in self._newest.windows]
+        self._forward.open(list(self._rows), widths)
+        self._open = True
+
+    def _catch_up(self, rows: Sequence[RowText]) -> None:
+        of, places = [], []
+        for row in rows:
+            cached, read = self._rows[row.number], self._source.text_read(row.number)
+            draft = cached.draft
+            same = common_prefix(np.asarray(draft.written, dtype=np.int32), np.asarray(row.written, dtype=np.int32))
+            self._level.rewind(draft, same)
+            draft.written[same:] = row.written[same:]
+            if self._is_due(cached, read) and self._newest.has(row.number):
+                self._build(row, cached, read)
+            of.append(np.full(read - cached.exact, row.number))
+            places.append(np.arange(cached.exact, read))
+            cached.exact = read
+            self._forward.has_text(row.number, read)
+            self._level.has_read(draft, read)
+        self._put_text(np.concatenate(of), np.concatenate(places))
+
+    def _put_text(self, rows: IntArray, places: IntArray) -> None:
+        if not len(rows):
+            return
+        device = self._source.walk.device
+        at = on_device(np.asarray([self._forward.place(row) for row in rows.tolist()]), device)
+        columns, longest = on_device(places, device), int(places.max()) + 1
+        for index, layer in enumerate(self._forward.layers):
+            text = self._source.text_keys_values(index, rows, places)
+            if text is not None:
+                layer.put_text(at, columns, *text, longest)
+
+    def _is_due(self, cached: _Cached, read: int) -> bool:
+        if cached.built is None:
+            return True
+        since = read - cached.built
+        return since >= REBUILD_STRIDE or (since >= REBUILD_LEAST and cached.accepted < REBUILD_BELOW)
+
+    def _build(self, row: RowText, cached: _Cached, read: int) -> None:
+        prompt = len(row.beginning.prompt)
+        place, device = self._forward.place(row.number), self._source.walk.device
+        for index, layer in enumerate(self._forward.layers):
+            both = self._source.prompt_keys_values(index, row.number)
+            query = self._newest.of(index, row.number)
+            if both is None or query is None:
+                continue
+            window = self._newest.windows[index]
+            if window is not None:
+                first = max(0, min(window.oldest(prompt), prompt))
+                layer.choose(place, both[0][:, first:], both[1][:, first:], np.arange(first, prompt))
+                continue
+            keys = both[0].to(device)
+            kept = chosen_tokens(keys, query, self._budget, self._chunk)
+            values = gathered(both[1], kept.to(both[1].device))
+            layer.choose(place, gathered(keys, kept), values)
+        if cached.built is None:
+            self._forward.begin_text(row.number, self._source.text_position(row.number), prompt)
+        cached.built, cached.accepted = read, 1.0
+
+
+class _CacheLevel(LockStep):
+    """The loop over the retrieval caches."""
+
+    def has_read(self, row: RowText, tokens: int) -> None:
+        # So many tokens behind a row's prompt need not be read.
+        self._read[row.number] = tokens
 
 
 # TriForce's hierarchy (arXiv 2404.11912, algorithm 1): three levels.

@@ -21,14 +21,13 @@ from prefillcli.prefill.forest import ForestAttention
 from prefillcli.prefill.layout import Tree
 from prefillcli.prefill.own_cache import OwnCacheLayer
 from prefillcli.prefill.recurrent import changed_state
-from prefillcli.prefill.walk_state import KeyValue, Leaving, WalkState, copies_for
+from prefillcli.prefill.walk import KeyValue, Leaving, WalkState, copies_for
 
 # Layers of a CUDA device that are kept in host memory: they leave while the next layer is computed, and come back
 # for the rows that are written on.
 
 
-States = tuple[LinearAttentionLayer, ...]
-"""What the recurrent modules of a layer know at a place."""
+States = tuple[LinearAttentionLayer, ...]  # what the recurrent modules of a layer know at a place
 Name = TypeVar("Name")
 
 
@@ -98,13 +97,12 @@ class HostLayers:
         return target
 
 
+# Tokens `start:end` of a buffer, and the number of tokens before the first on its path.
 Run = tuple[int, int, int]
-"""Tokens `start:end` of a buffer, and the number of tokens before the first on its path."""
+# A part of what reads see: a node of the pack by its number, or one that it holds by -1 less its number.
 Part = int
-"""A part of what reads see: a node of the pack by its number, or one that it holds by -1 less its number."""
 
-NEARLY_ALL = 0.9
-"""Where more than this share of a pack's tokens is wanted, the rest is not worth a copy."""
+NEARLY_ALL = 0.9  # where more than this share of a pack's tokens is wanted, the rest is not worth a copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +237,7 @@ class KeptPack:
         self._layers.clear()
 
     def _parts(self, node: int) -> list[Part]:
-        """What the end of a node sees, root first."""
+        # What the end of a node sees, root first.
         path = [node]
         while (parent := self._pack.parents[path[-1]]) >= 0:
             path.append(parent)
@@ -251,7 +249,7 @@ class KeptPack:
         return self._pack.offsets[part + 1] - self._pack.offsets[part]
 
     def _layout(self, reads: Sequence[int]) -> dict[Part, int]:
-        """Where the parts of these reads begin, if they alone stand one behind the other."""
+        # Where the parts of these reads begin, if they alone stand one behind the other.
         parts = {part for read in reads for part in self._parts(self.end_of(read))}
         held, own = sorted((part for part in parts if part < 0), reverse=True), sorted(p for p in parts if p >= 0)
         places, at = {}, 0
@@ -261,12 +259,12 @@ class KeptPack:
         return places
 
     def _common_places(self) -> dict[Part, int] | None:
-        """Where parts begin, if that is the same in all layers; None if it is not, since reads have left."""
+        # Where parts begin, if that is the same in all layers; None if it is not, since reads have left.
         first = self._layers[0].places
         return first if all(layer.places == first for layer in self._layers) else None
 
     def _runs(self, layer: _TakenLayer, wanted: dict[Part, int]) -> list[tuple[int, int]]:
-        """The tokens `start:end` of a layer that these parts are, in the order of their new places."""
+        # The tokens `start:end` of a layer that these parts are, in the order of their new places.
         joined: list[tuple[int, int]] = []
         for part in wanted:
             start = layer.places[part]
@@ -278,7 +276,6 @@ class KeptPack:
         return joined
 
     def _path_in(self, places: dict[Part, int], end: int) -> list[Run]:
-        """The runs that the end of a node sees."""
         runs: list[Run] = []
         for part in self._parts(end):
             start, depth = places[part], self._pack.held[-1 - part].start if part < 0 else self._pack.starts[part]
@@ -290,7 +287,6 @@ class KeptPack:
 
 
 def _picked(whole: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
-    """Some runs of tokens of [1, heads, tokens, width], one behind the other."""
     if list(runs) == [(0, whole.shape[2])]:
         return whole
     return torch.cat([whole[:, :, start:end] for start, end in runs], dim=2)

@@ -31,8 +31,8 @@ from prefillcli.decode.continuations import (
 # What lock-step decoding, its forward passes and its drafters have in common.
 
 
+# Rows by their numbers, each with tokens that follow what was read of it; no row twice, no row without tokens.
 NewTokens = Sequence[tuple[int, Sequence[int]]]
-"""Rows by their numbers, each with tokens that follow what was read of it; no row twice, no row without tokens."""
 
 
 @dataclass(slots=True)
@@ -41,10 +41,8 @@ class RowText:
 
     number: int
     beginning: Beginning
-    written: list[int] = field(default_factory=list)
-    """The text so far: tokens that the model has chosen."""
-    gap: float = float("inf")
-    """The smallest difference between the two best tokens so far."""
+    written: list[int] = field(default_factory=list)  # the text so far: tokens that the model has chosen
+    gap: float = float("inf")  # the smallest difference between the two best tokens so far
     finish_reason: FinishReason | None = None
 
     @property
@@ -106,10 +104,9 @@ class Drafter:
 
 Float32Array = npt.NDArray[np.float32]
 
-_NUMBERS_AT_ONCE = 1 << 23
-"""Numbers that one step of choosing may copy: 32 MiB of float32."""
+_NUMBERS_AT_ONCE = 1 << 23  # numbers that one step of choosing may copy: 32 MiB of float32
+# Numbers of noise that are remembered, for the levels of speculation that choose a token for the same place.
 _NUMBERS_REMEMBERED = 1 << 24
-"""Numbers of noise that are remembered, for the levels of speculation that choose a token for the same place."""
 
 
 class Choices(NamedTuple):
@@ -202,7 +199,6 @@ def write_texts(
 
 
 def _most_tokens(beginning: Beginning, tokens: int, longest: int | None) -> int:
-    """How many tokens may be written behind a beginning."""
     if longest is None:
         return tokens
     last = len(beginning.prompt) - 1 if beginning.positions is None else int(beginning.positions[-1])
@@ -210,7 +206,6 @@ def _most_tokens(beginning: Beginning, tokens: int, longest: int | None) -> int:
 
 
 def _without_ended(level: LockStep, rows: Sequence[RowText], most: Sequence[int]) -> list[RowText]:
-    """The rows that go on; the level forgets the others."""
     for row in rows:
         if row.finish_reason is None and len(row.written) >= most[row.number]:
             row.finish_reason = "length"
@@ -292,19 +287,19 @@ class LockStep:
                 self._drafter.end(row)
 
     def _unread(self, row: RowText) -> list[int]:
-        """Tokens of a row that the model has not read, at least the last one."""
+        # Tokens of a row that the model has not read, at least the last one.
         read, first = self._read[row.number], row.beginning.tokens
         return [*first[read:], *row.written[max(0, read - len(first)) :]]
 
     def _guess(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:
-        """What the drafter guesses: a pass also writes a token of the model's own, so one less than may be written."""
+        # What the drafter guesses: a pass also writes a token of the model's own, so one less than may be written.
         if self._drafter is None:
             return [[] for _ in rows]
         room = [min(self._guesses, tokens - 1) for tokens in most]
         return self._drafter.propose(rows, room) if any(room) else [[] for _ in rows]
 
     def _choose(self, rows: Sequence[RowText], new: NewTokens, guesses: Sequence[int]) -> Choices:
-        """Read the new tokens; the choices after the last token that is certain and after each guess, row by row."""
+        # Read the new tokens; the choices after the last token that is certain and after each guess, row by row.
         read: list[bool] = []
         keys: list[str] = []
         places: list[int] = []
@@ -335,7 +330,7 @@ class LockStep:
 def _write(
     row: RowText, guessed: Sequence[int], chosen: Sequence[int], gaps: Sequence[float], stop_tokens: frozenset[int]
 ) -> int:
-    """Write the guesses that were chosen and the choice behind them. Returns how many guesses were right."""
+    # Write the guesses that were chosen and the choice behind them. Returns how many guesses were right.
     for at, (token, gap) in enumerate(zip(chosen, gaps, strict=True)):
         row.gap = min(row.gap, gap)
         if token in stop_tokens:

@@ -17,10 +17,9 @@ from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.trie import TokenArray
 
 if TYPE_CHECKING:
-    from prefillcli.decode.draft_model import DraftModel
+    from prefillcli.decode.drafters import DraftModel
     from prefillcli.models.law import TextsOf
-    from prefillcli.prefill.walk import Arithmetic
-    from prefillcli.prefill.walk_state import ThinningRule
+    from prefillcli.prefill.walk import Arithmetic, ThinningRule
 
 #: For each label the token ids whose probabilities it sums.
 LabelTokens = tuple[tuple[int, ...], ...]
@@ -119,8 +118,7 @@ class Treatment:
         return replace(treatment, exits=replace(treatment.exits, in_full=in_full))
 
 
-PLAIN = Treatment()
-"""Every prompt goes through all layers as it is, and nothing is written."""
+PLAIN = Treatment()  # every prompt goes through all layers as it is, and nothing is written
 
 
 class ThinnedPrompt(NamedTuple):
@@ -275,8 +273,7 @@ class Engine:
 
     limits: Limits
     whole_packs: bool
-    waits: bool
-    """It waits for other processes: a signal may end `answer` anywhere."""
+    waits: bool  # it waits for other processes: a signal may end `answer` anywhere
 
     def answer(
         self,

@@ -26,15 +26,13 @@ from prefillcli.engines.base import (
     check_options,
     sequences,
 )
-from prefillcli.engines.readout import activation_of, label_numbers
 from prefillcli.models import open as models
-from prefillcli.models.heads import Activation
+from prefillcli.models.heads import Activation, label_numbers
 from prefillcli.models.load import load_weights
 from prefillcli.models.open import Opened, UseVariant
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill.layer_calls import embedding_device
-from prefillcli.prefill.model_ends import last_row
+from prefillcli.prefill.model_ends import embedding_device, last_row
 
 # Texts behind prompts by transformers' own `generate`: what the other ways of writing are held against.
 
@@ -103,7 +101,7 @@ class _Choosing:
         self._going = set(range(len(beginnings)))
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Both float32 [prompts, vocabulary]; `scores` are logits."""
+        # Both float32 [prompts, vocabulary]; `scores` are logits.
         if self.first is None:
             self.first = time.monotonic() - self.begun
         if self._writing.temperature > 0:
@@ -125,7 +123,7 @@ class _Choosing:
 
 @contextmanager
 def _no_other_settings(model: PreTrainedModel) -> Iterator[None]:
-    """Without what the model's own settings say of generation, such as a penalty for repetition."""
+    # Without what the model's own settings say of generation, such as a penalty for repetition.
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -135,7 +133,6 @@ def _no_other_settings(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _continuation(tokens: Sequence[int], writing: Writing, gap: float) -> Continuation:
-    """The text of what was generated, up to the stop token."""
     for place, token in enumerate(tokens):
         if token in writing.stop_tokens:
             return Continuation(tuple(tokens[:place]), "stop", gap)
@@ -176,8 +173,8 @@ def load(request: LoadRequest) -> Loaded[HfEngine]:
         trust_remote_code=request.choice.trust_remote_code,
     )
     use_variant = None if opened.variants is None else opened.variants.apply(model)
-    activation = activation_of(opened.files)
-    return Loaded(HfEngine(model, max_length=opened.max_length, activation=activation, use_variant=use_variant))
+    engine = HfEngine(model, max_length=opened.max_length, activation=opened.files.activation, use_variant=use_variant)
+    return Loaded(engine)
 
 
 class HfEngine(Engine):
@@ -220,7 +217,6 @@ class HfEngine(Engine):
             tick(step)
 
     def _written_on(self, answer: Answer, treatment: Treatment, tick: Callable[[float], None]) -> Answer:
-        """The answer, with a text behind its prompt if that is wanted. The prompt is read again."""
         if treatment.continuations is None:
             return answer
         wanted = treatment.continuations.wanted([answer])

@@ -16,13 +16,12 @@ if TYPE_CHECKING:
     from prefillcli.models.law import TextsOf
     from prefillcli.models.open import Opened
 
-REDUCED = "reduced"
-"""Where the plan of a job says how large chunks and packs may be since memory ran out."""
+REDUCED = "reduced"  # where the plan of a job says how large chunks and packs may be since memory ran out
+# Where the plan of a job that writes texts says whether K,V survive scoring, why, and for how many tokens and bytes
+# there is room.
 TEXTS = "texts"
-"""Where the plan of a job that writes texts says whether K,V survive scoring, why, and for how many tokens and bytes
-there is room."""
+# Seconds that a pack may take, by the profile where there is one: finished rows are written between packs.
 PACK_SECONDS = 60.0
-"""Seconds that a pack may take, by the profile where there is one: finished rows are written between packs."""
 
 
 class MemoryChoice(Protocol):
@@ -57,8 +56,7 @@ class Placed:
     compile: bool = False
 
 
-RESIDENT = Placed()
-"""All on the device."""
+RESIDENT = Placed()  # all on the device
 
 
 class Measured(Protocol):
@@ -100,7 +98,6 @@ def plan_packs(
     which, and `share` of the free host memory is for what they need outside of the device. Raises ResourceError where
     not even a small prompt fits.
     """
-    from prefillcli.models.families import length_switch
     from prefillcli.models.law import (
         PACK_TOKENS,
         choose_chunk,
@@ -109,6 +106,7 @@ def plan_packs(
         memory_law,
         pack_limits,
     )
+    from prefillcli.models.shape import length_switch
 
     head = opened.files.head
     law = memory_law(opened.files.config, opened.files.dtype, None if head is None else len(head.classes))

@@ -29,10 +29,9 @@ from prefillcli.runtime import log
 from prefillcli.runtime.memory import trim_heap
 
 AnswerPack = Callable[[Pack, Callable[[float], None]], list[Answer]]
-Unanswered = Callable[[int, str], Answer]
-"""The answer of a prompt that cannot be answered, for this reason."""
+Unanswered = Callable[[int, str], Answer]  # the answer of a prompt that cannot be answered, for this reason
+# Keeps less than at the last try of a pack; says whether anything was kept of it.
 KeepLess = Callable[[Pack], bool]
-"""Keeps less than at the last try of a pack; says whether anything was kept of it."""
 
 
 class MemoryRecovery:
@@ -123,7 +122,7 @@ class MemoryRecovery:
         return list(packs) if most is None else [part for pack in packs for part in split_pack(pack, most)]
 
     def _let_go(self, reason: str) -> None:
-        """Give back what nobody uses; say once that memory has run out."""
+        # Give back what nobody uses; say once that memory has run out.
         gc.collect()
         device = self._walk.device
         if device.type == "cuda":
@@ -138,7 +137,6 @@ class MemoryRecovery:
         self._failures += 1
 
     def _reduce(self, pack: Pack, keep_less: KeepLess) -> bool:
-        """Halve what may help; whether there was anything."""
         chunk = self._walk.chunk_tokens
         half = max(len(pack.tokens) // 2, 1)
         splits = len(split_pack(pack, half)) > 1
@@ -155,7 +153,7 @@ class MemoryRecovery:
         return True
 
     def _require_room(self, pack: Pack, answer: AnswerPack, stays: frozenset[Key], reason: str) -> None:
-        """Raise ResourceError where not even a short prompt fits: it is not that this one is too large."""
+        # Raise ResourceError where not even a short prompt fits: it is not that this one is too large.
         device, chunk = self._walk.device, self._walk.chunk_tokens
         if not pack.reads:  # prompts can be read without it
             return
@@ -175,14 +173,14 @@ class MemoryRecovery:
         )
 
     def _give_up(self, pack: Pack, reason: str, unanswered: Unanswered) -> list[Answer]:
-        """The answers of a pack that does not fit. If it has no prompts, nothing holds its node any more."""
+        # The answers of a pack that does not fit. If it has no prompts, nothing holds its node any more.
         if not pack.reads:
             self._unheld.add(_key(pack))
         why = f"memory ran out on this prompt alone, with {len(pack.tokens):,} tokens to compute: {reason}"
         return [unanswered(prompt, why) for prompt in pack.prompts]
 
     def _fitting(self, packs: Sequence[Pack]) -> list[Pack]:
-        """The packs, without nodes that cannot be held: prompts behind them are read by themselves, from the root."""
+        # The packs, without nodes that cannot be held: prompts behind them are read by themselves, from the root.
         fitting: list[Pack] = []
         for pack in packs:
             if self._unheld.isdisjoint(node.key for node in pack.held):
@@ -198,7 +196,7 @@ class MemoryRecovery:
         return fitting
 
     def _remember(self, pack: Pack) -> None:
-        """How to compute what later packs hold of this one; what they do not hold is forgotten."""
+        # How to compute what later packs hold of this one; what they do not hold is forgotten.
         stays = pack.keep | {node.key for node in pack.held}
         self._sources = {key: source for key, source in self._sources.items() if key in stays}
         self._unheld &= stays
@@ -208,7 +206,7 @@ class MemoryRecovery:
             self._sources |= {key: alone(key, {pack.index: pack}) for key in pack.kept_nodes.values()}
 
     def _lost(self, todo: Sequence[Pack], stays: frozenset[Key], reason: str) -> list[Pack]:
-        """The packs that compute what `todo` holds and is not there any more, nor made by one of them."""
+        # The packs that compute what `todo` holds and is not there any more, nor made by one of them.
         there = {each.block for each in todo}
 
         def source(key: Key) -> Pack | None:
@@ -227,14 +225,14 @@ class MemoryRecovery:
 
 
 def _key(pack: Pack) -> Key:
-    """What the node of a pack without reads is held by."""
+    # What the node of a pack without reads is held by.
     if pack.block is None:
         raise ValueError("a pack that neither answers nor is held")
     return pack.block
 
 
 def _beginning(pack: Pack, stays: frozenset[Key]) -> Pack:
-    """A prompt of the pack's first tokens, which nobody asks about."""
+    # A prompt of the pack's first tokens, which nobody asks about.
     tokens = pack.tokens[:MIN_CHUNK_TOKENS]
     return Pack(
         index=NO_INDEX,
@@ -259,7 +257,7 @@ class _Ticks:
         self._scale = 1.0
 
     def begin(self, todo: Sequence[Pack]) -> None:
-        """These packs are what is left."""
+        # These packs are what is left.
         self._scale = max(self._left, 0.0) / max(sum(len(pack.tokens) for pack in todo), 1)
 
     def __call__(self, tokens: float) -> None:
@@ -267,6 +265,5 @@ class _Ticks:
         self._tick(tokens * self._scale)
 
     def end(self) -> None:
-        """Nothing is left: some prompts were not answered."""
         if self._left > 1e-6:
             self(self._left / self._scale if self._scale else 0.0)

@@ -115,7 +115,7 @@ class HeadOutputs:
 
     def numbers(self, output: Any, labels: LabelTokens) -> npt.NDArray[np.float64]:
         """Float64 [labels], made of the head's outputs as every engine makes them."""
-        from prefillcli.engines.readout import label_numbers
+        from prefillcli.models.heads import label_numbers
 
         outputs = output.outputs.data.float().reshape(1, -1).cpu()
         if outputs.shape[1] != len(self._head.classes):
@@ -128,12 +128,12 @@ class HeadOutputs:
 # Texts behind prompts by vLLM: its batches, its prefix cache, and its own speculation where it is set up for it.
 
 
+# vLLM's metrics, by the names of `DrafterCounts`.
 COUNTERS = {
     "vllm:spec_decode_num_drafts": "rounds",
     "vllm:spec_decode_num_draft_tokens": "proposed",
     "vllm:spec_decode_num_accepted_tokens": "accepted",
 }
-"""vLLM's metrics, by the names of `DrafterCounts`."""
 
 
 class VllmTexts:
@@ -194,7 +194,7 @@ class VllmTexts:
         report.again_prompts += not kept
 
     def _guesses(self) -> dict[str, int]:
-        """What vLLM has counted of its guesses since it started."""
+        # What vLLM has counted of its guesses since it started.
         counts = dict.fromkeys(COUNTERS.values(), 0)
         if self._drafter is not None:
             for metric in self._engine.get_metrics():
@@ -204,7 +204,7 @@ class VllmTexts:
 
 
 def _parameters(writing: Writing, room: int, key: str) -> Any:
-    """What is asked for a text. vLLM draws with its own noise, from a seed that follows from the text's key."""
+    # What is asked for a text. vLLM draws with its own noise, from a seed that follows from the text's key.
     from vllm import SamplingParams
 
     seed = int.from_bytes(blake2b(b"%d " % writing.seed + key.encode(), digest_size=8).digest(), "little") >> 1
@@ -220,7 +220,6 @@ def _parameters(writing: Writing, room: int, key: str) -> Any:
 
 
 def _continuation(completion: Any, writing: Writing) -> Continuation:
-    """The text of what vLLM has written. What it has compared for a drawn token is not known, so its gap is NaN."""
     tokens = tuple(completion.token_ids)
     stopped = completion.finish_reason == "stop"
     if stopped and tokens and tokens[-1] in writing.stop_tokens:
@@ -230,7 +229,7 @@ def _continuation(completion: Any, writing: Writing) -> Continuation:
 
 
 def _gap(position: Mapping[int, Any]) -> float:
-    """The difference between the two largest log-probabilities, which is that of the logits."""
+    # The difference between the two largest log-probabilities, which is that of the logits.
     best: Sequence[float] = sorted((each.logprob for each in position.values()), reverse=True)
     return best[0] - best[1]
 
@@ -388,7 +387,7 @@ def load(request: LoadRequest) -> Loaded[VllmEngine]:
 
 
 def _cache_on_cpu(opened: Opened, options: Mapping[str, Any], share: float) -> dict[str, Any]:
-    """How large the K,V cache is where nothing says it: by itself vLLM asks for nearly all memory of the machine."""
+    # How large the K,V cache is where nothing says it: by itself vLLM asks for nearly all memory of the machine.
     from prefillcli.runtime.memory import available_memory
 
     said = "gpu_memory_utilization" in options or os.environ.get("VLLM_CPU_KVCACHE_SPACE")
@@ -413,7 +412,7 @@ def check_vllm(options: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _imported() -> Iterator[None]:
-    """For imports of vLLM: its log goes to stderr. Raises UsageError where it cannot be imported."""
+    # For imports of vLLM: its log goes to stderr. Raises UsageError where it cannot be imported.
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -514,7 +513,7 @@ class VllmEngine(Engine):
         tick: Callable[[float], None],
         step: float,
     ) -> Iterator[list[Answer]]:
-        """The answers to prompts; `tick` is called with `step` for each."""
+        # The answers to prompts; `tick` is called with `step` for each.
         lengths: dict[str, int] = {}  # of the prompts that vLLM holds
         begun = time.monotonic()
         while True:
@@ -535,7 +534,6 @@ class VllmEngine(Engine):
     def _written_on(
         self, answers: list[Answer], continuations: Continuations, tick: Callable[[float], None]
     ) -> list[Answer]:
-        """The answers, with a text behind each prompt where that is wanted."""
         wanted = continuations.wanted(answers)
         with self._asking(tick):
             found = self._texts.write(wanted, continuations.writing, tick)
@@ -543,7 +541,7 @@ class VllmEngine(Engine):
 
     @contextmanager
     def _asking(self, tick: Callable[[float], None]) -> Iterator[None]:
-        """Errors that vLLM raises while answering are reported."""
+        # Errors that vLLM raises while answering are reported.
         try:
             yield
         except self._dead as error:
@@ -586,7 +584,6 @@ class VllmEngine(Engine):
 
 
 def _refusal(error: Exception) -> PrefillError:
-    """The error to raise where vLLM does not start."""
     text = brief(error)
     if "KV cache" in str(error) or "memory" in str(error).lower():
         return ResourceError(

@@ -13,11 +13,10 @@ import torch
 from prefillcli.engines.memory_plan import Placed, budget_of, plan_packs
 from prefillcli.errors import ResourceError, shown
 from prefillcli.jobs.shell import shell
-from prefillcli.models.families import UNWALKED, VERIFIED
 from prefillcli.models.law import FREE_SHARE, memory_law
 from prefillcli.models.open import Opened, open_model
 from prefillcli.models.rehearsal import DeviceRecord
-from prefillcli.models.shape import NoCostModel
+from prefillcli.models.shape import UNWALKED, VERIFIED, NoCostModel
 from prefillcli.models.weights import plan_weights
 from prefillcli.options.commands import DoctorSettings
 from prefillcli.prefill import attention, attention_checks

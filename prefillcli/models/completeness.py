@@ -187,7 +187,7 @@ def require_complete(
 
 
 def _without_reason(model: Any, names: Collection[str], *, quantised: bool) -> list[str]:
-    """Those of the names that no reason is known for."""
+    # Those of the names that no reason is known for.
     heads = _VOCABULARY_HEADS if model.get_output_embeddings() is None else _OTHER_HEADS
     known = re.compile("|".join((*_COMPUTED, *_LATER_TOKENS, *heads, *(_ROUNDING if quantised else ()))))
     own = {name for name, _ in model.named_buffers()}  # which the model computes itself
@@ -198,7 +198,7 @@ def _without_reason(model: Any, names: Collection[str], *, quantised: bool) -> l
 
 
 def _adds_nothing(folder: Path, name: str) -> bool:
-    """Whether a tensor is a bias of zeros, which some programs save for each layer without one."""
+    # Whether a tensor is a bias of zeros, which some programs save for each layer without one.
     for path in weight_files(folder) if name.endswith(".bias") else ():
         if name in read_header(path):
             with safe_open(path, framework="pt") as file:

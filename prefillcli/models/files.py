@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from prefillcli.errors import UsageError
-from prefillcli.models.families import EXTRA_TOKENS
+from prefillcli.models.shape import EXTRA_TOKENS
 
 # Where the tensors of a file begin and end.
 
@@ -152,7 +152,6 @@ def data_start(file: Path) -> int:
 
 
 def _check_index(index: Path, headers: dict[str, dict[str, Any]]) -> set[str]:
-    """The files that an index names."""
     content = read_json(index)
     places = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
@@ -166,14 +165,14 @@ def _check_index(index: Path, headers: dict[str, dict[str, Any]]) -> set[str]:
 
 
 def _check_metadata(found: Any) -> None:
-    """Raise ValueError for metadata that the safetensors library does not take."""
+    # Raise ValueError for metadata that the safetensors library does not take.
     texts = found is None or (isinstance(found, dict) and all(isinstance(value, str) for value in found.values()))
     if not texts:
         raise ValueError(f"its metadata is {quoted(found)}, not a mapping of texts")
 
 
 def _range_of(name: str, tensor: dict[str, Any]) -> tuple[int, int, str]:
-    """Where a tensor lies in the data of its file. Raises ValueError if its shape and its bytes do not agree."""
+    # Where a tensor lies in the data of its file. Raises ValueError if its shape and its bytes do not agree.
     begin, end = tensor["data_offsets"]
     shape = tensor["shape"]
     if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
@@ -209,12 +208,12 @@ _WHOLE = {
 }
 _REAL = frozenset({"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "rope_theta"})
 _READ = (".json", ".jinja", ".model", ".py", ".safetensors", ".tiktoken", ".txt")  # endings of a model's files
+# Files that transformers reads whole.
 _TEXTS = frozenset(
     {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
      "chat_template.json", "chat_template.jinja", "tokenizer.model", "spiece.model", "processor_config.json",
      "preprocessor_config.json"}
 )  # fmt: skip
-"""Files that transformers reads whole."""
 _POSITIVE = frozenset({"query_pre_attn_scalar"})  # a root is divided by
 _SHARES = frozenset({"partial_rotary_factor", "rotary_pct", "rotary_percentage"})  # of a head's width
 CLASSIFIER = "ForSequenceClassification"  # how the names of such classes end
@@ -306,8 +305,8 @@ def read_json(path: Path, *, most: int = _MOST_JSON) -> Any:
 
 
 def _entries(content: Any) -> Iterator[tuple[str, Any, bool]]:
-    """All names with their values, at any depth, and whether they are of a part that does not read text, or of
-    quantisation."""
+    # All names with their values, at any depth, and whether they are of a part that does not read text, or of
+    # quantisation.
     waiting = [(content, False)]
     while waiting:
         value, apart = waiting.pop()
@@ -328,7 +327,7 @@ def _check_size(path: Path, most: int | None) -> None:
 
 
 def _texts(content: Any) -> Iterator[str]:
-    """All texts in a JSON value but for names of entries."""
+    # All texts in a JSON value but for names of entries.
     if isinstance(content, str):
         yield content
     elif isinstance(content, dict | list):

@@ -16,7 +16,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from prefillcli.data.proof import gguf_parts
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
 from prefillcli.models.completeness import build_empty, refuse_larger
-from prefillcli.models.families import longest_prompt, refusal, sees_nothing
 from prefillcli.models.files import (
     check_config,
     check_files,
@@ -29,8 +28,9 @@ from prefillcli.models.files import (
     weight_files,
 )
 from prefillcli.models.gguf import GgufModel, dequantise_gguf, describe_gguf, find_dequantised, open_gguf
-from prefillcli.models.heads import ClassHead, HeadChoice, find_head
+from prefillcli.models.heads import Activation, ClassHead, HeadChoice, find_head
 from prefillcli.models.multimodal import text_part
+from prefillcli.models.shape import longest_prompt, refusal, sees_nothing
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.runtime.memory import loadable_memory
 
@@ -61,6 +61,11 @@ class ModelFiles:
     def origin(self) -> Path:
         """The directory or GGUF file that the user knows."""
         return self.path if self.gguf is None else self.gguf.origin
+
+    @property
+    def activation(self) -> Activation:
+        """What makes numbers of the model's outputs."""
+        return "softmax" if self.head is None else self.head.activation
 
     @property
     def saved(self) -> bool:
@@ -135,7 +140,7 @@ def read_model_files(
 
 @contextmanager
 def _described_by(file: Path) -> Iterator[None]:
-    """Errors in what is made of a configuration name its file: transformers' families raise any for wrong content."""
+    # Errors in what is made of a configuration name its file: transformers' families raise any for wrong content.
     try:
         yield
     except PrefillError:
@@ -147,7 +152,6 @@ def _described_by(file: Path) -> Iterator[None]:
 
 
 def _quantised(*configs: Any) -> Mapping[str, Any] | None:
-    """What the first of the configurations that says so says of quantised weights."""
     found = (getattr(config, "quantization_config", None) for config in configs)
     return next((each for each in found if isinstance(each, Mapping)), None)
 
@@ -172,6 +176,6 @@ def with_weights(files: ModelFiles) -> ModelFiles:
 
 
 def _open_gguf(path: Path) -> GgufModel | None:
-    """The model of a GGUF file or a folder with one; None for other folders. Raises UsageError."""
+    # The model of a GGUF file or a folder with one; None for other folders. Raises UsageError.
     parts = gguf_parts(path)
     return open_gguf(path, parts) if parts else None

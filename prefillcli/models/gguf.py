@@ -251,6 +251,7 @@ def _copy(source: Any, target: Any, count: int) -> None:
 # one of them gives wrong scores and no error, so it is refused here.
 
 
+# Least and most of the whole numbers of a family; some are lists with one for each layer.
 _WHOLE = {
     "block_count": (1, 4096),
     "context_length": (1, 1 << 40),
@@ -263,7 +264,6 @@ _WHOLE = {
     "expert_count": (0, 1 << 16),
     "vocab_size": (1, 1 << 24),
 }
-"""Least and most of the whole numbers of a family; some are lists with one for each layer."""
 
 _ROTARY_FACTORS = "rope_freqs.weight"  # what rotary frequencies are divided by, in Llama 3.1 and later
 _AS_SAFETENSORS = "take the model as safetensors"
@@ -310,7 +310,7 @@ def _check_split(parts: Sequence[GgufHeader]) -> None:
 
 
 def _check_layers(parts: Sequence[GgufHeader]) -> None:
-    """Refuse files whose tensors are of fewer or more layers than their settings say."""
+    # Refuse files whose tensors are of fewer or more layers than their settings say.
     first = parts[0]
     told = first.setting("block_count")
     names = [each.name for part in parts for each in part.tensors if each.name.startswith("blk.")]
@@ -392,7 +392,7 @@ def check_tensors(parts: Sequence[GgufHeader], config: Any, wanted: int, known: 
 
 
 def _add_rotary_factors(parts: Sequence[GgufHeader], config: Any) -> None:
-    """Take over the rotary factors of Llama 3.1 and later, which llama.cpp saves as a tensor."""
+    # Take over the rotary factors of Llama 3.1 and later, which llama.cpp saves as a tensor.
     found = [(part, tensor) for part in parts for tensor in part.tensors if tensor.name == _ROTARY_FACTORS]
     if not found:
         return
@@ -419,7 +419,7 @@ def _add_rotary_factors(parts: Sequence[GgufHeader], config: Any) -> None:
 
 
 def _llama3(rope: Mapping[str, Any], width: int) -> Any:
-    """The factors of `rope_type: llama3` for heads of this width, float64 [width / 2]."""
+    # The factors of `rope_type: llama3` for heads of this width, float64 [width / 2].
     waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, width, 2) / width)
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
     turns = rope["original_max_position_embeddings"] / waves
@@ -428,7 +428,7 @@ def _llama3(rope: Mapping[str, Any], width: int) -> Any:
 
 
 def _rope(config: Any) -> Mapping[str, Any]:
-    """The rotary encoding of all layers, or of those that attend to all tokens."""
+    # The rotary encoding of all layers, or of those that attend to all tokens.
     rope = getattr(config, "rope_parameters", None) or {}
     inner: Mapping[str, Any] = rope.get("full_attention", rope)
     return inner
@@ -447,6 +447,7 @@ def _rotary_width(config: Any) -> float:
 _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")  # each family has one
 _EPSILON = _first("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 _EXPERTS = _first("num_experts", "num_local_experts", "n_routed_experts")
+# Settings of a file that change what the model computes, and where transformers' configuration has them.
 _SETTINGS: dict[str, Callable[[Any], Any]] = {
     "attention.sliding_window": _first("sliding_window"),
     **dict.fromkeys(_EPSILONS, _EPSILON),
@@ -461,7 +462,6 @@ _SETTINGS: dict[str, Callable[[Any], Any]] = {
     "residual_scale": _first("residual_multiplier"),
     "attention.scale": _first("attention_multiplier"),
 }
-"""Settings of a file that change what the model computes, and where transformers' configuration has them."""
 
 
 # What was made of GGUF files, kept for the next start: folders in `$XDG_CACHE_HOME/prefillcli/gguf`.
@@ -537,7 +537,6 @@ def _digest(folder: Path) -> str:
 
 
 def _seal(folder: Path) -> None:
-    """Write all to the disk, and what proves it."""
     (folder / _PROOF).write_text(_digest(folder))
     for file in folder.iterdir():
         file.chmod(0o644)
@@ -556,14 +555,14 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(place: Path) -> Iterator[None]:
-    """Of several processes that want the same folder, one makes it and the others wait."""
+    # Of several processes that want the same folder, one makes it and the others wait.
     with place.with_name(f"{place.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _remove_left_over(place: Path) -> None:
-    """What processes that were killed have left. Called under the lock, so nobody is writing it."""
+    # What processes that were killed have left. Called under the lock, so nobody is writing it.
     for folder in place.parent.glob(f"{place.name}.*.tmp"):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -664,7 +663,6 @@ def load_gguf(
 
 
 def _describe(model: GgufModel, folder: Path) -> None:
-    """Write configuration and tokenizer into `folder`."""
     header = model.parts[0]
     with _reading(model), _whole_file(model.parts, data=False) as file:
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
@@ -687,14 +685,14 @@ def _describe(model: GgufModel, folder: Path) -> None:
 
 
 def _names(header: GgufHeader, config: Any, model: PreTrainedModel) -> Collection[str]:
-    """What transformers calls the tensors in a file of this model; those of joined experts lack their `.weight`."""
+    # What transformers calls the tensors in a file of this model; those of joined experts lack their `.weight`.
     kind = reader.TENSOR_PROCESSORS.get(header.architecture, reader.TensorProcessor)
     found: dict[str, str] = reader.get_gguf_hf_weights_map(model, kind(config=config.to_dict()))
     return found
 
 
 def _begin_texts(tokenizer: Any, header: GgufHeader) -> None:
-    """Let the tokenizer begin texts with BOS where the file says so, which transformers does not read from GGUF."""
+    # Let the tokenizer begin texts with BOS where the file says so, which transformers does not read from GGUF.
     begins = header.fields.get("tokenizer.ggml.add_bos_token", header.fields.get("tokenizer.ggml.model") == "llama")
     bos, number = tokenizer.bos_token, tokenizer.bos_token_id
     if not begins or bos is None or tokenizer("a")["input_ids"][:1] == [number]:
@@ -708,7 +706,6 @@ def _begin_texts(tokenizer: Any, header: GgufHeader) -> None:
 
 
 def _dequantise(model: GgufModel, described: Path, dtype: torch.dtype, folder: Path) -> None:
-    """Write the whole model into `folder`."""
     loaded, info = load_gguf(model, described, dtype, None)
     require_complete(model.origin, loaded, info)
     with _reading(model):
@@ -720,7 +717,7 @@ def _dequantise(model: GgufModel, described: Path, dtype: torch.dtype, folder: P
 
 @contextmanager
 def _reading(model: GgufModel) -> Iterator[None]:
-    """No progress bars. Errors name the file; those of a full disk and full memory pass."""
+    # No progress bars. Errors name the file; those of a full disk and full memory pass.
     import gguf
 
     bar: Callable[..., Any] = reader.tqdm
@@ -749,7 +746,7 @@ def _reading(model: GgufModel) -> Iterator[None]:
 
 @contextmanager
 def _whole_file(parts: Sequence[GgufHeader], *, data: bool = True) -> Iterator[Path]:
-    """The one file of a model, or one that its parts are joined in for as long as it is read."""
+    # The one file of a model, or one that its parts are joined in for as long as it is read.
     if len(parts) == 1:
         yield parts[0].path
         return

@@ -2,7 +2,7 @@
 
 transformers reads such a head at the last token of a prompt that is no padding. Its outputs become probabilities as
 in transformers' text-classification pipeline: by `problem_type`, else a logistic function of a single output, and a
-softmax over several ones.
+softmax over several ones. How numbers of labels follow from any model's outputs is here, too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
@@ -21,10 +25,10 @@ from prefillcli.models.files import CLASSIFIER, read_header, weight_files
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.stats.evaluation import Measure
 
+# What is read of a model: what its configuration says, the next token, or a head's probabilities or values.
 HeadChoice = Literal["auto", "vocabulary", "probability", "value"]
-"""What is read of a model: what its configuration says, the next token, or a head's probabilities or values."""
+# What makes numbers of a model's outputs: log-probabilities, of all outputs or of each by itself, or nothing does.
 Activation = Literal["softmax", "sigmoid", "none"]
-"""What makes numbers of a model's outputs: log-probabilities, of all outputs or of each by itself, or nothing does."""
 
 _WEIGHT = "score.weight"
 _OTHERS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice", "RewardModel")
@@ -37,8 +41,7 @@ class ClassHead:
 
     classes: tuple[str, ...]
     activation: Activation
-    padding: int | None
-    """The token that the model takes for padding at a prompt's end."""
+    padding: int | None  # the token that the model takes for padding at a prompt's end
 
 
 def find_head(folder: Path, config: Any, choice: HeadChoice, *, multimodal: bool = False) -> ClassHead | None:
@@ -85,7 +88,7 @@ def class_labels(head: ClassHead, labels: str | Sequence[str] | None) -> ClassLa
 
 
 def _of_one_output(head: ClassHead, given: Sequence[Label] | None) -> ClassLabels:
-    """Of a head with a single output. Its labels may have any names: one, and one for its complement."""
+    # Of a head with a single output. Its labels may have any names: one, and one for its complement.
     value = head.activation == "none"
     named = list(given or (Label(head.classes[0]),))
     if len(named) > (1 if value else 2):
@@ -98,7 +101,6 @@ def _of_one_output(head: ClassHead, given: Sequence[Label] | None) -> ClassLabel
 
 
 def _of_classes(head: ClassHead, given: Sequence[Label] | None) -> ClassLabels:
-    """Of a head with several outputs."""
     own = [Label(name, _spelling(number, head.classes)) for number, name in enumerate(head.classes)]
     exclusive = head.activation == "softmax"
     if given is None:
@@ -117,14 +119,14 @@ def _of_classes(head: ClassHead, given: Sequence[Label] | None) -> ClassLabels:
 
 
 def _with_complement(number: int, named: Sequence[Label]) -> ClassLabels:
-    """A class that is right or not, and its complement, whose output stands under the complement of its number."""
+    # A class that is right or not, and its complement, whose output stands under the complement of its number.
     labels = complementary(*named)
     found: LabelSet = ((number,), (~number,))
     return ClassLabels(labels, found, Measure.SHARES)
 
 
 def _renamed(own: Sequence[Label], chosen: Sequence[int], given: Sequence[Label]) -> list[Label | None]:
-    """Of each class, the label that the user gave with spellings of its own; else None."""
+    # Of each class, the label that the user gave with spellings of its own; else None.
     said = {number: label for number, label in zip(chosen, given, strict=True) if label.variants}
     return [said.get(number) for number in range(len(own))]
 
@@ -139,7 +141,7 @@ def _number_of(label: Label, classes: Sequence[str]) -> int:
 
 
 def _spelling(number: int, classes: Sequence[str]) -> tuple[str, ...] | None:
-    """A class's number as a spelling of right answers, unless some class has a number for a name."""
+    # A class's number as a spelling of right answers, unless some class has a number for a name.
     return None if any(name.lstrip("-").isdigit() for name in classes) else (str(number),)
 
 
@@ -151,7 +153,7 @@ def _class_names(config: Any) -> tuple[str, ...]:
 
 
 def _activation(config: Any, choice: HeadChoice) -> Activation:
-    """As transformers' text-classification pipeline chooses it, unless `--head` does."""
+    # As transformers' text-classification pipeline chooses it, unless `--head` does.
     kind = getattr(config, "problem_type", None)
     if choice == "value" or (choice == "auto" and kind == "regression"):
         return "none"
@@ -160,3 +162,61 @@ def _activation(config: Any, choice: HeadChoice) -> Activation:
 
 def _has_weight(folder: Path) -> bool:
     return any(_WEIGHT in read_header(path) for path in weight_files(folder))
+
+
+# What an engine makes of a model's outputs for a token: a number for each label.
+#
+# The outputs are logits of the vocabulary, or those of a classification head's classes. The numbers are their
+# log-probabilities, or values as they are.
+
+
+def label_numbers(
+    logits: Tensor, rows: list[int], labels: list[LabelSet], activation: Activation = "softmax"
+) -> npt.NDArray[np.float64]:
+    """The number of each label, float64 [answers, labels].
+
+    Answer i reads row `rows[i]` of `logits` (float32 [reads, outputs]) for `labels[i]`. With a softmax they are
+    log-probabilities over all outputs; those of a label's tokens are summed in probability. Else each label has one
+    output.
+    """
+    total = torch.logsumexp(logits, dim=-1) if activation == "softmax" else torch.zeros(len(logits))
+    result = np.empty((len(rows), len(labels[0])), dtype=np.float64)
+    for tokens in set(labels):
+        answers = [i for i, own in enumerate(labels) if own == tokens]
+        at = torch.as_tensor([rows[i] for i in answers], device=logits.device)
+        own, before = logits[at], total.to(logits.device)[at].cpu().double()
+        for number, ids in enumerate(tokens):
+            if activation == "softmax":
+                found = torch.logsumexp(own[:, list(ids)].cpu().double(), dim=-1) - before
+            else:
+                found = _output(own, ids[0], activation)
+            result[answers, number] = found.numpy()
+    return result
+
+
+def label_logits(outputs: Tensor, labels: LabelSet) -> npt.NDArray[np.float64]:
+    """Logits of labels that exclude one another, variants summed in probability, float64 [rows, labels].
+
+    `outputs` float32 [rows, tokens] are those of all the labels' tokens, in their order.
+    """
+    logits = outputs.cpu().double()  # not every device computes in float64
+    parts = torch.split(logits, [len(variants) for variants in labels], dim=1)
+    found = [torch.logsumexp(part, dim=1) for part in parts]
+    for number, ids in enumerate(labels):
+        if ids[0] < 0:  # the complement of the output beside it, whose logit is this one's distance to 0
+            found[number] = torch.zeros_like(found[number])
+    stacked: npt.NDArray[np.float64] = torch.stack(found, dim=1).numpy()
+    return stacked
+
+
+def output_numbers(labels: LabelSet) -> list[int]:
+    """The outputs of a model that labels are read from."""
+    return [max(token, ~token) for variants in labels for token in variants]
+
+
+def _output(logits: Tensor, number: int, activation: Activation) -> Tensor:
+    # One output of a head, or for ~number the probability that it is not, float64 [rows].
+    value = logits[:, max(number, ~number)].cpu().double()
+    if activation == "none":
+        return value
+    return torch.nn.functional.logsigmoid(-value if number < 0 else value)

@@ -23,23 +23,21 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from prefillcli.decode.row_attention import whole_steps
+from prefillcli.decode.continuations import whole_steps
 from prefillcli.errors import ResourceError
 from prefillcli.models.completeness import quiet_transformers
-from prefillcli.models.families import FLOAT32_ROTARY, VERIFIED
-from prefillcli.models.shape import Shape, usual_settings
+from prefillcli.models.shape import FLOAT32_ROTARY, VERIFIED, Shape, usual_settings
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.fusion import copy_pays
-from prefillcli.prefill.layer_calls import decoder_layers
-from prefillcli.prefill.model_ends import logit_bytes
+from prefillcli.prefill.model_ends import decoder_layers, logit_bytes
 from prefillcli.prefill.own_cache import JOINED_PATHS, SCORE_BYTES
 from prefillcli.prefill.recurrent import STATE_BYTES
 from prefillcli.runtime.memory import available_memory
 
 TOKENS = 512  # of the forward: whole chunks of what scans in chunks
+# Operations of Mamba-1's scan for one number of the state and token, which are not products: 9 L D N in the count of
+# VMamba (arXiv 2401.10166, appendix), with L tokens, D channels and N states of each.
 SCAN_OPERATIONS = 9
-"""Operations of Mamba-1's scan for one number of the state and token, which are not products: 9 L D N in the count of
-VMamba (arXiv 2401.10166, appendix), with L tokens, D channels and N states of each."""
 
 _ATTENTION = "prefillcli-sizes"
 _running: ContextVar[_Forward] = ContextVar("running_forward")  # each thread has its own
@@ -89,7 +87,6 @@ def model_sizes(config: Any, dtype: torch.dtype) -> ModelSizes:
 
 
 def _sizes(config: Any, dtype: torch.dtype) -> ModelSizes | str:
-    """The sizes, or why there are none."""
     AttentionInterface.register(_ATTENTION, _attend)
     AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)
     why = ""
@@ -129,7 +126,7 @@ class _Forward:
         self._base = 0
 
     def run(self) -> ModelSizes:
-        """Watch it. Whatever a family's modules raise goes through."""
+        # Watch it. Whatever a family's modules raise goes through.
         _running.set(self)
         first: dict[str, int] = {}
         same = [
@@ -153,7 +150,6 @@ class _Forward:
         return ModelSizes(self._residual, arguments, tuple(self._sizes[at] for at in same), self._head)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> None:
-        """A layer attends."""
         if self._at is not None:
             self._at.attends = True
             self._at.pair += 2.0 * query.shape[1] * (query.shape[-1] + value.shape[-1])
@@ -161,8 +157,7 @@ class _Forward:
             self._at.key_value = max(self._at.key_value, (key.nbytes + value.nbytes) // TOKENS)
 
     def _once(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A layer's forward; of layers with the same description only the first is computed."""
-
+        # A layer's forward; of layers with the same description only the first is computed.
         def once(*args: Any, **kwargs: Any) -> Any:
             if number not in self._outputs or not self._skips:
                 self._outputs[number] = forward(*args, **kwargs)
@@ -192,7 +187,7 @@ class _Forward:
         self._at = None
 
     def _count(self, operations: float, pairs: bool = False) -> None:
-        """A product, of all `pairs` of two tokens or not."""
+        # A product, of all `pairs` of two tokens or not.
         if self._at is None:
             self._head += operations / TOKENS
             return
@@ -218,7 +213,7 @@ class _Forward:
         return forward
 
     def _read_cache(self, out: Any) -> None:
-        """What the forward leaves for the tokens behind: K,V of tokens, and states."""
+        # What the forward leaves for the tokens behind: K,V of tokens, and states.
         kept = [value for name, value in dict(out).items() if name not in ("logits", "loss", "hidden_states")]
         rest = 0
         for cache in kept:
@@ -246,7 +241,7 @@ class _Forward:
                 sizes.states += rest // len(self._sizes)
 
     def _short_caches(self) -> list[Any]:
-        """What a forward of a few tokens through all layers leaves."""
+        # What a forward of a few tokens through all layers leaves.
         out = self._model(input_ids=torch.zeros(1, 4, dtype=torch.long, device="meta"), use_cache=True)
         return [value for name, value in dict(out).items() if name not in ("logits", "loss", "hidden_states")]
 
@@ -291,13 +286,13 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its bas
 
 
 def _scan_operations(layer: nn.Module) -> float:
-    """Operations of a layer's scans that are no products: those of Mamba-1, whose states each have a decay."""
+    # Operations of a layer's scans that are no products: those of Mamba-1, whose states each have a decay.
     every = [parameter for name, parameter in layer.named_parameters() if name.endswith("A_log")]
     return float(sum(SCAN_OPERATIONS * each.numel() for each in every if each.dim() > 1 and each.shape[-1] > 1))
 
 
 def _description(layer: nn.Module, number: int, config: Any) -> str:
-    """What tells layers apart that do not compute the same: their modules, sizes and settings."""
+    # What tells layers apart that do not compute the same: their modules, sizes and settings.
     kinds = getattr(config, "layer_types", None) or ()
     said = [repr(kinds[number]) if number < len(kinds) else ""]
     for name, module in layer.named_modules():
@@ -309,20 +304,20 @@ def _description(layer: nn.Module, number: int, config: Any) -> str:
 
 
 def _left_for_later(arguments: Sequence[Any]) -> Iterator[Tensor]:
-    """K,V that earlier layers have left, in a mapping that every layer is called with."""
+    # K,V that earlier layers have left, in a mapping that every layer is called with.
     for mapping in arguments:
         if isinstance(mapping, MutableMapping):
             yield from _tensors(list(mapping.values()))
 
 
 def _rest_bytes(cache: Any) -> int:
-    """Bytes of what a cache keeps outside of its `layers`."""
+    # Bytes of what a cache keeps outside of its `layers`.
     own = vars(cache) if getattr(cache, "layers", None) else {"all": cache}
     return sum(each.nbytes for each in _tensors({name: each for name, each in own.items() if name != "layers"}))
 
 
 def _tensors(thing: Any) -> Iterator[Tensor]:
-    """All tensors of floating-point numbers in an object's attributes, lists and dictionaries."""
+    # All tensors of floating-point numbers in an object's attributes, lists and dictionaries.
     if isinstance(thing, Tensor):
         if thing.is_floating_point():
             yield thing
@@ -439,7 +434,6 @@ def _vocabulary_law(config: Any, dtype: torch.dtype) -> MemoryLaw:
 
 
 def _law_of(sizes: ModelSizes, config: Any, dtype: torch.dtype) -> MemoryLaw:
-    """The law of a model whose forward was watched."""
     largest = max(sizes.layers, key=lambda layer: layer.before + layer.behind)
     # What attends without a cache of transformers keeps at most a row of the residual stream for K, and one for V.
     key_values = [layer.key_value or 2 * sizes.residual * layer.attends for layer in sizes.layers]
@@ -531,9 +525,9 @@ def draft_limits(
 # else in the budget itself. When it is scored, the residual stream is gone, and texts take its place.
 
 
+# Behind which prompts texts are written: all, or some by their scores. Later: what is kept of a pack cannot be used,
+# because who is wanted is known only after other packs, or because prompts are not read to the end as they are.
 TextsOf = Literal["all", "some", "later"]
-"""Behind which prompts texts are written: all, or some by their scores. Later: what is kept of a pack cannot be used,
-because who is wanted is known only after other packs, or because prompts are not read to the end as they are."""
 
 LEAST_KEPT = 16  # tokens of a pack; less is nothing
 HELD_BESIDE_KEPT = 1 / 8  # of the budget, at least, for what is held from pack to pack beside a pack that is kept

@@ -21,7 +21,7 @@ from prefillcli.models.rehearsal import prove_model, settle_paths
 from prefillcli.models.streamed_layers import ROLLING_SLOTS, Placement, StreamedLayers, place_weights, slot_bytes
 from prefillcli.models.weights import Quantisation, plan_quantisation
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
-from prefillcli.prefill.layer_calls import decoder_layers
+from prefillcli.prefill.model_ends import decoder_layers
 
 ROUNDED_TOLERANCE = 0.15  # of the largest logit, where a last bit may decide about a step of an activation
 

@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 
 from prefillcli.models.files import read_header, weight_files
 from prefillcli.prefill.forest import UnsupportedModelError
-from prefillcli.prefill.layer_calls import decoder_layers
+from prefillcli.prefill.model_ends import decoder_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +106,11 @@ def load_text_part(folder: Path, dtype: torch.dtype, attention: str | None) -> t
 
 
 def _idle_layers(part: TextPart) -> frozenset[int]:
-    """The layers of a text model that only read images: its forward leaves them out where there is none."""
     return frozenset(getattr(part.config.get_text_config(), "cross_attention_layers", None) or ())
 
 
 def _towers(model: PreTrainedModel) -> list[str]:
-    """The names of what is beside the decoder and the head, each with a dot at its end."""
+    # The names of what is beside the decoder and the head, each with a dot at its end.
     head = _name_of_head(model)
     kept = [_prefix(model).removesuffix("."), *([head] if head else [])]
     found = []
@@ -130,11 +129,9 @@ def _towers(model: PreTrainedModel) -> list[str]:
 
 
 def _names_in_files(folder: Path, model: PreTrainedModel, wanted: dict[str, Tensor]) -> dict[str, tuple[Path, str]]:
-    """By the model's names, the files and the names there of the decoder's tensors and those of the head.
-
-    Checkpoints have a decoder's tensors under one prefix, which other versions of transformers have called otherwise.
-    The prefix is that under which most names and shapes are found.
-    """
+    # By the model's names, the files and the names there of the decoder's tensors and those of the head. Checkpoints
+    # have a decoder's tensors under one prefix, which other versions of transformers have called otherwise. The
+    # prefix is that under which most names and shapes are found.
     prefix = _prefix(model)
     inner = {name.removeprefix(prefix): tuple(each.shape) for name, each in wanted.items() if name.startswith(prefix)}
     stored = {name: (path, shape) for path, name, shape in _stored(folder)}
@@ -161,7 +158,6 @@ def _names_in_files(folder: Path, model: PreTrainedModel, wanted: dict[str, Tens
 
 
 def _prefix(model: PreTrainedModel) -> str:
-    """What the names of a decoder's tensors begin with."""
     place = decoder_layers(model)
     return place.prefix.removesuffix(f"{place.name}.")
 

@@ -73,8 +73,8 @@ class WeightsChoice(Protocol):
     def weights_memory(self) -> str | None: ...
 
 
+# Makes a model that variant of it; with None the model as it was loaded.
 UseVariant = Callable[[str | None], None]
-"""Makes a model that variant of it; with None the model as it was loaded."""
 
 
 class Variants(RowVariants, Protocol):
@@ -100,8 +100,7 @@ class Opened:
     draft: ModelFiles | None
     max_length: int
     threads: Threads | None = None
-    draft_tokenizer: Any = None
-    """The draft's tokenizer where it is another one than the model's."""
+    draft_tokenizer: Any = None  # the draft's tokenizer where it is another one than the model's
     variants: Variants | None = None
 
 
@@ -192,8 +191,7 @@ def open_models(choice: DraftChoice) -> Opened:
 
 
 def _other_tokenizer(tokenizer: Any, own: Any, choice: DraftChoice) -> Any:
-    """The draft's `own` tokenizer, or None if it is the model's. Raises UsageError if it cannot be used."""
-
+    # The draft's `own` tokenizer, or None if it is the model's. Raises UsageError if it cannot be used.
     wrong = difference(tokenizer, own)
     if wrong is None:
         return None
@@ -221,7 +219,7 @@ def answer_labels(opened: Opened, choice: LabelChoice) -> Labels:
 
 def check_walkable(files: ModelFiles, advice: str) -> None:
     """Raise UsageError, with this advice, for a family that is known not to be walked layer by layer."""
-    from prefillcli.models.families import UNWALKED
+    from prefillcli.models.shape import UNWALKED
 
     if why := UNWALKED.get(files.family):
         raise UsageError(
@@ -322,7 +320,7 @@ def load_tokenizer(folder: Path, *, embedded: int, trust_remote_code: bool, said
 
 
 def _check_vocabulary(file: Path, most: int) -> None:
-    """Raise UsageError for a vocabulary of more than `most` tokens, or ids beyond."""
+    # Raise UsageError for a vocabulary of more than `most` tokens, or ids beyond.
     content = read_json(file, most=_TOKEN_BYTES * most)
     for vocabulary in _vocabularies(content) if file.name == _TOKENIZER else [content]:
         if not isinstance(vocabulary, dict | list):
@@ -335,7 +333,7 @@ def _check_vocabulary(file: Path, most: int) -> None:
 
 
 def _vocabularies(content: Any) -> Iterator[Any]:
-    """Those of a `tokenizer.json`: a mapping or a list of tokens, and the added ones."""
+    # Those of a `tokenizer.json`: a mapping or a list of tokens, and the added ones.
     if isinstance(content, dict):
         model, added = content.get("model"), content.get("added_tokens")
         yield model.get("vocab") if isinstance(model, dict) else None

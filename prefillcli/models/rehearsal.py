@@ -18,21 +18,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prefillcli.errors import ResourceError, UsageError, brief
-from prefillcli.models.families import VERIFIED, selects_keys
 from prefillcli.models.find import ModelFiles
-from prefillcli.models.shape import Shape
+from prefillcli.models.shape import VERIFIED, Shape, selects_keys
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.attention import PATHS, may_take, only_blocks, rule_out
 from prefillcli.prefill.attention_checks import CHECKED, PathCheck, check_paths
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError
-from prefillcli.prefill.layer_calls import decoder_layers, embedding_device
 from prefillcli.prefill.layout import KeyWindow
-from prefillcli.prefill.model_ends import last_row
+from prefillcli.prefill.model_ends import decoder_layers, embedding_device, last_row
 from prefillcli.prefill.own_cache import has_forest_attention, set_eager_attention, set_own_attention
-from prefillcli.prefill.walk import LayerWalk
-from prefillcli.prefill.walk_state import LayerSource
+from prefillcli.prefill.walk import LayerSource, LayerWalk
 from prefillcli.runtime import device_key as devices
 from prefillcli.runtime import log
 from prefillcli.runtime.user_cache import KeptEntries
@@ -205,7 +202,7 @@ def _named(error: BaseException) -> str:
 
 
 def _prompts(config: Any) -> tuple[list[TokenArray], list[TokenArray | None]]:
-    """The prompts, and the positions that are kept of them, where that is not all."""
+    # The prompts, and the positions that are kept of them, where that is not all.
     rng, vocabulary = np.random.default_rng(0), int(config.vocab_size)
     reaches = [getattr(config, name, None) for name in _REACHES]
     reaches += (getattr(config, "compress_rates", None) or {}).values()
@@ -230,7 +227,7 @@ def _prompts(config: Any) -> tuple[list[TokenArray], list[TokenArray | None]]:
 
 @contextmanager
 def _layers_used(model: PreTrainedModel, source: LayerSource | None) -> Iterator[None]:
-    """While this lasts, the model's own forward takes the weights of its layers from `source`, one layer at a time."""
+    # While this lasts, the model's own forward takes the weights of its layers from `source`, one layer at a time.
     if source is None:
         yield
         return
@@ -261,7 +258,6 @@ def _own_forward(
     kept: Sequence[TokenArray | None],
     layers: LayerSource | None,
 ) -> list[torch.Tensor]:
-    """The logits of each prompt's last token."""
     device = embedding_device(model)
     rows = []
     for prompt, positions in zip(prompts, kept, strict=True):
@@ -283,7 +279,7 @@ def _exact_forward(
     kept: Sequence[TokenArray | None],
     layers: LayerSource | None,
 ) -> list[torch.Tensor] | None:
-    """`_own_forward` in float32; None for a model in float32, or that does not compute in it."""
+    # `_own_forward` in float32; None for a model in float32, or that does not compute in it.
     if model.dtype == torch.float32:
         return None
     with suppress(*_ERRORS), in_float32(model):
@@ -302,7 +298,7 @@ def _agree(*compared: Any) -> bool:
 
 
 def _unseen_windows(config: Any) -> set[KeyWindow]:
-    """The windows of some layers that are longer than a rehearsal's prompts."""
+    # The windows of some layers that are longer than a rehearsal's prompts.
     windows = set()
     sliding, chunk = Shape(config).sliding_window, getattr(config, "attention_chunk_size", None)
     if sliding is not None:
@@ -322,7 +318,7 @@ def _compare(
     tolerance: float | None,
     exact: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Walk the prompts with the attention that the model has. Raises UnsupportedModelError if it does not work."""
+    # Walk the prompts with the attention that the model has. Raises UnsupportedModelError if it does not work.
     walk = LayerWalk(model, chunk_tokens=9, layers=layers)
     try:
         found: dict[int, torch.Tensor] = {}
@@ -345,7 +341,7 @@ def _compare(
 def _compare_errors(
     found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
 ) -> None:
-    """Raise UnsupportedModelError if logits are much further from the exact ones than those of the own forward."""
+    # Raise UnsupportedModelError if logits are much further from the exact ones than those of the own forward.
     # The prompt in the middle counts: in a mixture of experts, a last bit may choose another expert for one of them.
     errors = [
         median(float((row - true).square().mean().sqrt()) for row, true in zip(rows, exact, strict=True))
@@ -362,12 +358,12 @@ def _compare_errors(
 
 FILE = "devices.json"
 MOST = 64  # devices that are remembered
+# Kinds of devices on which the tests compare the verified families with their own forward.
 TESTED = frozenset({"cpu"})
-"""Kinds of devices on which the tests compare the verified families with their own forward."""
 
+# Paths that the doctor alone checks, because they are compiled for that. Rehearsals cover them for runs that take
+# them.
 SLOW_TO_CHECK = frozenset({"flex"})
-"""Paths that the doctor alone checks, because they are compiled for that. Rehearsals cover them for runs that take
-them."""
 
 
 class DeviceRecord:
@@ -469,7 +465,7 @@ def prove_model(
 
 
 def _rehearse_on_unknown(once: Callable[[], Rehearsal], family: str, device: torch.device) -> tuple[Rehearsal, bool]:
-    """Rehearse on a device that the tests do not know; gives also whether only explicit scores agreed."""
+    # Rehearse on a device that the tests do not know; gives also whether only explicit scores agreed.
     others = any(may_take(path, device) for path in PATHS if path != "blocks")
     found: Rehearsal | None = None
     try:

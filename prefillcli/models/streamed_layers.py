@@ -37,8 +37,8 @@ from transformers.core_model_loading import (
 from prefillcli.errors import ContentChangedError, ResourceError, UsageError
 from prefillcli.models.files import data_start, read_header, weight_files
 from prefillcli.prefill.forest import UnsupportedModelError
-from prefillcli.prefill.layer_calls import decoder_layers
-from prefillcli.prefill.walk_state import LayerSource
+from prefillcli.prefill.model_ends import decoder_layers
+from prefillcli.prefill.walk import LayerSource
 
 # Which bytes of a model's files are which numbers of its decoder layers.
 #
@@ -334,7 +334,7 @@ class _Slot:
 
 
 class StreamedLayers(LayerSource):
-    """A `prefillcli.prefill.walk_state.LayerSource` over files.
+    """A `prefillcli.prefill.walk.LayerSource` over files.
 
     `layers` are a model's decoder layers, with parameters on the meta device; `files` says where the numbers of each
     are. At most `room` bytes of layers are on `device`, which must be enough for two, or for one if there is only one.

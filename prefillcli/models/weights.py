@@ -40,8 +40,7 @@ from prefillcli.runtime.memory import parse_size
 # - zero point) * scale`.
 
 
-UNPACKED = "prefill-unpacked-integers"
-"""The `quant_method` of a configuration that is loaded in this way."""
+UNPACKED = "prefill-unpacked-integers"  # the `quant_method` of a configuration that is loaded in this way
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in an int32 the numbers of eight outputs are
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
@@ -139,7 +138,6 @@ def _part_of(pattern: str) -> str | None:
 
 
 def _dtype_of(model: Any, name: str) -> torch.dtype:
-    """The dtype that the model has for a parameter."""
     module, own = get_module_from_name(model, name)
     dtype: torch.dtype = getattr(module, own).dtype
     return dtype
@@ -218,6 +216,7 @@ class QuantisedFormat:
 
 _NO_LOADER = "transformers {version} has no loader for such checkpoints"
 
+# All formats that transformers knows by name, but for GGUF.
 FORMATS: dict[str, QuantisedFormat] = {
     each.method: each
     for each in (
@@ -253,7 +252,6 @@ FORMATS: dict[str, QuantisedFormat] = {
         QuantisedFormat("metal", "Metal", refused="it is for Apple's GPUs"),
     )
 }
-"""All formats that transformers knows by name, but for GGUF."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +330,6 @@ def _format(origin: Path, entry: Mapping[str, Any]) -> QuantisedFormat:
 
 
 def _kept(origin: Path, kind: QuantisedFormat, device: torch.device) -> Kept:
-    """How the weights are kept on this device."""
     kept = kind.cuda if device.type == "cuda" else kind.cpu
     if device.type not in ("cpu", "cuda") and kept == "packed":
         kept = None
@@ -355,7 +352,7 @@ def _kept(origin: Path, kind: QuantisedFormat, device: torch.device) -> Kept:
 
 
 def _require_packages(origin: Path, kind: QuantisedFormat) -> None:
-    """Raise UsageError if a package is missing that the format needs."""
+    # Raise UsageError if a package is missing that the format needs.
     if kind.extra is not None:
         require_extra(kind.extra, f"{origin}: weights quantised with {kind.name}")
     for package in kind.packages:
@@ -368,10 +365,8 @@ def _require_packages(origin: Path, kind: QuantisedFormat) -> None:
 
 
 def _check_activations(origin: Path, entry: Mapping[str, Any]) -> bool:
-    """Whether a compressed-tensors checkpoint rounds activations.
-
-    Raises UnsupportedModelError where their scale is found in all tokens of a call.
-    """
+    # Whether a compressed-tensors checkpoint rounds activations. Raises UnsupportedModelError where their scale is
+    # found in all tokens of a call.
     rounds = False
     for group in (entry.get("config_groups") or {}).values():
         for each in ("input_activations", "output_activations"):
@@ -387,8 +382,7 @@ def _check_activations(origin: Path, entry: Mapping[str, Any]) -> bool:
 
 STREAMED_SHARE = 1 / 4  # of the free memory, for streamed weights where no --weights-memory is given
 
-STREAMED_TO = ("cpu", "cuda")
-"""Kinds of devices that weights can be streamed to."""
+STREAMED_TO = ("cpu", "cuda")  # kinds of devices that weights can be streamed to
 
 _ALIGNMENT_BYTES = 1 << 20  # for the gaps between the tensors of two layers
 
@@ -482,7 +476,7 @@ def draft_bytes(opened: Opened) -> int:
 
 
 def _layer_bytes(files: ModelFiles, device: torch.device) -> dict[int | None, int]:
-    """Bytes of the weights in the model's dtype, by the number of their layer; None for all others."""
+    # Bytes of the weights in the model's dtype, by the number of their layer; None for all others.
     found: dict[int | None, int] = defaultdict(int)
     for tensor in _saved_tensors(files, device):
         found[layer_number(tensor.name)] += tensor.numbers * files.dtype.itemsize if tensor.dtype else tensor.bytes
@@ -490,8 +484,8 @@ def _layer_bytes(files: ModelFiles, device: torch.device) -> dict[int | None, in
 
 
 def _saved_tensors(files: ModelFiles, device: torch.device) -> Iterator[_SavedTensor]:
-    """The tensors in a model's files; of GGUF files as they will be in the cache, and of quantised weights that are
-    unpacked on the device as they will be there."""
+    # The tensors in a model's files; of GGUF files as they will be in the cache, and of quantised weights that are
+    # unpacked on the device as they will be there.
     if files.gguf is not None and not files.saved:
         for each in files.gguf.tensors:
             yield _SavedTensor(each.name, files.dtype, each.numbers, each.numbers * files.dtype.itemsize)
@@ -507,7 +501,7 @@ def _saved_tensors(files: ModelFiles, device: torch.device) -> Iterator[_SavedTe
 
 
 def _unpacked_tensors(files: ModelFiles) -> Iterator[_SavedTensor]:
-    """The tensors of a quantised model once it is loaded; those that are whole in the files have their dtype there."""
+    # The tensors of a quantised model once it is loaded; those that are whole in the files have their dtype there.
     whole = {
         name: _FLOATS.get(tensor["dtype"])
         for path in weight_files(files.path)

@@ -60,7 +60,7 @@ def allow_all() -> None:
 
 
 def _plain(device: torch.device) -> torch.device:
-    """The device with its number: "cuda" is the first one."""
+    # The device with its number: "cuda" is the first one.
     return torch.device(device.type, 0) if device.type != "cpu" and device.index is None else device
 
 
@@ -130,7 +130,6 @@ def has_bfloat16_instructions() -> bool:
 
 
 def _instructions() -> set[str]:
-    """The instructions that torch says the processor has."""
     able: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not tell
     return {name for name, there in able.items() if there}
 
@@ -178,11 +177,9 @@ class _Part(NamedTuple):
 
 
 def _rows(query: Tensor, key: Tensor, value: Tensor, safe: bool, causal: bool) -> _Part:
-    """For queries `[sequences, heads, groups, tokens, width]` and K,V `[sequences, heads, tokens, width]`.
-
-    `causal`: the queries' tokens are the last of the keys'. Scores are binary logarithms. All shapes are rounded up,
-    because the library keeps what it prepares for each shape of a product.
-    """
+    # For queries `[sequences, heads, groups, tokens, width]` and K,V `[sequences, heads, tokens, width]`. `causal`:
+    # the queries' tokens are the last of the keys'. Scores are binary logarithms. All shapes are rounded up, because
+    # the library keeps what it prepares for each shape of a product.
     *shape, width = query.shape
     groups, tokens = shape[2:]
     rows = round_up(tokens, ROW_STEP)
@@ -231,7 +228,7 @@ def round_up(number: int, step: int) -> int:
 
 
 def _padded(states: Tensor, tokens: int) -> Tensor:
-    """`[..., tokens, width]`, with zeros behind."""
+    # `[..., tokens, width]`, with zeros behind.
     return functional.pad(states, (0, 0, 0, tokens - states.shape[-2])) if tokens > states.shape[-2] else states
 
 
@@ -422,7 +419,7 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
 
 
 def _widened(value: Tensor, width: int) -> Tensor:
-    """The values with zeros behind, as wide as the keys: what flash kernels want."""
+    # The values with zeros behind, as wide as the keys: what flash kernels want.
     return functional.pad(value, (0, width - value.shape[-1])) if value.shape[-1] < width else value
 
 
@@ -479,7 +476,7 @@ def _attend_in_blocks(
     block: int,
     first: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attend_blockwise`; where queries are causal, the `first` of them stands at that key, the last at the end."""
+    # `attend_blockwise`; where queries are causal, the `first` of them stands at that key, the last at the end.
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
     stacked = query.reshape(batch * kv_heads, heads // kv_heads * queries, width)

@@ -217,13 +217,12 @@ def difference_of(found: Attention, trial: AttentionTrial) -> Difference:
 
 
 def _largest(error: Tensor) -> float:
-    """The largest number, infinity if any is none."""
     return float(error.abs().nan_to_num(math.inf).max())
 
 
 @cache
 def _explicit(case: AttentionCase, dtype: torch.dtype) -> tuple[Attention, Attention]:
-    """Attention with explicit scores: in float64, and as eager attention computes it in `dtype`."""
+    # Attention with explicit scores: in float64, and as eager attention computes it in `dtype`.
     trial = make_trial(case, dtype)
     seen = torch.cat([torch.arange(start, end) for start, end, _ in trial.runs])
     at = torch.arange(case.tokens)[:, None] + sum(case.ancestors) - torch.arange(len(seen))[None, :]
@@ -242,7 +241,7 @@ def _explicit(case: AttentionCase, dtype: torch.dtype) -> tuple[Attention, Atten
 
 
 def _merged(trial: AttentionTrial, attend_part: Callable[..., Attention]) -> Attention:
-    """Attention of a trial from that of its nodes. `attend_part(query, key, value, causal=, visible=)`."""
+    # Attention of a trial from that of its nodes. `attend_part(query, key, value, causal=, visible=)`.
     case, tokens = trial.case, trial.case.tokens
     depths = torch.arange(tokens, device=trial.query.device) + trial.runs[-1][2]
     found: Attention | None = None
@@ -302,7 +301,7 @@ def _by_kernel(trial: AttentionTrial) -> Attention:
 
 
 def _forest(trial: AttentionTrial) -> tuple[Chunk, KeyWindow | None]:
-    """A pack of the ancestors, one below the other, and below them the gap and the tokens, which are computed."""
+    # A pack of the ancestors, one below the other, and below them the gap and the tokens, which are computed.
     (_, first, _), (_, before, _), (start, end, _) = trial.runs
     numbers = np.arange(end, dtype=np.int32)
     offsets = [0, first, before, start, end]
@@ -359,12 +358,12 @@ def _lacks_flash(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _is_plain(trial: AttentionTrial) -> bool:
-    """Without a soft cap or a window."""
+    # Without a soft cap or a window.
     return trial.case.softcap is None and trial.case.window is None
 
 
 def _is_of_one_width(trial: AttentionTrial) -> bool:
-    """Without a soft cap, and with values as wide as keys."""
+    # Without a soft cap, and with values as wide as keys.
     return trial.case.softcap is None and trial.case.widths[0] == trial.case.widths[1]
 
 
@@ -382,5 +381,5 @@ _WAYS: dict[str, _Way] = {
     "flex": _Way(lacks_flex, lambda _: True, _by_flex),
 }
 
+# The paths that can be checked, in the order of `PATHS`.
 CHECKED = tuple(path for path in PATHS if path in _WAYS)
-"""The paths that can be checked, in the order of `PATHS`."""

@@ -112,7 +112,7 @@ def flash_sequences(
 
 @cache
 def _has_public_operator() -> bool:
-    """Whether PyTorch's public operator can be told how many keys a sequence has."""
+    # Whether PyTorch's public operator can be told how many keys a sequence has.
     return varlen_attn is not None and "seqused_k" in inspect.signature(varlen_attn).parameters
 
 
@@ -179,7 +179,7 @@ def visible_parts(span: Span, depths: IntArray, window: KeyWindow | None) -> Ite
 
 
 def _runs_of_queries(oldest: IntArray, first: int, end: int, step: int) -> Iterator[tuple[int, int]]:
-    """Queries `first:end` in runs in which the oldest key moves on by `step` from one to the next."""
+    # Queries `first:end` in runs in which the oldest key moves on by `step` from one to the next.
     breaks = np.flatnonzero(np.diff(oldest[first:end]) != step) + first + 1
     edges = [first, *breaks.tolist(), end]
     for start, stop in pairwise(edges):
@@ -188,10 +188,8 @@ def _runs_of_queries(oldest: IntArray, first: int, end: int, step: int) -> Itera
 
 
 def _parts_of_run(span: Span, first: int, last: int, oldest: int, end: int, window: KeyWindow) -> Iterator[Seen]:
-    """What the queries `first:last` see of the span's first `end` keys; the first of them sees those from `oldest` on.
-
-    Keys are counted from the span's first, so `oldest` may be negative.
-    """
+    # What the queries `first:last` see of the span's first `end` keys; the first of them sees those from `oldest` on.
+    # Keys are counted from the span's first, so `oldest` may be negative.
     count, k0 = last - first, span.k0
     if window.aligned:
         begin = max(oldest, 0)
@@ -254,7 +252,6 @@ class _Call:
         self.end = seen.q1
 
     def _leave_out(self, until: int) -> None:
-        """The queries before this one see nothing."""
         while self.end < until:
             queries = min(until - self.end, MOST_QUERIES)
             self._rows.append((queries, 0, 0))
@@ -262,13 +259,12 @@ class _Call:
             self.gaps = True
 
     def numbers(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Where queries and keys start, and the numbers of keys."""
+        # Where queries and keys start, and the numbers of keys.
         self._leave_out(self._until or 0)
         queries, keys, lengths = np.asarray(self._rows, np.int64).T
         return np.concatenate([[0], np.cumsum(queries)]), np.append(keys, keys[-1] + lengths[-1]), lengths
 
     def table(self, queries: Tensor, keys: Tensor, lengths: Tensor) -> SequenceTable:
-        """The call, with its numbers on the device."""
         return SequenceTable(
             self.first,
             self.end,
@@ -398,7 +394,7 @@ def _wanted() -> Any:
 
 
 def _reach(tree: Tree) -> tuple[IntArray, IntArray, IntArray] | None:
-    """Of each key of the buffer: the place of the first query that sees it, the end of these places, and its depth."""
+    # Of each key of the buffer: the place of the first query that sees it, the end of these places, and its depth.
     held = tree.held
     lengths = np.diff(np.asarray(tree.offsets))
     since = np.arange(held + len(tree.depths))
@@ -415,13 +411,12 @@ def _reach(tree: Tree) -> tuple[IntArray, IntArray, IntArray] | None:
 
 
 def _by_blocks(each: IntArray, reduce: np.ufunc) -> IntArray:
-    """The least or largest number of every block."""
     reduced: IntArray = reduce.reduceat(each, np.arange(0, len(each), BLOCK))
     return reduced
 
 
 def _listed(blocks: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[IntArray, IntArray]:
-    """How many blocks each row has, int32 [rows], and which, int32 [rows, blocks] with those first."""
+    # How many blocks each row has, int32 [rows], and which, int32 [rows, blocks] with those first.
     which = np.argsort(~blocks, axis=1, kind="stable")
     return blocks.sum(axis=1).astype(np.int32), which.astype(np.int32)
 

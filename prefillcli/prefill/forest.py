@@ -120,9 +120,9 @@ class WatchedLayer:
     scoring: Scoring
 
 
+# Attention of the computed queries [1, heads, tokens, width] over the keys and values of the buffer [1, kv heads,
+# keys, width]: the output [1, heads, tokens, width] and the natural log-sum-exp float32 [1, heads, tokens].
 Attend = Callable[[Chunk | LastTokens, Tensor, Tensor, Tensor, Scoring], tuple[Tensor, Tensor]]
-"""Attention of the computed queries [1, heads, tokens, width] over the keys and values of the buffer [1, kv heads,
-keys, width]: the output [1, heads, tokens, width] and the natural log-sum-exp float32 [1, heads, tokens]."""
 
 
 def attend_by_kernel(
@@ -332,7 +332,6 @@ class ForestAttention:
         return buffer
 
     def _by_kernel(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> ForestKernel | None:
-        """The kernel, where it computes such a chunk."""
         return forest_kernel() if takes(query, value, key.shape[1]) else None
 
     def _attend_chunk(
@@ -389,7 +388,7 @@ class ForestAttention:
         scoring: Scoring,
         shift: Shift | None,
     ) -> None:
-        """Add what the queries see of earlier pieces and ancestors to `out` and `lse`."""
+        # Add what the queries see of earlier pieces and ancestors to `out` and `lse`.
         keys, values = self.keys_values
         for span in spans:
             at, run = slice(span.q0, span.q1), slice(span.k0, span.k1)
@@ -406,10 +405,8 @@ class ForestAttention:
 def _attend_causally(
     query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, shift: Shift | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of consecutive tokens among themselves, within the window; those of an aligned one are in one part.
-
-    In a sliding window of n, query i sees the keys i - n + 1 to i: a band below the diagonal.
-    """
+    # Attention of consecutive tokens among themselves, within the window; those of an aligned one are in one part. In
+    # a sliding window of n, query i sees the keys i - n + 1 to i: a band below the diagonal.
     tokens, window, band = query.shape[2], scoring.window, None
     if window is not None and tokens > window.size:
         ones = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device)

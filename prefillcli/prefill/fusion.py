@@ -40,8 +40,8 @@ _ACTIVATIONS: dict[str, tuple[str, str]] = {
 }
 
 Forward = Callable[..., Any]
+# What makes a layer faster while it has its turn, for chunks of so many tokens.
 Preparation = Callable[[nn.Module, int], AbstractContextManager[None]]
-"""What makes a layer faster while it has its turn, for chunks of so many tokens."""
 
 
 def copy_pays(weights: int, outputs: int, chunk_tokens: int) -> bool:
@@ -111,7 +111,7 @@ def _linear(linear: nn.Linear, weight: Tensor) -> Forward:
 
 
 def _gated(mlp: nn.Module, prepared: dict[int, Tensor]) -> Forward:
-    """`down(act(gate(x)) * up(x))` in three products."""
+    # `down(act(gate(x)) * up(x))` in three products.
     parts: Any = mlp
     gate, up, down = parts.gate_proj, parts.up_proj, parts.down_proj
     gate_weight, up_weight, down_weight = (prepared[id(each)] for each in (gate, up, down))
@@ -128,7 +128,7 @@ def _gated(mlp: nn.Module, prepared: dict[int, Tensor]) -> Forward:
 
 
 def _is_gated(module: nn.Module, prepared: dict[int, Tensor]) -> bool:
-    """Whether a module is an MLP that `_gated` computes."""
+    # Whether a module is an MLP that `_gated` computes.
     children = dict(module.named_children())
     if children.keys() != _GATED or type(children["act_fn"]).__name__ not in _ACTIVATIONS:
         return False
@@ -140,7 +140,6 @@ _known: dict[tuple[type, type], bool] = {}  # classes of an MLP and its activati
 
 
 def _agrees(mlp: nn.Module) -> bool:
-    """Whether a small instance of an MLP's class computes what `_gated` does; found out once a class."""
     parts: Any = mlp
     kind = type(mlp), type(parts.act_fn)
     if kind not in _known:
@@ -151,7 +150,7 @@ def _agrees(mlp: nn.Module) -> bool:
 
 
 def _small(mlp: nn.Module) -> nn.Module:
-    """A copy of a gated MLP, cut down to a few numbers, in float32."""
+    # A copy of a gated MLP, cut down to a few numbers, in float32.
     parts: Any = mlp
     linear = {"gate_proj": (48, 32), "up_proj": (48, 32), "down_proj": (32, 48)}
     memo: dict[int, Any] = {}
@@ -167,7 +166,7 @@ def _small(mlp: nn.Module) -> nn.Module:
 
 @torch.inference_mode()
 def _difference(mlp: nn.Module) -> float:
-    """The largest difference between a module's own forward and the fused one, over the largest number."""
+    # The largest difference between a module's own forward and the fused one, over the largest number.
     parts: Any = mlp
     rows = torch.randn(1, 24, parts.gate_proj.in_features, generator=torch.Generator().manual_seed(1))
     wanted: Tensor = mlp(rows)
@@ -178,7 +177,7 @@ def _difference(mlp: nn.Module) -> float:
 
 @cache
 def _operators_work() -> bool:
-    """Whether this torch has the operators, and they compute on this machine in both dtypes what is expected."""
+    # Whether this torch has the operators, and they compute on this machine in both dtypes what is expected.
     generator = torch.Generator().manual_seed(0)
     linear = nn.Linear(32, 48)
     with suppress(Exception), torch.inference_mode():  # an older torch, or one without oneDNN

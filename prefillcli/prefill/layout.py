@@ -345,7 +345,7 @@ class Chunk:
         return blocks
 
     def _add_ancestor(self, spans: SpanSet, node: int) -> None:
-        """What descendants see of a node, and what they and it see of held ones that it begins behind."""
+        # What descendants see of a node, and what they and it see of held ones that it begins behind.
         tree, a, b = self.tree, self.start, self.end
         first, last, below = tree.offsets[node], tree.offsets[node + 1], tree.ends[node]
         for k0, k1, depth in tree.attach[node]:
@@ -459,7 +459,7 @@ class LastTokens:
 
 
 def _without_older(run: tuple[int, int, int], oldest: int) -> tuple[int, int, int] | None:
-    """A run of keys (start, end, depth of the first) from the depth `oldest` on, or None if nothing is left."""
+    # A run of keys (start, end, depth of the first) from the depth `oldest` on, or None if nothing is left.
     start, end, depth = run
     cut = max(0, oldest - depth)
     return (start + cut, end, depth + cut) if start + cut < end else None

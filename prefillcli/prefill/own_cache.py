@@ -102,8 +102,7 @@ def _grows(name: str, tensor: Tensor) -> bool:
 
 
 def _changed(past: LayerPast, change: Callable[[str, Tensor], Tensor | None]) -> LayerPast:
-    """A copy with `change(name, tensor)` for each tensor; `name` is that of the attribute it is in."""
-
+    # A copy with `change(name, tensor)` for each tensor; `name` is that of the attribute it is in.
     def each(name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
             return change(name, value)
@@ -185,7 +184,7 @@ class OwnCache:
     def _with_carried(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], carried: list[Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A layer's arguments with what the layer before has handed on."""
+        # A layer's arguments with what the layer before has handed on.
         positional = list(args)
         for place, value in zip(self._ends.carried.values(), carried, strict=True):
             if isinstance(place, int):
@@ -195,7 +194,7 @@ class OwnCache:
         return tuple(positional), kwargs
 
     def _cache(self, past: LayerPast, seen: int) -> Cache:
-        """A cache with one layer's past, whose other entries tell that `seen` tokens are before."""
+        # A cache with one layer's past, whose other entries tell that `seen` tokens are before.
         cache = copy.copy(self._blank)
         lists = {name: value for name, value in vars(self._blank).items() if isinstance(value, list)}
         for name, value in lists.items():
@@ -210,7 +209,7 @@ class OwnCache:
         return cache
 
     def _other_entries(self, seen: int) -> list[Any]:
-        """Entries of layers that have read `seen` tokens; they hold nothing of them."""
+        # Entries of layers that have read `seen` tokens; they hold nothing of them.
         if self._others[0] != seen:
             kinds: dict[Any, Any] = {}
             entries = []
@@ -230,7 +229,6 @@ class OwnCache:
         return self._others[1]
 
     def _taken(self, cache: Cache, numbers: list[int]) -> LayerPast:
-        """What a layer has left in the cache."""
         entries = {number: cache.layers[number] for number in numbers if number < len(cache.layers)}
         lists = {
             name: {number: value[number] for number in numbers if number < len(value)}
@@ -331,7 +329,7 @@ def set_eager_attention(model: PreTrainedModel) -> None:
 
 
 def _blank_cache(ends: ModelEnds) -> Cache:
-    """The cache that the model makes where none is given."""
+    # The cache that the model makes where none is given.
     token = torch.zeros(1, dtype=torch.long)
     calls = ends.record(token, token.numpy(), use_cache=True).calls
     found = next((value for args, kwargs in calls for value in _caches([args, kwargs])), None)
@@ -360,13 +358,13 @@ def _caches(value: Any) -> Iterator[Cache]:
 
 
 def _entry_numbers(layer: nn.Module, index: int) -> list[int]:
-    """The numbers of a decoder layer's entries in a cache: a layer that attends twice has two."""
+    # The numbers of a decoder layer's entries in a cache: a layer that attends twice has two.
     numbers = {getattr(module, "layer_idx", None) for module in layer.modules()}
     return sorted(number for number in numbers if isinstance(number, int)) or [index]
 
 
 def _read_before(blank: Any, tokens: int) -> Any:
-    """An entry like `blank` that tells that it has read so many tokens."""
+    # An entry like `blank` that tells that it has read so many tokens.
     entry = copy.deepcopy(blank)
     if isinstance(entry, CacheLayerMixin):
         nothing = torch.zeros(1, 1, 1, 1).expand(1, 1, tokens, 1)

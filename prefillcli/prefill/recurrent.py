@@ -143,7 +143,7 @@ class PathStates(Generic[State]):
         return self._take(run)[0]
 
     def _take(self, run: NodeRun) -> tuple[State | None, bool]:
-        """The state before a run, and whether nothing else begins with it."""
+        # The state before a run, and whether nothing else begins with it.
         if run.start > self._tree.offsets[run.node]:
             return self._states.pop(run.node), True
         parent = self._tree.parents[run.node]
@@ -252,7 +252,6 @@ class LayerRecurrence:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """A module's output for all tokens of the chunk."""
         call = ModuleCall(module, forward, args, kwargs, self._runs[-1].end - self._runs[0].start)
         first = self._runs[0].start
         if self._read is not None:
@@ -349,7 +348,7 @@ class ModuleCall:
     def _forward_rows(
         self, pick: Callable[[Tensor], Tensor], shape: tuple[int, ...], state: LinearAttentionLayer | None
     ) -> Any:
-        """The module's own forward over some of the rows that it was given: `shape` is their (runs, tokens)."""
+        # The module's own forward over some of the rows that it was given: `shape` is their (runs, tokens).
         given = {name: pick(value) if self._is_rows(value) else value for name, value in self._given.items()}
         given[self._cache] = None if state is None else _OneLayer(state)
         begins = None
@@ -371,11 +370,10 @@ class ModuleCall:
         return out
 
     def _is_rows(self, value: Any) -> bool:
-        """Whether an argument has a row for each token of the chunk."""
         return isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == (1, self._tokens)
 
     def _places(self, out: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """The tensors of the output for the whole chunk, each with what a part gave for it."""
+        # The tensors of the output for the whole chunk, each with what a part gave for it.
         self._single = isinstance(out, Tensor)
         parts = [out] if self._single else list(out)
         if self._outputs is None:
@@ -383,8 +381,8 @@ class ModuleCall:
         yield from zip(self._outputs, parts, strict=True)
 
 
+# Computes a call over these runs of a chunk, parents before their children, with the states between them.
 ReadRuns = Callable[[ModuleCall, Sequence[NodeRun], Tree, PathStates[LinearAttentionLayer]], None]
-"""Computes a call over these runs of a chunk, parents before their children, with the states between them."""
 
 
 class _OneLayer(Cache):  # type: ignore[misc]  # it has no types
@@ -410,7 +408,6 @@ class _Same(list[Any]):
 
 @cache
 def _updates_states(kind: Any) -> bool:
-    """Whether the code of a module's class calls what puts states into a cache."""
     if kind.__module__.startswith("torch."):
         return False
     methods = [
@@ -421,7 +418,7 @@ def _updates_states(kind: Any) -> bool:
 
 @contextmanager
 def _short_scans(module: nn.Module, tokens: int) -> Iterator[None]:
-    """Scans pad to whole parts of `module.chunk_size` tokens, so shorter runs are one shorter part."""
+    # Scans pad to whole parts of `module.chunk_size` tokens, so shorter runs are one shorter part.
     size = getattr(module, "chunk_size", None)
     if not isinstance(size, int) or tokens >= size:
         yield
@@ -438,7 +435,7 @@ def _short_scans(module: nn.Module, tokens: int) -> Iterator[None]:
 
 
 def _in_order(state: Tensor | None) -> Iterator[Tensor] | None:
-    """What each scan of a module's call begins with: some have one scan, some one for each of their heads."""
+    # What each scan of a module's call begins with: some have one scan, some one for each of their heads.
     if state is None:
         return None
     return iter([state]) if state.dim() == 3 else (state[:, head] for head in count())
@@ -446,7 +443,7 @@ def _in_order(state: Tensor | None) -> Iterator[Tensor] | None:
 
 @cache
 def _continue_scans(kind: Any) -> None:
-    """Let the scans of a module's class begin with the states of the running call."""
+    # Let the scans of a module's class begin with the states of the running call.
     home = sys.modules[kind.__module__]
     scan = getattr(home, _SCAN, None)
     if scan is None or hasattr(scan, "scan_of"):
@@ -470,7 +467,7 @@ def _continue_scans(kind: Any) -> None:
 
 
 def _add_first_state(out: Tensor, last: Tensor, first: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """A scan's output [batch, width, tokens] and last state [batch, width, states], if it begins with `first`."""
+    # A scan's output [batch, width, tokens] and last state [batch, width, states], if it begins with `first`.
     dt = given["dt"]
     if given["delta_bias"] is not None:
         dt = dt + given["delta_bias"].to(dt.dtype)[..., None]
@@ -497,7 +494,7 @@ def _add_first_state(out: Tensor, last: Tensor, first: Tensor, given: Mapping[st
 
 @cache
 def _limit_steps(kind: Any) -> None:
-    """Let the steps of a module's class keep to the time limits of the running call."""
+    # Let the steps of a module's class keep to the time limits of the running call.
     home = sys.modules[kind.__module__]
     step = getattr(home, _STEP, None)
     if step is None or hasattr(step, "step_of"):
@@ -562,7 +559,6 @@ class BranchRecurrence:
                 del module.forward
 
     def _call(self, call: ModuleCall, at: int, branches: Sequence[int], counts: Sequence[int]) -> Any:
-        """A module's output for these tokens, [1, tokens, width]; its states move on."""
         if max(counts) == 1 and list(branches) == list(range(self._branches)):
             call.compute_steps(self._states[at])
             return call.output

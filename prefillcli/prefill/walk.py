@@ -7,46 +7,43 @@ position encoding) and after its last (norm, head) is the model's own forward wi
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 
-from prefillcli.plan.pack import KEYS_SHARE, Key, LayersDone, Pack
+from prefillcli.plan.pack import KEYS_SHARE, Held, Key, LayersDone, Pack
+from prefillcli.plan.trie import TrieNode, build_forest, token_order
 from prefillcli.prefill.attention import ROW_STEP, longest_batched
 from prefillcli.prefill.forest import Attend, ForestAttention, KeysStored, UnsupportedModelError, WatchedLayer
 from prefillcli.prefill.fusion import Preparation, fused
-from prefillcli.prefill.layer_calls import CallBuffers, LayerCall, Recording, lend_shared
 from prefillcli.prefill.layout import Chunk, IntArray, KeyWindow, LastTokens, Tree, split_evenly
-from prefillcli.prefill.model_ends import ModelEnds
-from prefillcli.prefill.own_cache import NO_DECODING, NO_QUERIES, OwnCache, OwnCacheLayer, has_forest_attention
-from prefillcli.prefill.recurrent import LayerRecurrence, ReadRuns, recurrent_modules
-from prefillcli.prefill.walk_state import (
-    ExitRule,
-    HeldParts,
-    Keeper,
-    LayerSource,
-    Remainder,
-    ResidualRows,
-    ThinningRule,
-    WalkState,
-    going_on,
-    remainder,
-    thin_pack,
-    watch_for,
+from prefillcli.prefill.model_ends import CallBuffers, LayerCall, ModelEnds, Recording, lend_shared
+from prefillcli.prefill.own_cache import (
+    NO_DECODING,
+    NO_QUERIES,
+    LayerPast,
+    OwnCache,
+    OwnCacheLayer,
+    Path,
+    has_forest_attention,
+    moved,
 )
+from prefillcli.prefill.recurrent import LayerRecurrence, ReadRuns, recurrent_modules
 
 # Where a pack is cut into chunks, which are computed by one call of a layer each.
 
 
+# Gives (start, end) of the chunks of a pack of so many tokens, for chunks of at most so many.
 ChunkCutter = Callable[[Tree, int, int], list[tuple[int, int]]]
-"""Gives (start, end) of the chunks of a pack of so many tokens, for chunks of at most so many."""
 
 
 def cut_anywhere(tree: Tree, tokens: int, most: int, step: int = ROW_STEP) -> list[tuple[int, int]]:
@@ -62,15 +59,13 @@ class Arithmetic:
     `attend` and `read`: where that must not be, `no_packed_weights` and `no_own_cache` say so to the user.
     """
 
-    prepare: Preparation = fused
-    """Through what layers are called."""
+    prepare: Preparation = fused  # through what layers are called
+    # All of a model's forward but attention is computed in it.
     mode: AbstractContextManager[Any] = field(default_factory=nullcontext)
-    """All of a model's forward but attention is computed in it."""
     attend: Attend | None = None
     read: ReadRuns | None = None
     cutter: Callable[[Sequence[nn.Module], torch.device], ChunkCutter] = lambda layers, device: cut_anywhere
-    state_step: int = 0
-    """As in `plan.pack.Limits`."""
+    state_step: int = 0  # as in `plan.pack.Limits`
     no_packed_weights: str | None = None
     no_own_cache: str | None = None
 
@@ -339,7 +334,6 @@ class LayerWalk:
         state.done.regroupings += 1
 
     def _thin(self, index: int, state: WalkState, attention: ForestAttention, rule: ThinningRule, tick: Tick) -> None:
-        """Let the tokens go on that the rule chooses after layer `index`."""
         thinned = rule(state.pack, state.tree, attention.watched_layer(index))
         attention.watch(())
         left, before = thin_pack(state.pack, [each.tokens for each in thinned]), len(state.tokens)
@@ -351,14 +345,13 @@ class LayerWalk:
         return [Chunk(tree, start, end, self.device, batched) for start, end in parts]
 
     def _each_chunk(self, state: WalkState, index: int) -> Iterator[tuple[Chunk, LayerCall, Tensor]]:
-        """The chunks with the arguments of layer `index` and their rows of its input."""
         spans = [(chunk.start, chunk.end) for chunk in state.chunks]
         rows_of_chunks = self._residual.each(state.hidden, spans)
         for chunk, calls, rows in zip(state.chunks, state.calls, rows_of_chunks, strict=True):
             yield chunk, calls[index], rows
 
     def _at_last_tokens(self, state: WalkState) -> Tensor:
-        """The residual stream at the reads' last tokens, [reads, hidden]."""
+        # The residual stream at the reads' last tokens, [reads, hidden].
         return self._residual.pick(state.hidden, torch.as_tensor(state.last_tokens))[0]
 
     def start_layer(self, state: WalkState, index: int, layer: nn.Module, attention: ForestAttention) -> None:
@@ -401,10 +394,8 @@ class LayerWalk:
         *,
         through: int,
     ) -> None:
-        """Ask the rule at layer `index` which reads go on. Take out what only the others needed, where that pays.
-
-        `through` layers are behind them.
-        """
+        # Ask the rule at layer `index` which reads go on. Take out what only the others needed, where that pays.
+        # `through` layers are behind them.
         going = going_on(rule, index, state.reads, before, after)
         if len(going) == len(state.reads):
             return
@@ -422,7 +413,7 @@ class LayerWalk:
             state.pack = replace(state.pack, reads=[state.pack.reads[read] for read in at])
 
     def _embed(self, tokens: Tensor, chunks: list[Chunk]) -> tuple[Tensor, list[list[LayerCall]]]:
-        """The residual stream before the first layer, [1, tokens, hidden], and each chunk's layer arguments."""
+        # The residual stream before the first layer, [1, tokens, hidden], and each chunk's layer arguments.
         hidden: Tensor | None = None
         calls = []
         buffers = CallBuffers(len(tokens))
@@ -438,9 +429,584 @@ class LayerWalk:
         return hidden, calls
 
     def _arguments(self, tokens: Tensor, chunk: Chunk, buffers: CallBuffers) -> tuple[Tensor, list[LayerCall]]:
-        """A chunk's rows of the residual stream before the first layer, and the other arguments of each layer."""
+        # A chunk's rows of the residual stream before the first layer, and the other arguments of each layer.
         own = tokens[chunk.start : chunk.end]
         if self._own_cache is not None:  # which has them made for each call
             return self._own_cache.embed(own, chunk.positions), [((), {})] * len(self.layers)
         recording = self.record(own, chunk.positions)
         return recording.hidden, buffers.keep(recording.calls, chunk.end - chunk.start)
+
+
+# A pack on its way through the layers.
+
+
+@dataclass(slots=True)
+class WalkState:
+    """A pack on its way through the layers.
+
+    Reads that have left are not in it any more; what only they needed goes on until the rest is laid out anew.
+    """
+
+    whole: Pack  # as it was before the first layer
+    pack: Pack  # what is left of it
+    reads: Sequence[int]  # number of each of its reads in the whole pack, ascending
+    nodes: Sequence[int]  # of each of its nodes
+    done: LayersDone  # of the whole pack's nodes
+    tree: Tree
+    tokens: Tensor
+    chunks: list[Chunk]
+    calls: list[list[LayerCall]]  # of each chunk, of each layer
+    hidden: Tensor  # the residual stream, [1, tokens, hidden]
+    keep_ends: bool = False  # the states behind the reads are asked for
+    recurrence: LayerRecurrence | OwnCacheLayer = field(init=False)  # of the layer that is computed
+
+    @property
+    def held_nodes(self) -> list[int]:
+        """The nodes of what is left that later packs hold."""
+        return [bisect_left(self.nodes, node) for node in self.whole.kept_nodes]
+
+    @property
+    def asked_nodes(self) -> list[int]:
+        """The nodes of what is left whose last states are asked for."""
+        return self.held_nodes + ([node for node, _ in self.pack.reads] if self.keep_ends else [])
+
+    @property
+    def last_tokens(self) -> IntArray:
+        """The token that each read ends with."""
+        return np.asarray([self.pack.offsets[node + 1] - 1 for node, _ in self.pack.reads], dtype=np.int64)
+
+
+class Keeper(Protocol):
+    """Keeps what layers leave behind, for what follows a walk."""
+
+    def take(self, index: int, state: WalkState, attention: ForestAttention) -> None:
+        """Take over what layer `index` leaves, which all chunks have passed and last tokens were read of."""
+
+
+# Where the walk takes its layers from.
+
+
+class LayerSource:
+    """A model's decoder layers: here those whose weights are all on the device. Others may be elsewhere.
+
+    The walk uses one at a time, in ascending order, once for each pass over the model.
+    """
+
+    bytes_read: int = 0
+    seconds_waited: float = 0.0
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = list(layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def expect(self, tokens: int, last: int) -> None:
+        """The next pass is over so many tokens, and in the last layer over `last`."""
+
+    @contextmanager
+    def use(self, index: int) -> Iterator[nn.Module]:
+        """Layer `index` with its weights on the walk's device. They are not needed any more once the context ends."""
+        yield self._layers[index]
+
+    def end_pass(self) -> None:
+        """No further layer is used in this pass; the next pass begins with the first. Also while one is in use."""
+
+    def close(self) -> None:
+        """No further layer is used."""
+
+
+REGROUP_LAYERS = 0.05  # what laying out a token anew takes, in layers of a token, where it was not measured
+
+
+# Reads that leave between two layers, with the tokens that no other read needs.
+
+
+class ExitRule(Protocol):
+    """Which reads of a pack leave between two layers.
+
+    `regroup_cost` is what laying out the rest of a pack anew takes for each of its tokens, in layers of a token; until
+    it pays, tokens that nobody needs any more go on with the others. With 0 they never do.
+    """
+
+    @property
+    def layers(self) -> Collection[int]:
+        """The layers at which it is asked, counted from 0. The last one does not count: nothing is left to save."""
+
+    @property
+    def regroup_cost(self) -> float: ...
+
+    def peeks(self, layer: int) -> bool:
+        """Whether it is asked before the layer is computed for all tokens.
+
+        Then the last tokens alone go through it first. Its K,V are computed twice for what goes on.
+        """
+
+    def __call__(self, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> Sequence[int]:
+        """Which of the `reads` go on, ascending.
+
+        `reads` are numbers in `pack.reads`, ascending, of those that are undecided; `before` and `after` the residual
+        stream at their last tokens before and after the layer, [reads, hidden]. One that is left out is decided: it is
+        not asked about again, and it gets no logits. A rule that returns all of them only looks on.
+        """
+
+
+def going_on(rule: ExitRule, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> list[int]:
+    """The reads that go on by a rule, ascending. Raises ValueError if one of them has left already."""
+    going = sorted(rule(layer, reads, before, after))
+    if not set(going) <= set(reads):
+        raise ValueError("an exit rule lets reads go on that have left")
+    return going
+
+
+@dataclass(frozen=True, slots=True)
+class Remainder:
+    """The rest of a pack.
+
+    `pack` counts its nodes anew and keeps nothing; `nodes` are the numbers that they had before, `tokens` int64 [n]
+    those of its tokens. Both are ascending where tokens leave with the reads that needed them.
+    """
+
+    pack: Pack
+    nodes: list[int]
+    tokens: IntArray
+
+    @property
+    def in_order(self) -> bool:
+        """Whether no token is behind the place that it had."""
+        return bool((np.diff(self.tokens) > 0).all())
+
+
+def remainder(pack: Pack, reads: Sequence[int], kept_nodes: Sequence[int]) -> Remainder:
+    """The nodes of `pack` on the paths of these `reads` (numbers in `pack.reads`) and of `kept_nodes`.
+
+    Kept are the nodes whose K,V later packs hold: they go through every layer even if their reads have left.
+    """
+    needed: set[int] = set()
+    for end in [*(pack.reads[read][0] for read in reads), *kept_nodes]:
+        node = end
+        while node >= 0 and node not in needed:
+            needed.add(node)
+            node = pack.parents[node]
+    nodes = sorted(needed)
+    number = {node: at for at, node in enumerate(nodes)} | {-1: -1}
+    runs = [np.arange(pack.offsets[node], pack.offsets[node + 1], dtype=np.int64) for node in nodes]
+    tokens: IntArray = np.concatenate(runs) if runs else np.empty(0, dtype=np.int64)
+    left = Pack(
+        index=pack.index,
+        tokens=pack.tokens[tokens],
+        positions=pack.positions[tokens],
+        offsets=[0, *np.cumsum([len(run) for run in runs], dtype=np.int64).tolist()],
+        starts=[pack.starts[node] for node in nodes],
+        parents=[number[pack.parents[node]] for node in nodes],
+        attach=[pack.attach[node] for node in nodes],
+        reads=[(number[pack.reads[read][0]], pack.reads[read][1]) for read in reads],
+        held=pack.held,
+    )
+    return Remainder(left, nodes, tokens)
+
+
+# Prompts that go on after a layer with some of their tokens, at the positions that these had.
+
+
+class Thinned(NamedTuple):
+    """What goes on of a read: the numbers of its `tokens` in the pack, ascending, its last token among them.
+
+    `reason` says why a prompt that was to be thinned goes on whole; None if it was not, or if it is thinner now.
+    """
+
+    tokens: IntArray
+    reason: str | None = None
+
+
+class ThinningRule(Protocol):
+    """Chooses after a layer which tokens go on. A pack that it is used on holds nothing of other packs.
+
+    It goes by the prompts that a pack reads, and can be pickled.
+    """
+
+    @property
+    def layer(self) -> int:
+        """After this layer, by its number, or the next that attends, tokens are left behind. It is not the last."""
+
+    def of(self, prompts: Collection[int]) -> ThinningRule:
+        """The rule for these prompts alone. The others go on whole."""
+
+    def watched(self, pack: Pack, tree: Tree) -> Sequence[int]:
+        """The tokens whose queries it wants to see in that layer, ascending numbers in the pack.
+
+        A pack of which it wants to see none goes on whole.
+        """
+
+    def __call__(self, pack: Pack, tree: Tree, layer: WatchedLayer) -> Sequence[Thinned]:
+        """What goes on of each read of the pack. `layer` has all keys, and the queries of the `watched` tokens."""
+
+
+def watch_for(rule: ThinningRule, layer: int, layers: int, state: WalkState, attention: ForestAttention) -> None:
+    """Let the attention keep the queries that the rule wants to see in `layer`, which is next, of so many `layers`.
+
+    Layers without attention have none, so the rule sees those of the first layer from its own on that attends. Raises
+    UnsupportedModelError if only the last layer is left.
+    """
+    watched = rule.watched(state.pack, state.tree) if layer >= rule.layer else ()
+    if len(watched) and layer == layers - 1:
+        raise UnsupportedModelError("no layer attends between the one that is to choose tokens and the last")
+    attention.watch(watched)
+
+
+def thin_pack(pack: Pack, kept: Sequence[IntArray]) -> Remainder:
+    """The forest of what goes on of each read of `pack`; reads share what they keep of a prefix up to the first token
+    that one of them lacks. Behind it a token is there once for each of them. A node has the number of the one before
+    in which it ends.
+
+    Raises ValueError if a read loses its last token, or if the pack holds something of other packs, or for them.
+    """
+    if pack.held or pack.keep:
+        raise ValueError("a pack that is thinned holds nothing of other packs and nothing for them")
+    ends = [pack.offsets[node + 1] - 1 for node, _ in pack.reads]
+    if any(not len(own) or own[-1] != end for own, end in zip(kept, ends, strict=True)):
+        raise ValueError("a read goes on with its last token")
+    reads_of_node: dict[int, list[int]] = {}
+    runs: list[IntArray] = []
+    starts: list[int] = []
+    parents: list[int] = []
+    stack: list[tuple[TrieNode, int]] = [(root, -1) for root in reversed(build_forest(kept, token_order(kept)))]
+    while stack:
+        node, parent = stack.pop()
+        number = len(runs)
+        runs.append(kept[node.prompt][node.start : node.end])
+        starts.append(node.start)
+        parents.append(parent)
+        reads_of_node[number] = node.ending
+        stack.extend((child, number) for child in reversed(node.children))
+    end_of = {read: node for node, reads in reads_of_node.items() for read in reads}
+    tokens: IntArray = np.concatenate(runs) if runs else np.empty(0, dtype=np.int64)
+    thin = Pack(
+        index=pack.index,
+        tokens=pack.tokens[tokens],
+        positions=pack.positions[tokens],
+        offsets=[0, *np.cumsum([len(run) for run in runs], dtype=np.int64).tolist()],
+        starts=starts,
+        parents=parents,
+        attach=[()] * len(runs),
+        reads=[(end_of[read], prompts) for read, (_, prompts) in enumerate(pack.reads)],
+    )
+    nodes = [bisect_right(pack.offsets, int(run[-1])) - 1 for run in runs]
+    return Remainder(thin, nodes, tokens)
+
+
+# Copies between a CUDA device and host memory, beside what the device computes.
+#
+# They run in a stream of their own, in order. Memory of the device belongs to the stream that computes: a tensor
+# that is copied is kept until that stream waits for its copy. So a process that is many layers ahead of the device
+# reserves no more memory than one that is not, as it would with `Tensor.record_stream`.
+
+
+class CopyStream:
+    """Copies of one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An empty tensor in host memory that the device reads and writes by itself."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def start(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
+        """Copy `source` to `target`, once everything is done that the device has been given so far.
+
+        Both must be contiguous, and the one on the device must live until `wait` for the returned event.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        copied: torch.cuda.Event = self._stream.record_event()
+        return copied
+
+    def wait(self, copied: torch.cuda.Event) -> None:
+        """What the device is given from now on comes after this copy. The process itself does not wait."""
+        torch.cuda.current_stream(self._device).wait_event(copied)
+
+    def finish(self) -> None:
+        """Wait until all copies are done, so that the process can read host memory."""
+        self._stream.synchronize()
+
+
+class Leaving:
+    """Tensors of the device on their way to the host: no more than `most` groups of them at a time."""
+
+    def __init__(self, copies: CopyStream, most: int) -> None:
+        self._copies = copies
+        self._most = most
+        self._groups: deque[list[tuple[Tensor, torch.cuda.Event]]] = deque()
+
+    def begin(self) -> None:
+        """Begin a group. What is computed from now on comes after the copies of older ones."""
+        while len(self._groups) >= self._most:
+            self._let_go()
+        self._groups.append([])
+
+    def start(self, target: Tensor, source: Tensor) -> None:
+        """Copy `source`, which nothing else changes, to host memory."""
+        self._groups[-1].append((source, self._copies.start(target, source)))
+
+    def clear(self) -> None:
+        """What is computed from now on comes after all copies."""
+        while self._groups:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        for _, copied in self._groups.popleft():
+            self._copies.wait(copied)
+
+
+def copies_for(device: torch.device) -> CopyStream | None:
+    """What copies between host memory and a device; None where that is the same memory."""
+    return CopyStream(device) if device.type == "cuda" else None
+
+
+# The residual stream of a pack: on the walk's device, or in host memory, from which chunks go to the device and
+# back.
+#
+# On the host it takes no memory of the device, however long a prompt is. There the rows of the next chunk come while
+# the current chunk is computed.
+
+
+class ResidualRows:
+    """Reads and writes rows of residual streams [1, tokens, hidden] for a walk on `device`.
+
+    With `on_host` the streams are in host memory. All copies of a CUDA device go through one CUDA stream, in order: a
+    row is written back before it is read again.
+    """
+
+    def __init__(self, device: torch.device, *, on_host: bool = False) -> None:
+        self._device = device
+        self._home = torch.device("cpu") if on_host else device
+        self._copies = copies_for(device) if on_host else None
+        self._leaving = None if self._copies is None else Leaving(self._copies, 1)
+
+    def empty(self, tokens: int, like: Tensor) -> Tensor:
+        """A stream for so many tokens, with the width and dtype of the rows `like` [1, rows, hidden]."""
+        shape = (1, tokens, like.shape[-1])
+        if self._copies is not None:
+            return self._copies.host_memory(shape, like.dtype)
+        return torch.empty(shape, dtype=like.dtype, device=self._home)
+
+    def each(self, hidden: Tensor, spans: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+        """The rows of each span, on the device; those of the next one are on their way meanwhile."""
+        coming = [self._fetch(hidden, *span) for span in spans[:1]]
+        try:
+            for number in range(len(spans)):
+                rows, copied = coming.pop()
+                coming += [self._fetch(hidden, *span) for span in spans[number + 1 : number + 2]]
+                self._wait(copied)  # and not for copies that were begun since
+                yield rows
+        finally:  # whatever ends a walk, memory is not used again while it is written
+            for _, copied in coming:
+                self._wait(copied)
+
+    def write(self, hidden: Tensor, start: int, rows: Tensor) -> None:
+        """Put rows [1, rows, hidden] of the device in the place from `start` on."""
+        place = hidden[:, start : start + rows.shape[1]]
+        if self._leaving is None:
+            place.copy_(rows)
+            return
+        self._leaving.begin()
+        self._leaving.start(place, rows.contiguous())
+
+    def pick(self, hidden: Tensor, at: Tensor) -> Tensor:
+        """The rows at `at` int64 [rows], which is on the CPU, on the device: [1, rows, hidden]."""
+        if self._copies is not None:
+            self._copies.finish()  # of rows that are on their way to the host
+        return hidden[:, at.to(self._home)].to(self._device)
+
+    def _wait(self, copied: torch.cuda.Event | None) -> None:
+        if copied is not None and self._copies is not None:
+            self._copies.wait(copied)
+
+    def _fetch(self, hidden: Tensor, start: int, end: int) -> tuple[Tensor, torch.cuda.Event | None]:
+        # Rows on the device, and the event after which they are there.
+        source = hidden[:, start:end]
+        if self._copies is None:
+            return source.to(self._device), None
+        rows = torch.empty(source.shape, dtype=source.dtype, device=self._device)
+        return rows, self._copies.start(rows, source)
+
+
+KeyValue = tuple[Tensor, Tensor]
+
+
+class HeldPart(NamedTuple):
+    """One layer's part of a node of `tokens` tokens."""
+
+    tokens: int
+    keys_values: KeyValue | None  # [1, kv heads, tokens, width] each; None of a layer without attention
+    states: tuple[LinearAttentionLayer, ...] | tuple[LayerPast] = ()  # of each recurrent module, or the own cache's
+
+
+class _Coming(NamedTuple):
+    """K,V of held nodes that are on their way to the device."""
+
+    layer: int
+    held: tuple[Held, ...]
+    keys_values: list[KeyValue]
+    copied: torch.cuda.Event | None  # the last copy; None where there is none
+
+
+class HeldParts:
+    """The parts of every layer, by `Held.key`: on `device`, or with `offload` in host memory."""
+
+    def __init__(self, layers: int, device: torch.device, *, offload: bool = False) -> None:
+        self._layers: list[dict[Key, HeldPart]] = [{} for _ in range(layers)]
+        self._device = device
+        self._place = torch.device("cpu") if offload else device
+        self._copies = copies_for(device) if offload else None
+        self._leaving = None if self._copies is None else Leaving(self._copies, 1)
+        self._leaves: int | None = None  # the layer whose K,V left last
+        self._given: _Coming | None = None  # what was asked for last
+        self._next: _Coming | None = None
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._land()
+        for parts in self._layers:
+            parts.clear()
+
+    def holds(self, key: Key) -> bool:
+        """Whether every layer has its part of this node."""
+        return all(key in parts for parts in self._layers)
+
+    def drop_others(self, keep: Set[Key], layer: int | None = None) -> None:
+        """Drop what is not to be kept, of one layer or of all."""
+        if layer is None:
+            self._land()  # another pack begins
+        for parts in self._layers if layer is None else [self._layers[layer]]:
+            for key in parts.keys() - keep:
+                del parts[key]
+
+    def put_nodes(self, layer: int, state: WalkState, attention: ForestAttention) -> None:
+        """Keep a layer's part of the nodes of a pack that later packs hold, when all of it has passed; drop others."""
+        pack = state.whole
+        self.drop_others(pack.keep, layer)
+        for at, key in zip(state.held_nodes, pack.kept_nodes.values(), strict=True):
+            first, last = (pack.held_tokens + state.tree.offsets[each] for each in (at, at + 1))
+            both = None
+            if attention.attended:
+                keys, values = attention.keys_values
+                both = keys[:, :, first:last], values[:, :, first:last]
+            self.put(layer, key, HeldPart(last - first, both, state.recurrence.end_of(at)))
+
+    def put(self, layer: int, key: Key, part: HeldPart) -> None:
+        """Keep a copy of a layer's part of a node."""
+        both = part.keys_values
+        if both is not None and self._copies is not None:
+            both = self._offloaded(layer, both)
+        elif both is not None:
+            both = both[0].to(self._place, copy=True), both[1].to(self._place, copy=True)
+        states = part.states
+        if states and isinstance(states[0], LayerPast):
+            states = (moved(states[0], self._place),)
+        self._layers[layer][key] = part._replace(keys_values=both, states=states)
+
+    def keys_values(self, layer: int, pack: Pack) -> list[KeyValue]:
+        """A layer's K,V of the nodes that a pack holds; none of a layer without attention."""
+        if self._copies is not None:
+            return self._fetched(self._copies, layer, pack.held)
+        found = [(node, self._layers[layer][node.key].keys_values) for node in pack.held]
+        return [_cut(both, node) for node, both in found if both is not None]
+
+    def states(self, layer: int, pack: Pack) -> Mapping[int, tuple[LinearAttentionLayer, ...]]:
+        """The states that a pack's roots begin behind in a layer, by root. Raises ValueError."""
+        found = {}
+        for root, above in enumerate(pack.attach):
+            if not above:
+                continue
+            last = pack.held[above[-1]]
+            part = self._layers[layer][last.key]
+            if part.states:
+                _refuse_cut(last, part)
+                found[root] = part.states
+        return found
+
+    def paths(self, layer: int, pack: Pack) -> Mapping[int, Path]:
+        """What the model's own cache keeps in a layer of the paths that a pack's roots begin behind, by root. Raises
+        ValueError."""
+        found = {}
+        for root, above in enumerate(pack.attach):
+            nodes = [pack.held[number] for number in above]
+            parts = [self._layers[layer][node.key] for node in nodes]
+            for node, part in zip(nodes, parts, strict=True):
+                _refuse_cut(node, part)
+            if parts:
+                found[root] = tuple(part.states[0] for part in parts if isinstance(part.states[0], LayerPast))
+        return found
+
+    # Offloaded from a CUDA device. On the host, tokens come first, so that any run of them is contiguous.
+
+    def _offloaded(self, layer: int, both: KeyValue) -> KeyValue:
+        if self._copies is None or self._leaving is None:
+            raise RuntimeError("nothing is offloaded from this device")
+        if layer != self._leaves:
+            self._leaving.begin()
+            self._leaves = layer
+        rows = []
+        for each in both:
+            source = each[0].transpose(0, 1).clone(memory_format=torch.contiguous_format)
+            rows.append(self._copies.host_memory(tuple(source.shape), source.dtype))
+            self._leaving.start(rows[-1], source)
+        return rows[0], rows[1]
+
+    def _fetched(self, copies: CopyStream, layer: int, held: tuple[Held, ...]) -> list[KeyValue]:
+        given = self._given
+        if given is None or (given.layer, given.held) != (layer, held):
+            given, coming = None, self._next
+            if coming is not None and (coming.layer, coming.held) == (layer, held):
+                given = coming
+            else:
+                self._forget(coming)
+                given = self._fetch(copies, layer, held)
+            if given.copied is not None:
+                copies.wait(given.copied)
+            self._given = given
+            self._next = self._fetch(copies, layer + 1, held) if layer + 1 < len(self._layers) else None
+        return given.keys_values
+
+    def _fetch(self, copies: CopyStream, layer: int, held: tuple[Held, ...]) -> _Coming:
+        found: list[KeyValue] = []
+        copied = None
+        for node in held:
+            part = self._layers[layer].get(node.key)
+            if part is None or part.keys_values is None:
+                continue
+            pair = []
+            for rows in part.keys_values:
+                source = rows[node.offset : node.offset + node.length]
+                target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
+                copied = copies.start(target, source)
+                pair.append(target.transpose(0, 1)[None])
+            found.append((pair[0], pair[1]))
+        return _Coming(layer, held, found, copied)
+
+    def _forget(self, coming: _Coming | None) -> None:
+        # Let go of K,V that nobody has asked for, once their memory is not written any more.
+        if coming is not None and coming.copied is not None and self._copies is not None:
+            self._copies.wait(coming.copied)
+
+    def _land(self) -> None:
+        # Wait for all copies, and let go of their memory on the device.
+        self._forget(self._next)
+        self._given = self._next = None
+        if self._leaving is not None:
+            self._leaving.clear()
+            self._leaves = None
+
+
+def _refuse_cut(node: Held, part: HeldPart) -> None:
+    if node.offset or node.length != part.tokens:
+        raise ValueError("a node that is held has a state at its end alone")
+
+
+def _cut(both: KeyValue, node: Held) -> KeyValue:
+    part = slice(node.offset, node.offset + node.length)
+    return both[0][:, :, part], both[1][:, :, part]

@@ -35,9 +35,8 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION
-from prefillcli.prefill.layer_calls import embedding_device
 from prefillcli.prefill.layout import split_evenly
-from prefillcli.prefill.model_ends import last_row
+from prefillcli.prefill.model_ends import embedding_device, last_row
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.runtime.log import survive_closed_streams
 from prefillcli.runtime.memory import process_memory, reserved_at_peak, reserved_memory, resident_memory, trim_heap

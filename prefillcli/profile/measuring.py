@@ -34,9 +34,8 @@ from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ForestAttention
 from prefillcli.prefill.fusion import fused
-from prefillcli.prefill.layer_calls import embedding_device
-from prefillcli.prefill.walk import LayerWalk
-from prefillcli.prefill.walk_state import remainder
+from prefillcli.prefill.model_ends import embedding_device
+from prefillcli.prefill.walk import LayerWalk, remainder
 from prefillcli.profile.children import (
     ChildEnded,
     ChildFailed,

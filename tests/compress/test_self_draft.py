@@ -23,8 +23,7 @@ from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, WatchedLayer
 from prefillcli.prefill.layout import Tree
-from prefillcli.prefill.walk import LayerWalk
-from prefillcli.prefill.walk_state import Thinned
+from prefillcli.prefill.walk import LayerWalk, Thinned
 from tests.compress.test_worth import TARGET, operations
 from tests.prefill.families import WINDOW, make_config
 from tests.prefill.test_walk import Prompt as Tokens

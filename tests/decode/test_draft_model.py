@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from prefillcli.decode.continuations import Beginning, DecodingReport, Speculation, Writing
-from prefillcli.decode.draft_model import DraftModel, StreamingDrafter
+from prefillcli.decode.drafters import DraftModel, StreamingDrafter
 from prefillcli.decode.lockstep import Chooser, RowText, write_texts
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
 from prefillcli.prefill.walk import LayerWalk

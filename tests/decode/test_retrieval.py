@@ -13,13 +13,21 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from prefillcli.decode.behind import KeptForward
 from prefillcli.decode.continuations import DRAFTERS, Beginning, DecodingReport, Speculation, Writing
-from prefillcli.decode.draft_model import DraftModel, PaddedLayer, StreamingDrafter
-from prefillcli.decode.drafters import HierarchyDrafter, JobDrafters
-from prefillcli.decode.forward import KeptForward
+from prefillcli.decode.drafters import (
+    REBUILD_LEAST,
+    DraftModel,
+    HierarchyDrafter,
+    JobDrafters,
+    PaddedLayer,
+    RetrievalDrafter,
+    StreamingDrafter,
+    chosen_tokens,
+    latest_chunks,
+)
 from prefillcli.decode.kept_pack import KeptPack
 from prefillcli.decode.lockstep import Chooser, Drafter, RowText
-from prefillcli.decode.retrieval import REBUILD_LEAST, RetrievalDrafter, chosen_tokens, latest_chunks
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
 from prefillcli.prefill.walk import LayerWalk

@@ -14,8 +14,8 @@ from prefillcli.features.determinism.paths import STEP, by_row, chunk_cutter, cu
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, register
-from prefillcli.prefill.layer_calls import decoder_layers
 from prefillcli.prefill.layout import Tree
+from prefillcli.prefill.model_ends import decoder_layers
 from prefillcli.prefill.recurrent import ModuleCall, recurrent_modules
 from prefillcli.prefill.walk import LayerWalk
 from tests.determinism.test_path_attention import threads

@@ -20,8 +20,7 @@ from prefillcli.errors import ResourceError
 from prefillcli.plan.pack import Limits, Pack, free_packs, split_pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION
-from prefillcli.prefill.walk import LayerWalk
-from prefillcli.prefill.walk_state import HeldParts
+from prefillcli.prefill.walk import HeldParts, LayerWalk
 from tests.prefill.test_walk import NO, ONE_PACK, YES, Prompt, mixed, model_of, three_levels, tokens, wanted
 
 HELD = Limits(110, 10**6, held_tokens=10**6)

@@ -21,13 +21,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from prefillcli.models.families import UNWALKED, VERIFIED, refusal
 from prefillcli.models.multimodal import text_part
 from prefillcli.models.rehearsal import rehearse
+from prefillcli.models.shape import UNWALKED, VERIFIED, refusal
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import UnsupportedModelError, register
-from prefillcli.prefill.layer_calls import decoder_layers
+from prefillcli.prefill.model_ends import decoder_layers
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.tiny_models import NOT_DECODERS, VARIANTS, VOCABULARY, class_names, make_tiny_model
 from tests.prefill.tiny_multimodal import WHOLE, make_whole_model, whole_class

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from prefillcli.errors import UsageError
-from prefillcli.models.families import UNWALKED
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import _load_around_layers, load_model, load_streamed, load_weights
+from prefillcli.models.shape import UNWALKED
 from prefillcli.prefill.forest import UnsupportedModelError
 from tests.gguf_files import write_gguf
 from tests.prefill.multimodal import TEXT_FILE, make_whole, save_whole

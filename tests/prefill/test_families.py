@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoConfig
 
-from prefillcli.models.families import VERIFIED, refusal
-from prefillcli.models.shape import SEE_A_WINDOW, SEE_ALL, NoCostModel, Shape
+from prefillcli.models.shape import SEE_A_WINDOW, SEE_ALL, VERIFIED, NoCostModel, Shape, refusal
 from tests.prefill.families import FAMILIES, make_config
 
 ARCHITECTURES = Path(__file__).parents[2] / "docs" / "architectures.md"

@@ -12,8 +12,7 @@ from torch import nn
 from prefillcli.decode.behind import look_ahead
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION
-from prefillcli.prefill.walk import LayerWalk
-from prefillcli.prefill.walk_state import LayerSource
+from prefillcli.prefill.walk import LayerSource, LayerWalk
 from tests.prefill.test_walk import ONE_PACK, assert_equal, mixed, model_of, wanted
 
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from prefillcli.plan.pack import LayersDone, Limits, Pack, layers_needed
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, register
-from prefillcli.prefill.walk import LayerWalk
-from prefillcli.prefill.walk_state import remainder
+from prefillcli.prefill.walk import LayerWalk, remainder
 from tests.prefill.families import each_family, make_model
 from tests.prefill.test_layers import LentLayers
 from tests.prefill.test_walk import (

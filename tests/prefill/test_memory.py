@@ -17,7 +17,7 @@ from prefillcli.models.law import choose_chunk, memory_law, pack_limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill import walk as walk_module
 from prefillcli.prefill.forest import ATTENTION, register
-from prefillcli.prefill.layer_calls import CallBuffers
+from prefillcli.prefill.model_ends import CallBuffers
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.profile.children import prompts_with_histories, random_prompt
 from prefillcli.runtime.memory import available_memory

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from prefillcli.prefill import model_ends
 from prefillcli.prefill.forest import UnsupportedModelError
-from prefillcli.prefill.layer_calls import Recording, decoder_layers
 from prefillcli.prefill.layout import IntArray
-from prefillcli.prefill.model_ends import HEAD_ROWS, Lanes, ModelEnds, logit_bytes
+from prefillcli.prefill.model_ends import HEAD_ROWS, Lanes, ModelEnds, Recording, decoder_layers, logit_bytes
 from tests.prefill.families import VOCABULARY, make_model
 
 # Where their layers are.

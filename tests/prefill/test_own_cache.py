@@ -22,7 +22,7 @@ from prefillcli.plan.pack import LayersDone, Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill import own_cache
 from prefillcli.prefill.forest import UnsupportedModelError
-from prefillcli.prefill.layer_calls import decoder_layers
+from prefillcli.prefill.model_ends import decoder_layers
 from prefillcli.prefill.own_cache import set_own_attention
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import VOCABULARY, WINDOW

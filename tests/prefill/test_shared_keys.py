@@ -15,7 +15,7 @@ from prefillcli.models import law
 from prefillcli.models.law import memory_law
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import UnsupportedModelError, register
-from prefillcli.prefill.layer_calls import CallBuffers, lend_shared
+from prefillcli.prefill.model_ends import CallBuffers, lend_shared
 from tests.prefill import test_leaving, test_walk
 from tests.prefill.test_leaving import LeaveAfter
 from tests.prefill.tiny_models import VOCABULARY, make_tiny_model

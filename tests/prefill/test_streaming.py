@@ -20,9 +20,9 @@ from torch import Tensor
 
 from prefillcli.errors import ContentChangedError, ResourceError, UsageError
 from prefillcli.models import rehearsal, streamed_layers
-from prefillcli.models.families import VERIFIED
 from prefillcli.models.find import ModelFiles, read_model_files
 from prefillcli.models.load import load_model, load_streamed
+from prefillcli.models.shape import VERIFIED
 from prefillcli.models.streamed_layers import StreamedLayers, StreamSpeed, WeightFiles, measure_speed, spread
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan

@@ -16,8 +16,7 @@ from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, WatchedLayer, register
 from prefillcli.prefill.layout import Tree
-from prefillcli.prefill.walk import LayerWalk
-from prefillcli.prefill.walk_state import Thinned, thin_pack
+from prefillcli.prefill.walk import LayerWalk, Thinned, thin_pack
 from tests.prefill.families import VOCABULARY, each_family, make_model
 from tests.prefill.test_walk import ONE_PACK, Prompt, assert_equal, mixed, model_of, three_levels, walked
 

@@ -20,7 +20,7 @@ from prefillcli.features.compress.settings import Compression
 from prefillcli.plan.pack import Pack
 from prefillcli.prefill.forest import WatchedLayer
 from prefillcli.prefill.layout import Tree
-from prefillcli.prefill.walk_state import Thinned
+from prefillcli.prefill.walk import Thinned
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,7 +215,7 @@ class Rationale(Feature):
         small = models.opened.draft
         if small is None or not self.needs_draft():
             return
-        from prefillcli.decode.draft_model import DraftModel
+        from prefillcli.decode.drafters import DraftModel
         from prefillcli.prefill.forest import UnsupportedModelError
 
         try:
