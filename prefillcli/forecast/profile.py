@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from prefillcli.data.filesystems import MissingFileError, read_given
 from prefillcli.data.proof import hash_model, take_checksum
+from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import UsageError
 from prefillcli.forecast.survey import Survey
 from prefillcli.models.open import Opened
@@ -325,15 +326,18 @@ class Profile(BaseModel):
         return next((each for each in self.modes if each.mode == name), None)
 
 
-def find_profile(
-    path: str | None, opened: Opened, digest: str | None = None
-) -> tuple[Profile | None, str, str | None]:
-    """The profile that applies here and has times to predict with, its path, and if there is none why.
+def find_profile(settings: Any, opened: Opened, digest: str | None = None) -> tuple[Profile | None, str, str | None]:
+    """The profile for a job of `ScoreSettings` that applies here and has times to predict with, its path, and if there
+    is none why.
 
-    The `digest` is the model's, where it is known. Without a `path`, `profile.json` in the working directory is
-    looked at. Raises UsageError if the file named is not there or is not a profile.
+    The `digest` is the model's, where it is known. Of an engine that no profile tells anything of, nothing is said.
+    Without `--profile`, `profile.json` in the working directory is looked at. Raises UsageError if the file named is
+    not there or is not a profile.
     """
+    path: str | None = settings.profile
     name = path or DEFAULT_PROFILE
+    if "forecast" not in ENGINES[settings.engine].can:
+        return None, name, None
     try:
         profile = Profile.load(name) if path or os.path.exists(name) else None
     except UsageError as error:

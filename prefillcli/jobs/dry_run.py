@@ -107,7 +107,7 @@ def _alternatives(scorer: Scorer, report: DryRunReport) -> Alternatives:
     from prefillcli.models.weights import memory_left, plan_weights  # takes torch along
 
     settings, opened = scorer.settings, scorer.opened
-    profile, name, report.no_prediction = find_profile(settings.profile, opened)
+    profile, name, report.no_prediction = find_profile(settings, opened)
     if profile is None and settings.is_flag("price_per_hour"):
         raise UsageError(f"--price-per-hour: no time is predicted, so there is no price: {report.no_prediction}")
     report.profile = None if profile is None else name

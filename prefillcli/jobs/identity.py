@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefillcli.data.output.target import MEASURE
+from prefillcli.data.output.target import MEASURE, Job
 from prefillcli.data.proof import ModelContents, hash_value
 from prefillcli.engines.registry import ENGINES
 from prefillcli.jobs.opening import Opening, local_models
@@ -95,9 +95,10 @@ def fingerprint(opening: Opening, models: LocalModels) -> dict[str, str]:
     return found
 
 
-def selection(settings: ScoreSettings) -> dict[str, Any]:
-    """The options that say which rows the job scores, for who reads the input again."""
-    return {name: getattr(settings, name) for name in settings.changing("rows")}
+def output_job(fingerprint: Mapping[str, str], settings: ScoreSettings) -> Job:
+    """The job as its output knows it, with the options that say which rows it scores: `prefill verify` reads them."""
+    selection = {name: getattr(settings, name) for name in settings.changing("rows")}
+    return Job(dict(fingerprint), selection, settings.id_column)
 
 
 def hash_engine(settings: ScoreSettings) -> str:

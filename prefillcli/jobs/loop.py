@@ -12,9 +12,10 @@ from prefillcli.core.feature import Feature
 from prefillcli.core.further import FurtherQuestions, GivenContinuations, Question, WantedRow
 from prefillcli.core.request import AuditDraw, Request, kept_tokens, plan_requests, scored_row, thinning_of
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.rows import ErrorCode, Float64Array, RowError, ScoredRow, Window
+from prefillcli.data.rows import BATCH_ROWS, ErrorCode, Float64Array, RowError, ScoredRow, Window
+from prefillcli.data.windows import MAX_ROWS
 from prefillcli.engines.base import PLAIN, Answer, Continuations, Engine, LabelTokens, PlanEngine, PoolUse, Treatment
-from prefillcli.plan.blocks import CarriedBlock
+from prefillcli.plan.blocks import BLOCK_TOKENS, CarriedBlock
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import Plan, packs_to_run
 from prefillcli.report.run import Tokens
@@ -469,6 +470,21 @@ def _audited(window: Window, requests: Sequence[Request], engine: PlanEngine, op
 
 
 # The loop.
+
+
+@dataclass(frozen=True, slots=True)
+class Granularity:
+    """How much of a job is read, scored and written together."""
+
+    batch_rows: int = BATCH_ROWS
+    window_rows: int = MAX_ROWS
+    flush_seconds: float = 15.0
+    """Finished rows are written at least this often, between two answers of the engine."""
+    block_tokens: int = BLOCK_TOKENS
+    """A prefix of so many tokens and more is handed from one window to the next."""
+
+
+USUAL = Granularity()
 
 
 class Receiver(Listener, Protocol):

@@ -86,8 +86,12 @@ class Opening:
         """Take these models, with `labels` that are known of them already."""
         self.opened = opened
         self.labels = answer_labels(opened, self.settings) if labels is None else labels
+        self.labels_known()
         for each in self.features:
             each.models_opened(self)
+
+    def labels_known(self) -> None:
+        """Raise UsageError for what these labels cannot be used for."""
 
     def open_rows(self) -> None:
         """Make prompts possible. Raises UsageError."""
@@ -151,7 +155,8 @@ class Opening:
     @property
     def groups(self) -> ColumnGroups:
         """The columns that the output has beside those of every output."""
-        return ColumnGroups(**{name: True for each in self.features for name in each.columns})
+        named = {name: True for each in self.features for name in each.columns}
+        return ColumnGroups(audit=bool(getattr(self.settings, "audit", 0)), **named)
 
 
 def local_models(settings: JobOptions) -> list[Path]:
@@ -171,3 +176,23 @@ def require_shares(labels: Labels, command: str) -> None:
     else:
         why, advice = "values", "--head probability"
     raise UsageError(f"prefill {command} compares probabilities, and the model's head gives {why}\ngive {advice}")
+
+
+def require_label_uses(opening: Opening) -> None:
+    """Raise UsageError for the first option that has no meaning for what the labels' numbers are."""
+    settings, labels = opening.settings, opening.labels
+    if labels.measure is Measure.SHARES:
+        return
+    asked = [name for each in opening.features for name in each.meaningless(labels)]
+    if settings.temperature != 1.0:
+        asked.append("temperature")
+    if labels.measure is Measure.CHANCES:
+        why = "the classes of this model do not exclude one another: each has a probability of its own"
+        advice = f"name one of them, --labels {labels.names[0]} for example, which is scored against its absence"
+    else:
+        if settings.audit and len(labels.names) == 1:  # no prediction could flip
+            asked.append("audit")
+        why = "the model's head gives values, which are no probabilities"
+        advice = "leave it out, or give --head probability"
+    for option in asked:
+        raise UsageError(f"--{option}: {why}\n{advice}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -336,3 +336,18 @@ def _holds(target: Target) -> str:
 
 def _flag(name: str) -> str:
     return "INPUT" if name == "inputs" else "SCORES" if name == "scores" else "--" + name.replace("_", "-")
+
+
+def refuse_unlike_partitions(settings: ScoreSettings, keys: Sequence[str]) -> None:
+    """Raise UsageError if --partition is given and the output cannot have folders like those of the input, named
+    by these `keys`."""
+    if not settings.partition:
+        return
+    if not keys:
+        raise UsageError("--partition: no folder of the input is named like day=2026-01-01\nleave --partition out")
+    output = output_of(settings)
+    if not Target.parse(output).directory:
+        raise UsageError(f"--partition: --output {output} is one file\nend it in / for a folder")
+    for option, column in (("--id-column", settings.id_column), ("--truth", getattr(settings, "truth", None))):
+        if column in keys:
+            raise UsageError(f"{option} {column}: with --partition it names folders\nchoose another column")

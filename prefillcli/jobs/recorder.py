@@ -10,7 +10,6 @@ import pyarrow as pa
 
 from prefillcli.data.output.columns import Probabilities
 from prefillcli.data.output.sink import Sink
-from prefillcli.data.output.store import Heartbeat
 from prefillcli.data.prompts.labels import ClassLabels, Labels
 from prefillcli.data.rows import Int64Array, ScoredRow, Window
 from prefillcli.errors import Interrupted, ResourceError
@@ -180,7 +179,7 @@ class Recorder:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Inside, progress is shown, and other processes are told that this one is alive."""
-        with self._progress, Heartbeat(self._sink.work, self._progress.pace):
+        with self._progress, self._sink.signs_of_life(self._progress.pace):
             self._skip(self._sink.counts.total)
             yield
 

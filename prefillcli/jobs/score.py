@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.core.request import AuditDraw
-from prefillcli.data.output.columns import Counts
-from prefillcli.data.output.parts import RowDigests
 from prefillcli.data.output.sink import ShardSink, Sink
-from prefillcli.data.output.target import Job as OutputJob
-from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Int64Array, Window
-from prefillcli.data.windows import Prefetcher
-from prefillcli.engines.base import PoolUse
-from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import (
     OutputBusyError,
     OutputConflictError,
@@ -27,32 +19,23 @@ from prefillcli.errors import (
 )
 from prefillcli.forecast.profile import find_profile
 from prefillcli.jobs.dry_run import dry_run_job
-from prefillcli.jobs.identity import LocalModels, fingerprint, selection
+from prefillcli.jobs.identity import LocalModels, fingerprint, output_job
 from prefillcli.jobs.path_table import output_of, report_path, require_apart
 from prefillcli.jobs.recorder import Recorder, RemainingTime
 from prefillcli.jobs.scorer import USUAL, Granularity, Scorer
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.report.run import (
-    MemoryTrace,
     RunReport,
-    ThreadCounts,
     print_table,
     write_files,
 )
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, MemoryWatch
 from prefillcli.runtime.signals import Stop
-from prefillcli.stats.evaluation import Audit, audit_of
 
 if TYPE_CHECKING:
     from prefillcli.forecast.profile import Profile
-
-
-def audit_of_counts(counts: Counts, labels: Labels) -> Audit:
-    """What the rows show that were read both ways."""
-    pairs = [(score, full, labels.is_positive(answer)) for score, full, _, answer in counts.audited]
-    return audit_of(pairs, [flipped for _, _, flipped, _ in counts.audited])
 
 
 def score_job(settings: ScoreSettings, granularity: Granularity = USUAL) -> dict[str, Any]:
@@ -80,7 +63,7 @@ def _run_job(settings: ScoreSettings, run_id: str, granularity: Granularity) -> 
 
     def finish() -> None:
         job.fill_report()
-        report.memory_trace = MemoryTrace.of(memory.samples)
+        report.take_memory(memory.samples)
         write_files(report, job.metrics_file)
 
     with shell(report, debug=settings.debug, resumable=True, finish=finish) as stop, memory:
@@ -135,7 +118,7 @@ class Job(Scorer):
             if not sink.complete:
                 self._score()
             if settings.audit:
-                report.audit = audit_of_counts(sink.counts, self.labels)
+                report.take_audit(sink.counts, self.labels.is_positive)
             failed: list[str] = []
             if settings.shard is None:  # prefill merge judges and evaluates shards
                 for each in self.features:
@@ -162,7 +145,7 @@ class Job(Scorer):
         try:
             return (Sink if settings.shard is None else ShardSink).open(
                 self.output,
-                OutputJob(self.report.fingerprint, selection(settings), schema.id_name),
+                output_job(self.report.fingerprint, settings),
                 schema,
                 resume=settings.resume,
                 overwrite=settings.overwrite,
@@ -182,7 +165,13 @@ class Job(Scorer):
             rows //= 1 if settings.shard_of is None else settings.shard_of.count
             self._forecast = RemainingTime(self.profile.seconds, rows, settings.workers)
         ended: list[int] = []
-        coming = self._coming_windows(ended.append)
+        columns = frozenset() if self.condition is None else self.condition.columns
+        coming = self.windows(
+            self.builder.close,
+            skip=sink.finished,
+            ended=ended.append,
+            digest=sink.digests(self.labels, columns, self.common),
+        )
         self.recorder = Recorder(
             sink,
             self.clock,
@@ -209,9 +198,6 @@ class Job(Scorer):
                     chain([first], waiting),
                     self.recorder,
                     ready=lambda: coming.ready,
-                    audit=AuditDraw(settings.audit, self.source.selection(), self.source.count())
-                    if settings.audit
-                    else None,
                     chosen=lambda: sink.counts.tallies.chosen_rows,
                     written=self._written,
                 )
@@ -257,30 +243,13 @@ class Job(Scorer):
     def _find_profile(self) -> Profile | None:
         """None without a profile that applies; it is told of one that does not, with a warning if it was asked for."""
         settings = self.settings
-        if "forecast" not in ENGINES[settings.engine].can:
-            return None
-        profile, name, why = find_profile(settings.profile, self.opened, self.report.fingerprint["model"])
+        profile, name, why = find_profile(settings, self.opened, self.report.fingerprint["model"])
         self.report.no_prediction = why
         if why is not None and settings.profile is not None:
             log.warning(f"no prediction: {why}")
         elif why is not None and not settings.quiet and os.path.exists(name):
             log.info(f"no prediction: {why}")
         return profile
-
-    def _coming_windows(self, ended: Callable[[int], None]) -> Prefetcher[Window]:
-        """The windows that are not finished, with the digests of their rows, made ahead of the model in a thread.
-
-        At the end `ended` is called with their number.
-        """
-        columns = frozenset() if self.condition is None else self.condition.columns
-        digest = RowDigests(
-            self.labels,
-            id_column=self.settings.id_column,
-            json_carried=self.source.kind == "jsonl",
-            columns=[each for each in columns if each in self.source.carried_schema.names],
-            common=self.common,
-        )
-        return self.windows(self.builder.close, skip=self.sink.finished, ended=ended, digest=digest)
 
     def _waiting(self, coming: Iterator[Window]) -> Iterator[Window]:
         """The windows, with the time spent waiting for them."""
@@ -300,8 +269,8 @@ class Job(Scorer):
         report = self.report
         report.end(self.clock)
         sink: Sink | None = getattr(self, "sink", None)
-        use = self.pool.used() if hasattr(self, "pool") else PoolUse()
-        report.take_use(use)
+        if hasattr(self, "pool"):
+            report.take_use(self.pool.used())
         scored = 0
         if sink is not None:
             report.take(sink.counts)
@@ -315,7 +284,7 @@ class Job(Scorer):
         if hasattr(self, "builder"):
             threads, builder, seconds = self.opened.threads, self.builder, report.seconds
             if threads is not None and threads.ran:
-                report.threads = ThreadCounts(min=threads.ran[0], max=threads.ran[1])
+                report.take_threads(*threads.ran)
             seconds.read += self.source.seconds
             seconds.render, seconds.tokenize = builder.render_seconds, builder.tokenize_seconds
         report.rows_per_second = scored / report.seconds.total

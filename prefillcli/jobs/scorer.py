@@ -4,51 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.feature import Feature
 from prefillcli.core.further import Condition, FurtherQuestions, condition_of
 from prefillcli.core.request import AuditDraw, Request, Tick
-from prefillcli.data.output.columns import ColumnGroups
-from prefillcli.data.output.target import Target
-from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import BATCH_ROWS, Prompt, Window
-from prefillcli.data.windows import MAX_ROWS, Prefetcher, ShardRows, windows
+from prefillcli.data.rows import Prompt, Window
+from prefillcli.data.windows import Prefetcher, ShardRows, windows
 from prefillcli.engines.base import Engine
 from prefillcli.engines.memory_plan import REDUCED
 from prefillcli.engines.registry import loader_of
-from prefillcli.errors import UsageError
 from prefillcli.jobs.load import load_models
+from prefillcli.jobs.loop import USUAL as USUAL
+from prefillcli.jobs.loop import Granularity as Granularity
 from prefillcli.jobs.loop import LocalPool, Receiver, ScoringLoop, ScoringOptions
-from prefillcli.jobs.opening import Opening
-from prefillcli.jobs.path_table import output_of
-from prefillcli.models.open import Opened
+from prefillcli.jobs.opening import Opening, require_label_uses
+from prefillcli.jobs.path_table import refuse_unlike_partitions
 from prefillcli.options.commands import ScoreSettings
-from prefillcli.plan.blocks import BLOCK_TOKENS
-from prefillcli.stats.evaluation import Measure
 
 if TYPE_CHECKING:  # these take torch along
     from prefillcli.forecast.profile import Profile
     from prefillcli.jobs.runners.pool import Pool
     from prefillcli.runtime.signals import Stop
-
-
-@dataclass(frozen=True, slots=True)
-class Granularity:
-    """How much of a job is read, scored and written together."""
-
-    batch_rows: int = BATCH_ROWS
-    window_rows: int = MAX_ROWS
-    flush_seconds: float = 15.0
-    """Finished rows are written at least this often, between two answers of the engine."""
-    block_tokens: int = BLOCK_TOKENS
-    """A prefix of so many tokens and more is handed from one window to the next."""
-
-
-USUAL = Granularity()
 
 
 class Scorer(Opening):
@@ -85,17 +64,9 @@ class Scorer(Opening):
         keys = self.source.partition_keys if self.settings.partition and hasattr(self, "source") else ()
         return list(dict.fromkeys((*super().carried, *keys)))
 
-    @property
-    def groups(self) -> ColumnGroups:
-        settings = self.settings
-        return replace(
-            super().groups,
-            audit=settings.audit > 0,
-        )
-
     def open_source(self) -> None:
         super().open_source()
-        refuse_unlike_partitions(self.settings, self.source)
+        refuse_unlike_partitions(self.settings, self.source.partition_keys)
         for each in self.features:
             each.columns_known(self.source.available)
 
@@ -103,9 +74,8 @@ class Scorer(Opening):
         super().open_rows()
         self.condition = condition_of(self.features, self.schema())
 
-    def use_models(self, opened: Opened, labels: Labels | None = None) -> None:
-        super().use_models(opened, labels)
-        require_label_uses(self.settings, self.labels, self.features)
+    def labels_known(self) -> None:
+        require_label_uses(self)
 
     def windows(self, cancel: Callable[[], None] | None = None, **choice: Any) -> Prefetcher[Window]:
         """The windows of the rows, those of the shard alone, made ahead of the model in a thread. `cancel` as in
@@ -194,15 +164,13 @@ class Scorer(Opening):
         receiver: Receiver,
         *,
         ready: Callable[[], bool] = lambda: True,
-        audit: AuditDraw | None = None,
         chosen: Callable[[], int] = lambda: 0,
         written: Callable[[int], None] = lambda window: None,
     ) -> None:
         """Score windows, and give their rows to a receiver.
 
-        `ready` tells whether the next window can be had at once. `audit` draws the rows that are read in full as well.
-        Of the rows that more is asked about, `chosen` are written so far. `written` as in
-        `ScoringLoop`. Raises ResourceError if the models cannot go on.
+        `ready` tells whether the next window can be had at once. Of the rows that more is asked about, `chosen` are
+        written so far. `written` as in `ScoringLoop`. Raises ResourceError if the models cannot go on.
         """
         rewritten = any(each.rewrites for each in self.features)
         further = FurtherQuestions.of(self, chosen)
@@ -211,7 +179,9 @@ class Scorer(Opening):
             schedule=self.settings.schedule,
             block_tokens=0 if rewritten else self.granularity.block_tokens,
             requests=self.requests if rewritten else None,
-            audit=audit,
+            audit=None
+            if not self.settings.audit
+            else AuditDraw(self.settings.audit, self.source.selection(), self.source.count()),
             features=self.features,
             further=further,
             adjust_threads=self.adjust_threads,
@@ -227,37 +197,3 @@ class Scorer(Opening):
         threads = self.opened.threads
         if threads is not None:
             threads.adjust()
-
-
-def refuse_unlike_partitions(settings: ScoreSettings, source: Source) -> None:
-    """Raise UsageError if --partition is given and the output cannot have folders like those of the input."""
-    keys = source.partition_keys
-    if not settings.partition:
-        return
-    if not keys:
-        raise UsageError("--partition: no folder of the input is named like day=2026-01-01\nleave --partition out")
-    output = output_of(settings)
-    if not Target.parse(output).directory:
-        raise UsageError(f"--partition: --output {output} is one file\nend it in / for a folder")
-    for option, column in (("--id-column", settings.id_column), ("--truth", getattr(settings, "truth", None))):
-        if column in keys:
-            raise UsageError(f"{option} {column}: with --partition it names folders\nchoose another column")
-
-
-def require_label_uses(settings: ScoreSettings, labels: Labels, features: Sequence[Feature]) -> None:
-    """Raise UsageError for the first option that has no meaning for what the labels' numbers are."""
-    if labels.measure is Measure.SHARES:
-        return
-    asked = [name for each in features for name in each.meaningless(labels)]
-    if settings.temperature != 1.0:
-        asked.append("temperature")
-    if labels.measure is Measure.CHANCES:
-        why = "the classes of this model do not exclude one another: each has a probability of its own"
-        advice = f"name one of them, --labels {labels.names[0]} for example, which is scored against its absence"
-    else:
-        if settings.audit and len(labels.names) == 1:  # no prediction could flip
-            asked.append("audit")
-        why = "the model's head gives values, which are no probabilities"
-        advice = "leave it out, or give --head probability"
-    for option in asked:
-        raise UsageError(f"--{option}: {why}\n{advice}")

@@ -52,7 +52,7 @@ from prefillcli.report.section import (
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.memory import peak_memory
-from prefillcli.stats.evaluation import Audit, audit_lines
+from prefillcli.stats.evaluation import Audit, audit_lines, audit_of
 
 SCHEMA_VERSION = 1
 
@@ -265,6 +265,20 @@ class RunReport(BaseModel):
     def take_use(self, use: PoolUse) -> None:
         """Take over what engines have done."""
         self.weights, self.reduced, self.workers = use.weights, use.reduced, list(use.workers)
+
+    def take_memory(self, samples: Sequence[tuple[float, int, int]]) -> None:
+        """Take over how much memory there was in use: seconds, bytes of the host, bytes of the device."""
+        self.memory_trace = MemoryTrace.of(samples)
+
+    def take_threads(self, fewest: int, most: int) -> None:
+        """Take over how many threads have computed."""
+        self.threads = ThreadCounts(min=fewest, max=most)
+
+    def take_audit(self, counts: Counts, is_positive: Callable[[Any], bool | None]) -> None:
+        """Take over what the rows show that were read both ways. `is_positive` tells of a right answer whether it is
+        that of the first label; None: it is none of them."""
+        pairs = [(score, full, is_positive(answer)) for score, full, _, answer in counts.audited]
+        self.audit = audit_of(pairs, [flipped for _, _, flipped, _ in counts.audited])
 
     def take(self, counts: Counts) -> None:
         """Take over what is known of the output's rows."""

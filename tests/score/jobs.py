@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from prefillcli.jobs.loop import Granularity
 from prefillcli.jobs.score import score_job
-from prefillcli.jobs.scorer import Granularity
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 

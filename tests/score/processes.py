@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 import fsspec
 import pytest
 
+from prefillcli.jobs.loop import Granularity
 from prefillcli.jobs.score import score_job
-from prefillcli.jobs.scorer import Granularity
 from tests.score import jobs
 
 _CONTEXT = multiprocessing.get_context("forkserver")

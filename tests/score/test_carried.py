@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prefillcli.data.output import parts as part_files
-from prefillcli.jobs.scorer import Granularity
+from prefillcli.jobs.loop import Granularity
 from tests.score.jobs import Reference, assert_scored, read_output, read_report, score, write_parquet
 from tests.score.processes import SMALL, Command, Hold, cut_small_windows
 

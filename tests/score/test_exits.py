@@ -23,8 +23,8 @@ from prefillcli.features.exits import learning as exit_learning
 from prefillcli.features.exits import report as exit_report
 from prefillcli.features.exits.learning import JobExits
 from prefillcli.features.exits.policy import ExitPolicy
+from prefillcli.jobs.loop import Granularity
 from prefillcli.jobs.merge import merge_job
-from prefillcli.jobs.scorer import Granularity
 from prefillcli.models.files import sample_model
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings

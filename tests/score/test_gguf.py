@@ -333,7 +333,7 @@ def test_a_dry_run_reads_no_weights(file: Path, monkeypatch: pytest.MonkeyPatch)
 
 def run_dry(file: Path) -> dict[str, Any]:
     from prefillcli.jobs.dry_run import dry_run_job
-    from prefillcli.jobs.scorer import Granularity
+    from prefillcli.jobs.loop import Granularity
     from prefillcli.options.commands import ScoreSettings
     from prefillcli.options.load import load_settings
 

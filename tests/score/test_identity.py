@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from prefillcli.jobs.identity import LocalModels, fingerprint, hash_engine, selection
+from prefillcli.jobs.identity import LocalModels, fingerprint, hash_engine, output_job
 from prefillcli.jobs.opening import Opening
 from prefillcli.jobs.scorer import Scorer
 from prefillcli.models.files import sample_draft, sample_model
@@ -126,7 +126,7 @@ def identity(settings: ScoreSettings) -> tuple[dict[str, str], dict[str, Any]]:
     Opening.open_source(opening)  # options are also given that go with others alone
     opening.open_models()
     opening.builder.close()
-    return fingerprint(opening, models), selection(settings)
+    return fingerprint(opening, models), output_job({}, settings).selection
 
 
 BASE: dict[str, Any] = {"inputs": ("rows.jsonl",), "model": str(sample_model()), "draft": str(sample_draft())}

@@ -165,8 +165,8 @@ def test_a_report_that_hangs_is_given_up_after_a_signal(model: Path) -> None:
 
 def test_a_command_that_has_not_begun_its_job_says_that_it_was_stopped() -> None:
     code = (
-        "import os, signal, sys, prefillcli.cli as cli\n"
-        "cli.load_settings = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "import os, signal, sys, prefillcli.cli as cli, prefillcli.command_line as line\n"
+        "line.load_settings = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)\n"
         "sys.argv = ['prefill', 'score', 'x']; cli.main()"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

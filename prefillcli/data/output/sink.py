@@ -11,7 +11,7 @@ import json
 import os
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain, groupby
@@ -23,12 +23,13 @@ import pyarrow as pa
 from prefillcli.data.filesystems import WORK_ENDING, split_path, writing
 from prefillcli.data.output import Shard, parts, store
 from prefillcli.data.output.columns import ROW, ColumnGroups, Counts, OutputSchema, Probabilities, ResultRows, kinds_of
-from prefillcli.data.output.parts import DigestFile, PartIndex, PartInfo, WindowRows
-from prefillcli.data.output.store import LocalStore, Lock, Store, make_folder, open_store, walk_folder
+from prefillcli.data.output.parts import DigestFile, PartIndex, PartInfo, RowDigests, WindowRows
+from prefillcli.data.output.store import Heartbeat, LocalStore, Lock, Store, make_folder, open_store, walk_folder
 from prefillcli.data.output.target import NAME, OLD, SUCCESS, Job, Manifest, Published, Target, is_partition, replaced
+from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.proof import JOB_KEY
 from prefillcli.data.reading.discovery import Partitions
-from prefillcli.data.rows import Int64Array, RowError, ScoredRow, Window, is_error
+from prefillcli.data.rows import Int64Array, Prompt, RowError, ScoredRow, Window, is_error
 from prefillcli.errors import (
     DamagedFileError,
     OutputBusyError,
@@ -39,6 +40,7 @@ from prefillcli.errors import (
     UsageError,
 )
 from prefillcli.runtime import file_calls, log
+from prefillcli.runtime.clock import Pace
 from prefillcli.stats.evaluation import Measure
 
 
@@ -432,6 +434,22 @@ class Sink:
             lock.release()
             raise
         return sink
+
+    def digests(self, labels: Labels, columns: Collection[str], common: Sequence[Prompt]) -> RowDigests:
+        """What notes the digests of rows, which depend on their values in these `columns` too, as far as the output
+        has them."""
+        schema = self._schema
+        return RowDigests(
+            labels,
+            id_column=schema.id_name,
+            json_carried=schema.json_carried,
+            columns=[each for each in columns if each in schema.carried.names],
+            common=common,
+        )
+
+    def signs_of_life(self, pace: Callable[[], Pace]) -> Heartbeat:
+        """Tells other processes that this one is alive, and its pace, inside the `with` block."""
+        return Heartbeat(self.work, pace)
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,179 @@
+"""How a command begins and ends: its command line and help page, made of its settings, and its last line on stdout."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
+
+import typer
+from typer.core import TyperArgument, TyperCommand
+
+from prefillcli.errors import Interrupted, PrefillError, shown
+from prefillcli.options.groups import ModelOptions
+from prefillcli.options.load import load_settings
+from prefillcli.options.option import RUN, Settings, details_of
+from prefillcli.runtime import log
+from prefillcli.runtime.cores import prepare
+from prefillcli.runtime.extras import quiet_imports
+from prefillcli.runtime.log import survive_closed_streams
+from prefillcli.runtime.memory import prepare_allocator
+from prefillcli.runtime.signals import end_process, stop_before_the_job, stop_no_more
+
+AnyOptions = TypeVar("AnyOptions", bound=Settings)
+
+
+# The command line of a command, made from its settings.
+
+
+def parameters_of(settings: type[Settings]) -> list[inspect.Parameter]:
+    """What is given by its place, an option for each other field of `settings`, and `--recipe`.
+
+    None stands for "not given".
+    """
+    place = settings.given_by_place()
+    recipe = typer.Option("--recipe", metavar="FILE", help="YAML with options by name.", rich_help_panel=RUN)
+    return [
+        *([] if place is None else [_argument(settings, place)]),
+        *(_option(settings, name) for name in settings.model_fields if name != place),
+        _parameter("recipe", str, recipe),
+    ]
+
+
+def _argument(settings: type[Settings], name: str) -> inspect.Parameter:
+    field = settings.model_fields[name]
+    kind: Any = str if field.annotation is str else list[str]
+    metavar = "INPUT" if name == "inputs" else name.upper()
+    return _parameter(name, kind, typer.Argument(metavar=metavar, help=field.description))
+
+
+def _option(settings: type[Settings], name: str) -> inspect.Parameter:
+    field, details = settings.model_fields[name], details_of(settings, name)
+    flag = "--" + name.replace("_", "-")
+    kind: Any = field.annotation
+    if kind is bool:
+        names = [f"{flag}/--{details.negative}" if details.negative else flag]
+    elif kind == bool | None:
+        names, kind = [f"{flag}/--no-{flag.removeprefix('--')}"], bool
+    else:
+        names = [flag]
+        kind = list[str] if details.repeatable else {int: int, float: float, int | None: int}.get(kind, str)
+    metavar, words = details.metavar or None, []
+    if get_origin(field.annotation) is Literal:
+        words = list(get_args(field.annotation))
+        metavar = "|".join(words)
+    help = field.description or ""
+    if "(default" not in help and field.default not in (None, False, (), {}):
+        default = field.default if not isinstance(field.default, tuple) else ", ".join(map(str, field.default))
+        help += f" (default: {default})"
+    if details.short:
+        names.append(details.short)
+    option = typer.Option(
+        *names,
+        help=help,
+        rich_help_panel=details.panel,
+        metavar=metavar,
+        show_default=False,
+        autocompletion=(lambda incomplete: [word for word in words if word.startswith(incomplete)]) if words else None,
+    )
+    return _parameter(name, kind, option)
+
+
+def _parameter(name: str, kind: Any, shown: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, shown]
+    )
+
+
+# The help page of a command: its options in groups, as plain text.
+#
+# Typer's own pages for rich terminals take as long to import and to draw as all the rest of a help page.
+
+
+_NO_BREAK = "\N{NON-BREAKING HYPHEN}"  # lines are not broken at it, as they are at the hyphens of --keep-private
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help page shows each option under the name of its panel."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write what the command takes to the page: arguments first, then the options panel by panel."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for each in self.get_params(ctx):
+            record = each.get_help_record(ctx)
+            if record is not None:
+                names, help = record
+                kind = "Arguments" if isinstance(each, TyperArgument) else "Options"
+                rows = groups.setdefault(getattr(each, "rich_help_panel", None) or kind, [])
+                rows.append((names, help.replace("-", _NO_BREAK)))
+        for name, rows in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(rows)
+
+    def get_help(self, ctx: Any) -> str:
+        """The page."""
+        return super().get_help(ctx).replace(_NO_BREAK, "-")
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """What `prefill --help` says of this command: the first line of its help, whole."""
+        return (self.help or "").strip().partition("\n")[0]
+
+
+def run(app: Callable[[], Any]) -> None:
+    """Run the command that the command line names, and end the process as it says."""
+    survive_closed_streams()
+    stop_before_the_job()
+    quiet_imports()
+    try:
+        app()
+    except Finished as end:
+        if end.stopped:
+            end_process(end.code)
+        raise
+    except Interrupted as stop:
+        log.error(str(stop))
+        print_summary({"status": "interrupted", "exit_code": stop.exit_code, "error": str(stop)})
+        end_process(stop.exit_code)
+    except SystemExit as stop:
+        completes = "_PREFILL_COMPLETE" in os.environ  # the shell asks for words that complete the line
+        if stop.code and not completes:  # typer has said what is wrong, and no job has printed a summary
+            status = "interrupted" if stop.code == 130 else "failed"
+            print_summary({"status": status, "exit_code": stop.code, "error": "see stderr"})
+        raise
+
+
+def load_options(kind: type[AnyOptions], recipe: str | None, flags: dict[str, Any]) -> AnyOptions:
+    """The settings of a command, with this process prepared for them. Ends the command where they are wrong."""
+    given = {name: value for name, value in flags.items() if value not in (None, [])}
+    try:
+        settings = load_settings(kind, given, recipe=recipe)
+    except PrefillError as error:
+        log.error(str(error))
+        finish({"status": "failed", "exit_code": error.exit_code, "error": str(error)})
+    if isinstance(settings, ModelOptions) and settings.computes_here:
+        prepare(settings.threads)
+        prepare_allocator()
+    return settings
+
+
+def finish(summary: dict[str, Any]) -> NoReturn:
+    """End with the run's summary as the last line on stdout and its exit code."""
+    stop_no_more()
+    print_summary(summary)
+    raise Finished(summary["exit_code"], stopped=summary.get("status") == "interrupted")
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    """Print the last line on stdout."""
+    print(json.dumps(shown(summary), separators=(",", ":"), allow_nan=False), flush=True)
+
+
+class Finished(SystemExit):
+    """The end of a command that has printed its summary."""
+
+    def __init__(self, code: int, *, stopped: bool) -> None:
+        super().__init__(code)
+        self.code: int = code
+        self.stopped = stopped  # whether a signal has ended it
