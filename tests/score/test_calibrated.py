@@ -254,7 +254,7 @@ def test_a_file_that_is_no_calibration_ends_the_run_before_anything_loads(
     make_input()
     if content is not None:
         Path("c.json").write_text(content)
-    monkeypatch.setattr("prefillcli.jobs.opening.loader_of", lambda engine: pytest.fail("a model was opened"))
+    monkeypatch.setattr("prefillcli.core.feature.loader_of", lambda engine: pytest.fail("a model was opened"))
     monkeypatch.setattr("prefillcli.models.open.open_models", lambda settings: pytest.fail("a model was opened"))
     done = score("in.parquet", calibration="c.json", dry_run=dry_run, **flags(model))
     assert done["exit_code"] == 2
