@@ -71,7 +71,7 @@ def measure_case(case: ExitCase, folder: Path, rounds: int, dtype: str, rows: in
     opened, labels = opening.opened, opening.labels
     material = input_material(opening.source, opening.builder, labels, None)
     with closing(load_walk(opened, settings)) as loaded:
-        equipment = Equipment(opened, loaded, settings, labels)
+        equipment = Equipment(loaded, labels)
         learnt, measured = material.prompts[: case.learnt], material.prompts[case.learnt :]
         measured = measured[: rows or len(measured)]
         log(f"{len(learnt):,} rows are read in full, to learn")

@@ -35,7 +35,7 @@ def open_tokens(settings: BenchSettings) -> tuple[list[Int64Array], list[Int64Ar
     opened, labels = opening.opened, opening.labels
     prompts = input_material(opening.source, opening.builder, labels, None).prompts
     with closing(load_walk(opened, settings)) as loaded:
-        equipment = Equipment(opened, loaded, settings, labels)
+        equipment = Equipment(loaded, labels)
         compressor = compressor_in(equipment, "specprefill")
         rates = compressor.keeps(prompts, settings.keep[0])
         found = compressor.estimate(prompts, rates, lambda tokens: None)

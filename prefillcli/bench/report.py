@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, Field
 
 from prefillcli.core.feature import features
-from prefillcli.decode.continuations import DRAFTERS
-from prefillcli.errors import shown_report
-from prefillcli.report.run import write_with_page
+from prefillcli.report.run import CommandReport
 from prefillcli.report.section import (
     Bar,
     Part,
@@ -27,8 +25,6 @@ from prefillcli.report.section import (
 )
 from prefillcli.stats.evaluation import Audit
 
-# How far the rounds of a measurement lie apart.
-
 
 class Range(BaseModel):
     """Median, smallest and largest of some rounds."""
@@ -41,70 +37,11 @@ class Range(BaseModel):
     def of(cls, values: Sequence[float]) -> Range:
         return cls(median=statistics.median(values), low=min(values), high=max(values))
 
-
-# The numbers of `prefill bench --rationale`: what `bench.json` holds of the ways to write texts.
-
-
-TEXT_REFERENCE = "plain"  # the way of writing that the others are compared with
-
-# The ways to write texts, each with a line for readers of the tables.
-TEXT_METHODS = {
-    TEXT_REFERENCE: "lock-step decoding behind the scored packs, without guesses; the others are compared with it",
-    **{kind.name: f"with guesses: {kind.guesses}" for kind in DRAFTERS.values()},
-    "generate": "scores of the layer walk, then transformers' generate, which reads each prompt again",
-    "generate-padded": "the same in padded batches, longest prompts first",
-    "vllm": "vLLM in a process of its own, with a copy of the model; its prefix cache begins empty",
-}
+    def __str__(self) -> str:
+        digits = 2 if self.median >= 1 else 3
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
 
 
-class Guesses(BaseModel):
-    """What a drafter guessed: `accepted` of the `proposed` tokens were right."""
-
-    proposed: int
-    accepted: int
-
-
-class TextMethodResult(BaseModel):
-    """A way of writing, on some prompts."""
-
-    method: str
-    seconds: Range  # scores and texts
-    decode_seconds: Range  # of that, from the prompts in memory to the texts
-    speedup: Range  # seconds of the reference over the method's, within a round
-    decode_speedup: Range  # the same of decoding alone
-    tokens_per_second: float  # written, by decoding alone
-    passes_per_token: float | None  # of the model over a row
-    guesses: dict[str, Guesses] = Field(default_factory=dict)  # by drafter
-    peak_bytes: int | None = None  # above what was in use before, weights among it
-    same_texts: int  # as the reference's
-    near_ties: int  # texts that are not, where the two best tokens of the reference's were once within 1e-4
-
-
-class TextResult(BaseModel):
-    """All ways of writing on a workload."""
-
-    workload: str
-    rows: int
-    prompt_tokens: int
-    text_tokens: int  # that the reference has written
-    rounds: int
-    notes: list[str] = Field(default_factory=list)
-    methods: list[TextMethodResult] = Field(default_factory=list)
-
-    def summary(self) -> dict[str, dict[str, float]]:
-        """For the last line on stdout."""
-        return {
-            each.method: {
-                "seconds": round(each.seconds.median, 4),
-                "decode_seconds": round(each.decode_seconds.median, 4),
-                "speedup": round(each.speedup.median, 3),
-                "decode_speedup": round(each.decode_speedup.median, 3),
-            }
-            for each in self.methods
-        }
-
-
-SCHEMA_VERSION = 1
 REFERENCE = "hybrid"  # the method that the others are compared with
 
 UNCOMPRESSED = {
@@ -214,27 +151,75 @@ class WorkloadResult(BaseModel):
     notes: list[str] = Field(default_factory=list)
     methods: list[MethodResult] = Field(default_factory=list)
 
+    def summary(self) -> dict[str, Any]:
+        """For the last line on stdout."""
+        return {
+            each.method: {
+                "seconds": round(each.seconds.median, 4),
+                "speedup": round(each.speedup.median, 3),
+                "flips": None if each.answers.audit is None else each.answers.audit.flips,
+            }
+            for each in self.methods
+        }
 
-class BenchReport(BaseModel):
+    def in_short(self, machine: Mapping[str, str | int], *, whole: bool) -> Section:
+        """A workload's results for the terminal; `whole` with predictions and intervals."""
+        names = dict.fromkeys(each.method.partition("@")[0] for each in self.methods)
+        parts = [Part(above=facts_text(machine), table=quick_table(self))]
+        if whole:
+            answers = [[row[column] for column in (0, 1, 2, 3, 5, 7)] for row in answer_table(self)]
+            parts += [Part(table=speedup_table(self)), Part(table=answers)]
+        explained = [(name, METHODS[name]) for name in names if name in METHODS]
+        parts += [Part(lines=explained, note=legend(self)), Part(text="\n".join(verdicts(self)))]
+        return Section(title=workload_headline(self), parts=parts, alarms=workload_remarks(self))
+
+    def section(self) -> Section:
+        """The results for the page."""
+        speedups = [
+            (
+                each.method,
+                each.speedup.median,
+                each.predicted.flops,
+                f"{each.speedup.median:.2f}x"
+                + ("" if each.predicted.flops is None else f", {each.predicted.flops:.2f}x by FLOPs"),
+            )
+            for each in self.methods
+            if each.method != REFERENCE
+        ]
+        drift = drift_table(self)
+        return Section(
+            title=workload_headline(self),
+            alarms=workload_remarks(self),
+            parts=[
+                Part(
+                    title=f"Speedup over {REFERENCE}",
+                    keys=[("measured", "measured"), ("promised", "predicted by FLOPs")],
+                    bars=speedup_bars(speedups),
+                    note=f"The upright line is {REFERENCE} itself.",
+                ),
+                Part(
+                    title=f"Answers that flip against {REFERENCE}, with 95 % interval",
+                    bars=_flip_bars(self) if self.reference_able is not False else [],
+                ),
+                Part(title="Speed", table=cost_table(self)),
+                Part(title=f"Speedup over {REFERENCE}, and what cost models promise", table=speedup_table(self)),
+                Part(title=f"Answers against {REFERENCE}", table=answer_table(self)),
+                Part(title="State drift: distance over the norm, median of each layer", table=drift or None),
+            ],
+        )
+
+
+class BenchReport(CommandReport):
     """What `bench.json` holds."""
 
-    schema_version: int = SCHEMA_VERSION
-    status: Literal["complete", "failed", "interrupted"] = "failed"
-    exit_code: int = 1
-    error: str | None = None
-    started: str = ""  # ISO 8601, UTC
-    output: str | None = None
     page: str | None = None
-    seconds: float = 0.0  # of the whole run
-    settings: dict[str, Any] = Field(default_factory=dict)
-    versions: dict[str, str] = Field(default_factory=dict)
     machine: dict[str, str | int] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)
     workloads: list[WorkloadResult] = Field(default_factory=list)
-    texts: list[TextResult] = Field(default_factory=list)  # with --rationale, in the place of `workloads`
+    texts: list[Any] = Field(default_factory=list)  # results of a feature's contest, in the place of `workloads`
 
     @property
-    def results(self) -> Sequence[WorkloadResult | TextResult]:
+    def results(self) -> Sequence[Any]:
         """What was measured."""
         return [*self.workloads, *self.texts]
 
@@ -246,21 +231,9 @@ class BenchReport(BaseModel):
             "seconds": round(self.seconds, 3),
             "output": self.output,
             "page": self.page,
-            "workloads": {each.workload: _sum_up(each) for each in self.workloads}
-            | {each.workload: each.summary() for each in self.texts},
+            "workloads": {each.workload: each.summary() for each in self.results},
         }
         return line | ({"error": self.error} if self.error else {})
-
-
-def _sum_up(workload: WorkloadResult) -> dict[str, Any]:
-    return {
-        each.method: {
-            "seconds": round(each.seconds.median, 4),
-            "speedup": round(each.speedup.median, 3),
-            "flips": None if each.answers.audit is None else each.answers.audit.flips,
-        }
-        for each in workload.methods
-    }
 
 
 # The sentences about a workload.
@@ -376,7 +349,7 @@ def cost_table(workload: WorkloadResult) -> TableRows:
         rows.append(
             [
                 each.method,
-                _range(each.seconds),
+                str(each.seconds),
                 f"{each.rows_per_second:,.{1 if each.rows_per_second >= 1 else 3}f}",
                 f"{each.tokens_per_second:,.0f}",
                 f"{each.target_tokens:,}",
@@ -395,7 +368,7 @@ def speedup_table(workload: WorkloadResult) -> TableRows:
         if each.method != REFERENCE:
             promised = [each.predicted.flops, each.predicted.ratio, each.predicted.table5]
             cells = ["" if value is None else f"{value:.2f}" for value in [*promised, each.measured_over_predicted]]
-            rows.append([each.method, _range(each.speedup), *cells])
+            rows.append([each.method, str(each.speedup), *cells])
     return rows
 
 
@@ -441,11 +414,6 @@ def workload_headline(workload: WorkloadResult) -> str:
     )
 
 
-def _range(value: Range) -> str:
-    digits = 2 if value.median >= 1 else 3
-    return f"{value.median:.{digits}f} ({value.low:.{digits}f}-{value.high:.{digits}f})"
-
-
 def quick_table(workload: WorkloadResult) -> TableRows:
     """Header and one row for each method: as much as fits a terminal."""
     rows = [["method", "seconds", "speedup", "rows/s", "kept", "MiB", "flips", "AUC"]]
@@ -468,99 +436,16 @@ def quick_table(workload: WorkloadResult) -> TableRows:
 
 
 def _speedup(method: MethodResult, rounds: int) -> str:
+    value = method.speedup
     if method.method == REFERENCE:
         return "1"
-    return three_digits(method.speedup.median) if rounds < 2 else _short(method.speedup)
+    spread = f" ({three_digits(value.low)}-{three_digits(value.high)})" if rounds > 1 else ""
+    return three_digits(value.median) + spread
 
 
-def _short(value: Range) -> str:
-    return f"{three_digits(value.median)} ({three_digits(value.low)}-{three_digits(value.high)})"
-
-
-def workload_in_short(workload: WorkloadResult, machine: Mapping[str, str | int], *, whole: bool) -> Section:
-    """A workload's results for the terminal; `whole` with predictions and intervals."""
-    names = dict.fromkeys(each.method.partition("@")[0] for each in workload.methods)
-    parts = [Part(above=_on(machine), table=quick_table(workload))]
-    if whole:
-        answers = [[row[column] for column in (0, 1, 2, 3, 5, 7)] for row in answer_table(workload)]
-        parts += [Part(table=speedup_table(workload)), Part(table=answers)]
-    explained = [(name, METHODS[name]) for name in names if name in METHODS]
-    parts += [Part(lines=explained, note=legend(workload)), Part(text="\n".join(verdicts(workload)))]
-    return Section(title=workload_headline(workload), parts=parts, alarms=workload_remarks(workload))
-
-
-def _on(machine: Mapping[str, str | int]) -> str:
+def facts_text(machine: Mapping[str, str | int]) -> str:
+    """Names and values in a line."""
     return ", ".join(f"{name} {value}" for name, value in machine.items())
-
-
-# The tables of the ways to write texts: for the terminal, and for the page.
-
-
-def text_table(result: TextResult) -> TableRows:
-    """Header and one row for each way of writing."""
-    rows = [["method", "seconds", "speedup", "writing", "speedup", "tokens/s", "passes", "right", "same", "peak MiB"]]
-    for each in result.methods:
-        rows.append(
-            [
-                each.method,
-                _range(each.seconds),
-                _range(each.speedup),
-                _range(each.decode_seconds),
-                _range(each.decode_speedup),
-                *_counts(each, named=True),
-            ]
-        )
-    return rows
-
-
-def quick_text_table(result: TextResult) -> TableRows:
-    """The same with medians alone: as much as fits a terminal."""
-    rows = [["method", "all, s", "x", "text, s", "x", "tok/s", "passes", "right", "same", "MiB"]]
-    for each in result.methods:
-        times = (each.seconds, each.speedup, each.decode_seconds, each.decode_speedup)
-        rows.append([each.method, *(three_digits(value.median) for value in times), *_counts(each, named=False)])
-    return rows
-
-
-def _counts(method: TextMethodResult, *, named: bool) -> list[str]:
-    return [
-        three_digits(method.tokens_per_second),
-        "" if method.passes_per_token is None else f"{method.passes_per_token:.2f}",
-        _right(method, named=named),
-        f"{method.same_texts:,}" + (f" + {method.near_ties:,}" if method.near_ties else ""),
-        "" if method.peak_bytes is None else mebibytes(method.peak_bytes),
-    ]
-
-
-TEXT_LEGEND = (
-    "seconds of scores and texts, and of the texts alone; speedups over plain; passes: of the model, for a token of a "
-    "text; right: guesses that were accepted; same: texts as plain's (+ others where the two best tokens were once "
-    "within 1e-4)"
-)
-
-
-def text_headline(result: TextResult) -> str:
-    """Name and size in a line."""
-    return (
-        f"{result.workload}: {result.text_tokens:,} tokens behind {result.rows:,} prompts "
-        f"({result.prompt_tokens / result.rows:,.0f} tokens each)"
-    )
-
-
-def texts_in_short(result: TextResult, machine: Mapping[str, str | int]) -> Section:
-    """The ways of writing on a workload, for the terminal."""
-    explained = [(each.method, TEXT_METHODS[each.method]) for each in result.methods if each.method in TEXT_METHODS]
-    return Section(
-        title=text_headline(result),
-        parts=[Part(above=_on(machine), table=quick_text_table(result)), Part(lines=explained, note=TEXT_LEGEND)],
-        alarms=result.notes,
-    )
-
-
-def _right(method: TextMethodResult, *, named: bool) -> str:
-    # The share of right guesses of each drafter.
-    shares = {name: each.accepted / each.proposed for name, each in method.guesses.items() if each.proposed}
-    return " ".join(f"{name} {share:.0%}" if named else f"{share:.0%}" for name, share in shares.items())
 
 
 def bench_html(report: BenchReport) -> str:
@@ -569,80 +454,16 @@ def bench_html(report: BenchReport) -> str:
         title="prefill bench",
         lines=[
             ("started", f"{report.started} (UTC), {report.seconds:.0f} seconds, {report.status}"),
-            ("on", _on(report.machine)),
-            ("with", _on(report.versions)),
+            ("on", facts_text(report.machine)),
+            ("with", facts_text(report.versions)),
         ],
         alarms=[*report.notes, *([report.error] if report.error else [])],
     )
-    workloads = map(_workload_section, report.workloads)
-    return page_html(head, [*workloads, *map(_text_section, report.texts), settings_section(report.settings)])
+    return page_html(head, [*(each.section() for each in report.results), settings_section(report.settings)])
 
 
-def _workload_section(workload: WorkloadResult) -> Section:
-    # A workload's results for the page.
-    speedups = [
-        (
-            each.method,
-            each.speedup.median,
-            each.predicted.flops,
-            f"{each.speedup.median:.2f}x"
-            + ("" if each.predicted.flops is None else f", {each.predicted.flops:.2f}x by FLOPs"),
-        )
-        for each in workload.methods
-        if each.method != REFERENCE
-    ]
-    drift = drift_table(workload)
-    return Section(
-        title=workload_headline(workload),
-        alarms=workload_remarks(workload),
-        parts=[
-            Part(
-                title=f"Speedup over {REFERENCE}",
-                keys=[("measured", "measured"), ("promised", "predicted by FLOPs")],
-                bars=_speedup_bars(speedups),
-                note=f"The upright line is {REFERENCE} itself.",
-            ),
-            Part(
-                title=f"Answers that flip against {REFERENCE}, with 95 % interval",
-                bars=_flip_bars(workload) if workload.reference_able is not False else [],
-            ),
-            Part(title="Speed", table=cost_table(workload)),
-            Part(title=f"Speedup over {REFERENCE}, and what cost models promise", table=speedup_table(workload)),
-            Part(title=f"Answers against {REFERENCE}", table=answer_table(workload)),
-            Part(title="State drift: distance over the norm, median of each layer", table=drift or None),
-        ],
-    )
-
-
-def _text_section(result: TextResult) -> Section:
-    # The ways of writing on a workload, for the page.
-    speedups: list[tuple[str, float, float | None, str]] = [
-        (
-            each.method,
-            each.speedup.median,
-            each.decode_speedup.median,
-            f"{each.speedup.median:.2f}x, decoding alone {each.decode_speedup.median:.2f}x",
-        )
-        for each in result.methods
-        if each.method != TEXT_REFERENCE
-    ]
-    return Section(
-        title=text_headline(result),
-        alarms=result.notes,
-        parts=[
-            Part(
-                title=f"Speedup over {TEXT_REFERENCE}",
-                keys=[("measured", "scores and texts"), ("promised", "decoding alone")],
-                bars=_speedup_bars(speedups),
-                note=f"The upright line is {TEXT_REFERENCE} itself.",
-            ),
-            Part(table=text_table(result), note=TEXT_LEGEND),
-        ],
-    )
-
-
-def _speedup_bars(speedups: Sequence[tuple[str, float, float | None, str]]) -> list[Bar]:
-    # Two bars for each method, and a line where its speed would be the reference's.
+def speedup_bars(speedups: Sequence[tuple[str, float, float | None, str]]) -> list[Bar]:
+    """Two bars for each method (name, speedup, another one, text), and a line where its speed is the reference's."""
     longest = max([1.0, *(max(first, second or 0) for _, first, second, _ in speedups)])
     found = []
     for name, first, second, text in speedups:
@@ -672,9 +493,3 @@ def _flip_bars(workload: WorkloadResult) -> list[Bar]:
         for name, rate, interval in known
         if rate is not None and interval is not None
     ]
-
-
-def save_report(report: BenchReport, path: str) -> None:
-    """Write `bench.json` to `path`, and its page. Raises PrefillError."""
-    safe = shown_report(report)
-    write_with_page(path, safe.model_dump_json(indent=2) + "\n", bench_html(safe))

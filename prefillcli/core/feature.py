@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from prefillcli.engines.registry import loader_of
 
@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # the nouns of the hooks: features import them from here, for
     from prefillcli.report.inspection import ReadPrompt as ReadPrompt
     from prefillcli.report.run import RunReport as RunReport
     from prefillcli.report.section import Section as Section
+    from prefillcli.runtime.clock import StepLog as StepLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,24 @@ class Foresight(ABC):
     def layers(self, requests: Sequence[Request]) -> float:
         """Of the layers of all tokens of these requests, the share that is computed."""
         return 1.0
+
+
+class Contest(Protocol):
+    """What `prefill bench` compares on the same prompts."""
+
+    def names(self) -> Sequence[str]:
+        """The methods to compare. Raises UsageError."""
+
+    def run(
+        self, material: Material, names: Sequence[str], equipment: Equipment, steps: StepLog, within: float
+    ) -> Any:
+        """Compare them. The result has `workload`, `summary`, `in_short` and `section`, as a `WorkloadResult` has.
+
+        No timed round begins that would end more than `within` seconds after the first began.
+        """
+
+    def next(self) -> str:
+        """What to run next."""
 
 
 class Command(NamedTuple):
@@ -351,6 +370,11 @@ class Feature:
         """Those of its `methods` that are named, for a workload of `prefill bench`. Of one that cannot be compared
         there is a note."""
         return ()
+
+    @classmethod
+    def contest(cls, settings: Any) -> Contest | None:
+        """What `prefill bench` compares in the place of ways to score; None for those. Settings have its options."""
+        return None
 
     @classmethod
     def after_bench(cls, settings: Any) -> str | None:

@@ -302,11 +302,6 @@ class BenchSettings(
         "all but vllm)",
         BENCH, changes="report", metavar="NAME", repeatable=True,
     )  # fmt: skip
-    rationale: int = option(
-        0,
-        "Compare ways to write up to N tokens behind each row's answer, in the place of ways to score.",
-        BENCH, changes="scores", metavar="N", off=0, ge=0,
-    )  # fmt: skip
     rows: int = option(60, "Rows that are made without INPUT.", BENCH, changes="rows", metavar="N", ge=2)
     tokens: int | None = option(
         None,

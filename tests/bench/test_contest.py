@@ -59,7 +59,7 @@ def stage() -> Iterator[tuple[Equipment, Material]]:
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
     material = made_material(settings, opened, labels)
     with closing(load_walk(opened, settings)) as loaded:
-        yield Equipment(opened, loaded, settings, labels), material
+        yield Equipment(loaded, labels), material
 
 
 def at_rates(equipment: Equipment, *keeps: float) -> Equipment:

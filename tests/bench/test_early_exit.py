@@ -50,7 +50,7 @@ def stage() -> Iterator[tuple[Equipment, Material]]:
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
     material = made_material(settings, opened, labels)
     with closing(load_walk(opened, settings)) as loaded:
-        yield Equipment(opened, loaded, settings, labels), material
+        yield Equipment(loaded, labels), material
 
 
 def test_where_no_row_is_decided_the_answers_are_those_of_the_walk(stage: tuple[Equipment, Material]) -> None:

@@ -33,7 +33,7 @@ def stage() -> Iterator[tuple[Equipment, Material]]:
     opened = open_models(settings)
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
     with closing(load_walk(opened, settings)) as loaded:
-        yield Equipment(opened, loaded, settings, labels), made_material(settings, opened, labels)
+        yield Equipment(loaded, labels), made_material(settings, opened, labels)
 
 
 def method(stage: tuple[Equipment, Material], name: str) -> Contender:

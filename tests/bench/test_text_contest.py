@@ -10,11 +10,12 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from prefillcli.bench.report import BenchReport, bench_html, quick_text_table
-from prefillcli.bench.text_contest import compare_texts
-from prefillcli.bench.text_methods import TextMethod, TextRun, TextTask
+from prefillcli.bench.material import Material
+from prefillcli.bench.report import BenchReport, bench_html
 from prefillcli.cli import app
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, DrafterCounts, Writing
+from prefillcli.features.rationale.contenders import TextMethod, TextRun
+from prefillcli.features.rationale.contest import TextResult, TextTask, compare, quick_text_table
 from prefillcli.plan.pack import Limits
 
 SMALL = ("--rows", "3", "--tokens", "150", "--rounds", "1", "--dtype", "float32")
@@ -32,7 +33,9 @@ def bench(*words: object) -> Result:
 
 
 def saved() -> BenchReport:
-    return BenchReport.model_validate_json(Path("bench.json").read_text(), strict=False)
+    found = BenchReport.model_validate_json(Path("bench.json").read_text(), strict=False)
+    found.texts = [TextResult.model_validate(each) for each in found.texts]
+    return found
 
 
 @pytest.mark.nightly
@@ -92,8 +95,8 @@ def test_texts_guesses_and_near_ties_are_counted() -> None:
     plain = [Continuation((1, 2), "length", gap) for gap in (1.0, 0.5e-4, 0.5)]
     other = [plain[0], Continuation((1, 3), "length", 0.0), Continuation((2,), "stop", 1.0)]
     report = DecodingReport(tokens=6, row_passes=3, seconds=0.5, drafters={"lookup": DrafterCounts(2, 4, 3)})
-    result = compare_texts(
-        "made",
+    result = compare(
+        Material("made", False, [], []),
         task,
         [
             Scripted("plain", plain, DecodingReport(tokens=6, row_passes=6, seconds=2.0)),

@@ -32,7 +32,7 @@ def stage() -> Iterator[tuple[Equipment, Material]]:
     opened = open_models(settings)
     labels = Labels(opened.tokenizer, parse_labels(settings.labels))
     with closing(load_walk(opened, settings)) as loaded:
-        yield Equipment(opened, loaded, settings, labels), made_material(settings, opened, labels)
+        yield Equipment(loaded, labels), made_material(settings, opened, labels)
 
 
 def test_the_drafts_work_is_that_over_its_own_tokens(stage: tuple[Equipment, Material]) -> None:

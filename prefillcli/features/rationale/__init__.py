@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from prefillcli.core.feature import Feature, Objection, features_of
 from prefillcli.errors import UsageError
 from prefillcli.options.groups import DEFAULT_TEMPLATE, SELF
-from prefillcli.options.option import RATIONALES, Settings, option
+from prefillcli.options.option import BENCH, RATIONALES, Settings, option
 from prefillcli.options.requirements import Requirement
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from prefillcli.data.output.target import Manifest
     from prefillcli.decode.continuations import Writing
     from prefillcli.features.rationale.condition import RowChoice
+    from prefillcli.features.rationale.contest import WritingContest
     from prefillcli.features.rationale.report import WrittenRow
     from prefillcli.features.rationale.writing import Rationales
     from prefillcli.jobs.load import Models
@@ -125,12 +126,22 @@ class RationaleOptions(WritingOptions):
     )  # fmt: skip
 
 
+class WritingContestOptions(Settings):
+    """Whether ways to write are compared."""
+
+    rationale: int = option(
+        0,
+        "Compare ways to write up to N tokens behind each row's answer, in the place of ways to score.",
+        BENCH, changes="scores", metavar="N", off=0, ge=0,
+    )  # fmt: skip
+
+
 class Rationale(Feature):
     """The rationales of a job, and the choice of rows. The key `rationales` of its report holds a
     `report.RationaleUse`, also where other features ask about the rows."""
 
     order = 6
-    options = {"score": RationaleOptions, "inspect": WritingOptions}
+    options = {"score": RationaleOptions, "inspect": WritingOptions, "bench": WritingContestOptions}
     keys = {"rationales": None}
     draft_advice = "--speculation draft if it is to guess tokens of rationales"
     shown: Sequence[WrittenRow] = ()
@@ -140,7 +151,9 @@ class Rationale(Feature):
         self.columns = ("rationales",) if settings.rationale else ()
 
     @classmethod
-    def asked(cls, settings: WritingOptions) -> bool:
+    def asked(cls, settings: Any) -> bool:
+        if not isinstance(settings, WritingOptions):  # a contest is none of a job's
+            return False
         return settings.rationale > 0 or bool(getattr(settings, "evidence", False))
 
     def asks(self) -> bool:
@@ -274,6 +287,14 @@ class Rationale(Feature):
         from prefillcli.features.rationale.report import inspected
 
         return inspected(row.scored.rationale, self._texts(labels)[labels[row.label]].strip())
+
+    @classmethod
+    def contest(cls, settings: WritingContestOptions) -> WritingContest | None:
+        if not settings.rationale:
+            return None
+        from prefillcli.features.rationale.contest import WritingContest
+
+        return WritingContest(settings)
 
     @classmethod
     def section(cls, report: RunReport) -> Section | None:

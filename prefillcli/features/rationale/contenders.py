@@ -1,4 +1,4 @@
-"""The ways to write texts behind scored prompts: lock-step decoding with each drafter, and transformers' `generate`.
+"""The ways to write texts that `prefill bench --rationale` compares: lock-step decoding, `generate`, vLLM.
 
 Each scores the prompts and writes behind all of them.
 """
@@ -6,59 +6,32 @@ Each scores the prompts and writes behind all of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
-from prefillcli.data.rows import Float64Array
+from prefillcli.bench.contenders import Equipment, VllmMethod, start_vllm
 from prefillcli.decode.behind import write_behind
-from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Writing
+from prefillcli.decode.continuations import DRAFTERS, Beginning, Continuation, DecodingReport
 from prefillcli.decode.drafters import DraftModel, JobDrafters
 from prefillcli.decode.kept_pack import KeptPack
-from prefillcli.engines.base import Answer, LabelTokens
+from prefillcli.engines.base import Treatment
 from prefillcli.engines.hf import generate
+from prefillcli.features.rationale.contest import MOST_WORDS, TEXT_METHODS, TEXT_REFERENCE, TextTask
 from prefillcli.models.heads import label_numbers
-from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.plan.trie import TokenArray
+from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.prefill.walk import LayerWalk
+
+if TYPE_CHECKING:
+    from prefillcli.core.feature import Material, Pack
 
 # Sets the model up for the layer walk, for as long as it is used.
 Walking = Callable[[], AbstractContextManager[LayerWalk]]
-
-
-@dataclass(frozen=True, slots=True)
-class TextTask:
-    """Prompts that are scored and written on, in packs of these `limits`, whose K,V of all layers fit.
-
-    `beginning` says what is written behind a prompt, by its number and its label log-probabilities, float64 [labels].
-    A prompt, what follows it and its text take at most `longest` tokens.
-    """
-
-    prompts: Sequence[TokenArray]
-    labels: Callable[[int], LabelTokens]
-    beginning: Callable[[int, Float64Array], Beginning]
-    writing: Writing
-    limits: Limits
-    longest: int
-    again: bool = False
-
-    def with_drafter(self, name: str) -> TextTask:
-        """The task for the drafter of this name."""
-        speculation = replace(self.writing.speculation, drafter=name)
-        return replace(self, writing=replace(self.writing, speculation=speculation))
-
-    # As `Continuations` of all prompts, for engines:
-
-    def wanted(self, answers: Sequence[Answer]) -> Mapping[int, Beginning]:
-        return {answer.prompt: self.beginning(answer.prompt, answer.logprobs) for answer in answers}
-
-    def of(self, prompts: Collection[int]) -> TextTask:
-        return self
 
 
 @dataclass(slots=True)
@@ -80,9 +53,6 @@ class TextMethod(ABC):
     @abstractmethod
     def run(self, task: TextTask) -> TextRun:
         """Score all prompts and write behind them. This is what is timed."""
-
-    def close(self) -> None:  # noqa: B027 - most have started nothing
-        """Let go of what it has started."""
 
 
 class ScoredPack(NamedTuple):
@@ -188,3 +158,64 @@ class GeneratedTexts(TextMethod):
             batch.append(prompt)
         if batch:
             yield batch
+
+
+class VllmTexts(TextMethod):
+    """The engine of `prefill score --engine vllm`, which scores the prompts and writes behind them."""
+
+    elsewhere = True
+
+    def __init__(self, scoring: VllmMethod) -> None:
+        super().__init__(scoring.name)
+        self._engine = scoring.engine
+
+    def run(self, task: TextTask) -> TextRun:
+        engine, run = self._engine, TextRun()
+        engine.forget()
+        before = engine.decoded() or DecodingReport()
+        packs = make_plan(task.prompts, engine.limits).packs
+        for answers in engine.answer_all(packs, task.labels, lambda tokens: None, Treatment(continuations=task)):
+            run.texts |= {each.prompt: each.continuation for each in answers if each.continuation is not None}
+        now = engine.decoded() or DecodingReport()
+        for name in ("texts", "tokens", "passes", "row_passes", "seconds"):
+            setattr(run.report, name, getattr(now, name) - getattr(before, name))
+        return run
+
+
+# Prompt tokens of a padded batch: a mask of as many times the longest prompt must fit beside them.
+PADDED_TOKENS = 32_768
+# The ways of transformers, and how many prompt tokens they generate behind together.
+TOGETHER = {"generate": 1, "generate-padded": PADDED_TOKENS}
+
+
+@contextmanager
+def text_methods(
+    names: Sequence[str], equipment: Equipment, material: Material, tokens: int
+) -> Iterator[list[TextMethod]]:
+    """The ways to write by name, the reference among them; without names all but vLLM."""
+    writer = _writer(equipment, material)
+    found: list[TextMethod] = [LockStepTexts(TEXT_REFERENCE, "off", equipment.walking)]
+    with ExitStack() as stack:
+        for name in names or [name for name in TEXT_METHODS if name != "vllm"]:
+            if name in DRAFTERS:
+                if writer is not None or not DRAFTERS[name].needs_draft:
+                    found.append(LockStepTexts(name, name, equipment.walking, writer))
+            elif name in TOGETHER:
+                found.append(GeneratedTexts(name, equipment.model, equipment.walking, TOGETHER[name]))
+            elif name == "vllm":
+                scoring = start_vllm(equipment, material, tokens + MOST_WORDS)
+                stack.callback(scoring.close)
+                found.append(VllmTexts(scoring))
+        yield found
+
+
+def _writer(equipment: Equipment, material: Material) -> DraftModel | None:
+    # The draft as what guesses tokens; None if it has others than the model, or cannot: a note says why.
+    small = equipment.opened.draft
+    if small is None or equipment.opened.draft_tokenizer is not None:
+        return None
+    try:
+        return DraftModel(equipment.loaded.draft_walk(equipment.settings.chunk_tokens), small.max_length)
+    except UnsupportedModelError as error:
+        material.notes.append(f"the draft cannot guess tokens: {error}")
+        return None
