@@ -24,7 +24,8 @@ from prefillcli.data.rows import Int32Array, Prompt, Window
 from prefillcli.data.windows import MAX_ROWS
 from prefillcli.jobs.loop import ScoringLoop, ScoringOptions
 from prefillcli.jobs.recorder import Recorder
-from prefillcli.jobs.runners.pool import PACK_SHARE, Pool, WorkerSpec
+from prefillcli.jobs.runners.parallel import PACK_SHARE
+from prefillcli.jobs.runners.pool import Pool, WorkerSpec
 from prefillcli.models.law import PACK_TOKENS
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings

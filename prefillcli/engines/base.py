@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Writing
+from prefillcli.engines.memory_plan import REDUCED as REDUCED
 from prefillcli.engines.memory_plan import RESIDENT, Measured, MemoryChoice, PlacementChoice
 from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.models.open import DraftChoice, Opened

@@ -13,8 +13,7 @@ from prefillcli.core.further import Condition, FurtherQuestions, condition_of
 from prefillcli.core.request import AuditDraw, Request, Tick
 from prefillcli.data.rows import Prompt, Window
 from prefillcli.data.windows import Prefetcher, ShardRows, windows
-from prefillcli.engines.base import Engine
-from prefillcli.engines.memory_plan import REDUCED
+from prefillcli.engines.base import REDUCED, Engine
 from prefillcli.engines.registry import loader_of
 from prefillcli.jobs.load import load_models
 from prefillcli.jobs.loop import USUAL as USUAL
@@ -115,7 +114,7 @@ class Scorer(Opening):
 
     def start_workers(self, stop: Stop, digests: Mapping[str, str], profile: Profile | None = None) -> None:
         """Have workers load the models. `digests` are those of the models' contents. Raises as `start_pool`."""
-        from prefillcli.jobs.runners.pool import start_pool
+        from prefillcli.jobs.runners.parallel import start_pool
 
         settings, opened, before = self.settings, self.opened, self.plan
         pool = start_pool(settings, opened, stop, before=before, profile=profile, digests=digests)
