@@ -29,7 +29,7 @@ AnyOptions = TypeVar("AnyOptions", bound=Settings)
 
 
 def parameters_of(settings: type[Settings]) -> list[inspect.Parameter]:
-    """What is given by its place, an option for each other field of `settings`, and `--recipe`.
+    """The argument that is given by its place, an option for each other field of `settings`, and `--recipe`.
 
     None stands for "not given".
     """
@@ -99,7 +99,7 @@ class GroupedCommand(TyperCommand):
     """A command whose help page shows each option under the name of its panel."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write what the command takes to the page: arguments first, then the options panel by panel."""
+        """Write arguments and options to the page: arguments first, then the options panel by panel."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for each in self.get_params(ctx):
             record = each.get_help_record(ctx)
@@ -117,7 +117,7 @@ class GroupedCommand(TyperCommand):
         return super().get_help(ctx).replace(_NO_BREAK, "-")
 
     def get_short_help_str(self, limit: int = 45) -> str:
-        """What `prefill --help` says of this command: the first line of its help, whole."""
+        """The command's line in `prefill --help`: the first line of its help, whole."""
         return (self.help or "").strip().partition("\n")[0]
 
 

@@ -75,7 +75,7 @@ def json_with(*names: str) -> Callable[[str, bytes], bool]:
 
 
 class Objection(NamedTuple):
-    """Why something cannot be combined with an option, and what to do besides leaving that option out."""
+    """Why something cannot be combined with an option, and a remedy besides leaving that option out."""
 
     reason: str
     remedy: str
@@ -129,21 +129,21 @@ class Feature:
     # By command, the class of its options. The classes of all features make the settings of a command.
     options: ClassVar[Mapping[str, type[Any]]] = {}
     commands: ClassVar[Mapping[str, Command]] = {}  # by name, the commands that it brings
-    # Methods of `prefill bench` by name: what each is, and what is done before a workload. See `contenders`.
+    # Methods of `prefill bench` by name: a summary of each, and the step that precedes a workload. See `contenders`.
     methods: ClassVar[Mapping[str, tuple[str, str]]] = {}
     flips: ClassVar[bool] = False  # whether it may flip answers: an audit reads some rows in full as well
     # Whether it says how the model reads prompts: see `requests`. Windows then hand no prefixes on.
     rewrites: ClassVar[bool] = False
     # The groups of columns that the output of a job has that asks for it (`data.output.columns.ColumnGroups`).
     columns: Sequence[str] = ()
-    # Whether it makes prompts anew of a part of what they were made of: prompts then keep that.
+    # Whether it makes prompts anew from parts of their rows: prompts then keep the values that they were made of.
     takes_prompts_apart: ClassVar[bool] = False
-    draft_advice: ClassVar[str] = ""  # what to give so that it uses a draft model; empty if it never does
+    draft_advice: ClassVar[str] = ""  # the option with which it uses a draft model; empty if it never does
     # Parts of the job's plan that stay when its models are loaded again.
     plan_keys: ClassVar[Sequence[str]] = ()
     # Keys of `run.json`, with their values in a run that has nothing to say there.
     keys: ClassVar[Mapping[str, Any]] = {}
-    # Kinds of files that it writes beside the scores, by what its options call their path.
+    # Kinds of files that it writes beside the scores, by the `path` of their options.
     side_files: ClassVar[Mapping[str, SideFile]] = {}
 
     def __init__(self, settings: Any) -> None:
@@ -180,18 +180,19 @@ class Feature:
         return ()
 
     def meaningless(self, labels: Labels) -> Sequence[str]:
-        """Options that are given, but have no meaning for what the numbers of these labels are."""
+        """Options that are given, but have no meaning for numbers of these labels' kind."""
         return ()
 
     def row_columns(self) -> RowColumns | None:
-        """What rows may say of their own prompts; None for nothing."""
+        """The columns by which rows change how their own prompts are read; None: there are none."""
 
     def carried(self) -> Sequence[str | None]:
         """Columns of the input that go to the output."""
         return ()
 
     def writes(self, report: str) -> Sequence[tuple[str, str, str]]:
-        """What it writes beside the report that goes to this path: kind in `side_files`, path, name for messages."""
+        """The files that it writes beside the report that goes to this path: kind in `side_files`, path, name for
+        messages."""
         return ()
 
     def reopens(self) -> bool:
@@ -213,10 +214,10 @@ class Feature:
         """A run begins, whose report says where it will be written over that of an earlier one."""
 
     def columns_known(self, columns: Collection[str]) -> None:
-        """The columns of the input are known. Raise UsageError if nothing can come of what is asked."""
+        """The columns of the input are known. Raise UsageError if the feature can have no effect on such rows."""
 
     def starting(self) -> None:
-        """Before anything is opened: raise UsageError for what is wrong whatever the input holds."""
+        """Before anything is opened: raise UsageError for options that are wrong whatever the input holds."""
 
     def source_opened(self, opening: Opening) -> None:
         """The input is open. Torch is not imported yet: raise UsageError for all that can be told now."""
@@ -228,8 +229,9 @@ class Feature:
         """Prompts can be made of the rows."""
 
     def identity(self, opening: Opening, values: dict[str, Any], models: LocalModels) -> Mapping[str, str]:
-        """Its parts of the job's fingerprint. `values` are those of options that change the output: what it takes out
-        of them for a part of its own is not in the part `settings`. `models` are the contents of what was opened."""
+        """Its parts of the job's fingerprint. `values` are those of options that change the output: the ones that it
+        takes out for a part of its own are not in the part `settings`. `models` are the contents of the models'
+        files."""
         return {}
 
     def foresee(self, opened: Opened, budget: int) -> Foresight | None:
@@ -242,14 +244,14 @@ class Feature:
         """The first window of the input is there, before the models are loaded."""
 
     def load(self, models: Models[Any]) -> Any:
-        """The models are loaded, here or in this worker. Returns what is to be at hand beside them; it is closed with
-        them. Raises UsageError where they cannot do what is asked."""
+        """The models are loaded, here or in this worker. Returns an object that is kept beside them and closed with
+        them, or None. Raises UsageError where they cannot serve the feature."""
         return None
 
     @classmethod
     def work(cls, beside: Any, asked: Any, tick: Tick) -> Any:
-        """Do in a worker what the feature has asked of it (`Pool.ask_feature`); `beside` is what `load` has returned
-        there. What is asked and returned can be pickled."""
+        """Do a task that the feature has sent to a worker (`Pool.ask_feature`); `beside` is the result of `load`
+        there. Task and result can be pickled."""
         raise NotImplementedError
 
     def learn(
@@ -296,11 +298,12 @@ class Feature:
         return None
 
     def further(self, opening: Opening, choice: Choice) -> Further | None:
-        """What it asks about the chosen ones of the scored rows; None for nothing."""
+        """Its questions about the chosen ones of the scored rows; None: it has none."""
         return None
 
     def answers_shown(self, row: WantedRow, labels: Sequence[str]) -> Section | None:
-        """What `prefill inspect` shows of the answers about a row of a job with these labels; None for nothing."""
+        """The section of `prefill inspect` on the answers about a row of a job with these labels; None: there is
+        none."""
         return None
 
     def arithmetic(self) -> Arithmetic | None:
@@ -308,7 +311,7 @@ class Feature:
         return None
 
     def treatment(self, in_full: frozenset[int]) -> Treatment | None:
-        """What is done between the layers with the prompts of a pack, but for those `in_full`; None for nothing."""
+        """Its work between the layers on the prompts of a pack, but for those `in_full`; None: it does none."""
         return None
 
     def answered(self, pack: Pack, answers: Sequence[Answer]) -> None:
@@ -318,7 +321,7 @@ class Feature:
         """All rows of the window with this index are written."""
 
     def shard_ended(self, job: Job) -> Mapping[str, Any]:
-        """What the plan of a shard has to hold for `merged`."""
+        """Additions to the plan of a shard, for `merged` to read."""
         return {}
 
     def names_rows(self) -> bool:
@@ -333,7 +336,7 @@ class Feature:
         """All rows of the job, or of its shard, are written."""
 
     def ended(self, job: Job) -> None:
-        """The output is finished: evaluate it, write what lies beside it."""
+        """The output is finished: evaluate it, write the files beside it."""
 
     def reported(self, job: Job, counts: Counts | None) -> None:
         """The run is over, however it ended. `counts` are the output's; None where it was not opened."""
@@ -347,7 +350,7 @@ class Feature:
         """`prefill merge` has made an output of shards."""
 
     def judge(self, report: RunReport) -> Sequence[str]:
-        """What is not as expected of a finished output: it ends with exit code 3."""
+        """Sentences on how a finished output differs from what was expected: the run ends with exit code 3."""
         return ()
 
     def inspected(
@@ -378,11 +381,11 @@ class Feature:
 
     @classmethod
     def after_bench(cls, settings: Any) -> str | None:
-        """What to do after `prefill bench` has compared its methods on rows of the user; None for nothing."""
+        """Advice after `prefill bench` has compared its methods on rows of the user; None: there is none."""
 
     @classmethod
     def section(cls, report: RunReport) -> Section | None:
-        """What terminal, page and metrics say of a run; None for nothing."""
+        """The section on a run, for terminal, page and metrics; None: there is nothing to say."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Further questions about rows that are scored: which rows have them, and what features ask."""
+"""Further questions about rows that are scored: which rows have them, and which features ask."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Condition(Protocol):
 
 
 def condition_of(features: Sequence[Feature], schema: OutputSchema) -> Condition | None:
-    """What chooses the rows of an output with this schema; None where all are. Raises UsageError."""
+    """The condition by which rows of an output with this schema are chosen; None: all are. Raises UsageError."""
     return next((found for each in features if (found := each.condition(schema)) is not None), None)
 
 
@@ -42,7 +42,7 @@ def condition_of(features: Sequence[Feature], schema: OutputSchema) -> Condition
 class Choice:
     """Which scored rows are asked about, and which labels these have got. It can be pickled.
 
-    Without a `condition` all are. `temperature` and `probabilities` are what the scores of the output are made with.
+    Without a `condition` all are. The scores of the output are made with `temperature` and `probabilities`.
     """
 
     schema: OutputSchema
@@ -88,7 +88,7 @@ class Question(NamedTuple):
 
 
 class Further:
-    """What a feature asks about wanted rows. What it learns goes into the `ScoredRow`."""
+    """The questions of a feature about wanted rows. Their answers go into the `ScoredRow`."""
 
     most = 1
     """Questions about one row, at most."""
@@ -105,7 +105,7 @@ class Further:
         return True
 
     def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Question]:
-        """What is to be read for a wanted row. Without questions all is known that can be known."""
+        """The questions about a wanted row. None are left when all is known that can be."""
         return ()
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class Further:
 
 @dataclass(frozen=True, slots=True)
 class FurtherQuestions:
-    """What a job asks about its rows once they are scored, and about which. `chosen` counts those that are written."""
+    """The questions of a job about rows that are scored, and their choice. `chosen` counts those that are written."""
 
     choice: Choice
     askers: Sequence[Further]

@@ -1,4 +1,4 @@
-"""A prompt as the model reads it, and what an engine says of it."""
+"""A prompt as the model reads it, and the answer of an engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Thinning(ABC):
     keep: float
     """Share of the tokens that its last layers read, beside those that they always read."""
     alone: bool
-    """Whether it chooses for each prompt by itself: the last layers then have what prompts share once for each."""
+    """Whether it chooses for each prompt by itself: the last layers then hold shared tokens once for each prompt."""
 
     @abstractmethod
     def most_kept(self, tokens: int) -> int:
@@ -85,7 +85,7 @@ class Request:
 
     @property
     def most_kept(self) -> int:
-        """How many tokens the last layers read, at most: what is chosen may be among those that are kept anyway."""
+        """How many tokens the last layers read, at most: the chosen ones may be among those that are kept anyway."""
         tokens = len(self.tokens)
         return tokens if self.thinning is None else self.thinning.most_kept(tokens)
 
@@ -153,7 +153,7 @@ def answer_requests(
     schedule: str = "prefix-tree",
     treatment: Treatment = PLAIN,
 ) -> list[Answer]:
-    """What the engine says of each request; arguments as in `answer`; `treatment` as in `Engine.answer`."""
+    """The engine's answer to each request; arguments as in `answer`; `treatment` as in `Engine.answer`."""
     found: dict[int, Answer] = {}
     plan = plan_requests(requests, engine.limits, schedule)
     treatment = replace(treatment, thinning=thinning_of(dict(enumerate(requests))))
@@ -209,7 +209,7 @@ def _groups(requests: Sequence[Request], limits: Limits) -> Iterator[tuple[list[
     """Numbers of requests that may share packs, and the limits of these.
 
     A prompt that is read both ways is in two groups: one pack computes a prompt once. Where each row chooses for
-    itself, rows of another rate, or without one, are apart too; what they share is then there for each of them in the
+    itself, rows of another rate, or without one, are apart too; shared tokens are then there for each of them in the
     last layers, and their groups are so small that it fits.
     """
     thinned = {request.prompt.row for request in requests if request.thinning is not None}
@@ -288,7 +288,8 @@ def draw(candidates: Sequence[int], count: int, number: int) -> list[int]:
 
 
 def scored_row(request: Request, answer: Answer, *, audited: bool = False) -> ScoredRow:
-    """What an answer makes of a row. Of an `audited` one it has what an exit would have given, and the full read."""
+    """A row scored by an answer. An `audited` one has the result that an exit would have given, and that of the full
+    read."""
     logprobs, layer, audit = answer.logprobs, answer.exit_layer, None
     if audited:
         audit = answer.logprobs

@@ -1,1 +1,1 @@
-"""The commands that read rows: what each does from its options to its exit code."""
+"""The commands that read rows, each from its options to its exit code."""

@@ -1,4 +1,4 @@
-"""What a job computes with: the engine, the draft where there is one, and what features need beside them."""
+"""The models of a job: the engine, the draft where there is one, and those that features load beside them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)
 class Models(Generic[AnyEngine]):
     """Models ready to work.
 
-    `plan` is what a resumed run must take over to cut the same packs; `before` is that of an earlier attempt that
-    asked for the same, else empty. Where it is `planned`, another worker has made the plan for all.
+    `plan` must be taken over by a resumed run, so that it cuts the same packs; `before` is that of an earlier attempt
+    that asked for the same, else empty. Where it is `planned`, another worker has made the plan for all.
     """
 
     engine: AnyEngine
@@ -42,7 +42,7 @@ class Models(Generic[AnyEngine]):
     draft: Any = None
     """The weights of the draft."""
     beside: dict[type[Feature], Any] = field(default_factory=dict)
-    """What features have loaded: see `Feature.load`."""
+    """The results of `Feature.load`, by feature."""
     _draft_walk: LayerWalk | None = None
     _closing: ExitStack = field(default_factory=ExitStack)
 
@@ -62,7 +62,7 @@ class Models(Generic[AnyEngine]):
         return self._draft_walk
 
     def add_features(self) -> None:
-        """Let features load what they need beside the models. Raises UsageError."""
+        """Let features load models or tables of their own. Raises UsageError."""
         for each in features_of(self.settings):
             found = each.load(self)
             if found is not None:
@@ -87,11 +87,11 @@ def load_models(
     placement: PlacementChoice = RESIDENT,
     names: Sequence[str] = (),
 ) -> Models[Engine]:
-    """Load the weights and decide what fits one pack.
+    """Load the weights and decide how much fits one pack.
 
     `before` is the plan of an earlier attempt, or empty. `options` are the engine's own. `share` and `planned` as in
-    `LoadRequest`. `placement` says what of the model may be kept outside the device; the draft is on it. `names` are
-    those of the labels. Raises ResourceError where the weights cannot fit, before they are loaded.
+    `LoadRequest`. `placement` says which parts of the model may be kept outside the device; the draft is on it.
+    `names` are those of the labels. Raises ResourceError where the weights cannot fit, before they are loaded.
     """
     draft = None
     if opened.draft is not None:

@@ -21,7 +21,7 @@ from prefillcli.plan.plan import Plan, packs_to_run
 from prefillcli.report.run import Tokens
 from prefillcli.runtime.clock import Phase
 
-# What an engine has to answer for the rows of a window, and the rows that its answers finish.
+# The requests for the rows of a window, and the rows that their answers finish.
 
 
 @dataclass(slots=True)
@@ -55,20 +55,20 @@ class PlannedWork(Protocol):
         """The prompts whose rows need no answer any more."""
 
     def treatment(self, pack: Pack) -> Treatment:
-        """What is done with the prompts of a pack, beside reading their labels."""
+        """The treatment of the prompts of a pack, beside reading their labels."""
 
     def take(self, pack: Pack, answers: Sequence[Answer]) -> Finished:
         """The rows that these answers of a pack finish."""
 
     def fail(self, prompt: int, error: RowError) -> Finished:
-        """What becomes of a row whose prompt cannot be answered."""
+        """The outcome for a row whose prompt cannot be answered."""
 
     def share(self, pack: Pack) -> tuple[float, float]:
         """Rows and prompt tokens that progress counts for each of the pack's tokens."""
 
 
 def failed_prompts(work: PlannedWork, unanswered: Sequence[Answer]) -> Finished:
-    """What becomes of rows whose prompts have no answer because memory ran out on them."""
+    """The outcome for rows whose prompts have no answer because memory ran out on them."""
     finished = Finished()
     for answer in unanswered:
         finished.add(work.fail(answer.prompt, RowError(ErrorCode.EXCEEDS_MEMORY, answer.failure or "")))
@@ -80,8 +80,8 @@ class WindowWork:
 
     Of the prompts that are `audited`, those that are compressed have a second request. Their rows wait in `scored` or
     `audits` for their other half. The others are read to the end. Scored rows that are wanted for more than a score
-    wait in `wanted` until all packs are answered. Where they are `limited`, it is not known before which rows are, or
-    what is kept of packs has no room.
+    wait in `wanted` until all packs are answered. Where they are `limited`, it is not known in advance which rows are,
+    or there is no room for the K,V that would be kept of packs.
     """
 
     def __init__(
@@ -221,8 +221,8 @@ class WindowWork:
         return past
 
     def after(self, plan: Plan) -> list[Pack]:
-        """The packs of a plan that comes after this one and those that came after it. They keep what the next window
-        takes over."""
+        """The packs of a plan that comes after this one and those that came after it. They keep the K,V that the next
+        window takes over."""
         own = max((pack.index for pack in (*self.plan.given, *self.plan.packs)), default=-1)
         first = max(own + 1, self._numbers)
         self._numbers = first + len(plan.packs)
@@ -248,8 +248,8 @@ GROUP_TOKENS = 4 << 20
 
 
 class FollowUp:
-    """The further questions about a window's wanted rows, as `PlannedWork`. They make one plan, so that what they
-    share is computed once. Rows that have none are `finished` at once."""
+    """The further questions about a window's wanted rows, as `PlannedWork`. They make one plan, so that
+    prefixes they share are computed once. Rows that have none are `finished` at once."""
 
     def __init__(
         self,
@@ -304,7 +304,7 @@ class FollowUp:
         return finished
 
     def fail(self, prompt: int, error: RowError) -> Finished:
-        """A row keeps its score, and lacks what the question is for."""
+        """The row keeps its score, and goes without an answer to this question."""
         return Finished(rows=self._answered(prompt, None))
 
     def share(self, pack: Pack) -> tuple[float, float]:
@@ -320,7 +320,7 @@ class FollowUp:
 def follow_up(
     work: WindowWork, limits: Limits, schedule: str, tick: Callable[[], None] = lambda: None
 ) -> FollowUp | None:
-    """What is left to do for some of the wanted rows of a window whose packs are all answered; None if nothing is.
+    """The next questions about some of the wanted rows of a window whose packs are all answered; None if none is left.
 
     The others wait for the next call: there may be many questions about a row. Where rows are limited, those that come
     first in the input are taken, and the others are finished as they are. `tick` is called after each row, and may
@@ -346,7 +346,7 @@ class ScoringOptions:
     """How windows are scored.
 
     `audit` says which compressed prompts are read in full as well, with `features` that flip answers which of all.
-    `further` is what is asked about rows that are scored. `adjust_threads` is called often
+    `further` are the questions about rows that are scored. `adjust_threads` is called often
     while something is computed. `block_tokens` as in `make_plan`.
     Where a feature says how prompts are read, `requests` is `Scorer.requests`.
     """
@@ -388,7 +388,7 @@ def begin_window(
     *,
     rows_open: int = 0,
 ) -> tuple[WindowWork, Finished]:
-    """What an engine has to answer for the rows of `window` that are not `done`, and what is known before.
+    """The requests for the rows of `window` that are not `done`, and the rows that are finished without an answer.
 
     `carried` are the blocks that the window before hands on, whether or not the engine still holds them. A row
     that is read both ways is finished when both are answered. The
@@ -431,7 +431,7 @@ def _add_known(
 def _requests(
     window: Window, done: set[int], options: ScoringOptions, listener: Listener
 ) -> tuple[list[Request], Finished]:
-    """How the model will read the prompts of a window, and what finding that out took."""
+    """How the model will read the prompts of a window, and the tokens that a draft computed to decide that."""
     if options.requests is None:
         return [Request(prompt) for prompt in window.prompts], Finished()
     options.adjust_threads()

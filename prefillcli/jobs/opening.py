@@ -91,7 +91,7 @@ class Opening:
             each.models_opened(self)
 
     def labels_known(self) -> None:
-        """Raise UsageError for what these labels cannot be used for."""
+        """The labels are known. Raise UsageError if the command cannot use them."""
 
     def open_rows(self) -> None:
         """Make prompts possible. Raises UsageError."""
@@ -179,7 +179,7 @@ def require_shares(labels: Labels, command: str) -> None:
 
 
 def require_label_uses(opening: Opening) -> None:
-    """Raise UsageError for the first option that has no meaning for what the labels' numbers are."""
+    """Raise UsageError for the first option that has no meaning for numbers of the labels' kind."""
     settings, labels = opening.settings, opening.labels
     if labels.measure is Measure.SHARES:
         return

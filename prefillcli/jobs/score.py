@@ -81,13 +81,13 @@ class Job(Scorer):
     sink: Sink
     recorder: Recorder
     profile: Profile | None
-    """What predicts times, and sizes packs."""
+    """Predicts times, and sizes packs."""
 
     def __init__(self, settings: ScoreSettings, clock: Clock, report: RunReport, granularity: Granularity) -> None:
         super().__init__(settings, granularity)
         self.clock = clock
         self.report = report
-        """What the run says of itself; nothing is read back from it."""
+        """The report of the run; nothing is read back from it."""
         self.output = output_of(settings)
         self.metrics_file: str | None = None
         """Where metrics go, as soon as nothing else can be there."""
@@ -265,7 +265,7 @@ class Job(Scorer):
         self.stop.check()
 
     def fill_report(self) -> None:
-        """Put the numbers of the run into the report, however it ended. What the run did not come to is None."""
+        """Put the numbers of the run into the report, however it ended. Steps that it did not reach stay None."""
         report = self.report
         report.end(self.clock)
         sink: Sink | None = getattr(self, "sink", None)

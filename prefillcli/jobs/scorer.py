@@ -36,13 +36,13 @@ class Scorer(Opening):
     """
 
     pool: LocalPool | Pool
-    """What answers packs."""
+    """Answers packs."""
     beside: Mapping[type[Feature], Any] = MappingProxyType({})
-    """What features have loaded in this process: see `Feature.load`."""
+    """The models and tables that features have loaded in this process: see `Feature.load`."""
     pack_seconds = 0.0
     """No pack takes less: so long are the weights read for it."""
     plan: Mapping[str, Any] = MappingProxyType({})
-    """What all attempts at a job must have in common, like the sizes of packs and what is learnt before the first
+    """All that attempts at a job must have in common, like the sizes of packs and anything learnt before the first
     window."""
 
     condition: Condition | None
@@ -54,7 +54,7 @@ class Scorer(Opening):
         super().__init__(settings, (settings.id_column, *filter(None, settings.keep_columns)))
         self.granularity = granularity
         self.loaded = ExitStack()
-        """What is closed when all rows are scored, the models among it."""
+        """Closed when all rows are scored, the models among it."""
         self.earlier: Mapping[str, Any] = {}
         """The plan of an earlier attempt, or of the rows before."""
 

@@ -1,1 +1,1 @@
-"""What jobs can be told: options, their values, and where they come from."""
+"""The options of jobs, their values, and where they come from."""

@@ -159,7 +159,7 @@ class ScoreSettings(
         return None if self.shard is None else Shard.parse(self.shard)
 
     def _engine_needs(self) -> dict[str, Capability]:
-        # What the engine must be able to do, by the option that needs it: those that are not at their default.
+        # The ability that the engine must have, by the option that needs it: those that are not at their default.
         found: dict[str, Capability] = {}
         for name, field in type(self).model_fields.items():
             needed = details_of(type(self), name).needs
@@ -245,7 +245,7 @@ class ProfileSettings(
         return found
 
     def with_defaults(self) -> ProfileSettings:
-        """These settings with defaults for what was not given, larger ones with `full`."""
+        """These settings with defaults for options that were not given, larger ones with `full`."""
         left: dict[str, Any] = {}
         if not self.mode:
             left["mode"] = ("full", "chunked", "hybrid") if self.full else ("full", "hybrid")
@@ -326,7 +326,7 @@ class BenchSettings(
     )  # fmt: skip
 
     def with_defaults(self) -> BenchSettings:
-        """These settings with defaults for what was not given, larger ones with `full`."""
+        """These settings with defaults for options that were not given, larger ones with `full`."""
         left: dict[str, Any] = {}
         if self.tokens is None:
             left["tokens"] = 4000 if self.full else 1000

@@ -141,7 +141,7 @@ LabelTexts = Annotated[str | tuple[str, ...], BeforeValidator(_labels_as_text)]
 
 
 SELF = "self"  # as `--draft`: the model's own first layers
-DEFAULT_TEMPLATE = "{{ label }} because"  # what a text behind a prompt begins with
+DEFAULT_TEMPLATE = "{{ label }} because"  # the beginning of a text behind a prompt
 
 
 class DraftOptions(Settings):
@@ -310,7 +310,7 @@ class MemoryOptions(BudgetOptions):
 
 
 class WeightsOptions(Settings):
-    """What is kept outside the device where it does not fit, and how layers are called."""
+    """Which weights stay outside the device where they do not fit, and how layers are called."""
 
     weights: Literal["auto", "resident", "stream"] = option(
         "auto",
@@ -338,7 +338,7 @@ class WeightsOptions(Settings):
 
 
 class LoadingOptions(DraftOptions, MemoryOptions, ModelOptions):
-    """What is loaded, and how much is computed at a time."""
+    """How models are loaded, and how much is computed at a time."""
 
 
 class JobOptions(LoadingOptions, PromptOptions, InputOptions):
@@ -357,7 +357,7 @@ class ScheduledOptions(JobOptions):
 
 
 class RunOptions(Settings):
-    """What is said while it runs."""
+    """Messages and progress during a run."""
 
     progress_interval: float = option(
         30.0,
@@ -384,7 +384,7 @@ class LogOptions(Settings):
 
 
 class MeasuringOptions(RunOptions):
-    """What is said while it runs, where one measurement can take long."""
+    """Messages and progress of commands in which one measurement can take long."""
 
     progress_interval: float = option(
         10.0,
@@ -394,7 +394,7 @@ class MeasuringOptions(RunOptions):
 
 
 class PriceOptions(Settings):
-    """What a machine costs."""
+    """The price of a machine."""
 
     price_per_hour: float | None = option(
         None,
@@ -438,7 +438,7 @@ class WorkerOptions(Settings):
 
 
 class EndingOptions(Settings):
-    """What is written at the end of a job, and how it is judged."""
+    """The files that are written at the end of a job, and how it is judged."""
 
     overwrite: bool = option(
         False,

@@ -23,7 +23,7 @@ from prefillcli.options.option import Settings, details_of
 AnySettings = TypeVar("AnySettings", bound=Settings)
 _From = Literal["recipe", "environment", "flag"]
 
-# What is given by its place, by the field's name: how the help page calls it, and what it is.
+# Arguments that are given by their place, by field: their name on the help page, and a description.
 _PLACES = {
     "inputs": ("INPUT", "a Parquet or JSONL file, a directory or a glob"),
     "output": ("OUTPUT", "what prefill score was given"),
@@ -146,14 +146,14 @@ class _Merged:
 
 
 def _shown(value: object) -> str:
-    # What somebody gave, cut where it is long.
+    # The given value, cut where it is long.
     shortened = reprlib.Repr()
     shortened.maxstring = shortened.maxother = shortened.maxlong = 100
     return shortened.repr(value)
 
 
 def _as_typed(kind: type[Settings], name: str, value: Any) -> str:
-    # What the user wrote on the command line to give this value.
+    # The words of the command line that gave this value.
     word = name.replace("_", "-")
     if value is False:
         word = details_of(kind, name).negative or f"no-{word}"
@@ -185,7 +185,7 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
 class ScorerOptions(TypedDict, total=False):
-    """The options of `prefill score` that say how a row is scored. docs/score.md says what each means."""
+    """The options of `prefill score` that say how a row is scored. docs/score.md explains each."""
 
     template: StrPath | None
     prompt_column: str
@@ -290,8 +290,8 @@ def scorer_settings(
 ) -> ScoreSettings:
     """The settings of `prefill score` with these options, without those of the environment.
 
-    `paths` are the files to be read. `owner` is what takes the options, for messages. Raises UsageError; messages name
-    options as the command does: `--max-length` is the keyword `max_length`.
+    `paths` are the files to be read. `owner` is the function or class that takes the options, for messages. Raises
+    UsageError; messages name options as the command does: `--max-length` is the keyword `max_length`.
     """
     known = {*ScorerOptions.__annotations__, *(FileOptions.__annotations__ if paths else ())}
     for name in options:
@@ -362,7 +362,7 @@ for _tag, _pattern, _first in (
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 _MOST_BYTES = 1 << 20
-# In a recipe, with each alias counted as what it stands for: a few short lines can stand for billions.
+# In a recipe, with each alias counted at the size of its anchor: a few short lines can stand for billions.
 _MOST_VALUES = 100_000
 
 

@@ -1,4 +1,4 @@
-"""What an option is: a field with a help text, a panel of the help page, what it changes, and what it needs."""
+"""An option: a field with a help text, a panel of the help page, the kind of thing it changes, and its needs."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ Change = Literal["scores", "columns", "rows", "speed", "report", "files"]
 """What an option changes; where it is more than one of these, the first.
 
 - scores: the score of a row.
-- columns: what else the output says of a row, and in which of its folders.
+- columns: the other columns of a row, and the folder it goes to.
 - rows: which rows are scored.
 - speed: time and memory. Scores stay the same, but for rounding.
-- report: what is measured and told, and the exit code.
-- files: which files are written, and what becomes of those that are there.
+- report: the figures that are measured and told, and the exit code.
+- files: which files are written, and whether existing ones are replaced.
 
 The first three make the job: see `prefillcli.jobs.identity`.
 """
 
 
 PathRole = str
-"""What a run does with the path that an option names (`prefillcli.jobs.path_table`). It reads the first five.
+"""How a run uses the path that an option names (`prefillcli.jobs.path_table`). It reads the first five.
 
 - rows: files, folders, globs or URLs of rows.
 - file: a small file.
@@ -68,7 +68,7 @@ PathRole = str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Details:
-    """What an option has beside its name, type, default and help text. `option` says what each means."""
+    """The properties of an option beside its name, type, default and help text. `option` explains each."""
 
     changes: Change
     panel: str = ""
@@ -103,11 +103,11 @@ def option(
     """A field that is an option of the command line; `repeatable` ones may be given several times.
 
     `panel` is the part of the help page that shows it. `negative` is the flag that turns off an option that is on by
-    default. `needs` is what the engine must be able to do if the option is given; options of compression need that.
-    `requires` is what the other options must say for this one to have an effect: without, it is refused. The first of
-    several that is not met is told. `off` is the
-    value that asks for nothing, besides None and the default of a switch. `path` is what a run does with the path that
-    the option names; one that is read may be that of the written option `same_as`. `field` goes to pydantic.
+    default. `needs` names an ability that the engine must have if the option is given; options of compression need
+    that. `requires` is a condition on the other options without which this one has no effect and is refused. The first
+    of several that is not met is told. `off` is the value that asks for nothing, besides None and the default of a
+    switch. `path` says how a run uses the path that the option names; one that is read may be that of the written
+    option `same_as`. `field` goes to pydantic.
     """
     details = Details(
         changes=changes,
@@ -176,7 +176,7 @@ class Settings(BaseModel):
 
     @classmethod
     def required(cls) -> dict[str, list[Requirement]]:
-        """What each option requires to have an effect, by name. Options that always have one are left out."""
+        """By name, the conditions under which each option has an effect. Options that always have one are left out."""
         found = {name: list(details_of(cls, name).requires) for name in cls.model_fields}
         return {name: required for name, required in found.items() if required}
 
@@ -194,7 +194,7 @@ class Settings(BaseModel):
 
 
 def details_of(kind: type[Settings], name: str) -> Details:
-    """What an option has beside its name, type, default and help text."""
+    """The properties of an option beside its name, type, default and help text."""
     extra: Any = kind.model_fields[name].json_schema_extra
     details: Details = extra["option"]
     return details

@@ -1,4 +1,4 @@
-"""What an option needs to have an effect. Options that would be ignored are refused."""
+"""Conditions under which options have an effect. Options that would be ignored are refused."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from prefillcli.core.feature import features_of
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """What must be true of a command's settings for an option to have an effect.
+    """A condition on a command's settings without which an option has no effect.
 
-    `reason` follows the option's name and says why it has no effect. `remedy` says what to do, besides leaving the
-    option out. With `recipe_may_keep` a recipe may hold the option for other commands and runs, which do use it.
+    `reason` follows the option's name and says why it has no effect. `remedy` names something to do besides leaving
+    the option out. With `recipe_may_keep` a recipe may hold the option for other commands and runs, which do use it.
     """
 
     met: Callable[[Any], bool]

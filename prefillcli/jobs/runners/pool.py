@@ -91,7 +91,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class FeatureTask:
-    """What a feature asks of its part in the worker: see `Feature.work`."""
+    """A task for the part of a feature in the worker: see `Feature.work`."""
 
     feature: type[Feature]
     asked: Any
@@ -112,7 +112,7 @@ class Reported:
 
 Task = AnswerTask | FeatureTask | ReportTask
 Result = Any
-"""`Answered`, `Reported`, or what a feature gives."""
+"""`Answered`, `Reported`, or the result of a feature's task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -648,7 +648,7 @@ class Pool:
         """Have workers do what a feature asks, each question with the plan that is computed for it; returns when all
         is done.
 
-        `took` is called with the number of a question and what `Feature.work` gave, or why workers are lost on it.
+        `took` is called with the number of a question and the result of `Feature.work`, or why workers are lost on it.
         """
         left = len(questions)
 
