@@ -10,6 +10,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from benchmarks.console import log
 from benchmarks.simulated_crew import SimulatedCrew
 from prefillcli.data.rows import Int32Array, Prompt, Window
 from prefillcli.data.windows import MAX_ROWS
-from prefillcli.jobs.loop import ScoringLoop, ScoringOptions
+from prefillcli.jobs.loop import USUAL, ScoringLoop, ScoringOptions
 from prefillcli.jobs.recorder import Recorder
 from prefillcli.jobs.runners.parallel import PACK_SHARE
 from prefillcli.jobs.runners.pool import Pool, WorkerSpec
@@ -107,14 +108,18 @@ def share_out(rows: int, workers: int, pack_tokens: int, workload: str) -> Balan
     """Plan and dispatch a job of so many rows to simulated workers."""
     crew = SimulatedCrew(workers, limits=Limits(PACK_TOKENS["cuda"], 1 << 30, held_tokens=1 << 20))
     settings = load_settings(ScoreSettings, {"inputs": ["rows.parquet"], "quiet": True}, environment={})
-    clock, sink, labels = Clock(), _NoSink(), _NoLabels()
+    labels = _NoLabels()
     with Stop() as stop:
         pool = Pool(
             crew, WorkerSpec(0, settings), lambda spec, number: WorkerSpec(number, settings),
             cost=_tokens, stop=stop,
         )  # fmt: skip
         pool.begin(plans=True, pack_tokens=pack_tokens)
-        recorder = Recorder(sink, clock, stop, settings, labels, unchanged=lambda rows: None)  # type: ignore[arg-type]
+        job: Any = SimpleNamespace(
+            sink=_NoSink(), clock=Clock(), stop=stop, settings=settings, labels=labels, probabilities=None,
+            granularity=USUAL, require_unchanged=lambda rows: None,
+        )  # fmt: skip
+        recorder = Recorder(job)
         options = ScoringOptions(labels, "prefix-tree", BLOCK_TOKENS)  # type: ignore[arg-type]
         scoring = ScoringLoop(pool, options, recorder)
         scoring.score(_windows(rows, workload), lambda: True)

@@ -5,24 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from prefillcli.data.output.columns import Probabilities
-from prefillcli.data.output.sink import Sink
 from prefillcli.data.prompts.labels import ClassLabels, Labels
-from prefillcli.data.rows import Int64Array, ScoredRow, Window
+from prefillcli.data.rows import ScoredRow, Window
 from prefillcli.errors import Interrupted, ResourceError
 from prefillcli.jobs.loop import Finished
-from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import Plan
 from prefillcli.report.run import Tokens
 from prefillcli.runtime import log
-from prefillcli.runtime.clock import Clock, Phase, Progress
-from prefillcli.runtime.signals import Stop
+from prefillcli.runtime.clock import Phase, Progress
 from prefillcli.stats.evaluation import label_mass
+
+if TYPE_CHECKING:
+    from prefillcli.jobs.score import Job
 
 #: Seconds that the model takes for a plan.
 Predict = Callable[[Plan], float]
@@ -134,42 +134,23 @@ class LabelMassCheck:
 class Recorder:
     """Writes finished rows, and counts their tokens. It is the `Receiver` of the windows of a job.
 
-    Several windows may be open at a time. `unchanged` raises ContentChangedError if the files of the model or
-    of the given rows have changed since the fingerprint was made: nothing is written then. Finished rows are
-    written at least every `flush_seconds`.
+    Several windows may be open at a time. Nothing is written once the files of the model, or of the rows, have changed
+    since the fingerprint was made. Finished rows are written at least every `Granularity.flush_seconds`.
     """
 
-    def __init__(
-        self,
-        sink: Sink,
-        clock: Clock,
-        stop: Stop,
-        settings: ScoreSettings,
-        labels: Labels,
-        *,
-        unchanged: Callable[[Int64Array], None],
-        rows: int | None = None,
-        forecast: RemainingTime | None = None,
-        flush_seconds: float = 15.0,
-    ) -> None:
+    def __init__(self, job: Job, rows: int | None = None, forecast: RemainingTime | None = None) -> None:
         self.tokens = Tokens()
         self.packs = 0
-        self.probabilities: Probabilities | None = None
-        """Makes the calibrated probabilities of rows; set before the first one is taken."""
-        self._sink = sink
-        self._clock = clock
-        self._stop = stop
-        self._temperature = settings.temperature
-        self._label_mass = LabelMassCheck(labels)
-        self._unchanged = unchanged
+        self._job = job
+        self._sink, self._clock, self._stop = job.sink, job.clock, job.stop
+        self._label_mass = LabelMassCheck(job.labels)
         self._forecast = forecast
         self._progress = Progress(
             rows,
-            interval=settings.progress_interval,
-            quiet=settings.quiet,
+            interval=job.settings.progress_interval,
+            quiet=job.settings.quiet,
             seconds_left=(lambda: None) if forecast is None else forecast.seconds_left,
         )
-        self._flush_seconds = flush_seconds
         self._drafted = 0.0  # seconds of the draft that the forecast knows of
         self._open: dict[
             int, tuple[Window, Finished]
@@ -219,7 +200,7 @@ class Recorder:
         self._progress.advance(len(finished.errors))
         self._open[window.index][1].add(finished)
         self._label_mass.take(window.index, finished.rows)
-        if finished.rows and time.monotonic() - self._flushed > self._flush_seconds:
+        if finished.rows and time.monotonic() - self._flushed > self._job.granularity.flush_seconds:
             for each, unwritten in list(self._open.values()):
                 if unwritten.rows:
                     self._flush(each, unwritten)
@@ -228,7 +209,7 @@ class Recorder:
         """Write rows of a window as an earlier output has them (`EarlierOutput.take`)."""
         before = self._sink.counts.total
         with self._clock.phase("write"):
-            self._unchanged(window.rows)
+            self._job.require_unchanged(window.rows)
             self._sink.take_over(window, results)
         self._skip(self._sink.counts.total - before)
         self._stop.check()
@@ -241,13 +222,13 @@ class Recorder:
     def _flush(self, window: Window, finished: Finished) -> None:
         """Write finished rows as a part; the window's own error rows come with its first one."""
         with self._clock.phase("write"):
-            self._unchanged(window.rows)  # a part would be reused by a later run under the same fingerprint
+            self._job.require_unchanged(window.rows)  # a later run would reuse the part under the same fingerprint
             self._sink.write(
                 window,
                 finished.rows,
                 finished.errors,
-                temperature=self._temperature,
-                probabilities=self.probabilities,
+                temperature=self._job.settings.temperature,
+                probabilities=self._job.probabilities,
                 carried=finished.carried,
             )
         finished.rows, finished.errors = [], {}

@@ -172,17 +172,8 @@ class Job(Scorer):
             ended=ended.append,
             digest=sink.digests(self.labels, columns, self.common),
         )
-        self.recorder = Recorder(
-            sink,
-            self.clock,
-            self.stop,
-            settings,
-            self.labels,
-            unchanged=self._require_unchanged,
-            rows=self.source.selected_rows if settings.shard is None else None,
-            forecast=self._forecast,
-            flush_seconds=self.granularity.flush_seconds,
-        )
+        total = self.source.selected_rows if settings.shard is None else None
+        self.recorder = Recorder(self, total, self._forecast)
         with self.loaded, coming, self.recorder.running():
             waiting = self._waiting(coming)
             for each in self.features:
@@ -193,7 +184,6 @@ class Job(Scorer):
                     each.first_window(self, first)
                 self._load()
                 self.learn(self.tick)
-                self.recorder.probabilities = self.probabilities
                 self.score(
                     chain([first], waiting),
                     self.recorder,
@@ -203,7 +193,7 @@ class Job(Scorer):
                 )
                 self.pool.ask_for_reports()
             with self.clock.phase("write"):
-                self._require_unchanged(None)
+                self.require_unchanged(None)
                 (count,) = ended  # told at the end of the input
                 if settings.shard is not None:  # for prefill merge, which judges and evaluates the whole
                     sink.plan = sink.plan | {"max_error_rate": settings.max_error_rate}
@@ -235,7 +225,7 @@ class Job(Scorer):
         for each in self.features:
             each.window_written(self, window)
 
-    def _require_unchanged(self, rows: Int64Array | None) -> None:
+    def require_unchanged(self, rows: Int64Array | None) -> None:
         """Raise ContentChangedError unless the models and the sources of these rows (None: of all) are unchanged."""
         self.models.require_unchanged()
         self.source.require_unchanged(rows)
