@@ -56,20 +56,21 @@ class Side:
 
 
 def _serve(pipe: Connection, folder: Path, memory: str | None) -> None:
-    from prefillcli.engines.memory_plan import RESIDENT as ALL_RESIDENT
-    from prefillcli.engines.memory_plan import Placed
     from prefillcli.jobs.load import load_walk
     from prefillcli.models.find import read_model_files
     from prefillcli.models.open import Opened
-    from prefillcli.options.groups import LoadingOptions
+    from prefillcli.options.commands import ScoreSettings
+    from prefillcli.options.load import load_settings
     from prefillcli.plan.pack import Limits
     from prefillcli.plan.plan import make_plan
     from prefillcli.runtime.memory import peak_resident_memory, reset_peak_memory
 
     files = read_model_files(folder)
-    placement = ALL_RESIDENT if memory is None else Placed(weights="stream", weights_memory=memory)
+    weights = "resident" if memory is None else "stream"
+    flags = {"inputs": ["rows"], "memory": "4GiB", "weights": weights, "weights_memory": memory}
+    settings = load_settings(ScoreSettings, {k: v for k, v in flags.items() if v is not None}, environment={})
     opened = Opened(files, torch.device("cpu"), None, None, files.max_length)
-    loaded = load_walk(opened, LoadingOptions(memory="4GiB"), placement=placement)
+    loaded = load_walk(opened, settings)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(10, 8_000, PROMPT_TOKENS).astype(np.int32) for _ in range(1 << 10)]
     with closing(loaded.engine) as engine:

@@ -17,15 +17,14 @@ import torch
 from typer.testing import CliRunner
 
 from prefillcli.cli import app
-from prefillcli.engines.memory_plan import Placed
+from prefillcli.core.feature import plan_weights
 from prefillcli.errors import UsageError
 from prefillcli.jobs import doctor
 from prefillcli.jobs.doctor import DTYPES, Diagnosis, doctor_job
 from prefillcli.models import law
 from prefillcli.models.find import read_model_files
 from prefillcli.models.open import Opened
-from prefillcli.models.weights import plan_weights
-from prefillcli.options.commands import DoctorSettings
+from prefillcli.options.commands import DoctorSettings, ScoreSettings
 from prefillcli.options.load import load_settings
 from prefillcli.prefill import attention
 from prefillcli.prefill.attention import PATHS
@@ -241,9 +240,9 @@ def test_no_weights_are_streamed_to_an_apple_gpu(model: Path) -> None:
     opened = Opened(files, torch.device("mps"), None, None, 2048)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "loadable_memory", lambda device: 1 << 30)
-        assert not plan_weights(opened, Placed(weights="auto")).streamed
+        assert plan_weights(ScoreSettings(inputs=("x",), weights="auto"), opened).mode == "resident"
         with pytest.raises(UsageError, match="not to mps"):
-            plan_weights(opened, Placed(weights="stream"))
+            plan_weights(ScoreSettings(inputs=("x",), weights="stream"), opened)
 
 
 def test_auto_never_takes_an_apple_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ ASKED = {
     "rationale": ["--rationale", "4", "--rationale-when", "score > 0.4"],
     "evidence": ["--evidence"],
     "rejects": ["--rejects", "rejects.jsonl"],
+    "streaming": ["--weights", "stream"],
 }
 #: A room is a folder or a module.
 ROOMS = {

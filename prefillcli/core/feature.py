@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # the nouns of the hooks: features import them from here, for
     from prefillcli.jobs.scorer import Scorer as Scorer
     from prefillcli.models.law import TextsOf as TextsOf
     from prefillcli.models.open import Opened as Opened
+    from prefillcli.models.weights import WeightsPlan as WeightsPlan
     from prefillcli.plan.pack import Pack as Pack
     from prefillcli.prefill.walk import Arithmetic as Arithmetic
     from prefillcli.report.inspection import ReadPrompt as ReadPrompt
@@ -310,6 +311,12 @@ class Feature:
         """How a walk through the layers computes; None where it takes the fastest way of the device."""
         return None
 
+    def keep_weights(self, opened: Opened, *, draft: bool, share: float) -> WeightsPlan | None:
+        """How the weights of the layer walk's model are kept; None: all on the device. With `draft` those of the draft
+        have to fit beside them; else they are there already. Other workers take the rest of the memory of which this
+        one has a `share`. Raises UsageError, and ResourceError where it is certain that there is no room."""
+        return None
+
     def treatment(self, in_full: frozenset[int]) -> Treatment | None:
         """Its work between the layers on the prompts of a pack, but for those `in_full`; None: it does none."""
         return None
@@ -424,3 +431,11 @@ def open_models(settings: Any) -> Opened:
     for each in features_of(settings):
         opened = each.change_model(opened)
     return opened
+
+
+def plan_weights(settings: Any, opened: Opened, *, draft: bool = True, share: float = 1.0) -> WeightsPlan:
+    """How the model's weights are kept, as the features that are asked for want it: see `Feature.keep_weights`."""
+    from prefillcli.models.weights import plan_resident
+
+    found = (each.keep_weights(opened, draft=draft, share=share) for each in features_of(settings))
+    return next(filter(None, found), None) or plan_resident(opened, draft=draft)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from prefillcli.plan.trie import TokenArray
 if TYPE_CHECKING:
     from prefillcli.decode.drafters import DraftModel
     from prefillcli.models.law import TextsOf
+    from prefillcli.models.weights import WeightsPlan
     from prefillcli.prefill.walk import Arithmetic, ThinningRule
 
 #: For each label the token ids whose probabilities it sums.
@@ -179,7 +180,7 @@ class WeightsReport:
     the ways to compute attention that are wrong on the device, and not taken.
     """
 
-    mode: Literal["resident", "stream"]
+    mode: str  # "resident", or how a feature keeps them
     bytes: int
     memory_bytes: int
     weights_over_memory: float
@@ -354,6 +355,7 @@ class LoadRequest:
     `share` is the engine's part of the free memory: other workers take the rest. `placement` says what may be kept
     outside the device, `arithmetic` how the layer walk computes (None: the fastest way). Texts of up to `text_tokens`,
     with what comes before them and what is guessed, are written behind the prompts that `texts_of` names; 0: none are.
+    The layer walk asks `plan_weights` how the weights are kept, when the draft is loaded (None: all on the device).
     """
 
     opened: Opened
@@ -367,6 +369,7 @@ class LoadRequest:
     text_tokens: int = 0
     texts_of: TextsOf = "all"
     arithmetic: Arithmetic | None = None
+    plan_weights: Callable[[], WeightsPlan] | None = None
 
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)

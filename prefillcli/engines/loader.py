@@ -8,12 +8,10 @@ from prefillcli.engines.base import EngineChoice, Loaded, LoadRequest, WeightsRe
 from prefillcli.engines.memory_plan import REDUCED, budget_of, hidden_on_host, keep_plan, limits_of, plan_packs
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import UsageError
-from prefillcli.models.load import load_model, load_streamed
 from prefillcli.models.open import Opened, check_loadable, check_walkable
 from prefillcli.models.open import open_models as open_folders
 from prefillcli.models.rehearsal import rehearsal_of
-from prefillcli.models.streamed_layers import measure_speed
-from prefillcli.models.weights import plan_quantisation, plan_weights
+from prefillcli.models.weights import plan_quantisation, plan_resident
 from prefillcli.prefill.attention import ruled_out
 from prefillcli.prefill.fusion import check_compiler, compiled
 from prefillcli.prefill.walk import FASTEST, LayerWalk
@@ -34,26 +32,21 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
     opened, choice, placement = request.opened, request.choice, request.placement
     files, device, trust = opened.files, opened.device, choice.trust_remote_code
     arithmetic = request.arithmetic or FASTEST
-    weights = plan_weights(opened, placement, draft=False, share=request.share)  # the draft is there by now
+    weights = plan_resident(opened, draft=False) if request.plan_weights is None else request.plan_weights()
     quantisation = plan_quantisation(files.origin, files.quantised, device)
     if arithmetic.no_packed_weights and quantisation is not None and quantisation.kept == "packed":
         raise UsageError(arithmetic.no_packed_weights.format(format=quantisation.format.name))
-    if weights.streamed:
-        model, source = load_streamed(
-            files, device, memory=weights.memory, share=request.share, trust_remote_code=trust
-        )
-    else:
-        model, source = load_model(files, device, trust_remote_code=trust), None
+    model, source = weights.load(files, device, trust_remote_code=trust)
     use_variant = None if opened.variants is None else opened.variants.apply(model)
     own_cache = rehearsal_of(model).own_cache
     if own_cache and arithmetic.no_own_cache:
         raise UsageError(arithmetic.no_own_cache)
-    on_host = hidden_on_host(placement, device, streamed=weights.streamed)
+    on_host = hidden_on_host(placement, device, streamed=source is not None)
     free = None
     if not choice.memory:
         free = int(available_memory(device) * request.share) - (0 if source is None else source.memory_bytes)
     budget = budget_of(choice, free)
-    speed = None if source is None else measure_speed(source)
+    speed = None if source is None else source.measure_speed()
     plan = dict(request.before)
     if not request.planned:
         packs = plan_packs(
@@ -98,7 +91,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine]:
         activation="softmax" if files.head is None else files.head.activation,
         use_variant=use_variant,
         weights=WeightsReport(
-            mode="resident" if source is None else "stream",
+            mode=weights.mode,
             bytes=weights.bytes,
             memory_bytes=weights.bytes if source is None else source.resident_bytes + source.memory_bytes,
             weights_over_memory=weights.bytes / device_capacity(device),

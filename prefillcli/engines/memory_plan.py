@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from prefillcli.models.open import WeightsChoice
 from prefillcli.plan.pack import Limits
 from prefillcli.runtime.memory import parse_size
 
@@ -37,8 +36,8 @@ class MemoryChoice(Protocol):
     def prefix_kv(self) -> str: ...
 
 
-class PlacementChoice(WeightsChoice, Protocol):
-    """What of a model and a pack may be kept outside the device, and how the layers are called."""
+class PlacementChoice(Protocol):
+    """What of a pack may be kept outside the device, and how the layers are called."""
 
     @property
     def hidden(self) -> Literal["auto", "device", "host"]: ...
@@ -50,8 +49,6 @@ class PlacementChoice(WeightsChoice, Protocol):
 class Placed:
     """A `PlacementChoice` by its values."""
 
-    weights: Literal["auto", "resident", "stream"] = "resident"
-    weights_memory: str | None = None
     hidden: Literal["auto", "device", "host"] = "device"
     compile: bool = False
 

@@ -10,15 +10,15 @@ from typing import Any, Literal
 
 import torch
 
-from prefillcli.engines.memory_plan import Placed, budget_of, plan_packs
+from prefillcli.core.feature import plan_weights
+from prefillcli.engines.memory_plan import budget_of, plan_packs
 from prefillcli.errors import ResourceError, shown
 from prefillcli.jobs.shell import shell
 from prefillcli.models.law import FREE_SHARE, memory_law
 from prefillcli.models.open import Opened, open_model
 from prefillcli.models.rehearsal import DeviceRecord
 from prefillcli.models.shape import UNWALKED, VERIFIED, NoCostModel
-from prefillcli.models.weights import plan_weights
-from prefillcli.options.commands import DoctorSettings
+from prefillcli.options.commands import DoctorSettings, ScoreSettings
 from prefillcli.prefill import attention, attention_checks
 from prefillcli.report.run import versions
 from prefillcli.report.section import TableRows, byte_size, numbers_table, pairs_table, stderr_console
@@ -362,15 +362,14 @@ def _with_model(settings: DoctorSettings, device: torch.device, found: Diagnosis
     if files.family in VERIFIED and device.type == "cpu":
         walk = "layer by layer; the tests compare this family with its own forward"
     opened = Opened(files, device, None, None, files.max_length_apart)
-    weights = plan_weights(opened, Placed(weights="auto"))
+    weights = plan_weights(ScoreSettings.model_construct(), opened)  # as by the defaults of `prefill score`
     budget = found.memory["budget_bytes"]
     if not settings.memory and budget is not None:
-        taken = weights.memory if device.type != "cpu" or weights.streamed else 0
-        budget = budget_of(_Budget(None), max(memory.available_memory(device) - taken, 0))
+        budget = budget_of(_Budget(None), max(memory.available_memory(device) - weights.taken, 0))
     facts |= {
         "walk": walk,
         "weight_bytes": weights.bytes,
-        "weights": "streamed from the files" if weights.streamed else "all in memory",
+        "weights": weights.place,
     }
     with suppress(NoCostModel):
         if budget is not None:

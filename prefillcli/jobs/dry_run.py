@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from prefillcli.core.feature import plan_weights
 from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.forecast.profile import find_profile
 from prefillcli.forecast.survey import Alternatives, InputStatistics, Survey, SurveySeconds, lengths_of, survey_section
@@ -18,7 +19,7 @@ from prefillcli.report.run import CommandReport, versions
 from prefillcli.report.section import mebibytes, pairs_table, print_section, stderr_console
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, Progress, duration
-from prefillcli.runtime.memory import peak_memory
+from prefillcli.runtime.memory import available_memory, peak_memory
 
 
 class DryRunReport(CommandReport):
@@ -104,7 +105,7 @@ def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, 
 
 def _alternatives(scorer: Scorer, report: DryRunReport) -> Alternatives:
     # The plans to compare, with the times of the profile that applies here. Raises UsageError or ResourceError.
-    from prefillcli.models.weights import memory_left, plan_weights  # takes torch along
+    from prefillcli.models.weights import draft_bytes  # takes torch along
 
     settings, opened = scorer.settings, scorer.opened
     profile, name, report.no_prediction = find_profile(settings, opened)
@@ -113,10 +114,11 @@ def _alternatives(scorer: Scorer, report: DryRunReport) -> Alternatives:
     report.profile = None if profile is None else name
     free = None
     if settings.memory is None:
-        free = memory_left(opened, settings)
+        taken = plan_weights(settings, opened).taken + draft_bytes(opened)
+        free = max(available_memory(opened.device) - taken, 0)
     else:
         try:
-            plan_weights(opened, settings)
+            plan_weights(settings, opened)
         except ResourceError as error:
             log.warning(f"a run would fail here: {error}")
     block_tokens = scorer.granularity.block_tokens

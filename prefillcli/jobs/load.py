@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from prefillcli.core.feature import Feature, features_of, text_room
+from prefillcli.core.feature import Feature, features_of, plan_weights, text_room
 from prefillcli.engines.base import Engine, Loader, LoadRequest
 from prefillcli.engines.memory_plan import RESIDENT, Measured, PlacementChoice
 from prefillcli.engines.registry import loader_of
@@ -90,14 +91,12 @@ def load_models(
     """Load the weights and decide how much fits one pack.
 
     `before` is the plan of an earlier attempt, or empty. `options` are the engine's own. `share` and `planned` as in
-    `LoadRequest`. `placement` says which parts of the model may be kept outside the device; the draft is on it.
+    `LoadRequest`. `placement` says which parts of a pack may be kept outside the device; the draft is on it.
     `names` are those of the labels. Raises ResourceError where the weights cannot fit, before they are loaded.
     """
     draft = None
     if opened.draft is not None:
-        from prefillcli.models.weights import plan_weights  # takes torch along
-
-        plan_weights(opened, placement)  # raises ResourceError
+        plan_weights(settings, opened)  # raises ResourceError
         draft = _load_draft(opened, trust_remote_code=settings.trust_remote_code)
     loaded = loader.load(
         LoadRequest(
@@ -111,6 +110,7 @@ def load_models(
             placement,
             **text_room(settings, opened, names),
             arithmetic=next(filter(None, (each.arithmetic() for each in features_of(settings))), None),
+            plan_weights=partial(plan_weights, settings, opened, draft=False, share=share),
         )
     )
     same = before if planned or before.get("asked") == loaded.plan.get("asked") else {}

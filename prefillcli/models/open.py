@@ -64,15 +64,6 @@ class LabelChoice(Protocol):
     def labels_given(self) -> bool: ...
 
 
-class WeightsChoice(Protocol):
-    """Whether weights are loaded whole, and how much memory they may take."""
-
-    @property
-    def weights(self) -> Literal["auto", "resident", "stream"]: ...
-    @property
-    def weights_memory(self) -> str | None: ...
-
-
 # Makes a model that variant of it; with None the model as it was loaded.
 UseVariant = Callable[[str | None], None]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,15 +23,18 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from prefillcli.errors import ResourceError, UsageError
+from prefillcli.errors import UsageError
 from prefillcli.models.files import layer_number, read_header, weight_files
 from prefillcli.models.find import ModelFiles
 from prefillcli.models.heads import auto_class
-from prefillcli.models.open import Opened, WeightsChoice, refuse_what_cannot_fit, weights_of
+from prefillcli.models.open import Opened, refuse_what_cannot_fit, weights_of
 from prefillcli.prefill.forest import UnsupportedModelError
-from prefillcli.runtime import memory
 from prefillcli.runtime.extras import ALLOWED, FETCHES, require_extra
-from prefillcli.runtime.memory import parse_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from prefillcli.prefill.walk import LayerSource
 
 # Weights of GPTQ and AWQ checkpoints, unpacked while transformers loads them.
 #
@@ -380,22 +383,31 @@ def _check_activations(origin: Path, entry: Mapping[str, Any]) -> bool:
     return rounds
 
 
-STREAMED_SHARE = 1 / 4  # of the free memory, for streamed weights where no --weights-memory is given
-
-STREAMED_TO = ("cpu", "cuda")  # kinds of devices that weights can be streamed to
-
-_ALIGNMENT_BYTES = 1 << 20  # for the gaps between the tensors of two layers
-
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsPlan:
-    """How a model's weights are kept: `bytes` are all of them, `memory` those on the device at a time, at most."""
+    """How a model's weights are kept: here all on the device. A subclass may keep them elsewhere.
 
-    streamed: bool
+    `bytes` are all of them, `taken` those that they take of the device's free memory.
+    """
+
     bytes: int
-    memory: int
+    taken: int
+    mode: ClassVar[str] = "resident"  # in `run.json`
+    place: ClassVar[str] = "all in memory"  # for people
+
+    def load(
+        self, files: ModelFiles, device: torch.device, *, trust_remote_code: bool
+    ) -> tuple[PreTrainedModel, LayerSource | None]:
+        """The model, ready to be walked, and where its layers come from if they are not there.
+
+        Raises UsageError, ResourceError or UnsupportedModelError.
+        """
+        from prefillcli.models.load import load_model
+
+        return load_model(files, device, trust_remote_code=trust_remote_code), None
 
 
 class _SavedTensor(NamedTuple):
@@ -422,52 +434,11 @@ def weight_bytes(files: ModelFiles, device: torch.device) -> int:
     return total
 
 
-def plan_weights(opened: Opened, choice: WeightsChoice, *, draft: bool = True, share: float = 1.0) -> WeightsPlan:
-    """Whether the weights are loaded or streamed, and in how much memory.
-
-    `auto` streams where they do not fit in the device's memory, or in `--weights-memory`, if they can be
-    streamed. With `draft` those of the draft, which stay in memory, have to fit as well. `share` is the part of the
-    memory that streamed weights may take: other workers take the rest. Raises ResourceError where it is certain that
-    the device has no room.
-    """
-    sizes = _layer_bytes(opened.files, opened.device)
-    total, most = sum(sizes.values()), memory.loadable_memory(opened.device)
-    small = draft_bytes(opened) if draft else 0
-    free = None if most is None else max(most - small, 0)
-    allowed = parse_size(choice.weights_memory) if choice.weights_memory else None
-    limit = min((each for each in (allowed, free) if each is not None), default=total)
-    streamable = opened.files.quantised is None and opened.files.part_of is None and opened.variants is None
-    streamable = streamable and opened.device.type in STREAMED_TO
-    if choice.weights == "resident" or (choice.weights == "auto" and (total <= limit or not streamable)):
-        refuse_what_cannot_fit(opened, draft=draft)
-        return WeightsPlan(False, total, total)
-    if opened.device.type not in STREAMED_TO:
-        raise UsageError(
-            f"--weights stream: weights are streamed to CPUs and CUDA devices, not to {opened.device}\n"
-            "take --weights resident, or --device cpu"
-        )
-    given = None if allowed is None else int(allowed * share)  # resident weights are shared between workers
-    layers = sorted((size for number, size in sizes.items() if number is not None), reverse=True)
-    least = sizes.get(None, 0) + sum(layers[:1]) * min(2, len(layers))
-    if free is not None and max(least, given or 0) > free:
-        dtype = str(opened.files.dtype).removeprefix("torch.")
-        asked = f"--weights-memory {choice.weights_memory}" if given else "embedding, head and two layers"
-        and_draft = " beside the draft" if small else ""
-        raise ResourceError(
-            f"{opened.files.origin}: the weights take {total / 2**30:.1f} GiB in {dtype}, and even streamed, {asked} "
-            f"take more than the {free / 2**30:.1f} GiB that {opened.device} has free{and_draft}\n"
-            "take a smaller model, or another --dtype or --device"
-        )
-    enough = least + least // 50 + _ALIGNMENT_BYTES
-    most_memory = given or max(enough, int((free or 0) * STREAMED_SHARE * share))
-    return WeightsPlan(True, total, min(most_memory, max(total, enough)))
-
-
-def memory_left(opened: Opened, choice: WeightsChoice) -> int:
-    """Bytes that are free once the weights are loaded, or are streamed. Raises as `plan_weights`."""
-    weights = plan_weights(opened, choice)
-    taken = weights.memory + draft_bytes(opened) if weights.streamed else weights_of(opened)
-    return max(memory.available_memory(opened.device) - taken, 0)
+def plan_resident(opened: Opened, *, draft: bool = True) -> WeightsPlan:
+    """All weights on the device. Raises ResourceError where it is certain that it has no room for them, and with
+    `draft` for those of the draft beside them."""
+    refuse_what_cannot_fit(opened, draft=draft)
+    return WeightsPlan(sum(layer_bytes(opened.files, opened.device).values()), weights_of(opened, draft=False))
 
 
 def draft_bytes(opened: Opened) -> int:
@@ -475,8 +446,8 @@ def draft_bytes(opened: Opened) -> int:
     return 0 if opened.draft is None else weight_bytes(opened.draft, opened.device)
 
 
-def _layer_bytes(files: ModelFiles, device: torch.device) -> dict[int | None, int]:
-    # Bytes of the weights in the model's dtype, by the number of their layer; None for all others.
+def layer_bytes(files: ModelFiles, device: torch.device) -> dict[int | None, int]:
+    """Bytes of the weights in the model's dtype, by the number of their layer; None for all others."""
     found: dict[int | None, int] = defaultdict(int)
     for tensor in _saved_tensors(files, device):
         found[layer_number(tensor.name)] += tensor.numbers * files.dtype.itemsize if tensor.dtype else tensor.bytes

@@ -23,12 +23,12 @@ from prefillcli.options.groups import (
     MemoryOptions,
     ModelOptions,
     NameList,
+    PlacementOptions,
     PriceOptions,
     PromptOptions,
     RunOptions,
     ScheduledOptions,
     ShardName,
-    WeightsOptions,
     WorkerOptions,
 )
 from prefillcli.options.option import (
@@ -54,7 +54,7 @@ class ScoreSettings(
     PriceOptions,
     LogOptions,
     RunOptions,
-    WeightsOptions,
+    PlacementOptions,
     ScheduledOptions,
 ):
     """Everything `prefill score` can be told."""
@@ -171,7 +171,7 @@ class ScoreSettings(
 class InspectSettings(
     *option_groups("inspect"),  # type: ignore[misc]  # which features there are is known when it runs
     RunOptions,
-    WeightsOptions,
+    PlacementOptions,
     JobOptions,
 ):
     """Everything `prefill inspect` can be told."""

@@ -309,21 +309,9 @@ class MemoryOptions(BudgetOptions):
     )  # fmt: skip
 
 
-class WeightsOptions(Settings):
-    """Which weights stay outside the device where they do not fit, and how layers are called."""
+class PlacementOptions(Settings):
+    """Whether parts of a pack are kept outside the device where it does not fit, and how layers are called."""
 
-    weights: Literal["auto", "resident", "stream"] = option(
-        "auto",
-        "Where the layers' weights are: resident in memory, or streamed from the files while others compute. auto: "
-        "streamed if they do not fit.",
-        MEMORY, changes="speed", needs="streaming",
-    )  # fmt: skip
-    weights_memory: ByteSize | None = option(
-        None,
-        "Most memory for weights; those that do not fit are streamed, e.g. 12GiB. (default: what is free, a quarter "
-        "of it for streamed weights)",
-        MEMORY, changes="speed", metavar="SIZE", needs="streaming", requires=requirements.STREAMABLE,
-    )  # fmt: skip
     hidden: Literal["auto", "device", "host"] = option(
         "auto",
         "Where the residual stream of a pack is: on the device, or in host memory for longer prompts. auto: on the "

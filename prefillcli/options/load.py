@@ -313,7 +313,7 @@ def scorer_settings(
     return load_settings(ScoreSettings, {"inputs": paths or ("rows",), "quiet": True, **flags}, environment={})
 
 
-_SIZES = ("max_row_bytes", "memory", "weights_memory")
+_SIZES = {name for name in ScoreSettings.model_fields if details_of(ScoreSettings, name).metavar == "SIZE"}
 
 
 def _as_flag(name: str, value: Any) -> Any:

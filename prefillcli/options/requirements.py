@@ -63,11 +63,6 @@ FORECAST = Requirement(
     "give --dry-run",
     recipe_may_keep=True,
 )
-STREAMABLE = Requirement(
-    lambda s: s.weights != "resident",
-    "is for weights that may be streamed, but --weights is resident",
-    "give --weights stream or auto",
-)
 SCORES = Requirement(
     lambda s: not s.dry_run,
     "is for rows that need not be scored again, but a dry run scores none",

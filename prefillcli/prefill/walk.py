@@ -7,6 +7,7 @@ position encoding) and after its last (norm, head) is the model's own forward wi
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence, Set
@@ -486,12 +487,30 @@ class Keeper(Protocol):
 # Where the walk takes its layers from.
 
 
+@dataclass(frozen=True, slots=True)
+class PassSpeed:
+    """What one pass takes over layers that are elsewhere: `read_seconds` for the weights, and `token_seconds` for each
+    token's products with them, at the speed of a large product."""
+
+    read_seconds: float
+    token_seconds: float
+
+    @property
+    def hiding_tokens(self) -> int:
+        """Tokens from which on a pass takes longer for arithmetic than for reading."""
+        return math.ceil(self.read_seconds / self.token_seconds)
+
+
 class LayerSource:
     """A model's decoder layers: here those whose weights are all on the device. Others may be elsewhere.
 
     The walk uses one at a time, in ascending order, once for each pass over the model.
     """
 
+    # Of layers that are elsewhere: the bytes that they take on the device, at most, and those of other weights, which
+    # are there all the time; what was read so far, and how long the walk has waited for it.
+    memory_bytes: int = 0
+    resident_bytes: int = 0
     bytes_read: int = 0
     seconds_waited: float = 0.0
 
@@ -500,6 +519,10 @@ class LayerSource:
 
     def __len__(self) -> int:
         return len(self._layers)
+
+    def measure_speed(self) -> PassSpeed | None:
+        """What a pass takes for its weights; None where they are on the device."""
+        return None
 
     def expect(self, tokens: int, last: int) -> None:
         """The next pass is over so many tokens, and in the last layer over `last`."""

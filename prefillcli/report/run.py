@@ -627,21 +627,13 @@ def _time(report: RunReport) -> Section:
 
 
 def _memory(report: RunReport) -> Section:
-    plot, peak, used = memory_plot(report.memory_trace), report.peak_memory_bytes, report.weights
+    plot, peak = memory_plot(report.memory_trace), report.peak_memory_bytes
     device = f", {mebibytes(peak.device)} MiB device" if peak.device else ""
     section = Section(
         title="" if plot is None else "Memory",
         lines=[("peak memory", f"{mebibytes(peak.host)} MiB host{device}")],
         parts=[Part(plot=plot)],
     )
-    if used is not None and used.mode == "stream":
-        section.lines.append(
-            (
-                "weights",
-                f"{mebibytes(used.bytes)} MiB streamed in {mebibytes(used.memory_bytes)} MiB; "
-                f"{mebibytes(used.bytes_read)} MiB read, {used.seconds_waited:.1f} seconds waited for them",
-            )
-        )
     section.metric("peak_memory_bytes", "Largest memory used by the last run.", peak.model_dump(), "where")
     return section
 

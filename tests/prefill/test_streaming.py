@@ -19,15 +19,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from prefillcli.errors import ContentChangedError, ResourceError, UsageError
-from prefillcli.models import rehearsal, streamed_layers
+from prefillcli.features.streaming import streamed_layers
+from prefillcli.features.streaming.streamed_layers import StreamedLayers, WeightFiles, load_streamed, spread
+from prefillcli.models import rehearsal
 from prefillcli.models.find import ModelFiles, read_model_files
-from prefillcli.models.load import load_model, load_streamed
+from prefillcli.models.load import load_model
 from prefillcli.models.shape import VERIFIED
-from prefillcli.models.streamed_layers import StreamedLayers, StreamSpeed, WeightFiles, measure_speed, spread
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import UnsupportedModelError
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.prefill.walk import LayerWalk, PassSpeed
 from tests.prefill.families import FAMILIES, each_family, make_model
 from tests.prefill.test_leaving import LeaveAfter
 from tests.prefill.test_walk import Prompt, mixed, single, three_levels
@@ -375,11 +376,11 @@ def test_a_conversion_that_is_not_known_is_refused(tmp_path: Path, monkeypatch: 
 
 
 def test_packs_hide_reading_from_where_arithmetic_takes_as_long() -> None:
-    assert StreamSpeed(read_seconds=5.0, token_seconds=4e-5).hiding_tokens == 125_000
+    assert PassSpeed(read_seconds=5.0, token_seconds=4e-5).hiding_tokens == 125_000
 
 
 def test_nothing_is_to_be_hidden_where_all_layers_stay(llama: ModelFiles) -> None:
     with streamed(llama, slots=6) as (_, layers):
-        assert measure_speed(layers).hiding_tokens == 0
+        assert layers.measure_speed().hiding_tokens == 0
     with streamed(llama) as (_, layers):
-        assert measure_speed(layers).hiding_tokens > 0
+        assert layers.measure_speed().hiding_tokens > 0

@@ -123,7 +123,7 @@ def test_no_weights_are_loaded_and_no_output_is_touched(model: Path, monkeypatch
     source = write_parquet("in.parquet", prompt=texts(4))
     score(source, model=model)
     before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
-    monkeypatch.setattr("prefillcli.engines.loader.load_model", lambda *a, **k: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("prefillcli.models.load.load_model", lambda *a, **k: pytest.fail("weights were loaded"))
     report = dry_run(source, model)
     assert (report["status"], report["exit_code"]) == ("complete", 0)
     assert {path: path.read_bytes() for path in before} == before
@@ -266,7 +266,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(
 ) -> None:
     source = write_parquet("in.parquet", prompt=texts(3))
     monkeypatch.setattr("prefillcli.runtime.memory.loadable_memory", lambda device: 1000)
-    monkeypatch.setattr("prefillcli.engines.loader.load_model", lambda *a, **k: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("prefillcli.models.load.load_model", lambda *a, **k: pytest.fail("weights were loaded"))
     done = prefill("score", source, "-m", model, "--dtype", "bfloat16")
     assert done.exit_code == 5
     assert "GiB in bfloat16" in done.stderr

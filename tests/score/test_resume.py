@@ -176,7 +176,7 @@ def test_a_signal_stops_the_run_cleanly_and_it_can_go_on(
 
 def test_a_signal_while_the_model_loads_stops_at_once(model: Path, whole: Undisturbed) -> None:
     make_input()
-    command = Command(*arguments(model), hold=Hold("prefillcli.engines.loader:load_model"))
+    command = Command(*arguments(model), hold=Hold("prefillcli.models.load:load_model"))
     command.wait_until_held()
     command.send(signal.SIGTERM)
     assert command.end() == 143

@@ -25,7 +25,7 @@ PHASES: dict[str, tuple[Hold, tuple[str, ...]]] = {
     "read": (Hold("prefillcli.jobs.opening:Opening.open_source"), ()),
     "hash": (Hold("prefillcli.data.proof:content_digest"), ()),
     "open the output": (Hold("prefillcli.data.output.sink:find_resumable"), ()),
-    "load": (Hold("prefillcli.engines.loader:load_model"), ()),
+    "load": (Hold("prefillcli.models.load:load_model"), ()),
     "render": (Hold("prefillcli.data.prompts.templates:Renderer.render", 2), ("--template", TEMPLATE)),
     "tokenize": (Hold("prefillcli.data.prompts.builder:PromptBuilder._prompts", 2), ()),
     "plan": (Hold("prefillcli.jobs.loop:plan_requests"), ()),

@@ -64,7 +64,10 @@ def test_weights_are_streamed_if_they_do_not_fit(deep: Path, monkeypatch: pytest
 @pytest.mark.parametrize("free", [1000, 300_000])
 def test_what_does_not_even_fit_as_a_stream_is_refused(deep: Path, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefillcli.runtime.memory.loadable_memory", lambda device: free)
-    monkeypatch.setattr("prefillcli.engines.loader.load_streamed", lambda *a, **k: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(
+        "prefillcli.features.streaming.streamed_layers.load_streamed",
+        lambda *a, **k: pytest.fail("weights were loaded"),
+    )
     summary = score("in.parquet", model=deep)
     assert summary["exit_code"] == 5
     assert "even streamed" in summary["error"]
@@ -110,7 +113,7 @@ def test_weights_that_change_under_a_streamed_run_end_it(deep: Path, tmp_path: P
 
 
 def test_a_dry_run_plans_with_streamed_weights(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefillcli.engines.loader.load_model", lambda *a, **k: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("prefillcli.models.load.load_model", lambda *a, **k: pytest.fail("weights were loaded"))
     size = (deep / "model.safetensors").stat().st_size
     monkeypatch.setattr("prefillcli.runtime.memory.loadable_memory", lambda device: size * 9 // 20)
     assert score("in.parquet", model=deep, dry_run=True)["exit_code"] == 0

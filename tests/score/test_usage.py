@@ -24,7 +24,7 @@ def _no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_model(*_: object, **__: object) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("prefillcli.engines.loader.load_model", load_model)
+    monkeypatch.setattr("prefillcli.models.load.load_model", load_model)
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ class Worker:
         """The limits and the plan of the loaded models, for the driver."""
         engine = self._models.engine
         weights = engine.weights_report()
-        streams = weights is not None and weights.mode == "stream"
+        streams = weights is not None and weights.mode != "resident"
         return Ready(engine.limits, engine.whole_packs, self._models.plan, streams)
 
     def run(self, task: Task, tell: Tell) -> Result:

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -34,11 +35,18 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from prefillcli.errors import ContentChangedError, ResourceError, UsageError
+from prefillcli.errors import ContentChangedError, PrefillError, ResourceError, UsageError, brief, out_of_resource
+from prefillcli.models.completeness import limit_kernel_advice, quiet_transformers, require_complete
 from prefillcli.models.files import data_start, read_header, weight_files
-from prefillcli.prefill.forest import UnsupportedModelError
+from prefillcli.models.find import ModelFiles, with_weights
+from prefillcli.models.heads import auto_class
+from prefillcli.models.open import Opened
+from prefillcli.models.rehearsal import prove_model, settle_paths
+from prefillcli.models.weights import WeightsPlan, draft_bytes, layer_bytes
+from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
 from prefillcli.prefill.model_ends import decoder_layers
-from prefillcli.prefill.walk import LayerSource
+from prefillcli.prefill.walk import LayerSource, PassSpeed
+from prefillcli.runtime import memory
 
 # Which bytes of a model's files are which numbers of its decoder layers.
 #
@@ -319,6 +327,8 @@ def _version(file: int) -> tuple[int, int]:
 _ALIGNED = 64  # bytes: a cache line, and what torch's tensors begin at
 _UNUSED_SHARE = 0.2  # experts are read when they are needed if more of them are likely to stay unused
 ROLLING_SLOTS = 2  # one layer computes, the next one is read
+_ROWS = 512  # of the product by which the speed of arithmetic is measured
+_ROUNDS = 3
 
 
 @dataclass(eq=False, slots=True)
@@ -365,6 +375,7 @@ class StreamedLayers(LayerSource):
         pinned = spread(count if count == len(layers) else count - ROLLING_SLOTS, len(layers))
         self._slots = [_Slot(pinned=layer) for layer in pinned]
         self._slots += [_Slot() for _ in range(count - len(pinned))]
+        self.memory_bytes = self.slot_bytes * count
         self.bytes_read = 0
         self.seconds_waited = 0.0
         self._reader = WeightFiles(piece.path for layer in files for piece in layer.pieces)
@@ -380,11 +391,6 @@ class StreamedLayers(LayerSource):
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._hooks = [hook for index in range(len(layers)) for hook in self._watch_experts(index)]
-
-    @property
-    def memory_bytes(self) -> int:
-        """What the slots take, once all are filled."""
-        return self.slot_bytes * len(self._slots)
 
     @property
     def pass_bytes(self) -> int:
@@ -404,6 +410,22 @@ class StreamedLayers(LayerSource):
     def layer_bytes(self, index: int) -> int:
         """What a layer takes in the files."""
         return sum(piece.count * piece.dtype.itemsize for piece in self._files[index].pieces)
+
+    def measure_speed(self) -> PassSpeed:
+        """As `LayerSource`: read the first layer, and multiply with its largest matrix, which takes about as long as
+        one layer of a pack."""
+        begun = time.monotonic()
+        with self.use(0) as layer, torch.inference_mode():
+            read = time.monotonic() - begun
+            matrices = [matrix.flatten(0, -3)[0] if matrix.dim() > 2 else matrix.data for matrix in layer.parameters()]
+            weight = max((each for each in matrices if each.dim() == 2), key=torch.Tensor.numel)
+            rows = torch.ones((_ROWS, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+            product = min(_seconds(rows, weight) for _ in range(_ROUNDS))
+        number_seconds = product / (_ROWS * weight.numel())
+        return PassSpeed(
+            read_seconds=self.pass_bytes * read / self.layer_bytes(0),
+            token_seconds=number_seconds * self.numbers_per_token,
+        )
 
     def expect(self, tokens: int, last: int) -> None:
         """The next pass is over so many tokens, and in the last layer over `last`: few tokens leave experts unused."""
@@ -646,44 +668,208 @@ def _exchange(layer: nn.Module, name: str, tensor: Tensor) -> Tensor:
     return before
 
 
-# How many tokens a pack needs so that reading the weights hides behind arithmetic.
-
-
-_ROWS = 512
-_ROUNDS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class StreamSpeed:
-    """What one pass over streamed weights takes: `read_seconds` for the weights, and `token_seconds` for each token's
-    products with them, at the speed of a large product."""
-
-    read_seconds: float
-    token_seconds: float
-
-    @property
-    def hiding_tokens(self) -> int:
-        """Tokens from which on a pass takes longer for arithmetic than for reading."""
-        return math.ceil(self.read_seconds / self.token_seconds)
-
-
-def measure_speed(layers: StreamedLayers) -> StreamSpeed:
-    """Read the first layer, and multiply with its largest matrix: takes about as long as one layer of a pack."""
-    begun = time.monotonic()
-    with layers.use(0) as layer, torch.inference_mode():
-        read = time.monotonic() - begun
-        matrices = [matrix.flatten(0, -3)[0] if matrix.dim() > 2 else matrix.data for matrix in layer.parameters()]
-        weight = max((each for each in matrices if each.dim() == 2), key=torch.Tensor.numel)
-        rows = torch.ones((_ROWS, weight.shape[1]), dtype=weight.dtype, device=weight.device)
-        product = min(_seconds(rows, weight) for _ in range(_ROUNDS))
-    number_seconds = product / (_ROWS * weight.numel())
-    return StreamSpeed(
-        read_seconds=layers.pass_bytes * read / layers.layer_bytes(0),
-        token_seconds=number_seconds * layers.numbers_per_token,
-    )
-
-
 def _seconds(rows: torch.Tensor, weight: torch.Tensor) -> float:
     begun = time.monotonic()
     torch.mm(rows, weight.T)[0, 0].item()  # waits for the device
     return time.monotonic() - begun
+
+
+# A model whose layers' weights stay in the files: whether it is one, in how much memory, and how it is loaded.
+
+
+_STREAMED_SHARE = 1 / 4  # of the free memory, where no --weights-memory is given
+_STREAMED_TO = ("cpu", "cuda")  # kinds of devices
+_ALIGNMENT_BYTES = 1 << 20  # for the gaps between the tensors of two layers
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedPlan(WeightsPlan):
+    """At most `taken` bytes of the weights are on the device: this process's `share` of what all may take."""
+
+    share: float = 1.0
+    mode = "stream"
+    place = "streamed from the files"
+
+    def load(
+        self, files: ModelFiles, device: torch.device, *, trust_remote_code: bool
+    ) -> tuple[PreTrainedModel, StreamedLayers]:
+        return load_streamed(files, device, memory=self.taken, share=self.share, trust_remote_code=trust_remote_code)
+
+
+def plan_streamed(
+    opened: Opened, weights_memory: str | None, *, always: bool, draft: bool, share: float
+) -> StreamedPlan | None:
+    """In how much memory the weights are streamed; None where they are not.
+
+    Unless they `always` are, they are streamed where they do not fit in the device's memory, or in `--weights-memory`,
+    if they can be. `draft` and `share` are as in `Feature.keep_weights`. Raises UsageError, and ResourceError where it
+    is certain that the device has no room.
+    """
+    sizes = layer_bytes(opened.files, opened.device)
+    total, most = sum(sizes.values()), memory.loadable_memory(opened.device)
+    small = draft_bytes(opened) if draft else 0
+    free = None if most is None else max(most - small, 0)
+    allowed = memory.parse_size(weights_memory) if weights_memory else None
+    limit = min((each for each in (allowed, free) if each is not None), default=total)
+    streamable = opened.files.quantised is None and opened.files.part_of is None and opened.variants is None
+    streamable = streamable and opened.device.type in _STREAMED_TO
+    if not always and (total <= limit or not streamable):
+        return None
+    if opened.device.type not in _STREAMED_TO:
+        raise UsageError(
+            f"--weights stream: weights are streamed to CPUs and CUDA devices, not to {opened.device}\n"
+            "take --weights resident, or --device cpu"
+        )
+    given = None if allowed is None else int(allowed * share)  # resident weights are shared between workers
+    layers = sorted((size for number, size in sizes.items() if number is not None), reverse=True)
+    least = sizes.get(None, 0) + sum(layers[:1]) * min(ROLLING_SLOTS, len(layers))
+    if free is not None and max(least, given or 0) > free:
+        dtype = str(opened.files.dtype).removeprefix("torch.")
+        asked = f"--weights-memory {weights_memory}" if given else "embedding, head and two layers"
+        and_draft = " beside the draft" if small else ""
+        raise ResourceError(
+            f"{opened.files.origin}: the weights take {total / 2**30:.1f} GiB in {dtype}, and even streamed, {asked} "
+            f"take more than the {free / 2**30:.1f} GiB that {opened.device} has free{and_draft}\n"
+            "take a smaller model, or another --dtype or --device"
+        )
+    enough = least + least // 50 + _ALIGNMENT_BYTES
+    most_memory = given or max(enough, int((free or 0) * _STREAMED_SHARE * share))
+    return StreamedPlan(total, min(most_memory, max(total, enough)), share)
+
+
+def load_streamed(
+    files: ModelFiles, device: torch.device, *, memory: int, share: float = 1.0, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, StreamedLayers]:
+    """The model on `device` without the weights of its decoder layers, and the source that reads these from the files.
+
+    At most `memory` bytes of weights will be on the device, this process's `share` of what all may take. A family that
+    is not verified is rehearsed, which reads all weights several times. Raises ResourceError, with what it takes,
+    where the memory is too little; UnsupportedModelError for a model whose walk differs from its own forward, and for
+    files that cannot be read layer by layer.
+    """
+    register()
+    limit_kernel_advice(device.type)
+    settle_paths(device, files.dtype)
+    if files.part_of is not None:
+        raise UnsupportedModelError(
+            f"{files.origin}: the text model of a {files.part_of} cannot be read layer by layer\n"
+            "take --weights resident"
+        )
+    with quiet_transformers():
+        files = with_weights(files)
+        if not files.saved:
+            raise ResourceError(
+                f"{files.origin}: weights are streamed from the cache, which has no room for them\n"
+                "make room, set XDG_CACHE_HOME to a larger disk, or take --weights resident"
+            )
+        try:
+            model, placement = _load_around_layers(files, ATTENTION, trust_remote_code)
+        except KeyError:
+            model, placement = _load_around_layers(files, "eager", trust_remote_code)
+    model, layers = _moved(model, placement, device)
+    around = sum(tensor.nbytes for tensor in {id(p): p for p in model.parameters() if not p.is_meta}.values())
+    sizes = [slot_bytes(parts, device) for parts in placement.layers]
+    least = around + min(ROLLING_SLOTS, len(sizes)) * max(sizes)
+    if memory < least:
+        given = f"{memory / 2**20:,.1f} MiB{' for each worker' if share < 1 else ''}"
+        raise ResourceError(
+            f"--weights-memory: {given} is too little for {files.origin}: embedding and head take "
+            f"{around / 2**20:,.1f} MiB and a layer {max(sizes) / 2**20:,.1f} MiB\n"
+            f"give {math.ceil(least / share / 2**20)}MiB or more, which is room for two layers"
+        )
+    per_token = getattr(files.config, "num_experts_per_tok", None) or 0
+    source = StreamedLayers(
+        list(layers),
+        placement.layers,
+        device,
+        room=memory - around,
+        resident_bytes=around,
+        experts_per_token=per_token,
+    )
+    try:
+        prove_model(model, files, source)
+    except BaseException:
+        source.close()
+        raise
+    return model, source
+
+
+def _moved(
+    model: PreTrainedModel, placement: Placement, device: torch.device
+) -> tuple[PreTrainedModel, nn.ModuleList]:
+    """The model on `device`, ready to be walked, and its layers, whose weights stay where they are."""
+    place = decoder_layers(model)
+    layers = place.layers
+    place.replace([])  # without weights they cannot be moved
+    model = model.to(device).eval()
+    model.requires_grad_(False)
+    place.replace(list(layers.eval()))
+    for layer, parts in zip(layers, placement.layers, strict=True):
+        _keep_buffers(layer, set(parts.tensors), device)
+    return model, layers
+
+
+def _load_around_layers(
+    files: ModelFiles, attention: str, trust_remote_code: bool
+) -> tuple[PreTrainedModel, Placement]:
+    """The model on the CPU as transformers loads it with this `attention`, but for the tensors of decoder layers,
+    which are on the meta device; and where those are. Raises UsageError."""
+    whole = AutoConfig.from_pretrained(files.path, trust_remote_code=trust_remote_code)
+    if getattr(whole, "quantization_config", None) is not None:
+        raise UnsupportedModelError(f"{files.path}: quantised weights cannot be read layer by layer")
+    try:
+        with torch.device("meta"):
+            empty = auto_class(files.head).from_config(whole, dtype=files.dtype, trust_remote_code=trust_remote_code)
+        placement = place_weights(files.path, empty)
+        given: dict[str, Tensor] = {}
+        for stored in placement.others:
+            with safe_open(stored.path, framework="pt") as file:
+                given[stored.name] = file.get_tensor(stored.name)
+        prefix = decoder_layers(empty).prefix
+        # One number stands for each tensor of a layer: it takes no memory, and transformers finds nothing missing.
+        given |= {
+            name: torch.zeros((), dtype=files.dtype).expand(tensor.shape)
+            for name, tensor in empty.state_dict().items()
+            if name.startswith(prefix)
+        }
+        given |= {name: torch.zeros(()) for name in placement.unread}
+        model, info = type(empty).from_pretrained(
+            None,
+            config=whole,
+            state_dict=given,
+            dtype=files.dtype,
+            attn_implementation=attention,
+            output_loading_info=True,
+        )
+    except KeyError:
+        raise
+    except Exception as error:  # as in `load_weights`
+        if out_of_resource(error) or isinstance(error, PrefillError):
+            raise
+        raise UsageError(f"{files.path}: cannot load the weights: {brief(error)}") from None
+    require_complete(files.origin, model, info, files.path)
+    for layer, parts in zip(decoder_layers(model).layers, placement.layers, strict=True):
+        for name in parts.tensors:
+            parts.tensors[name] = _empty_out(layer, name)
+    return model, placement
+
+
+def _empty_out(layer: nn.Module, name: str) -> tuple[torch.Size, torch.dtype]:
+    """Put a tensor of a layer on the meta device; gives its shape and dtype."""
+    inside, _, own = name.rpartition(".")
+    module = layer.get_submodule(inside)
+    tensor: Tensor = getattr(module, own)
+    empty = torch.empty_like(tensor, device="meta")
+    if own in module._parameters:
+        module._parameters[own] = nn.Parameter(empty, requires_grad=False)
+    else:
+        module._buffers[own] = empty
+    return tensor.shape, tensor.dtype
+
+
+def _keep_buffers(layer: nn.Module, streamed: set[str], device: torch.device) -> None:
+    """Move buffers of a layer that are in no file to the device."""
+    for prefix, module in layer.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and f"{prefix}.{name}".removeprefix(".") not in streamed:
+                module._buffers[name] = buffer.to(device)
