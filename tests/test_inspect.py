@@ -34,7 +34,7 @@ from prefillcli.jobs import inspect
 from prefillcli.jobs.score import score_job
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
-from prefillcli.report.inspection import CommonPrefix, Inspection
+from prefillcli.report.inspection import CommonPrefix, Inspection, shared_prefixes
 
 SAMPLES = Path(__file__).parent.parent / "samples"
 POSTS, CREDITS = SAMPLES / "post_recommendation.parquet", SAMPLES / "credit_verification.jsonl"
@@ -258,13 +258,13 @@ def test_tokens_kept_for_others_say_so() -> None:
 
 
 def test_shared_prefixes_are_where_rows_part() -> None:
-    assert inspect.shared_prefixes([3, 15, 16, 40, 40, 100]) == [
+    assert shared_prefixes([3, 15, 16, 40, 40, 100]) == [
         CommonPrefix(16, 5),
         CommonPrefix(40, 4),
         CommonPrefix(100, 2),
     ]
-    assert inspect.shared_prefixes([2]) == []
-    many = inspect.shared_prefixes([*range(100, 120), 101, 105])
+    assert shared_prefixes([2]) == []
+    many = shared_prefixes([*range(100, 120), 101, 105])
     assert [prefix.tokens for prefix in many] == [101, 105, *range(112, 120)]
     assert many[0].rows == 1 + 21
 

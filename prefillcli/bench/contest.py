@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from prefillcli.bench.contenders import (
+    SHARE,
     Alone,
     Contender,
     Equipment,
@@ -29,6 +30,8 @@ from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted,
 from prefillcli.core.feature import features
 from prefillcli.data.rows import FALLBACK, Float64Array, is_fallback
 from prefillcli.errors import PrefillError
+from prefillcli.jobs.load import load_walk
+from prefillcli.jobs.opening import Opening
 from prefillcli.runtime.memory import process_memory, reserved_at_peak, reset_peak_memory, trim_heap
 from prefillcli.stats.evaluation import auc, audit_of, exact_interval, label_probabilities
 
@@ -95,6 +98,12 @@ _MEASURABLE = 0.5  # seconds; shorter rounds always differ
 Begin = Callable[[str], None]
 
 
+def load_equipment(opening: Opening, names: Collection[str]) -> Equipment:
+    """Load the models for methods with these names. Close what is `loaded`. Raises as `load_models`."""
+    share = SHARE if "vllm" in names else 1.0
+    return Equipment(load_walk(opening.opened, opening.settings, share=share), opening.labels)
+
+
 def contenders(names: Sequence[str], equipment: Equipment, material: Material) -> list[Contender]:
     """The methods by name, the reference among them."""
     found: list[Contender] = []
@@ -106,7 +115,7 @@ def contenders(names: Sequence[str], equipment: Equipment, material: Material) -
     for feature in features():
         found += feature.contenders(names, equipment, material)
     if "vllm" in names:
-        found.append(start_vllm(equipment, material))
+        found.append(start_vllm(equipment, material.longest, material.notes))
     return found
 
 

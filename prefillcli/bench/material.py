@@ -291,6 +291,11 @@ class Material:
     truths: list[bool | None]
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(prompt.tokens) for prompt in self.prompts)
+
     def set_apart(self, count: int, seed: int) -> list[Prompt]:
         """`count` random prompts, which are no part of it any more."""
         apart = set(np.random.default_rng(seed).permutation(len(self.prompts))[:count].tolist())

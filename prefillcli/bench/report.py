@@ -162,6 +162,12 @@ class WorkloadResult(BaseModel):
             for each in self.methods
         }
 
+    def _headline(self) -> str:
+        return (
+            f"{self.workload}: {self.rows:,} rows, {self.prompt_tokens:,} prompt tokens "
+            f"({self.prompt_tokens / self.rows:,.0f} a row), {self.unique_tokens:,} unique"
+        )
+
     def in_short(self, machine: Mapping[str, str | int], *, whole: bool) -> Section:
         """A workload's results for the terminal; `whole` with predictions and intervals."""
         names = dict.fromkeys(each.method.partition("@")[0] for each in self.methods)
@@ -171,7 +177,7 @@ class WorkloadResult(BaseModel):
             parts += [Part(table=speedup_table(self)), Part(table=answers)]
         explained = [(name, METHODS[name]) for name in names if name in METHODS]
         parts += [Part(lines=explained, note=legend(self)), Part(text="\n".join(verdicts(self)))]
-        return Section(title=workload_headline(self), parts=parts, alarms=workload_remarks(self))
+        return Section(title=self._headline(), parts=parts, alarms=workload_remarks(self))
 
     def section(self) -> Section:
         """The results for the page."""
@@ -188,7 +194,7 @@ class WorkloadResult(BaseModel):
         ]
         drift = drift_table(self)
         return Section(
-            title=workload_headline(self),
+            title=self._headline(),
             alarms=workload_remarks(self),
             parts=[
                 Part(
@@ -343,10 +349,9 @@ def dropped_nothing(method: MethodResult) -> bool:
 
 def cost_table(workload: WorkloadResult) -> TableRows:
     """Header and one row for each method: what it took."""
-    rows = [["method", "seconds", "rows/s", "tokens/s", "computed", "by draft", "kept", "peak MiB"]]
-    for each in workload.methods:
-        peak = "" if each.peak_bytes is None else mebibytes(each.peak_bytes)
-        rows.append(
+    return [
+        ["method", "seconds", "rows/s", "tokens/s", "computed", "by draft", "kept", "peak MiB"],
+        *(
             [
                 each.method,
                 str(each.seconds),
@@ -355,10 +360,11 @@ def cost_table(workload: WorkloadResult) -> TableRows:
                 f"{each.target_tokens:,}",
                 f"{each.draft_tokens:,}" if each.draft_tokens else "",
                 f"{each.kept:.1%}",
-                peak,
+                "" if each.peak_bytes is None else mebibytes(each.peak_bytes),
             ]
-        )
-    return rows
+            for each in workload.methods
+        ),
+    ]
 
 
 def speedup_table(workload: WorkloadResult) -> TableRows:
@@ -366,9 +372,13 @@ def speedup_table(workload: WorkloadResult) -> TableRows:
     rows = [["method", "speedup", "by FLOPs", "1/(r+k)", "table 5", "measured/FLOPs"]]
     for each in workload.methods:
         if each.method != REFERENCE:
-            promised = [each.predicted.flops, each.predicted.ratio, each.predicted.table5]
-            cells = ["" if value is None else f"{value:.2f}" for value in [*promised, each.measured_over_predicted]]
-            rows.append([each.method, str(each.speedup), *cells])
+            promised = (
+                each.predicted.flops,
+                each.predicted.ratio,
+                each.predicted.table5,
+                each.measured_over_predicted,
+            )
+            rows.append([each.method, str(each.speedup), *("" if own is None else f"{own:.2f}" for own in promised)])
     return rows
 
 
@@ -377,20 +387,20 @@ def answer_table(workload: WorkloadResult) -> TableRows:
     rows = [["method", "flips", "95 % interval", "mean diff.", "largest", "accuracy", "95 % interval", "AUC"]]
     for each in workload.methods:
         found, audit = each.answers, each.answers.audit
-        cells = [""] * 4
+        flips = [""] * 4
         if audit is not None and audit.interval is not None and audit.flip_rate is not None:
-            cells = [
+            flips = [
                 f"{audit.flips:,} ({audit.flip_rate:.1%})",
                 percent_interval(audit.interval),
                 f"{audit.mean_difference:.2g}",
                 f"{audit.max_difference:.2g}",
             ]
-        cells += [
+        right = [
             percent_or_nothing(found.accuracy),
             "" if found.accuracy_interval is None else percent_interval(found.accuracy_interval),
             "" if found.auc is None else f"{found.auc:.3f}",
         ]
-        rows.append([each.method, *cells])
+        rows.append([each.method, *flips, *right])
     return rows
 
 
@@ -399,27 +409,21 @@ def drift_table(workload: WorkloadResult) -> TableRows:
     found = [(each.method, each.drift) for each in workload.methods if each.drift is not None]
     if not found:
         return []
-    rows = [["method", "rows", "median", "largest", *(f"layer {each.layer}" for each in found[0][1].layers)]]
-    for method, drift in found:
-        layers = [f"{each.median:.2f}" for each in drift.layers]
-        rows.append([method, f"{drift.rows:,}", f"{drift.median:.2f}", f"{drift.largest:.2f}", *layers])
-    return rows
-
-
-def workload_headline(workload: WorkloadResult) -> str:
-    """Name and size in a line."""
-    return (
-        f"{workload.workload}: {workload.rows:,} rows, {workload.prompt_tokens:,} prompt tokens "
-        f"({workload.prompt_tokens / workload.rows:,.0f} a row), {workload.unique_tokens:,} unique"
-    )
+    return [
+        ["method", "rows", "median", "largest", *(f"layer {each.layer}" for each in found[0][1].layers)],
+        *(
+            [method, f"{drift.rows:,}", *(f"{own:.2f}" for own in (drift.median, drift.largest))]
+            + [f"{each.median:.2f}" for each in drift.layers]
+            for method, drift in found
+        ),
+    ]
 
 
 def quick_table(workload: WorkloadResult) -> TableRows:
     """Header and one row for each method: as much as fits a terminal."""
     rows = [["method", "seconds", "speedup", "rows/s", "kept", "MiB", "flips", "AUC"]]
     for each in workload.methods:
-        audit, peak = each.answers.audit, each.peak_bytes
-        flips = "" if audit is None or audit.flip_rate is None else f"{audit.flip_rate:.1%}"
+        audit, auc = each.answers.audit, each.answers.auc
         rows.append(
             [
                 each.method,
@@ -427,9 +431,9 @@ def quick_table(workload: WorkloadResult) -> TableRows:
                 _speedup(each, workload.rounds),
                 three_digits(each.rows_per_second),
                 f"{each.kept:.0%}",
-                "" if peak is None else mebibytes(peak),
-                flips,
-                "" if each.answers.auc is None else f"{each.answers.auc:.3f}",
+                "" if each.peak_bytes is None else mebibytes(each.peak_bytes),
+                "" if audit is None or audit.flip_rate is None else f"{audit.flip_rate:.1%}",
+                "" if auc is None else f"{auc:.3f}",
             ]
         )
     return rows

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from prefillcli.data.filesystems import MissingFileError, read_given
-from prefillcli.data.proof import hash_model, take_checksum
+from prefillcli.data.proof import hash_model, sealed_text, take_checksum
 from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import UsageError
 from prefillcli.forecast.survey import Survey
@@ -268,6 +268,10 @@ class Profile(BaseModel):
         if profile.completion is not None and (why := profile.completion.weakness()) is not None:
             profile.completion, profile.no_completion = None, why
         return profile
+
+    def sealed(self) -> str:
+        """The text of `profile.json`, which `load` knows again."""
+        return sealed_text(self.model_dump_json())
 
     def mismatch(self, model_hash: str, dtype: Any, device: Any) -> str | None:
         """Why the profile says nothing of this model here and now; None if it applies.

@@ -6,14 +6,14 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from prefillcli.core.feature import plan_weights
 from prefillcli.engines.memory_plan import budget_of, plan_packs
 from prefillcli.errors import ResourceError, shown
-from prefillcli.jobs.shell import shell
+from prefillcli.jobs.shell import Ended, shell
 from prefillcli.models.law import FREE_SHARE, memory_law
 from prefillcli.models.open import Opened, open_model
 from prefillcli.models.rehearsal import DeviceRecord
@@ -32,12 +32,9 @@ CAPTION = "The largest error of an output around 1, for usual scores and for sco
 
 
 @dataclass
-class Diagnosis:
+class Diagnosis(Ended):
     """What the last line on stdout says. Sizes are bytes; what this system does not tell is null."""
 
-    status: Literal["complete", "failed", "interrupted"] = "complete"
-    exit_code: int = 0
-    error: str | None = None
     # The one that will be used: `name`, `kind`, `model`, `capability`, `driver`, `memory_bytes`, `free_bytes`.
     device: dict[str, Any] = field(default_factory=dict)
     why_device: str = ""
@@ -193,7 +190,7 @@ def doctor_job(settings: DoctorSettings) -> dict[str, Any]:
 
     The exit code in the summary is 1 where a path of attention is wrong here, as runs have to go around it.
     """
-    found = Diagnosis()
+    found = Diagnosis("complete", 0)
     with shell(found, debug=settings.debug) as stop:
         _examine(settings, found, stop)
     if found.status != "interrupted" and found.checks and not settings.quiet:

@@ -15,7 +15,7 @@ from prefillcli.jobs.path_table import dry_run_report, output_of, require_apart
 from prefillcli.jobs.scorer import Granularity, Scorer
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.options.commands import ScoreSettings
-from prefillcli.report.run import CommandReport, versions
+from prefillcli.report.run import CommandReport
 from prefillcli.report.section import mebibytes, pairs_table, print_section, stderr_console
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, Progress, duration
@@ -72,7 +72,6 @@ def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, 
 
     def finish() -> None:
         report.seconds, report.peak_memory_bytes = clock.total, peak_memory()["host"]
-        report.versions = versions()
         if report.report is None:
             return
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, promp
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.templates import RowTemplate
 from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import Prompt
+from prefillcli.data.rows import Prompt, Window
+from prefillcli.data.windows import Prefetcher, windows
 from prefillcli.errors import UsageError, without_secrets
 from prefillcli.models.files import sample_model
 from prefillcli.models.open import Opened, answer_labels, local_model
@@ -138,6 +139,12 @@ class Opening:
             available,
             template=template,
         )
+
+    def windows(self, cancel: Callable[[], None] | None = None, **choice: Any) -> Prefetcher[Window]:
+        """The windows of the rows, made ahead of the model in a thread. `cancel` as in `Prefetcher`, others as in
+        `data.windows.windows`."""
+        choice.setdefault("id_column", getattr(self.settings, "id_column", None))
+        return Prefetcher(windows(self.source, self.builder, self.labels, **choice), cancel=cancel)
 
     def schema(self) -> OutputSchema:
         """The columns of the output."""

@@ -12,7 +12,7 @@ from prefillcli.core.feature import Feature
 from prefillcli.core.further import Condition, FurtherQuestions, condition_of
 from prefillcli.core.request import AuditDraw, Request, Tick
 from prefillcli.data.rows import Prompt, Window
-from prefillcli.data.windows import Prefetcher, ShardRows, windows
+from prefillcli.data.windows import Prefetcher, ShardRows
 from prefillcli.engines.base import REDUCED, Engine
 from prefillcli.engines.registry import loader_of
 from prefillcli.jobs.load import load_models
@@ -77,16 +77,14 @@ class Scorer(Opening):
         require_label_uses(self)
 
     def windows(self, cancel: Callable[[], None] | None = None, **choice: Any) -> Prefetcher[Window]:
-        """The windows of the rows, those of the shard alone, made ahead of the model in a thread. `cancel` as in
-        `Prefetcher`, others as in `data.windows.windows`."""
+        """As of every `Opening`, with the rows of the shard alone."""
         shard = self.settings.shard_of
         choice |= {
             "max_rows": self.granularity.window_rows,
             "batch_rows": self.granularity.batch_rows,
             "only": None if shard is None else ShardRows(shard, self.builder),
         }
-        coming = windows(self.source, self.builder, self.labels, id_column=self.settings.id_column, **choice)
-        return Prefetcher(coming, cancel=cancel)
+        return super().windows(cancel, **choice)
 
     @property
     def engine(self) -> Engine | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from prefillcli.core.feature import features
@@ -28,6 +29,15 @@ class Ending(Protocol):
     status: Literal["complete", "failed", "interrupted"]
     exit_code: int
     error: str | None
+
+
+@dataclass
+class Ended:
+    """The end of a run, for commands that write no report."""
+
+    status: Literal["complete", "failed", "interrupted"] = "failed"
+    exit_code: int = 1
+    error: str | None = None
 
 
 @contextmanager

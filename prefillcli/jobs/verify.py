@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -16,7 +16,7 @@ from prefillcli.data.output.target import MEASURE, Job, Manifest, Published, Tar
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import ErrorCode, as_json, to_python
 from prefillcli.errors import ContentChangedError, DamagedFileError, OutputConflictError
-from prefillcli.jobs.shell import shell
+from prefillcli.jobs.shell import Ended, shell
 from prefillcli.runtime import log
 from prefillcli.stats.evaluation import Measure
 
@@ -199,14 +199,11 @@ def _counted(rows: dict[str, int]) -> str:
 
 
 @dataclass
-class Verified:
+class Verified(Ended):
     """The last line on stdout."""
 
-    output: str
-    inputs: list[str]
-    status: Literal["complete", "failed", "interrupted"] = "complete"
-    exit_code: int = 0
-    error: str | None = None
+    output: str = ""
+    inputs: list[str] = field(default_factory=list)
     rows: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -217,7 +214,7 @@ def verify_job(output: str, inputs: Sequence[str] = (), *, quiet: bool = False) 
     Nothing is changed. With `inputs` the output must be of these. The exit code in the summary is 1 if anything is
     wrong.
     """
-    verified = Verified(output, list(inputs))
+    verified = Verified("complete", 0, output=output, inputs=list(inputs))
     with shell(verified, debug=False) as stop, stop.at_once():
         verification = Verification(Target.parse(output))
         verification.run(inputs)

@@ -27,6 +27,7 @@ from prefillcli.errors import UsageError
 from prefillcli.models.files import layer_number, read_header, weight_files
 from prefillcli.models.find import ModelFiles
 from prefillcli.models.heads import auto_class
+from prefillcli.models.law import FREE_SHARE
 from prefillcli.models.open import Opened, refuse_what_cannot_fit, weights_of
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.runtime.extras import ALLOWED, FETCHES, require_extra
@@ -439,6 +440,11 @@ def plan_resident(opened: Opened, *, draft: bool = True) -> WeightsPlan:
     `draft` for those of the draft beside them."""
     refuse_what_cannot_fit(opened, draft=draft)
     return WeightsPlan(sum(layer_bytes(opened.files, opened.device).values()), weights_of(opened, draft=False))
+
+
+def free_beside_draft(opened: Opened, budget: int) -> int:
+    """Bytes that are free beside model and draft, where beside the model alone packs have this `budget`."""
+    return max(round(budget / FREE_SHARE) - draft_bytes(opened), 0)
 
 
 def draft_bytes(opened: Opened) -> int:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -33,13 +34,14 @@ from prefillcli.models.law import memory_law
 from prefillcli.models.shape import Shape
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION
 from prefillcli.prefill.layout import split_evenly
 from prefillcli.prefill.model_ends import embedding_device, last_row
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.runtime.log import survive_closed_streams
 from prefillcli.runtime.memory import process_memory, reserved_at_peak, reserved_memory, resident_memory, trim_heap
+
+Tokens = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +52,11 @@ class Prefill:
     mode: str
     chunk_tokens: int
 
-    def __call__(self, prompt: TokenArray) -> Tensor:
+    def __call__(self, prompt: Tokens) -> Tensor:
         return self._forward(prompt) if self.mode in OF_TRANSFORMERS else self._walk(prompt)
 
     @torch.inference_mode()
-    def _forward(self, prompt: TokenArray) -> Tensor:
+    def _forward(self, prompt: Tokens) -> Tensor:
         self.model.set_attn_implementation("sdpa")
         chunk = len(prompt) if self.mode == "full" else self.chunk_tokens
         ids = torch.as_tensor(prompt, dtype=torch.long)[None].to(embedding_device(self.model))
@@ -68,7 +70,7 @@ class Prefill:
             raise ValueError("a prompt has at least one token")
         return last_row(logits)
 
-    def _walk(self, prompt: TokenArray) -> Tensor:
+    def _walk(self, prompt: Tokens) -> Tensor:
         self.model.set_attn_implementation(ATTENTION)
         walk = LayerWalk(self.model, chunk_tokens=self.chunk_tokens)
         try:
@@ -400,7 +402,6 @@ def load_subject(subject: Subject) -> tuple[Any, Any]:
 
     from prefillcli.models.find import read_model_files
     from prefillcli.models.load import load_model
-    from prefillcli.runtime.device_key import choose_device
 
     torch.set_num_threads(subject.threads)
     files = read_model_files(
@@ -410,7 +411,7 @@ def load_subject(subject: Subject) -> tuple[Any, Any]:
         trust_remote_code=subject.trust_remote_code,
         head=subject.head,
     )
-    device = choose_device(subject.device)
+    device = torch.device(subject.device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     return load_model(files, device, trust_remote_code=subject.trust_remote_code), files
@@ -495,19 +496,19 @@ def trace(send: Send, subject: Subject, mode: str, tokens: int) -> None:
 _FIRST_ID = 3  # below it tokenizers often have control tokens
 
 
-def random_tokens(rng: np.random.Generator, count: int, vocabulary: int) -> TokenArray:
+def random_tokens(rng: np.random.Generator, count: int, vocabulary: int) -> Tokens:
     """int32 [count], drawn from a vocabulary of so many tokens."""
     return rng.integers(_FIRST_ID, vocabulary, count).astype(np.int32)
 
 
-def random_prompt(tokens: int, vocabulary: int, seed: int = 0) -> TokenArray:
+def random_prompt(tokens: int, vocabulary: int, seed: int = 0) -> Tokens:
     """One prompt, int32 [tokens]."""
     return random_tokens(np.random.default_rng(seed), tokens, vocabulary)
 
 
 def prompts_with_histories(
     users: int, posts: int, history: int, post: int, vocabulary: int, seed: int = 0
-) -> list[TokenArray]:
+) -> list[Tokens]:
     """`users` histories of `history` tokens, each before `posts` candidates of `post` tokens (as in PrefillOnly)."""
     rng = np.random.default_rng(seed)
     prompts = []

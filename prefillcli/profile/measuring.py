@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 from scipy.optimize import nnls
 
-from prefillcli.errors import PrefillError, ResourceError
+from prefillcli.data.proof import hash_model
+from prefillcli.errors import PrefillError, ResourceError, shown
 from prefillcli.forecast.profile import (
     OF_TRANSFORMERS,
     CompletionModel,
@@ -24,10 +25,12 @@ from prefillcli.forecast.profile import (
     Confirmation,
     MemoryPoint,
     ModeResult,
+    Profile,
     Trace,
     features,
+    this_machine,
 )
-from prefillcli.models.find import ModelFiles
+from prefillcli.models.find import ModelFiles, with_weights
 from prefillcli.models.law import FREE_SHARE, choose_chunk, memory_law
 from prefillcli.models.shape import NoCostModel, prefill_flops
 from prefillcli.plan.pack import Limits, Pack
@@ -54,7 +57,7 @@ from prefillcli.profile.children import (
     trace,
 )
 from prefillcli.report.section import byte_size
-from prefillcli.runtime.memory import available_memory
+from prefillcli.runtime.memory import available_memory, parse_size
 
 #: Prints on stderr what comes next.
 Announce = Callable[[str], None]
@@ -200,6 +203,49 @@ def time_model(
     `time_packs`."""
     with closing(in_child(time_packs, subject, memory, target)) as found:
         return next(found), *first_good_fit(found, attention_windows(config), announce)
+
+
+def measured_profile(settings: Any, files: ModelFiles, device: torch.device, announce: Announce) -> Profile:
+    """Everything that is measured of a model with the settings of `prefill profile`. Raises PrefillError."""
+    files = with_weights(files)  # here, or each measuring process would dequantise them
+    subject = Subject(
+        path=files.path if files.saved else files.origin,
+        dtype=str(files.dtype).removeprefix("torch."),
+        device=str(device),
+        trust_remote_code=settings.trust_remote_code,
+        threads=torch.get_num_threads(),
+        chunk_tokens=settings.chunk_tokens or 0,
+        head=settings.head,
+    )
+
+    announce("completion times: packs of several lengths, with and without cached tokens")
+    memory = parse_size(settings.memory) if settings.memory else None
+    fit_seconds = settings.fit_seconds or 0.0
+    budgeted, completion, no_completion = time_model(subject, files.config, memory, fit_seconds, announce)
+    notes = busy_with(subject.threads)
+    subject = replace(subject, chunk_tokens=budgeted.chunk_tokens)
+    profile = Profile(
+        model=hash_model(files.origin),
+        model_name=settings.model or str(files.origin),
+        family=files.family,
+        dtype=subject.dtype,
+        device=subject.device,
+        machine=this_machine(subject.device),
+        budget_bytes=budgeted.budget,
+        chunk_tokens=budgeted.chunk_tokens,
+        max_model_tokens=files.max_length,
+        completion=completion,
+        no_completion=no_completion,
+        regroup_layers=budgeted.regroup_layers,
+        keys_layers=budgeted.keys_layers,
+        settings=shown(settings.model_dump(mode="json")),
+        notes=notes,
+    )
+    search = Search(subject, files, budgeted.budget, fit_seconds, settings.confirm_seconds or 0.0, announce)
+    profile.modes = [profile_mode(name, search) for name in dict.fromkeys(settings.mode)]
+    if settings.full:
+        profile.traces = list(traces(profile.modes, search))
+    return profile
 
 
 def busy_with(threads: int) -> list[str]:

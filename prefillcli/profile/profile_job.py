@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
-from prefillcli.data.proof import hash_model, sealed_text
-from prefillcli.data.windows import Prefetcher, windows
-from prefillcli.errors import require_known, shown, without_secrets
-from prefillcli.forecast.profile import MODES, CompletionModel, ModeResult, Profile, this_machine
+from prefillcli.errors import require_known, without_secrets
+from prefillcli.forecast.profile import MODES, CompletionModel, ModeResult, Profile
 from prefillcli.forecast.survey import Alternatives, Survey, survey_section
 from prefillcli.jobs.dry_run import survey
 from prefillcli.jobs.opening import Opening
 from prefillcli.jobs.path_table import require_apart, require_json
-from prefillcli.jobs.shell import shell
+from prefillcli.jobs.shell import Ended, shell
 from prefillcli.models.open import check_loadable, open_model
 from prefillcli.options.commands import ProfileSettings
 from prefillcli.report.run import versions, write_with_page
@@ -43,9 +39,6 @@ from prefillcli.report.section import (
 )
 from prefillcli.runtime.clock import Clock, Progress, StepLog
 from prefillcli.runtime.cores import Threads
-from prefillcli.runtime.memory import parse_size
-
-# INPUT: opened before the measurements, surveyed after them.
 
 
 def open_input(settings: ProfileSettings) -> Opening:
@@ -56,38 +49,23 @@ def open_input(settings: ProfileSettings) -> Opening:
     opening = Opening(settings)
     opening.open_source()
     opening.open_models()
-    first = next(windows(opening.source, opening.builder, opening.labels, id_column=None, max_rows=1), None)
-    if first is not None:
-        opening.labels.check(first)
+    with opening.windows(max_rows=1) as first:
+        for window in first:
+            opening.labels.check(window)
+            break
     return opening
 
 
 def survey_input(settings: ProfileSettings, given: Opening, profile: Profile) -> Survey:
     """Survey the rows, with times by the fresh `profile` and in the budget that it found. Raises as `survey` does."""
-    from prefillcli.models.law import FREE_SHARE
-    from prefillcli.models.weights import weight_bytes
+    from prefillcli.models.weights import free_beside_draft  # takes torch along
 
-    source, opened = given.source, given.opened
-    free = None
-    if settings.memory is None:
-        draft = weight_bytes(opened.draft, opened.device) if opened.draft is not None else 0
-        free = max(round(profile.budget_bytes / FREE_SHARE) - draft, 0)
+    free = free_beside_draft(given.opened, profile.budget_bytes) if settings.memory is None else None
     known = profile if profile.completion is not None else None
-    with Progress(source.selected_rows, interval=settings.progress_interval, quiet=settings.quiet) as progress:
-        given.builder = given.new_builder()
-        plans = Alternatives(settings, opened, given.labels.names, free=free, profile=known)
-        coming = windows(source, given.builder, given.labels, id_column=None)
-        return survey(given, Prefetcher(coming, cancel=given.builder.close), plans, progress.advance)
-
-
-@dataclass
-class _ProfileEnd:
-    """How the job ended, for the last line on stdout."""
-
-    status: Literal["complete", "failed", "interrupted"] = "failed"
-    exit_code: int = 1
-    error: str | None = None
-    profile: Profile | None = None
+    with Progress(given.source.selected_rows, interval=settings.progress_interval, quiet=settings.quiet) as progress:
+        given.open_rows()
+        plans = Alternatives(settings, given.opened, given.labels.names, free=free, profile=known)
+        return survey(given, given.windows(given.builder.close), plans, progress.advance)
 
 
 def profile_job(settings: ProfileSettings) -> dict[str, Any]:
@@ -97,107 +75,53 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
     turns out to be damaged, no measurement is lost. Errors are reported on stderr, and become the exit code in the
     summary.
     """
-    clock, ended = Clock(), _ProfileEnd()
+    clock, ended, profile = Clock(), Ended(), None
     settings = settings.with_defaults()
     with shell(ended, debug=settings.debug) as stop:
         with stop.at_once(), StepLog(interval=settings.progress_interval, quiet=settings.quiet) as steps:
             steps.begin("reading the model")
-            given = _check(settings)
-            profile = _measure(settings, given, steps.announce)
+            require_json(settings.output)
+            require_apart(settings)
+            require_known("--mode", settings.mode, MODES)
+            given = open_input(settings) if settings.inputs else None
+            profile = _measured(settings, given, steps)
             _save(profile, settings.output, clock.total)
-            ended.profile = profile
             steps.begin("")
             if given is not None:
                 profile.survey = survey_input(settings, given, profile)
                 _save(profile, settings.output, clock.total)
         ended.status, ended.exit_code = "complete", 0
-        from prefillcli.profile.profile_job import print_no_completion, print_profile
-
         if profile.no_completion is not None:
-            print_no_completion(profile)
+            stderr_console().print(f"prefill: warning: {no_times(profile)}", style="bold red")
         if not settings.quiet:
             print_profile(profile)
             print(without_secrets(f"\nnext: {_next(settings, profile)}"), file=sys.stderr)
             print(without_secrets(f"\nprefill: {settings.output}, {page_of(settings.output)}"), file=sys.stderr)
-    return _summary(ended, settings, clock.total)
+    return _summary(ended, profile, settings, clock.total)
 
 
-def _check(settings: ProfileSettings) -> Opening | None:
-    # Raise UsageError for wrong options before anything is measured; open INPUT if there is one.
-    require_json(settings.output)
-    require_apart(settings)
-    require_known("--mode", settings.mode, MODES)
-    return open_input(settings) if settings.inputs else None
-
-
-def _measure(settings: ProfileSettings, given: Opening | None, announce: Callable[[str], None]) -> Profile:
+def _measured(settings: ProfileSettings, given: Opening | None, steps: StepLog) -> Profile:
     if given is not None:
         files, device = given.opened.files, given.opened.device
     else:
         files, device = open_model(settings)
         Threads(settings.threads)
         check_loadable(files, device)
-    import torch
+    from prefillcli.profile.measuring import measured_profile  # takes torch along
 
-    from prefillcli.models.find import with_weights
-    from prefillcli.profile.children import Subject
-    from prefillcli.profile.measuring import Search, busy_with, profile_mode, time_model, traces
-
-    files = with_weights(files)  # here, or each measuring process would dequantise them
-    subject = Subject(
-        path=files.path if files.saved else files.origin,
-        dtype=str(files.dtype).removeprefix("torch."),
-        device=str(device),
-        trust_remote_code=settings.trust_remote_code,
-        threads=torch.get_num_threads(),
-        chunk_tokens=settings.chunk_tokens or 0,
-        head=settings.head,
-    )
-
-    announce("completion times: packs of several lengths, with and without cached tokens")
-    memory = parse_size(settings.memory) if settings.memory else None
-    fit_seconds = settings.fit_seconds or 0.0
-    budgeted, completion, no_completion = time_model(subject, files.config, memory, fit_seconds, announce)
-    notes = busy_with(subject.threads)
-    subject = replace(subject, chunk_tokens=budgeted.chunk_tokens)
-    profile = Profile(
-        model=hash_model(files.origin),
-        model_name=settings.model or str(files.origin),
-        family=files.family,
-        dtype=subject.dtype,
-        device=subject.device,
-        machine=this_machine(subject.device),
-        budget_bytes=budgeted.budget,
-        chunk_tokens=budgeted.chunk_tokens,
-        max_model_tokens=files.max_length,
-        completion=completion,
-        no_completion=no_completion,
-        regroup_layers=budgeted.regroup_layers,
-        keys_layers=budgeted.keys_layers,
-        settings=shown(settings.model_dump(mode="json")),
-        versions=versions(),
-        notes=notes,
-    )
-    search = Search(subject, files, budgeted.budget, fit_seconds, settings.confirm_seconds or 0.0, announce)
-    profile.modes = [profile_mode(name, search) for name in dict.fromkeys(settings.mode)]
-    if settings.full:
-        profile.traces = list(traces(profile.modes, search))
-    return profile
+    return measured_profile(settings, files, device, steps.announce)
 
 
 def _save(profile: Profile, output: str, seconds: float) -> None:
     # Write `profile.json` and its page. Raises PrefillError.
-    from prefillcli.profile.profile_job import profile_html
-
     profile.created = datetime.now(UTC).isoformat(timespec="seconds")
-    profile.seconds_taken = seconds
-    write_with_page(output, sealed_text(profile.model_dump_json()), profile_html(profile))
+    profile.seconds_taken, profile.versions = seconds, versions()
+    write_with_page(output, profile.sealed(), profile_html(profile))
 
 
-def _summary(ended: _ProfileEnd, settings: ProfileSettings, seconds: float) -> dict[str, Any]:
+def _summary(ended: Ended, profile: Profile | None, settings: ProfileSettings, seconds: float) -> dict[str, Any]:
     line: dict[str, Any] = {"status": ended.status, "exit_code": ended.exit_code, "seconds": round(seconds, 3)}
-    if ended.profile is not None:
-        profile = ended.profile
+    if profile is not None:
         line |= {
             "output": settings.output,
             "page": page_of(settings.output),
@@ -249,12 +173,10 @@ def length_table(profile: Profile) -> TableRows:
     """Header and one row for each mode: how long a prompt may be."""
     rows = [["mode", "predicted", "limited by", "confirmed", "peak MiB", "of budget", "seconds", "times full"]]
     full = profile.mode("full")
+    whole = None if full is None else full.predicted_tokens
     for each in profile.modes:
         run = next((c for c in reversed(each.confirmations) if c.fits), None)
-        peak = None if run is None else run.peak_bytes
-        ratio = None
-        if full is not None and full.predicted_tokens and each.predicted_tokens:
-            ratio = each.predicted_tokens / full.predicted_tokens
+        peak, seconds = (None, None) if run is None else (run.peak_bytes, run.seconds)
         rows.append(
             [
                 each.mode,
@@ -263,8 +185,8 @@ def length_table(profile: Profile) -> TableRows:
                 _count(each.max_tokens) + (" (capped)" if each.capped and each.max_tokens else ""),
                 "" if peak is None else mebibytes(peak),
                 "" if peak is None else f"{peak / profile.budget_bytes:.0%}",
-                "" if run is None or run.seconds is None else f"{run.seconds:,.1f}",
-                "" if ratio is None else f"{ratio:.1f}x",
+                "" if seconds is None else f"{seconds:,.1f}",
+                f"{each.predicted_tokens / whole:.1f}x" if whole and each.predicted_tokens else "",
             ]
         )
     return rows
@@ -316,11 +238,6 @@ def profile_remarks(profile: Profile) -> list[str]:
     return [*profile.notes, *(f"{each.mode}: {note}" for each in profile.modes for note in each.notes)]
 
 
-def terms(mode: ModeResult) -> str:
-    """What the law of a mode is made of."""
-    return ", ".join(f"{name} {size:,.0f}" for name, size in mode.law_terms.items())
-
-
 def _count(number: int | None) -> str:
     return "" if number is None else f"{number:,}"
 
@@ -332,21 +249,6 @@ def no_times(profile: Profile) -> str:
         "predicted from this profile, neither the end of a run nor its cost; run prefill profile again when the "
         "machine is quiet"
     )
-
-
-def print_no_completion(profile: Profile) -> None:
-    """Say in red that nothing can be predicted."""
-    console = stderr_console()
-    console.print(f"prefill: warning: {no_times(profile)}", style="bold red")
-
-
-def short_length_table(profile: Profile) -> TableRows:
-    """Header and one row for each mode: what a terminal has room for."""
-    rows = [["mode", "longest prompt", "limited by", "shown by a run", "its MiB", "times full"]]
-    for whole in length_table(profile)[1:]:
-        mode, predicted, limit, confirmed, peak, _, _, ratio = whole
-        rows.append([mode, predicted, limit, confirmed, peak, ratio])
-    return rows
 
 
 def seconds_table(model: CompletionModel, longest: int) -> TableRows:
@@ -386,7 +288,9 @@ def leaving_costs(profile: Profile) -> str:
 def print_profile(profile: Profile) -> None:
     """The tables on stderr."""
     explained = [(each.mode, MODES[each.mode]) for each in profile.modes]
-    parts = [Part(title="How long a prompt may be, in tokens", table=short_length_table(profile), lines=explained)]
+    names = ["mode", "longest prompt", "limited by", "shown by a run", "its MiB", "times full"]
+    lengths = [names, *([*row[:5], row[7]] for row in length_table(profile)[1:])]  # what a terminal has room for
+    parts = [Part(title="How long a prompt may be, in tokens", table=lengths, lines=explained)]
     if profile.completion is not None:
         longest = max((point.input_tokens for point in profile.completion.points), default=1000)
         seconds = seconds_table(profile.completion, longest)
@@ -430,24 +334,24 @@ def completion_chart(profile: Profile) -> Plot | None:
 
 
 def _length_bars(profile: Profile) -> list[Bar]:
+    def text(mode: ModeResult) -> str:
+        if mode.predicted_tokens is None:
+            return "does not fit"
+        limit = " (the limit of the model)" if mode.limited_by == "model" else ""
+        shown = "not confirmed" if mode.max_tokens is None else f"confirmed up to {mode.max_tokens:,}"
+        return f"{mode.predicted_tokens:,} tokens{limit}, {shown}"
+
     longest = max((each.predicted_tokens or 0 for each in profile.modes), default=0) or 1
     return [
         Bar(
             each.mode,
             100 * (each.predicted_tokens or 0) / longest,
-            _length_text(each.predicted_tokens, each.max_tokens, each.limited_by),
+            text(each),
             "predicted",
             more=(Strip("confirmed", 0, 100 * min(1.0, (each.max_tokens or 0) / longest)),),
         )
         for each in profile.modes
     ]
-
-
-def _length_text(predicted: int | None, confirmed: int | None, limit: str | None) -> str:
-    if predicted is None:
-        return "does not fit"
-    text = f"{predicted:,} tokens{' (the limit of the model)' if limit == 'model' else ''}"
-    return text + (", not confirmed" if confirmed is None else f", confirmed up to {confirmed:,}")
 
 
 def profile_html(profile: Profile) -> str:
@@ -482,6 +386,10 @@ def profile_html(profile: Profile) -> str:
         "Memory for each token": law_table(profile),
         "Completion times": completion_table(profile),
     }
+    laws = [
+        (each.mode, ", ".join(f"{name} {size:,.0f}" for name, size in each.law_terms.items()))
+        for each in profile.modes
+    ]
     return page_html(
         head,
         [
@@ -493,7 +401,7 @@ def profile_html(profile: Profile) -> str:
             Section(title="Completion time of a prompt", parts=[completion]),
             *([] if profile.survey is None else [survey_section(profile.survey)]),
             *(Section(title=title, parts=[Part(table=rows)]) for title, rows in tables.items()),
-            Section(title="Laws, in bytes for each token", lines=[(each.mode, terms(each)) for each in profile.modes]),
+            Section(title="Laws, in bytes for each token", lines=laws),
             settings_section(profile.settings),
         ],
     )

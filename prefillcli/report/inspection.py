@@ -20,8 +20,11 @@ from rich.text import Text
 
 from prefillcli.core.request import Request
 from prefillcli.data.output.store import put_text
-from prefillcli.data.rows import Prompt, ScoredRow
+from prefillcli.data.prompts.encoding import Encoder, token_texts
+from prefillcli.data.rows import Prompt, RowError, ScoredRow
 from prefillcli.engines.base import LeavingRule, Readings
+from prefillcli.errors import PrefillError
+from prefillcli.plan.trie import common_prefix
 from prefillcli.report.section import (
     Cell,
     Part,
@@ -38,7 +41,7 @@ from prefillcli.report.section import (
     signed_bar,
     visible,
 )
-from prefillcli.stats.evaluation import log_shares_of
+from prefillcli.stats.evaluation import label_mass, label_probabilities, log_shares_of
 
 # What a model says of a row after each of its layers: by how much one label is ahead, and where rows would leave.
 
@@ -277,6 +280,43 @@ class CommonPrefix:
     rows: int
 
 
+LEAST_SHARED = 16  # tokens; shorter overlaps are chance
+MOST_PREFIXES = 10
+
+
+def shared_tokens(prompts: Sequence[Prompt], number: int) -> list[int]:
+    """The tokens that the prompt of this number has in common with each one of a window at their beginnings."""
+    return [common_prefix(prompts[number].tokens, other.tokens) for other in prompts]
+
+
+def shared_prefixes(shared: Sequence[int]) -> list[CommonPrefix]:
+    """Prefix lengths at which the number of rows that share the prompt's beginning changes, ascending.
+
+    `shared` are the tokens that each other row has in common with the prompt. Of many lengths those stay at which most
+    rows part.
+    """
+    parting = Counter(common for common in shared if common >= LEAST_SHARED)
+    lengths = sorted(parting, key=lambda tokens: (-parting[tokens], -tokens))[:MOST_PREFIXES]
+    return [CommonPrefix(tokens, 1 + sum(common >= tokens for common in shared)) for tokens in sorted(lengths)]
+
+
+def token_views(tokenizer: Any, read: ReadPrompt) -> list[TokenView]:
+    """The tokens of a prompt, with their texts."""
+    ids = read.request.prompt.tokens.tolist()
+    importance = [None] * len(ids) if read.importance is None else read.importance.tolist()
+    parts = zip(ids, token_texts(Encoder(tokenizer).decode, ids), importance, read.why, strict=True)
+    return [
+        TokenView(at, number, text, value, why != "dropped", why)
+        for at, (number, text, value, why) in enumerate(parts)
+    ]
+
+
+def no_score(row: int, row_id: str | None, error: RowError) -> PrefillError:
+    """The error of a row that has no score."""
+    name = f"row {row}" + ("" if row_id is None else f" ({row_id})")
+    return PrefillError(visible(f"{name} has no score: {error.code}: {error.detail}", line=True))
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerView:
     """What the model says to the prompt."""
@@ -285,6 +325,22 @@ class AnswerView:
     score: float  # probability of the first label among the labels
     label_mass: float  # probability of all labels together
     prediction: str
+
+    @classmethod
+    def of(cls, names: Sequence[str], logprobs: npt.NDArray[np.float64], temperature: float) -> AnswerView:
+        """What label log-probabilities [labels] say."""
+        shares = label_probabilities(logprobs, temperature)
+        return cls(
+            logprobs=dict(zip(names, logprobs.tolist(), strict=True)),
+            score=float(shares[0]),
+            label_mass=float(label_mass(logprobs)),
+            prediction=names[int(shares.argmax())],
+        )
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the score is a number: one label's that is none leaves no share that is."""
+        return math.isfinite(self.score)
 
 
 @dataclass(frozen=True, slots=True)

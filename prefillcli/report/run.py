@@ -194,6 +194,7 @@ class CommandReport(BaseModel):
 
     def write(self, path: str, page: Callable[[Self], str] | None = None) -> None:
         """Write it to `path` as JSON, and its page beside it. Raises PrefillError."""
+        self.versions = versions()
         safe = self.safe()
         write_with_page(path, safe.model_dump_json(indent=2) + "\n", None if page is None else page(safe))
 

@@ -203,7 +203,7 @@ def text_methods(
             elif name in TOGETHER:
                 found.append(GeneratedTexts(name, equipment.model, equipment.walking, TOGETHER[name]))
             elif name == "vllm":
-                scoring = start_vllm(equipment, material, tokens + MOST_WORDS)
+                scoring = start_vllm(equipment, material.longest + tokens + MOST_WORDS, material.notes)
                 stack.callback(scoring.close)
                 found.append(VllmTexts(scoring))
         yield found

@@ -62,6 +62,11 @@ class TextMethodResult(BaseModel):
     same_texts: int  # as the reference's
     near_ties: int  # texts that are not, where the two best tokens of the reference's were once within 1e-4
 
+    @property
+    def times(self) -> tuple[Range, Range, Range, Range]:
+        """Seconds and speedup, in all and of decoding."""
+        return self.seconds, self.speedup, self.decode_seconds, self.decode_speedup
+
 
 class TextResult(BaseModel):
     """All ways of writing on a workload."""
@@ -133,35 +138,29 @@ class TextResult(BaseModel):
 
 def text_table(result: TextResult) -> TableRows:
     """Header and one row for each way of writing."""
-    rows = [["method", "seconds", "speedup", "writing", "speedup", "tokens/s", "passes", "right", "same", "peak MiB"]]
-    for each in result.methods:
-        rows.append(
-            [
-                each.method,
-                str(each.seconds),
-                str(each.speedup),
-                str(each.decode_seconds),
-                str(each.decode_speedup),
-                *_counts(each, named=True),
-            ]
-        )
-    return rows
+    return [
+        ["method", "seconds", "speedup", "writing", "speedup", "tokens/s", "passes", "right", "same", "peak MiB"],
+        *([each.method, *map(str, each.times), *_counts(each, named=True)] for each in result.methods),
+    ]
 
 
 def quick_text_table(result: TextResult) -> TableRows:
     """The same with medians alone: as much as fits a terminal."""
-    rows = [["method", "all, s", "x", "text, s", "x", "tok/s", "passes", "right", "same", "MiB"]]
-    for each in result.methods:
-        times = (each.seconds, each.speedup, each.decode_seconds, each.decode_speedup)
-        rows.append([each.method, *(three_digits(value.median) for value in times), *_counts(each, named=False)])
-    return rows
+    return [
+        ["method", "all, s", "x", "text, s", "x", "tok/s", "passes", "right", "same", "MiB"],
+        *(
+            [each.method, *(three_digits(value.median) for value in each.times), *_counts(each, named=False)]
+            for each in result.methods
+        ),
+    ]
 
 
 def _counts(method: TextMethodResult, *, named: bool) -> list[str]:
+    right = {name: each.accepted / each.proposed for name, each in method.guesses.items() if each.proposed}
     return [
         three_digits(method.tokens_per_second),
         "" if method.passes_per_token is None else f"{method.passes_per_token:.2f}",
-        _right(method, named=named),
+        " ".join(f"{name} {share:.0%}" if named else f"{share:.0%}" for name, share in right.items()),
         f"{method.same_texts:,}" + (f" + {method.near_ties:,}" if method.near_ties else ""),
         "" if method.peak_bytes is None else mebibytes(method.peak_bytes),
     ]
@@ -172,12 +171,6 @@ TEXT_LEGEND = (
     "text; right: guesses that were accepted; same: texts as plain's (+ others where the two best tokens were once "
     "within 1e-4)"
 )
-
-
-def _right(method: TextMethodResult, *, named: bool) -> str:
-    # The share of right guesses of each drafter.
-    shares = {name: each.accepted / each.proposed for name, each in method.guesses.items() if each.proposed}
-    return " ".join(f"{name} {share:.0%}" if named else f"{share:.0%}" for name, share in shares.items())
 
 
 # What is written: up to so many tokens behind each prompt.
