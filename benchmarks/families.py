@@ -31,7 +31,7 @@ from prefillcli.bench.report import StateDrift
 from prefillcli.core.request import Request
 from prefillcli.data.rows import Prompt
 from prefillcli.features.compress.contenders import state_drift
-from prefillcli.features.compress.settings import Compression
+from prefillcli.features.compress.options import Compression
 from prefillcli.models.shape import Shape, prefill_flops
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import TokenArray

@@ -9,11 +9,11 @@ from transformers import PreTrainedModel
 
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.hf import last_logits
-from prefillcli.features.compress.base import Estimator
 from prefillcli.features.compress.compressor import Compressor, WorthCompressing
-from prefillcli.features.compress.draft import Draft, SpecPrefill
-from prefillcli.features.compress.load import TranslatedDraft, Translator
-from prefillcli.features.compress.settings import Compression
+from prefillcli.features.compress.draft import Draft
+from prefillcli.features.compress.load import SpecPrefill, Translator
+from prefillcli.features.compress.options import Compression
+from prefillcli.features.compress.selection import Estimator
 from prefillcli.models.law import CHUNK_TOKENS, PACK_TOKENS
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Limits
@@ -100,7 +100,7 @@ def compressor_for(
     chunk = CHUNK_TOKENS[kind]
     own: Estimator = Draft(LayerWalk(draft, chunk_tokens=chunk), settings, limits=limits, max_length=1 << 30)
     return Compressor(
-        SpecPrefill(own if translator is None else TranslatedDraft(own, translator)),
+        SpecPrefill(own, translator),
         settings,
         keep=1.0,
         worth=WorthCompressing(settings),

@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # the nouns of the hooks: features import them from here, for
     from prefillcli.models.weights import WeightsPlan as WeightsPlan
     from prefillcli.plan.pack import Pack as Pack
     from prefillcli.prefill.walk import Arithmetic as Arithmetic
+    from prefillcli.prefill.walk import LayerWalk as LayerWalk
     from prefillcli.report.inspection import ReadPrompt as ReadPrompt
     from prefillcli.report.run import RunReport as RunReport
     from prefillcli.report.section import Section as Section

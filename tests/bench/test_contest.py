@@ -24,8 +24,7 @@ from prefillcli.data.prompts.encoding import spans_of
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.rows import Prompt
 from prefillcli.features.compress.contenders import Compressed, SmallModel, compressor_in
-from prefillcli.features.compress.pickers import PICKERS
-from prefillcli.features.compress.settings import Compression
+from prefillcli.features.compress.options import PICKERS, Compression
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.open import open_models
 from prefillcli.models.shape import (

@@ -10,7 +10,7 @@ import torch
 
 from prefillcli.errors import UsageError
 from prefillcli.features.compress.draft import Draft
-from prefillcli.features.compress.settings import Compression
+from prefillcli.features.compress.options import Compression
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from math import ceil
@@ -20,10 +20,10 @@ from prefillcli.bench.report import METHODS
 from prefillcli.data.prompts.encoding import Spans
 from prefillcli.data.rows import Prompt
 from prefillcli.features.compress import Compress
-from prefillcli.features.compress.base import Picker
-from prefillcli.features.compress.draft import Draft
-from prefillcli.features.compress.pickers import PICKERS, PickerResources
-from prefillcli.features.compress.settings import Compression
+from prefillcli.features.compress.draft import Draft, GemFilter, SelfDraft
+from prefillcli.features.compress.load import SpecPrefill
+from prefillcli.features.compress.options import PICKERS, Compression
+from prefillcli.features.compress.selection import Bm25, Ends, Picker, RandomChunks
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
@@ -86,9 +86,15 @@ def unrelated(counts: Sequence[int]) -> list[Prompt]:
 
 
 def picker(name: str, how: Compression) -> Picker:
-    return PICKERS[name].make(
-        PickerResources(settings=how, seed=7, draft=draft(), own_layers=2, walking=walking, limits=PLENTY, spans=spans)
-    )
+    made: dict[str, Callable[[], Picker]] = {
+        "specprefill": lambda: SpecPrefill(draft()),
+        "self-draft": lambda: SelfDraft(1),
+        "gemfilter": lambda: GemFilter(1, walking, PLENTY),
+        "random": lambda: RandomChunks(how.select_chunk, seed=7),
+        "ends": Ends,
+        "bm25": lambda: Bm25(spans),
+    }
+    return made[name]()
 
 
 @pytest.mark.parametrize("name", BEFORE)
@@ -141,12 +147,6 @@ def test_a_picker_is_known_by_its_name_and_counts_what_models_compute(name: str)
     assert own.failure is None
 
 
-@pytest.mark.parametrize("name", [kind.name for kind in PICKERS.values() if kind.needs])
-def test_a_picker_refuses_to_be_made_without_what_it_needs(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} needs"):
-        PICKERS[name].make(PickerResources(settings=settings_with()))
-
-
 @torch.inference_mode()
 def test_gemfilter_ranks_tokens_by_the_summed_products_of_the_last_query() -> None:
     prompts, model = unrelated([60, 45]), make_model("llama")
@@ -165,7 +165,7 @@ def test_gemfilter_ranks_tokens_by_the_summed_products_of_the_last_query() -> No
 
 
 def test_a_prompt_without_text_is_left_to_be_read_in_full() -> None:
-    own = PICKERS["bm25"].make(PickerResources(settings=settings_with(), spans=lambda prompt: None))
+    own = Bm25(lambda prompt: None)
     prompts = unrelated([80])
     assert own.select(prompts, own.estimate(prompts, lambda tokens: None), [0.2], settings_with()) == [None]
 

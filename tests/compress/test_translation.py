@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from prefillcli.core.request import Tick
 from prefillcli.data.prompts.encoding import Encoder
-from prefillcli.features.compress.base import FAILED, FALLBACKS, TEXT, Float32Array, ImportanceEstimate, Overlap
-from prefillcli.features.compress.load import TranslatedDraft, Translation, Translator
+from prefillcli.data.rows import Prompt
+from prefillcli.features.compress.load import SpecPrefill, Translation, Translator
+from prefillcli.features.compress.selection import FAILED, FALLBACKS, TEXT, Float32Array, ImportanceEstimate, Overlap
 from prefillcli.plan.trie import TokenArray
 
 TEXTS = [
@@ -276,10 +277,14 @@ class FoundBefore:
         pass
 
 
+def rows(prompts: Sequence[TokenArray]) -> list[Prompt]:
+    return [Prompt(row, tokens, labels=0) for row, tokens in enumerate(prompts)]
+
+
 def test_prompts_that_cannot_be_read_leave_the_others_their_own_estimates() -> None:
     target, draft = KINDS["byte level"], unigram(byte_fallback=False)
     prompts = [tokens_of(target, text) for text in ("the fox", "你好", "the dog the", "世界")]
-    found = TranslatedDraft(FoundBefore(), Translator(target, draft)).estimate(prompts, lambda tokens: None)
+    found = SpecPrefill(FoundBefore(), Translator(target, draft)).estimate(rows(prompts), lambda tokens: None)
     assert [each.reason for each in found] == [None, TEXT, None, TEXT]
     for at in (0, 2):
         importance = found[at].importance
@@ -302,6 +307,6 @@ def test_a_tokenizer_that_fails_on_a_prompt_costs_that_prompt_alone(monkeypatch:
         return translate(given)
 
     monkeypatch.setattr(translator, "translate", failing)
-    draft = TranslatedDraft(FoundBefore(), translator)
-    assert [each.reason for each in draft.estimate(prompts, lambda tokens: None)] == [None, FAILED, None]
+    draft = SpecPrefill(FoundBefore(), translator)
+    assert [each.reason for each in draft.estimate(rows(prompts), lambda tokens: None)] == [None, FAILED, None]
     assert str(draft.failure) == "a normaliser went wrong"

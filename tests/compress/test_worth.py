@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, T5Config
 
 from prefillcli.features.compress.compressor import OVERHEAD, UNKNOWN_ABOVE, WorthCompressing
-from prefillcli.features.compress.settings import Compression
+from prefillcli.features.compress.options import Compression
 
 
 def config_of(layers: int, width: int) -> LlamaConfig:

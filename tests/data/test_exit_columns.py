@@ -15,10 +15,11 @@ from prefillcli.data.output.columns import AuditedExits, ColumnGroups, Counts, L
 from prefillcli.data.output.parts import is_part, read_part
 from prefillcli.data.output.sink import Sink, of_schema, to_schema
 from prefillcli.data.output.target import Target
+from prefillcli.data.prompts.labels import Label
 from prefillcli.data.rows import ScoredRow, Window, early_exit_method, left_early, reading_method
 from prefillcli.features.calibration.calibration import Calibration, TemperatureScaling
-from prefillcli.features.compress.base import compressed_rows, fallbacks_of_useless_draft
-from prefillcli.features.evaluation.evaluating import read_scored_truth
+from prefillcli.features.compress.selection import compressed_rows, fallbacks_of_useless_draft
+from prefillcli.features.evaluation.evaluating import EvaluationPlan, read_scored_truth
 from tests.data.outputs import LABELS, make_window, open_sink, read
 
 FULL = np.log(np.array([0.02, 0.01, 0.01]))  # over the vocabulary: Yes
@@ -146,9 +147,8 @@ def test_an_evaluation_of_several_labels_has_the_rows_that_left(tmp_path: Path) 
     with open_sink(target.path, groups=ColumnGroups(exits=True), carried=carried) as sink:
         sink.write(make_window(0, [1, 2]), [row_of(1), row_of(2, layer=3)], {}, temperature=1.0)
         sink.finish(1)
-    found = read_scored_truth(
-        target, "kept", LABELS, lambda answer: int(answer) // 10 - 1, temperature=1.0, calibrated=False, exits=True
-    )
+    labels = tuple(Label(name, (str(10 + 10 * number),)) for number, name in enumerate(LABELS))
+    found = read_scored_truth(target, EvaluationPlan("kept", labels, 1.0, None, calibrated=False, exits=True))
     np.testing.assert_allclose(found.probabilities, [[0.5, 0.25, 0.25], [0.2, 0.7, 0.1]])
 
 

@@ -17,7 +17,7 @@ from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.rows import ErrorCode, Prompt, RowBatch, RowError
 from prefillcli.errors import UsageError
-from prefillcli.features.compress.row_columns import COMPRESSION_COLUMNS
+from prefillcli.features.compress.compressor import COMPRESSION_COLUMNS
 from tests.data.labels import resolve
 
 

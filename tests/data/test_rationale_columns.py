@@ -20,7 +20,7 @@ from prefillcli.data.output.sink import of_schema, to_schema
 from prefillcli.data.output.target import Target
 from prefillcli.data.rows import Rationale, ScoredRow, SectionEffect, Window
 from prefillcli.features.rationale.condition import RowChoice, RowCondition, row_values
-from prefillcli.features.rationale.report import written_rows
+from prefillcli.features.rationale.writing import written_rows
 from tests.data.outputs import LABELS, finished, make_window, open_sink, read, scored
 from tests.data.test_joined_shards import merge, open_shard, own_rows
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from prefillcli.features.determinism import paths as by_path
-from prefillcli.features.determinism.paths import attend_by_path
+from prefillcli.features.determinism import mode as by_path
+from prefillcli.features.determinism.mode import attend_by_path
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill import attention

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from prefillcli.features.determinism import paths
-from prefillcli.features.determinism.paths import STEP, by_row, chunk_cutter, cut_between_pieces
+from prefillcli.features.determinism import mode as paths
+from prefillcli.features.determinism.mode import PIECE, by_row, chunk_cutter, cut_between_pieces
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, register
@@ -22,8 +22,8 @@ from tests.determinism.test_path_attention import threads
 from tests.prefill.families import VOCABULARY, make_model
 from tests.prefill.test_recurrent import RECURRENT, model_of, prompts, wanted
 
-WHOLE = Limits(10**6, 10**6, whole_nodes=True, state_step=STEP)
-HOLDING = Limits(400, 10**6, held_tokens=10**6, whole_nodes=True, state_step=STEP)
+WHOLE = Limits(10**6, 10**6, whole_nodes=True, state_step=PIECE)
+HOLDING = Limits(400, 10**6, held_tokens=10**6, whole_nodes=True, state_step=PIECE)
 SOME = [1, 2, 4, 6, 9, 17, 29]  # two users with branches and ends in the middle of pieces, and short prompts
 every_family = pytest.mark.parametrize(
     "family",
@@ -98,9 +98,9 @@ def test_chunks_end_between_pieces() -> None:
             assert [start for start, _ in chunks] == [0, *(end for _, end in chunks[:-1])]
             assert chunks[-1][1] == tokens
             starts = set(pack.offsets)
-            assert all(tree.depths[end] % STEP == 0 or end in starts for _, end in chunks[:-1])
-            assert max(end - start for start, end in chunks) <= max(most, STEP)
-        assert np.all(np.asarray(pack.starts) % STEP == 0)
+            assert all(tree.depths[end] % PIECE == 0 or end in starts for _, end in chunks[:-1])
+            assert max(end - start for start, end in chunks) <= max(most, PIECE)
+        assert np.all(np.asarray(pack.starts) % PIECE == 0)
 
 
 def test_chunks_without_recurrence_are_whole_tiles_of_about_one_length() -> None:

@@ -24,6 +24,7 @@ JOB: dict[str, Any] = {
     "label_tokens": "blake3:cc",
     "layers": LAYERS,
     "max_flips": 0.03,
+    "flips_of": "each",
 }
 FEW = (3, 5)
 
@@ -141,10 +142,10 @@ def test_a_file_with_other_values_than_a_job_wrote_is_refused(
     ],
 )
 def test_a_profile_is_for_its_own_job(profile: ExitProfile, other: dict[str, Any], said: str) -> None:
-    require_same_job(profile, "night.exit.json", **JOB)
-    require_same_job(profile, "night.exit.json", **JOB | {"max_flips": 0.05})
+    require_same_job(profile, "night.exit.json", JOB)
+    require_same_job(profile, "night.exit.json", JOB | {"max_flips": 0.05})
     with pytest.raises(UsageError, match=re.escape(said)):
-        require_same_job(profile, "night.exit.json", **JOB | other)
+        require_same_job(profile, "night.exit.json", JOB | other)
 
 
 def test_fresh_rows_of_the_same_kind_pass_the_check(profile: ExitProfile) -> None:

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from prefillcli.features.evaluation.report import (
+from prefillcli.features.evaluation.evaluating import (
     MOST_LABELS,
     EvaluatedRow,
     RunEvaluation,

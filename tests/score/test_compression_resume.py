@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefillcli.features.compress.window_compressor import RATES
+from prefillcli.features.compress.compressor import RATES
 from tests.score.compression import HOW, compressed, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, score, write_jsonl
 from tests.score.models import save_model
@@ -202,9 +202,7 @@ def test_a_job_that_was_stopped_before_the_choice_chooses_the_same(
     model: Path, draft: Path, reference: Reference, whole_auto: Undisturbed
 ) -> None:
     make_input(reference)
-    command = Command(
-        *arguments(model, draft, **AUTO), hold=Hold("prefillcli.features.compress.window_compressor:answer", 2)
-    )
+    command = Command(*arguments(model, draft, **AUTO), hold=Hold("prefillcli.features.compress.compressor:answer", 2))
     command.wait_until_held()
     command.kill()
     assert "keep" not in json.loads(Path("out.parquet.prefill/manifest.json").read_text())["plan"]
@@ -222,7 +220,7 @@ def test_a_rate_that_was_chosen_stands_with_other_packs_too(
     def choose_again(*_: Any, **__: Any) -> None:
         raise AssertionError("the rate was chosen again")
 
-    monkeypatch.setattr("prefillcli.features.compress.window_compressor.choose_keep", choose_again)
+    monkeypatch.setattr("prefillcli.features.compress.compressor.choose_keep", choose_again)
     assert_resumes(whole_auto, flags(model, draft, **AUTO, memory="1GiB") | {"pack_tokens": 300}, same_packs=False)
     for row, wanted in zip(read_output("out.parquet"), whole_auto.rows, strict=True):
         for name in ("score", "audit_score"):

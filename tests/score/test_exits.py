@@ -20,7 +20,6 @@ from prefillcli.engines.base import PLAIN
 from prefillcli.errors import UsageError
 from prefillcli.features.exits import judging as exit_judging
 from prefillcli.features.exits import learning as exit_learning
-from prefillcli.features.exits import report as exit_report
 from prefillcli.features.exits.learning import JobExits
 from prefillcli.features.exits.policy import ExitPolicy
 from prefillcli.jobs.loop import Granularity
@@ -365,7 +364,7 @@ def job_with(sink: SimpleNamespace) -> Any:
 def test_drift_ends_the_exits(capsys: pytest.CaptureFixture[str]) -> None:
     audited = {"t": AuditedExits(200, 150, 2), "n": AuditedExits(90, 80, 40)}
     sink = SimpleNamespace(plan={"exits": {"digest": "of the file"}}, counts=Counts(audited_exits=audited))
-    exits = JobExits(ExitPolicy(()), exit_report.ExitUse(status="calibrated", max_flips=FLIPS, model_layers=4))
+    exits = JobExits(ExitPolicy(()), exit_learning.ExitUse(status="calibrated", max_flips=FLIPS, model_layers=4))
     exits.watch(job_with(sink), window=4)
     assert exits.policy is None
     assert exits.treatment(frozenset()) == PLAIN
@@ -375,7 +374,7 @@ def test_drift_ends_the_exits(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("flips_of", ["each", "all"])
 def test_where_all_rows_are_bounded_together_their_audit_is_one_test(flips_of: Any) -> None:
-    use = exit_report.ExitUse(status="calibrated", max_flips=FLIPS, flips_of=flips_of, model_layers=4)
+    use = exit_learning.ExitUse(status="calibrated", max_flips=FLIPS, flips_of=flips_of, model_layers=4)
     audited = {"t": AuditedExits(300, 150, 0), "n": AuditedExits(30, 30, 9)}
     few = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits=audited))
     exits = JobExits(ExitPolicy(()), use.model_copy())
@@ -555,9 +554,9 @@ def test_a_job_says_before_it_learns_what_its_rows_can_prove(
 
 
 def test_no_row_can_prove_nothing_and_enough_rows_are_enough() -> None:
-    nothing = exit_report.provable_flips(0, 0.01, 2)
+    nothing = exit_learning.provable_flips(0, 0.01, 2)
     assert (nothing.judged, nothing.max_flips) == (0, 1.0)
-    assert exit_report.provable_text(nothing, 2, 0.01).endswith("1,196 rows of a job of twice as many")
-    enough = exit_report.provable_flips(1196, 0.01, 2)
-    assert enough.max_flips <= 0.01 < exit_report.provable_flips(1195, 0.01, 2).max_flips
-    assert exit_report.provable_text(enough, 2, 0.01).endswith("prove at most 1.00% flips")
+    assert exit_learning.provable_text(nothing, 2, 0.01).endswith("1,196 rows of a job of twice as many")
+    enough = exit_learning.provable_flips(1196, 0.01, 2)
+    assert enough.max_flips <= 0.01 < exit_learning.provable_flips(1195, 0.01, 2).max_flips
+    assert exit_learning.provable_text(enough, 2, 0.01).endswith("prove at most 1.00% flips")

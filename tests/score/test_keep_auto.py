@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from prefillcli.features.compress import window_compressor
-from prefillcli.features.compress.window_compressor import RATES
+from prefillcli.features.compress import compressor
+from prefillcli.features.compress.compressor import RATES
 from prefillcli.stats.evaluation import flip_bound
 from tests.score.compression import SAME, assert_close, compressed, full_rows, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, write_jsonl
@@ -187,9 +187,9 @@ def chosen_keep(source: FlipsByRate, rows: int, allowed: float, monkeypatch: pyt
         def select(self, prompts: Any, keeps: Any, estimates: Any) -> Any:
             return [SimpleNamespace(compressed=True)] * rows
 
-    monkeypatch.setattr(window_compressor, "answer", answers)
-    monkeypatch.setattr(window_compressor, "Request", lambda prompt: prompt)
-    found = window_compressor.choose_keep(
+    monkeypatch.setattr(compressor, "answer", answers)
+    monkeypatch.setattr(compressor, "Request", lambda prompt: prompt)
+    found = compressor.choose_keep(
         cast(Any, Compressor()), cast(Any, None), [None] * rows, [], range(rows), [], allowed
     )  # type: ignore[list-item]
     return found.keep

@@ -16,13 +16,7 @@ from prefillcli.options.option import MODEL, Settings, option
 from prefillcli.options.requirements import Requirement
 
 if TYPE_CHECKING:
-    from prefillcli.data.output.columns import Counts
-    from prefillcli.data.output.target import Manifest
-    from prefillcli.jobs.identity import LocalModels
-    from prefillcli.jobs.opening import Opening
-    from prefillcli.jobs.score import Job
-    from prefillcli.models.open import Opened
-    from prefillcli.report.run import RunReport
+    from prefillcli.core.feature import Counts, Job, LocalModels, Manifest, Opened, Opening, RunReport
 
 ADAPTERS = Requirement(
     lambda s: bool(s.adapter), "names each row's adapter, but there is none", "give --adapter NAME=DIR for each name"
@@ -31,10 +25,8 @@ MOST_ADAPTERS = 255  # their numbers are eight bits of the keys that prompts are
 
 
 def _read_adapters(value: object) -> object:
-    """Folders by adapter name, from texts like `DIR` and `NAME=DIR`, or as a recipe has them.
-
-    An adapter without a name is called like its folder.
-    """
+    # Folders by adapter name, from texts like `DIR` and `NAME=DIR`, or as a recipe has them. An adapter without a
+    # name is called like its folder.
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = read_mapping(value)
     if isinstance(value, dict):
@@ -150,7 +142,7 @@ class Adapters(Feature):
 
 
 def _paths(opened: Opened | None) -> dict[str, str]:
-    """The folders of a model's adapters, by the adapters' names."""
+    # The folders of a model's adapters, by the adapters' names.
     from prefillcli.features.adapters.merging import AdapterVariants
 
     variants = None if opened is None else opened.variants
@@ -158,7 +150,7 @@ def _paths(opened: Opened | None) -> dict[str, str]:
 
 
 def _uses(paths: Mapping[str, str], counts: Counts | None) -> Iterable[AdapterUse]:
-    """Rows by adapter: those of the output's column, or all of one that is for all rows."""
+    # Rows by adapter: those of the output's column, or all of one that is for all rows.
     by_name = {} if counts is None else counts.tallies.adapters
     if not by_name:
         scored = 0 if counts is None else counts.scored

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
+    from prefillcli.core.feature import Opened
     from prefillcli.models.find import ModelFiles
-    from prefillcli.models.open import Opened, UseVariant
+    from prefillcli.models.open import UseVariant
 
     Slot = tuple[nn.Module, str]  # a module and the name of one of its parameters
 
@@ -66,13 +67,9 @@ class LoadedAdapter:
             module._parameters = parameters
         for part in (*self._layers, *(module for (module, _), _ in self._replaced)):
             part.requires_grad_(False)
-        self.slots = list(_distinct([*(slot for slot, _ in self._replaced), *self._slots_of_layers()]))
-        """The parameters that it changes."""
-
-    @property
-    def merged_numbers(self) -> int:
-        """Numbers of the model's tensors that it changes."""
-        return sum(_parameter(slot).numel() for slot in self.slots)
+        # The parameters that it changes.
+        slots = [*(slot for slot, _ in self._replaced), *self._slots_of_layers()]
+        self.slots = list({(id(module), name): (module, name) for module, name in slots}.values())
 
     def merge(self) -> None:
         """Change the model's tensors. Each of its `slots` must hold a tensor of its own."""
@@ -125,7 +122,7 @@ class ExchangedAdapters:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what PEFT, and the packages that it looks for, warn of: what matters of it is refused."""
+    # Without what PEFT, and the packages that it looks for, warn of: what matters of it is refused.
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -137,7 +134,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _wrapped(model: PreTrainedModel, files: AdapterFiles) -> Any:
-    """PEFT's model around `model`, with the adapter's tensors on the meta device. Raises UsageError."""
+    # PEFT's model around `model`, with the adapter's tensors on the meta device. Raises UsageError.
     from peft import PeftModel
 
     try:
@@ -156,7 +153,7 @@ def _wrapped(model: PreTrainedModel, files: AdapterFiles) -> Any:
 
 @contextmanager
 def _timed_patterns() -> Iterator[None]:
-    """PEFT matches an adapter's patterns in bounded time: by another library than `re`, which can be stopped."""
+    # PEFT matches an adapter's patterns in bounded time: by another library than `re`, which can be stopped.
     timed: Any = _TimedPatterns()
     places = [
         part for name, part in list(sys.modules.items()) if name.startswith("peft.") and vars(part).get("re") is re
@@ -199,7 +196,7 @@ def _compiled(pattern: str) -> Any:
 
 
 def _load_into(wrapped: Any, files: AdapterFiles) -> None:
-    """Read the adapter's tensors. Raises UsageError unless each has its place, and each place its tensor."""
+    # Read the adapter's tensors. Raises UsageError unless each has its place, and each place its tensor.
     try:
         found = wrapped.load_adapter(files.path, _NAME, torch_device="cpu", low_cpu_mem_usage=True)
     except KeyError as error:
@@ -221,7 +218,7 @@ def _load_into(wrapped: Any, files: AdapterFiles) -> None:
 
 
 def _parts_of(wrapped: Any) -> tuple[list[Any], list[tuple[Slot, Tensor]]]:
-    """The layers of PEFT that can be merged, and the tensors that take the place of the model's."""
+    # The layers of PEFT that can be merged, and the tensors that take the place of the model's.
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper
 
@@ -244,14 +241,6 @@ def _slots(model: nn.Module) -> Iterator[Slot]:
                 yield module, name
 
 
-def _distinct(slots: Sequence[Slot]) -> Iterator[Slot]:
-    seen = set()
-    for module, name in slots:
-        if (id(module), name) not in seen:
-            seen.add((id(module), name))
-            yield module, name
-
-
 def _parameter(slot: Slot) -> nn.Parameter:
     module, name = slot
     parameter = module._parameters[name]
@@ -261,7 +250,7 @@ def _parameter(slot: Slot) -> nn.Parameter:
 
 
 def _untie(model: PreTrainedModel, slot: Slot) -> None:
-    """Give the slot a parameter of its own: one that others share, like a tied embedding, would change there too."""
+    # Give the slot a parameter of its own: one that others share, like a tied embedding, would change there too.
     from torch import nn
 
     module, name = slot
@@ -275,11 +264,11 @@ WEIGHTS = "adapter_model.safetensors"
 OPTION = "--adapter"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 _TOKENIZER = "tokenizer_config.json"
+# The tasks of adapters that fit what reads the prompts.
 _TASKS = {
     "causal language model (CAUSAL_LM)": (None, "CAUSAL_LM", "FEATURE_EXTRACTION"),
     "classification head (SEQ_CLS)": (None, "CAUSAL_LM", "FEATURE_EXTRACTION", "SEQ_CLS"),
 }
-"""The tasks of adapters that fit what reads the prompts."""
 #: What of a configuration cannot become part of the weights, and why; each where its value is not empty.
 _NOT_MERGED = {
     "alora_invocation_tokens": "it acts only behind its invocation tokens",
@@ -363,7 +352,11 @@ def open_adapters(
     one is for all rows and has another. Raises UsageError for an adapter that cannot be merged, with the reason.
     """
     require_extra("peft", OPTION)
-    _refuse_quantised(opened.files)
+    if opened.files.quantised is not None:
+        raise UsageError(
+            f"{OPTION}: the weights of {opened.files.origin} are quantised, and merging would round them once more\n"
+            "take the model that the adapter was trained on in float, or leave the adapter out"
+        )
     reader = list(_TASKS)[opened.files.head is not None]
     found = [_read_adapter(name, find_adapter(given), reader) for name, given in folders.items()]
     opened = _with_tokenizer(opened, found, by_row=column is not None, trust_remote_code=trust_remote_code)
@@ -393,16 +386,8 @@ def find_adapter(name: str) -> Path:
         raise UsageError(f"{OPTION} {name}: not found locally or on the hub ({brief(error)})") from None
 
 
-def _refuse_quantised(files: ModelFiles) -> None:
-    if files.quantised is not None:
-        raise UsageError(
-            f"{OPTION}: the weights of {files.origin} are quantised, and merging would round them once more\n"
-            "take the model that the adapter was trained on in float, or leave the adapter out"
-        )
-
-
 def _read_adapter(name: str, folder: Path, reader: str) -> AdapterFiles:
-    """What an adapter's folder says by itself. Raises UsageError for what cannot be merged into any model."""
+    # What an adapter's folder says by itself. Raises UsageError for what cannot be merged into any model.
     if not (folder / CONFIG).is_file():
         advice = "\nit has a model: give it as --model" if (folder / "config.json").is_file() else ""
         raise UsageError(f"{OPTION} {folder}: no {CONFIG}, so this is not an adapter of PEFT{advice}")
@@ -416,12 +401,12 @@ def _read_adapter(name: str, folder: Path, reader: str) -> AdapterFiles:
     _refuse_kind(folder, content, reader)
     tensors = read_header(folder / WEIGHTS).values()
     _refuse_large_ranks(folder, content, max((side for each in tensors for side in each["shape"]), default=0))
-    size = sum(_bytes_of(each) for each in tensors)
+    size = sum(end - begin for begin, end in (each["data_offsets"] for each in tensors))
     return AdapterFiles(name, folder, _config_of(folder, content), size)
 
 
 def _refuse_kind(folder: Path, content: Mapping[str, Any], reader: str) -> None:
-    """Raise UsageError for a configuration of something else than a LoRA that can be merged."""
+    # Raise UsageError for a configuration of something else than a LoRA that can be merged.
     kind, task = content.get("peft_type"), content.get("task_type")
     why = None
     if kind != "LORA":
@@ -442,7 +427,7 @@ def _refuse_kind(folder: Path, content: Mapping[str, Any], reader: str) -> None:
 
 
 def _refuse_large_ranks(folder: Path, content: Mapping[str, Any], longest: int) -> None:
-    """Raise UsageError for ranks above the `longest` side of the adapter's tensors: PEFT makes tensors of them."""
+    # Raise UsageError for ranks above the `longest` side of the adapter's tensors: PEFT makes tensors of them.
     by_name = content.get("rank_pattern")
     for rank in (content.get("r"), *(by_name.values() if isinstance(by_name, dict) else ())):
         if isinstance(rank, int | float) and not rank <= longest:
@@ -453,7 +438,7 @@ def _refuse_large_ranks(folder: Path, content: Mapping[str, Any], longest: int) 
 
 
 def _config_of(folder: Path, content: Mapping[str, Any]) -> Any:
-    """PEFT's configuration. Raises UsageError; what this PEFT does not know is told on stderr."""
+    # PEFT's configuration. Raises UsageError; what this PEFT does not know is told on stderr.
     from dataclasses import fields
 
     from peft import LoraConfig
@@ -479,7 +464,7 @@ def _config_of(folder: Path, content: Mapping[str, Any]) -> Any:
 
 
 def _checked(adapter: AdapterFiles, files: ModelFiles) -> AdapterFiles:
-    """The adapter, loaded into the model without weights to see that all of it finds a place. Raises UsageError."""
+    # The adapter, loaded into the model without weights to see that all of it finds a place. Raises UsageError.
     import torch
     from safetensors import SafetensorError, safe_open
 
@@ -490,8 +475,8 @@ def _checked(adapter: AdapterFiles, files: ModelFiles) -> AdapterFiles:
                     raise UsageError(f"{adapter.path / WEIGHTS}: {name} has numbers that are not finite")
     except SafetensorError as error:
         raise UsageError(f"{adapter.path / WEIGHTS}: {brief(error)}") from None
-    loaded = LoadedAdapter(empty_model(files), adapter)
-    return replace(adapter, merged_bytes=loaded.merged_numbers * files.dtype.itemsize)
+    changed = sum(_parameter(slot).numel() for slot in LoadedAdapter(empty_model(files), adapter).slots)
+    return replace(adapter, merged_bytes=changed * files.dtype.itemsize)
 
 
 def empty_model(files: ModelFiles) -> PreTrainedModel:
@@ -506,7 +491,7 @@ def empty_model(files: ModelFiles) -> PreTrainedModel:
 
 
 def _with_tokenizer(opened: Opened, adapters: list[AdapterFiles], *, by_row: bool, trust_remote_code: bool) -> Opened:
-    """With the tokenizer of the adapter where one is for all rows. Raises UsageError for one that does not fit."""
+    # With the tokenizer of the adapter where one is for all rows. Raises UsageError for one that does not fit.
     from prefillcli.models.open import difference, load_tokenizer
 
     for adapter in adapters:
@@ -536,8 +521,3 @@ def _with_tokenizer(opened: Opened, adapters: list[AdapterFiles], *, by_row: boo
             )
         return replace(opened, tokenizer=own)
     return opened
-
-
-def _bytes_of(tensor: Mapping[str, Any]) -> int:
-    begin, end = tensor["data_offsets"]
-    return int(end - begin)

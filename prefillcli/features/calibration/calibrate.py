@@ -51,11 +51,18 @@ class LabelledScores:
     """Rows with a score and a right answer."""
 
     labels: tuple[str, ...]  # the positive one first
+    scores: Float64Array  # as the output has them [rows]
     logprobs: Float64Array  # over the whole vocabulary [rows, labels]
-    before: Float64Array  # probabilities as the output has them [rows, labels]
     truth: IntArray  # number of the right label [rows]
     left_out: dict[str, int]  # other rows, by reason
     job: dict[str, str]  # the fingerprint of the job that wrote the scores; empty where they do not say it
+
+    @property
+    def before(self) -> Float64Array:
+        """Probabilities [rows, labels]: of two labels as the scores are, with any `--temperature`; of more without."""
+        if len(self.labels) == 2:
+            return np.stack([self.scores, 1 - self.scores], axis=1)
+        return label_probabilities(self.logprobs)
 
 
 def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
@@ -90,30 +97,17 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
         answers = _answers(settings.truth_from, truth_name, None if key == ROW_COLUMN else key)
     exits = [_EXIT] if _EXIT in source.available else []
     source.select(columns=["score", *(_LOGPROB + label for label in labels), key, *exits], carried=())
-    found = _collect(source, labels, key, answers)
+    found = _collect(source, labels, key, answers, {} if job is None else job.fingerprint)
     _require_order(path, labels, found)
     if len(found.truth) == 0:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in found.left_out.items()) or "it has no rows"
         raise UsageError(f"{path}: no row has a score and a right answer ({reasons})\nthe labels: {', '.join(labels)}")
-    fingerprint = {} if job is None else job.fingerprint
-    return LabelledScores(labels, found.logprobs, found.before(), found.truth, found.left_out, fingerprint)
+    return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    scores: Float64Array
-    logprobs: Float64Array
-    truth: IntArray
-    left_out: dict[str, int]
-
-    def before(self) -> Float64Array:
-        # Probabilities [rows, labels]: of two labels as the scores are, with any `--temperature`; of more without.
-        if self.logprobs.shape[1] == 2:
-            return np.stack([self.scores, 1 - self.scores], axis=1)
-        return label_probabilities(self.logprobs)
-
-
-def _collect(source: Source, labels: Sequence[str], key: str, answers: dict[str, Any] | None) -> _Found:
+def _collect(
+    source: Source, labels: tuple[str, ...], key: str, answers: dict[str, Any] | None, job: dict[str, str]
+) -> LabelledScores:
     names = [Label(label) for label in labels]
     left_out: Counter[str] = Counter()
     scores: list[float] = []
@@ -134,11 +128,13 @@ def _collect(source: Source, labels: Sequence[str], key: str, answers: dict[str,
             scores.append(score)
             logprobs.append(row_logprobs)
             truth.append(number)
-    return _Found(
-        np.array(scores, np.float64),
-        np.array(logprobs, np.float64).reshape(-1, len(labels)),
-        np.array(truth, np.int64),
-        dict(left_out),
+    return LabelledScores(
+        labels=labels,
+        scores=np.array(scores, np.float64),
+        logprobs=np.array(logprobs, np.float64).reshape(-1, len(labels)),
+        truth=np.array(truth, np.int64),
+        left_out=dict(left_out),
+        job=job,
     )
 
 
@@ -196,7 +192,7 @@ def _job_of(path: str) -> Job | None:
     return None
 
 
-def _require_order(path: str, labels: Sequence[str], found: _Found) -> None:
+def _require_order(path: str, labels: Sequence[str], found: LabelledScores) -> None:
     # Raise UsageError unless the first label is that of the score: in a copy the columns may have another order.
     if np.any(np.exp(found.logprobs).sum(axis=1) > 1 + _MORE_THAN_ALL):
         raise UsageError(
@@ -204,8 +200,7 @@ def _require_order(path: str, labels: Sequence[str], found: _Found) -> None:
             f"score one of them, with --labels {labels[0]}"
         )
     likeliest = found.logprobs.argmax(axis=1) == 0 if len(found.truth) else np.zeros(0, np.bool_)
-    second = np.sort(found.logprobs, axis=1)[:, -2:]
-    clear = np.diff(second, axis=1)[:, 0] > _SAME
+    clear = np.diff(np.sort(found.logprobs, axis=1)[:, -2:], axis=1)[:, 0] > _SAME
     wrong = clear & (found.scores > 0.5 + _SAME) & ~likeliest
     if len(labels) == 2:
         wrong |= clear & (found.scores < 0.5 - _SAME) & likeliest
@@ -290,8 +285,10 @@ def _fitted(settings: CalibrateSettings, rows: LabelledScores) -> Calibration:
     least = max(LEAST_ROWS, settings.folds)
     for label, count in zip(labels, counts.tolist(), strict=True):
         if count < least:
+            others = ", ".join(f"{count:,} {reason}" for reason, count in rows.left_out.items())
+            left_out = f" ({others})" if others else ""
             raise UsageError(
-                f"{settings.scores}: {label} is the right answer of {count} rows{_said(rows.left_out)}; at least "
+                f"{settings.scores}: {label} is the right answer of {count} rows{left_out}; at least "
                 f"{least} rows of each label are needed\ngive more rows with right answers"
             )
     log_shares = log_shares_of(rows.logprobs)
@@ -331,10 +328,6 @@ def _warn(calibration: Calibration) -> None:
             "the scores do not say which job made them, so prefill score cannot check that the "
             "calibration is for its model and prompt"
         )
-
-
-def _said(left_out: dict[str, int]) -> str:
-    return f" ({', '.join(f'{count:,} {reason}' for reason, count in left_out.items())})" if left_out else ""
 
 
 def _summary(ending: _Ending, settings: CalibrateSettings) -> dict[str, Any]:

@@ -193,8 +193,7 @@ class Calibration(_Frozen):
 def softmax(logits: Float64Array) -> Float64Array:
     """Probabilities that are proportional to exp(logits), float64 [..., labels]."""
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    shares: Float64Array = weights / weights.sum(axis=-1, keepdims=True)
-    return shares
+    return np.asarray(weights / weights.sum(axis=-1, keepdims=True), np.float64)
 
 
 def content_free_calibration(labels: Sequence[str], logprobs: Float64Array) -> Calibration:
@@ -262,8 +261,7 @@ def fit_platt(log_shares: Float64Array, truth: IntArray) -> PlattScaling:
 
     bounds = [(0.0, None)] + [(None, None)] * (labels - 1)
     options: dict[str, Any] = {"ftol": 1e-15, "gtol": 1e-10, "maxiter": 1000}
-    start = np.zeros(labels)
-    found = minimize(loss, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
+    found = minimize(loss, np.zeros(labels), jac=True, method="L-BFGS-B", bounds=bounds, options=options)
     return PlattScaling(slope=float(found.x[0]) / width, biases=(*found.x[1:].tolist(), 0.0))
 
 
@@ -310,15 +308,13 @@ def cross_validate(
     """
     from sklearn.model_selection import StratifiedKFold
 
-    splitter = StratifiedKFold(n_splits=folds, shuffle=True, random_state=seed)
-    parts = list(splitter.split(log_shares, truth))
+    parts = list(StratifiedKFold(n_splits=folds, shuffle=True, random_state=seed).split(log_shares, truth))
     held = [rest for _, rest in parts]
     found = {"none": _held_out(before, truth, labels, held)}
     for method in methods_for(len(labels)):
         probabilities = np.empty_like(log_shares)
         for fitted, rest in parts:
-            scaling = fit_scaling(method, log_shares[fitted], truth[fitted])
-            probabilities[rest] = scaling.apply(log_shares[rest])
+            probabilities[rest] = fit_scaling(method, log_shares[fitted], truth[fitted]).apply(log_shares[rest])
         found[method] = _held_out(probabilities, truth, labels, held)
     return found
 

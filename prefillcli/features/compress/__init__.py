@@ -8,38 +8,47 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.feature import Feature, Foresight, Objection, features_of
 from prefillcli.errors import UsageError
-from prefillcli.features.compress.options import BenchOptions, CompressionOptions, InspectOptions, ProfileOptions
-from prefillcli.features.compress.pickers import PICKERS
+from prefillcli.features.compress.options import (
+    PICKERS,
+    BenchOptions,
+    CompressionOptions,
+    InspectOptions,
+    ProfileOptions,
+    compression_of,
+    keep_rate,
+)
 from prefillcli.options.groups import SELF
 from prefillcli.options.option import COMPRESSION, details_of
 
 if TYPE_CHECKING:
-    from prefillcli.bench.contenders import Contender, Equipment
-    from prefillcli.bench.material import Material
-    from prefillcli.core.request import Request, Tick
-    from prefillcli.data.output.columns import Counts
-    from prefillcli.data.prompts.builder import RowColumns
-    from prefillcli.data.prompts.labels import Labels
-    from prefillcli.data.rows import Prompt, Window
-    from prefillcli.features.compress.base import Estimator
-    from prefillcli.features.compress.compressor import Compressor
-    from prefillcli.features.compress.window_compressor import WindowCompressor
-    from prefillcli.jobs.identity import LocalModels
-    from prefillcli.jobs.load import Models
-    from prefillcli.jobs.opening import Opening
-    from prefillcli.jobs.score import Job
-    from prefillcli.jobs.scorer import Scorer
-    from prefillcli.models.open import Opened
-    from prefillcli.report.inspection import ReadPrompt
-    from prefillcli.report.run import RunReport
-    from prefillcli.report.section import Section
+    from prefillcli.core.feature import (
+        Contender,
+        Counts,
+        Equipment,
+        Job,
+        Labels,
+        LocalModels,
+        Material,
+        Models,
+        Opened,
+        Opening,
+        Prompt,
+        ReadPrompt,
+        Request,
+        RowColumns,
+        RunReport,
+        Scorer,
+        Section,
+        Tick,
+        Window,
+    )
+    from prefillcli.features.compress.compressor import Compressor, WindowCompressor
 
-
+# The options whose values are always in the digest of compression, in this order.
 HASHED = (
     *("keep", "paper", "lookahead", "query_window", "query_reduce", "pool", "select_chunk", "compress_above"),
     *("keep_first", "keep_last", "keep_private", "compress_per_row", "max_flips", "audit", "truth"),
 )
-"""The options whose values are always in the digest of compression, in this order."""
 
 
 class Compress(Feature):
@@ -127,7 +136,7 @@ class Compress(Feature):
             )
 
     def row_columns(self) -> RowColumns:
-        from prefillcli.features.compress.row_columns import COMPRESSION_COLUMNS
+        from prefillcli.features.compress.compressor import COMPRESSION_COLUMNS
 
         return COMPRESSION_COLUMNS
 
@@ -144,19 +153,17 @@ class Compress(Feature):
     def foresee(self, opened: Opened, budget: int) -> Foresight | None:
         if self.settings.draft is None:
             return None
-        from prefillcli.features.compress.foresight import KeptTokens
+        from prefillcli.features.compress.compressor import KeptTokens
 
         return KeptTokens(self.settings, opened, budget)
 
     def read_as(self) -> list[Any]:
-        from prefillcli.features.compress.settings import compression_of
-
         return [self.settings.keep, asdict(compression_of(self.settings))]
 
     def first_window(self, job: Job, window: Window) -> None:
         self._methods = job.sink.counts.tallies.methods
 
-    def load(self, models: Models[Any]) -> Estimator | None:
+    def load(self, models: Models[Any]) -> Any:
         from prefillcli.features.compress.load import load_draft
 
         return load_draft(models)
@@ -168,7 +175,7 @@ class Compress(Feature):
     def requests(
         self, scorer: Scorer, prompts: Sequence[Prompt], tick: Tick, window: Window | None, done: Collection[int]
     ) -> tuple[list[Request], int]:
-        from prefillcli.features.compress.window_compressor import WindowCompressor
+        from prefillcli.features.compress.compressor import WindowCompressor
 
         if self._windows is None:
             self._windows = WindowCompressor(scorer, self.compressor(scorer), methods=self._methods)
@@ -179,7 +186,8 @@ class Compress(Feature):
 
     def compressor(self, scorer: Scorer) -> Compressor:
         """What compresses the prompts of a scorer: with the draft that is beside the model, or those of workers."""
-        from prefillcli.features.compress.load import RemoteDraft, compressor_of
+        from prefillcli.features.compress.compressor import compressor_of
+        from prefillcli.features.compress.load import RemoteDraft
         from prefillcli.jobs.runners.pool import Pool
 
         pool = scorer.pool
@@ -189,8 +197,7 @@ class Compress(Feature):
     def inspected(
         self, models: Models[Any], prompts: Sequence[Prompt], number: int, shared: Sequence[int], tick: Tick
     ) -> ReadPrompt | None:
-        from prefillcli.features.compress.inspected import inspected
-        from prefillcli.features.compress.load import compressor_of
+        from prefillcli.features.compress.compressor import compressor_of, inspected
 
         draft = models.beside.get(type(self))
         if draft is None:
@@ -215,8 +222,6 @@ class Compress(Feature):
         )
 
     def reported(self, job: Job, counts: Counts | None) -> None:
-        from prefillcli.features.compress.settings import keep_rate
-
         if counts is not None and hasattr(job, "builder"):
             job.report.blocks["keep"] = keep_rate(self.settings, job.sink.plan)
             job.report.blocks["keep_auto"] = job.sink.plan.get("keep_auto")
@@ -242,7 +247,7 @@ class Compress(Feature):
 
     @classmethod
     def failure(cls, counts: Counts) -> str | None:
-        from prefillcli.features.compress.base import fallbacks_of_useless_draft
+        from prefillcli.features.compress.selection import fallbacks_of_useless_draft
 
         fallbacks = fallbacks_of_useless_draft(counts.tallies.methods)
         if not fallbacks:

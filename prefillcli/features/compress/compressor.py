@@ -1,27 +1,64 @@
-"""The prompts of a window, compressed: which ones, to which rate, and which of their tokens are kept."""
+"""The prompts of a job, compressed: which ones, to which rate, by whom, and which of their tokens are kept."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import ceil
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from prefillcli.core.request import Request, Thinning, Tick
-from prefillcli.data.rows import FALLBACK, FULL, Prompt, is_fallback
-from prefillcli.features.compress.base import FALLBACKS, ImportanceEstimate, Picker
-from prefillcli.features.compress.selection import full_prefixes
-from prefillcli.features.compress.settings import Compression
-from prefillcli.models.shape import NoCostModel, prefill_flops, thinned_flops
+import numpy as np
+
+from prefillcli.core.feature import Foresight
+from prefillcli.core.request import Request, Thinning, Tick, answer, draw
+from prefillcli.data.prompts.builder import RowColumns
+from prefillcli.data.rows import (
+    FALLBACK,
+    FULL,
+    ErrorCode,
+    Prompt,
+    RowBatch,
+    RowError,
+    Window,
+    is_fallback,
+)
+from prefillcli.engines.base import LabelTokens
+from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
+from prefillcli.features.compress.load import SpecPrefill, own_layers, plan_draft, translator_of
+from prefillcli.features.compress.options import Compression, compression_of, keep_rate
+from prefillcli.features.compress.selection import (
+    ENOUGH_ROWS,
+    FALLBACKS,
+    NOT_FINITE,
+    ImportanceEstimate,
+    Picker,
+    compressed_rows,
+    faulty_rows,
+    full_prefixes,
+    select_all,
+    tails,
+)
+from prefillcli.models.shape import NoCostModel, Shape, prefill_flops, thinned_flops
+from prefillcli.plan.pack import Limits
+from prefillcli.report.inspection import ReadPrompt, TokenReason
+from prefillcli.runtime import log
+from prefillcli.stats.evaluation import flip_bound, rows_for
+
+if TYPE_CHECKING:
+    from prefillcli.core.feature import Opened, PlanEngine, Scorer
 
 # Which prompts compression pays for: those with enough tokens, or those for which the cost model predicts a gain.
 
 
+# Share of the model's operations in full that picking and gathering tokens takes: up to 0.03 in docs/benchmarks.md,
+# 0.03 to 0.30 in the paper, on unified memory.
 OVERHEAD = 0.05
-"""Share of the model's operations in full that picking and gathering tokens takes: up to 0.03 in docs/benchmarks.md,
-0.03 to 0.30 in the paper, on unified memory."""
+# Where the cost model does not know an architecture, compression is taken to pay above so many tokens.
 UNKNOWN_ABOVE = 8192
-"""Where the cost model does not know an architecture, compression is taken to pay above so many tokens."""
 
 
 class WorthCompressing:
@@ -139,6 +176,7 @@ class Compressor:
         self.settings = settings.for_target(target_window)
 
     def close(self) -> None:
+        """Let go of memory."""
         self.picker.close()
 
     def compress(self, prompts: Sequence[Prompt], tick: Tick = lambda tokens: None) -> list[Request]:
@@ -177,36 +215,26 @@ class Compressor:
                 requests.append(Request(prompt, None, method, found.seconds))
         return requests
 
-
-def why_no_rate(
-    prompts: Sequence[Prompt],
-    keeps: Sequence[float | None],
-    number: int,
-    keep: float,
-    compression: Compression,
-    worth: WorthCompressing,
-) -> str:
-    """Why prompt `number` has no keep rate in `keeps`, as `Compressor.keeps` decides. `keep` is the job's rate."""
-    prompt = prompts[number]
-    tokens, own = len(prompt.tokens), keep if prompt.keep is None else prompt.keep
-    if prompt.specprefill is False:
-        return "its column specprefill is false"
-    if prompt.keep is not None and prompt.keep >= 1:
-        return "its column keep is 1"
-    if own >= 1:
-        return "--keep is 1"
-    if tokens <= compression.keep_first + compression.tail:
+    def why_no_rate(self, prompts: Sequence[Prompt], keeps: Sequence[float | None], number: int) -> str:
+        """Why prompt `number` has no keep rate in `keeps`, as `keeps` decides."""
+        prompt, settings, worth = prompts[number], self.settings, self.worth
+        tokens, own = len(prompt.tokens), self.keep if prompt.keep is None else prompt.keep
+        if prompt.specprefill is False:
+            return "its column specprefill is false"
+        if prompt.keep is not None and prompt.keep >= 1:
+            return "its column keep is 1"
+        if own >= 1:
+            return "--keep is 1"
+        if tokens <= settings.keep_first + settings.tail:
+            return f"of its {tokens:,} tokens the first {settings.keep_first:,} and last {settings.tail:,} stay anyway"
+        if not worth(tokens, own):
+            return f"its {tokens:,} tokens {worth.why_not(tokens, own)}"
+        in_full = [keep is None and other != number for other, keep in enumerate(keeps)]
+        reach = full_prefixes([each.tokens for each in prompts], in_full)[number]
         return (
-            f"of its {tokens:,} tokens the first {compression.keep_first:,} and last {compression.tail:,} stay anyway"
+            f"other rows are read in full and compute its first {reach:,} tokens anyway; the {tokens - reach:,} "
+            f"behind them {worth.why_not(tokens - reach, own)}"
         )
-    if not worth(tokens, own):
-        return f"its {tokens:,} tokens {worth.why_not(tokens, own)}"
-    in_full = [keep is None and other != number for other, keep in enumerate(keeps)]
-    reach = full_prefixes([each.tokens for each in prompts], in_full)[number]
-    return (
-        f"other rows are read in full and compute its first {reach:,} tokens anyway; the {tokens - reach:,} behind "
-        f"them {worth.why_not(tokens - reach, own)}"
-    )
 
 
 def why_in_full(request: Request) -> str | None:
@@ -216,3 +244,386 @@ def why_in_full(request: Request) -> str | None:
     if is_fallback(request.method):
         return f"{request.method}: {FALLBACKS[request.method.removeprefix(FALLBACK)].meaning}"
     return "the chosen tokens, the first and last ones and those that other rows keep are all tokens of it"
+
+
+def compressor_of(
+    settings: Any, opened: Opened, draft: Any, plan: Mapping[str, Any] = MappingProxyType({})
+) -> Compressor:
+    """The compressor of a job, to the rate of the settings or, of `--keep auto`, of the job's plan.
+
+    Raises UsageError where the model is to pick tokens itself, and none of its layers can.
+    """
+    from prefillcli.features.compress.draft import SelfDraft  # takes torch along
+
+    compression = compression_of(settings)
+    own = own_layers(compression, opened) if settings.drafts_itself else None
+    picker = SpecPrefill(draft, translator_of(opened)) if own is None else SelfDraft(own - 1)
+    return make_compressor(picker, compression, opened, keep_rate(settings, plan), own=own)
+
+
+def make_compressor(
+    picker: Picker, compression: Compression, opened: Opened, keep: float, *, own: int | None = None
+) -> Compressor:
+    """Compresses prompts for a model to the rate `keep`, by what the `picker` finds, which may be that of the model's
+    `own` first layers."""
+    worth = worth_of(compression, opened, own)
+    return Compressor(
+        picker, compression, keep=keep, worth=worth, target_window=Shape(opened.files.config).sliding_window
+    )
+
+
+def worth_of(compression: Compression, opened: Opened, own: int | None) -> WorthCompressing:
+    """Which prompts compression pays for, by a draft or by the model's `own` first layers."""
+    draft = None if own is not None or opened.draft is None else opened.draft.config
+    return WorthCompressing(compression, opened.files.config, draft, own_layers=own)
+
+
+# A job's windows, compressed; with `--keep auto` the rate is chosen on the first one that has rows to compress.
+
+
+# `--keep auto`: the smallest keep rate that a sample of the rows allows.
+#
+# The rates are tested from the safest, the largest, down to the first that fails: fixed-sequence testing
+# (Angelopoulos et al., Learn then Test, 2021, arXiv 2110.01052, section 4.2). So the probability that the chosen
+# rate flips more answers than allowed is at most 5 %, although up to five rates are tested on the same rows at 5 %
+# each: to err, the first rate in this order that is too small must pass, and that is one test.
+
+
+RATES = (0.7, 0.5, 0.3, 0.2, 0.1)  # the keep rates that are tested, in this order, until one fails
+ALLOWED_FLIPS = 1  # the sample is so large that a rate with one flip passes
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A keep rate, tried on the sample. `bound`: with 95 % confidence the flip rate is lower (one-sided, exact)."""
+
+    keep: float
+    rows: int
+    flips: int
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class KeepChoice:
+    """The chosen rate, 1 if the first one tested failed, and the trials."""
+
+    keep: float
+    trials: tuple[Trial, ...]
+    rows_needed: int  # the fewest rows that can prove a rate: without any flip
+
+
+def choose_keep(
+    compressor: Compressor,
+    engine: PlanEngine,
+    prompts: Sequence[Prompt],
+    estimates: Sequence[ImportanceEstimate],
+    chosen: Sequence[int],
+    labels: Sequence[LabelTokens],
+    max_flips: float,
+    tick: Tick = lambda tokens: None,
+) -> KeepChoice:
+    """Try keep rates on the `chosen` ones of the `prompts`, compressed together with all the others.
+
+    A row flips if its likeliest label is not that of the prompt in full. A rate passes if its flips are so few that
+    they prove a flip rate of at most `max_flips`. The last rate that passes before the first that fails is chosen;
+    one that compresses too few of these rows to fail or pass is left out.
+    """
+    needed = rows_for(max_flips)
+    trials: list[Trial] = []
+    passed = 1.0
+    if len(chosen) < needed:
+        return KeepChoice(1.0, (), needed)
+    full = answer(engine, [Request(prompts[number]) for number in chosen], labels, tick).argmax(axis=1)
+    for keep in RATES:
+        requests = compressor.select(prompts, compressor.keeps(prompts, keep), estimates)
+        tried = [number for number in chosen if requests[number].compressed]
+        own = dict(zip(chosen, full.tolist(), strict=True))
+        found = answer(engine, [requests[number] for number in tried], labels, tick).argmax(axis=1) if tried else []
+        flips = sum(int(label != own[number]) for label, number in zip(found, tried, strict=True))
+        trials.append(Trial(keep, len(tried), flips, flip_bound(flips, len(tried))))
+        if len(tried) < needed:
+            continue  # too few rows are worth compressing so little: this shows nothing
+        if trials[-1].bound > max_flips:
+            break
+        passed = keep
+    return KeepChoice(passed, tuple(trials), needed)
+
+
+ALMOST_ALL = 0.95  # a job that is to read fewer tokens of a window than this share, and does not, is told why
+
+
+class WindowCompressor:
+    """Decides how the model reads the prompts of each window of a `scorer`.
+
+    Of `--keep auto` it chooses the rate, which is in the plan of the scorer from then on. `methods` are the rows that
+    were scored before, by method.
+    """
+
+    def __init__(self, scorer: Scorer, compressor: Compressor, *, methods: Mapping[str, int]) -> None:
+        self.compressor = compressor
+        self._scorer = scorer
+        self._settings: Any = scorer.settings
+        self._chooses = self._settings.keep == "auto" and "keep" not in scorer.plan
+        self._methods = Counter(methods)
+        self._warned = False
+
+    def __call__(self, window: Window, done: Collection[int], tick: Tick) -> list[Request]:
+        """`tick` is called with the tokens of each step; it may raise.
+
+        Raises PrefillError if the draft fails on everything; rows that are `done` were counted before.
+        """
+        compressor, prompts = self.compressor, window.prompts
+        wanted = compressor.keeps(prompts, min(RATES) if self._chooses else None)
+        estimates = compressor.estimate(prompts, wanted, tick)
+        self._check(estimates)
+        if self._chooses:
+            self._choose(window, wanted, estimates, tick)
+        keeps = compressor.keeps(prompts)
+        requests = compressor.select(prompts, keeps, estimates)
+        if requests and compressor.keep < 1 and not self._warned:
+            self._warned = self._warn_of_little(requests, keeps)
+        self._methods.update(request.method for request in requests if request.prompt.row not in done)
+        return requests
+
+    def _warn_of_little(self, requests: Sequence[Request], keeps: Sequence[float | None]) -> bool:
+        # Whether the model reads nearly all tokens of a window in spite of its keep rate; then say why on stderr.
+        read, whole = (
+            sum(each) for each in zip(*((r.most_kept, len(r.prompt.tokens)) for r in requests), strict=True)
+        )
+        if read <= ALMOST_ALL * whole:
+            return False
+        compressor, prompts = self.compressor, [each.prompt for each in requests]
+        number = max(range(len(requests)), key=lambda at: requests[at].most_kept)
+        full = sum(not each.compressed for each in requests)
+        if keeps[number] is None:
+            why = compressor.why_no_rate(prompts, keeps, number)
+        else:
+            why = why_in_full(requests[number]) or "its first and last tokens, which are always kept, are most of it"
+        log.warning(
+            f"--keep {self.compressor.keep:g} leaves {read / whole:.0%} of the tokens of "
+            f"{len(requests):,} rows, {full:,} of them are read in full; row "
+            f"{prompts[number].row}, for one: {why}"
+        )
+        return True
+
+    def _check(self, estimates: Sequence[ImportanceEstimate]) -> None:
+        # Raise PrefillError if the draft has failed on all rows so far: `ENOUGH_ROWS`, or those it is tried on. The
+        # rows of earlier windows are written. Without this the model would read the whole job in full.
+        before = self._methods
+        if compressed_rows(before) or any(found.importance is not None for found in estimates):
+            return
+        failed = sum(found.reason is not None and FALLBACKS[found.reason].fault for found in estimates)
+        if failed and (self._chooses or failed + faulty_rows(before) >= ENOUGH_ROWS):
+            error = self.compressor.picker.failure
+            why = FALLBACKS[NOT_FINITE].meaning if error is None else f"{type(error).__name__}: {brief(error)}"
+            kind = ResourceError if error is not None and out_of_resource(error) else PrefillError
+            raise kind(
+                f"the draft has failed on all rows so far, {failed + faulty_rows(before):,}: {why}\n"
+                "take another --draft, or leave it out to read all rows in full"
+            )
+
+    def _choose(
+        self,
+        window: Window,
+        wanted: Sequence[float | None],
+        estimates: Sequence[ImportanceEstimate],
+        tick: Tick,
+    ) -> None:
+        scorer, prompts, max_flips = self._scorer, window.prompts, self._settings.max_flips
+        most = scorer.pool.limits.max_tokens
+        able = [
+            number
+            for number, keep in enumerate(wanted)
+            if keep is not None and prompts[number].keep is None and len(prompts[number].tokens) <= most
+        ]
+        if not able:
+            return  # a later window may have rows to compress
+        chosen = draw(able, self._settings.audit or rows_for(max_flips, ALLOWED_FLIPS), window.index)
+        choice = choose_keep(
+            self.compressor, scorer.pool, prompts, estimates, chosen, scorer.labels.sets, max_flips, tick
+        )
+        self.compressor.keep, self._chooses = choice.keep, False
+        scorer.plan = {**scorer.plan, "keep": choice.keep, "keep_auto": asdict(choice)}
+        if choice.keep == 1:
+            log.warning(f"--keep auto: {_why_all(choice, len(chosen), max_flips)}")
+
+
+def _why_all(choice: KeepChoice, rows: int, max_flips: float) -> str:
+    most = f"{max_flips:.2%}"
+    if not choice.trials:
+        return (
+            f"{rows:,} rows to try it on cannot prove that at most {most} flip, {choice.rows_needed:,} could; all "
+            "rows are read in full"
+        )
+    first = choice.trials[0]
+    return (
+        f"keeping {first.keep:g} does not prove that at most {most} flip ({first.flips:,} of {first.rows:,} rows "
+        "did), so smaller rates were not tried; all rows are read in full"
+    )
+
+
+# How prompts would be compressed, for forecasts: no draft is asked.
+
+
+KEEP_RATES = (1.0, 0.5, 0.3, 0.2, 0.1)
+
+
+class KeptTokens(Foresight):
+    """The requests of prompts as if the draft found the first chunks of each the most important.
+
+    Raises UsageError and ResourceError as loading would.
+    """
+
+    def __init__(self, settings: Any, opened: Opened, budget: int) -> None:
+        compression, shape = compression_of(settings), Shape(opened.files.config)
+        own = own_layers(compression, opened) if settings.drafts_itself else None
+        self.chosen = settings.keep if isinstance(settings.keep, float) else None
+        self.rates = sorted({*KEEP_RATES, self.chosen or 1.0}, reverse=True)
+        self._own_layers = own or 0
+        self._depth = self._own_layers / shape.layers
+        self._worth = worth_of(compression, opened, own)
+        self._compression = compression.for_target(shape.sliding_window)
+        self._translator = translator_of(opened)
+        self._reach = opened.max_length  # tokens of the longest prompt that the draft can read
+        self._drafted: tuple[Sequence[Prompt], list[int | None]] = ((), [])
+        if opened.draft is not None:
+            limits = Limits(**plan_draft(opened, compression, budget, settings.chunk_tokens, {})["limits"])
+            fits = limits.max_tokens if limits.read_tokens is None else min(limits.max_tokens, limits.read_tokens)
+            self._reach = min(opened.draft.max_length - compression.decoded, fits)
+
+    def requests(self, prompts: Sequence[Prompt], rate: float) -> list[Request]:
+        rates = keep_rates(prompts, rate, self._compression, self._worth)
+        if self._own_layers:
+            from prefillcli.features.compress.draft import SelfDraft
+
+            chosen = SelfDraft(self._own_layers - 1).select(prompts, [], rates, self._compression)
+            return [Request(prompt, thinning=own) for prompt, own in zip(prompts, chosen, strict=True)]
+        longest = max((len(prompt.tokens) for prompt in prompts), default=0)
+        equal = np.zeros(longest, dtype=np.float32)  # of equally important chunks the first are kept
+        importances = [
+            equal[: len(prompt.tokens)] if own is not None and length is not None and length <= self._reach else None
+            for prompt, own, length in zip(prompts, rates, self._draft_lengths(prompts), strict=True)
+        ]
+        kept = select_all([prompt.tokens for prompt in prompts], importances, rates, self._compression)
+        return [
+            Request(prompt) if own is None or len(own) == len(prompt.tokens) else Request(prompt, own)
+            for prompt, own in zip(prompts, kept, strict=True)
+        ]
+
+    def layers(self, requests: Sequence[Request]) -> float:
+        whole = sum(len(request.tokens) for request in requests)
+        if not self._own_layers or not whole:
+            return 1.0
+        return self._depth + (1 - self._depth) * sum(request.most_kept for request in requests) / whole
+
+    def _draft_lengths(self, prompts: Sequence[Prompt]) -> list[int | None]:
+        # How many tokens each prompt has for the draft; None for one that it cannot read. Asked of the same prompts
+        # for one rate after the other.
+        if self._translator is None:
+            return [len(prompt.tokens) for prompt in prompts]
+        if self._drafted[0] is not prompts:
+            self._drafted = prompts, self._translator.lengths([prompt.tokens for prompt in prompts])
+        return self._drafted[1]
+
+
+# What `prefill inspect` shows of a compressed prompt.
+
+
+def inspected(
+    compressor: Compressor,
+    prompts: Sequence[Prompt],
+    shared: Sequence[int],
+    number: int,
+    tick: Tick,
+) -> ReadPrompt:
+    """What a window's compression makes of its prompt `number`. The others have so many tokens in `shared` with it."""
+    prompt, compression = prompts[number], compressor.settings
+    keeps = compressor.keeps(prompts)
+    if keeps[number] is None:
+        return ReadPrompt.whole(prompt, compressor.why_no_rate(prompts, keeps, number))
+    related = [other for other, common in enumerate(shared) if common]
+    relatives, common = [prompts[other] for other in related], [shared[other] for other in related]
+    rates = [keeps[other] for other in related]
+    own = related.index(number)
+    near = [tokens >= min(compression.select_chunk, len(prompt.tokens)) for tokens in common]
+    if compression.per_row:
+        near = [at == own for at in range(len(related))]
+    # The importance of those that are not `near` has no say in what is kept of the row: they share no whole chunk with
+    # it, or every row is selected by itself. The draft is spared them. Where they are compressed they still are so.
+    asked = [keep if close else None for keep, close in zip(rates, near, strict=True)]
+    estimates = compressor.estimate(relatives, asked, tick)
+    for at, prompt in enumerate(relatives):
+        if rates[at] is not None and not near[at]:
+            estimates[at] = ImportanceEstimate(np.zeros(len(prompt.tokens), np.float32))
+    requests = compressor.select(relatives, rates, estimates)
+    ends = tails([each.tokens for each in relatives], rates, compression)
+    neighbours = [
+        Neighbour(len(relatives[at].tokens), ends[at], estimates[at].importance is None, common[at])
+        for at in range(len(related))
+        if at != own and not compression.per_row
+    ]
+    why = why_kept(requests[own], ends[own], neighbours, compression)
+    return ReadPrompt(requests[own], estimates[own].importance, why, estimates[own].voters, why_in_full(requests[own]))
+
+
+def why_kept(request: Request, tail: int, others: Sequence[Neighbour], compression: Compression) -> list[TokenReason]:
+    """Why each token of a prompt is kept or dropped.
+
+    Its last `tail` tokens are always kept; `others` are the prompts that are compressed together with it.
+    """
+    tokens = len(request.prompt.tokens)
+    if request.kept is None:
+        return ["full"] * tokens
+    why = np.full(tokens, "chosen", dtype=object)
+    for other in others:
+        begin = 0 if other.in_full else max(other.tokens - other.tail, 0)  # always kept, as its own end
+        why[begin : other.shared] = "shared"
+    why[max(tokens - tail, 0) :] = "last"
+    why[: compression.keep_first] = "first"
+    dropped = np.ones(tokens, dtype=bool)
+    dropped[request.kept] = False
+    why[dropped] = "dropped"
+    return cast("list[TokenReason]", why.tolist())
+
+
+class Neighbour(NamedTuple):
+    """A prompt that is compressed together with another one.
+
+    It has so many `tokens`, of which the last `tail` are always kept; the two have the first `shared` in common.
+    """
+
+    tokens: int
+    tail: int
+    in_full: bool
+    shared: int
+
+
+# What rows say of their own compression.
+
+
+def with_compression(prompts: list[Prompt], batch: RowBatch, errors: dict[int, RowError]) -> list[Prompt]:
+    """The prompts with what their rows say of compression; a row that says something else becomes an error."""
+    keeps, choices = batch.columns.get("keep"), batch.columns.get("specprefill")
+    place = {row: at for at, row in enumerate(batch.rows.tolist())}
+    done = []
+    for prompt in prompts:
+        at = place[prompt.row]
+        keep = None if keeps is None else keeps[at]
+        choice = None if choices is None else choices[at]
+        if isinstance(keep, float) and math.isnan(keep):
+            keep = None
+        if keep is not None and (type(keep) not in (int, float) or not 0 < keep <= 1):
+            errors[prompt.row] = RowError(
+                ErrorCode.INVALID_KEEP, f"keep is {keep!r}: it must be a rate above 0 and up to 1"
+            )
+        elif choice is not None and type(choice) is not bool:
+            errors[prompt.row] = RowError(
+                ErrorCode.INVALID_KEEP, f"specprefill is {choice!r}: it must be true, false or null"
+            )
+        else:
+            prompt.keep, prompt.specprefill = keep, choice
+            done.append(prompt)
+    return done
+
+
+COMPRESSION_COLUMNS = RowColumns(("keep", "specprefill"), with_compression)

@@ -7,35 +7,30 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import torch
+import numpy.typing as npt
 from torch import Tensor
-from transformers.cache_utils import LinearAttentionLayer
 
 from prefillcli.bench.contenders import Contender, Cost, Equipment, MethodRun
-from prefillcli.bench.material import Material
 from prefillcli.bench.report import LayerDrift, StateDrift
 from prefillcli.core.request import Request, method_of
 from prefillcli.data.prompts.encoding import Spans, spans_of
-from prefillcli.data.rows import Prompt
 from prefillcli.errors import UsageError
 from prefillcli.features.compress import Compress
-from prefillcli.features.compress.base import ImportanceEstimate
-from prefillcli.features.compress.compressor import Compressor
-from prefillcli.features.compress.load import make_compressor, own_layers, translator_of
-from prefillcli.features.compress.pickers import PICKERS, PickerResources
-from prefillcli.features.compress.row_pickers import GemFilter
-from prefillcli.features.compress.self_draft import SelfDraft
-from prefillcli.features.compress.settings import compression_of
+from prefillcli.features.compress.compressor import Compressor, make_compressor
+from prefillcli.features.compress.draft import GemFilter, SelfDraft, final_states
+from prefillcli.features.compress.load import SpecPrefill, own_layers, translator_of
+from prefillcli.features.compress.options import PICKERS, compression_of
+from prefillcli.features.compress.selection import Bm25, Ends, ImportanceEstimate, Picker, RandomChunks
 from prefillcli.models.shape import NoCostModel, Shape, answer_flops, ratio_speedup, table5, walk_flops
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill.forest import ForestAttention
-from prefillcli.prefill.own_cache import LayerPast
-from prefillcli.prefill.walk import LayerWalk
+
+if TYPE_CHECKING:
+    from prefillcli.core.feature import LayerWalk, Material, Prompt
+
 
 # State drift: how far the final states of recurrent layers are from those of the whole prompt.
 #
@@ -43,6 +38,7 @@ from prefillcli.prefill.walk import LayerWalk
 # than after the whole prompt ("SpecPrefill on Unified Memory" leaves open by how much).
 
 
+Int32Array = npt.NDArray[np.int32]
 DRIFT_ROWS = 8  # of each method: the first that it has compressed; both ways of reading them are walked once more
 
 
@@ -74,33 +70,6 @@ def state_drift(
     )
 
 
-@torch.inference_mode()
-def final_states(walk: LayerWalk, request: Request, limits: Limits) -> dict[int, list[Tensor]]:
-    """The states that a prompt leaves in each recurrent layer, by the layer's number from 0."""
-    (pack,) = make_plan([request.tokens], limits, positions=[request.positions]).packs
-    ((end, _),) = pack.reads
-    found: dict[int, list[Tensor]] = {}
-    with ForestAttention(len(pack.tokens)) as attention:
-        state = walk.begin(pack, keep_ends=True)
-        for number, _ in walk.through_layers(state, attention, lambda tokens: None):
-            if state.recurrence:
-                carried = [tensor for each in state.recurrence.end_of(end) for tensor in _carried(each)]
-                found |= {number: carried} if carried else {}
-    return found
-
-
-def _carried(end: LinearAttentionLayer | LayerPast) -> list[Tensor]:
-    """The recurrent states among what a layer keeps; K,V are none."""
-    entries = end.entries.values() if isinstance(end, LayerPast) else [end]
-    return [tensor for each in entries if isinstance(each, LinearAttentionLayer) for tensor in state_tensors(each)]
-
-
-def state_tensors(state: LinearAttentionLayer) -> list[Tensor]:
-    """What a module has carried from its first token on: recurrent states, or those of a convolution alone."""
-    carried = [each for each in state.recurrent_states.values() if each is not None]
-    return carried or [each for each in state.conv_states.values() if each is not None]
-
-
 def distance(states: Sequence[Tensor], whole: Sequence[Tensor]) -> float:
     """L2 distance of one layer's states from those of the whole prompt, over the norm of the latter."""
     apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(states, whole, strict=True))
@@ -118,13 +87,13 @@ class SmallModel:
         self._translator = translator_of(opened)
         self._limits = Limits(**plan["draft"]["limits"]) if "draft" in plan else None
 
-    def in_its_tokens(self, prompts: Sequence[TokenArray]) -> list[TokenArray]:
+    def in_its_tokens(self, prompts: Sequence[Int32Array]) -> list[Int32Array]:
         """Prompts that the draft has read, as it read them."""
         if self._translator is None:
             return list(prompts)
         return [each.tokens for each in self._translator.translate(prompts) if not isinstance(each, str)]
 
-    def flops(self, prompts: Sequence[TokenArray]) -> float:
+    def flops(self, prompts: Sequence[Int32Array]) -> float:
         """The operations of the draft over these prompts, as it plans them, without those of the votes."""
         if not prompts or self._limits is None:
             return 0.0
@@ -136,21 +105,29 @@ class SmallModel:
 
 
 def compressor_in(
-    equipment: Equipment, picker: str, *, spans: Callable[[Prompt], Spans | None] | None = None
+    equipment: Equipment, name: str, *, spans: Callable[[Prompt], Spans | None] = lambda prompt: None
 ) -> Compressor:
-    """The compressor of a job, with the picker of this name; `spans` as in `PickerResources`.
+    """A compressor with the picker of this name.
 
-    Raises ValueError where the picker needs a draft or spans, and there are none.
+    `spans` gives a prompt's text and where its tokens lie in it, or None where the text does not give the tokens.
+    Raises UsageError where the model is to pick tokens itself, and none of its layers can.
     """
-    resources = PickerResources(
-        settings=compression_of(equipment.settings),
-        seed=equipment.settings.seed,
-        draft=equipment.loaded.beside.get(Compress),
-        walking=equipment.walking,
-        limits=equipment.limits,
-        spans=spans,
-    )
-    return make_compressor(picker, resources, equipment.opened, keep=1.0)
+    compression, opened = compression_of(equipment.settings), equipment.opened
+    own = own_layers(compression, opened) if PICKERS[name].needs == "self" else None
+    picker: Picker
+    if name == "specprefill":
+        picker = SpecPrefill(equipment.loaded.beside[Compress], translator_of(opened))
+    elif name == "bm25":
+        picker = Bm25(spans)
+    elif name == "random":
+        picker = RandomChunks(compression.select_chunk, equipment.settings.seed)
+    elif own is None:
+        picker = Ends()
+    elif name == "gemfilter":
+        picker = GemFilter(own - 1, equipment.walking, equipment.limits)
+    else:
+        picker = SelfDraft(own - 1)
+    return make_compressor(picker, compression, opened, 1.0, own=own)
 
 
 def contenders(names: Collection[str], equipment: Equipment, material: Material) -> list[Contender]:
@@ -174,7 +151,7 @@ def contenders(names: Collection[str], equipment: Equipment, material: Material)
 
 
 def _can_choose(name: str, equipment: Equipment, material: Material) -> bool:
-    """Whether the model has a layer that can choose tokens. Raises UsageError if a method needs it that was named."""
+    # Whether the model has a layer that can choose tokens. Raises UsageError if a method needs it that was named.
     try:
         own_layers(compression_of(equipment.settings), equipment.opened)
     except UsageError as error:
@@ -288,7 +265,7 @@ class _OwnLayers(Compressed):
         return cast("SelfDraft | GemFilter", self._compressor.picker).layer + 1
 
     def predictions(self, run: MethodRun) -> tuple[float, float] | None:
-        """As of `Contender`, with the first layers' share of all in place of a draft's operations."""
+        # As of `Contender`, with the first layers' share of all in place of a draft's operations.
         config, keep = self._equipment.config, self.keep or 1.0
         try:
             whole = sum(table5(config, len(request.prompt.tokens)).total for request in run.requests)
@@ -300,7 +277,7 @@ class _OwnLayers(Compressed):
         return 1 / (depth + again * keep), whole / (depth * whole + again * part)
 
     def _again(self, depth: float) -> float:
-        """Share of the layers that read what is kept."""
+        # Share of the layers that read what is kept.
         raise NotImplementedError
 
 

@@ -1,42 +1,51 @@
-"""The draft model: a walk over prompts that finds the importance of their tokens."""
+"""The models that find the importance of tokens: a draft that walks prompts, or the model's own first layers."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
 
-from prefillcli.core.request import Tick
-from prefillcli.data.rows import Int64Array, Prompt
+from prefillcli.core.request import Request, Thinning, Tick
+from prefillcli.data.rows import Int32Array
 from prefillcli.decode.behind import look_ahead
 from prefillcli.errors import UsageError
-from prefillcli.features.compress.base import (
+from prefillcli.features.compress.options import Compression, Reduce
+from prefillcli.features.compress.selection import (
     FAILED,
     NO_MEMORY,
     NO_VOTE,
     NOT_FINITE,
     TOO_LONG,
     VOCABULARY,
-    Estimator,
     Float32Array,
     ImportanceEstimate,
     Overlap,
+    Picker,
+    RowPicker,
+    budget,
+    chunk_count,
+    select_all,
+    tails,
 )
-from prefillcli.features.compress.selection import select_all
-from prefillcli.features.compress.settings import Compression, Reduce
 from prefillcli.models.open import stop_tokens_of
 from prefillcli.plan.pack import Limits, Pack, account
-from prefillcli.plan.plan import make_plan
-from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill.forest import WatchedLayer
+from prefillcli.plan.plan import make_plan, marked_positions
+from prefillcli.prefill.forest import ForestAttention, WatchedLayer
 from prefillcli.prefill.layout import Tree, oldest_key
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.prefill.own_cache import LayerPast
+from prefillcli.prefill.walk import Thinned
+
+if TYPE_CHECKING:
+    from prefillcli.core.feature import LayerWalk, Prompt
 
 # Importance: how much the draft's queries attend to each token of a prompt.
 #
@@ -122,10 +131,8 @@ def _vote(layer: WatchedLayer, prompt: PromptQueries, pool: int) -> None:
 
 
 def _average(shares: Tensor, width: int) -> Tensor:
-    """Mean over the `width` neighbours of each number in the last dimension, zeros beyond its ends.
-
-    Like torch's avg_pool1d with padding, but from sums of 1, 2, 4, ... neighbours: several times faster on the CPU.
-    """
+    # Mean over the `width` neighbours of each number in the last dimension, zeros beyond its ends. Like torch's
+    # avg_pool1d with padding, but from sums of 1, 2, 4, ... neighbours: several times faster on the CPU.
     tokens = shares.shape[-1]
     run = F.pad(shares, (width // 2, width // 2))
     total = torch.zeros_like(shares)
@@ -164,12 +171,11 @@ def importance(
         reduced = (1.0 / places.amin(dim=0)).repeat_interleave(chunk)[: votes.shape[1]]
     else:
         reduced = votes.amax(dim=0) if reduce == "max" else votes.mean(dim=0)
-    found: Float32Array = reduced.float().cpu().numpy()
-    return found
+    return np.asarray(reduced.float().cpu().numpy(), np.float32)
 
 
+# The importance of a prompt's tokens, float32 [tokens], or why there is none; and the layers that voted.
 Found = tuple[Float32Array | None, str | None, tuple[int, ...]]
-"""The importance of a prompt's tokens, float32 [tokens], or why there is none; and the layers that voted."""
 
 
 class Draft:
@@ -189,10 +195,8 @@ class Draft:
         max_length: int,
         on_failure: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        self.tokens = 0
-        """Tokens computed so far."""
-        self.failure: BaseException | None = None
-        """What it failed with last."""
+        self.tokens = 0  # tokens computed so far
+        self.failure: BaseException | None = None  # what it failed with last
         self.walk = walk
         self._settings = settings
         self._limits = limits
@@ -213,7 +217,7 @@ class Draft:
 
     def estimate(
         self,
-        prompts: Sequence[TokenArray],
+        prompts: Sequence[Int32Array],
         tick: Tick = lambda tokens: None,
         overlaps: Sequence[Overlap] | None = None,
     ) -> list[ImportanceEstimate]:
@@ -241,7 +245,7 @@ class Draft:
         return estimates
 
     def _attends(self) -> bool:
-        """Whether any layer attends, found out with a prompt of one token."""
+        # Whether any layer attends, found out with a prompt of one token.
         (pack,) = make_plan([np.zeros(1, dtype=np.int32)], Limits(1, 1)).packs
         try:
             with closing(self.walk.watch(pack, [0])) as layers:
@@ -249,7 +253,7 @@ class Draft:
         except Exception:  # it will fail on the rows too, which say so
             return True
 
-    def _refusal(self, tokens: TokenArray) -> str | None:
+    def _refusal(self, tokens: Int32Array) -> str | None:
         if len(tokens) > self._max_length:
             return TOO_LONG
         if int(tokens.max()) >= self._vocabulary:
@@ -265,7 +269,7 @@ class Draft:
         return (*_checked(found), tuple(prompt.voters))
 
     def _votes(self, pack: Pack, tick: Tick) -> dict[int, PromptQueries]:
-        """How the queries of each prompt of a pack have voted."""
+        # How the queries of each prompt of a pack have voted.
         settings = self._settings
         tree = Tree(pack)
         paths = [tree.path(node) for node, _ in pack.reads]
@@ -290,7 +294,7 @@ class Draft:
 
 
 def _add_decoded(prompt: PromptQueries, queries: list[int]) -> None:
-    """Add the queries of tokens that were decoded behind the prompt: each sees the whole prompt."""
+    # Add the queries of tokens that were decoded behind the prompt: each sees the whole prompt.
     tokens = prompt.tokens
     prompt.queries += queries
     prompt.sees += [tokens] * len(queries)
@@ -303,27 +307,115 @@ def _checked(found: Float32Array | None) -> tuple[Float32Array | None, str | Non
     return (found, None) if np.isfinite(found).all() else (None, NOT_FINITE)
 
 
-# SpecPrefill: the tokens that a draft model finds important.
+# The model as its own draft: what its first layers attend to goes on to the others (FastKV, arXiv 2502.01068).
+#
+# The first layers compute all tokens. In the last of them, the last tokens of each prompt vote on its keys, as those
+# of a draft do in all its layers; the other layers compute the tokens that are kept, at their original positions.
 
 
-class SpecPrefill:
-    """Prompts that share a prefix keep the same tokens of it, so that it is still computed once."""
+@dataclass(frozen=True, slots=True)
+class SelfDraftRule:
+    """A `ThinningRule`: what each prompt's last tokens look at in its layer, and both ends.
 
-    method = "specprefill"
+    `rates` has the keep rate of each prompt, and how many of its last tokens are always kept. The other prompts go on
+    whole, and with them what they share. Prompts of a read go on together, at the highest of their rates.
+    """
 
-    def __init__(self, draft: Estimator) -> None:
-        self._draft = draft
+    layer: int
+    settings: Compression
+    rates: Mapping[int, tuple[float, int]]
+
+    def of(self, prompts: Collection[int]) -> SelfDraftRule:
+        rates = {prompt: self.rates[prompt] for prompt in prompts if prompt in self.rates}
+        return SelfDraftRule(self.layer, self.settings, rates)
+
+    def watched(self, pack: Pack, tree: Tree) -> list[int]:
+        found: set[int] = set()
+        for read, (node, _) in enumerate(pack.reads):
+            if self._rate(pack, read) is not None:
+                found.update(last_tokens(tree.path(node), self.settings.window))
+        return sorted(found)
+
+    def __call__(self, pack: Pack, tree: Tree, layer: WatchedLayer) -> list[Thinned]:
+        paths = [tree.path(node) for node, _ in pack.reads]
+        tokens = [np.concatenate([np.arange(*run) for run in path]) for path in paths]
+        rates = [self._rate(pack, read) for read in range(len(paths))]
+        row = {token: number for number, token in enumerate(self.watched(pack, tree))}
+        found: list[Float32Array | None] = []
+        reasons: list[str | None] = []
+        for path, rate in zip(paths, rates, strict=True):
+            votes, reason = (None, None) if rate is None else self._votes(path, row, layer)
+            found.append(votes)
+            reasons.append(reason)
+        kept = select_all(
+            [pack.tokens[own] for own in tokens],
+            found,
+            [None if rate is None else rate[0] for rate in rates],
+            self.settings,
+            lasts=[1 if rate is None else rate[1] for rate in rates],
+        )
+        return [
+            Thinned(whole if own is None else whole[own], reason)
+            for whole, own, reason in zip(tokens, kept, reasons, strict=True)
+        ]
+
+    def _rate(self, pack: Pack, read: int) -> tuple[float, int] | None:
+        # The rate of a read and its last tokens that are always kept; None if it goes on whole.
+        rates = [self.rates.get(prompt) for prompt in pack.reads[read][1]]
+        able = [rate for rate in rates if rate is not None]
+        if len(able) < len(rates):
+            return None
+        return max(rate for rate, _ in able), max(last for _, last in able)
+
+    def _votes(
+        self, path: list[tuple[int, int]], row: Mapping[int, int], layer: WatchedLayer
+    ) -> tuple[Float32Array | None, str | None]:
+        # The importance of a prompt's tokens, float32 [tokens], or why it has none.
+        prompt: PromptQueries = last_queries(path, [row[token] for token in last_tokens(path, self.settings.window)])
+        add_votes(layer, [prompt], self.settings.pool)
+        votes = importance(prompt, self.settings.query_reduce, self.settings.select_chunk)
+        if votes is None:
+            return None, NO_VOTE
+        return (votes, None) if bool(np.isfinite(votes).all()) else (None, NOT_FINITE)
+
+
+@dataclass(frozen=True, slots=True)
+class SelfThinning(Thinning):
+    """After `layer`, by its number, the share `keep` of the tokens goes on, and always the `last` ones."""
+
+    layer: int
+    keep: float
+    last: int
+    settings: Compression
 
     @property
-    def tokens(self) -> int:
-        return self._draft.tokens
+    def alone(self) -> bool:  # type: ignore[override]
+        return self.settings.per_row
 
-    @property
-    def failure(self) -> BaseException | None:
-        return self._draft.failure
+    def most_kept(self, tokens: int) -> int:
+        # What is chosen may be among the tokens that are kept anyway.
+        chosen = budget(self.keep, chunk_count(tokens, self.settings.select_chunk)) * self.settings.select_chunk
+        return min(tokens, chosen + self.settings.keep_first + self.last)
+
+    def rule(self, thinnings: Mapping[int, Thinning]) -> SelfDraftRule:
+        own = {number: each for number, each in thinnings.items() if isinstance(each, SelfThinning)}
+        rates = {number: (each.keep, each.last) for number, each in own.items()}
+        return SelfDraftRule(self.layer, self.settings, rates)
+
+
+# The model's own first layers: what they attend to goes on to the others.
+
+
+class SelfDraft(Picker):
+    """Leaves the choice to the model, which makes it after `layer` . Estimates are empty."""
+
+    method = "self-draft"
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
 
     def estimate(self, prompts: Sequence[Prompt], tick: Tick) -> list[ImportanceEstimate]:
-        return self._draft.estimate([prompt.tokens for prompt in prompts], tick)
+        return [ImportanceEstimate() for _ in prompts]
 
     def select(
         self,
@@ -331,9 +423,103 @@ class SpecPrefill:
         estimates: Sequence[ImportanceEstimate],
         keeps: Sequence[float | None],
         settings: Compression,
-    ) -> list[Int64Array | None]:
-        tokens, importances = [prompt.tokens for prompt in prompts], [found.importance for found in estimates]
-        return select_all(tokens, importances, keeps, settings)
+    ) -> list[SelfThinning | None]:
+        lasts = tails([prompt.tokens for prompt in prompts], keeps, settings) if any(keeps) else [0] * len(prompts)
+        return [
+            None if keep is None else SelfThinning(self.layer, keep, last, settings)
+            for keep, last in zip(keeps, lasts, strict=True)
+        ]
 
-    def close(self) -> None:
-        self._draft.close()
+
+# The model's own first layers, before it reads: what they find goes through all layers.
+
+
+POOL = 5
+
+
+class GemFilter(RowPicker):
+    """The model walks the prompts up to `layer`, and reads what it kept of them from its first layer on.
+
+    Queries times keys of the last token, summed over the heads and averaged over `POOL` tokens, rank single tokens. As
+    all pickers here it keeps the ends too, and the positions, which the paper counts anew. `walking` gives a walk of
+    the model; `limits` are those of its packs.
+    """
+
+    method = "gemfilter"
+
+    def __init__(self, layer: int, walking: Callable[[], AbstractContextManager[LayerWalk]], limits: Limits) -> None:
+        self.layer = layer
+        self._walking = walking
+        self._limits = Limits(limits.tokens, limits.max_tokens, switch=limits.switch)
+
+    def rank(self, prompt: Prompt) -> Float32Array | None:
+        return self.estimate([prompt], lambda tokens: None)[0].importance
+
+    def estimate(self, prompts: Sequence[Prompt], tick: Tick) -> list[ImportanceEstimate]:
+        found = [ImportanceEstimate() for _ in prompts]
+        with self._walking() as walk:
+            tokens = [prompt.tokens for prompt in prompts]
+            positions = [marked_positions(None, len(own), self._limits.switch) for own in tokens]
+            for pack in make_plan(tokens, self._limits, positions=positions).packs:
+                begun = time.monotonic()
+                votes = self._votes(walk, pack, tick)
+                self.tokens += len(pack.tokens)
+                seconds = time.monotonic() - begun
+                for part in account(pack):
+                    own = found[part.prompt]
+                    own.importance, own.seconds = votes[part.prompt], seconds * part.share
+                    own.reason = NOT_FINITE if own.importance is None else None
+        return found
+
+    def _votes(self, walk: LayerWalk, pack: Pack, tick: Tick) -> dict[int, Float32Array | None]:
+        tree = Tree(pack)
+        ends = [pack.offsets[node + 1] - 1 for node, _ in pack.reads]
+        watched = sorted(set(ends))
+        with closing(walk.watch(pack, watched, tick)) as layers:
+            layer = next(each for each in layers if each.number == self.layer)
+        tick(len(pack.tokens) * (1 - (self.layer + 1) / len(walk.layers)))  # the other layers are left out
+        votes: dict[int, Float32Array | None] = {}
+        for (node, prompts), end in zip(pack.reads, ends, strict=True):
+            own = summed_scores(layer, tree.path(node), watched.index(end))
+            finite = bool(own.isfinite().all())
+            votes |= dict.fromkeys(prompts, own.cpu().numpy() if finite else None)
+        return votes
+
+
+def summed_scores(layer: WatchedLayer, path: Sequence[tuple[int, int]], query: int) -> torch.Tensor:
+    """A query's products with the keys of a path, summed over heads and pooled, float32 [tokens]."""
+    keys = torch.cat([layer.keys[:, start:end] for start, end in path], dim=1).float()
+    # The query heads of a K,V head are neighbours; their sum times the key is the sum of their products.
+    queries = layer.queries[:, query].float().reshape(keys.shape[0], -1, keys.shape[2]).sum(dim=1)
+    scores = torch.einsum("hw,htw->t", queries, keys)
+    return F.avg_pool1d(scores[None, None], POOL, 1, POOL // 2)[0, 0]
+
+
+# The states that a walk leaves in recurrent layers.
+
+
+@torch.inference_mode()
+def final_states(walk: LayerWalk, request: Request, limits: Limits) -> dict[int, list[Tensor]]:
+    """The states that a prompt leaves in each recurrent layer, by the layer's number from 0."""
+    (pack,) = make_plan([request.tokens], limits, positions=[request.positions]).packs
+    ((end, _),) = pack.reads
+    found: dict[int, list[Tensor]] = {}
+    with ForestAttention(len(pack.tokens)) as attention:
+        state = walk.begin(pack, keep_ends=True)
+        for number, _ in walk.through_layers(state, attention, lambda tokens: None):
+            if state.recurrence:
+                carried = [tensor for each in state.recurrence.end_of(end) for tensor in _carried(each)]
+                found |= {number: carried} if carried else {}
+    return found
+
+
+def _carried(end: LinearAttentionLayer | LayerPast) -> list[Tensor]:
+    # The recurrent states among what a layer keeps; K,V are none.
+    entries = end.entries.values() if isinstance(end, LayerPast) else [end]
+    return [tensor for each in entries if isinstance(each, LinearAttentionLayer) for tensor in state_tensors(each)]
+
+
+def state_tensors(state: LinearAttentionLayer) -> list[Tensor]:
+    """What a module has carried from its first token on: recurrent states, or those of a convolution alone."""
+    carried = [each for each in state.recurrent_states.values() if each is not None]
+    return carried or [each for each in state.conv_states.values() if each is not None]

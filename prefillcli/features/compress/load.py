@@ -1,46 +1,39 @@
-"""Prompts in the tokens of a draft that has another tokenizer, and what it finds important in the target's tokens.
-
-The draft reads the text that the target's tokens say: they are decoded and tokenised again. Every token of both then
-lies somewhere in that text, so it is known which of them overlap. Tokens with which the target begins a prompt (BOS)
-stand for those that the draft begins one with. Other control tokens are the draft's own of the same text, or where it
-has none their text in plain letters."""
+"""Drafts at work: loaded in this process or in workers, and with tokenizers of their own."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from prefillcli.core.request import Tick
 from prefillcli.data.prompts.encoding import EncodedText, Encoder, NotLiteral, token_texts
-from prefillcli.data.rows import Float64Array, Int32Array
+from prefillcli.data.rows import Float64Array, Int32Array, Int64Array, Prompt
 from prefillcli.errors import UsageError, brief
-from prefillcli.features.compress.base import FAILED, TEXT, Estimator, ImportanceEstimate, Overlap
-from prefillcli.features.compress.compressor import WorthCompressing
-from prefillcli.features.compress.pickers import PICKERS, PickerResources
-from prefillcli.features.compress.settings import Compression, compression_of, keep_rate
-from prefillcli.models.open import Opened
+from prefillcli.features.compress.options import Compression, compression_of
+from prefillcli.features.compress.selection import (
+    FAILED,
+    TEXT,
+    Estimator,
+    ImportanceEstimate,
+    Overlap,
+    Picker,
+    select_all,
+)
 from prefillcli.models.shape import NoCostModel, Shape
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
-from prefillcli.plan.trie import TokenArray
 from prefillcli.runtime import log
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import Feature
-    from prefillcli.engines.torch import TorchEngine
-    from prefillcli.features.compress.compressor import Compressor
+    from prefillcli.core.feature import Feature, Models, Opened, Tick
     from prefillcli.features.compress.draft import Draft
-    from prefillcli.jobs.load import Models
     from prefillcli.jobs.runners.pool import Pool
 
-
+# A prompt is not mapped if the draft has no tokens for more than this share of its letters, white space aside.
 UNREAD = 0.05
-"""A prompt is not mapped if the draft has no tokens for more than this share of its letters, white space aside."""
 _MOST = 255  # tokens of the draft that are looked at for one of the target
 
 
@@ -74,11 +67,11 @@ class Translator:
         spelled = {name: self._draft.controls.spelling(number) for number, name in names.items()}
         self._spellings = spelled if self._literal else {name: name for name in spelled}
 
-    def lengths(self, prompts: Sequence[TokenArray]) -> list[int | None]:
+    def lengths(self, prompts: Sequence[Int32Array]) -> list[int | None]:
         """How many tokens of the draft each prompt has; None for one that it cannot read."""
         return [None if isinstance(each, str) else len(each.tokens) for each in self.translate(prompts)]
 
-    def translate(self, prompts: Sequence[TokenArray]) -> list[Translation | str]:
+    def translate(self, prompts: Sequence[Int32Array]) -> list[Translation | str]:
         """Each prompt, int32 [tokens], in the draft's tokens, or the reason of `FALLBACKS` why it has none."""
         begun = [self._begun(tokens.tolist()) for tokens in prompts]
         runs = [list(self._runs(ids[start:])) for ids, start in begun]
@@ -90,7 +83,7 @@ class Translator:
         return [self._mapped(text, places, own) for (text, places), own in zip(read, coded, strict=True)]
 
     def _begun(self, ids: list[int]) -> tuple[list[int], int]:
-        """A prompt, and how many tokens at its start stand before every text."""
+        # A prompt, and how many tokens at its start stand before every text.
         starts = self._target.start_ids
         return ids, next((at for at, number in enumerate(ids) if number not in starts), len(ids))
 
@@ -111,12 +104,10 @@ class Translator:
         return text, np.array([[0, len(text)]], np.int32)
 
     def _texts(self, runs: Sequence[list[int]]) -> list[tuple[str, Int32Array]]:
-        """The text of each run of tokens, and where its tokens lie in it.
-
-        The bytes of each token say it, if the tokens are bytes of the text. Else the tokenizer does, if it makes the
-        same tokens of the text. It does not if the prompt was cut, or given in ids that no text leads to; then it is
-        what each token adds to the text of those before it.
-        """
+        # The text of each run of tokens, and where its tokens lie in it. The bytes of each token say it, if the
+        # tokens are bytes of the text. Else the tokenizer does, if it makes the same tokens of the text. It does not
+        # if the prompt was cut, or given in ids that no text leads to; then it is what each token adds to the text of
+        # those before it.
         texts = [self._target.decode(ids) for ids in runs]
         places = [self._places_by_bytes(ids, text) for ids, text in zip(runs, texts, strict=True)]
         others = [number for number, own in enumerate(places) if own is None] if self._target.has_offsets else []
@@ -143,7 +134,7 @@ class Translator:
         return np.stack([letter[starts], letter[ends - 1] + 1], axis=1).astype(np.int32)
 
     def _mapped(self, text: str, places: Int32Array, coded: EncodedText) -> Translation | str:
-        """`places` are those of the target's tokens, of which those before the text have (-1, 0)."""
+        # `places` are those of the target's tokens, of which those before the text have (-1, 0).
         own = coded.offsets.copy()
         before = int(np.argmax(own[:, 1] > 0)) if own.size and own[:, 1].any() else len(own)
         own[:before] = (-1, 0)
@@ -160,7 +151,7 @@ class Translator:
         return Translation(coded.ids, Overlap(first.astype(np.int32), width.astype(np.uint8)))
 
     def _unread(self, text: str, coded: EncodedText, own: Int32Array) -> float:
-        """The share of the letters of a text, white space aside, that lie in no token that the draft knows."""
+        # The share of the letters of a text, white space aside, that lie in no token that the draft knows.
         letters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         known = own[:, 0] >= 0
         if self._draft.unknown_id is not None:
@@ -177,7 +168,7 @@ _SPACES = np.array([code for code in range(0x3001) if chr(code).isspace()], np.u
 
 
 def _can_be_literal(encoder: Encoder) -> bool:
-    """Whether a tokenizer can be told not to find its control tokens in plain text."""
+    # Whether a tokenizer can be told not to find its control tokens in plain text.
     try:
         return encoder.has_offsets and encoder.controls.literal_backend is not None
     except NotLiteral:
@@ -185,7 +176,7 @@ def _can_be_literal(encoder: Encoder) -> bool:
 
 
 def _joined(start: int, parts: Sequence[tuple[str, Int32Array]]) -> tuple[str, Int32Array]:
-    """The text of a prompt, and where its tokens lie in it; of the first `start` tokens that is before it."""
+    # The text of a prompt, and where its tokens lie in it; of the first `start` tokens that is before it.
     places = [np.full((start, 2), (-1, 0), np.int32)]
     length = 0
     for text, offsets in parts:
@@ -195,7 +186,7 @@ def _joined(start: int, parts: Sequence[tuple[str, Int32Array]]) -> tuple[str, I
 
 
 def _places_of(lengths: Sequence[int]) -> Int32Array:
-    """Places, [tokens, 2], of tokens with texts of these lengths. One without is a part of the letter behind it."""
+    # Places, [tokens, 2], of tokens with texts of these lengths. One without is a part of the letter behind it.
     ends = np.cumsum(lengths, dtype=np.int32)
     starts = ends - np.array(lengths, np.int32)
     following = np.where(starts < ends, np.arange(len(ends)), len(ends) - 1)
@@ -203,7 +194,7 @@ def _places_of(lengths: Sequence[int]) -> Int32Array:
 
 
 def _apart(places: Int32Array) -> Float64Array:
-    """The same places where no two overlap: tokens with one end, as bytes of one letter, divide it among them."""
+    # The same places where no two overlap: tokens with one end, as bytes of one letter, divide it among them.
     ends = places[:, 1]
     begins = np.flatnonzero(np.diff(ends, prepend=ends[0] - 1))
     counts = np.diff(begins, append=len(ends))
@@ -215,41 +206,57 @@ def _apart(places: Int32Array) -> Float64Array:
 
 
 def _ascending(places: Int32Array) -> bool:
-    """Whether neither starts nor ends of tokens ever go back."""
+    # Whether neither starts nor ends of tokens ever go back.
     return bool((np.diff(places, axis=0) >= 0).all()) and bool((places[:, 0] <= places[:, 1]).all())
 
 
-# A draft with another tokenizer than the target's.
+# SpecPrefill: the tokens that a draft model finds important.
 
 
-class TranslatedDraft:
-    """Lets `draft` read prompts in its own tokens, and says what it finds important in the target's.
+class SpecPrefill(Picker):
+    """The tokens that a draft model finds important.
 
-    A prompt that cannot be translated has the reason in its estimate.
+    Prompts that share a prefix keep the same tokens of it, so that it is still computed once.
+
+    With a `translator` the draft reads prompts in tokens of its own. A prompt that cannot be translated has the reason
+    in its estimate.
     """
 
-    def __init__(self, draft: Estimator, translator: Translator) -> None:
+    method = "specprefill"
+
+    def __init__(self, draft: Estimator, translator: Translator | None = None) -> None:
         self._draft = draft
         self._translator = translator
-        self._failure: BaseException | None = None
-
-    @property
-    def tokens(self) -> int:
-        return self._draft.tokens
-
-    @property
-    def failure(self) -> BaseException | None:
-        return self._draft.failure or self._failure
 
     def close(self) -> None:
         self._draft.close()
 
-    def estimate(
-        self, prompts: Sequence[TokenArray], tick: Tick, overlaps: Sequence[Overlap] | None = None
+    def estimate(self, prompts: Sequence[Prompt], tick: Tick) -> list[ImportanceEstimate]:
+        tokens, before = [prompt.tokens for prompt in prompts], self._draft.tokens
+        if self._translator is None:
+            found = self._draft.estimate(tokens, tick)
+        else:
+            found = self._estimated(self._translator, tokens, tick)
+        self.tokens += self._draft.tokens - before
+        self.failure = self._draft.failure or self.failure
+        return found
+
+    def select(
+        self,
+        prompts: Sequence[Prompt],
+        estimates: Sequence[ImportanceEstimate],
+        keeps: Sequence[float | None],
+        settings: Compression,
+    ) -> list[Int64Array | None]:
+        tokens, importances = [prompt.tokens for prompt in prompts], [found.importance for found in estimates]
+        return select_all(tokens, importances, keeps, settings)
+
+    def _estimated(
+        self, translator: Translator, prompts: Sequence[Int32Array], tick: Tick
     ) -> list[ImportanceEstimate]:
-        """As `Draft.estimate`; a prompt's seconds have its share of the translation."""
+        # The seconds of a prompt have its share of the translation.
         begun = time.monotonic()
-        translations = self._translated(prompts)
+        translations = self._translated(translator, prompts)
         seconds = (time.monotonic() - begun) / max(1, sum(len(tokens) for tokens in prompts))
         able = [each for each in translations if isinstance(each, Translation)]
         found = iter(self._draft.estimate([each.tokens for each in able], tick, [each.overlap for each in able]))
@@ -260,19 +267,19 @@ class TranslatedDraft:
             estimates.append(estimate)
         return estimates
 
-    def _translated(self, prompts: Sequence[TokenArray]) -> list[Translation | str]:
-        """The prompts in the draft's tokens; where one fails, only that one does."""
+    def _translated(self, translator: Translator, prompts: Sequence[Int32Array]) -> list[Translation | str]:
+        # The prompts in the draft's tokens; where one fails, only that one does.
         try:
-            return self._translator.translate(prompts)
+            return translator.translate(prompts)
         except Exception as error:  # whatever a tokenizer raises, the rows can be read in full
-            self._failure = error
+            self.failure = error
             if len(prompts) == 1:
                 return [FAILED]
-            return [self._translated([tokens])[0] for tokens in prompts]
+            return [self._translated(translator, [tokens])[0] for tokens in prompts]
 
 
+# Share of the layers that read the whole prompt: FastKV takes 16 of 32, GemFilter 14 of 32 or 20 of 40.
 DEPTH = 0.45
-"""Share of the layers that read the whole prompt: FastKV takes 16 of 32, GemFilter 14 of 32 or 20 of 40."""
 
 
 def load_draft(models: Models[Any]) -> Draft | None:
@@ -288,7 +295,7 @@ def load_draft(models: Models[Any]) -> Draft | None:
     compression = compression_of(settings)
     if settings.draft is not None:
         drafts = "--draft self" if settings.drafts_itself else None
-        check_uses(cast("Models[TorchEngine]", models).engine.walk.model, drafts=drafts, compresses=True)
+        check_uses(models.engine.walk.model, drafts=drafts, compresses=True)
     if settings.drafts_itself:
         own_layers(compression, opened)
     if opened.draft is None:
@@ -318,7 +325,7 @@ class EstimateTask:
     """Prompts, int32 [tokens] each, whose tokens a worker's draft is to find more or less important; `overlaps` as in
     `Draft.estimate`."""
 
-    prompts: list[TokenArray]
+    prompts: list[Int32Array]
     overlaps: list[Overlap] | None = None
 
     def answer(self, draft: Draft, tick: Tick) -> Estimated:
@@ -354,7 +361,7 @@ class RemoteDraft:
         pass
 
     def estimate(
-        self, prompts: Sequence[TokenArray], tick: Tick, overlaps: Sequence[Overlap] | None = None
+        self, prompts: Sequence[Int32Array], tick: Tick, overlaps: Sequence[Overlap] | None = None
     ) -> list[ImportanceEstimate]:
         limits = Limits(**self._pool.plan["draft"]["limits"])
         most = limits.max_tokens if limits.read_tokens is None else min(limits.max_tokens, limits.read_tokens)
@@ -383,15 +390,6 @@ class RemoteDraft:
         return [estimates[number] for number in range(len(prompts))]
 
 
-def compressor_of(
-    settings: Any, opened: Opened, draft: Estimator | None, plan: Mapping[str, Any] = MappingProxyType({})
-) -> Compressor:
-    """The compressor of a job, to the rate of the settings or, of `--keep auto`, of the job's plan."""
-    picker = "self-draft" if settings.drafts_itself else "specprefill"
-    resources = PickerResources(settings=compression_of(settings), draft=draft)
-    return make_compressor(picker, resources, opened, keep_rate(settings, plan))
-
-
 def plan_draft(
     opened: Opened, compression: Compression, budget: int, chunk_tokens: int | None, before: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -418,39 +416,9 @@ def plan_draft(
     return {"chunk_tokens": chunk, "limits": asdict(limits)}
 
 
-def make_compressor(picker: str, resources: PickerResources, opened: Opened, keep: float) -> Compressor:
-    """The compressor of a job, with the picker of this name, to the rate `keep`.
-
-    Raises UsageError where the model is to pick tokens itself, and none of its layers can.
-    """
-    from prefillcli.features.compress.compressor import Compressor
-    from prefillcli.models.shape import Shape
-
-    own = PICKERS[picker].needs == "self"
-    if own:
-        resources = replace(resources, own_layers=own_layers(resources.settings, opened))
-    if resources.draft is not None and (translator := translator_of(opened)) is not None:
-        resources = replace(resources, draft=TranslatedDraft(resources.draft, translator))
-    return Compressor(
-        PICKERS[picker].make(resources),
-        resources.settings,
-        keep=keep,
-        worth=worth_of(resources.settings, opened, own=own),
-        target_window=Shape(opened.files.config).sliding_window,
-    )
-
-
 def translator_of(opened: Opened) -> Translator | None:
     """What maps prompts to the tokens of the draft, where it has another tokenizer than the model."""
-
     return None if opened.draft_tokenizer is None else Translator(opened.tokenizer, opened.draft_tokenizer)
-
-
-def worth_of(compression: Compression, opened: Opened, *, own: bool) -> WorthCompressing:
-    """Which prompts compression pays for, by a draft or by the model's `own` layers."""
-    if own:
-        return WorthCompressing(compression, opened.files.config, own_layers=own_layers(compression, opened))
-    return WorthCompressing(compression, opened.files.config, opened.draft and opened.draft.config)
 
 
 def own_layers(compression: Compression, opened: Opened) -> int:

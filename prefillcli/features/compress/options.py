@@ -1,17 +1,122 @@
-"""The options of compression, by command."""
+"""The options of compression by command, the settings that follow from them, and the ways to pick tokens by name."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from prefillcli.errors import UsageError
-from prefillcli.features.compress.pickers import PICKERS
-from prefillcli.features.compress.settings import PAPER
 from prefillcli.options.groups import DraftOptions, count_or_auto
 from prefillcli.options.option import BENCH, COMPRESSION, Settings, option
 from prefillcli.options.requirements import DRAFT, Requirement
+
+Reduce = Literal["rank", "mean", "max"]
+# The settings of SpecPrefill's published code.
+PAPER: dict[str, Any] = {
+    "lookahead": 8,
+    "query_window": 0,
+    "query_reduce": "mean",
+    "pool": 13,
+    "select_chunk": 32,
+    "keep_private": False,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compression:
+    """How prompts are compressed. docs/compression.md says why the defaults are what they are."""
+
+    # Queries are the prompt's last token and `lookahead - 1` tokens that the draft decodes greedily behind it.
+    lookahead: int = 8
+    query_window: int = 8  # so many of the prompt's last tokens are queries too
+    query_reduce: Reduce = "rank"  # how the votes of the queries are combined: see `importance`
+    pool: int = 13  # odd number of tokens over which importance is averaged; 1 for none
+    select_chunk: int = 16  # tokens of a chunk, which are kept or dropped together
+    # Prompts of at most so many tokens are read in full; auto: those for which the cost model predicts no gain.
+    compress_above: int | Literal["auto"] = "auto"
+    keep_first: int = 4  # tokens at the start that are always kept: attention sinks
+    keep_last: int = 64  # tokens at the end that are always kept: the question
+    # Keep all tokens behind the prefix that a prompt shares, unless they are more than its keep rate leaves of it.
+    keep_private: bool = True
+    per_row: bool = False  # select for each row by itself, as in the paper, not once for a shared prefix
+    # Layers of a model that is its own draft which read whole prompts; None: by its depth.
+    self_layer: int | None = None
+
+    @property
+    def window(self) -> int:
+        """The prompt's last tokens that are queries."""
+        return max(self.query_window, 1)
+
+    @property
+    def decoded(self) -> int:
+        """Tokens decoded behind the prompt that are queries."""
+        return self.lookahead - 1
+
+    @property
+    def queries(self) -> int:
+        """Queries of one prompt."""
+        return self.window + self.decoded
+
+    @property
+    def tail(self) -> int:
+        """Tokens at the end that are always kept: the question, and the prompt's queries."""
+        return max(self.keep_last, self.window)
+
+    def for_target(self, sliding_window: int | None) -> Compression:
+        """These settings for a target with a sliding window of so many tokens, or with none.
+
+        The last window of a prompt is always kept, so that the target's sliding layers see before the answer what
+        they would have seen.
+        """
+        return replace(self, keep_last=max(self.keep_last, sliding_window or 0))
+
+
+def compression_of(settings: Any) -> Compression:
+    """The options of compression as the draft and the selection take them."""
+    names = {"per_row": "compress_per_row"}
+    found = Compression(
+        **{each.name: getattr(settings, names.get(each.name, each.name)) for each in fields(Compression)}
+    )
+    if settings.drafts_itself:
+        found = replace(found, lookahead=1)  # it decodes nothing
+    return replace(found, **PAPER) if settings.paper else found
+
+
+def keep_rate(settings: Any, plan: Mapping[str, Any]) -> float:
+    """A job's keep rate: given or, by its plan, chosen; 1 until it is."""
+    return float(plan.get("keep", 1.0 if settings.keep == "auto" else settings.keep))
+
+
+# The ways to pick tokens: known by name before anything is imported or loaded.
+
+
+class PickerKind(NamedTuple):
+    """A way to pick tokens. `name` is also what the output's column `method` says of a prompt that it compressed."""
+
+    name: str
+    summary: str  # in the tables of `prefill bench`
+    needs: Literal["draft", "self", "text"] | None  # besides the tokens: a draft, the model's own layers, the text
+    random: bool = False  # whether it draws at random
+
+
+PICKERS = {
+    kind.name: kind
+    for kind in (
+        PickerKind("specprefill", "the draft picks the tokens that the model reads", "draft"),
+        PickerKind("self-draft", "the model's own first layers pick the tokens that the others read", "self"),
+        PickerKind("gemfilter", "the model's own first layers pick the tokens that all of its layers read", "self"),
+        PickerKind("random", "random chunks instead: what a draft must beat", None, random=True),
+        PickerKind("ends", "the first and last tokens instead", None),
+        PickerKind("bm25", "the sentences most like the question instead", "text"),
+    )
+}
+
+
+# The options.
+
 
 VOTES = Requirement(
     lambda s: s.counts_votes, "is for the votes of a draft, but none picks tokens", "give --draft and --keep"

@@ -11,18 +11,188 @@ maximum over its prompts. Of a run of chunks that the same prompts share, as man
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from math import ceil
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from prefillcli.data.rows import Int64Array
-from prefillcli.features.compress.base import Float32Array
-from prefillcli.features.compress.settings import Compression
+from prefillcli.core.request import Thinning
+from prefillcli.data.prompts.encoding import Spans
+from prefillcli.data.rows import FALLBACK, FULL, Int32Array, Int64Array, Prompt, is_fallback, reading_method
+from prefillcli.features.compress.options import Compression
 from prefillcli.plan.trie import TokenArray, TrieNode, build_forest, token_order
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prefillcli.core.feature import Tick
+
+
+# Why prompts that should be compressed are read in full, and what pickers of tokens find.
+
+
+NO_MEMORY, TOO_LONG, VOCABULARY = "draft_memory", "draft_length", "draft_vocabulary"
+NO_VOTE, NOT_FINITE, FAILED = "draft_window", "draft_not_finite", "draft_error"
+TEXT = "draft_text"
+ENOUGH_ROWS = 32  # rows that show that a draft is of no use if it has compressed none of them
+
+
+class Fallback(NamedTuple):
+    """A reason: what it means, and whether it is a fault of the draft and not of the prompt."""
+
+    meaning: str
+    fault: bool = False
+
+
+# The reasons by name.
+FALLBACKS = {
+    NO_MEMORY: Fallback("the prompt does not fit the memory budget of the draft"),
+    TOO_LONG: Fallback("the prompt is longer than the draft's position encoding reaches"),
+    VOCABULARY: Fallback("the prompt has a token that the draft's vocabulary lacks"),
+    TEXT: Fallback("the draft's own tokenizer has no tokens for the prompt's text, or for too much of it"),
+    NO_VOTE: Fallback("no layer of the draft attends to the whole prompt"),
+    NOT_FINITE: Fallback("the draft's attention is not finite", fault=True),
+    FAILED: Fallback("the draft failed on the prompt's pack, for lack of memory for example", fault=True),
+}
+
+
+def compressed_rows(methods: Mapping[str, int]) -> int:
+    """Rows that were compressed, of the rows by method."""
+    return sum(rows for method, rows in _readings(methods).items() if method != FULL and not is_fallback(method))
+
+
+def faulty_rows(methods: Mapping[str, int]) -> int:
+    """Rows on which the draft was at fault, if no row was compressed, else 0. `methods`: rows by method."""
+    if compressed_rows(methods):
+        return 0
+    readings = _readings(methods)
+    return sum(readings[FALLBACK + reason] for reason, row in FALLBACKS.items() if row.fault)
+
+
+def fallbacks_of_useless_draft(methods: Mapping[str, int]) -> dict[str, int]:
+    """Rows by fallback, if no row was compressed and there is a fault or `ENOUGH_ROWS` rows; else empty."""
+    fallbacks = {method: rows for method, rows in sorted(_readings(methods).items()) if is_fallback(method)}
+    if compressed_rows(methods):
+        return {}
+    return fallbacks if faulty_rows(methods) or sum(fallbacks.values()) >= ENOUGH_ROWS else {}
+
+
+def _readings(methods: Mapping[str, int]) -> Counter[str]:
+    # The rows by how they were read: whether a row left early says nothing of the draft.
+    readings: Counter[str] = Counter()
+    for method, rows in methods.items():
+        readings[reading_method(method)] += rows
+    return readings
+
+
+Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class ImportanceEstimate:
+    """How important a picker finds the tokens of a prompt.
+
+    `importance` is float32 [tokens], of any scale; the tokens with the largest are kept first. It is None for a prompt
+    that is read in full. `reason`, one of `FALLBACKS`, says why if it should have been compressed.
+    """
+
+    importance: Float32Array | None = None
+    reason: str | None = None
+    seconds: float = 0.0  # the prompt's share of the time that the estimates took
+    voters: tuple[int, ...] = ()  # the draft's layers that voted, by their numbers from 0
+
+
+class Estimator(Protocol):
+    """A draft model, or several at work in other processes."""
+
+    tokens: int  # computed so far
+    failure: BaseException | None  # what it failed with last
+
+    def estimate(
+        self, prompts: Sequence[TokenArray], tick: Tick, overlaps: Sequence[Overlap] | None = None
+    ) -> list[ImportanceEstimate]:
+        """One estimate for each prompt, int32 [tokens] each; with `overlaps` of the tokens of another tokenizer.
+
+        A failure concerns the prompts that were computed together: they get it as their reason."""
+
+    def close(self) -> None:
+        """Let go of memory."""
+
+
+class Picker(ABC):
+    """Picks which tokens of a prompt the target reads, in two steps: one estimate serves any number of keep rates."""
+
+    method: str  # in the output's column `method`, for the prompts that it compressed: its name in `PICKERS`
+    tokens = 0  # that models have computed for it so far
+    failure: BaseException | None = None  # what it failed with last
+
+    @abstractmethod
+    def estimate(self, prompts: Sequence[Prompt], tick: Tick) -> list[ImportanceEstimate]:
+        """One estimate for each prompt.
+
+        `tick` is called with the tokens each step advanced by; it may raise to stop. What fails on a prompt becomes
+        the reason of its estimate.
+        """
+
+    @abstractmethod
+    def select(
+        self,
+        prompts: Sequence[Prompt],
+        estimates: Sequence[ImportanceEstimate],
+        keeps: Sequence[float | None],
+        settings: Compression,
+    ) -> Sequence[Int64Array | Thinning | None]:
+        """The kept tokens of prompts that are computed together: ascending indices, or None for a prompt in full; or
+        how the target chooses them itself.
+
+        A prompt is read in full without a keep rate in `keeps` and without importance in `estimates`. The first
+        `settings.keep_first` tokens and the last ones that `tails` tells are always kept.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most have nothing
+        """Let go of memory."""
+
+
+# Which tokens of a draft each token of the target overlaps, where the two have different tokenizers.
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Token i of the target overlaps `width[i]` tokens of the draft, one or more, from `first[i]` on.
+
+    int32 and uint8 [tokens].
+    """
+
+    first: Int32Array
+    width: npt.NDArray[np.uint8]
+
+    def spread(self, votes: Tensor) -> Tensor:
+        """Votes on the target's tokens, [queries, tokens], from those on the draft's, [queries, draft tokens].
+
+        A token has the largest vote on those that it overlaps.
+        """
+
+        first, width = (
+            torch.as_tensor(each.astype(np.int64), device=votes.device) for each in (self.first, self.width)
+        )
+        found = votes[:, first]
+        for step in range(1, int(self.width.max(initial=1))):
+            wider = torch.nonzero(width > step)[:, 0]
+            found[:, wider] = torch.maximum(found[:, wider], votes[:, first[wider] + step])
+        return found
+
+
+# Which tokens are kept.
 
 
 def select(importance: Float32Array, keep: float, *, chunk: int, first: int, last: int) -> Int64Array:
@@ -54,7 +224,7 @@ def budget(keep: float, count: int) -> int:
 
 
 def _best(importance: Float32Array, begin: int, end: int, chunk: int, count: int) -> Int64Array:
-    """The `count` chunks of `begin:end` with the largest mean importance."""
+    # The `count` chunks of `begin:end` with the largest mean importance.
     if count <= 0 or begin >= end:
         return np.empty(0, dtype=np.int64)
     edges = np.arange(begin, end) * chunk
@@ -95,11 +265,11 @@ class _Forest:
                 self._end[id(node)] = len(self.order)
 
     def below(self, node: TrieNode) -> list[int]:
-        """The prompts that share `node`."""
+        # The prompts that share `node`.
         return self.order[self._begin[id(node)] : self._end[id(node)]]
 
     def private(self) -> list[int]:
-        """For each prompt how many tokens it has behind the prefixes it shares. Duplicates share nothing."""
+        # For each prompt how many tokens it has behind the prefixes it shares. Duplicates share nothing.
         found = [0] * len(self.prompts)
         stack = list(self.roots)
         while stack:
@@ -207,7 +377,7 @@ class _ForestSelection:
             stack.extend((child, depth + 1, full) for child in node.children)
 
     def _choose(self, node: TrieNode, below: list[int], full: int) -> Int64Array:
-        """The best of the chunks that end in `node`, and those of its tokens that a prompt of `below` always keeps."""
+        # The best of the chunks that end in `node`, and those of its tokens that a prompt of `below` always keeps.
         chunk = self._settings.select_chunk
         end = node.end // chunk if node.children else chunk_count(node.end, chunk)
         keep = max(self._rated[prompt].keep or 0.0 for prompt in below)
@@ -217,7 +387,7 @@ class _ForestSelection:
         return np.concatenate([chosen, first, np.arange(max(node.start, tail), node.end)])
 
     def _chunks(self, node: TrieNode, below: list[int], begin: int, end: int, keep: float, full: int) -> Int64Array:
-        """Tokens of the best of the chunks `begin:end`, without the first `full` tokens, which are computed anyway."""
+        # Tokens of the best of the chunks `begin:end`, without the first `full` tokens, which are computed anyway.
         chunk = self._settings.select_chunk
         offset = full // chunk
         begin = max(begin, offset)
@@ -236,7 +406,6 @@ class _ForestSelection:
         return tokens[tokens < stop]
 
     def _collect(self, node: TrieNode, prompt: int, full: int) -> None:
-        """Collect what a prompt that ends with `node` keeps."""
         keep, chunk = self._rated[prompt].keep, self._settings.select_chunk
         if keep is None:
             return
@@ -245,3 +414,179 @@ class _ForestSelection:
             last = node.end // chunk
             parts.append(self._chunks(node, [prompt], last, last + 1, keep, full))
         self.kept[prompt] = np.unique(np.concatenate(parts))
+
+
+# Picking tokens of each prompt by itself, without a model.
+
+
+class RowPicker(Picker):
+    """Keeps the first and last tokens that SpecPrefill always keeps, and of the others `ceil(keep * others)`.
+
+    That is as much as SpecPrefill keeps if what it always keeps is chosen as often as anything else. A prefix that
+    prompts share is not the same for all of them any more.
+    """
+
+    @abstractmethod
+    def rank(self, prompt: Prompt) -> Float32Array | None:
+        """The importance of a prompt's tokens, float32 [tokens]; None for a prompt that it cannot judge."""
+
+    def order(self, importance: Float32Array, first: int, last: int) -> Int64Array:
+        """The tokens in the order in which they are kept; `first` and `last` tokens are kept anyway."""
+        return by_importance(importance)
+
+    def estimate(self, prompts: Sequence[Prompt], tick: Tick) -> list[ImportanceEstimate]:
+        found = []
+        for prompt in prompts:
+            begun = time.monotonic()
+            importance = self.rank(prompt)
+            found.append(ImportanceEstimate(importance, seconds=time.monotonic() - begun))
+            tick(len(prompt.tokens))
+        return found
+
+    def select(
+        self,
+        prompts: Sequence[Prompt],
+        estimates: Sequence[ImportanceEstimate],
+        keeps: Sequence[float | None],
+        settings: Compression,
+    ) -> list[Int64Array | None]:
+        lasts = tails([prompt.tokens for prompt in prompts], keeps, settings)
+        kept: list[Int64Array | None] = []
+        for estimate, keep, last in zip(estimates, keeps, lasts, strict=True):
+            if keep is None or estimate.importance is None:
+                kept.append(None)
+            else:
+                order = self.order(estimate.importance, settings.keep_first, last)
+                kept.append(fill(order, len(estimate.importance), keep, first=settings.keep_first, last=last))
+        return kept
+
+
+def by_importance(importance: Float32Array) -> Int64Array:
+    """The tokens, the most important first and of equal ones the earlier; those of minus infinity are never kept."""
+    order = np.argsort(-importance, kind="stable")
+    return order[importance[order] > -np.inf]
+
+
+def fill(order: Int64Array, tokens: int, keep: float, *, first: int, last: int) -> Int64Array:
+    """Those of so many tokens that are kept, ascending: both ends, and of the others the first of `order`."""
+    kept = ends(tokens, first, last)
+    others = order[~kept[order]]
+    kept[others[: budget(keep, len(others))]] = True
+    return np.flatnonzero(kept)
+
+
+# The sentences most like the question, by BM25.
+
+
+_SENTENCE_END = re.compile(r"[.!?]\s+|[。！？]\s*|\n\s*")  # noqa: RUF001 - full-width marks
+_ENDED = re.compile(r"[.!?。！？]\s*\Z")  # noqa: RUF001 - full-width marks
+_WORD = re.compile(r"\w+")
+
+
+class Bm25(RowPicker):
+    """The sentences nearest to the prompt's last one; the last sentence that is kept is cut to the budget.
+
+    Retrieval with the last sentence as the query (RAG-LLAMA LS of SpecPrefill's appendix B, there with embeddings).
+    A prompt without `spans` is read in full.
+    """
+
+    method = "bm25"
+
+    def __init__(self, spans: Callable[[Prompt], Spans | None]) -> None:
+        self._spans = spans
+
+    def rank(self, prompt: Prompt) -> Float32Array | None:
+        spans = self._spans(prompt)
+        return None if spans is None else sentence_importance(spans.text, spans.offsets.tolist())
+
+
+def sentence_importance(text: str, offsets: Sequence[tuple[int, int]]) -> Float32Array:
+    """Minus the place of each token's sentence by BM25, float32 [tokens]; minus infinity where there is no sentence.
+
+    Sentences end at line ends and at ".", "!", "?"; the query is the last one that ends in such a mark, with what
+    follows it ("Answer:"). Of equal scores the earlier sentence comes first. `offsets` are the tokens' (start, end)
+    characters in `text`; those of special tokens may be (0, 0).
+    """
+    sentences = split_sentences(text)
+    if not sentences:
+        return np.full(len(offsets), -np.inf, dtype=np.float32)
+    query = next((n for n in range(len(sentences) - 1, -1, -1) if _ENDED.search(sentences[n])), len(sentences) - 1)
+    scores = _bm25([_words(s) for s in sentences], _words("".join(sentences[query:])))
+    # A token belongs to the sentence of its last character: it may begin with the space before.
+    edges = np.cumsum([len(sentence) for sentence in sentences])
+    characters = np.array([max(start, end - 1) for start, end in offsets])
+    owner = np.minimum(np.searchsorted(edges, characters, side="right"), len(sentences) - 1)
+    places = np.argsort(np.argsort(-scores, kind="stable"), kind="stable")[owner]
+    return -places.astype(np.float32)
+
+
+def split_sentences(text: str) -> list[str]:
+    """The sentences of `text`, with the white space behind them; joined they are `text`.
+
+    "310.40" is not split, "Dr. Haas" is.
+    """
+    ends = [match.end() for match in _SENTENCE_END.finditer(text)]
+    return [part for start, end in pairwise([0, *ends, len(text)]) if (part := text[start:end])]
+
+
+def _bm25(sentences: list[list[str]], query: list[str]) -> npt.NDArray[np.float32]:
+    # Lucene's BM25 of each sentence. Zeros where no word of the query is in any.
+    query = sorted(set(query).intersection(*[{word for words in sentences for word in words}]))
+    if not query:
+        return np.zeros(len(sentences), dtype=np.float32)
+    import bm25s  # takes half a second
+
+    index = bm25s.BM25()
+    index.index(sentences, show_progress=False)
+    return np.asarray(index.get_scores(query), np.float32)
+
+
+def _words(sentence: str) -> list[str]:
+    return _WORD.findall(sentence.lower())
+
+
+# The first and the last tokens.
+
+
+class Ends(RowPicker):
+    """Half of the budget behind the first tokens, which are kept anyway, and half before the last ones."""
+
+    method = "ends"
+
+    def rank(self, prompt: Prompt) -> Float32Array:
+        return np.zeros(len(prompt.tokens), dtype=np.float32)  # the place alone decides
+
+    def order(self, importance: Float32Array, first: int, last: int) -> Int64Array:
+        return outside_in(len(importance), first, last)
+
+
+def outside_in(tokens: int, first: int, last: int) -> Int64Array:
+    """The tokens between the `first` and the `last` ones, from the left and from the right in turn."""
+    between = np.flatnonzero(~ends(tokens, first, last))
+    half = len(between) // 2
+    order = np.empty_like(between)
+    order[::2], order[1::2] = between[: len(between) - half], between[::-1][:half]
+    return order
+
+
+# Chunks at random: what a draft must beat.
+
+
+class RandomChunks(RowPicker):
+    """Chunks of `chunk` tokens at random; the last one is cut to the budget. A row draws the same ones every time."""
+
+    method = "random"
+
+    def __init__(self, chunk: int, seed: int) -> None:
+        self._chunk = chunk
+        self._seed = seed
+
+    def rank(self, prompt: Prompt) -> Float32Array:
+        return random_importance(len(prompt.tokens), self._chunk, np.random.default_rng([self._seed, prompt.row]))
+
+
+def random_importance(tokens: int, chunk: int, rng: np.random.Generator) -> Float32Array:
+    """Minus the place of each token's chunk in a random order, float32 [tokens]."""
+    order = rng.permutation(chunk_count(tokens, chunk))
+    places = np.argsort(order)[np.arange(tokens) // chunk]
+    return -places.astype(np.float32)

@@ -10,7 +10,7 @@ from prefillcli.errors import UsageError
 from prefillcli.options.option import RUN, Settings, option
 
 if TYPE_CHECKING:
-    from prefillcli.prefill.walk import Arithmetic
+    from prefillcli.core.feature import Arithmetic
 
 
 class DeterminismOptions(Settings):
@@ -39,7 +39,7 @@ class Determinism(Feature):
             raise UsageError(f"--deterministic: {each.reason}\n{each.remedy}, or leave --deterministic out")
 
     def _objections(self) -> Iterator[Objection]:
-        """Other options with which a row's score would depend on more than the row, or may."""
+        # Other options with which a row's score would depend on more than the row, or may.
         yield from filter(None, (each.uneven() for each in features_of(self.settings)))
         if self.settings.compile:
             yield Objection("compiled layers have kernels of their own for each size of chunk", "leave --compile out")
@@ -50,7 +50,7 @@ class Determinism(Feature):
             )
 
     def arithmetic(self) -> Arithmetic:
-        from prefillcli.features.determinism.paths import by_row
+        from prefillcli.features.determinism.mode import by_row
 
         return by_row()
 

@@ -2,8 +2,11 @@
 
 All but attention and recurrence is computed row by row. Three things make a row depend on others: products, whose
 order of additions follows from their shape; elements that are left over when threads share a tensor; and sums over a
-single row, which threads share. While this mode lasts, operators of these three kinds are computed in ways that do not
+single row, which threads share. While the mode lasts, operators of these three kinds are computed in ways that do not
 depend on them. The others pass.
+
+Attention, recurrence and chunks are computed so that a token's bits depend on its path alone: the tokens of its prompt
+so far.
 """
 
 from __future__ import annotations
@@ -11,16 +14,36 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.cache_utils import LinearAttentionLayer
 
 from prefillcli.errors import ResourceError
+from prefillcli.plan.blocks import floor_to
+from prefillcli.prefill.attention import BlockArray, forest_kernel, product, room_for_output, takes
+from prefillcli.prefill.forest import Scoring, attend_by_kernel
+from prefillcli.prefill.fusion import fused
+from prefillcli.prefill.layout import Chunk, IntArray, LastTokens, Tree, on_device
+from prefillcli.prefill.recurrent import (
+    MOST_STATES,
+    ModuleCall,
+    NodeRun,
+    PathStates,
+    fork_state,
+    pick_states,
+    recurrent_modules,
+    stack_states,
+    tensors_of,
+)
+from prefillcli.prefill.walk import Arithmetic, ChunkCutter, cut_anywhere
 
 # Elementwise operators whose bits do not depend on where an element lies.
 #
@@ -34,7 +57,6 @@ GRAIN = (
     32768  # elements of a thread at least, in torch (at::internal::GRAIN_SIZE); for gelu there are always all threads
 )
 SMALL = 16384  # elements that one thread computes alone, whatever the operator
-
 #: Operators that round once, or not at all: one by one they give what they give in vectors.
 EXACT = {
     "aten::mul", "aten::div", "aten::neg", "aten::abs", "aten::relu", "aten::relu6", "aten::clamp",
@@ -65,8 +87,7 @@ def compute_evenly(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
 
     All arguments are taken by the names that the operator's schema has for them, however they were given.
     """
-    names = [each.name for each in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = dict(zip([each.name for each in func._schema.arguments], args, strict=False)) | kwargs
     inputs = {name: each for name, each in given.items() if name != "out"}
     tensors = {name: each for name, each in inputs.items() if isinstance(each, Tensor) and each.dim() > 0}
     if not tensors or next(iter(tensors.values())).device.type != "cpu" or not _rounds(func, inputs):
@@ -90,14 +111,14 @@ def _laid_out_and_back(func: OpOverload, inputs: dict[str, Any], tensors: dict[s
 
 
 def _called(func: OpOverload, given: dict[str, Any]) -> Tensor:
-    """The operator of arguments by name, those that its schema has by place in their order."""
+    # The operator of arguments by name, those that its schema has by place in their order.
     places = [each.name for each in func._schema.arguments if not each.kwarg_only and each.name in given]
     found: Tensor = func(*(given[name] for name in places), **{k: v for k, v in given.items() if k not in places})
     return found
 
 
 def _room(count: int) -> int:
-    """The fewest elements from `count` on whose share for each thread is a multiple of `STEP`."""
+    # The fewest elements from `count` on whose share for each thread is a multiple of `STEP`.
     most, room = torch.get_num_threads(), count  # torch shares `room` elements among min(most, room / GRAIN) threads
     while True:
         shares = math.lcm(most, max(1, min(most, -(-room // GRAIN)))) if room > SMALL else 1
@@ -108,7 +129,7 @@ def _room(count: int) -> int:
 
 
 def _rounds(func: OpOverload, given: dict[str, Any]) -> bool:
-    """Whether an operator rounds more than once for these arguments."""
+    # Whether an operator rounds more than once for these arguments.
     name, exponent = _base(func), given.get("exponent")
     if name in _SUMS:
         return given.get("alpha", 1) not in (1, -1)
@@ -122,7 +143,7 @@ def _base(func: OpOverload) -> str:
 
 
 def _functional(func: OpOverload) -> OpOverload:
-    """The operator that gives a new tensor, of one that writes into another."""
+    # The operator that gives a new tensor, of one that writes into another.
     packet = getattr(torch.ops.aten, _base(func).removeprefix("aten::"))
     name = func._overloadname
     name = "default" if name == "out" else name.removesuffix("_out")
@@ -131,7 +152,7 @@ def _functional(func: OpOverload) -> OpOverload:
 
 
 def _laid_out(each: Tensor, shape: torch.Size, room: int) -> Tensor:
-    """The elements in a row [room]; ones behind, of which every function is defined."""
+    # The elements in a row [room]; ones behind, of which every function is defined.
     found = each.new_ones(room)
     found[: math.prod(shape)].view(shape).copy_(each.expand(shape))
     return found
@@ -148,9 +169,8 @@ def _laid_out(each: Tensor, shape: torch.Size, room: int) -> Tensor:
 TILE_ROWS = {"cpu": 64}  # whose bits count; on CPUs few, as they are computed by one thread
 TILE_ROWS_ELSEWHERE = 256
 FEW_ROWS = 16  # on CPUs the number of rows is rounded up to a multiple of this below a tile, and of a tile above
-
+# Takes one tensor or several [..., rows, inputs], and gives [..., rows, outputs].
 Product = Callable[..., Tensor]
-"""Takes one tensor or several [..., rows, inputs], and gives [..., rows, outputs]."""
 
 
 class RowProducts:
@@ -189,7 +209,7 @@ class RowProducts:
         return found[..., :count, :]
 
     def _found_out(self, kind: Hashable, product: Product, rows: tuple[Tensor, ...], reference: Product) -> int:
-        """With how many threads the product of so many rows has the bits of its tiles; 0 if with none."""
+        # With how many threads the product of so many rows has the bits of its tiles; 0 if with none.
         rows = tuple(map(_random_like, rows))  # given ones may be few, and zeros below them show nothing
         if kind not in self._tiled:
             _check_tiles(reference, rows)
@@ -219,10 +239,8 @@ def tile_rows(device: torch.device) -> int:
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:
-    """The rows and some below, `count` of them, contiguous.
-
-    Those below are what lies there in memory, mostly the rest of another product, or zeros: no row depends on them.
-    """
+    # The rows and some below, `count` of them, contiguous. Those below are what lies there in memory, mostly the rest
+    # of another product, or zeros: no row depends on them.
     given, size = rows.shape[-2], (*rows.shape[:-2], count, rows.shape[-1])
     if given == count:
         return rows.contiguous()
@@ -242,14 +260,14 @@ def _tiles(rows: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _in_tiles(product: Product, rows: tuple[Tensor, ...]) -> Tensor:
-    """The product by one thread in tiles of one shape: what its bits are."""
+    # The product by one thread in tiles of one shape: what its bits are.
     with computing_with(1):
         found = torch.cat([product(*tile) for tile in _tiles(rows)], dim=-2)
     return found[..., : rows[0].shape[-2], :]
 
 
 def _check_tiles(product: Product, rows: tuple[Tensor, ...]) -> None:
-    """Raise ResourceError unless rows keep their bits where they move within a tile."""
+    # Raise ResourceError unless rows keep their bits where they move within a tile.
     shape = (*rows[0].shape[:-2], tile_rows(rows[0].device))
     tile = tuple(_random_like(each.new_empty(*shape, each.shape[-1])) for each in rows)
     with computing_with(1):
@@ -282,7 +300,6 @@ def computing_with(count: int) -> Iterator[None]:
 
 
 NARROW = 16  # outputs: in float32, with fewer of them MKL computes some rows of a product in another order
-
 _Handler = Callable[["DeterministicMode", OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -297,7 +314,7 @@ class DeterministicMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
-        handler = _handlers().get(func._schema.name)
+        handler = _HANDLERS.get(func._schema.name)
         if handler is not None:
             return handler(self, func, args, given)
         if is_uneven(func):
@@ -319,7 +336,7 @@ def _name(func: OpOverload) -> str:
 
 
 def _kind(name: str, *given: Any) -> tuple[Any, ...]:
-    """All by which a library may choose how it computes a product, beside its rows."""
+    # All by which a library may choose how it computes a product, beside its rows.
     return (
         name,
         *((each.shape, each.stride(), each.dtype) if isinstance(each, Tensor) else each for each in given),
@@ -327,7 +344,7 @@ def _kind(name: str, *given: Any) -> tuple[Any, ...]:
 
 
 def _is_narrow(weight: Tensor) -> bool:
-    """Whether a weight [..., inputs, outputs] is made wider for a product."""
+    # Whether a weight [..., inputs, outputs] is made wider for a product.
     return weight.shape[-1] < NARROW and weight.dtype == torch.float32 and weight.device.type == "cpu"
 
 
@@ -343,7 +360,7 @@ def _linear(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: d
 
 
 def _multiply(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """mm and bmm."""
+    # mm and bmm.
     rows, weight = args[:2]
     if rows.shape[-1] == 1 or not rows.is_floating_point():  # nothing is added up, or exactly
         return func(*args, **kwargs)
@@ -355,7 +372,7 @@ def _multiply(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs:
 
 
 def _multiply_and_add(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """addmm and baddbmm: `beta * added + alpha * (rows @ weight)`."""
+    # addmm and baddbmm: `beta * added + alpha * (rows @ weight)`.
     added, rows, weight = args[:3]
     if (added.dim() == 1 or added.shape[-2] == 1) and not _is_narrow(weight):
         kind = _kind(func._schema.name, weight, added, str(kwargs))
@@ -366,12 +383,12 @@ def _multiply_and_add(mode: DeterministicMode, func: Any, args: tuple[Any, ...],
 
 
 def _multiply_vector(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """mv: the vector is the one row."""
+    # mv: the vector is the one row.
     return _multiply(mode, torch.ops.aten.mm.default, (args[1][None], args[0].t()), {})[0]
 
 
 def _multiply_groups(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """_grouped_mm: each expert's rows with its own weight."""
+    # _grouped_mm: each expert's rows with its own weight.
     rows, weight = args[:2]
     ends = kwargs.get("offs", args[2] if len(args) > 2 else None)
     if ends is None or rows.dim() != 2 or weight.dim() != 3:
@@ -386,7 +403,7 @@ def _multiply_groups(mode: DeterministicMode, func: Any, args: tuple[Any, ...], 
 
 
 def _fused_linear(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """oneDNN's product with an activation, or multiplied with other rows (`fusion.py`)."""
+    # oneDNN's product with an activation, or multiplied with other rows (`fusion.py`).
     several = 2 if func._overloadname == "binary" else 1
     rows, (weight, *others) = args[:several], args[several:]
     inner = tuple(each.reshape(-1, each.shape[-1]) for each in rows)
@@ -405,7 +422,7 @@ def _fused_linear(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwa
 
 
 def _gated(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """glu: half of the numbers times the sigmoid of the others."""
+    # glu: half of the numbers times the sigmoid of the others.
     first, second = args[0].chunk(2, dim=args[1] if len(args) > 1 else -1)
     with mode:
         found = first * torch.sigmoid(second)
@@ -413,7 +430,7 @@ def _gated(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _reduce(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of a single row, threads would share the sum: with another one beside it they share the rows."""
+    # Of a single row, threads would share the sum: with another one beside it they share the rows.
     values = args[0]
     if values.device.type != "cpu" or values.numel() < GRAIN or len(args) < 2 or args[1] is None:
         return func(*args, **kwargs)
@@ -426,20 +443,310 @@ def _reduce(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: d
     return func(torch.cat([values, values], dim=others[0]), *args[1:], **kwargs).narrow(at, 0, 1)
 
 
-@cache
-def _handlers() -> dict[str, _Handler]:
-    """What takes the place of an operator, by its name."""
-    return {
-        "aten::linear": _linear,
-        "aten::mm": _multiply,
-        "aten::bmm": _multiply,
-        "aten::addmm": _multiply_and_add,
-        "aten::baddbmm": _multiply_and_add,
-        "aten::mv": _multiply_vector,
-        "aten::_grouped_mm": _multiply_groups,
-        "mkldnn::_linear_pointwise": _fused_linear,
-        "aten::glu": _gated,
-        "aten::sum": _reduce,
-        "aten::mean": _reduce,
-        "aten::logsumexp": _reduce,
-    }
+# What takes the place of an operator, by its name.
+_HANDLERS: dict[str, _Handler] = {
+    "aten::linear": _linear,
+    "aten::mm": _multiply,
+    "aten::bmm": _multiply,
+    "aten::addmm": _multiply_and_add,
+    "aten::baddbmm": _multiply_and_add,
+    "aten::mv": _multiply_vector,
+    "aten::_grouped_mm": _multiply_groups,
+    "mkldnn::_linear_pointwise": _fused_linear,
+    "aten::glu": _gated,
+    "aten::sum": _reduce,
+    "aten::mean": _reduce,
+    "aten::logsumexp": _reduce,
+}
+
+
+# Attention: a query sees the keys of its path in blocks whose first depths are multiples of `KEYS`, in their order,
+# whatever nodes they lie in. All products have one shape for all of a model's calls: so many blocks of queries beside
+# each other, each of so many queries, padded. A block of keys of which a query sees nothing changes nothing of it: its
+# powers are 0, and the rest is multiplied by 1. What is left to the operators is that rows of a product and elements
+# do not depend on their places. `forest_attention.cpp` needs no such thing, and is taken where it is there.
+
+
+QUERIES = 32  # of a block, for each head
+KEYS = 128  # of a block
+BLOCKS = {"cpu": 8}  # of queries in a product
+BLOCKS_ELSEWHERE = 64
+
+
+class _Together(NamedTuple):
+    """Blocks of queries that are computed together.
+
+    `tokens` [blocks, QUERIES] are the queries' numbers, padded with each block's last one, and `valid` says which are
+    not padding. `depths` [blocks, QUERIES] are theirs. `places` and `key_depths` [steps, blocks, KEYS] are the keys of
+    each step, where they lie in the buffer and their depths; the latter are -1 where there is no such key.
+    """
+
+    tokens: Tensor
+    valid: Tensor
+    depths: Tensor
+    places: Tensor
+    key_depths: Tensor
+
+
+def attend_by_path(
+    computed: Chunk | LastTokens, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    """An `Attend` (`prefill/forest.py`): by the kernel where it takes these shapes, else by torch's operators."""
+    kernel = forest_kernel() if takes(query, value, key.shape[1]) else None
+    if kernel is not None:
+        return attend_by_kernel(kernel, computed, query, key, value, scoring)
+    blocks, runs = computed.blocks(scoring.window, QUERIES)
+    out, lse = room_for_output(query, value)
+    by_token = out[0].transpose(0, 1)
+    count = BLOCKS.get(query.device.type, BLOCKS_ELSEWHERE)
+    by_steps = np.argsort([_steps(block, runs) for block in blocks], kind="stable")  # neighbours are of one length
+    for first in range(0, len(blocks), count):
+        part = _together(blocks[by_steps[first : first + count]], runs, count, query.device)
+        found, found_lse = _attend(query, key, value, part, scoring)
+        at = part.tokens[part.valid]
+        by_token.index_copy_(0, at, found[part.valid].to(query.dtype))
+        lse[0].index_copy_(1, at, found_lse[part.valid].T)
+    return out, lse
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, part: _Together, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    # Output float32 [blocks, QUERIES, heads, width] and log-sum-exp [blocks, QUERIES, heads] of some blocks.
+    heads, width = query.shape[1], query.shape[3]
+    kv_heads, narrow = value.shape[1], value.shape[3]
+    count, groups = len(part.tokens), heads // kv_heads
+    keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    rows = query[0].transpose(0, 1)[part.tokens.flatten()].view(count, QUERIES, kv_heads, groups, width)
+    rows = rows.permute(0, 2, 3, 1, 4).reshape(count * kv_heads, groups * QUERIES, width)
+    out = torch.zeros(*rows.shape[:2], narrow, device=query.device)
+    total = torch.zeros(rows.shape[:2], device=query.device)
+    top = torch.full_like(total, -math.inf)
+    oldest = scoring.window.oldest(part.depths) if scoring.window else torch.zeros_like(part.depths)
+
+    def gathered(states: Tensor, index: Tensor) -> Tensor:
+        each = states[index.flatten()].view(count, KEYS, kv_heads, -1)
+        return each.transpose(1, 2).reshape(count * kv_heads, KEYS, -1)
+
+    for index, depths in zip(part.places, part.key_depths, strict=True):
+        scores = product(rows, gathered(keys, index).transpose(1, 2)) * scoring.scale
+        if scoring.softcap is not None:
+            scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+        hidden = (depths[:, None] > part.depths[..., None]) | (depths[:, None] < oldest[..., None])
+        hidden |= (depths < 0)[:, None]
+        of_heads = scores.view(count, kv_heads * groups, QUERIES, KEYS)
+        of_heads.masked_fill_(hidden[:, None], -math.inf)
+        # An online softmax: powers are of scores less the highest so far, and sums so far fade as that one rises.
+        highest = torch.maximum(top, scores.amax(dim=-1))
+        shift = torch.where(highest == -math.inf, 0.0, highest)
+        powers = torch.exp(scores - shift[..., None])
+        fade = torch.exp(top - shift)
+        total = total * fade + powers.sum(dim=-1)
+        out = out * fade[..., None] + product(powers, gathered(values, index))
+        top = highest
+    out = out / total[..., None]
+    lse = top + torch.log(total)
+    shape = (count, kv_heads * groups, QUERIES)
+    return out.view(*shape, narrow).transpose(1, 2), lse.view(shape).transpose(1, 2)
+
+
+def _steps(block: IntArray, runs: BlockArray) -> int:
+    # How many blocks of keys there are from the first to the last that a block of queries sees.
+    first, end = _seen(block, runs)
+    return -(-end // KEYS) - first // KEYS
+
+
+def _seen(block: IntArray, runs: BlockArray) -> tuple[int, int]:
+    # The depths first:end of the keys that a block of queries sees.
+    _, rows, depth, first, last = block.tolist()
+    start, end, behind = runs[last - 1].tolist()
+    return int(runs[first, 2]), min(behind + end - start, depth + rows)
+
+
+def _together(blocks: BlockArray, runs: BlockArray, count: int, device: torch.device) -> _Together:
+    # Some blocks, with the last one repeated until there are `count`.
+    valid = np.zeros((count, QUERIES), np.bool_)
+    rows = np.minimum(np.arange(QUERIES)[None], blocks[:, 1:2] - 1)
+    valid[: len(blocks)] = np.arange(QUERIES)[None] < blocks[:, 1:2]
+    steps = max(_steps(block, runs) for block in blocks)
+    index = np.zeros((len(blocks), steps * KEYS), np.int64)
+    depths = np.full((len(blocks), steps * KEYS), -1, np.int64)
+    for at, block in enumerate(blocks):
+        first, end = _seen(block, runs)
+        base = first // KEYS * KEYS
+        index[at] = runs[block[3], 0]  # any key that is seen
+        for start, stop, depth in runs[block[3] : block[4]].tolist():
+            last = min(depth + stop - start, end)
+            if depth < last:
+                index[at, depth - base : last - base] = np.arange(start, start + last - depth)
+                depths[at, depth - base : last - base] = np.arange(depth, last)
+    more = np.r_[np.arange(len(blocks)), np.full(count - len(blocks), len(blocks) - 1)]
+    per_step = (each[more].reshape(count, steps, KEYS).swapaxes(0, 1) for each in (index, depths))
+    numbers = ((blocks[:, column : column + 1] + rows)[more] for column in (0, 2))
+    tokens, query_depths = (on_device(each, device) for each in numbers)
+    at_keys = [on_device(each, device) for each in per_step]
+    return _Together(tokens, on_device(valid, device), query_depths, at_keys[0], at_keys[1])
+
+
+# Recurrent modules that read every path in the same pieces, so that a token's bits depend on its path alone.
+#
+# A piece is the tokens between two depths that are multiples of a step, and the last of a prompt is padded to as
+# many. So a module is always called for pieces of one length. Pieces of several paths are computed in one call where
+# each has the bits that it has alone, with one thread. Whether it has is found out for each number of pieces, when
+# it first comes up; else they are computed one by one.
+
+
+# Tokens of a piece. Half of them are computed again for a branch, on average; fewer make smaller products.
+PIECE = 64
+TOGETHER = 16  # pieces in one call; a power of 2
+_agreed: dict[Hashable, bool] = {}
+
+
+@dataclass(slots=True)
+class _Reader:
+    """A run of a chunk's tokens that is read up to token `at`, where the `state` is; None: at a prompt's beginning."""
+
+    run: NodeRun
+    at: int
+    state: LinearAttentionLayer | None
+
+
+def read_in_pieces(
+    call: ModuleCall, runs: Sequence[NodeRun], tree: Tree, states: PathStates[LinearAttentionLayer]
+) -> None:
+    """A `ReadRuns` (`prefill/recurrent.py`): in pieces of `PIECE` tokens."""
+    waiting, unfinished = list(runs), {run.node for run in runs}
+    readers: list[_Reader] = []
+    while waiting or readers:
+        at = 0
+        while at < len(waiting) and len(readers) < TOGETHER:
+            if tree.parents[waiting[at].node] in unfinished:
+                at += 1
+            else:
+                run = waiting.pop(at)
+                readers.append(_Reader(run, run.start, states.before(run)))
+        _read_pieces(call, readers, runs[0].start, tree, states)
+        for reader in readers:
+            if reader.at == reader.run.end:
+                unfinished.discard(reader.run.node)
+                if reader.state is not None:
+                    states.after(reader.run, reader.state)
+        readers = [reader for reader in readers if reader.at < reader.run.end]
+
+
+def _read_pieces(
+    call: ModuleCall, readers: Sequence[_Reader], first: int, tree: Tree, states: PathStates[LinearAttentionLayer]
+) -> None:
+    # The next piece of every reader. Tokens of the call are counted from the pack's token `first`.
+    alike: dict[bool, list[tuple[_Reader, int]]] = {True: [], False: []}
+    for reader in readers:
+        run = reader.run
+        to_depth = tree.starts[run.node] - tree.offsets[run.node]
+        end = min(run.end, floor_to(reader.at + to_depth, PIECE) + PIECE - to_depth)
+        if end - reader.at < PIECE and (end < run.end or states.needed(run)):  # what is no piece of a plan with steps
+            reader.state = reader.state or LinearAttentionLayer(number_of_states=MOST_STATES)
+            call.compute(slice(reader.at - first, end - first), reader.state)
+            reader.at = end
+        else:
+            alike[reader.state is None].append((reader, end))
+    for some in alike.values():
+        if not some:
+            continue
+        index, valid = _tokens([(reader.at - first, end - first) for reader, end in some], call.device)
+        before = [reader.state for reader, _ in some if reader.state is not None]
+        found = _compute(call, index, valid, before)
+        for (reader, end), state in zip(some, found, strict=True):
+            reader.state, reader.at = state, end
+
+
+def _tokens(spans: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    # The tokens of spans [pieces, PIECE], padded with each span's last one, and which are not padding.
+    starts, ends = (np.asarray(each)[:, None] for each in zip(*spans, strict=True))
+    numbers = starts + np.arange(PIECE)[None]
+    return on_device(np.minimum(numbers, ends - 1), device), on_device(numbers < ends, device)
+
+
+def _compute(
+    call: ModuleCall, index: Tensor, valid: Tensor, before: Sequence[LinearAttentionLayer]
+) -> list[LinearAttentionLayer]:
+    # Compute pieces `index` [pieces, PIECE], behind these states or at the beginning; give the states behind.
+    pieces = len(index)
+    size = 1 << (pieces - 1).bit_length()
+    asked = call.kind, size, tuple(index.shape[1:]), bool(before), torch.get_num_threads()
+    found: list[LinearAttentionLayer] = []
+    if _agreed.get(asked, True):
+        rows = [*range(pieces), *[pieces - 1] * (size - pieces)]
+        state = stack_states([before[row] for row in rows]) if before else None
+        state = state or LinearAttentionLayer(number_of_states=MOST_STATES)
+        out = call.compute_at(index[rows], state)
+        found = [pick_states(state, [row]) for row in range(pieces)]
+        parts = _cut(out, slice(0, pieces))
+        if asked in _agreed:
+            call.put(index, valid, parts)
+            return found
+    with computing_with(1):
+        alone, behind = [], []
+        for row in range(pieces):
+            own = fork_state(before[row]) if before else LinearAttentionLayer(number_of_states=MOST_STATES)
+            alone.append(call.compute_at(index[row : row + 1], own))
+            behind.append(own)
+    for row, out in enumerate(alone):
+        call.put(index[row : row + 1], valid[row : row + 1], out)
+    if found:
+        same_out = all(_same(_cut(parts, slice(row, row + 1)), out) for row, out in enumerate(alone))
+        pairs = zip(found, behind, strict=True)
+        _agreed[asked] = same_out and all(_same(tensors_of(one), tensors_of(other)) for one, other in pairs)
+    return behind
+
+
+def _cut(out: Any, rows: slice) -> Any:
+    return out[rows] if isinstance(out, Tensor) else tuple(part[rows] for part in out)
+
+
+def _same(one: Any, other: Any) -> bool:
+    pairs = [(one, other)] if isinstance(one, Tensor) else zip(one, other, strict=True)
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+
+
+# Chunks, and all together.
+
+
+def cut_between_pieces(tree: Tree, tokens: int, most: int) -> list[tuple[int, int]]:
+    """A `ChunkCutter`: chunks of at most `most` tokens, or of one piece of a path."""
+    depths = tree.depths
+    first = depths == np.repeat(tree.starts, np.diff(tree.offsets))
+    cuts = np.append(np.flatnonzero((depths % PIECE == 0) | first), tokens)
+    chunks = []
+    start = 0
+    while start < tokens:
+        at = int(np.searchsorted(cuts, start + most, side="right")) - 1
+        end = int(cuts[at] if cuts[at] > start else cuts[at + 1])
+        chunks.append((start, end))
+        start = end
+    return chunks
+
+
+def chunk_cutter(layers: Sequence[nn.Module], device: torch.device) -> ChunkCutter:
+    """What cuts packs for these layers.
+
+    Recurrent layers read whole pieces. For others, chunks are whole tiles, as products are: else most tensors would be
+    copied to be made longer.
+    """
+    if any(map(recurrent_modules, layers)):
+        return cut_between_pieces
+    return partial(cut_anywhere, step=tile_rows(device))
+
+
+def by_row() -> Arithmetic:
+    """How a walk computes for which a row's bits depend on the row alone."""
+    return Arithmetic(
+        mode=DeterministicMode(),
+        prepare=partial(fused, always=True),  # whatever pays: which of two ways is taken depends on a chunk's size
+        attend=attend_by_path,
+        read=read_in_pieces,
+        cutter=chunk_cutter,
+        state_step=PIECE,
+        no_packed_weights="--deterministic: {format} weights stay packed here, and the kernels that multiply them are "
+        "not known to give a row the same bits beside others\n"
+        "take the model as it was before it was quantised, or leave --deterministic out",
+        no_own_cache="--deterministic: this model is walked with its own attention and cache, whose sums depend on "
+        "how its prompts are cut\ntake another model, or leave it out",
+    )

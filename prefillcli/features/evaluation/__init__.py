@@ -92,7 +92,7 @@ class Evaluating(Feature):
     def section(cls, report: RunReport) -> Section | None:
         if report.blocks["evaluation"] is None:
             return None
-        from prefillcli.features.evaluation.report import section
+        from prefillcli.features.evaluation.evaluating import section
 
         return section(report.blocks["evaluation"])
 

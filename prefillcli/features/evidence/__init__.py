@@ -9,15 +9,8 @@ from prefillcli.core.feature import Feature
 from prefillcli.options.option import RATIONALES, Settings, option
 
 if TYPE_CHECKING:
-    from prefillcli.core.further import Choice, WantedRow
-    from prefillcli.data.output.columns import Counts
-    from prefillcli.data.output.target import Manifest
-    from prefillcli.features.evidence.report import WeighedRow
-    from prefillcli.features.evidence.weighing import Weighing
-    from prefillcli.jobs.opening import Opening
-    from prefillcli.jobs.score import Job
-    from prefillcli.report.run import RunReport
-    from prefillcli.report.section import Section
+    from prefillcli.core.feature import Choice, Counts, Job, Manifest, Opening, RunReport, Section, WantedRow
+    from prefillcli.features.evidence.weighing import ShownRow, Weighing
 
 
 class EvidenceOptions(Settings):
@@ -38,7 +31,7 @@ class Evidence(Feature):
     columns = ("evidence",)
     keys = {"rationales": None}
     takes_prompts_apart = True
-    shown: Sequence[WeighedRow] = ()
+    shown: Sequence[ShownRow] = ()
 
     @classmethod
     def asked(cls, settings: EvidenceOptions) -> bool:
@@ -48,20 +41,19 @@ class Evidence(Feature):
         return True
 
     def further(self, opening: Opening, choice: Choice) -> Weighing:
-        from prefillcli.features.evidence.sections import Ablation
-        from prefillcli.features.evidence.weighing import Weighing
+        from prefillcli.features.evidence.weighing import Ablation, Weighing
 
         labels = opening.labels
         return Weighing(Ablation(opening.builder, labels), opening.settings.temperature, labels.measure)
 
     def ended(self, job: Job) -> None:
         if self.settings.show_text:
-            from prefillcli.features.evidence.report import weighed_rows
+            from prefillcli.features.evidence.weighing import weighed_rows
 
             self.shown = weighed_rows(job.sink.location, self.settings.id_column)
 
     def reported(self, job: Job, counts: Counts | None) -> None:
-        from prefillcli.features.evidence.report import EvidenceUse
+        from prefillcli.features.evidence.weighing import EvidenceUse
 
         use = EvidenceUse(evidence_rows=0 if counts is None else counts.tallies.evidence)
         use.shown = list(self.shown)
@@ -69,13 +61,13 @@ class Evidence(Feature):
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
-        from prefillcli.features.evidence.report import EvidenceUse
+        from prefillcli.features.evidence.weighing import EvidenceUse
 
         if manifest.counts is not None and manifest.counts.tallies.evidence:
             report.blocks["rationales"] = EvidenceUse(evidence_rows=manifest.counts.tallies.evidence)
 
     def answers_shown(self, row: WantedRow, labels: Sequence[str]) -> Section | None:
-        from prefillcli.features.evidence.report import inspected
+        from prefillcli.features.evidence.weighing import inspected
 
         return None if row.scored.evidence is None else inspected(row.scored.evidence)
 
@@ -83,7 +75,7 @@ class Evidence(Feature):
     def section(cls, report: RunReport) -> Section | None:
         if report.blocks["rationales"] is None:
             return None
-        from prefillcli.features.evidence.report import section
+        from prefillcli.features.evidence.weighing import section
 
         return section(report.blocks["rationales"])
 

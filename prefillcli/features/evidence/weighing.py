@@ -1,20 +1,225 @@
-"""Rows are scored again without each section of their prompts."""
+"""The sections of a row's prompt: what the row scores without each of them, and what a run says of that."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
+import pyarrow as pa
+from pydantic import BaseModel, Field
 
-from prefillcli.core.further import Further, Question, WantedRow
+from prefillcli.core.further import Further, Question, WantedRow, first_rows
 from prefillcli.core.request import Request
-from prefillcli.data.rows import Float64Array, Prompt, ScoredRow, SectionEffect, Window
-from prefillcli.engines.base import Answer
-from prefillcli.features.evidence.sections import MOST_SECTIONS, Ablation
+from prefillcli.data.prompts.builder import PromptBuilder
+from prefillcli.data.rows import Float64Array, Prompt, RowBatch, ScoredRow, SectionEffect, Window
 from prefillcli.plan.pack import Limits
+from prefillcli.report.section import Bar, Part, Section, Strip, counted, row_name, visible
 from prefillcli.stats.evaluation import Measure, label_scores
+
+if TYPE_CHECKING:
+    from prefillcli.core.feature import Answer, Labels
+
+# The sections of a prompt, and the prompt without each of them.
+
+
+MOST_SECTIONS = 32  # sections of a prompt. Of more, neighbours are joined.
+_PARAGRAPHS = re.compile(r"\n(?:[^\S\n]*\n)+")
+_LINES = re.compile(r"\n")
+Values = Mapping[str, Any]
+T = TypeVar("T")
+
+
+class Omission(NamedTuple):
+    """A section by its name, and the row's values without it."""
+
+    name: str
+    rest: dict[str, Any]
+
+
+class _Passage(NamedTuple):
+    """Characters of a text from `start` to before `stop`, by name."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def variable_sections(values: Values) -> list[Omission]:
+    """The variables of a template that the row fills.
+
+    Left out, a variable is an empty text, or an empty list if it is a list. Where only one is filled, the paragraphs
+    of its text are sections too.
+    """
+    filled = [name for name, value in values.items() if not _is_empty(value)]
+    found = []
+    if len(filled) == 1 and isinstance(text := values[filled[0]], str):
+        name = filled[0]
+        found = [_without(values, name, text, each, f"{name}, ") for each in _passages(text, MOST_SECTIONS - 1, True)]
+    for group in _groups(filled, MOST_SECTIONS - len(found)):
+        empty = {name: [] if isinstance(values[name], list | tuple | np.ndarray) else "" for name in group}
+        found.append(Omission(", ".join(group), {**values, **empty}))
+    return found
+
+
+def prompt_sections(values: Values, column: str, *, open_end: bool) -> list[Omission]:
+    """The sections of the prompt in a column: turns of a chat, paragraphs of a text; token ids have none.
+
+    With an `open_end` the answer does not begin behind the text itself, so that its last line may be left out too.
+    """
+    value = values[column]
+    if isinstance(value, str):
+        return [_without(values, column, value, each) for each in _passages(value, MOST_SECTIONS, open_end)]
+    if isinstance(value, list) and all(isinstance(each, dict) for each in value):
+        return _turns(values, column, value)
+    return []
+
+
+def _turns(values: Values, column: str, messages: Sequence[dict[str, Any]]) -> list[Omission]:
+    # Each message of a chat, and each paragraph of the last one, which is what the model answers.
+    found = []
+    last, said = messages[-1], len(messages) - 1
+    if isinstance(text := last.get("content"), str):
+        for each in _passages(text, MOST_SECTIONS // 2, True):
+            rest = [*messages[:said], {**last, "content": _left_out(text, each)}]
+            found.append(Omission(f"{_turn([said], messages)}, {each.name}", {**values, column: rest}))
+    for group in _groups(range(len(messages)), MOST_SECTIONS - len(found)):
+        rest = [each for at, each in enumerate(messages) if at not in group]
+        found.append(Omission(_turn(group, messages), {**values, column: rest}))
+    return found
+
+
+def _turn(group: Sequence[int], messages: Sequence[dict[str, Any]]) -> str:
+    name = _numbered("turn", group)
+    return name if len(group) > 1 else f"{name} ({messages[group[0]].get('role')})"
+
+
+def _passages(text: str, most: int, open_end: bool) -> list[_Passage]:
+    # Paragraphs of a text, at most so many; where only one can be left out, its lines. Nothing is the whole text.
+    # Without an `open_end` the last line stays.
+    stop = len(text.rstrip())
+    if not open_end:
+        stop = text.rfind("\n", 0, stop) + 1
+    paragraphs = list(_spans(text, _PARAGRAPHS, stop))
+    lines = list(_spans(text, _LINES, stop)) if len(paragraphs) < 2 else []
+    kind, spans = ("line", lines) if len(lines) > len(paragraphs) else ("paragraph", paragraphs)
+    if open_end and len(spans) < 2:
+        return []  # nothing would be left
+    return [
+        _Passage(_numbered(kind, group), spans[group[0]][0], spans[group[-1]][1])
+        for group in _groups(range(len(spans)), most)
+    ]
+
+
+def _spans(text: str, breaks: re.Pattern[str], stop: int) -> Iterator[tuple[int, int]]:
+    # Where the parts of a text start that are not white space alone, and where the next one does, up to `stop`.
+    ends = [match.end() for match in breaks.finditer(text)]
+    starts = [start for start, end in zip([0, *ends], [*ends, len(text)], strict=True) if text[start:end].strip()]
+    for start, end in pairwise([*starts, len(text)]):
+        if text[start : min(end, stop)].strip():
+            yield start, min(end, stop)
+
+
+def _left_out(text: str, passage: _Passage) -> str:
+    # A text without a passage. Without its end it has no white space before that either.
+    before, after = text[: passage.start], text[passage.stop :]
+    return before.rstrip() + after if not after.strip() else before + after
+
+
+def _without(values: Values, name: str, text: str, passage: _Passage, prefix: str = "") -> Omission:
+    return Omission(prefix + passage.name, {**values, name: _left_out(text, passage)})
+
+
+def _groups(parts: Sequence[T], most: int) -> list[Sequence[T]]:
+    # The parts in their order, neighbours joined so that there are at most so many groups of about the same size.
+    count = min(len(parts), max(most, 1))
+    return [parts[at * len(parts) // count : (at + 1) * len(parts) // count] for at in range(count)]
+
+
+def _numbered(kind: str, group: Sequence[int]) -> str:
+    first, last = group[0] + 1, group[-1] + 1
+    return f"{kind} {first}" if first == last else f"{kind}s {first}-{last}"
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | tuple | dict | np.ndarray) and len(value) == 0)
+
+
+class AblatedPrompt(NamedTuple):
+    """A prompt without the section of this name."""
+
+    section: str
+    prompt: Prompt
+
+
+class Ablation:
+    """Leaves sections out of prompts that were made by `builder`, whose settings have `sections`.
+
+    It makes them by a builder of its own, so that another thread may go on with that one.
+    """
+
+    def __init__(self, builder: PromptBuilder, labels: Labels) -> None:
+        self._original = builder
+        self._labels = labels
+        self._builder: PromptBuilder | None = None
+
+    def of(self, prompt: Prompt) -> list[AblatedPrompt]:
+        """A row's prompts, each without one section, in the order of the sections.
+
+        The end that the answer begins behind stays: what is left must end in the same token and have the same label
+        tokens, unless a classification head reads it. Sections without which there is no prompt, or one that is an
+        error, are left out of the list. Raises RendererClosed after `close`.
+        """
+        sections = self._sections(prompt)
+        if not sections:
+            return []
+        if self._builder is None:
+            self._builder = self._original.another()
+        prompts, _ = self._builder.build(_batch([section.rest for section in sections]), self._labels)
+        found = [AblatedPrompt(sections[each.row].name, each) for each in prompts if self._ends_alike(each, prompt)]
+        for each in prompts:
+            each.row = prompt.row
+        return found
+
+    def close(self) -> None:
+        """Let go of the process that renders templates."""
+        if self._builder is not None:
+            self._builder.close()
+
+    def _sections(self, prompt: Prompt) -> list[Omission]:
+        if prompt.made_of is None:
+            return []
+        builder = self._original
+        needed = {name: prompt.made_of[name] for name in builder.columns}
+        if builder.template is not None:
+            found = variable_sections(needed)
+        else:
+            found = prompt_sections(needed, builder.column, open_end=builder.chat or builder.settings.classifies)
+        return [section._replace(rest={**prompt.made_of, **section.rest}) for section in found]
+
+    def _ends_alike(self, ablated: Prompt, prompt: Prompt) -> bool:
+        if self._original.settings.classifies:
+            return True
+        return bool(ablated.tokens[-1] == prompt.tokens[-1]) and ablated.labels == prompt.labels
+
+
+def _batch(rows: Sequence[dict[str, Any]]) -> RowBatch:
+    # Rows with these values, numbered from 0.
+    return RowBatch(
+        first_row=0,
+        rows=np.arange(len(rows), dtype=np.int64),
+        columns={name: [row[name] for row in rows] for name in rows[0]},
+        carried=pa.table({"": pa.nulls(len(rows))}).select([]),
+        errors={},
+        nbytes=0,
+    )
+
+
+# Rows are scored again without each section of their prompts.
 
 
 @dataclass(frozen=True)
@@ -97,9 +302,72 @@ class WeighedRow:
 
 
 def _whole_answer(prompt: Prompt, scored: ScoredRow) -> Float64Array | None:
-    """The label numbers of a row's whole prompt after the last layer, if it was read so."""
+    # The label numbers of a row's whole prompt after the last layer, if it was read so.
     if scored.audit is not None:
         return scored.audit
     if scored.exit_layer is None and scored.kept_tokens == len(prompt.tokens):
         return scored.logprobs
     return None
+
+
+# What a run says of its evidence.
+
+
+WHAT_EVIDENCE_IS = (
+    "Change: how far the score of the first label falls when the section is left out. Sections act together, so "
+    "changes do not add up."
+)
+
+
+class ShownRow(BaseModel):
+    """A row whose sections were weighed. All texts are untrusted."""
+
+    row: int | None  # None where rows have ids
+    id: str | None
+    score: float
+    prediction: str | None
+    evidence: list[dict[str, Any]]  # sections, and by how much the score falls without them
+
+
+class EvidenceUse(BaseModel):
+    """Rows are those of the output."""
+
+    evidence_rows: int = 0  # whose sections were weighed
+    shown: list[ShownRow] = Field(default_factory=list)  # with --show-text, the first ones
+
+
+def weighed_rows(output: str, id_name: str | None) -> list[ShownRow]:
+    """The first rows of an output that are weighed."""
+    return [ShownRow.model_validate(each) for each in first_rows(output, ("evidence",), id_name)]
+
+
+def section(use: EvidenceUse) -> Section:
+    """What terminal, page and metrics say of a run's evidence: an `EvidenceUse`, or what has its fields."""
+    found = Section(title="Evidence", summary={"rationales": {"evidence_rows": use.evidence_rows}})
+    found.metric("evidence_rows", "Rows of the output whose sections were weighed.", use.evidence_rows)
+    if use.evidence_rows:
+        found.lines.append(("evidence", f"{counted(use.evidence_rows, 'row')} without each of their sections"))
+        found.parts.append(Part(note=WHAT_EVIDENCE_IS))
+    for row in use.shown:
+        if row.evidence:
+            title = f"{row_name(row.row, row.id)}: {row.prediction or ''}, score {row.score:.4f}"
+            changes = [(each["section"], each["change"]) for each in row.evidence]
+            found.parts.append(Part(title=title, bars=evidence_bars(changes)))
+    return found
+
+
+def inspected(effects: Sequence[SectionEffect]) -> Section:
+    """What `prefill inspect` says of a row's evidence."""
+    return Section(title="Evidence", parts=[Part(bars=evidence_bars(effects), note=WHAT_EVIDENCE_IS)])
+
+
+def evidence_bars(effects: Sequence[tuple[str, float]]) -> list[Bar]:
+    """A bar for each section from the middle of its track, in the order of the column: the largest change first."""
+    longest = max((abs(change) for _, change in effects), default=0.0)
+    found = []
+    for name, change in effects:
+        half = 50 * abs(change) / longest if longest else 0.0
+        kind, start = ("alarm", 50 - half) if change < 0 else ("s0", 50.0)
+        middle = Strip("middle", 50.0, 0.2)
+        found.append(Bar(visible(name, line=True), half, f"{change:+.4f}", kind, start, more=(middle,)))
+    return found

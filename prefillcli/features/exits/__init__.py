@@ -175,9 +175,9 @@ class Exits(Feature):
 
     def identified(self, job: Job) -> None:
         if self.profile is not None:
-            from prefillcli.features.exits.policy import require_same_exits
+            from prefillcli.features.exits.policy import job_of_exits, require_same_job
 
-            require_same_exits(self.profile, job)
+            require_same_job(self.profile, self.settings.exit_profile, job_of_exits(job))
 
     def learn(
         self, opening: Opening, engine: PlanEngine, plan: Mapping[str, Any], tick: Callable[[float], None]
@@ -242,7 +242,7 @@ class Exits(Feature):
     def section(cls, report: RunReport) -> Section | None:
         if report.blocks["exits"] is None:
             return None
-        from prefillcli.features.exits.report import section
+        from prefillcli.features.exits.learning import section
 
         return section(report.blocks["exits"])
 

@@ -14,7 +14,6 @@ from prefillcli.core.request import Request
 from prefillcli.data.rows import Float64Array, Prompt
 from prefillcli.engines.base import EarlyExits, Treatment
 from prefillcli.features.exits.judging import (
-    ExitCalibration,
     calibrate_exits,
     calibration_rows,
     exit_costs,
@@ -22,7 +21,6 @@ from prefillcli.features.exits.judging import (
     rows_to_learn,
 )
 from prefillcli.features.exits.policy import ExitPolicy
-from prefillcli.options.commands import BenchSettings
 from prefillcli.plan.pack import in_full
 from prefillcli.stats.evaluation import exact_interval
 
@@ -87,10 +85,27 @@ def learn_exits(equipment: Equipment, material: Material) -> EarlyExit | None:
     settings = equipment.settings
     count = settings.exit_rows or rows_to_learn(settings.max_flips, len(equipment.labels.names))
     if material.made:
-        prompts = _more_prompts(count, equipment)
+        more = {
+            "rows": count,
+            "scale": 1.0,
+            "tokens": max(64, round((settings.tokens or 0) * settings.scale)),
+            "seed": settings.seed + _SEED,
+        }
+        other = made_material(settings.model_copy(update=more), equipment.opened, equipment.labels)
+        prompts = [prompt for prompt in other.prompts if len(prompt.tokens) <= equipment.limits.max_tokens]
     else:
         prompts = material.set_apart(min(count, len(material.prompts) // 2), settings.seed)
-    found = _calibrated(equipment, prompts)
+    depth = equipment.config.get_text_config().num_hidden_layers
+    layers, names = observed_layers(depth), equipment.labels.names
+    requests = [Request(prompt) for prompt in prompts]
+    answers = equipment.answers(requests, Treatment(EarlyExits(observed=layers)))
+    found = calibrate_exits(
+        calibration_rows(requests, answers, layers, len(names)),
+        layers=depth,
+        max_flips=settings.max_flips,
+        labels=names,
+        costs=exit_costs(equipment.config),
+    )
     if found.policy is None:
         material.notes.append(f"early-exit is left out: {found.reason}; --exit-rows and --max-flips decide")
         return None
@@ -99,34 +114,3 @@ def learn_exits(equipment: Equipment, material: Material) -> EarlyExit | None:
         f"early-exit was learnt on {len(prompts):,} rows: {where}; these are not among those compared"
     )
     return EarlyExit(equipment, found.policy, len(prompts))
-
-
-def _more_prompts(count: int, equipment: Equipment) -> list[Prompt]:
-    # Other made prompts, as long.
-    settings: BenchSettings = equipment.settings
-    other = settings.model_copy(
-        update={
-            "rows": count,
-            "scale": 1.0,
-            "tokens": max(64, round((settings.tokens or 0) * settings.scale)),
-            "seed": settings.seed + _SEED,
-        }
-    )
-    prompts = made_material(other, equipment.opened, equipment.labels).prompts
-    return [prompt for prompt in prompts if len(prompt.tokens) <= equipment.limits.max_tokens]
-
-
-def _calibrated(equipment: Equipment, prompts: Sequence[Prompt]) -> ExitCalibration:
-    # What these prompts, read in full, prove.
-    config = equipment.config.get_text_config()
-    layers = observed_layers(config.num_hidden_layers)
-    requests = [Request(prompt) for prompt in prompts]
-    answers = equipment.answers(requests, Treatment(EarlyExits(observed=layers)))
-    names = equipment.labels.names
-    return calibrate_exits(
-        calibration_rows(requests, answers, layers, len(names)),
-        layers=config.num_hidden_layers,
-        max_flips=equipment.settings.max_flips,
-        labels=names,
-        costs=exit_costs(equipment.config),
-    )

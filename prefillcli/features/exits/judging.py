@@ -133,8 +133,7 @@ class CalibrationRows:
     @property
     def truth(self) -> IntArray:
         """The label that the full read gives, int64 [rows]."""
-        truth: IntArray = self.final.argmax(axis=1)
-        return truth
+        return np.asarray(self.final.argmax(axis=1), np.int64)
 
     @property
     def labels(self) -> int:
@@ -195,19 +194,19 @@ def calibration_rows(
     requests: Sequence[Request], answers: Sequence[Answer], layers: Sequence[int], labels: int
 ) -> CalibrationRows:
     """Requests that were answered in full, with what `layers` show of them; each answer has `labels`."""
-    shown = {layer: [answer.readings[number] for answer in answers] for number, layer in enumerate(layers)}
+
+    def joined(number: int) -> Readings:
+        shown = [answer.readings[number] for answer in answers]
+        return Readings(
+            np.concatenate([each.hidden for each in shown]),
+            np.concatenate([each.logits for each in shown]),
+            np.concatenate([each.before for each in shown]),
+        )
+
     return CalibrationRows(
-        readings={layer: _joined(readings) for layer, readings in shown.items() if readings},
+        readings={layer: joined(number) for number, layer in enumerate(layers) if answers},
         final=np.array([answer.logprobs for answer in answers], np.float64).reshape(-1, labels),
         weights=np.array([len(request.tokens) for request in requests], np.float64),
-    )
-
-
-def _joined(readings: Sequence[Readings]) -> Readings:
-    return Readings(
-        np.concatenate([each.hidden for each in readings]),
-        np.concatenate([each.logits for each in readings]),
-        np.concatenate([each.before for each in readings]),
     )
 
 
@@ -352,8 +351,7 @@ def endangered(levels: Float64Array, wrong: npt.NDArray[np.bool_]) -> Float64Arr
     """
     if not len(levels):
         return np.full(levels.shape[1], -math.inf)
-    found: Float64Array = np.where(wrong, levels, -math.inf).max(axis=0)
-    return found
+    return np.asarray(np.where(wrong, levels, -math.inf).max(axis=0), np.float64)
 
 
 def lowest_level(danger: Float64Array, max_flips: float, confidence: float) -> Level:
@@ -479,7 +477,8 @@ def choose_layers(
     least = 1.0
     while len(chosen) < MOST_EXITS:
         taken = {each.layer for each in chosen}
-        tries = [_in_order([*chosen, each]) for each in found if each.knows and each.layer not in taken]
+        able = [each for each in found if each.knows and each.layer not in taken]
+        tries = [sorted([*chosen, each], key=lambda own: own.layer) for each in able]
         shares = [work_at(exits, _allowed(exits, fit, task), fit, task.layers, task.costs).share for exits in tries]
         if not shares or min(shares) > least - WORTH:
             break
@@ -502,10 +501,6 @@ def without_useless(
         least = min(shares)
         kept = tries[shares.index(least)]
     return kept
-
-
-def _in_order(exits: Sequence[Candidate]) -> list[Candidate]:
-    return sorted(exits, key=lambda each: each.layer)
 
 
 def _allowed(exits: Sequence[Candidate], fit: CalibrationRows, task: _Task) -> tuple[float, ...]:
@@ -539,14 +534,6 @@ class ExitCalibration:
     def reason(self) -> str | None:
         """Why there are no exits."""
         return self.findings.reason
-
-
-class _Judged(NamedTuple):
-    """What exits say of the judging half: predicted labels, and the levels at and below which rows leave, both [exits,
-    rows]."""
-
-    label: IntArray
-    reach: Float64Array
 
 
 class _Task(NamedTuple):
@@ -633,11 +620,11 @@ def _proven(
     short: list[str],
 ) -> ExitCalibration:
     # The calibration with the levels that the judging half proves for the chosen exits.
-    seen = _seen(chosen, judge)
-    tested = task.judged(seen.reach, seen.label != judge.truth, judge)
+    said, reach = _seen(chosen, judge)
+    tested = task.judged(reach, said != judge.truth, judge)
     levels = levels_of_labels(tested, judge.labels)
     findings = findings.model_copy(
-        update={"classes": _classes(task, fit, judge, tested), "curve": _curve(task, chosen, seen, judge)}
+        update={"classes": _classes(task, fit, judge, tested), "curve": _curve(task, chosen, judge)}
     )
     kept = without_useless(chosen, levels, fit, task.layers, task.costs)
     expected = work_at(kept, levels, fit, task.layers, task.costs) if kept else None
@@ -650,7 +637,16 @@ def _proven(
     )
     update = {
         "exits": tuple(
-            _exit(each, own, leaving) for each, own, leaving in zip(kept, exits, work.leaving, strict=True)
+            ExitFinding(
+                layer=own.layer,
+                probe=own.probe.kind,
+                correlation=each.correlation,
+                errors=each.errors,
+                thresholds=tuple(value if math.isfinite(value) else None for value in own.thresholds),
+                peek=own.peek,
+                leaving=leaving,
+            )
+            for each, own, leaving in zip(kept, exits, work.leaving, strict=True)
         ),
         "layers": work.layers,
         "gain": 1 / work.share,
@@ -691,62 +687,47 @@ def _not_proven(task: _Task, tested: Sequence[Level]) -> str:
     )
 
 
-def _seen(exits: Sequence[Candidate], rows: CalibrationRows) -> _Judged:
+def _seen(exits: Sequence[Candidate], rows: CalibrationRows) -> tuple[IntArray, Float64Array]:
+    # Predicted labels, and the levels at and below which rows leave, both [exits, rows].
     leads = [lead_of(each.probe.logits(rows.readings[each.layer])) for each in exits]
     reach = [lead.ahead / each.spread for lead, each in zip(leads, exits, strict=True)]
-    return _Judged(np.stack([lead.label for lead in leads]), np.stack(reach))
+    return np.stack([lead.label for lead in leads]), np.stack(reach)
 
 
 def _work(exits: Sequence[Candidate], levels: Sequence[float], judge: CalibrationRows, task: _Task) -> Work:
     # What the judged rows cost at these levels [labels]: rows that nothing was chosen on but the levels.
-    seen = _seen(exits, judge)
-    decided = seen.reach >= np.asarray(levels)[seen.label]
+    said, reach = _seen(exits, judge)
+    decided = reach >= np.asarray(levels)[said]
     return work_of(decided, [each.layer for each in exits], judge.weights, task.layers, task.costs)
 
 
 def _classes(
     task: _Task, fit: CalibrationRows, judge: CalibrationRows, tested: Sequence[Level]
 ) -> tuple[ClassFinding, ...]:
-    needed = rows_for(task.max_flips, confidence=task.confidence)
-    found = []
     fitted, judged = (class_numbers(half.truth, task.flips_of) for half in (fit, judge))
-    for number, name in enumerate(task.classes):
-        rows = int((judged == number).sum())
-        level = tested[number] if tested else None
-        found.append(
-            ClassFinding(
-                label=name,
-                fitted=int((fitted == number).sum()),
-                judged=rows,
-                flips=level.flips if level else 0,
-                bound=level.bound if level else 1.0,
-                level=level.level if level and math.isfinite(level.level) else None,
-                levels_passed=level.passed if level else 0,
-                rows_needed=needed,
-            )
+    levels = tested or [Level(math.inf, 0, 0, 1.0, 0)] * len(task.classes)  # nothing is proven before the tests
+    return tuple(
+        ClassFinding(
+            label=name,
+            fitted=int((fitted == number).sum()),
+            judged=int((judged == number).sum()),
+            flips=level.flips,
+            bound=level.bound,
+            level=level.level if math.isfinite(level.level) else None,
+            levels_passed=level.passed,
+            rows_needed=rows_for(task.max_flips, confidence=task.confidence),
         )
-    return tuple(found)
-
-
-def _exit(candidate: Candidate, own: ExitLayer, leaving: float) -> ExitFinding:
-    return ExitFinding(
-        layer=own.layer,
-        probe=own.probe.kind,
-        correlation=candidate.correlation,
-        errors=candidate.errors,
-        thresholds=tuple(value if math.isfinite(value) else None for value in own.thresholds),
-        peek=own.peek,
-        leaving=leaving,
+        for number, (name, level) in enumerate(zip(task.classes, levels, strict=True))
     )
 
 
-def _curve(task: _Task, exits: Sequence[Candidate], seen: _Judged, judge: CalibrationRows) -> tuple[TradePoint, ...]:
+def _curve(task: _Task, exits: Sequence[Candidate], judge: CalibrationRows) -> tuple[TradePoint, ...]:
     # What all exits do to the judged rows, level by level.
-    found = []
+    (said, reach), truth, found = _seen(exits, judge), judge.truth, []
     for level in _CURVE:
-        work = work_of(seen.reach >= level, [each.layer for each in exits], judge.weights, task.layers, task.costs)
-        flipped = _flipped(seen, work, judge.truth)
-        of_class = [flipped[judge.truth == number] for number in range(judge.labels)]
+        work = work_of(reach >= level, [each.layer for each in exits], judge.weights, task.layers, task.costs)
+        flipped = (work.left >= 0) & (said[work.left, np.arange(len(truth))] != truth)
+        of_class = [flipped[truth == number] for number in range(judge.labels)]
         found.append(
             TradePoint(
                 level=level,
@@ -757,12 +738,6 @@ def _curve(task: _Task, exits: Sequence[Candidate], seen: _Judged, judge: Calibr
             )
         )
     return tuple(found)
-
-
-def _flipped(seen: _Judged, work: Work, truth: IntArray) -> BoolArray:
-    answered = seen.label[work.left, np.arange(len(truth))]
-    flipped: BoolArray = (work.left >= 0) & (answered != truth)
-    return flipped
 
 
 # Whether exits that were proven on an earlier night still hold: a test of some hundred fresh rows.
@@ -830,7 +805,13 @@ def recheck_exits(
         f"{each.flips:,} of {each.rows:,} rows of {each.label!r} flip (chance {each.chance:.1g})" for each in bad
     )
     reason = f"{said}: more than a flip rate of {max_flips:.2%} explains" if bad else None
-    return ExitRecheck(not bad, reason, float(np.mean(left)) if len(left) else 0.0, tuple(found), _power(found))
+    can = ", ".join(
+        f"{each.detectable:.1%} among {each.rows:,} rows of {each.label!r}" for each in found if each.detectable
+    )
+    none = ", ".join(repr(each.label) for each in found if not each.rows)
+    text = f"four of five such checks would find a flip rate of {can}" if can else "there are no rows to check"
+    text += f"; nothing is known of {none}" if none and can else ""
+    return ExitRecheck(not bad, reason, float(np.mean(left)) if len(left) else 0.0, tuple(found), text)
 
 
 def _outcome(policy: ExitPolicy, rows: CalibrationRows) -> tuple[BoolArray, BoolArray]:
@@ -843,12 +824,3 @@ def _outcome(policy: ExitPolicy, rows: CalibrationRows) -> tuple[BoolArray, Bool
         flipped |= going & (lead_of(found.logprobs).label != rows.truth)
         left |= going
     return left, flipped
-
-
-def _power(found: Sequence[ClassRecheck]) -> str:
-    can = ", ".join(
-        f"{each.detectable:.1%} among {each.rows:,} rows of {each.label!r}" for each in found if each.detectable
-    )
-    none = ", ".join(repr(each.label) for each in found if not each.rows)
-    text = f"four of five such checks would find a flip rate of {can}" if can else "there are no rows to check"
-    return f"{text}; nothing is known of {none}" if none and can else text

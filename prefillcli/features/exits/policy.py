@@ -70,8 +70,7 @@ class RidgeProbe(Probe):
     kind: ClassVar[str] = "ridge"
 
     def logits(self, readings: Readings) -> Float64Array:
-        found: Float64Array = unit_length(readings.hidden) @ self.weights.astype(np.float64) + self.bias
-        return found
+        return np.asarray(unit_length(readings.hidden) @ self.weights.astype(np.float64) + self.bias, np.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +82,7 @@ class AffineProbe(Probe):
     kind: ClassVar[str] = "affine"
 
     def logits(self, readings: Readings) -> Float64Array:
-        found: Float64Array = relative(readings.logits) @ self.weights.astype(np.float64) + self.bias
-        return found
+        return np.asarray(relative(readings.logits) @ self.weights.astype(np.float64) + self.bias, np.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +100,7 @@ class MlpProbe(Probe):
 
     def logits(self, readings: Readings) -> Float64Array:
         active = np.maximum(lens_features(readings) @ self.inner.astype(np.float64) + self.inner_bias, 0)
-        found: Float64Array = active @ self.outer.astype(np.float64) + self.outer_bias
-        return found
+        return np.asarray(active @ self.outer.astype(np.float64) + self.outer_bias, np.float64)
 
 
 PROBES: Final[Mapping[str, Callable[..., Probe]]] = {each.kind: each for each in (RidgeProbe, AffineProbe, MlpProbe)}
@@ -127,14 +124,12 @@ def unit_length(hidden: Float32Array) -> Float64Array:
     """Hidden states [rows, hidden] of length 1; what is 0 stays 0."""
     wide = hidden.astype(np.float64)
     lengths = np.linalg.norm(wide, axis=1, keepdims=True)
-    found: Float64Array = wide / np.where(lengths > 0, lengths, 1)
-    return found
+    return np.asarray(wide / np.where(lengths > 0, lengths, 1), np.float64)
 
 
 def relative(logits: Float64Array) -> Float64Array:
     """Label logits [rows, labels] less their mean over the labels."""
-    found: Float64Array = logits - logits.mean(axis=1, keepdims=True)
-    return found
+    return np.asarray(logits - logits.mean(axis=1, keepdims=True), np.float64)
 
 
 def lens_features(readings: Readings) -> Float64Array:
@@ -145,8 +140,7 @@ def lens_features(readings: Readings) -> Float64Array:
 
 def _softmax(logits: Float64Array) -> Float64Array:
     powers = np.exp(logits - logits.max(axis=1, keepdims=True))
-    found: Float64Array = powers / powers.sum(axis=1, keepdims=True)
-    return found
+    return np.asarray(powers / powers.sum(axis=1, keepdims=True), np.float64)
 
 
 def _array(written: Any) -> Float32Array:
@@ -253,8 +247,7 @@ def fit_affine(readings: Readings, target: Float64Array, seed: int = 0) -> Fitte
     lens = np.column_stack([relative(readings.logits), np.ones(len(target))])
 
     def solve(rows: IntArray) -> Float64Array:
-        found: Float64Array = np.asarray(np.linalg.lstsq(lens[rows], target[rows], rcond=1e-9)[0], dtype=np.float64)
-        return found
+        return np.asarray(np.linalg.lstsq(lens[rows], target[rows], rcond=1e-9)[0], dtype=np.float64)
 
     held_out = _folded(target, seed, lambda rows, rest: lens[rest] @ solve(rows))
     found = solve(np.arange(len(target)))
@@ -621,40 +614,33 @@ def exit_profile_of(content: bytes | str, path: str) -> ExitProfile:
         raise UsageError(f"--exit-profile {path}: {reason}\n{_AGAIN}") from None
 
 
-def require_same_job(
-    profile: ExitProfile,
-    path: str,
-    *,
-    model: str,
-    prompt: str,
-    labels: tuple[str, ...],
-    label_tokens: str,
-    layers: int,
-    max_flips: float,
-    flips_of: FlipsOf = "each",
-) -> None:
-    """Raise UsageError if a profile is of another model, prompt or labels than a job, or proves less than it asks."""
+def require_same_job(profile: ExitProfile, path: str, job: Mapping[str, Any]) -> None:
+    """Raise UsageError if a profile is of another model, prompt or labels than a `job`, or proves less than it asks.
+
+    The job has `model`, `prompt`, `labels`, `label_tokens`, `layers`, `max_flips` and `flips_of`, as profiles do.
+    """
+    shown = without_secrets(path)
     given = {
-        "model": profile.model == model and profile.layers == layers,
-        "prompt settings": profile.prompt == prompt,
-        "labels": profile.labels == labels,
-        "label spellings": profile.label_tokens == label_tokens,
+        "model": profile.model == job["model"] and profile.layers == job["layers"],
+        "prompt settings": profile.prompt == job["prompt"],
+        "labels": profile.labels == job["labels"],
+        "label spellings": profile.label_tokens == job["label_tokens"],
     }
     other = [name for name, same in given.items() if not same]
     if other:
         raise UsageError(
-            f"--exit-profile {path}: it was made for another job: different {', '.join(other)}\n"
+            f"--exit-profile {shown}: it was made for another job: different {', '.join(other)}\n"
             "leave it out: exits are then calibrated on rows of this job"
         )
-    if profile.flips_of != flips_of:
+    if profile.flips_of != job["flips_of"]:
         raise UsageError(
-            f"--exit-profile {path}: it was learnt with --flips-of {profile.flips_of}, not {flips_of}\n"
+            f"--exit-profile {shown}: it was learnt with --flips-of {profile.flips_of}, not {job['flips_of']}\n"
             f"give --flips-of {profile.flips_of}, or leave the profile out"
         )
-    if profile.max_flips > max_flips:
+    if profile.max_flips > job["max_flips"]:
         raise UsageError(
-            f"--exit-profile {path}: it proves at most {profile.max_flips:.2%} flips, --max-flips asks for "
-            f"{max_flips:.2%}\ngive --max-flips {profile.max_flips:g}, or leave the profile out"
+            f"--exit-profile {shown}: it proves at most {profile.max_flips:.2%} flips, --max-flips asks for "
+            f"{job['max_flips']:.2%}\ngive --max-flips {profile.max_flips:g}, or leave the profile out"
         )
 
 
@@ -676,13 +662,6 @@ def exit_profile_at(path: str) -> ExitProfile:
     return profile
 
 
-def require_same_exits(profile: ExitProfile, job: Job) -> None:
-    """Raise UsageError if a profile was learnt in another kind of job, or proves less than this one asks."""
-    settings = job.settings
-    shown = without_secrets(settings.exit_profile or "")
-    require_same_job(profile, shown, max_flips=settings.max_flips, flips_of=settings.flips_of, **job_of_exits(job))
-
-
 def job_of_exits(job: Job) -> dict[str, Any]:
     """Whose the exits are that a job learns, by its fingerprint: what must be the same where they are used again."""
     digests = job.report.fingerprint
@@ -696,6 +675,8 @@ def job_of_exits(job: Job) -> dict[str, Any]:
         "labels": job.labels.names,
         "label_tokens": digests["labels"],
         "layers": job.opened.files.config.get_text_config().num_hidden_layers,
+        "max_flips": job.settings.max_flips,
+        "flips_of": job.settings.flips_of,
     }
 
 
@@ -707,17 +688,14 @@ def inspected_policy(path: str | None, opened: Opened, labels: Labels) -> ExitPo
     if path is None:
         return None
     profile = exit_profile_at(path)
-    require_same_job(
-        profile,
-        without_secrets(path),
-        model=ModelContents(opened.files.origin).model(),
-        prompt=profile.prompt,
-        labels=tuple(labels.names),
-        label_tokens=hash_value([[label.name, label.variants] for label in labels.labels]),
-        layers=opened.files.config.get_text_config().num_hidden_layers,
-        max_flips=profile.max_flips,
-        flips_of=profile.flips_of,
-    )
+    own = {
+        "model": ModelContents(opened.files.origin).model(),
+        "labels": tuple(labels.names),
+        "label_tokens": hash_value([[label.name, label.variants] for label in labels.labels]),
+        "layers": opened.files.config.get_text_config().num_hidden_layers,
+    }
+    given = {name: getattr(profile, name) for name in ("prompt", "max_flips", "flips_of")}
+    require_same_job(profile, path, own | given)
     return profile.policy
 
 

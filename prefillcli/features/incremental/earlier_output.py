@@ -178,8 +178,7 @@ class EarlierOutput:
                     table = table.append_column(DIGEST, reader.next(len(table)))
                     table = table.filter(_usable(table))
                     copy.write_table(table.cast(schema))
-                    halves = b"".join(table[DIGEST].to_pylist())
-                    keys.append(np.frombuffer(halves, np.uint64)[::2])
+                    keys.append(np.frombuffer(b"".join(table[DIGEST].to_pylist()), np.uint64)[::2])
                 reader.finish(found.digests)
         except (DamagedFileError, FileNotFoundError) as error:
             raise self._damaged(str(error)) from None

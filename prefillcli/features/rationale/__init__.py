@@ -12,25 +12,27 @@ from prefillcli.options.option import BENCH, RATIONALES, Settings, option
 from prefillcli.options.requirements import Requirement
 
 if TYPE_CHECKING:
-    from prefillcli.core.further import Choice, WantedRow
-    from prefillcli.data.output.columns import Counts, OutputSchema
-    from prefillcli.data.output.target import Manifest
+    from prefillcli.core.feature import (
+        Choice,
+        Counts,
+        Job,
+        Manifest,
+        Models,
+        Opened,
+        Opening,
+        OutputSchema,
+        RunReport,
+        Section,
+        TextsOf,
+        WantedRow,
+    )
     from prefillcli.decode.continuations import Writing
     from prefillcli.features.rationale.condition import RowChoice
     from prefillcli.features.rationale.contest import WritingContest
-    from prefillcli.features.rationale.report import WrittenRow
-    from prefillcli.features.rationale.writing import Rationales
-    from prefillcli.jobs.load import Models
-    from prefillcli.jobs.opening import Opening
-    from prefillcli.jobs.score import Job
-    from prefillcli.models.law import TextsOf
-    from prefillcli.models.open import Opened
-    from prefillcli.report.run import RunReport
-    from prefillcli.report.section import Section
+    from prefillcli.features.rationale.writing import Rationales, WrittenRow
 
 SpeculationName = Literal["off", "lookup", "suffix", "retrieval", "draft", "hierarchy"]
-BY_DRAFT = ("draft", "hierarchy")
-"""Ways to speculate that need a draft model."""
+BY_DRAFT = ("draft", "hierarchy")  # ways to speculate that need a draft model
 RATIONALE = Requirement(
     lambda s: s.rationale > 0, "is for what is written behind rows, but nothing is", "give --rationale 64"
 )
@@ -257,12 +259,12 @@ class Rationale(Feature):
 
     def ended(self, job: Job) -> None:
         if self.settings.show_text:
-            from prefillcli.features.rationale.report import written_rows
+            from prefillcli.features.rationale.writing import written_rows
 
             self.shown = written_rows(job.sink.location, job.groups, self.settings.id_column)
 
     def reported(self, job: Job, counts: Counts | None) -> None:
-        from prefillcli.features.rationale.report import RationaleUse
+        from prefillcli.features.rationale.writing import RationaleUse
 
         decoded = job.pool.used().decoded if hasattr(job, "pool") else None
         use = RationaleUse.of(decoded, self.settings.speculation if self.settings.rationale else None)
@@ -274,7 +276,7 @@ class Rationale(Feature):
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
-        from prefillcli.features.rationale.report import RationaleUse
+        from prefillcli.features.rationale.writing import RationaleUse
 
         counts = manifest.counts
         if counts is not None and (counts.tallies.rationales.rows or counts.tallies.evidence):
@@ -284,7 +286,7 @@ class Rationale(Feature):
     def answers_shown(self, row: WantedRow, labels: Sequence[str]) -> Section | None:
         if row.scored.rationale is None:
             return None
-        from prefillcli.features.rationale.report import inspected
+        from prefillcli.features.rationale.writing import inspected
 
         return inspected(row.scored.rationale, self._texts(labels)[labels[row.label]].strip())
 
@@ -300,7 +302,7 @@ class Rationale(Feature):
     def section(cls, report: RunReport) -> Section | None:
         if report.blocks["rationales"] is None:
             return None
-        from prefillcli.features.rationale.report import rationale_section
+        from prefillcli.features.rationale.writing import rationale_section
 
         return rationale_section(report.blocks["rationales"])
 

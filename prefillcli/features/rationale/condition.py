@@ -6,17 +6,14 @@ import datetime
 import decimal
 import json
 import operator
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
-from functools import partial, reduce
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 from jinja2 import TemplateSyntaxError, nodes
 from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.visitor import NodeTransformer
 
 from prefillcli.data.output.columns import (
     COLUMNS,
@@ -32,10 +29,11 @@ from prefillcli.errors import UsageError, brief, did_you_mean
 # expressions.
 #
 # Of that language there is what compares values: no calls, no attributes, and no filters but those of `_FILTERS`.
-# What is left runs in the sandbox of templates (`data/prompts/sandbox.py`). The values are those of a row that was
-# scored and is not written yet.
+# Jinja parses it; what is left of its tree is evaluated here. The values are those of a row that was scored and is not
+# written yet.
 
 
+_DEEPEST = 200  # levels of an expression: Python's stack has room for their evaluation
 _HOLDER = "columns"  # columns["a name with spaces"]
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "eq": operator.eq,
@@ -47,6 +45,14 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "in": lambda left, right: left in right,
     "notin": lambda left, right: left not in right,
 }
+_CALCULATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "//": operator.floordiv,
+    "%": operator.mod,
+}
 _FILTERS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "lower": (str.lower, ("text",)),
     "upper": (str.upper, ("text",)),
@@ -55,10 +61,10 @@ _FILTERS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "abs": (abs, ("number",)),
     "round": (round, ("number",)),
 }
-_TESTS = ("none", "true", "false")
+_TESTS = {"none": None, "true": True, "false": False}
 _PLAIN_NODES = (
-    *(nodes.And, nodes.Or, nodes.Not, nodes.Operand, nodes.Const, nodes.List, nodes.Tuple, nodes.Neg, nodes.Pos),
-    *(nodes.Add, nodes.Sub, nodes.Mul, nodes.Div, nodes.FloorDiv, nodes.Mod),
+    *(nodes.And, nodes.Or, nodes.Not, nodes.Compare, nodes.Operand, nodes.Const, nodes.List, nodes.Tuple),
+    *(nodes.Neg, nodes.Pos, nodes.Add, nodes.Sub, nodes.Mul, nodes.Div, nodes.FloorDiv, nodes.Mod),
 )
 
 
@@ -78,20 +84,17 @@ class RowCondition:
 
     def __init__(self, text: str, option: str = "--rationale-when") -> None:
         self.text, self._option = text, option
-        self.columns: frozenset[str] = frozenset()
-        """The columns that it uses."""
-        environment = _Environment(_compared, _filtered)
-        names: dict[str, str] = {}
         try:
-            self._tree = _Rewriting(names).visit(_parsed(text, environment))
-            self._run = environment.runner(self._tree)
+            parser = Parser(BoundedEnvironment(), text, state="variable")
+            self._tree = parser.parse_expression()
+            if not parser.stream.eos:
+                raise TemplateSyntaxError(f"unexpected {parser.stream.current.value!r}", 1)
+            self.columns = frozenset(_columns(self._tree))  # those that it uses
         except (TemplateSyntaxError, RecursionError, MemoryError, SyntaxError, OverflowError) as error:
             what = error.message if isinstance(error, TemplateSyntaxError) else brief(error)
             raise UsageError(
                 f"{option} {_short(text)!r}: {what}\nwrite a condition on columns, like 'score > 0.4 and score < 0.6'"
             ) from None
-        self._names = {own: name for name, own in names.items()}
-        self.columns = frozenset(names)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RowCondition, (self.text, self._option)
@@ -99,20 +102,16 @@ class RowCondition:
     def __call__(self, values: Mapping[str, Any]) -> bool:
         """Whether it is true of a row, whose values of `columns` are given: numbers, texts, true, false, None, lists
         or mappings."""
-        return self._run({own: values[name] for own, name in self._names.items()}) is True
+        return _Evaluation(values).of(self._tree) is True
 
     def check(self, schema: pa.Schema, untyped: Collection[str] = ()) -> None:
         """Raise UsageError for a column that `schema` does not have, for values that are not compared with one
         another, and if it is not true or false. Columns of no known kind are `untyped`."""
         for name in sorted(self.columns - set(schema.names)):
             raise UsageError(f"{self._option} {_short(self.text)!r}: {_why_not(name, schema.names)}")
-        strict = _Environment(_compared_strictly, _filtered_strictly, strict=True)
-        typical = {
-            own: _UNKNOWN if name in untyped else _typical(schema.field(name).type)
-            for own, name in self._names.items()
-        }
+        typical = {name: _UNKNOWN if name in untyped else _typical(schema.field(name).type) for name in self.columns}
         try:
-            result = strict.runner(_Strict().visit(self._tree))(typical)
+            result = _Check(typical).of(self._tree)
         except TypeError as error:
             raise UsageError(f"{self._option} {_short(self.text)!r}: {error}") from None
         if not isinstance(result, bool | _Unknown):
@@ -122,188 +121,132 @@ class RowCondition:
             )
 
 
-def _parsed(text: str, environment: BoundedEnvironment) -> nodes.Expr:
-    parser = Parser(environment, text, state="variable")
-    tree = parser.parse_expression()
-    if not parser.stream.eos:
-        raise TemplateSyntaxError(f"unexpected {parser.stream.current.value!r}", 1)
-    return tree
-
-
-class _Rewriting(NodeTransformer):
-    """Refuses what the language does not have. Comparisons become filters, columns get plain `names`."""
-
-    def __init__(self, names: dict[str, str]) -> None:
-        self._names = names
-
-    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
-        if not isinstance(node, _PLAIN_NODES):
-            raise TemplateSyntaxError(f"a condition has no {type(node).__name__.lower()}", 1)
-        return super().generic_visit(node, *args, **kwargs)
-
-    def visit_Name(self, node: nodes.Name) -> nodes.Node:
-        return self._column(node.name)
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        holder, name = node.node, node.arg
-        if not isinstance(holder, nodes.Name) or holder.name != _HOLDER or not isinstance(name, nodes.Const):
+def _columns(node: nodes.Node, depth: int = 0) -> Iterator[str]:
+    # The columns of an expression. Raises TemplateSyntaxError for what the language does not have.
+    if depth > _DEEPEST:
+        raise TemplateSyntaxError(f"it is nested more than {_DEEPEST} deep", 1)
+    if isinstance(node, nodes.Name):
+        yield node.name
+    elif isinstance(node, nodes.Getitem):
+        if not isinstance(node.node, nodes.Name) or node.node.name != _HOLDER or not isinstance(node.arg, nodes.Const):
             raise TemplateSyntaxError(f"only {_HOLDER}['name'] may have brackets", 1)
-        return self._column(str(name.value))
-
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        left = self.visit(node.expr)
-        parts: list[nodes.Expr] = []
-        for operand in node.ops:
-            right = self.visit(operand.expr)
-            parts.append(_filter(left, f"_{operand.op}", right))
-            left = right
-        return _all(parts)
-
-    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
-        if node.node is None or node.name not in _FILTERS or node.args or node.kwargs or node.dyn_args:
-            raise TemplateSyntaxError(f"there is no filter {node.name}; there are {', '.join(_FILTERS)}", 1)
-        return _filter(self.visit(node.node), node.name)
-
-    def visit_Test(self, node: nodes.Test) -> nodes.Node:
-        if node.name not in _TESTS or node.args or node.kwargs:
-            raise TemplateSyntaxError(f"there is no test {node.name}; there are {', '.join(_TESTS)}", 1)
-        return nodes.Test(self.visit(node.node), node.name, [], [], None, None, lineno=1)
-
-    def _column(self, name: str) -> nodes.Node:
-        return nodes.Name(self._names.setdefault(name, f"c{len(self._names)}"), "load", lineno=1)
+        yield str(node.arg.value)
+    else:
+        if isinstance(node, nodes.Filter):
+            if node.node is None or node.name not in _FILTERS or node.args or node.kwargs or node.dyn_args:
+                raise TemplateSyntaxError(f"there is no filter {node.name}; there are {', '.join(_FILTERS)}", 1)
+        elif isinstance(node, nodes.Test):
+            if node.name not in _TESTS or node.args or node.kwargs:
+                raise TemplateSyntaxError(f"there is no test {node.name}; there are {', '.join(_TESTS)}", 1)
+        elif not isinstance(node, _PLAIN_NODES):
+            raise TemplateSyntaxError(f"a condition has no {type(node).__name__.lower()}", 1)
+        for child in node.iter_child_nodes():
+            yield from _columns(child, depth + 1)
 
 
-class _Strict(NodeTransformer):
-    """Has both sides of `and` and `or` checked, also where the first one decides."""
+class _Evaluation:
+    """What expressions give for a row: null where that is not defined."""
 
-    def visit_And(self, node: nodes.BinExpr) -> nodes.Node:
-        return _filter(self.visit(node.left), "_both", self.visit(node.right))
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
 
-    visit_Or = visit_And
+    def of(self, node: Any) -> Any:
+        if isinstance(node, nodes.Const):
+            return node.value
+        if isinstance(node, nodes.Name):
+            return self._values[node.name]
+        if isinstance(node, nodes.Getitem):
+            return self._values[str(cast(nodes.Const, node.arg).value)]
+        if isinstance(node, nodes.List | nodes.Tuple):
+            return [self.of(each) for each in node.items]
+        if isinstance(node, nodes.And | nodes.Or):
+            return self.joined(node)
+        if isinstance(node, nodes.Not):
+            return self.negated(self.of(node.node))
+        if isinstance(node, nodes.Compare):
+            operands = [(each.op, self.of(each.expr)) for each in node.ops]
+            lefts = [self.of(node.expr), *(value for _, value in operands)]
+            return all(self.compared(name, left, right) for left, (name, right) in zip(lefts, operands, strict=False))
+        if isinstance(node, nodes.Filter):
+            return self.filtered(node.name, self.of(node.node))
+        if isinstance(node, nodes.Test):
+            return self.of(node.node) is _TESTS[node.name]
+        if isinstance(node, nodes.UnaryExpr):
+            return self.calculated(node.operator, 0, self.of(node.node))
+        return self.calculated(node.operator, self.of(node.left), self.of(node.right))
 
-    def visit_Not(self, node: nodes.Not) -> nodes.Node:
-        inner = self.visit(node.node)
-        return _filter(inner, "_both", inner)
+    def joined(self, node: nodes.BinExpr) -> Any:
+        left = self.of(node.left)
+        return self.of(node.right) if bool(left) == isinstance(node, nodes.And) else left
 
+    def negated(self, value: Any) -> Any:
+        return not value
 
-def _all(parts: list[nodes.Expr]) -> nodes.Expr:
-    return reduce(lambda before, part: nodes.And(before, part, lineno=1), parts)
-
-
-def _filter(node: nodes.Expr, name: str, *args: nodes.Expr) -> nodes.Filter:
-    return nodes.Filter(node, name, list(args), [], None, None, lineno=1)
-
-
-class _Environment(BoundedEnvironment):
-    """The sandbox with nothing in it but the operators and filters of conditions."""
-
-    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%"})
-    intercepted_unops = frozenset({"+", "-"})
-
-    def __init__(self, compare: Callable[..., Any], apply: Callable[..., Any], *, strict: bool = False) -> None:
-        super().__init__()
-        self._is_strict = strict
-        self.globals.clear()
-        self.filters = {f"_{name}": partial(compare, name) for name in _COMPARISONS}
-        self.filters |= {name: partial(apply, name) for name in _FILTERS}
-        self.filters["_both"] = _both
-        self.tests = {name: self.tests[name] for name in _TESTS}
-
-    def runner(self, tree: nodes.Expr) -> Callable[[dict[str, Any]], Any]:
-        """What gives the result of an expression, from its variables."""
-        body: list[nodes.Node] = [nodes.Assign(nodes.Name("result", "store"), tree, lineno=1)]
-        program = nodes.Template(body, lineno=1)
-        program.set_environment(self)
-        template = self.from_string(program)
-
-        def run(values: dict[str, Any]) -> Any:
-            context = template.new_context(values)
-            for _ in template.root_render_func(context):
-                pass
-            return context.vars["result"]
-
-        return run
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Arithmetic, of numbers alone; null where it is not defined."""
-        if self._is_strict:
-            return _calculated(operator, left, right)
-        if _kind(left) != "number" or _kind(right) != "number":
-            return None
+    def compared(self, name: str, left: Any, right: Any) -> Any:
+        if left is None or right is None:
+            return False
         try:
-            return super().call_binop(context, operator, left, right)
+            return bool(_COMPARISONS[name](left, right))
+        except TypeError:
+            return False
+
+    def filtered(self, name: str, value: Any) -> Any:
+        function, kinds = _FILTERS[name]
+        try:
+            return function(value) if _kind(value) in kinds else None
+        except (ArithmeticError, ValueError):  # no number is nearest to NaN
+            return None
+
+    def calculated(self, operator: str, left: Any, right: Any) -> Any:
+        try:
+            return _CALCULATIONS[operator](left, right) if _kind(left) == _kind(right) == "number" else None
         except (ArithmeticError, ValueError):
             return None
 
-    def call_unop(self, context: Context, operator: str, arg: Any) -> Any:
-        """A sign before a number."""
-        if self._is_strict:
-            return _calculated(operator, arg, arg)
-        return super().call_unop(context, operator, arg) if _kind(arg) == "number" else None
 
+class _Check(_Evaluation):
+    """The same with a typical value of each column. Raises TypeError for values of kinds that do not fit, also where
+    one side of `and` and `or` decides."""
 
-def _compared(name: str, left: Any, right: Any) -> bool:
-    if left is None or right is None:
-        return False
-    try:
-        return bool(_COMPARISONS[name](left, right))
-    except TypeError:
-        return False
+    def joined(self, node: nodes.BinExpr) -> Any:
+        return all(self.negated(self.of(each)) for each in (node.left, node.right))
 
-
-def _filtered(name: str, value: Any) -> Any:
-    function, kinds = _FILTERS[name]
-    try:
-        return function(value) if _kind(value) in kinds else None
-    except (ArithmeticError, ValueError):  # no number is nearest to NaN
-        return None
-
-
-def _compared_strictly(name: str, left: Any, right: Any) -> Any:
-    """As `_compared`. Raises TypeError for values of different kinds."""
-    if left is None or right is None:
-        raise TypeError("a comparison with none is always false\nwrite 'is none' or 'is not none'")
-    if name in ("in", "notin"):
-        if isinstance(right, list | tuple):
-            for each in right:
-                _compared_strictly("eq", left, each)
-            return True
-        name = "eq" if _kind(right) in ("text", "unknown") else name
-    if "unknown" in (_kind(left), _kind(right)):
-        return _UNKNOWN
-    if _kind(left) != _kind(right) or _kind(left) not in ("number", "text", "true or false"):
-        raise TypeError(f"a {_kind(left)} is compared with a {_kind(right)}")
-    return True
-
-
-def _filtered_strictly(name: str, value: Any) -> Any:
-    """As `_filtered`. Raises TypeError for a value of another kind."""
-    function, kinds = _FILTERS[name]
-    if value is _UNKNOWN:
-        return _UNKNOWN
-    if _kind(value) not in kinds:
-        raise TypeError(f"the filter {name} is for a {' or '.join(kinds)}, not for a {_kind(value)}")
-    return function(value)
-
-
-def _calculated(operator: str, left: Any, right: Any) -> Any:
-    for value in (left, right):
-        if _kind(value) not in ("number", "unknown"):
-            raise TypeError(f"{operator} is for numbers, not for a {_kind(value)}")
-    return _UNKNOWN if _UNKNOWN in (left, right) else 1.0
-
-
-def _both(left: Any, right: Any) -> Any:
-    for value in (left, right):
+    def negated(self, value: Any) -> Any:
         if not isinstance(value, bool | _Unknown):
             raise TypeError(
                 f"a {_kind(value)} stands where true or false is needed\ncompare it with something, like 'score > 0.5'"
             )
-    return True
+        return True
+
+    def compared(self, name: str, left: Any, right: Any) -> Any:
+        if left is None or right is None:
+            raise TypeError("a comparison with none is always false\nwrite 'is none' or 'is not none'")
+        if name in ("in", "notin"):
+            if isinstance(right, list):
+                return all(self.compared("eq", left, each) for each in right)
+            name = "eq" if _kind(right) in ("text", "unknown") else name
+        kinds = _kind(left), _kind(right)
+        if "unknown" not in kinds and (kinds[0] != kinds[1] or kinds[0] not in ("number", "text", "true or false")):
+            raise TypeError(f"a {kinds[0]} is compared with a {kinds[1]}")
+        return True
+
+    def filtered(self, name: str, value: Any) -> Any:
+        function, kinds = _FILTERS[name]
+        if value is _UNKNOWN:
+            return _UNKNOWN
+        if _kind(value) not in kinds:
+            raise TypeError(f"the filter {name} is for a {' or '.join(kinds)}, not for a {_kind(value)}")
+        return function(value)
+
+    def calculated(self, operator: str, left: Any, right: Any) -> Any:
+        for value in (left, right):
+            if _kind(value) not in ("number", "unknown"):
+                raise TypeError(f"{operator} is for numbers, not for a {_kind(value)}")
+        return _UNKNOWN if _UNKNOWN in (left, right) else 1.0
 
 
 def _kind(value: Any) -> str:
-    """What a value is, for a reader."""
+    # What a value is, for a reader.
     if isinstance(value, bool):
         return "true or false"
     if isinstance(value, int | float):
@@ -316,7 +259,7 @@ def _kind(value: Any) -> str:
 
 
 def _typical(kind: pa.DataType) -> Any:
-    """A value of a column of this type, as a row gives it."""
+    # A value of a column of this type, as a row gives it.
     if pa.types.is_boolean(kind):
         return True
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):

@@ -1,23 +1,27 @@
-"""What is written about rows, behind which words, and what becomes of what engines write."""
+"""What is written about rows, behind which words; what becomes of it, and what a run says of it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from prefillcli.core.further import Choice, Further, Question, WantedRow
+from pydantic import BaseModel, Field
+
+from prefillcli.core.further import Choice, Further, Question, WantedRow, first_rows
 from prefillcli.core.request import Request, scored_row
+from prefillcli.data.output.columns import ColumnGroups
 from prefillcli.data.prompts.templates import Beginnings, rationale_texts
 from prefillcli.data.rows import FULL, Rationale, ScoredRow, Window, id_texts
-from prefillcli.decode.continuations import Beginning, Continuation, Speculation, Writing
-from prefillcli.engines.base import Answer
-from prefillcli.models.open import Opened
+from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Speculation, Writing
+from prefillcli.engines.memory_plan import TEXTS
 from prefillcli.plan.pack import Limits
+from prefillcli.report.section import Part, Section, counted, minutes_and_seconds, row_name, visible
 
 if TYPE_CHECKING:
+    from prefillcli.core.feature import Answer, Counts, Opened, Opening
     from prefillcli.features.rationale import WritingOptions
-    from prefillcli.jobs.opening import Opening
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class Rationales(Further):
         return [Question(request, take, (self._writing, beginning))]
 
     def _take(self, row: WantedRow, request: Request, written: Continuation) -> None:
-        """Give the row a text that was written behind a request."""
+        # Give the row a text that was written behind a request.
         text = None
         if written.finish_reason in ("stop", "length"):
             text = self._words.text(self._words.tokens(request.prompt.labels, row.label), written.tokens)
@@ -119,7 +123,7 @@ class Rationales(Further):
         return WritablePrompt(request, self._key(window, prompt.row), words)
 
     def _key(self, window: Window, row: int) -> str:
-        """A row's id, so that its text is the same wherever the row stands; else its number."""
+        # A row's id, so that its text is the same wherever the row stands; else its number.
         if self._id_column is None:
             return str(row)
         one = window.carried[self._id_column].slice(window.place(row), 1)
@@ -127,8 +131,7 @@ class Rationales(Further):
         return own
 
 
-UNREAD = Continuation((), "memory", float("inf"))
-"""Of a prompt whose K,V of all layers do not fit."""
+UNREAD = Continuation((), "memory", float("inf"))  # of a prompt whose K,V of all layers do not fit
 FAILED = Continuation((), "error", float("inf"))
 
 
@@ -153,3 +156,205 @@ def writing_of(settings: WritingOptions, opened: Opened, names: Sequence[str]) -
             chunk=settings.retrieval_chunk,
         ),
     )
+
+
+# What a run wrote behind rows, and what that took.
+
+
+class DrafterUse(BaseModel):
+    """What guessed tokens ahead, and how often it was right."""
+
+    rounds: int  # guesses for one row each
+    proposed: int  # tokens
+    accepted: int  # of them, those that the model chose itself
+    acceptance: float | None = None  # accepted over proposed; None where nothing was proposed
+
+
+class WrittenRow(BaseModel):
+    """A row that was written about. All texts are untrusted."""
+
+    row: int | None  # None where rows have ids
+    id: str | None
+    score: float
+    prediction: str | None
+    rationale: str | None = None
+    finish_reason: str | None = None
+    source: str | None = None
+    evidence: list[dict[str, Any]] | None = None  # of --evidence
+
+
+class RationaleUse(BaseModel):
+    """Rows and tokens are those of the output, all else is of this run."""
+
+    rows: int = 0  # that are written about
+    tokens: int = 0  # of their texts
+    evidence_rows: int = 0  # of --evidence
+    finish_reasons: dict[str, int] = Field(default_factory=dict)  # rows by why their text ends
+    sources: dict[str, int] = Field(default_factory=dict)  # rows by what it was written from
+    kv: str | None = None  # kept while prompts are scored, or read again; None where no plan says it
+    kv_reason: str | None = None
+    kv_bytes: int | None = None  # that are kept at a time, at most
+    speculation: str | None = None  # as it was asked for; None in a merge
+    kept_prompts: int = 0  # that had their K,V kept while they were scored
+    again_prompts: int = 0  # that were read once more
+    again_tokens: int = 0  # computed for that
+    prefill_seconds: float = 0.0  # reading them once more
+    decode_seconds: float = 0.0  # writing
+    written_tokens: int = 0  # of this run
+    passes: int = 0  # of the model, over all rows that were written together
+    passes_per_token: float | None = None  # of the model, for one token of a row: 1 without speculation
+    drafters: dict[str, DrafterUse] = Field(default_factory=dict)  # by level
+    shown: list[WrittenRow] = Field(default_factory=list)  # with --show-text, the first ones
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Written in this run, while it decoded."""
+        return self.written_tokens / self.decode_seconds if self.decode_seconds else None
+
+    @classmethod
+    def of(cls, decoded: DecodingReport | None, speculation: str | None) -> RationaleUse:
+        """What writing took, of all workers; None: nothing was written in this run."""
+        if decoded is None:
+            return cls(speculation=speculation)
+        return cls(
+            speculation=speculation,
+            kept_prompts=decoded.kept_prompts,
+            again_prompts=decoded.again_prompts,
+            again_tokens=decoded.prompt_tokens,
+            prefill_seconds=decoded.prompt_seconds,
+            decode_seconds=decoded.seconds,
+            written_tokens=decoded.tokens,
+            passes=decoded.passes,
+            passes_per_token=decoded.row_passes / decoded.tokens if decoded.tokens else None,
+            drafters={
+                name: DrafterUse(
+                    rounds=each.rounds,
+                    proposed=each.proposed,
+                    accepted=each.accepted,
+                    acceptance=each.accepted / each.proposed if each.proposed else None,
+                )
+                for name, each in sorted(decoded.drafters.items())
+            },
+        )
+
+    def take_plan(self, plan: Mapping[str, Any]) -> None:
+        """Take over what a job's plan says of K,V behind which texts are written."""
+        texts = plan.get(TEXTS)
+        if texts is not None:
+            self.kv, self.kv_reason, self.kv_bytes = texts["kv"], texts["reason"], texts["bytes"]
+
+    def take(self, counts: Counts) -> None:
+        """Take over what is known of the output's rows, those of earlier attempts included."""
+        found = counts.tallies.rationales
+        self.rows, self.tokens, self.evidence_rows = found.rows, found.tokens, counts.tallies.evidence
+        self.finish_reasons, self.sources = dict(found.finish_reasons), dict(found.sources)
+
+
+# What a run wrote, in a few lines for the terminal and the page.
+
+
+def rationale_lines(use: RationaleUse) -> Iterator[tuple[str, str]]:
+    """The lines that rationales add to the table of a run: name and text."""
+    if use.rows:
+        yield "rationales", f"{counted(use.rows, 'row')} of {counted(use.tokens, 'token')}; {_by(use.finish_reasons)}"
+        if set(use.sources) != {"full"}:
+            yield "written from", _by(use.sources)
+    if use.written_tokens:
+        yield "writing", _writing(use)
+    if use.again_prompts:
+        yield (
+            "read again",
+            f"{counted(use.again_prompts, 'prompt')}, {counted(use.again_tokens, 'token')} in "
+            f"{minutes_and_seconds(use.prefill_seconds)}; {use.kept_prompts:,} kept from scoring",
+        )
+    if use.drafters:
+        yield (
+            "speculation",
+            "; ".join(
+                f"{name} {each.accepted:,} of {counted(each.proposed, 'token')} right"
+                + ("" if each.acceptance is None else f" ({each.acceptance:.1%})")
+                for name, each in use.drafters.items()
+            ),
+        )
+
+
+def _writing(use: RationaleUse) -> str:
+    text = f"{counted(use.written_tokens, 'token')} in {minutes_and_seconds(use.decode_seconds)}"
+    if use.tokens_per_second is not None:
+        text += f", {use.tokens_per_second:,.0f} tokens/s"
+    if use.passes_per_token is not None:
+        text += f", {use.passes_per_token:.2f} passes a token"
+    return text
+
+
+def _by(rows: Mapping[str, int]) -> str:
+    most_first = sorted(rows.items(), key=lambda pair: (-pair[1], pair[0]))
+    return ", ".join(f"{visible(name, line=True)} {number:,}" for name, number in most_first)
+
+
+# A row's rationale and the evidence beside it, as terminal and page show them. Both are untrusted text.
+
+
+NO_REASON = "It is not the reason for the score: it is text that the model finds likely behind its answer."
+
+
+def rationale_text(rationale: Rationale, begins: str = "") -> str:
+    """The text behind the words that it goes on, or why there is none; safe to show."""
+    if rationale.text is None:
+        return f"nothing was written ({rationale.finish_reason})"
+    return visible(f"{begins} {rationale.text.strip()}".strip())
+
+
+def rationale_facts(rationale: Rationale) -> str:
+    """How the text ended and what it was written from, in a line that is safe to show."""
+    parts = [counted(rationale.tokens, "token"), f"ended: {rationale.finish_reason}", f"from: {rationale.source}"]
+    if math.isfinite(rationale.gap):
+        parts.append(f"smallest gap between the two best tokens: {rationale.gap:.3g}")
+    return visible("; ".join(parts), line=True)
+
+
+def rationale_section(use: RationaleUse) -> Section:
+    """What terminal, page and metrics say of a run's rationales."""
+    names = ("rows", "tokens", "evidence_rows")
+    section = Section(
+        title="Rationales",
+        lines=list(rationale_lines(use)),
+        parts=[Part(note=NO_REASON)] if use.rows else [],
+        summary={"rationales": {name: getattr(use, name) for name in names}},
+    )
+    section.parts += [
+        Part(
+            title=f"{row_name(row.row, row.id)}: {row.prediction or ''}, score {row.score:.4f}",
+            text=row.rationale or "",
+            note=f"ended: {row.finish_reason}; from: {row.source}",
+        )
+        for row in use.shown
+        if row.finish_reason is not None
+    ]
+    section.metric(
+        "rationale_rows", "Rows of the output with a rationale by why it ends.", use.finish_reasons, "reason"
+    )
+    section.metric("rationale_tokens", "Tokens of the output's rationales.", use.tokens)
+    section.metric("rationale_decode_seconds", "Seconds in which the last run wrote.", use.decode_seconds)
+    section.metric("rationale_prefill_seconds", "Seconds in which it read prompts once more.", use.prefill_seconds)
+    if use.passes_per_token is not None:
+        section.metric("rationale_passes_per_token", "Passes of the model for one token.", use.passes_per_token)
+    accepted = {name: each.acceptance for name, each in use.drafters.items() if each.acceptance is not None}
+    section.metric("rationale_acceptance", "Share of the tokens guessed ahead that were right.", accepted, "drafter")
+    return section
+
+
+def inspected(rationale: Rationale, begins: str) -> Section:
+    """What `prefill inspect` says of a row's rationale."""
+    text = rationale_text(rationale, begins)
+    return Section(title="Rationale", parts=[Part(text=text, note=rationale_facts(rationale)), Part(note=NO_REASON)])
+
+
+def written_rows(output: str, groups: ColumnGroups, id_name: str | None) -> list[WrittenRow]:
+    """The first rows of an output with these columns that are written about or weighed."""
+    text = {"rationale": "rationale", "finish_reason": "finish_reason", "rationale_source": "source"}
+    names = {**(text if groups.rationales else {}), **({"evidence": "evidence"} if groups.evidence else {})}
+    return [
+        WrittenRow.model_validate({names.get(name, name): value for name, value in row.items()})
+        for row in first_rows(output, tuple(names), id_name)
+    ]

@@ -37,71 +37,59 @@ def write_rejects(path: str, source: Source, sink: Sink) -> None:
     Rows that were skipped as the user asked are no errors. A value that cannot be read is null. The columns that are
     read of `source` are others from now on. Raises PrefillError, and ContentChangedError if the input has changed.
     """
-    file_format = _format(path)
+    found = format_of(path)
+    if found is None:
+        raise UsageError(f"unknown ending of {OPTION} {path}")
+    file_format = open_format(found)
     source.select(columns=(), carried=_columns(source))
-    rejects = _Rejects(source, sink)
+    numbers = _error_rows(source, sink)
     as_text = source.kind == "jsonl" and file_format.json_text
     typed = source.kind == "jsonl" and not as_text
-    carried = rejects.typed_schema() if typed else source.carried_schema
+    carried = source.carried_schema
+    if typed:  # the types that hold the values which rows of JSON Lines have
+        kinds: dict[str, set[str]] = defaultdict(set)
+        for batch in source.rows(numbers):
+            for name in batch.carried.column_names:
+                kinds[name].update(kinds_of(batch.carried[name]))
+        ids = sink.schema.id_name
+        carried = pa.schema([(name, type_for(kinds[name], ids=name == ids)) for name in carried.names])
     schema = pa.schema([(ROW_COLUMN, pa.int64()), *carried, *((name, pa.string()) for name in _ERRORS)])
+
+    def tables() -> Iterator[pa.Table]:  # the rows, ascending
+        errors = _errors(sink)
+        for batch in source.rows(numbers):
+            own = list(islice(errors, len(batch.rows)))
+            columns: list[Any] = [pa.array(batch.rows)]
+            for name in batch.carried.column_names:
+                column = batch.carried[name]
+                columns.append(typed_column(column, schema.field(name).type) if typed else column)
+            columns += [pa.array([pair[at] for pair in own], pa.string()) for at in range(len(_ERRORS))]
+            yield pa.Table.from_arrays(columns, schema=schema)
+
     folder, name = split_path(written_path(path, OPTION))
     store = open_store(folder)
     store.clean(lambda left: left == name)
     with store.create(name) as file:
-        file_format.write(file, schema, rejects.tables(schema, typed=typed), carried.names if as_text else ())
+        file_format.write(file, schema, tables(), carried.names if as_text else ())
         source.require_unchanged(None)
 
 
-class _Rejects:
-    """The error rows of an output, read side by side with their rows of the input."""
+def _error_rows(source: Source, sink: Sink) -> Int64Array:
+    # The numbers of the error rows; the output has the rows that were selected, in their order.
+    places, rows = [np.empty(0, np.int64)], 0
+    for table in sink.tables(["error"]):
+        places.append(np.flatnonzero([is_error(code) for code in table["error"].to_pylist()]) + rows)
+        rows += len(table)
+    found, chosen = np.concatenate(places), source.selection().chosen
+    return found if chosen is None else chosen[found]
 
-    def __init__(self, source: Source, sink: Sink) -> None:
-        self._source = source
-        self._sink = sink
-        self._numbers = self._find()
 
-    def typed_schema(self) -> pa.Schema:
-        # The types that hold the values which rows of JSON Lines have.
-        kinds: dict[str, set[str]] = defaultdict(set)
-        for batch in self._source.rows(self._numbers):
-            for name in batch.carried.column_names:
-                kinds[name].update(kinds_of(batch.carried[name]))
-        ids, names = self._sink.schema.id_name, self._source.carried_schema.names
-        return pa.schema([(name, type_for(kinds[name], ids=name == ids)) for name in names])
-
-    def tables(self, schema: pa.Schema, *, typed: bool) -> Iterator[pa.Table]:
-        # The rows, ascending; with `typed`, JSON text becomes the types of the schema.
-        errors = (pair for table in self._errors() for pair in zip(*table, strict=True))
-        for batch in self._source.rows(self._numbers):
-            own = list(islice(errors, len(batch.rows)))
-            columns: list[Any] = [pa.array(batch.rows)]
-            for name in batch.carried.column_names:
-                column, kind = batch.carried[name], schema.field(name).type
-                columns.append(typed_column(column, kind) if typed else column)
-            columns += [pa.array([pair[at] for pair in own], pa.string()) for at in range(len(_ERRORS))]
-            yield pa.Table.from_arrays(columns, schema=schema)
-
-    def _find(self) -> Int64Array:
-        # The numbers of the error rows; the output has the rows that were selected, in their order.
-        places, rows = [np.empty(0, np.int64)], 0
-        for table in self._sink.tables(["error"]):
-            places.append(np.flatnonzero([is_error(code) for code in table["error"].to_pylist()]) + rows)
-            rows += len(table)
-        found, chosen = np.concatenate(places), self._source.selection().chosen
-        return found if chosen is None else chosen[found]
-
-    def _errors(self) -> Iterator[list[list[str]]]:
-        for table in self._sink.tables(list(_ERRORS)):
-            table = table.filter(pa.array([is_error(code) for code in table["error"].to_pylist()], pa.bool_()))
-            yield [table[name].to_pylist() for name in _ERRORS]
+def _errors(sink: Sink) -> Iterator[tuple[str, ...]]:
+    # Code and detail of each error row.
+    for table in sink.tables(list(_ERRORS)):
+        pairs = zip(*(table[name].to_pylist() for name in _ERRORS), strict=True)
+        yield from (pair for pair in pairs if is_error(pair[0]))
 
 
 def _columns(source: Source) -> list[str]:
     return [name for name in source.available if name not in (ROW_COLUMN, *_ERRORS)]
-
-
-def _format(path: str) -> Any:
-    found = format_of(path)
-    if found is None:
-        raise UsageError(f"unknown ending of {OPTION} {path}")
-    return open_format(found)
