@@ -16,7 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
 from math import ceil
@@ -234,16 +234,6 @@ def _best(importance: Float32Array, begin: int, end: int, chunk: int, count: int
     return begin + np.argsort(-means, kind="stable")[:count]
 
 
-@dataclass(slots=True)
-class _RatedPrompt:
-    """A prompt of so many `tokens` and its keep rate; None: it is read in full. The last `tail` are always kept."""
-
-    tokens: int
-    importance: Float32Array | None
-    keep: float | None
-    tail: int
-
-
 class _Forest:
     """The trie of some prompts; the prompts below a node are a range of `order`."""
 
@@ -313,16 +303,14 @@ def select_all(
         return [None] * len(prompts)
     forest = _Forest(prompts)
     tails = _tails(forest, keeps, settings) if lasts is None else lasts
-    rated = [
-        _RatedPrompt(len(tokens), importance, None if importance is None else keep, tail)
-        for tokens, importance, keep, tail in zip(prompts, importances, keeps, tails, strict=True)
+    rates = [None if importance is None else keep for importance, keep in zip(importances, keeps, strict=True)]
+    if not settings.per_row:
+        return _ForestSelection(forest, importances, rates, tails, settings).kept()
+    chunk, first = settings.select_chunk, settings.keep_first
+    return [
+        None if keep is None or importance is None else select(importance, keep, chunk=chunk, first=first, last=last)
+        for importance, keep, last in zip(importances, rates, tails, strict=True)
     ]
-    if settings.per_row:
-        return [_select_alone(prompt, settings) for prompt in rated]
-    selection = _ForestSelection(forest, rated, settings)
-    for root in selection.forest.roots:
-        selection.descend(root)
-    return selection.kept
 
 
 def tails(prompts: Sequence[TokenArray], keeps: Sequence[float | None], settings: Compression) -> list[int]:
@@ -343,52 +331,50 @@ def _tails(forest: _Forest, keeps: Sequence[float | None], settings: Compression
     ]
 
 
-def _select_alone(prompt: _RatedPrompt, settings: Compression) -> Int64Array | None:
-    if prompt.keep is None or prompt.importance is None:
-        return None
-    return select(
-        prompt.importance, prompt.keep, chunk=settings.select_chunk, first=settings.keep_first, last=prompt.tail
-    )
-
-
+@dataclass(slots=True)
 class _ForestSelection:
-    """Selects from the roots of a forest downwards."""
+    """Selects from the roots of a forest downwards. Prompts without a rate in `keeps` are read in full; of the others
+    the last `tails` are always kept."""
 
-    def __init__(self, forest: _Forest, rated: list[_RatedPrompt], settings: Compression) -> None:
-        self.forest = forest
-        self.kept: list[Int64Array | None] = [None] * len(rated)
-        self._rated = rated
-        self._settings = settings
-        self._path: list[Int64Array] = []  # what each node above keeps for all prompts below it
+    forest: _Forest
+    importances: Sequence[Float32Array | None]
+    keeps: Sequence[float | None]
+    tails: Sequence[int]
+    settings: Compression
+    path: list[Int64Array] = field(default_factory=list)  # what each node above keeps for all prompts below it
 
-    def descend(self, root: TrieNode) -> None:
-        stack: list[tuple[TrieNode, int, int]] = [(root, 0, 0)]  # node, its depth, tokens above computed in full
+    def kept(self) -> list[Int64Array | None]:
+        """What each prompt keeps; None for those that are read in full."""
+        found: list[Int64Array | None] = [None] * len(self.keeps)
+        # Nodes, their depth, and tokens above that are computed in full.
+        stack: list[tuple[TrieNode, int, int]] = [(root, 0, 0) for root in reversed(self.forest.roots)]
         while stack:
             node, depth, full = stack.pop()
-            del self._path[depth:]
+            del self.path[depth:]
             below = self.forest.below(node)
-            if any(self._rated[prompt].keep is None for prompt in below):
+            if any(self.keeps[prompt] is None for prompt in below):
                 full = node.end
-                self._path.append(np.arange(node.start, node.end))
+                self.path.append(np.arange(node.start, node.end))
             else:
-                self._path.append(self._choose(node, below, full))
+                self.path.append(self._choose(node, below, full))
             for prompt in node.ending:
-                self._collect(node, prompt, full)
+                found[prompt] = self._collected(node, prompt, full)
             stack.extend((child, depth + 1, full) for child in node.children)
+        return found
 
     def _choose(self, node: TrieNode, below: list[int], full: int) -> Int64Array:
         # The best of the chunks that end in `node`, and those of its tokens that a prompt of `below` always keeps.
-        chunk = self._settings.select_chunk
+        chunk = self.settings.select_chunk
         end = node.end // chunk if node.children else chunk_count(node.end, chunk)
-        keep = max(self._rated[prompt].keep or 0.0 for prompt in below)
+        keep = max(self.keeps[prompt] or 0.0 for prompt in below)
         chosen = self._chunks(node, below, node.start // chunk, end, keep, full)
-        first = np.arange(node.start, min(self._settings.keep_first, node.end))
-        tail = min(self._rated[prompt].tokens - self._rated[prompt].tail for prompt in below)
+        first = np.arange(node.start, min(self.settings.keep_first, node.end))
+        tail = min(len(self.forest.prompts[prompt]) - self.tails[prompt] for prompt in below)
         return np.concatenate([chosen, first, np.arange(max(node.start, tail), node.end)])
 
     def _chunks(self, node: TrieNode, below: list[int], begin: int, end: int, keep: float, full: int) -> Int64Array:
         # Tokens of the best of the chunks `begin:end`, without the first `full` tokens, which are computed anyway.
-        chunk = self._settings.select_chunk
+        chunk = self.settings.select_chunk
         offset = full // chunk
         begin = max(begin, offset)
         if begin >= end:
@@ -397,7 +383,7 @@ class _ForestSelection:
         importance = np.zeros(stop, dtype=np.float32)
         candidates = importance[begin * chunk :]
         for prompt in below:
-            own = self._rated[prompt].importance
+            own = self.importances[prompt]
             if own is not None:
                 np.maximum(candidates, own[begin * chunk : stop], out=candidates)
         count = budget(keep, end - offset) - budget(keep, begin - offset)
@@ -405,15 +391,14 @@ class _ForestSelection:
         tokens = (best[:, None] * chunk + np.arange(chunk)).ravel()
         return tokens[tokens < stop]
 
-    def _collect(self, node: TrieNode, prompt: int, full: int) -> None:
-        keep, chunk = self._rated[prompt].keep, self._settings.select_chunk
+    def _collected(self, node: TrieNode, prompt: int, full: int) -> Int64Array | None:
+        keep, chunk, parts = self.keeps[prompt], self.settings.select_chunk, list(self.path)
         if keep is None:
-            return
-        parts = list(self._path)
+            return None
         if node.children and node.end % chunk:  # the prompt's last, shorter chunk is its own
             last = node.end // chunk
             parts.append(self._chunks(node, [prompt], last, last + 1, keep, full))
-        self.kept[prompt] = np.unique(np.concatenate(parts))
+        return np.unique(np.concatenate(parts))
 
 
 # Picking tokens of each prompt by itself, without a model.
