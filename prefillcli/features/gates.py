@@ -66,7 +66,7 @@ class GateOptions(Settings):
 
 
 class Gate(BaseModel):
-    """What was expected of the output, and whether it is so."""
+    """An expectation of the output, and whether it holds."""
 
     name: Literal["expect_rows", "min_label_mass", "max_drift"]
     limit: str  # as it was given
@@ -146,7 +146,7 @@ def earlier_scores(given: str | None, replaced: str | None) -> DriftUse | None:
 
 
 def drift_reference(report: RunReport, path: str) -> DriftUse | None:
-    """What a run's scores are compared with, by the report of an earlier one.
+    """The scores that a run is compared with, from the report of an earlier one.
 
     These are its own scores if it was complete and passed its gates, and else those that it was compared with.
     """
@@ -173,7 +173,7 @@ def score_histogram(by_prediction: dict[str, list[int]]) -> list[int]:
 
 
 def judge(options: GateOptions, report: RunReport) -> Iterator[Gate]:
-    """What each gate says of the rows of a whole output."""
+    """The verdict of each gate on the rows of a whole output."""
     drift: DriftUse | None = report.blocks["drift"]
     if drift is not None and drift.fingerprint == report.fingerprint and drift.before is not None:
         drift = report.blocks["drift"] = drift.before  # the report that is replaced is of this very job

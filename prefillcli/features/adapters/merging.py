@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     Slot = tuple[nn.Module, str]  # a module and the name of one of its parameters
 
-# torch is imported where it is used: a misspelt option is told without it
+# torch is imported where it is used: messages about misspelt options need none
 
 _NAME = "default"  # of each adapter, in PEFT
 _PATTERN_SECONDS = 10.0  # for matching all patterns of an adapter with the names of a model's modules
@@ -387,7 +387,7 @@ def find_adapter(name: str) -> Path:
 
 
 def _read_adapter(name: str, folder: Path, reader: str) -> AdapterFiles:
-    # What an adapter's folder says by itself. Raises UsageError for what cannot be merged into any model.
+    # The content of an adapter's folder. Raises UsageError if it cannot be merged into any model.
     if not (folder / CONFIG).is_file():
         advice = "\nit has a model: give it as --model" if (folder / "config.json").is_file() else ""
         raise UsageError(f"{OPTION} {folder}: no {CONFIG}, so this is not an adapter of PEFT{advice}")
@@ -438,7 +438,7 @@ def _refuse_large_ranks(folder: Path, content: Mapping[str, Any], longest: int) 
 
 
 def _config_of(folder: Path, content: Mapping[str, Any]) -> Any:
-    # PEFT's configuration. Raises UsageError; what this PEFT does not know is told on stderr.
+    # PEFT's configuration. Raises UsageError; a warning names keys that this PEFT does not know.
     from dataclasses import fields
 
     from peft import LoraConfig

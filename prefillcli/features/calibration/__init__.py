@@ -61,7 +61,7 @@ class ProbabilityOptions(Settings):
 
 
 class CalibrateSettings(Settings):
-    """Everything `prefill calibrate` can be told."""
+    """The settings of `prefill calibrate`."""
 
     scores: str = argument(
         ...,

@@ -35,7 +35,7 @@ from prefillcli.runtime import log
 from prefillcli.runtime.extras import require_extra
 from prefillcli.stats.evaluation import Float64Array, label_probabilities, log_shares_of
 
-# What `prefill score` wrote, read again with right answers beside it.
+# An output of `prefill score` is read with right answers beside it.
 
 
 _LOGPROB = "logprob_"
@@ -211,7 +211,7 @@ def _require_order(path: str, labels: Sequence[str], found: LabelledScores) -> N
         )
 
 
-# What cross-validation found of each method, as a table in the terminal.
+# The results of cross-validation for each method, as a table in the terminal.
 
 
 HEADER = ["held-out rows", "log loss", "+-", "Brier", "ECE", "accuracy", "AUC"]

@@ -123,7 +123,7 @@ class HeldOut(_Frozen):
 
 
 class FittedOn(_Frozen):
-    """What a calibration was fitted on."""
+    """The rows that a calibration was fitted on."""
 
     scores: str  # the output of `prefill score`, as it was named
     truth: str  # the column with the right answers
@@ -138,7 +138,7 @@ class CalibrationUse(_Frozen):
 
     method: str
     rows: int | None = None  # that the calibration was fitted on; None where it needs no right answers
-    # Of each label, the probability after the prompts without content; None for other methods.
+    # The probability of each label after the prompts without content; None for other methods.
     content_free: dict[str, float] | None = None
 
     def sentence(self) -> str:
@@ -177,7 +177,7 @@ class Calibration(_Frozen):
         return self.scaling.apply(log_shares_of(logprobs))
 
     def use(self) -> CalibrationUse:
-        """What a run tells of it."""
+        """Its entry in the report of a run."""
         scaling, fitted = self.scaling, self.fitted_on
         free = None
         if isinstance(scaling, ContentFreeScaling):
@@ -285,7 +285,7 @@ def fit_isotonic(log_shares: Float64Array, truth: IntArray) -> IsotonicSteps:
 
 
 def _smoothed(truth: IntArray, labels: int) -> Float64Array:
-    # What each row is to have of each label [rows, labels].
+    # The share of each label that each row is to have [rows, labels].
     counts = np.bincount(truth, minlength=labels)
     wanted = np.repeat(1 / (counts[truth] + labels)[:, None], labels, axis=1)
     wanted[np.arange(len(truth)), truth] = (counts[truth] + 1) / (counts[truth] + labels)
@@ -301,7 +301,7 @@ def cross_validate(
     folds: int,
     seed: int,
 ) -> dict[str, HeldOut]:
-    """What each method makes of rows that it was not fitted on; `none` are the probabilities `before` [rows, labels].
+    """The quality of each method on rows that it was not fitted on; `none` is that of `before` [rows, labels].
 
     The folds have equal shares of every label. Raises ValueError if a label is right in fewer rows than there are
     folds.

@@ -349,7 +349,7 @@ def choose_keep(
     return KeepChoice(passed, tuple(trials), needed)
 
 
-ALMOST_ALL = 0.95  # a job that is to read fewer tokens of a window than this share, and does not, is told why
+ALMOST_ALL = 0.95  # share of a window's tokens: a job with a keep rate that reads more gets a warning
 
 
 class WindowCompressor:
@@ -526,7 +526,7 @@ class KeptTokens(Foresight):
         return self._drafted[1]
 
 
-# What `prefill inspect` shows of a compressed prompt.
+# A compressed prompt in `prefill inspect`.
 
 
 def inspected(
@@ -536,7 +536,7 @@ def inspected(
     number: int,
     tick: Tick,
 ) -> ReadPrompt:
-    """What a window's compression makes of its prompt `number`. The others have so many tokens in `shared` with it."""
+    """How the prompt `number` of a window is compressed. The others have so many tokens in `shared` with it."""
     prompt, compression = prompts[number], compressor.settings
     keeps = compressor.keeps(prompts)
     if keeps[number] is None:
@@ -598,7 +598,7 @@ class Neighbour(NamedTuple):
     shared: int
 
 
-# What rows say of their own compression.
+# Columns by which rows choose their own compression.
 
 
 def with_compression(prompts: list[Prompt], batch: RowBatch, errors: dict[int, RowError]) -> list[Prompt]:

@@ -164,7 +164,7 @@ def _can_choose(name: str, equipment: Equipment, material: Material) -> bool:
 
 @dataclass(slots=True)
 class PickedOnce:
-    """What a picker found in prompts, for several keep rates. `tokens` are those that the draft computed."""
+    """The estimates of a picker, for several keep rates. `tokens` are those that the draft computed."""
 
     wanted: list[bool] = field(default_factory=list)  # which prompts have a keep rate
     estimates: list[ImportanceEstimate] = field(default_factory=list)

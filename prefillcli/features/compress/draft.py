@@ -393,7 +393,7 @@ class SelfThinning(Thinning):
         return self.settings.per_row
 
     def most_kept(self, tokens: int) -> int:
-        # What is chosen may be among the tokens that are kept anyway.
+        # Chosen tokens may be among those that are kept anyway.
         chosen = budget(self.keep, chunk_count(tokens, self.settings.select_chunk)) * self.settings.select_chunk
         return min(tokens, chosen + self.settings.keep_first + self.last)
 
@@ -520,6 +520,6 @@ def _carried(end: LinearAttentionLayer | LayerPast) -> list[Tensor]:
 
 
 def state_tensors(state: LinearAttentionLayer) -> list[Tensor]:
-    """What a module has carried from its first token on: recurrent states, or those of a convolution alone."""
+    """The states that a module carries from its first token on: recurrent ones, or those of a convolution alone."""
     carried = [each for each in state.recurrent_states.values() if each is not None]
     return carried or [each for each in state.conv_states.values() if each is not None]

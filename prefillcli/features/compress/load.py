@@ -285,7 +285,7 @@ DEPTH = 0.45
 def load_draft(models: Models[Any]) -> Draft | None:
     """The draft that was loaded, at work; None where the model picks tokens itself, or nothing does.
 
-    The plan has what fits one of its packs. Each of its failures is told once on stderr. Raises UsageError if the
+    The plan has what fits one of its packs. A warning names each of its failures once. Raises UsageError if the
     model or the draft cannot do what is asked.
     """
     from prefillcli.features.compress.draft import Draft
@@ -393,7 +393,7 @@ class RemoteDraft:
 def plan_draft(
     opened: Opened, compression: Compression, budget: int, chunk_tokens: int | None, before: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What fits one pack of the draft in `budget` bytes; what an earlier attempt had planned stands if it still fits.
+    """The limits of one pack of the draft in `budget` bytes; those of an earlier attempt stand if they still fit.
 
     Raises ResourceError where nothing fits.
     """
@@ -417,7 +417,7 @@ def plan_draft(
 
 
 def translator_of(opened: Opened) -> Translator | None:
-    """What maps prompts to the tokens of the draft, where it has another tokenizer than the model."""
+    """Maps prompts to the tokens of the draft; None where model and draft have one tokenizer."""
     return None if opened.draft_tokenizer is None else Translator(opened.tokenizer, opened.draft_tokenizer)
 
 

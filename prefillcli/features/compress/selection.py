@@ -344,7 +344,7 @@ class _ForestSelection:
     path: list[Int64Array] = field(default_factory=list)  # what each node above keeps for all prompts below it
 
     def kept(self) -> list[Int64Array | None]:
-        """What each prompt keeps; None for those that are read in full."""
+        """The kept tokens of each prompt; None for those that are read in full."""
         found: list[Int64Array | None] = [None] * len(self.keeps)
         # Nodes, their depth, and tokens above that are computed in full.
         stack: list[tuple[TrieNode, int, int]] = [(root, 0, 0) for root in reversed(self.forest.roots)]

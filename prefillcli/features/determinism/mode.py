@@ -83,7 +83,7 @@ def is_uneven(func: OpOverload) -> bool:
 
 
 def compute_evenly(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an elementwise operator gives, computed in whole vectors.
+    """The result of an elementwise operator, computed in whole vectors.
 
     All arguments are taken by the names that the operator's schema has for them, however they were given.
     """
@@ -430,7 +430,7 @@ def _gated(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _reduce(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Of a single row, threads would share the sum: with another one beside it they share the rows.
+    # Threads would share the sum over a single row. With another row beside it they share the rows.
     values = args[0]
     if values.device.type != "cpu" or values.numel() < GRAIN or len(args) < 2 or args[1] is None:
         return func(*args, **kwargs)
@@ -443,7 +443,7 @@ def _reduce(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: d
     return func(torch.cat([values, values], dim=others[0]), *args[1:], **kwargs).narrow(at, 0, 1)
 
 
-# What takes the place of an operator, by its name.
+# Functions that take the place of operators, by the names of these.
 _HANDLERS: dict[str, _Handler] = {
     "aten::linear": _linear,
     "aten::mm": _multiply,
@@ -725,7 +725,7 @@ def cut_between_pieces(tree: Tree, tokens: int, most: int) -> list[tuple[int, in
 
 
 def chunk_cutter(layers: Sequence[nn.Module], device: torch.device) -> ChunkCutter:
-    """What cuts packs for these layers.
+    """The way in which packs are cut for these layers.
 
     Recurrent layers read whole pieces. For others, chunks are whole tiles, as products are: else most tensors would be
     copied to be made longer.

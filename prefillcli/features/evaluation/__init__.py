@@ -20,7 +20,7 @@ TRUTH = Requirement(
 
 
 class EvaluationOptions(Settings):
-    """What scores are compared with."""
+    """The right answers that scores are compared with."""
 
     truth: str | None = option(
         None,

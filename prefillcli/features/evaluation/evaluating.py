@@ -468,7 +468,7 @@ def _row_text(found: RunEvaluation) -> str:
 
 
 def _truth_texts(found: RunEvaluation) -> Iterator[tuple[str, str]]:
-    # What the values of the column were taken for, where that is not plain to see.
+    # The labels that values of the column were taken for, where that is not plain to see.
     other = [each for each in found.truth_values if each.label is None or each.value.strip('"') != each.label]
     if other:
         texts = [
@@ -496,7 +496,7 @@ def _with_interval(estimate: Estimate, confidence: float, *, percent: bool = Fal
     return f"{value} ({100 * confidence:g} % interval {bounds})"
 
 
-# What the page of a run shows of its evaluation: charts and tables.
+# Charts and tables of an evaluation, for the page of a run.
 
 
 MOST_LABELS = 12  # labels whose confusion fits a page

@@ -252,7 +252,7 @@ class Weighing(Further):
         return [Question(request, partial(take, place)) for place, request in fitting]
 
     def weigh(self, request: Request, scored: ScoredRow) -> WeighedRow:
-        """What has to be read for the evidence of a row that was read by this request."""
+        """The prompts that have to be read for the evidence of a row that was read by this request."""
         return WeighedRow(self, request.prompt, _whole_answer(request.prompt, scored))
 
     def score(self, numbers: Float64Array) -> float:
@@ -310,7 +310,7 @@ def _whole_answer(prompt: Prompt, scored: ScoredRow) -> Float64Array | None:
     return None
 
 
-# What a run says of its evidence.
+# The report of evidence.
 
 
 WHAT_EVIDENCE_IS = (
@@ -342,7 +342,7 @@ def weighed_rows(output: str, id_name: str | None) -> list[ShownRow]:
 
 
 def section(use: EvidenceUse) -> Section:
-    """What terminal, page and metrics say of a run's evidence: an `EvidenceUse`, or what has its fields."""
+    """A run's evidence in terminal, page and metrics: an `EvidenceUse`, or a record that has its fields."""
     found = Section(title="Evidence", summary={"rationales": {"evidence_rows": use.evidence_rows}})
     found.metric("evidence_rows", "Rows of the output whose sections were weighed.", use.evidence_rows)
     if use.evidence_rows:
@@ -357,7 +357,7 @@ def section(use: EvidenceUse) -> Section:
 
 
 def inspected(effects: Sequence[SectionEffect]) -> Section:
-    """What `prefill inspect` says of a row's evidence."""
+    """A row's evidence in `prefill inspect`."""
     return Section(title="Evidence", parts=[Part(bars=evidence_bars(effects), note=WHAT_EVIDENCE_IS)])
 
 

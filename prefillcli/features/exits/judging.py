@@ -225,7 +225,7 @@ def rows_for_rarest(counts: Int64Array, max_flips: float, most: int) -> int:
     return max(rows, min(most, round(2 * _SPARE * rows_for(max_flips, flips=1) * rows / rarest)))
 
 
-# What exits cost and save, in layers of a token.
+# Costs and savings of exits, in layers of a token.
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +244,7 @@ class ExitCosts:
 
 
 def exit_costs(config: Any) -> ExitCosts:
-    """What exits cost for a model with this configuration.
+    """The costs of exits for a model with this configuration.
 
     A profile has measured it, but exits are the same with and without one.
     """
@@ -256,7 +256,7 @@ def exit_costs(config: Any) -> ExitCosts:
 
 
 class Work(NamedTuple):
-    """What rows cost, where they leave, and which exits peek.
+    """The cost of rows, the exits that they leave by, and which exits peek.
 
     `share` is the work over that of rows that are all read in full. `left` [rows] numbers the exit that each row
     leaves by, -1 where it goes on to the end. `peeks` and `leaving`, the share of all rows, have an entry for each
@@ -398,7 +398,7 @@ def judge_classes(
 
 
 def short_of_rows(label: str | None, rows: int, total: int, max_flips: float, confidence: float) -> str | None:
-    """What to say of a class with too few judged rows to prove anything; None if there are enough.
+    """The message on a class with too few judged rows to prove anything; None if there are enough.
 
     `rows` of the `total` judged ones are of the class, and as many rows again only fit. The `label` is None where all
     rows are one class.
@@ -455,7 +455,7 @@ def candidate_of(fit: CalibrationRows, layer: int, seed: int) -> Candidate:
 def work_at(
     exits: Sequence[Candidate], levels: Sequence[float], fit: CalibrationRows, layers: int, costs: ExitCosts
 ) -> Work:
-    """What the rows cost that the exits were fitted to, each predicted as if it had been left out, at `levels`
+    """The cost of the rows that exits were fitted to, each predicted as if it had been left out, at `levels`
     [labels]."""
     at = np.asarray(levels)
     decided = np.stack([each.reach >= at[each.label] for each in exits])
@@ -509,7 +509,7 @@ def _allowed(exits: Sequence[Candidate], fit: CalibrationRows, task: _Task) -> t
 
 
 def _correlation(predicted: Float64Array, final: Float64Array) -> float:
-    # Of the margins between the two labels that are likeliest over all rows; 0 where one of them does not vary.
+    # The correlation of margins between the two labels that are likeliest over all rows; 0 where one does not vary.
     two = np.argsort(final.mean(axis=0))[-2:]
     margins = [each[:, two[1]] - each[:, two[0]] for each in (predicted, final)]
     if min(float(np.std(each)) for each in margins) == 0:
@@ -537,7 +537,7 @@ class ExitCalibration:
 
 
 class _Task(NamedTuple):
-    """What a calibration is asked."""
+    """The terms of a calibration."""
 
     names: tuple[str, ...]
     layers: int
@@ -695,7 +695,7 @@ def _seen(exits: Sequence[Candidate], rows: CalibrationRows) -> tuple[IntArray, 
 
 
 def _work(exits: Sequence[Candidate], levels: Sequence[float], judge: CalibrationRows, task: _Task) -> Work:
-    # What the judged rows cost at these levels [labels]: rows that nothing was chosen on but the levels.
+    # The cost of the judged rows at these levels [labels]. Nothing but the levels was chosen on these rows.
     said, reach = _seen(exits, judge)
     decided = reach >= np.asarray(levels)[said]
     return work_of(decided, [each.layer for each in exits], judge.weights, task.layers, task.costs)
@@ -722,7 +722,7 @@ def _classes(
 
 
 def _curve(task: _Task, exits: Sequence[Candidate], judge: CalibrationRows) -> tuple[TradePoint, ...]:
-    # What all exits do to the judged rows, level by level.
+    # The effect of all exits on the judged rows, level by level.
     (said, reach), truth, found = _seen(exits, judge), judge.truth, []
     for level in _CURVE:
         work = work_of(reach >= level, [each.layer for each in exits], judge.weights, task.layers, task.costs)

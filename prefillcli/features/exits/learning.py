@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from prefillcli.core.feature import Job, Pack, PlanEngine
 
 
-# What a run reports of early exits: what they were learnt from, who left where, and what that spared and flipped.
+# The report of early exits: rows that they were learnt from, rows that left, layers spared and answers flipped.
 
 
 # Learnt by this job; taken from an earlier one; not there, for a `reason`; ended before the job, for a `reason`.
@@ -75,7 +75,7 @@ KEPT_ALIVE = ("1", "2", "3-5", "6-10", ">10")  # how many rows a shared prefix w
 
 
 class ProvableFlips(BaseModel):
-    """What the calibration rows could prove at best: this is known before any of them is read."""
+    """The best that calibration rows could prove. It is known before any of them is read."""
 
     rows: int  # that are to be read in full; half of them judge
     judged: int  # judged rows behind each proof: those of each answer, if all are as frequent, or all
@@ -84,7 +84,7 @@ class ProvableFlips(BaseModel):
 
 
 def provable_flips(rows: int, max_flips: float, classes: int) -> ProvableFlips:
-    """What so many calibration rows prove at best, if all `classes` are as frequent and none of their rows flips."""
+    """The best that so many calibration rows prove: if all `classes` are as frequent, and none of their rows flips."""
     judged = rows // (2 * classes)
     return ProvableFlips(
         rows=rows,
@@ -286,7 +286,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-# What the page of a run shows of its exits: charts and tables.
+# Charts and tables of exits, for the page of a run.
 
 
 BOUND_NOTE = (
@@ -428,7 +428,7 @@ def _kept_alive(found: Mapping[str, float]) -> list[Bar]:
     return bars(values, {name: f"{abbreviated(value)} ({value / total:.1%})" for name, value in values.items()})
 
 
-# What a job learns of exits.
+# Exits are learnt, acted upon and watched in a job.
 
 
 EXITS = "exits"  # in the plan of a job
@@ -441,7 +441,7 @@ _SEED = 20_262
 
 @dataclass(eq=False, slots=True)
 class JobExits:
-    """What `--exit` does in a job."""
+    """The exits of a job at work."""
 
     policy: ExitPolicy | None  # None where rows do not leave: nothing could be proven, or the exits have ended
     use: ExitUse  # what the run reports
@@ -456,7 +456,7 @@ class JobExits:
     kept_alive: Counter[str] = field(default_factory=Counter)  # token-layers of shared prefixes, by how few rows
 
     def treatment(self, in_full: frozenset[int]) -> Treatment:
-        """What happens between layers; the prompts `in_full` go on to the end."""
+        """The treatment between layers. The prompts `in_full` go on to the end."""
         if self.policy is None:
             return PLAIN
         return Treatment(EarlyExits(self.policy, in_full), self.regroup_cost)
@@ -581,7 +581,7 @@ class ExitLearning:
         )
 
     def _stored(self) -> tuple[ExitProfile, list[ScoredRow]] | None:
-        # What an earlier attempt at the job has learnt.
+        # The profile that an earlier attempt at the job has learnt, and the rows that it has scored.
         if "use" not in self.job.sink.plan.get(EXITS, {}):
             return None
         try:
@@ -604,7 +604,7 @@ class ExitLearning:
         depth: int = config.get_text_config().num_hidden_layers
         policy = None if given is None else given.policy
         layers = observed_layers(depth) if policy is None else policy.layers
-        # What the rows could prove at best; a given profile is only checked by them.
+        # The best that the rows could prove. A given profile is only checked by them.
         provable = None
         if given is None:
             provable = provable_flips(min(self._count, len(self._rows()) // 2), settings.max_flips, self._classes)
@@ -706,7 +706,7 @@ class ExitLearning:
 
     @property
     def _classes(self) -> int:
-        # Of how many kinds of rows the flips are bounded.
+        # The number of kinds of rows whose flips are bounded.
         return len(self.job.labels.names) if self.job.settings.flips_of == "each" else 1
 
     def _rows(self) -> Int64Array:

@@ -274,7 +274,7 @@ FITS: Final[Mapping[str, Callable[[Readings, Float64Array, int], FittedProbe]]] 
 
 
 def margin_error(off: Float64Array) -> float:
-    """What a margin between two labels is off by, where relative logits are `off` [rows, labels]: root mean square."""
+    """The error of a margin between two labels, where relative logits are `off` [rows, labels]: root mean square."""
     labels = off.shape[1]
     return float(np.sqrt(2 * np.mean(off**2) * labels / (labels - 1)))  # the errors of a row's labels add up to 0
 
@@ -291,7 +291,7 @@ def _decomposed(points: Float64Array) -> tuple[Float64Array, Float64Array]:
 
 
 def _folded(target: Float64Array, seed: int, predict: Callable[[IntArray, IntArray], Float64Array]) -> Float64Array:
-    # What `predict(rows to fit, rows left out)` says of all rows, each left out once.
+    # Predictions for all rows by `predict(rows to fit, rows left out)`, each left out once.
     order = np.random.default_rng(seed).permutation(len(target))
     found = np.zeros_like(target)
     for fold in range(min(FOLDS, len(target))):
@@ -411,7 +411,7 @@ class ExitPolicy:
         return own.probe.logits(readings), own.thresholds
 
     def decide(self, layer: int, readings: Readings) -> Decisions:
-        """Who leaves after this layer."""
+        """The rows that leave after this layer."""
         own = self.at(layer)
         predicted = own.probe.logits(readings)
         lead = lead_of(predicted)
@@ -420,7 +420,7 @@ class ExitPolicy:
         return Decisions(lead.ahead >= np.asarray(own.thresholds)[lead.label], predicted - total)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """What `policy_of` makes the same policy of. A threshold of infinity is null."""
+        """The form from which `policy_of` makes the same policy. A threshold of infinity is null."""
         return [
             {
                 "layer": each.layer,
@@ -462,7 +462,7 @@ FlipsOf = Literal["each", "all"]
 ALL_ROWS: Final = "all rows"  # the name of the only class where the flips of all rows are bounded together
 
 
-# What a calibration of exits found, as reports and profiles hold it.
+# Findings of a calibration of exits, as reports and profiles hold them.
 
 
 class _Finding(BaseModel):
@@ -510,7 +510,7 @@ class ExitFinding(_Finding):
 
 
 class GainPoint(_Finding):
-    """What the judged rows would have done at one level for all labels: an estimate, which proves nothing."""
+    """An estimate of what the judged rows would have done at one level for all labels. It proves nothing."""
 
     leaving: float  # share of the rows
     flip_rate: float

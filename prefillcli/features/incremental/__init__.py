@@ -30,7 +30,7 @@ class EarlierOptions(Settings):
 
 
 class Incremental(Feature):
-    """What a job takes over. The key `since` of its report holds an `earlier_output.SinceUse`."""
+    """The rows that a job takes over. The key `since` of its report holds an `earlier_output.SinceUse`."""
 
     order = 10
     options = {"score": EarlierOptions}

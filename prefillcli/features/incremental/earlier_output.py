@@ -26,7 +26,7 @@ from prefillcli.runtime import log
 
 
 class SinceUse(BaseModel):
-    """What was taken over from an earlier output."""
+    """The rows that were taken over from an earlier output."""
 
     output: str | None = None  # None where it is not known, as in a merge
     rows: int = 0  # scored rows of the output that were, in all attempts
@@ -215,7 +215,7 @@ def find_earlier(
 ) -> tuple[FoundOutput | None, SinceUse | None]:
     """The output of `--since`, and what the report says of it; with `--retry-errors` the job's own.
 
-    One that is not there, or not complete, is told on stderr: all rows are scored then. Raises OutputConflictError for
+    A warning names one that is missing or not complete: all rows are scored then. Raises OutputConflictError for
     one that another job has written.
     """
     own = find_output(output, own=output) if _retries(settings, output) else ""

@@ -28,7 +28,7 @@ from prefillcli.errors import UsageError, brief, did_you_mean
 # A condition on the columns of an output, like `score > 0.4 and score < 0.6`, in the language of Jinja's
 # expressions.
 #
-# Of that language there is what compares values: no calls, no attributes, and no filters but those of `_FILTERS`.
+# The language keeps comparisons and arithmetic: no calls, no attributes, and no filters but those of `_FILTERS`.
 # Jinja parses it; what is left of its tree is evaluated here. The values are those of a row that was scored and is not
 # written yet.
 
@@ -145,7 +145,7 @@ def _columns(node: nodes.Node, depth: int = 0) -> Iterator[str]:
 
 
 class _Evaluation:
-    """What expressions give for a row: null where that is not defined."""
+    """Evaluates expressions for a row; a value that is not defined is null."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
@@ -246,7 +246,7 @@ class _Check(_Evaluation):
 
 
 def _kind(value: Any) -> str:
-    # What a value is, for a reader.
+    # The name of a kind of value, for messages.
     if isinstance(value, bool):
         return "true or false"
     if isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""What is written about rows, behind which words; what becomes of it, and what a run says of it."""
+"""Rationales: how they are written behind rows, how they become texts of rows, and their report."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WritablePrompt:
     words: tuple[tuple[int, ...], ...]
 
     def beginning(self, label: int) -> Beginning:
-        """What is written behind the prompt when this label is its answer."""
+        """The beginning of the text behind the prompt when this label is its answer."""
         return Beginning(self.request.tokens, self.words[label], self.key, self.request.positions)
 
 
@@ -72,7 +72,7 @@ class ChosenByScores:
 
 
 class Rationales(Further):
-    """What a job writes about its rows. `texts` are what the template gives for each label."""
+    """The rationales of a job. `texts` are the words before them, by label."""
 
     def __init__(self, writing: Writing, texts: Mapping[str, str], opening: Opening, choice: Choice) -> None:
         self._writing, self._choice = writing, choice
@@ -158,11 +158,11 @@ def writing_of(settings: WritingOptions, opened: Opened, names: Sequence[str]) -
     )
 
 
-# What a run wrote behind rows, and what that took.
+# The report of rationales: their rows, and the time and tokens that they took.
 
 
 class DrafterUse(BaseModel):
-    """What guessed tokens ahead, and how often it was right."""
+    """The guesses of a drafter, and how often they were right."""
 
     rounds: int  # guesses for one row each
     proposed: int  # tokens
@@ -213,7 +213,7 @@ class RationaleUse(BaseModel):
 
     @classmethod
     def of(cls, decoded: DecodingReport | None, speculation: str | None) -> RationaleUse:
-        """What writing took, of all workers; None: nothing was written in this run."""
+        """The report of texts that all workers have `decoded`; None: nothing was written in this run."""
         if decoded is None:
             return cls(speculation=speculation)
         return cls(
@@ -250,7 +250,7 @@ class RationaleUse(BaseModel):
         self.finish_reasons, self.sources = dict(found.finish_reasons), dict(found.sources)
 
 
-# What a run wrote, in a few lines for the terminal and the page.
+# The same in a few lines, for the terminal and the page.
 
 
 def rationale_lines(use: RationaleUse) -> Iterator[tuple[str, str]]:
@@ -314,7 +314,7 @@ def rationale_facts(rationale: Rationale) -> str:
 
 
 def rationale_section(use: RationaleUse) -> Section:
-    """What terminal, page and metrics say of a run's rationales."""
+    """A run's rationales in terminal, page and metrics."""
     names = ("rows", "tokens", "evidence_rows")
     section = Section(
         title="Rationales",
@@ -345,7 +345,7 @@ def rationale_section(use: RationaleUse) -> Section:
 
 
 def inspected(rationale: Rationale, begins: str) -> Section:
-    """What `prefill inspect` says of a row's rationale."""
+    """A row's rationale in `prefill inspect`."""
     text = rationale_text(rationale, begins)
     return Section(title="Rationale", parts=[Part(text=text, note=rationale_facts(rationale)), Part(note=NO_REASON)])
 
