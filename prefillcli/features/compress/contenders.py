@@ -26,7 +26,7 @@ from prefillcli.features.compress.options import PICKERS, compression_of
 from prefillcli.features.compress.selection import Bm25, Ends, ImportanceEstimate, Picker, RandomChunks
 from prefillcli.models.shape import NoCostModel, Shape, answer_flops, ratio_speedup, table5, walk_flops
 from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import make_plan
+from prefillcli.plan.plan import Plan, make_plan
 
 if TYPE_CHECKING:
     from prefillcli.core.feature import LayerWalk, Material, Prompt
@@ -280,6 +280,16 @@ class _OwnLayers(Compressed):
         # Share of the layers that read what is kept.
         raise NotImplementedError
 
+    def _summed(self, whole: Plan, part: Plan, tokens: int, *, skipped: int = 0) -> Cost:
+        # The first layers read the plan `whole`, and all but the `skipped` ones the plan `part`.
+        config = self._equipment.config
+        try:
+            flops = walk_flops(config, whole, only=self.layers)
+            flops += walk_flops(config, part, skipped=skipped) + answer_flops(config, part)
+            return Cost(tokens, flops)
+        except NoCostModel as error:
+            return Cost(tokens, None, str(error))
+
 
 class SelfDrafted(_OwnLayers):
     """One pass: what the first layers keep goes on to the others."""
@@ -296,14 +306,8 @@ class SelfDrafted(_OwnLayers):
         return MethodRun(np.stack([each.logprobs for each in answers]), read, thinned=requests)
 
     def cost(self, run: MethodRun) -> Cost:
-        equipment, layers = self._equipment, self.layers
-        whole, part = equipment.plan(run.thinned), equipment.plan(run.requests)
-        try:
-            flops = walk_flops(equipment.config, whole, only=layers)
-            flops += walk_flops(equipment.config, part, skipped=layers) + answer_flops(equipment.config, part)
-            return Cost(whole.computed_tokens, flops)
-        except NoCostModel as error:
-            return Cost(whole.computed_tokens, None, str(error))
+        whole, part = self._equipment.plan(run.thinned), self._equipment.plan(run.requests)
+        return self._summed(whole, part, whole.computed_tokens, skipped=self.layers)
 
     def drift(self, run: MethodRun) -> StateDrift | None:
         return None  # its first layers read whole prompts
@@ -316,14 +320,8 @@ class Filtered(_OwnLayers):
     """Two passes: the first layers read whole prompts, then all layers what they keep."""
 
     def cost(self, run: MethodRun) -> Cost:
-        equipment = self._equipment
-        part, whole = equipment.plan(run.requests), make_plan(run.drafted, equipment.limits)
-        try:
-            flops = walk_flops(equipment.config, whole, only=self.layers)
-            flops += walk_flops(equipment.config, part) + answer_flops(equipment.config, part)
-            return Cost(part.computed_tokens, flops)
-        except NoCostModel as error:
-            return Cost(part.computed_tokens, None, str(error))
+        part, whole = self._equipment.plan(run.requests), make_plan(run.drafted, self._equipment.limits)
+        return self._summed(whole, part, part.computed_tokens)
 
     def _again(self, depth: float) -> float:
         return 1.0
