@@ -77,7 +77,7 @@ def main(
             if costs is None:
                 raise SystemExit("a model of one layer has no exits")
             faster = _whole_walks(walk, pack, rounds)
-            found.append({"pack": name, "tokens": len(pack.tokens), **costs._asdict(), **faster})
+            found.append({"pack": name, "tokens": len(pack.tokens), "regroup": costs[0], "keys": costs[1], **faster})
             numbers = [f"{value:.3f}" for value in found[-1].values() if isinstance(value, float)]
             table.add_row(name, str(len(pack.tokens)), *numbers)
     Console(width=110).print(table)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -117,8 +117,7 @@ def time_packs(send: Send, subject: Subject, memory: int | None, target: float) 
     most = min(files.max_length, int(room / (law.token + law.key_value * law.layers)))
     unit = choose_unit(partial(_first_seconds, run, vocabulary), most, target)
     (several,) = extra_packs(unit, vocabulary)[-1]
-    costs = measure_leaving(walk, several, partial(_now, device))
-    send(Budgeted(budget, chunk, costs and costs.regroup, costs and costs.keys))
+    send(Budgeted(budget, chunk, *(measure_leaving(walk, several, partial(_now, device)) or (None, None))))
     for timings in measure_packs(run, unit, vocabulary, windows):
         send(timings)
     walk.close()
@@ -367,18 +366,12 @@ def fit_completion(timings: Sequence[Timing], windows: list[tuple[int | None, in
 LEAVING_ROUNDS = 3
 
 
-class LeavingCosts(NamedTuple):
-    """In layers of a token, for each token of a pack."""
-
-    regroup: float  # laying it out anew between two layers
-    keys: float  # computing K,V alone
-
-
 @torch.inference_mode()
 def measure_leaving(
     walk: LayerWalk, pack: Pack, clock: Callable[[], float], rounds: int = LEAVING_ROUNDS
-) -> LeavingCosts | None:
-    """Time a layer in the middle of the model over `pack`, which holds nothing.
+) -> tuple[float, float] | None:
+    """Time a layer in the middle of the model over `pack`, which holds nothing: in layers of a token, for each token,
+    what it takes to lay it out anew between two layers, and to compute its K,V alone.
 
     Of each step the fastest round counts: other programs can only make it slower. A model of one layer has no middle:
     None. `clock` gives seconds; where a device computes by itself, it waits for it.
@@ -414,7 +407,7 @@ def measure_leaving(
                 step()
                 own.append(clock() - begun)
     alone, keys, both = (min(own) for own in seconds)
-    return LeavingCosts(max(0.0, both / alone - 1), keys / alone)
+    return max(0.0, both / alone - 1), keys / alone
 
 
 FloatArray = npt.NDArray[np.float64]

@@ -31,6 +31,7 @@ from prefillcli.report.section import (
     Plot,
     Scale,
     Section,
+    TableRows,
     counted,
     line_plot,
     page_html,
@@ -426,36 +427,28 @@ def facts(inspection: Inspection) -> list[tuple[str, str]]:
         ("tokens", f"{tokens:,}, {kept:,} kept ({kept / max(tokens, 1):.1%})"),
     ]
     if any(token.importance is not None for token in inspection.tokens):
-        found.append(("votes", _votes(inspection)))
+        voters, layers = inspection.voters, inspection.draft_layers
+        names = ", ".join(f"{number:,}" for number in voters)
+        some = f"{len(voters):,} of the draft's {counted(layers, 'layer')}: {names}"
+        found.append(("votes", f"all {layers:,} layers of the draft" if len(voters) == layers else some))
     prefixes = [f"the first {prefix.tokens:,} by {counted(prefix.rows, 'row')}" for prefix in inspection.shared]
     found.append(("shared", ", ".join(prefixes) or "nothing with another row"))
     return [(name, visible(text, line=True)) for name, text in found]
 
 
-def _votes(inspection: Inspection) -> str:
-    # Which layers of the draft have voted.
-    voters, layers = inspection.voters, inspection.draft_layers
-    if len(voters) == layers:
-        return f"all {layers:,} layers of the draft"
-    names = ", ".join(f"{number:,}" for number in voters)
-    return f"{len(voters):,} of the draft's {counted(layers, 'layer')}: {names}"
-
-
-def answer_columns(inspection: Inspection) -> list[str]:
-    """Names of the values in `answer_rows`."""
-    names = [name for name, _ in _answers(inspection)]
-    return names + (["difference"] if len(names) == 2 else [])
-
-
-def answer_rows(inspection: Inspection) -> list[list[str]]:
-    """Name and values of each number of the answers, side by side, safe to show."""
-    answers = [answer for _, answer in _answers(inspection)]
-    predictions = [visible(answer.prediction, line=True) for answer in answers]
-    rows = [["prediction", *predictions]]
+def answer_table(inspection: Inspection) -> TableRows:
+    """A header, and the numbers of the answers side by side, safe to show."""
+    both = {"full": inspection.full, "compressed": inspection.compressed}
+    known = {name: answer for name, answer in both.items() if answer is not None}
+    answers = list(known.values())
+    rows = [["", *known], ["prediction", *(visible(answer.prediction, line=True) for answer in answers)]]
     if len(answers) == 2:
-        rows[0].append("same" if answers[0].prediction == answers[1].prediction else "FLIP")
-    numbers = [("score", [answer.score for answer in answers], ".4g")]
-    numbers.append(("label mass", [answer.label_mass for answer in answers], ".4g"))
+        rows[0].append("difference")
+        rows[1].append("same" if answers[0].prediction == answers[1].prediction else Cell("FLIP", "alarm"))
+    numbers = [
+        ("score", [answer.score for answer in answers], ".4g"),
+        ("label mass", [answer.label_mass for answer in answers], ".4g"),
+    ]
     for label in inspection.labels:
         name = visible(f"log P({label})", line=True)
         numbers.append((name, [answer.logprobs[label] for answer in answers], ".3f"))
@@ -465,11 +458,6 @@ def answer_rows(inspection: Inspection) -> list[list[str]]:
             texts.append(format(values[1] - values[0], "+" + form))
         rows.append([name, *texts])
     return rows
-
-
-def _answers(inspection: Inspection) -> list[tuple[str, AnswerView]]:
-    both = ("full", inspection.full), ("compressed", inspection.compressed)
-    return [(name, answer) for name, answer in both if answer is not None]
 
 
 def importance_of(token: TokenView) -> float | None:
@@ -656,13 +644,11 @@ def in_characters(part: Part) -> Part:
 
 
 def _sections(inspection: Inspection, *, terminal: bool = False) -> Iterator[Section]:
-    flip = [Cell(each, "alarm") if each == "FLIP" else each for each in answer_rows(inspection)[0]]
-    table = [["", *answer_columns(inspection)], flip, *answer_rows(inspection)[1:]]
     note = (
         "Log probabilities are natural logarithms over the whole vocabulary; the score is the first label's share "
         "among the labels."
     )
-    yield Section(title="Answer", parts=[Part(table=table, note=note)])
+    yield Section(title="Answer", parts=[Part(table=answer_table(inspection), note=note)])
     for section in inspection.further:
         yield replace(section, parts=[in_characters(part) for part in section.parts]) if terminal else section
     if inspection.margins is not None:

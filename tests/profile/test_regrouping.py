@@ -13,7 +13,7 @@ from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.profile.children import prompts_with_histories
-from prefillcli.profile.measuring import LeavingCosts, measure_leaving
+from prefillcli.profile.measuring import measure_leaving
 from tests.prefill.families import VOCABULARY, make_model
 from tests.prefill.test_walk import ONE_PACK
 
@@ -61,14 +61,14 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LayerWalk, Clock
 
 def test_costs_are_found_in_layers_of_a_token(measured: tuple[LayerWalk, Clock]) -> None:
     (pack,) = make_plan(prompts_with_histories(1, 6, 80, 20, VOCABULARY), ONE_PACK).packs
-    assert measure_leaving(measured[0], pack, measured[1]) == pytest.approx(LeavingCosts(REGROUP, KEYS))
+    assert measure_leaving(measured[0], pack, measured[1]) == pytest.approx((REGROUP, KEYS))
 
 
 def test_rounds_that_others_disturbed_change_no_cost(measured: tuple[LayerWalk, Clock]) -> None:
     (pack,) = make_plan(prompts_with_histories(1, 6, 80, 20, VOCABULARY), ONE_PACK).packs
     chunks = 4
     measured[1].disturbed = {chunks: 3.0, chunks * 5: 1.0, chunks * 9: 2.0}  # one step of each of the three rounds
-    assert measure_leaving(measured[0], pack, measured[1]) == pytest.approx(LeavingCosts(REGROUP, KEYS))
+    assert measure_leaving(measured[0], pack, measured[1]) == pytest.approx((REGROUP, KEYS))
 
 
 def test_a_model_of_one_layer_has_no_exits() -> None:
