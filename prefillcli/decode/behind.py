@@ -6,7 +6,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -140,6 +140,17 @@ class RowTokens:
         return self._visible[window, groups]
 
 
+def with_room(whole: Tensor | None, like: Tensor, rows: int, tokens: int, room: int) -> Tensor:
+    """K or V with room for so many tokens of each row: `whole` [rows, kv heads, room, width] where it has it, else a
+    copy of it with `room` for more. Where there is nothing yet, heads, width and dtype are those of `like`."""
+    if whole is not None and whole.shape[2] >= tokens:
+        return whole
+    grown = like.new_zeros(rows, like.shape[1], room, like.shape[3])
+    if whole is not None:
+        grown[:, :, : whole.shape[2]] = whole
+    return grown
+
+
 class OwnTokens:
     """One layer's K,V of what each row has by itself: [rows, kv heads, room, width] each.
 
@@ -158,25 +169,18 @@ class OwnTokens:
             at = on_device(index, kept[0].device).flatten()
             copies = (each[0][:, at].view(each.shape[1], *index.shape, -1).transpose(0, 1) for each in kept)
             tokens = int(ends.max()) + 1
-            self.keys, self.values = (self._room(each, each, tokens) for each in copies)
+            self.keys, self.values = (
+                with_room(each, each, self._rows, tokens, whole_steps(tokens)) for each in copies
+            )
 
     def append(self, tokens: RowTokens, key: Tensor, value: Tensor) -> None:
         """Put K,V [1, kv heads, tokens, width] of new tokens where they belong."""
         self.keys, self.values = (
-            self._room(x, new, tokens.own) for x, new in ((self.keys, key), (self.values, value))
+            with_room(whole, new, self._rows, tokens.own, whole_steps(tokens.own))
+            for whole, new in ((self.keys, key), (self.values, value))
         )
         for whole, new in ((self.keys, key), (self.values, value)):
             whole.transpose(1, 2)[tokens.slot_index, tokens.place_index] = new[0].transpose(0, 1)
-
-    def _room(self, whole: Tensor | None, new: Tensor, tokens: int) -> Tensor:
-        # The K,V `whole`, if there are any, with room for so many tokens of each row.
-        if whole is not None and whole.shape[2] >= tokens:
-            return whole
-        room = whole_steps(tokens)
-        grown = new.new_zeros(self._rows, new.shape[1], room, new.shape[3])
-        if whole is not None:
-            grown[:, :, : whole.shape[2]] = whole
-        return grown
 
     def keep(self, slots: IntArray) -> None:
         """Go on with these rows alone."""
@@ -196,44 +200,36 @@ class OwnTokens:
 
 
 class RowAttention(ForestAttention):
-    """Attention of new tokens of several rows. Those of the layer are in `queries`."""
+    """Attention of these new tokens of several rows. The queries of the layer are in `queries`."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: RowTokens) -> None:
         super().__init__(0)
-        self._new: RowTokens | None = None
-        self._own: OwnTokens | None = None
+        self._new = tokens
+        self._own: OwnTokens  # of the layer that is called
 
     @property
     def depths(self) -> IntArray:
-        return self._now[0].depths
-
-    @property
-    def _now(self) -> tuple[RowTokens, OwnTokens]:
-        if self._new is None or self._own is None:
-            raise RuntimeError("say what is computed before a layer is called")
-        return self._new, self._own
+        return self._new.depths
 
     @property
     def window(self) -> KeyWindow | None:
         """What the layer that was called last sees at most, where it attends through a window."""
         return None if self._scoring is None else self._scoring.window
 
-    def new_tokens(self, tokens: RowTokens, kept: KeyValue | None, own: OwnTokens) -> None:
-        """The next call of a layer computes these. `kept` are its K,V of the prompts, `own` of what follows them."""
+    def begin_layer(self, kept: KeyValue | None, own: OwnTokens) -> None:
+        """The next call is of the layer with these K,V of the prompts, and of what follows them."""
         self.start_layer(())
-        self._new, self._own, self.calls = tokens, own, 0
+        self._own, self.calls = own, 0
         self.keys, self.values = (None, None) if kept is None else kept
 
     def receive(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> None:
-        tokens, own = self._now
-        own.append(tokens, key, value)
+        self._own.append(self._new, key, value)
         self.queries.append(query[0])
 
     def compute(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
-        tokens, own = self._now
-        out, lse = _attend_own(tokens, query, own.of(tokens), scoring)
+        out, lse = _attend_own(self._new, query, self._own.of(self._new), scoring)
         keys, values = self.keys_values
-        for span, visible in tokens.spans(scoring.window):
+        for span, visible in self._new.spans(scoring.window):
             at, run = slice(span.q0, span.q1), slice(span.k0, span.k1)
             q, k, v = query[:, :, at], keys[:, :, run], values[:, :, run]
             if visible is None:
@@ -279,39 +275,19 @@ def _attend_together(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
 # Queries of the newest tokens of rows, by layer: what a retrieval cache is chosen by.
 
 
+@dataclass(slots=True)
 class NewestQueries:
-    """Those of a model's last pass over its rows. `windows` are the layers', as far as they have attended."""
+    """Those of a model's last pass over its rows: `queries` [heads, tokens, width] of each layer, None of one without
+    attention, and where each row's newest token is among them. `windows` are the layers', as far as they attend."""
 
-    def __init__(self, layers: int) -> None:
-        self.windows: list[KeyWindow | None] = [None] * layers
-        self._queries: list[Tensor | None] = [None] * layers
-        self._newest: dict[int, int] = {}  # by row: its newest token's number in the pass
-
-    def begin(self, new: NewTokens) -> None:
-        """A pass over these tokens begins."""
-        self._newest, end = {}, 0
-        for row, tokens in new:
-            end += len(tokens)
-            self._newest[row] = end - 1
-
-    def put(self, layer: int, queries: Sequence[Tensor], window: KeyWindow | None) -> None:
-        """Queries [heads, tokens, width] of the pass, in one piece; none of a layer without attention."""
-        if queries:
-            self._queries[layer], self.windows[layer] = queries[0], window
-
-    def forget(self, row: int, tokens: int) -> None:
-        """The last `tokens` of a row were guessed wrong."""
-        if row in self._newest:
-            self._newest[row] -= tokens
-
-    def has(self, row: int) -> bool:
-        """Whether the last pass was over this row."""
-        return row in self._newest
+    windows: list[KeyWindow | None]
+    queries: list[Tensor | None]
+    places: dict[int, int] = field(default_factory=dict)
 
     def of(self, layer: int, row: int) -> Tensor | None:
         """The query [heads, width] of a row's newest token, after position encoding."""
-        queries = self._queries[layer]
-        return None if queries is None else queries[:, self._newest[row]]
+        queries = self.queries[layer]
+        return None if queries is None else queries[:, self.places[row]]
 
 
 class KeptForward:
@@ -334,7 +310,6 @@ class KeptForward:
         self._read = self._ends.copy()
         self._own = [OwnTokens(layer.keys_values, rows.paths, self._ends) for layer in rows.layers]
         self._recurrences = [BranchRecurrence(layer.states) for layer in rows.layers]
-        self._attention = RowAttention()
         self.queries: list[list[Tensor]] = [[] for _ in rows.layers]
         self._watches_queries = watches_queries
         self._newest: NewestQueries | None = None
@@ -363,18 +338,20 @@ class KeptForward:
         ids = torch.as_tensor([token for _, own in new for token in own])
         behind = np.repeat((self._positions - self._lengths - self._ends + 1)[tokens.slots], tokens.counts)
         if self._newest is not None:
-            self._newest.begin(new)
+            ends = (np.cumsum(counts) - 1).tolist()
+            self._newest.places = {row: end for (row, _), end in zip(new, ends, strict=True)}
         recording = self.walk.record(ids, tokens.depths + behind)
         hidden = recording.hidden
-        with self._attention as attention:
+        with RowAttention(tokens) as attention:
             for index, (kept, own) in enumerate(zip(self._rows.layers, self._own, strict=True)):
-                attention.new_tokens(tokens, kept.keys_values, own)
+                attention.begin_layer(kept.keys_values, own)
                 with self.walk.layers.use(index) as layer, self._recurrences[index].calls(layer, slots, counts):
                     hidden = self.walk.call(layer, hidden, recording.calls[index], attention)
                 if self._watches_queries:
                     self.queries[index] += attention.queries
-                if self._newest is not None:
-                    self._newest.put(index, attention.queries, attention.window)
+                if self._newest is not None and attention.queries:
+                    self._newest.queries[index] = attention.queries[0]
+                    self._newest.windows[index] = attention.window
                 self._tick(0.0)
         self._read[tokens.slots] += tokens.counts
         return hidden
@@ -384,8 +361,8 @@ class KeptForward:
         if tokens and not self.can_forget:
             raise RuntimeError("the states of recurrent layers cannot be taken back")
         self._read[self._slots[row]] -= tokens
-        if self._newest is not None:
-            self._newest.forget(row, tokens)
+        if self._newest is not None and row in self._newest.places:
+            self._newest.places[row] -= tokens
 
     def drop(self, rows: Collection[int]) -> None:
         """As in `Forward`."""
@@ -401,7 +378,8 @@ class KeptForward:
 
     def watch_newest(self) -> NewestQueries:
         """The newest tokens' queries, from the next pass on."""
-        self._newest = NewestQueries(len(self._rows.layers))
+        layers = len(self._rows.layers)
+        self._newest = NewestQueries([None] * layers, [None] * layers)
         return self._newest
 
     def prompt_keys_values(self, layer: int, row: int) -> KeyValue | None:
@@ -449,11 +427,6 @@ class RowRoom:
     most_tokens: int | None = None
     row_tokens: float = 0.0
     most_rows: int | None = None
-
-    def after_running_out(self, rows: int) -> bool:
-        """Memory has run out for so many rows. Whether fewer can be tried."""
-        self.most_rows = max(rows // 2, 1)
-        return rows > 1
 
     def of_text(self, beginning: Beginning, writing: Writing) -> float:
         """What a row takes beside its prompt."""
@@ -534,7 +507,8 @@ def write_behind(
         texts = _written_together(walk, kept, together, writing, longest, make_drafter, tick, report)
         if texts is None:
             _let_go(walk.device)
-            if room.after_running_out(len(group)):
+            room.most_rows = max(len(group) // 2, 1)
+            if len(group) > 1:
                 continue
         for number, text in zip(group, texts or [], strict=False):
             found[number] = text
@@ -606,7 +580,8 @@ def look_ahead(
     Raises UnsupportedModelError for a model that is walked with its own cache.
     """
     walk.check_queries()
-    state, hidden = walk.begin(pack, keep_ends=True), None
+    state = walk.begin(pack, keep_ends=True)
+    hidden = state.hidden
     kept, layers = KeptPack(pack), []
     with ForestAttention(len(pack.tokens), watched) as attention:
         for index, layer in walk.through_layers(state, attention, tick):
@@ -615,8 +590,6 @@ def look_ahead(
             if index == len(walk.layers) - 1:
                 hidden = walk.read_last(state, layer, attention)
             kept.take(index, state, attention)
-    if hidden is None:
-        raise ValueError("a model has at least one layer")
     reads = range(len(pack.reads))
     forward = KeptForward(walk, kept.select(reads), tick, watches_queries=True)
     logits = walk.logits(hidden)

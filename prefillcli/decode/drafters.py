@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefillcli.decode.behind import KeptForward
+from prefillcli.decode.behind import KeptForward, with_room
 from prefillcli.decode.continuations import DecodingReport, Writing
 from prefillcli.decode.lockstep import Chooser, Drafter, LockStep, NewTokens, RowText
 from prefillcli.plan.trie import TokenArray, common_prefix
@@ -19,7 +19,7 @@ from prefillcli.prefill.attention import attend, attend_blockwise
 from prefillcli.prefill.forest import ForestAttention, Scoring, UnsupportedModelError
 from prefillcli.prefill.layout import IntArray, KeyWindow, on_device
 from prefillcli.prefill.recurrent import recurrent_modules
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.prefill.walk import KeyValue, LayerWalk
 
 # Prompt lookup: the tokens that followed the latest ones where they stood before, in the row's own prompt and text.
 # Text that quotes its input is guessed well, for next to nothing (transformers calls it prompt lookup decoding).
@@ -253,15 +253,14 @@ class PaddedLayer:
         self.chosen = chosen
         self.counts = np.zeros(rows, dtype=np.int64)
         self.depths = np.zeros((rows, chosen), dtype=np.int64)
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+        self._both: KeyValue | None = None
 
     @property
-    def keys_values(self) -> tuple[Tensor, Tensor]:
+    def keys_values(self) -> KeyValue:
         """All columns. There is something stored."""
-        if self._keys is None or self._values is None:
+        if self._both is None:
             raise RuntimeError("nothing was stored yet")
-        return self._keys, self._values
+        return self._both
 
     @torch.inference_mode()
     def choose(self, row: int, keys: Tensor, values: Tensor, depths: IntArray | None = None) -> None:
@@ -297,9 +296,9 @@ class PaddedLayer:
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows alone, in this order."""
         self.counts, self.depths = self.counts[list(rows)], self.depths[list(rows)]
-        if self._keys is not None and self._values is not None:
-            at = torch.as_tensor(rows, dtype=torch.long, device=self._keys.device)
-            self._keys, self._values = self._keys[at], self._values[at]
+        if self._both is not None:
+            at = torch.as_tensor(rows, dtype=torch.long, device=self._both[0].device)
+            self._both = self._both[0][at], self._both[1][at]
 
     def visible(self, new: PassTokens, window: KeyWindow | None, first: int, last: int) -> Tensor | None:
         """What the queries of rows `first` to `last` see, bool [rows, 1, most, columns], up to the longest text; None
@@ -337,16 +336,12 @@ class PaddedLayer:
 
     def _make_room(self, keys: Tensor, values: Tensor, text: int) -> None:
         # Room for so many text tokens of K,V like these [any, kv heads, any, width].
-        for name, like in (("_keys", keys), ("_values", values)):
-            before: Tensor | None = getattr(self, name)
-            columns = self.chosen + text
-            if before is not None and before.shape[2] >= columns:
-                continue
-            columns = self.chosen + -(-text // TEXT_STEP) * TEXT_STEP
-            room = like.new_zeros(len(self.counts), like.shape[1], columns, like.shape[3])
-            if before is not None:
-                room[:, :, : before.shape[2]] = before
-            setattr(self, name, room)
+        rows, room = len(self.counts), self.chosen + -(-text // TEXT_STEP) * TEXT_STEP
+        before = self._both or (None, None)
+        self._both = (
+            with_room(before[0], keys, rows, self.chosen + text, room),
+            with_room(before[1], values, rows, self.chosen + text, room),
+        )
 
 
 DROP_SHARE = 0.5  # of the rows: when no more than these go on, the others' K,V leave the caches
@@ -476,7 +471,7 @@ class _PaddedAttention(ForestAttention):
     def __init__(self, new: PassTokens) -> None:
         super().__init__(0)
         self._new = new
-        self._cache: PaddedLayer | None = None
+        self._cache: PaddedLayer  # of the layer that is called
 
     def start_cache(self, cache: PaddedLayer) -> None:
         self.start_layer(())
@@ -487,14 +482,10 @@ class _PaddedAttention(ForestAttention):
         return self._new.depths
 
     def receive(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> None:
-        if self._cache is None:
-            raise RuntimeError("say which layer is called")
         self._cache.append(self._new, key, value)
 
     def compute(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         new, cache = self._new, self._cache
-        if cache is None:
-            raise RuntimeError("say which layer is called")
         first, last = int(new.rows.min()), int(new.rows.max()) + 1
         at = new.on_device("rows") - first, new.on_device("steps")
         queries = query.new_zeros(last - first, new.most, query.shape[1], query.shape[3])
@@ -725,7 +716,7 @@ class RetrievalDrafter(Drafter):
         self._budget, self._chunk = budget, chunk
         self._forward = PaddedForward(source.walk)
         counts = DecodingReport(drafters=report.drafters)  # passes over the cache are not passes of the whole
-        self._level = _CacheLevel(self._forward, chooser, frozenset(), inner, inner_tokens, counts)
+        self._level = LockStep(self._forward, chooser, frozenset(), inner, inner_tokens, counts)
         self._rows: dict[int, _Cached] = {}
         self._open = False
 
@@ -774,7 +765,7 @@ class RetrievalDrafter(Drafter):
 
     def _is_ready(self, row: RowText) -> bool:
         cached = self._rows.get(row.number)
-        return cached is not None and (cached.built is not None or self._newest.has(row.number))
+        return cached is not None and (cached.built is not None or row.number in self._newest.places)
 
     def _open_caches(self) -> None:
         # Make room. The model has been called by now, so that its layers' windows are known.
@@ -791,7 +782,7 @@ class RetrievalDrafter(Drafter):
             same = common_prefix(np.asarray(draft.written, dtype=np.int32), np.asarray(row.written, dtype=np.int32))
             self._level.rewind(draft, same)
             draft.written[same:] = row.written[same:]
-            if self._is_due(cached, read) and self._newest.has(row.number):
+            if self._is_due(cached, read) and row.number in self._newest.places:
                 self._build(row, cached, read)
             of.append(np.full(read - cached.exact, row.number))
             places.append(np.arange(cached.exact, read))
@@ -837,14 +828,6 @@ class RetrievalDrafter(Drafter):
         if cached.built is None:
             self._forward.begin_text(row.number, self._source.text_position(row.number), prompt)
         cached.built, cached.accepted = read, 1.0
-
-
-class _CacheLevel(LockStep):
-    """The loop over the retrieval caches."""
-
-    def has_read(self, row: RowText, tokens: int) -> None:
-        # So many tokens behind a row's prompt need not be read.
-        self._read[row.number] = tokens
 
 
 # TriForce's hierarchy (arXiv 2404.11912, algorithm 1): three levels.

@@ -210,15 +210,17 @@ class KeptPack:
     def select(self, reads: Sequence[int]) -> KeptRows:
         """What lies on the paths of these reads: numbers in `pack.reads`, some may come twice."""
         ends = [self.end_of(read) for read in reads]
-        places = None if self._on_host else self._common_places()
-        layout = places or self._layout(reads)
+        # Where parts begin, if that is the same in all layers: it is not where reads have left.
+        first = self._layers[0].places
+        in_place = not self._on_host and all(layer.places == first for layer in self._layers)
+        layout = first if in_place else self._layout(reads)
         layers = []
         for layer in self._layers:
             states = [layer.states[end] for end in ends] if layer.states else [() for _ in ends]
             both = layer.keys_values
             if self._host is not None:
                 both, states = self._host.fetch(both, self._runs(layer, layout), states)
-            elif both is not None and places is None:
+            elif both is not None and not in_place:
                 runs = self._runs(layer, layout)
                 both = _picked(both[0], runs), _picked(both[1], runs)
             layers.append(KeptLayer(both, states))
@@ -257,11 +259,6 @@ class KeptPack:
             places[part] = at
             at += self._length(part)
         return places
-
-    def _common_places(self) -> dict[Part, int] | None:
-        # Where parts begin, if that is the same in all layers; None if it is not, since reads have left.
-        first = self._layers[0].places
-        return first if all(layer.places == first for layer in self._layers) else None
 
     def _runs(self, layer: _TakenLayer, wanted: dict[Part, int]) -> list[tuple[int, int]]:
         # The tokens `start:end` of a layer that these parts are, in the order of their new places.

@@ -190,7 +190,13 @@ def write_texts(
     level.begin(rows)
     going = rows
     while going:
-        going = _without_ended(level, going, most)
+        for row in going:
+            if row.finish_reason is None and len(row.written) >= most[row.number]:
+                row.finish_reason = "length"
+        ended = [row for row in going if row.finish_reason is not None]
+        if ended:
+            level.end(ended)
+        going = [row for row in going if row.finish_reason is None]
         if going:
             level.advance(going, [most[row.number] - len(row.written) for row in going])
     report.texts += len(rows)
@@ -203,16 +209,6 @@ def _most_tokens(beginning: Beginning, tokens: int, longest: int | None) -> int:
         return tokens
     last = len(beginning.prompt) - 1 if beginning.positions is None else int(beginning.positions[-1])
     return min(tokens, longest - (last + 1 + len(beginning.tokens)))
-
-
-def _without_ended(level: LockStep, rows: Sequence[RowText], most: Sequence[int]) -> list[RowText]:
-    for row in rows:
-        if row.finish_reason is None and len(row.written) >= most[row.number]:
-            row.finish_reason = "length"
-    ended = [row for row in rows if row.finish_reason is not None]
-    if ended:
-        level.end(ended)
-    return [row for row in rows if row.finish_reason is None]
 
 
 class LockStep:
@@ -265,8 +261,15 @@ class LockStep:
             if accepted < len(then):
                 self._forward.forget(row.number, len(then) - accepted)
             if self._drafter and then:
-                self._count(self._drafter.name, len(then), accepted)
+                counts = self._report.drafters.setdefault(self._drafter.name, DrafterCounts())
+                counts.rounds += 1
+                counts.proposed += len(then)
+                counts.accepted += accepted
                 self._drafter.checked(row, then, accepted)
+
+    def has_read(self, row: RowText, tokens: int) -> None:
+        """So many tokens behind a row's prompt need not be read."""
+        self._read[row.number] = tokens
 
     def rewind(self, row: RowText, written: int) -> None:
         """The text of a row goes back to its first `written` tokens: forget those that were read behind them."""
@@ -319,12 +322,6 @@ class LockStep:
             choices.gaps.extend(gaps)
             at = then
         return choices
-
-    def _count(self, name: str, proposed: int, accepted: int) -> None:
-        counts = self._report.drafters.setdefault(name, DrafterCounts())
-        counts.rounds += 1
-        counts.proposed += proposed
-        counts.accepted += accepted
 
 
 def _write(
