@@ -78,7 +78,15 @@ def generate(
         _continuation(tokens[:most], writing, gap)
         for tokens, most, gap in zip(found[:, longest:].tolist(), room, choosing.gaps, strict=True)
     ]
-    _count(report, texts, choosing, sum(map(len, contexts)))
+    first = choosing.first or 0.0
+    report.texts += len(texts)
+    report.tokens += sum(len(text.tokens) for text in texts)
+    report.passes += choosing.passes
+    report.row_passes += choosing.row_passes
+    report.seconds += time.monotonic() - choosing.begun - first
+    report.again_prompts += len(texts)
+    report.prompt_tokens += sum(map(len, contexts))
+    report.prompt_seconds += first
     return texts
 
 
@@ -137,18 +145,6 @@ def _continuation(tokens: Sequence[int], writing: Writing, gap: float) -> Contin
         if token in writing.stop_tokens:
             return Continuation(tuple(tokens[:place]), "stop", gap)
     return Continuation(tuple(tokens), "length", gap)
-
-
-def _count(report: DecodingReport, texts: Sequence[Continuation], choosing: _Choosing, prompt_tokens: int) -> None:
-    first = choosing.first or 0.0
-    report.texts += len(texts)
-    report.tokens += sum(len(text.tokens) for text in texts)
-    report.passes += choosing.passes
-    report.row_passes += choosing.row_passes
-    report.seconds += time.monotonic() - choosing.begun - first
-    report.again_prompts += len(texts)
-    report.prompt_tokens += prompt_tokens
-    report.prompt_seconds += first
 
 
 OPTIONS = ("attn_implementation",)

@@ -180,23 +180,19 @@ def _answer(
 ) -> Answer:
     # The answer of a prompt that was `seconds` long computed, without exits `slower` times as long.
     prompt = part.prompt
-    answer = Answer(
+    early = None if exits is None else exits.early.get(prompt)
+    left = early if exits is not None and exits.has_left(prompt) else None
+    return Answer(
         prompt=prompt,
-        logprobs=logprobs[prompt] if exits is None or not exits.has_left(prompt) else exits.early[prompt].logprobs,
+        logprobs=logprobs[prompt] if left is None else left.logprobs,
         shared_tokens=part.shared_tokens,
         computed_tokens=part.computed_tokens,
         seconds=seconds,
+        exit_layer=None if left is None else left.layer,
+        early=early if left is None else None,
+        skipped=0.0 if exits is None else part.skipped,
         full_seconds=seconds * slower,
-    )
-    if exits is None:
-        return answer
-    left, early = exits.has_left(prompt), exits.early.get(prompt)
-    return replace(
-        answer,
-        exit_layer=early.layer if early is not None and left else None,
-        early=None if left else early,
-        skipped=part.skipped,
-        readings=tuple(exits.readings[prompt]),
+        readings=() if exits is None else tuple(exits.readings[prompt]),
     )
 
 

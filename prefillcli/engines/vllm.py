@@ -69,10 +69,7 @@ class NextToken:
 
     def numbers(self, output: Any, labels: LabelTokens) -> npt.NDArray[np.float64]:
         """Float64 [labels]; the tokens of a label are summed in probability. Raises PrefillError without an answer."""
-        (completion,) = output.outputs
-        if not completion.logprobs:
-            raise PrefillError(f"vLLM did not answer a prompt of {len(output.prompt_token_ids)} tokens")
-        found = completion.logprobs[0]
+        found = _logprobs_of(output)[0]
         return np.array([np.logaddexp.reduce([found[token].logprob for token in label]) for label in labels])
 
 
@@ -90,13 +87,18 @@ class WholeVocabulary:
 
     def numbers(self, output: Any, labels: LabelTokens) -> npt.NDArray[np.float64]:
         """As of `NextToken`."""
-        (completion,) = output.outputs
-        if not completion.logprobs:
-            raise PrefillError(f"vLLM did not answer a prompt of {len(output.prompt_token_ids)} tokens")
-        tokens = np.array(completion.logprobs.token_ids)
+        found = _logprobs_of(output)
+        tokens = np.array(found.token_ids)
         logprobs = np.empty(tokens.max() + 1)
-        logprobs[tokens] = completion.logprobs.logprobs
+        logprobs[tokens] = found.logprobs
         return np.array([np.logaddexp.reduce(logprobs[list(label)]) for label in labels])
+
+
+def _logprobs_of(output: Any) -> Any:
+    (completion,) = output.outputs
+    if not completion.logprobs:
+        raise PrefillError(f"vLLM did not answer a prompt of {len(output.prompt_token_ids)} tokens")
+    return completion.logprobs
 
 
 class HeadOutputs:
@@ -349,7 +351,10 @@ def open_models(choice: EngineChoice) -> Opened:
     check_place(choice, opened, choice.engine_options)
     longest = min(choice.max_length or opened.max_length, opened.max_length)
     if "max_model_len" in choice.engine_options:
-        longest = min(longest, _whole_number(choice.engine_options["max_model_len"]) - 1)
+        given = choice.engine_options["max_model_len"]
+        if not isinstance(given, int) or given < 2:
+            raise UsageError(f"--engine-options max_model_len={given}: a number of tokens, 2 at least")
+        longest = min(longest, given - 1)
     return replace(opened, max_length=longest, threads=None)
 
 
@@ -357,7 +362,11 @@ def check_place(choice: PlaceChoice, opened: Opened, options: Mapping[str, Any])
     """Import vLLM, and check that it runs where the job does and knows the options. Raises UsageError."""
     if choice.debug or choice.quiet:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if choice.debug else "ERROR")
-    platform = check_vllm(options)
+    with _imported():
+        from vllm import EngineArgs
+        from vllm.platforms import current_platform
+    check_options("vllm", options, {field.name for field in fields(EngineArgs)}, TAKEN)
+    platform = str(current_platform.device_type)
     if platform != opened.device.type:
         raise UsageError(
             f"--device {choice.device}: the installed vLLM is for {platform or 'no device of this machine'}\n"
@@ -398,18 +407,6 @@ def _cache_on_cpu(opened: Opened, options: Mapping[str, Any], share: float) -> d
     return {"kv_cache_memory_bytes": max(int(free * CACHE_SHARE), 1 << 20)}
 
 
-def check_vllm(options: Mapping[str, Any]) -> str:
-    """Import vLLM and check that it knows the options. The kind of device it runs on, as torch calls it.
-
-    Raises UsageError.
-    """
-    with _imported():
-        from vllm import EngineArgs
-        from vllm.platforms import current_platform
-    check_options("vllm", options, {field.name for field in fields(EngineArgs)}, TAKEN)
-    return str(current_platform.device_type)
-
-
 @contextmanager
 def _imported() -> Iterator[None]:
     # For imports of vLLM: its log goes to stderr. Raises UsageError where it cannot be imported.
@@ -420,12 +417,6 @@ def _imported() -> Iterator[None]:
             yield
     except (ImportError, OSError, RuntimeError) as error:
         raise UsageError(f"--engine vllm: vLLM cannot be imported: {brief(error)}") from error
-
-
-def _whole_number(value: object) -> int:
-    if not isinstance(value, int) or value < 2:
-        raise UsageError(f"--engine-options max_model_len={value}: a number of tokens, 2 at least")
-    return value
 
 
 class VllmEngine(Engine):

@@ -27,7 +27,7 @@ from prefillcli.models.files import (
     refuse_code_elsewhere,
     weight_files,
 )
-from prefillcli.models.gguf import GgufModel, dequantise_gguf, describe_gguf, find_dequantised, open_gguf
+from prefillcli.models.gguf import GgufModel, dequantise_gguf, describe_gguf, find_cached, open_gguf
 from prefillcli.models.heads import Activation, ClassHead, HeadChoice, find_head
 from prefillcli.models.multimodal import text_part
 from prefillcli.models.shape import longest_prompt, refusal, sees_nothing
@@ -96,7 +96,8 @@ def read_model_files(
 
     Raises UsageError for a directory that is none, UnsupportedModelError for an architecture that is refused.
     """
-    gguf = _open_gguf(path)
+    parts = gguf_parts(path)
+    gguf = open_gguf(path, parts) if parts else None
     folder = path if gguf is None else describe_gguf(gguf)
     check_files(folder)
     tensors = {} if gguf is not None else read_tensors(folder, find_weights(folder))
@@ -120,7 +121,8 @@ def read_model_files(
         found = None if gguf is not None else find_head(folder, whole, head, multimodal=part is not None)
     if gguf is not None and head in ("probability", "value"):
         raise UsageError(f"--head {head}: {path} is a GGUF model, of which only the vocabulary's head is read")
-    quantised = _quantised(whole, config)
+    said = (getattr(each, "quantization_config", None) for each in (whole, config))
+    quantised = next((each for each in said if isinstance(each, Mapping)), None)
     own = config.dtype or whole.dtype or torch.float32 if gguf is None else gguf.dtype
     if not isinstance(own, torch.dtype):
         raise UsageError(f"{folder}/config.json: dtype is {quoted(own)}; it must be a name like float32")
@@ -128,7 +130,7 @@ def read_model_files(
     if dtype == "auto" and device == "cpu" and chosen == torch.float16:
         chosen = torch.float32  # float16 is slow and inexact on CPUs
     if gguf is not None:
-        folder = find_dequantised(gguf, chosen) or folder
+        folder = find_cached(gguf.cached_name(chosen)) or folder
     else:
         check_weights(folder, tensors, config, quantised=quantised is not None)
         if type(whole).__module__.startswith("transformers."):  # a model's own code was told to be trusted
@@ -151,11 +153,6 @@ def _described_by(file: Path) -> Iterator[None]:
         raise UsageError(f"{file}: transformers makes no model of it: {brief(error)}") from None
 
 
-def _quantised(*configs: Any) -> Mapping[str, Any] | None:
-    found = (getattr(config, "quantization_config", None) for config in configs)
-    return next((each for each in found if isinstance(each, Mapping)), None)
-
-
 def with_weights(files: ModelFiles) -> ModelFiles:
     """The same model with its weights saved in its directory, where the cache has room for those of a GGUF file.
 
@@ -173,9 +170,3 @@ def with_weights(files: ModelFiles) -> ModelFiles:
         )
     folder = dequantise_gguf(files.gguf, files.path, files.dtype)
     return files if folder is None else replace(files, path=folder)
-
-
-def _open_gguf(path: Path) -> GgufModel | None:
-    # The model of a GGUF file or a folder with one; None for other folders. Raises UsageError.
-    parts = gguf_parts(path)
-    return open_gguf(path, parts) if parts else None

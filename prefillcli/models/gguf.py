@@ -283,7 +283,13 @@ def check_parts(parts: Sequence[GgufHeader]) -> None:
                     f"it must be a whole number from {low:,} to {high:,}"
                 )
     _check_split(parts)
-    _check_layers(parts)
+    told = first.setting("block_count")
+    names = [each.name for part in parts for each in part.tensors if each.name.startswith("blk.")]
+    layers = 1 + max((number for name in names if (number := layer_number(name)) is not None), default=-1)
+    if told is not None and layers and told != layers:
+        raise UsageError(
+            f"{first.path}: damaged: {first.architecture}.block_count is {told}; its tensors are of {layers} layers"
+        )
     for part in parts:
         for tensor in part.tensors:
             _check_kind(part, tensor)
@@ -307,18 +313,6 @@ def _check_split(parts: Sequence[GgufHeader]) -> None:
     wanted = parts[0].fields.get("split.tensors.count", len(names)) if len(parts) > 1 else len(names)
     if wanted != len(names) or len(set(names)) != len(names):
         raise UsageError(f"{parts[0].path}: its parts are not of one model: {len(names)} tensors, not {wanted}")
-
-
-def _check_layers(parts: Sequence[GgufHeader]) -> None:
-    # Refuse files whose tensors are of fewer or more layers than their settings say.
-    first = parts[0]
-    told = first.setting("block_count")
-    names = [each.name for part in parts for each in part.tensors if each.name.startswith("blk.")]
-    layers = 1 + max((number for name in names if (number := layer_number(name)) is not None), default=-1)
-    if told is not None and layers and told != layers:
-        raise UsageError(
-            f"{first.path}: damaged: {first.architecture}.block_count is {told}; its tensors are of {layers} layers"
-        )
 
 
 def _check_kind(part: GgufHeader, tensor: GgufTensor) -> None:
@@ -498,7 +492,8 @@ def make_cached(name: str, make: Callable[[Path], None], *, size: int) -> Path |
             found = find_cached(name)
             if found is not None:
                 return found
-            _remove_left_over(place)
+            for folder in place.parent.glob(f"{place.name}.*.tmp"):  # left by processes that were killed
+                shutil.rmtree(folder, ignore_errors=True)
             free = shutil.disk_usage(place.parent).free
             if free < size + _SPARE:
                 raise OSError(errno.ENOSPC, f"{size / 2**30:.1f} GiB wanted, {free / 2**30:.1f} GiB free")
@@ -559,12 +554,6 @@ def _locked(place: Path) -> Iterator[None]:
     with place.with_name(f"{place.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _remove_left_over(place: Path) -> None:
-    # What processes that were killed have left. Called under the lock, so nobody is writing it.
-    for folder in place.parent.glob(f"{place.name}.*.tmp"):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 _FORMAT = 2  # of what is cached
@@ -634,11 +623,6 @@ def dequantise_gguf(model: GgufModel, folder: Path, dtype: torch.dtype) -> Path 
     return make_cached(model.cached_name(dtype), partial(_dequantise, model, folder, dtype), size=size)
 
 
-def find_dequantised(model: GgufModel, dtype: torch.dtype) -> Path | None:
-    """The folder of `dequantise_gguf`, if it is there."""
-    return find_cached(model.cached_name(dtype))
-
-
 def load_gguf(
     model: GgufModel, folder: Path, dtype: torch.dtype, attention: str | None
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -673,7 +657,10 @@ def _describe(model: GgufModel, folder: Path) -> None:
             with torch.device("meta"), bounded(header.path, sum(held), len(held)):
                 empty = AutoModelForCausalLM.from_config(config)
             numbers = {id(each): each.numel() for each in empty.state_dict(keep_vars=True).values()}
-            check_tensors(model.parts, config, sum(numbers.values()), _names(header, config, empty))
+            # What transformers calls the tensors in a file of this model; those of joined experts lack `.weight`.
+            kind = reader.TENSOR_PROCESSORS.get(header.architecture, reader.TensorProcessor)
+            known: dict[str, str] = reader.get_gguf_hf_weights_map(empty, kind(config=config.to_dict()))
+            check_tensors(model.parts, config, sum(numbers.values()), known)
             config.architectures = [type(empty).__name__]
         config.save_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
@@ -682,13 +669,6 @@ def _describe(model: GgufModel, folder: Path) -> None:
     model.contents.require_unchanged()
     if not (folder / "tokenizer.json").is_file():
         raise UsageError(f"{header.path}: it has no tokenizer that transformers reads; take the model as safetensors")
-
-
-def _names(header: GgufHeader, config: Any, model: PreTrainedModel) -> Collection[str]:
-    # What transformers calls the tensors in a file of this model; those of joined experts lack their `.weight`.
-    kind = reader.TENSOR_PROCESSORS.get(header.architecture, reader.TensorProcessor)
-    found: dict[str, str] = reader.get_gguf_hf_weights_map(model, kind(config=config.to_dict()))
-    return found
 
 
 def _begin_texts(tokenizer: Any, header: GgufHeader) -> None:

@@ -66,7 +66,9 @@ def find_head(folder: Path, config: Any, choice: HeadChoice, *, multimodal: bool
     own_code = CLASSIFIER in str(getattr(config, "auto_map", ""))
     if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES and not own_code:
         raise UnsupportedModelError(f"{folder}: transformers has no classification head for {config.model_type}")
-    if not any(name.endswith(CLASSIFIER) for name in names) and not _has_weight(folder):
+    if not any(name.endswith(CLASSIFIER) for name in names) and not any(
+        _WEIGHT in read_header(path) for path in weight_files(folder)
+    ):
         raise UsageError(
             f"--head {choice}: {folder} has no classification head: there is no tensor {_WEIGHT}\nleave --head out"
         )
@@ -109,7 +111,8 @@ def _of_classes(head: ClassHead, given: Sequence[Label] | None) -> ClassLabels:
             chosen = [1, 0]  # of two classes, the second is the positive one
     else:
         chosen = [_number_of(label, head.classes) for label in given]
-        own = [own[at] if named is None else named for at, named in enumerate(_renamed(own, chosen, given))]
+        spelt = {number: label for number, label in zip(chosen, given, strict=True) if label.variants}
+        own = [spelt.get(number, label) for number, label in enumerate(own)]
     if len(chosen) == 1 and head.activation == "sigmoid":
         return _with_complement(chosen[0], [own[chosen[0]]])
     if len(chosen) == 1 and exclusive:
@@ -123,12 +126,6 @@ def _with_complement(number: int, named: Sequence[Label]) -> ClassLabels:
     labels = complementary(*named)
     found: LabelSet = ((number,), (~number,))
     return ClassLabels(labels, found, Measure.SHARES)
-
-
-def _renamed(own: Sequence[Label], chosen: Sequence[int], given: Sequence[Label]) -> list[Label | None]:
-    # Of each class, the label that the user gave with spellings of its own; else None.
-    said = {number: label for number, label in zip(chosen, given, strict=True) if label.variants}
-    return [said.get(number) for number in range(len(own))]
 
 
 def _number_of(label: Label, classes: Sequence[str]) -> int:
@@ -158,10 +155,6 @@ def _activation(config: Any, choice: HeadChoice) -> Activation:
     if choice == "value" or (choice == "auto" and kind == "regression"):
         return "none"
     return "sigmoid" if kind == "multi_label_classification" or config.num_labels == 1 else "softmax"
-
-
-def _has_weight(folder: Path) -> bool:
-    return any(_WEIGHT in read_header(path) for path in weight_files(folder))
 
 
 # What an engine makes of a model's outputs for a token: a number for each label.

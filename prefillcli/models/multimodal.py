@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,8 @@ def load_text_part(folder: Path, dtype: torch.dtype, attention: str | None) -> t
         empty = part.kind._from_config(part.config, dtype=dtype)
     prefix = _prefix(empty)
     towers = _towers(empty) if part.config is whole else []
-    idle = _idle_layers(part)
+    # Layers that only read images: the text model's forward leaves them out where there is none.
+    idle = frozenset(getattr(part.config.get_text_config(), "cross_attention_layers", None) or ())
     unread = (*towers, *(f"{decoder_layers(empty).prefix}{number}." for number in idle))
     wanted = {name: tensor for name, tensor in empty.state_dict().items() if not name.startswith(unread)}
     places = _names_in_files(folder, empty, wanted)
@@ -105,10 +105,6 @@ def load_text_part(folder: Path, dtype: torch.dtype, attention: str | None) -> t
     return model, info
 
 
-def _idle_layers(part: TextPart) -> frozenset[int]:
-    return frozenset(getattr(part.config.get_text_config(), "cross_attention_layers", None) or ())
-
-
 def _towers(model: PreTrainedModel) -> list[str]:
     # The names of what is beside the decoder and the head, each with a dot at its end.
     head = _name_of_head(model)
@@ -134,7 +130,11 @@ def _names_in_files(folder: Path, model: PreTrainedModel, wanted: dict[str, Tens
     # prefix is that under which most names and shapes are found.
     prefix = _prefix(model)
     inner = {name.removeprefix(prefix): tuple(each.shape) for name, each in wanted.items() if name.startswith(prefix)}
-    stored = {name: (path, shape) for path, name, shape in _stored(folder)}
+    stored = {
+        name: (path, tuple(tensor["shape"]))
+        for path in weight_files(folder)
+        for name, tensor in read_header(path).items()
+    }
     found: Counter[str] = Counter()
     for name, (_, shape) in stored.items():
         for start in [0, *(at + 1 for at, letter in enumerate(name) if letter == ".")]:
@@ -165,12 +165,6 @@ def _prefix(model: PreTrainedModel) -> str:
 def _name_of_head(model: PreTrainedModel) -> str | None:
     head = model.get_output_embeddings()
     return next((name for name, module in model.named_modules() if module is head), None)
-
-
-def _stored(folder: Path) -> Iterator[tuple[Path, str, tuple[int, ...]]]:
-    for path in weight_files(folder):
-        for name, tensor in read_header(path).items():
-            yield path, name, tuple(tensor["shape"])
 
 
 def _read(places: dict[str, tuple[Path, str]]) -> dict[str, Tensor]:

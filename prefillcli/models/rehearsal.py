@@ -50,10 +50,10 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     with ExitStack() as hooks:
         for module in model.modules():
             if any(tensor.dtype in HALF for tensor in _own(module)):
-                converted: list[tuple[Tensor, Tensor]] = []
-                hooks.callback(_restore, converted)
-                hooks.callback(module.register_forward_pre_hook(_converting(converted)).remove)
-                hooks.callback(module.register_forward_hook(_restoring(converted), always_call=True).remove)
+                convert, restore = _conversion(module)
+                hooks.callback(restore)
+                hooks.callback(module.register_forward_pre_hook(convert).remove)
+                hooks.callback(module.register_forward_hook(restore, always_call=True).remove)
         yield
 
 
@@ -61,27 +61,21 @@ def _own(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
-def _converting(converted: list[tuple[Tensor, Tensor]]) -> Any:
-    def hook(module: nn.Module, *_: Any) -> None:
+def _conversion(module: nn.Module) -> tuple[Callable[..., None], Callable[..., None]]:
+    converted: list[tuple[Tensor, Tensor]] = []
+
+    def convert(*_: Any) -> None:
         for tensor in _own(module):
-            if tensor.dtype in HALF:
+            if tensor.dtype in HALF:  # not one that a module around this one shares, and has converted
                 converted.append((tensor, tensor.data))
                 tensor.data = tensor.data.float()
 
-    return hook
+    def restore(*_: Any) -> None:
+        while converted:
+            tensor, data = converted.pop()
+            tensor.data = data
 
-
-def _restoring(converted: list[tuple[Tensor, Tensor]]) -> Any:
-    def hook(*_: Any) -> None:
-        _restore(converted)
-
-    return hook
-
-
-def _restore(converted: list[tuple[Tensor, Tensor]]) -> None:
-    while converted:
-        tensor, data = converted.pop()
-        tensor.data = data
+    return convert, restore
 
 
 #: Errors of logits in half precision that a walk may have, of those that the model's own forward has.
@@ -143,7 +137,10 @@ def rehearse(
         wanted = _own_forward(model, prompts[:-1], kept[:-1], layers)
     except _ERRORS as error:
         raise UnsupportedModelError(f"{family} cannot be walked layer by layer: {_named(error)}") from error
-    exact = _exact_forward(model, prompts[:-1], kept[:-1], layers) if strictly and tolerance is None else None
+    exact = None
+    if strictly and tolerance is None and model.dtype != torch.float32:
+        with suppress(*_ERRORS), in_float32(model):  # not every model computes in it
+            exact = _own_forward(model, prompts[:-1], kept[:-1], layers)
     sparse: list[torch.Tensor] = []
     with suppress(*_ERRORS):  # some models cannot read a prompt with gaps themselves
         sparse = _own_forward(model, prompts[-1:], kept[-1:], layers)
@@ -273,26 +270,10 @@ def _own_forward(
     return rows
 
 
-def _exact_forward(
-    model: PreTrainedModel,
-    prompts: Sequence[TokenArray],
-    kept: Sequence[TokenArray | None],
-    layers: LayerSource | None,
-) -> list[torch.Tensor] | None:
-    # `_own_forward` in float32; None for a model in float32, or that does not compute in it.
-    if model.dtype == torch.float32:
-        return None
-    with suppress(*_ERRORS), in_float32(model):
-        return _own_forward(model, prompts, kept, layers)
-    return None
-
-
 def _agree(*compared: Any) -> bool:
     try:
         _compare(*compared)
-    except _ERRORS:
-        return False
-    except UnsupportedModelError:
+    except (*_ERRORS, UnsupportedModelError):
         return False
     return True
 
@@ -334,18 +315,12 @@ def _compare(
     scale = max(float(row.abs().max()) for row in wanted)
     if not worst <= (tolerance or _REHEARSAL_TOLERANCE[model.dtype]) * max(scale, 1.0):
         raise UnsupportedModelError(f"its logits differ by {worst:.2g} from its own forward")
-    if exact is not None:
-        _compare_errors([found[i] for i in range(len(wanted))], wanted, exact)
-
-
-def _compare_errors(
-    found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
-) -> None:
-    # Raise UnsupportedModelError if logits are much further from the exact ones than those of the own forward.
+    if exact is None:
+        return
     # The prompt in the middle counts: in a mixture of experts, a last bit may choose another expert for one of them.
     errors = [
         median(float((row - true).square().mean().sqrt()) for row, true in zip(rows, exact, strict=True))
-        for rows in (found, wanted)
+        for rows in ([found[i] for i in range(len(wanted))], wanted)
     ]
     if not errors[0] <= HALF_PRECISION_FACTOR * errors[1]:
         raise UnsupportedModelError(

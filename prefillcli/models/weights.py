@@ -64,12 +64,6 @@ def why_not_unpacked(entry: Mapping[str, Any]) -> str | None:
     return None
 
 
-def loading_changes(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What differs from the file's own `quantization_config` where it is unpacked."""
-    layout = "awq" if entry.get("quant_method") == "awq" else entry.get("checkpoint_format", "gptq")
-    return {"quant_method": UNPACKED, "layout": layout, "bits": entry.get("bits", 4)}
-
-
 def unpack_gptq(
     packed: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None, *, bits: int, zero_offset: int
 ) -> Tensor:
@@ -112,7 +106,8 @@ class _Unpack(ConversionOps):  # type: ignore[misc]  # transformers has no types
     def convert(
         self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **_: Any
     ) -> dict[str, Any]:
-        dtype = _dtype_of(model, full_layer_name)
+        module, own = get_module_from_name(model, full_layer_name)
+        dtype: torch.dtype = getattr(module, own).dtype
         found: dict[str, Any] = {name: each for name, each in input_dict.items() if not _part_of(name)}
         stems = dict.fromkeys(name.removesuffix(f"{part}$") for name in input_dict if (part := _part_of(name)))
         for stem in stems:
@@ -139,12 +134,6 @@ class _Unpack(ConversionOps):  # type: ignore[misc]  # transformers has no types
 
 def _part_of(pattern: str) -> str | None:
     return next((part for part in _PARTS if pattern.endswith(f"{part}$")), None)
-
-
-def _dtype_of(model: Any, name: str) -> torch.dtype:
-    module, own = get_module_from_name(model, name)
-    dtype: torch.dtype = getattr(module, own).dtype
-    return dtype
 
 
 def _listed(value: Any) -> list[Tensor]:
@@ -299,7 +288,8 @@ def plan_quantisation(origin: Path, entry: Mapping[str, Any] | None, device: tor
             raise UnsupportedModelError(
                 f"{origin}: weights quantised with {kind.name}: {why}\n{_BASE_MODEL}, or --engine vllm"
             )
-        return Quantisation(kind, kept, loading_changes(entry))
+        layout = "awq" if kind.method == "awq" else entry.get("checkpoint_format", "gptq")
+        return Quantisation(kind, kept, {"quant_method": UNPACKED, "layout": layout, "bits": entry.get("bits", 4)})
     if kind.method == "bitsandbytes_8bit":
         warning = None
         if float(entry.get("llm_int8_threshold", 6.0) or 0.0) > 0:
