@@ -17,7 +17,7 @@ from prefillcli.decode.lockstep import Chooser, Drafter, LockStep, NewTokens, Ro
 from prefillcli.plan.trie import TokenArray, common_prefix
 from prefillcli.prefill.attention import attend, attend_blockwise
 from prefillcli.prefill.forest import ForestAttention, Scoring, UnsupportedModelError
-from prefillcli.prefill.layout import IntArray, KeyWindow, on_device
+from prefillcli.prefill.layout import IntArray, KeyWindow, made_once, on_device
 from prefillcli.prefill.recurrent import recurrent_modules
 from prefillcli.prefill.walk import KeyValue, LayerWalk
 
@@ -237,10 +237,7 @@ class PassTokens:
 
     def on_device(self, name: str) -> Tensor:
         """`rows`, `steps`, `columns`, as int64 [tokens]."""
-        if name not in self.tables:
-            self.tables[name] = on_device(getattr(self, name), self.device)
-        kept: Tensor = self.tables[name]
-        return kept
+        return made_once(self.tables, name, lambda: on_device(getattr(self, name), self.device))
 
 
 class PaddedLayer:
@@ -304,10 +301,7 @@ class PaddedLayer:
         """What the queries of rows `first` to `last` see, bool [rows, 1, most, columns], up to the longest text; None
         if they see all."""
         at = (first, last, window, self.chosen, self.counts.tobytes(), window and self.depths.tobytes())
-        if at not in new.tables:
-            new.tables[at] = self._visible(new, window, first, last)
-        kept: Tensor | None = new.tables[at]
-        return kept
+        return made_once(new.tables, at, lambda: self._visible(new, window, first, last))
 
     def _visible(self, new: PassTokens, window: KeyWindow | None, first: int, last: int) -> Tensor | None:
         rows = slice(first, last)

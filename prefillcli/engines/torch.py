@@ -99,7 +99,9 @@ class TorchEngine(Engine):
         if self._use_variant is not None:
             self._use_variant(pack.variant)
         self.walk.layers.expect(len(pack.tokens), len(pack.reads))
-        exits, done = PromptExits.of(self.walk, pack, labels, treatment), LayersDone.none(pack)
+        exits, done = None, LayersDone.none(pack)
+        if treatment.exits is not None and pack.reads:
+            exits = PromptExits(self.walk, pack, labels, treatment.exits, treatment.regroup_cost)
         thinning = None if treatment.thinning is None else PackThinning(treatment.thinning)
         kept = self._texts.keep(self.walk, pack, treatment, self.limits)
         logprobs: dict[int, npt.NDArray[np.float64]] = {}
@@ -216,10 +218,10 @@ class PromptExits:
         pack: Pack,
         labels: Callable[[int], LabelTokens],
         exits: EarlyExits,
-        regroup_cost: float,
+        regroup_cost: float | None,
     ) -> None:
         self.layers = exits.observed if exits.policy is None else exits.policy.layers
-        self.regroup_cost = regroup_cost
+        self.regroup_cost = REGROUP_LAYERS if regroup_cost is None else regroup_cost
         self.going: Sequence[int] = range(len(pack.reads))  # numbers of the reads that go on
         self.early: dict[int, EarlyAnswer] = {}  # what decided prompts have left with, or would have, by prompt
         # What observed layers show of each prompt.
@@ -229,16 +231,6 @@ class PromptExits:
         self._pack = pack
         self._labels = labels
         self._exits = exits
-
-    @classmethod
-    def of(
-        cls, walk: LayerWalk, pack: Pack, labels: Callable[[int], LabelTokens], treatment: Treatment
-    ) -> PromptExits | None:
-        """Those of a pack; None where nothing of it is read early."""
-        if treatment.exits is None or not pack.reads:
-            return None
-        cost = REGROUP_LAYERS if treatment.regroup_cost is None else treatment.regroup_cost
-        return cls(walk, pack, labels, treatment.exits, cost)
 
     def peeks(self, layer: int) -> bool:
         """Whether only the prompts' last tokens go through the layer before it is decided who leaves."""
@@ -279,11 +271,10 @@ class PromptExits:
             at = [number for number, each in enumerate(own) if each == tokens]
             picked = torch.as_tensor([rows[number] for number in at], device=after.device)
             for side, states in enumerate((after, before)):
-                logits[side, at] = self._label_logits(states[picked], tokens)
+                logits[side, at] = label_logits(
+                    self._walk.label_logits(states[picked], output_numbers(tokens)), tokens
+                )
         return Readings(hidden, logits[0], logits[1])
-
-    def _label_logits(self, hidden: Tensor, labels: LabelTokens) -> npt.NDArray[np.float64]:
-        return label_logits(self._walk.label_logits(hidden, output_numbers(labels)), labels)
 
 
 class JobTexts:

@@ -6,7 +6,6 @@ import ctypes
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -162,24 +161,19 @@ def attend_by_products(
         for start in range(0, queries, rows):
             at = slice(start, min(start + rows, queries))
             seen = slice(0, at.stop if causal else keys)
-            part = _rows(query[some, :, :, at], key[some, :, seen], value[some, :, seen], safe, causal)
-            torch.div(part.values, part.total.unsqueeze(-1), out=out_rows[some, :, :, at])
-            lse_rows[some, :, :, at] = part.lse
+            values, total, part_lse = _rows(
+                query[some, :, :, at], key[some, :, seen], value[some, :, seen], safe, causal
+            )
+            torch.div(values, total.unsqueeze(-1), out=out_rows[some, :, :, at])
+            lse_rows[some, :, :, at] = part_lse
     return out, lse
 
 
-class _Part(NamedTuple):
-    """For queries `[sequences, heads, groups, tokens]`: weighted sum of values, total weight, log-sum-exp."""
-
-    values: Tensor
-    total: Tensor
-    lse: Tensor
-
-
-def _rows(query: Tensor, key: Tensor, value: Tensor, safe: bool, causal: bool) -> _Part:
-    # For queries `[sequences, heads, groups, tokens, width]` and K,V `[sequences, heads, tokens, width]`. `causal`:
-    # the queries' tokens are the last of the keys'. Scores are binary logarithms. All shapes are rounded up, because
-    # the library keeps what it prepares for each shape of a product.
+def _rows(query: Tensor, key: Tensor, value: Tensor, safe: bool, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    # Weighted sum of values, total weight and log-sum-exp, for queries `[sequences, heads, groups, tokens, width]`
+    # and K,V `[sequences, heads, tokens, width]`. `causal`: the queries' tokens are the last of the keys'. Scores are
+    # binary logarithms. All shapes are rounded up, because the library keeps what it prepares for each shape of a
+    # product.
     *shape, width = query.shape
     groups, tokens = shape[2:]
     rows = round_up(tokens, ROW_STEP)
@@ -219,7 +213,8 @@ def _rows(query: Tensor, key: Tensor, value: Tensor, safe: bool, causal: bool) -
     values, total = sums
     lse = torch.log2(total.float()).add_(top).mul_(math.log(2))
     padded = (*shape[:3], rows)
-    return _Part(*(x.view(*padded, *x.shape[2:])[:, :, :, :tokens] for x in (values, total, lse)))
+    values, total, lse = (x.view(*padded, *x.shape[2:])[:, :, :, :tokens] for x in (values, total, lse))
+    return values, total, lse
 
 
 def round_up(number: int, step: int) -> int:
@@ -356,16 +351,14 @@ def attend(
     if softcap is None and query.device.type == "cpu":
         if query.dtype == torch.float32 or causal or visible is not None:
             return _attend_on_cpu(query, key, value, scale, causal, visible, shift)
-        out = lse = None
-        for start in range(0, key.shape[2], COPIED_KEYS):
+
+        def part(start: int) -> tuple[Tensor, Tensor]:
             k, v = (x[:, :, start : start + COPIED_KEYS] for x in (key, value))
-            part = _attend_on_cpu(query, k, v, scale, False, None, shift)
-            if out is None or lse is None:
-                out, lse = part
-            else:
-                merge_into(out, lse, *part)
-        if out is None or lse is None:
-            raise ValueError("no keys to attend over")
+            return _attend_on_cpu(query, k, v, scale, False, None, shift)
+
+        out, lse = part(0)
+        for start in range(COPIED_KEYS, key.shape[2], COPIED_KEYS):
+            merge_into(out, lse, *part(start))
         return out, lse
     if softcap is None and visible is None and fits_flash(query, value):
         wide = _widened(value, query.shape[-1])

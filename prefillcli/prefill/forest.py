@@ -155,7 +155,7 @@ class ForestAttention:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.shift: Shift | None = None
-        self._computed: Chunk | LastTokens | None = None
+        self._computed: Chunk | LastTokens  # by the next call of the layer
         self._keys_only = False
         self._held: Sequence[tuple[Tensor, Tensor]] = ()
         self.calls = 0  # by the current layer call; more than one is no layer we know
@@ -219,8 +219,6 @@ class ForestAttention:
     @property
     def depths(self) -> IntArray:
         """The depths of the tokens that are computed."""
-        if self._computed is None:
-            raise RuntimeError("say what is computed before a layer is called")
         return self._computed.depths
 
     def __call__(
@@ -278,8 +276,6 @@ class ForestAttention:
     def compute(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """What the queries of a call see: output [1, heads, tokens, width] and log-sum-exp [1, heads, tokens]."""
         computed = self._computed
-        if computed is None:
-            raise RuntimeError("say what is computed before a layer is called")
         if self._attend is not None:
             return self._attend(computed, query, *self.keys_values, scoring)
         if takes_sequences(query, value, scoring.softcap):

@@ -10,7 +10,7 @@ A token's depth is the number of tokens before it on its path. Windows count dep
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -205,6 +205,17 @@ class OwnKeys:
     groups: list[tuple[Group, torch.Tensor]]
 
 
+Made = TypeVar("Made")
+
+
+def made_once(tables: dict[Any, Any], at: Any, make: Callable[[], Made]) -> Made:
+    """What `tables` has at a place, made when it is asked for first: all layers see the same of a chunk."""
+    if at not in tables:
+        tables[at] = make()
+    found: Made = tables[at]
+    return found
+
+
 class Tree:
     """The nodes of a pack, as the layout needs them. Token numbers count the pack's own tokens."""
 
@@ -274,9 +285,7 @@ class Chunk:
     end: int
     device: torch.device
     batched: int  # pieces up to this length are batched
-    tables: dict[Any, Any] = field(default_factory=dict)  # what `varlen` and `flex` make of this, by what is seen
-    _views: dict[KeyWindow | None, View] = field(default_factory=dict)
-    _blocks: dict[tuple[KeyWindow | None, int], tuple[IntArray, IntArray]] = field(default_factory=dict)
+    tables: dict[Any, Any] = field(default_factory=dict)  # what is made of this once, by what is seen
 
     @property
     def positions(self) -> IntArray:
@@ -289,19 +298,15 @@ class Chunk:
     @property
     def depths_on_device(self) -> torch.Tensor:
         """The depths, int64 [tokens]."""
-        return _kept_on_device(self, self.depths, 0)
+        return made_once(self.tables, "depths", lambda: on_device(self.depths, self.device))
 
     def view(self, window: KeyWindow | None) -> View:
         """What is seen through a window, or without one."""
-        if window not in self._views:
-            self._views[window] = self._look(window)
-        return self._views[window]
+        return made_once(self.tables, ("view", window), lambda: self._look(window))
 
     def blocks(self, window: KeyWindow | None, rows: int) -> tuple[IntArray, IntArray]:
         """What is seen, for `kernel.ForestKernel.attend`: blocks of at most `rows` tokens, and their runs of keys."""
-        if (window, rows) not in self._blocks:
-            self._blocks[window, rows] = self._cut(window, rows)
-        return self._blocks[window, rows]
+        return made_once(self.tables, ("blocks", window, rows), lambda: self._cut(window, rows))
 
     def _cut(self, window: KeyWindow | None, rows: int) -> tuple[IntArray, IntArray]:
         tree, a, b = self.tree, self.start, self.end
@@ -398,7 +403,7 @@ class LastTokens:
     @property
     def depths_on_device(self) -> torch.Tensor:
         """The depths, int64 [reads]."""
-        return _kept_on_device(self, self.depths, self.ahead)
+        return made_once(self.tables, ("depths", self.ahead), lambda: on_device(self.depths, self.device))
 
     def ancestors(self, window: KeyWindow | None) -> list[Span]:
         """What the queries see of their nodes' ancestors."""
@@ -416,8 +421,8 @@ class LastTokens:
 
     def blocks(self, window: KeyWindow | None, rows: int = 1) -> tuple[IntArray, IntArray]:
         """What is seen, as a chunk says it, in blocks of one query: neighbours may be of different nodes."""
-        at = ("blocks", window, self.ahead)
-        if at not in self.tables:
+
+        def cut() -> tuple[IntArray, IntArray]:
             blocks: list[tuple[int, ...]] = []
             runs: list[tuple[int, int, int]] = []
             for query, (node, depth) in enumerate(zip(self.nodes, self.depths.tolist(), strict=True)):
@@ -425,9 +430,9 @@ class LastTokens:
                 seen = self.tree.path_with_depths(node)
                 runs += [run for each in seen if (run := _without_older(each, oldest)) is not None]
                 blocks.append((query, 1, depth, first, len(runs)))
-            self.tables[at] = np.array(blocks, np.int64), np.array(runs, np.int64)
-        kept: tuple[IntArray, IntArray] = self.tables[at]
-        return kept
+            return np.array(blocks, np.int64), np.array(runs, np.int64)
+
+        return made_once(self.tables, ("blocks", window, self.ahead), cut)
 
     def own(self, window: KeyWindow | None) -> list[tuple[int, int]]:
         """Per read the keys of its own node, as (start, end) in the buffer."""
@@ -441,21 +446,21 @@ class LastTokens:
 
     def own_keys(self, window: KeyWindow | None, batched: int) -> OwnKeys:
         """The same, in groups of runs of at most `batched` tokens."""
-        at = ("own", window, self.ahead, batched)
-        if at not in self.tables:
+
+        def group() -> OwnKeys:
             runs = self.own(window)
             read = {run: number for number, run in enumerate(runs)}
             long, short = split_by_length([run for run in runs if run[0] < run[1]], batched)
-            self.tables[at] = OwnKeys(
+            return OwnKeys(
                 [read[run] for run in runs if run[0] == run[1]],
                 [(read[run], *run) for run in long],
                 [
-                    (group, on_device(np.asarray([read[run] for run in group.runs]), self.device))
-                    for group in group_runs(short, self.device)
+                    (each, on_device(np.asarray([read[run] for run in each.runs]), self.device))
+                    for each in group_runs(short, self.device)
                 ],
             )
-        kept: OwnKeys = self.tables[at]
-        return kept
+
+        return made_once(self.tables, ("own", window, self.ahead, batched), group)
 
 
 def _without_older(run: tuple[int, int, int], oldest: int) -> tuple[int, int, int] | None:
@@ -492,14 +497,6 @@ def group_runs(runs: list[tuple[int, int]], device: torch.device) -> list[Group]
         groups.append(Group(runs[at:end], *(on_device(each, device) for each in arrays)))
         at = end
     return groups
-
-
-def _kept_on_device(computed: Chunk | LastTokens, depths: IntArray, ahead: int) -> torch.Tensor:
-    at = ("depths", ahead)
-    if at not in computed.tables:
-        computed.tables[at] = on_device(depths, computed.device)
-    kept: torch.Tensor = computed.tables[at]
-    return kept
 
 
 def on_device(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -71,10 +71,8 @@ class Lanes:
 TRIAL_TOKENS = 7  # no number of lanes
 
 
-class Reached(Protocol):
-    """What is to happen where the model's forward calls layer `index`."""
-
-    def __call__(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+Reached = Callable[[int, Tensor, tuple[Any, ...], dict[str, Any]], Any]
+# What is to happen where the model's forward calls the layer of this number, with this residual stream and arguments.
 
 
 class StandIn(nn.Module):
@@ -249,11 +247,6 @@ def _by_length(forward: Callable[..., Tables], switch: int) -> Callable[..., Tab
 # In a forest each token has a number of its own.
 
 
-def asks_for_depths(config: Any) -> bool:
-    """Whether layers of this text configuration ask: llama4's do, where queries grow with their depth."""
-    return bool(getattr(config, "attn_temperature_tuning", False))
-
-
 class DepthCache:
     """Holds nothing, and says how many tokens are before each of some tokens at `depths`, less those of the call."""
 
@@ -322,7 +315,8 @@ class ModelEnds:
         self._place = decoder_layers(model)
         self.layers: list[nn.Module] = list(self._place.layers)
         self.device: torch.device = embedding_device(model)
-        self._asked_for_depths = asks_for_depths(model.config.get_text_config())
+        # Llama 4's layers ask a cache how many tokens are before them: their queries grow with their depth.
+        self._asked_for_depths = bool(getattr(model.config.get_text_config(), "attn_temperature_tuning", False))
         self._takes = _parameters(model, self._place.prefix)
         self._length_tables = LengthTables(model)
         self._reached: Reached = _is_walked
@@ -433,20 +427,17 @@ class ModelEnds:
             if name is None:
                 raise UnsupportedModelError("the model's forward takes no cache")
             given[name] = cache
-        with self._staged(reached), self._mode:
-            logits: Tensor = self._model(input_ids=tokens.view(-1, tokens.shape[-1]).to(self.device), **given).logits
+        self._reached = reached
+        try:
+            with self._mode:
+                out = self._model(input_ids=tokens.view(-1, tokens.shape[-1]).to(self.device), **given)
+        finally:
+            self._reached = _is_walked
+        logits: Tensor = out.logits
         return logits
 
     def _at_layer(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._reached(index, hidden, args, kwargs)
-
-    @contextmanager
-    def _staged(self, reached: Reached) -> Iterator[None]:
-        self._reached = reached
-        try:
-            yield
-        finally:
-            self._reached = _is_walked
 
     @cached_property
     def _manner(self) -> _Manner:
@@ -649,7 +640,9 @@ class CallBuffers:
                 return type(value)(move(part) for part in value)
             if isinstance(value, MutableMapping) and not value:  # for what layers will leave there
                 if id(value) not in mappings:
-                    whole = self._shared_by(len(mappings))
+                    if len(mappings) == len(self._shared):
+                        self._shared.append({})
+                    whole = self._shared[len(mappings)]
                     mappings[id(value)] = SharedKeysValues(whole, start, chunk_tokens, self._tokens)
                 return mappings[id(value)]
             if isinstance(value, dict):
@@ -657,11 +650,6 @@ class CallBuffers:
             return value
 
         return [(move(args), {name: move(value) for name, value in kwargs.items()}) for args, kwargs in calls]
-
-    def _shared_by(self, mapping: int) -> dict[Any, tuple[Tensor, Tensor]]:
-        if mapping == len(self._shared):
-            self._shared.append({})
-        return self._shared[mapping]
 
     def _move(self, tensor: Tensor, number: int, chunk_tokens: int) -> Tensor:
         per_token, rest = divmod(tensor.numel(), chunk_tokens)

@@ -56,11 +56,6 @@ def changed_state(state: LinearAttentionLayer, change: Callable[[Tensor], Tensor
     return changed
 
 
-def state_bytes(state: LinearAttentionLayer) -> int:
-    """The bytes of its tensors."""
-    return sum(tensor.nbytes for tensor in tensors_of(state))
-
-
 def pick_states(state: LinearAttentionLayer, rows: Sequence[int]) -> LinearAttentionLayer:
     """Some of the stacked states, as a copy."""
     return changed_state(state, lambda own: own[torch.as_tensor(rows, dtype=torch.long, device=own.device)])
@@ -226,8 +221,8 @@ class LayerRecurrence:
     def __enter__(self) -> Self:
         for module, states in zip(self._modules, self._states, strict=True):
             kind: Any = type(module)
-            _continue_scans(kind)
-            _limit_steps(kind)
+            _go_through(kind, _SCAN, _begun)
+            _go_through(kind, _STEP, _limited)
             forward = module.forward
             module.forward = lambda *a, _m=module, _f=forward, _s=states, **k: self._call(_m, _f, _s, a, k)
         return self
@@ -318,7 +313,7 @@ class ModuleCall:
         for group in group_runs([(start, end) for start, end, _ in runs], self.device):
             first, most = states[group.runs[0]], len(group.runs)
             if first is not None:
-                most = max(1, STATE_BYTES // max(1, state_bytes(first)))
+                most = max(1, STATE_BYTES // max(1, sum(tensor.nbytes for tensor in tensors_of(first))))
             for at in range(0, len(group.runs), most):
                 part = slice(at, at + most)
                 index, valid = group.index[part], group.valid[part]
@@ -441,29 +436,16 @@ def _in_order(state: Tensor | None) -> Iterator[Tensor] | None:
     return iter([state]) if state.dim() == 3 else (state[:, head] for head in count())
 
 
-@cache
-def _continue_scans(kind: Any) -> None:
-    # Let the scans of a module's class begin with the states of the running call.
-    home = sys.modules[kind.__module__]
-    scan = getattr(home, _SCAN, None)
-    if scan is None or hasattr(scan, "scan_of"):
-        return
-    signature = inspect.signature(scan)
-
-    def continued(*args: Any, **kwargs: Any) -> Any:
-        states = _scan_states.get()
-        if states is None:
-            return scan(*args, **kwargs)
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        with_last = given.arguments["return_last_state"]
-        given.arguments["return_last_state"] = True
-        out, last = scan(*given.args, **given.kwargs)
-        out, last = _add_first_state(out, last, next(states), given.arguments)
-        return (out, last) if with_last else out
-
-    continued.scan_of = scan  # type: ignore[attr-defined]
-    setattr(home, _SCAN, continued)
+def _begun(scan: Callable[..., Any], given: inspect.BoundArguments) -> Any:
+    # A scan that begins with the next state of the running call.
+    states = _scan_states.get()
+    if states is None:
+        return scan(*given.args, **given.kwargs)
+    with_last = given.arguments["return_last_state"]
+    given.arguments["return_last_state"] = True
+    out, last = scan(*given.args, **given.kwargs)
+    out, last = _add_first_state(out, last, next(states), given.arguments)
+    return (out, last) if with_last else out
 
 
 def _add_first_state(out: Tensor, last: Tensor, first: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -492,31 +474,35 @@ def _add_first_state(out: Tensor, last: Tensor, first: Tensor, given: Mapping[st
 # that scans keep to.
 
 
-@cache
-def _limit_steps(kind: Any) -> None:
-    # Let the steps of a module's class keep to the time limits of the running call.
-    home = sys.modules[kind.__module__]
-    step = getattr(home, _STEP, None)
-    if step is None or hasattr(step, "step_of"):
-        return
-    signature = inspect.signature(step)
-
-    def limited(*args: Any, **kwargs: Any) -> Any:
-        limit = _step_limit.get()
-        if limit is None:
-            return step(*args, **kwargs)
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
+def _limited(step: Callable[..., Any], given: inspect.BoundArguments) -> Any:
+    # A step that keeps to the time limits of the running call.
+    limit = _step_limit.get()
+    if limit is not None:
         dt, bias = given.arguments["dt"], given.arguments["dt_bias"]
         if bias is not None:
             dt = dt + bias.to(dt.dtype)
         if given.arguments["dt_softplus"]:
             dt = nn.functional.softplus(dt)
         given.arguments |= {"dt": dt.clamp(*limit), "dt_bias": None, "dt_softplus": False}
-        return step(*given.args, **given.kwargs)
+    return step(*given.args, **given.kwargs)
 
-    limited.step_of = step  # type: ignore[attr-defined]
-    setattr(home, _STEP, limited)
+
+@cache
+def _go_through(kind: Any, name: str, through: Callable[[Callable[..., Any], inspect.BoundArguments], Any]) -> None:
+    # Let calls of the function that a module's class knows by this name go `through` another, with all arguments.
+    home = sys.modules[kind.__module__]
+    own = getattr(home, name, None)
+    if own is None or hasattr(own, "goes_through"):
+        return
+    signature = inspect.signature(own)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        return through(own, given)
+
+    call.goes_through = through  # type: ignore[attr-defined]
+    setattr(home, name, call)
 
 
 # Recurrent modules over new tokens of several branches, in decoding.

@@ -232,7 +232,13 @@ class LayerWalk:
                     rule = None
                 if state.chunks:
                     if thinning is not None:
-                        watch_for(thinning, index, len(self.layers), state, attention)
+                        # Layers without attention have no queries: it sees those of the next one that attends.
+                        watched = thinning.watched(state.pack, state.tree) if index >= thinning.layer else ()
+                        if len(watched) and index == len(self.layers) - 1:
+                            raise UnsupportedModelError(
+                                "no layer attends between the one that is to choose tokens and the last"
+                            )
+                        attention.watch(watched)
                     self.through_layer(state, index, layer, attention, tick)
                     yield index, layer
                     if thinning is not None and attention.watches and attention.attended:
@@ -397,7 +403,9 @@ class LayerWalk:
     ) -> None:
         # Ask the rule at layer `index` which reads go on. Take out what only the others needed, where that pays.
         # `through` layers are behind them.
-        going = going_on(rule, index, state.reads, before, after)
+        going = sorted(rule(index, state.reads, before, after))
+        if not set(going) <= set(state.reads):
+            raise ValueError("an exit rule lets reads go on that have left")
         if len(going) == len(state.reads):
             return
         at = [bisect_left(state.reads, read) for read in going]
@@ -415,18 +423,15 @@ class LayerWalk:
 
     def _embed(self, tokens: Tensor, chunks: list[Chunk]) -> tuple[Tensor, list[list[LayerCall]]]:
         # The residual stream before the first layer, [1, tokens, hidden], and each chunk's layer arguments.
-        hidden: Tensor | None = None
-        calls = []
+        hidden, calls = torch.empty(0), []
         buffers = CallBuffers(len(tokens))
         for chunk in chunks:
             rows, call = self._arguments(tokens, chunk, buffers)
-            if hidden is None:
+            if chunk.start == 0:
                 hidden = self._residual.empty(len(tokens), rows)
             self._residual.write(hidden, chunk.start, rows)
             calls.append(call)
             del rows  # before the next chunk's are made
-        if hidden is None:
-            raise ValueError("a pack holds at least one token")
         return hidden, calls
 
     def _arguments(self, tokens: Tensor, chunk: Chunk, buffers: CallBuffers) -> tuple[Tensor, list[LayerCall]]:
@@ -574,14 +579,6 @@ class ExitRule(Protocol):
         """
 
 
-def going_on(rule: ExitRule, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> list[int]:
-    """The reads that go on by a rule, ascending. Raises ValueError if one of them has left already."""
-    going = sorted(rule(layer, reads, before, after))
-    if not set(going) <= set(reads):
-        raise ValueError("an exit rule lets reads go on that have left")
-    return going
-
-
 @dataclass(frozen=True, slots=True)
 class Remainder:
     """The rest of a pack.
@@ -663,18 +660,6 @@ class ThinningRule(Protocol):
 
     def __call__(self, pack: Pack, tree: Tree, layer: WatchedLayer) -> Sequence[Thinned]:
         """What goes on of each read of the pack. `layer` has all keys, and the queries of the `watched` tokens."""
-
-
-def watch_for(rule: ThinningRule, layer: int, layers: int, state: WalkState, attention: ForestAttention) -> None:
-    """Let the attention keep the queries that the rule wants to see in `layer`, which is next, of so many `layers`.
-
-    Layers without attention have none, so the rule sees those of the first layer from its own on that attends. Raises
-    UnsupportedModelError if only the last layer is left.
-    """
-    watched = rule.watched(state.pack, state.tree) if layer >= rule.layer else ()
-    if len(watched) and layer == layers - 1:
-        raise UnsupportedModelError("no layer attends between the one that is to choose tokens and the last")
-    attention.watch(watched)
 
 
 def thin_pack(pack: Pack, kept: Sequence[IntArray]) -> Remainder:
