@@ -33,15 +33,6 @@ MOST_END = 256  # tokens of a prompt's end that are copied
 MOST_PADDED = 2  # times what is copied, if all rows are padded to the longest end
 
 
-@dataclass(frozen=True, slots=True)
-class PaddedTokens:
-    """New tokens as one padded batch [rows, longest]: `index` of each (padded with a row's first), the `places` of
-    all tokens in the flattened batch."""
-
-    index: Tensor
-    places: Tensor
-
-
 def private_ends(paths: Sequence[Sequence[Run]]) -> IntArray:
     """Of how many tokens at the end of each row's prompt the K,V are copied to stand with what follows it: short ends
     that no other row sees. Attention over all of them is then one call."""
@@ -90,18 +81,19 @@ class RowTokens:
         self.slot_index = on_device(self.slots[self._row], device)
         self.place_index = on_device(self._places, device)
         self._steps = steps
-        self._batch: PaddedTokens | None = None
+        self._batch: tuple[Tensor, Tensor] | None = None
         self._spans: dict[KeyWindow | None, list[tuple[Span, Tensor | None]]] = {}
         self._visible: dict[tuple[KeyWindow | None, int], Tensor | None] = {}
 
     @property
-    def batch(self) -> PaddedTokens | None:
-        """The tokens as a padded batch; None where each row has the same number of them."""
+    def batch(self) -> tuple[Tensor, Tensor] | None:
+        """The tokens as a padded batch [rows, longest]: the index of each (padded with a row's first), and the places
+        of all tokens in the flattened batch. None where each row has the same number of them."""
         if self._batch is None and self.most * len(self.slots) > self.tokens:
             index = np.repeat((self._ends - self.counts)[:, None], self.most, axis=1)
             index[self._row, self._steps] = np.arange(self.tokens)
             places = self._row * self.most + self._steps
-            self._batch = PaddedTokens(on_device(index, self._device), on_device(places, self._device))
+            self._batch = on_device(index, self._device), on_device(places, self._device)
         return self._batch
 
     def spans(self, window: KeyWindow | None) -> list[tuple[Span, Tensor | None]]:
@@ -183,7 +175,6 @@ class OwnTokens:
             whole.transpose(1, 2)[tokens.slot_index, tokens.place_index] = new[0].transpose(0, 1)
 
     def keep(self, slots: IntArray) -> None:
-        """Go on with these rows alone."""
         self._rows = len(slots)
         if self.keys is not None and self.values is not None:
             at = on_device(slots, self.keys.device)
@@ -248,7 +239,7 @@ def _attend_own(tokens: RowTokens, query: Tensor, own: KeyValue, scoring: Scorin
     if batch is None:
         padded = query.reshape(heads, rows, tokens.most, width)
     else:
-        padded = query[0][:, batch.index.flatten()].view(heads, rows, tokens.most, width)
+        padded = query[0][:, batch[0].flatten()].view(heads, rows, tokens.most, width)
     kv_heads = own[0].shape[1]
     groups = heads // kv_heads
     together = padded.transpose(0, 1).reshape(rows, kv_heads, groups * tokens.most, width)
@@ -256,7 +247,7 @@ def _attend_own(tokens: RowTokens, query: Tensor, own: KeyValue, scoring: Scorin
     out, lse = out.reshape(rows, heads, tokens.most, -1), lse.reshape(rows, heads, tokens.most)
     by_token, lse = out.transpose(1, 2).reshape(-1, heads, out.shape[3]), lse.transpose(0, 1).reshape(heads, -1)
     if batch is not None:
-        by_token, lse = by_token[batch.places], lse[:, batch.places]
+        by_token, lse = by_token[batch[1]], lse[:, batch[1]]
     return by_token.contiguous()[None].transpose(1, 2), lse[None]  # some layers only view the tokens' outputs
 
 
@@ -316,7 +307,6 @@ class KeptForward:
         self.can_forget = not any(self._recurrences)
 
     def __call__(self, new: NewTokens) -> Iterator[Tensor]:
-        """As in `Forward`."""
         return self._logits(self._hidden(new))
 
     @torch.inference_mode()
@@ -365,7 +355,6 @@ class KeptForward:
             self._newest.places[row] -= tokens
 
     def drop(self, rows: Collection[int]) -> None:
-        """As in `Forward`."""
         stay = [(row, slot) for row, slot in self._slots.items() if row not in rows]
         slots = np.asarray([slot for _, slot in stay], dtype=np.int64)
         self._slots = {row: slot for slot, (row, _) in enumerate(stay)}
@@ -421,12 +410,13 @@ class RowRoom:
     """How many rows fit. What does not is learned from the device: `most_rows` is None until memory runs out.
 
     While texts are written, the K,V of `most_tokens` tokens may be on the device, those of prompts included; None: of
-    any number. A row counts `row_tokens` beside its tokens.
+    any number. A row counts `row_tokens` beside its tokens. No text goes beyond the `longest` places of the model.
     """
 
     most_tokens: int | None = None
     row_tokens: float = 0.0
     most_rows: int | None = None
+    longest: int | None = None
 
     def of_text(self, beginning: Beginning, writing: Writing) -> float:
         """What a row takes beside its prompt."""
@@ -480,7 +470,6 @@ def write_behind(
     rows: Sequence[Row],
     writing: Writing,
     *,
-    longest: int | None = None,
     room: RowRoom | None = None,
     make_drafter: MakeDrafter = lambda forward: None,
     tick: Tick = lambda tokens: None,
@@ -489,7 +478,7 @@ def write_behind(
     """What the model writes behind reads of the pack that `kept` has walked: one text for each of the rows, which are
     given as (number of the read, beginning).
 
-    No text goes beyond the `longest` places of the model. Rows that do not fit in the `room` together are written one
+    Rows that do not fit in the `room` together are written one
     group after the other, and so they are when memory runs out: then the room is smaller from there on. A row for
     which there is no room alone has None. `tick` is called after each layer of a pass and may raise to stop. What
     writing takes is added to the `report`. The pack is let go of.
@@ -504,7 +493,7 @@ def write_behind(
         if not group:
             break
         together = [rows[number] for number in group]
-        texts = _written_together(walk, kept, together, writing, longest, make_drafter, tick, report)
+        texts = _written_together(walk, kept, together, writing, room.longest, make_drafter, tick, report)
         if texts is None:
             _let_go(walk.device)
             room.most_rows = max(len(group) // 2, 1)

@@ -139,7 +139,6 @@ class DecodingReport:
     drafters: dict[str, DrafterCounts] = field(default_factory=dict)
 
     def add(self, other: DecodingReport) -> None:
-        """Count what another one has counted."""
         for name in ("texts", "tokens", "passes", "row_passes", "seconds", "kept_prompts", "again_prompts",
                      "prompt_tokens", "prompt_seconds"):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))

@@ -54,8 +54,6 @@ class PromptLookup(Drafter):
 
 
 class _RowTokens:
-    """The tokens of a row's prompt, and room for its text."""
-
     def __init__(self, row: RowText) -> None:
         certain = [row.beginning.prompt, np.asarray(row.beginning.tokens, dtype=np.int32)]
         self._text = len(row.beginning.prompt) + len(row.beginning.tokens)
@@ -285,13 +283,11 @@ class PaddedLayer:
             place[rows, :, columns + self.chosen] = own
 
     def append(self, new: PassTokens, key: Tensor, value: Tensor) -> None:
-        """Store K,V [1, kv heads, tokens, width] of a pass."""
         both = key[0].transpose(0, 1), value[0].transpose(0, 1)
         self.put_text(new.on_device("rows"), new.on_device("columns"), *both, new.text)
 
     @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows alone, in this order."""
         self.counts, self.depths = self.counts[list(rows)], self.depths[list(rows)]
         if self._both is not None:
             at = torch.as_tensor(rows, dtype=torch.long, device=self._both[0].device)
@@ -376,7 +372,6 @@ class PaddedForward:
         self._read[place], self._positions[place], self._depths[place] = 0, position, depth
 
     def place(self, row: int) -> int:
-        """The row's number in the caches."""
         return self._rows[row]
 
     def has_text(self, row: int, tokens: int) -> None:
@@ -721,7 +716,6 @@ class RetrievalDrafter(Drafter):
         self._level.begin([each.draft for each in self._rows.values()])
 
     def reaches(self, row: RowText) -> bool:
-        """Whether it guesses for a row."""
         return row.number in self._rows
 
     def propose(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:

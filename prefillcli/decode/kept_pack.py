@@ -233,7 +233,6 @@ class KeptPack:
 
     @torch.inference_mode()
     def release(self) -> None:
-        """Let go of everything."""
         if self._host is not None:
             self._host.arrive()
         self._layers.clear()

@@ -281,7 +281,6 @@ class LockStep:
         row.finish_reason = None
 
     def end(self, rows: Iterable[RowText]) -> None:
-        """These rows have ended."""
         rows = list(rows)
         self._forward.drop([row.number for row in rows])
         for row in rows:

@@ -111,13 +111,13 @@ class Treatment:
 
     def of(self, prompts: Collection[int]) -> Treatment:
         """The treatment of these prompts alone."""
-        treatment = self if self.thinning is None else replace(self, thinning=self.thinning.of(prompts))
-        if treatment.continuations is not None:
-            treatment = replace(treatment, continuations=treatment.continuations.of(prompts))
-        if treatment.exits is None or not treatment.exits.in_full:
-            return treatment
-        in_full = frozenset(prompt for prompt in treatment.exits.in_full if prompt in prompts)
-        return replace(treatment, exits=replace(treatment.exits, in_full=in_full))
+        exits, thinning, texts = self.exits, self.thinning, self.continuations
+        return replace(
+            self,
+            exits=None if exits is None else replace(exits, in_full=exits.in_full.intersection(prompts)),
+            thinning=None if thinning is None else thinning.of(prompts),
+            continuations=None if texts is None else texts.of(prompts),
+        )
 
 
 PLAIN = Treatment()  # every prompt goes through all layers as it is, and nothing is written
@@ -299,7 +299,6 @@ class Engine:
         tick: Callable[[float], None],
         treatment: Treatment = PLAIN,
     ) -> Iterator[list[Answer]]:
-        """As `PlanEngine`: one pack after the other."""
         for pack in packs:
             yield from self.answer(pack, labels, tick, treatment)
 

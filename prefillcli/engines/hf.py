@@ -159,7 +159,6 @@ def open_models(choice: EngineChoice) -> Opened:
 
 
 def load(request: LoadRequest) -> Loaded[HfEngine]:
-    """As `Loader`."""
     opened = request.opened
     models.refuse_what_cannot_fit(opened)
     model = load_weights(

@@ -46,23 +46,18 @@ class MemoryRecovery:
         self._walk = walk
         self._sources: dict[Key, Pack] = {}  # what computes each node that may be held
         self._unheld: set[Key] = set()  # nodes that do not fit
-        self._pack_tokens: int | None = None
+        self.pack_tokens: int | None = None  # packs of more tokens are split; None before any was too large
         self._failures = 0
         self._halve_chunk = True  # next
         if before:
-            self._pack_tokens, self._failures = before["pack_tokens"], before["failures"]
+            self.pack_tokens, self._failures = before["pack_tokens"], before["failures"]
             walk.chunk_tokens = min(walk.chunk_tokens, before["chunk_tokens"])
-
-    @property
-    def pack_tokens(self) -> int | None:
-        """Packs of more tokens are split; None before any was too large."""
-        return self._pack_tokens
 
     def reduced(self) -> ReducedPacks | None:
         """How it has gone on since memory ran out; None if it has not."""
         if not self._failures:
             return None
-        return ReducedPacks(self._failures, self._walk.chunk_tokens, self._pack_tokens)
+        return ReducedPacks(self._failures, self._walk.chunk_tokens, self.pack_tokens)
 
     def answer(
         self,
@@ -76,7 +71,7 @@ class MemoryRecovery:
         becomes less before chunks and packs do. Raises ResourceError where not even a short prompt fits."""
         self._remember(pack)
         stays = pack.keep | {node.key for node in pack.held}
-        sizes = self._walk.chunk_tokens, self._pack_tokens
+        sizes = self._walk.chunk_tokens, self.pack_tokens
         todo = self._smaller(self._fitting([pack]))
         ticks = _Ticks(len(pack.tokens), tick)
         ticks.begin(todo)
@@ -114,11 +109,11 @@ class MemoryRecovery:
             ticks.begin(todo)
         ticks.end()
         if apart:  # smaller chunks were of no help
-            self._walk.chunk_tokens, self._pack_tokens = sizes
+            self._walk.chunk_tokens, self.pack_tokens = sizes
         return answers
 
     def _smaller(self, packs: Sequence[Pack]) -> list[Pack]:
-        most = self._pack_tokens
+        most = self.pack_tokens
         return list(packs) if most is None else [part for pack in packs for part in split_pack(pack, most)]
 
     def _let_go(self, reason: str) -> None:
@@ -146,7 +141,7 @@ class MemoryRecovery:
             self._walk.chunk_tokens = max(chunk // 2, MIN_CHUNK_TOKENS)
             self._halve_chunk = False
         elif splits:
-            self._pack_tokens = half
+            self.pack_tokens = half
             self._halve_chunk = True
         else:
             return False

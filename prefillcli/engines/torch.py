@@ -286,8 +286,7 @@ class JobTexts:
     def __init__(self, limits: Limits, longest: int) -> None:
         self.report = DecodingReport()
         self.drafters = JobDrafters()
-        self._room = RowRoom(limits.written_tokens or None, limits.row_tokens)
-        self._longest = longest
+        self._room = RowRoom(limits.written_tokens or None, limits.row_tokens, longest=longest)
 
     def keep(self, walk: LayerWalk, pack: Pack, treatment: Treatment, limits: Limits) -> KeptPack | None:
         """What keeps the K,V of a pack; None where nothing is written behind it, or they do not fit."""
@@ -322,7 +321,6 @@ class JobTexts:
             kept,
             [(reads[prompt], beginning) for prompt, beginning in wanted.items()],
             continuations.writing,
-            longest=self._longest,
             room=self._room,
             make_drafter=partial(self.drafters.of, writing=continuations.writing, report=report),
             tick=tick,

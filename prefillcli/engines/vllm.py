@@ -80,13 +80,11 @@ class WholeVocabulary:
     arguments = {"max_logprobs": -1}  # noqa: RUF012
 
     def asked(self, labels: LabelTokens) -> Any:
-        """The parameters of a request."""
         from vllm import SamplingParams
 
         return SamplingParams(max_tokens=1, temperature=0, logprobs=-1, flat_logprobs=True, detokenize=False)
 
     def numbers(self, output: Any, labels: LabelTokens) -> npt.NDArray[np.float64]:
-        """As of `NextToken`."""
         found = _logprobs_of(output)
         tokens = np.array(found.token_ids)
         logprobs = np.empty(tokens.max() + 1)
@@ -110,7 +108,6 @@ class HeadOutputs:
         self._head = head
 
     def asked(self, labels: LabelTokens) -> Any:
-        """The parameters of a request."""
         from vllm import PoolingParams
 
         return PoolingParams(task="classify", use_activation=False)

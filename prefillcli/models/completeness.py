@@ -43,10 +43,8 @@ def quiet_transformers() -> Iterator[None]:
 def limit_kernel_advice(device_type: str) -> None:
     """On CPUs, leave out the advice to install kernels for recurrent layers: there are none for CPUs."""
     logger = logging.getLogger("transformers.integrations.hub_kernels")
-    if device_type == "cpu":
-        logger.addFilter(_is_no_fallback)
-    else:
-        logger.removeFilter(_is_no_fallback)
+    change = logger.addFilter if device_type == "cpu" else logger.removeFilter
+    change(_is_no_fallback)
 
 
 def _is_no_fallback(record: logging.LogRecord) -> bool:

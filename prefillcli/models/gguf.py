@@ -67,7 +67,6 @@ class GgufTensor:
 
     @property
     def numbers(self) -> int:
-        """How many numbers it holds."""
         return prod(self.shape)
 
 
@@ -577,7 +576,6 @@ class GgufModel:
 
     @property
     def tensors(self) -> Iterator[GgufTensor]:
-        """Those of all files."""
         return (tensor for part in self.parts for tensor in part.tensors)
 
     @property

@@ -214,9 +214,8 @@ class _Forward:
 
     def _read_cache(self, out: Any) -> None:
         # What the forward leaves for the tokens behind: K,V of tokens, and states.
-        kept = [value for name, value in dict(out).items() if name not in ("logits", "loss", "hidden_states")]
         rest = 0
-        for cache in kept:
+        for cache in _caches(out):
             layers = list(getattr(cache, "layers", ()))
             for layer, sizes in zip(layers, self._sizes, strict=False):
                 both = [getattr(layer, name, None) for name in ("keys", "values")]
@@ -236,14 +235,15 @@ class _Forward:
             sizes.states += sum(each.nbytes for each in states if isinstance(each, Tensor))
         if rest:  # a family keeps them in its own way: what all layers keep is divided between them
             self._outputs, self._skips = {}, False
-            rest = sum(_rest_bytes(cache) for cache in self._short_caches())
+            # A few tokens go through all layers once more: their caches are not longer for more tokens.
+            out = self._model(input_ids=torch.zeros(1, 4, dtype=torch.long, device="meta"), use_cache=True)
+            rest = sum(_rest_bytes(cache) for cache in _caches(out))
             for sizes in self._sizes:
                 sizes.states += rest // len(self._sizes)
 
-    def _short_caches(self) -> list[Any]:
-        # What a forward of a few tokens through all layers leaves.
-        out = self._model(input_ids=torch.zeros(1, 4, dtype=torch.long, device="meta"), use_cache=True)
-        return [value for name, value in dict(out).items() if name not in ("logits", "loss", "hidden_states")]
+
+def _caches(out: Any) -> list[Any]:
+    return [value for name, value in dict(out).items() if name not in ("logits", "loss", "hidden_states")]
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its base has no types

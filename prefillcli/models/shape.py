@@ -78,7 +78,6 @@ class Shape:
 
     @property
     def heads(self) -> int:
-        """Attention heads."""
         return self._needed("num_attention_heads")
 
     @property
@@ -93,12 +92,10 @@ class Shape:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens of the vocabulary."""
         return self._needed("vocab_size")
 
     @property
     def layers(self) -> int:
-        """Decoder layers."""
         return self._needed("num_hidden_layers")
 
     @property
@@ -133,7 +130,6 @@ class Shape:
         return experts * ((self._first("moe_intermediate_size") or width) + self.hidden) if experts else width
 
     def mlp(self, layer: int) -> Mlp:
-        """The MLP of a layer."""
         experts = self._first("num_local_experts", "num_experts", "n_routed_experts")
         if not experts or self._is_dense(layer):
             return Mlp(self._needed("intermediate_size"))
@@ -190,7 +186,6 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """All parts."""
         return self.mlp + self.projections + self.attention + self.head
 
     def __add__(self, other: Flops) -> Flops:

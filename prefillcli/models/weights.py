@@ -98,8 +98,6 @@ def unpack_awq(packed: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
 
 
 class _Unpack(ConversionOps):  # type: ignore[misc]  # transformers has no types
-    """Makes one weight of the tensors of each layer."""
-
     def __init__(self, entry: Any) -> None:
         self._entry = entry
 
@@ -176,7 +174,6 @@ class IntegerUnpacker(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        """Never."""
         return False
 
 

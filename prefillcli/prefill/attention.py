@@ -54,7 +54,6 @@ def ruled_out(device: torch.device) -> dict[str, str]:
 
 
 def allow_all() -> None:
-    """Forget what was ruled out."""
     _ruled_out.clear()
 
 
@@ -249,8 +248,6 @@ BlockArray = npt.NDArray[np.int64]
 
 
 class ForestKernel:
-    """The compiled kernel."""
-
     def __init__(self, library: ctypes.CDLL) -> None:
         self._call = library.prefill_forest_attention
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -268,17 +265,16 @@ class ForestKernel:
         scale: float,
         softcap: float | None = None,
         window: int | None,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
+    ) -> tuple[Tensor, Tensor]:
         """Attention of `query` [1, heads, tokens, width] over runs of `key` and `value` [1, kv heads, keys, width].
 
         `blocks` int64 [blocks, 5]: the first query and how many there are, its depth, and which of the runs it sees
         (first and end); at most `LANES` queries of all heads of a K,V head. `runs` int64 [runs, 3]: keys (start and
         end) and the depth of the first; those of a block go on where the one before ends. A query sees keys up to its
-        own depth, and with a sliding `window` those of the last so many depths. Written are `out`
-        [1, heads, tokens, width] and the natural log-sum-exp of the scaled scores `lse` float32 [1, heads, tokens].
+        own depth, and with a sliding `window` those of the last so many depths. Gives the output
+        [1, heads, tokens, width] and the natural log-sum-exp of the scaled scores float32 [1, heads, tokens].
         """
+        out, lse = room_for_output(query, value)
         sizes = np.array(
             [
                 query.shape[1], key.shape[1], query.shape[3], value.shape[3], window or 0,
@@ -291,6 +287,7 @@ class ForestKernel:
         threads = torch.get_num_threads()
         how = scale * math.log2(math.e), softcap or 0.0, query.dtype == torch.bfloat16
         self._call(*tensors, blocks.ctypes.data, len(blocks), *arrays, threads, *how)
+        return out, lse
 
 
 def takes(query: Tensor, value: Tensor, kv_heads: int) -> bool:
@@ -407,7 +404,6 @@ def fits_flash(query: Tensor, value: Tensor) -> bool:
 
 @cache
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """What a CUDA device can do, as NVIDIA counts it."""
     return torch.cuda.get_device_capability(device)
 
 

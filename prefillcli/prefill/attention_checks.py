@@ -101,7 +101,6 @@ class AttentionTrial(NamedTuple):
     scale: float
 
     def to(self, device: torch.device) -> AttentionTrial:
-        """The same on another device."""
         return self._replace(query=self.query.to(device), key=self.key.to(device), value=self.value.to(device))
 
 
@@ -244,7 +243,7 @@ def _merged(trial: AttentionTrial, attend_part: Callable[..., Attention]) -> Att
     # Attention of a trial from that of its nodes. `attend_part(query, key, value, causal=, visible=)`.
     case, tokens = trial.case, trial.case.tokens
     depths = torch.arange(tokens, device=trial.query.device) + trial.runs[-1][2]
-    found: Attention | None = None
+    parts: list[Attention] = []
     for start, end, depth in reversed(trial.runs):
         own = end == trial.key.shape[2]
         visible = None
@@ -252,14 +251,11 @@ def _merged(trial: AttentionTrial, attend_part: Callable[..., Attention]) -> Att
         if case.window is not None and bool((ahead >= case.window).any()):
             visible = ((ahead >= 0) & (ahead < case.window))[None, None]
         key, value = trial.key[:, :, start:end], trial.value[:, :, start:end]
-        part = attend_part(trial.query, key, value, causal=own and visible is None, visible=visible)
-        if found is None:
-            found = part[0].clone(), part[1].clone()
-        else:
-            merge_into(*found, *part)
-    if found is None:
-        raise ValueError("a trial without keys")
-    return found
+        parts.append(attend_part(trial.query, key, value, causal=own and visible is None, visible=visible))
+    out, lse = (each.clone() for each in parts[0])
+    for part in parts[1:]:
+        merge_into(out, lse, *part)
+    return out, lse
 
 
 def _by_attend(trial: AttentionTrial) -> Attention:
@@ -292,12 +288,10 @@ def _by_kernel(trial: AttentionTrial) -> Attention:
     rows = LANES // (case.heads // case.kv_heads)
     starts = range(0, case.tokens, rows)
     blocks = [[at, min(rows, case.tokens - at), depth + at, 0, len(trial.runs)] for at in starts]
-    out, lse = query.new_empty(*query.shape[:3], value.shape[3]), torch.empty(query.shape[:3])
-    kernel.attend(
+    return kernel.attend(
         query, key, value, np.array(blocks, np.int64), np.array(trial.runs, np.int64),
-        scale=trial.scale, softcap=case.softcap, window=case.window, out=out, lse=lse,
+        scale=trial.scale, softcap=case.softcap, window=case.window,
     )  # fmt: skip
-    return out, lse
 
 
 def _forest(trial: AttentionTrial) -> tuple[Chunk, KeyWindow | None]:

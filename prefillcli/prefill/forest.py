@@ -74,7 +74,7 @@ def register() -> None:
     """Make the forest attention known to transformers. Idempotent."""
     if ATTENTION not in AttentionInterface():
         AttentionInterface.register(ATTENTION, _attention)
-        AttentionMaskInterface.register(ATTENTION, _no_mask)
+        AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
 
 
 def leave_untraced() -> None:
@@ -89,10 +89,6 @@ def _attention(
     if active is None:
         raise UnsupportedModelError(f"{type(module).__name__} attends outside of the model's layers")
     return active(module, query, key, value, attention_mask, **kwargs), None
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +127,8 @@ def attend_by_kernel(
     """`Attend` of shapes that the kernel takes."""
     window = scoring.window
     blocks, runs = computed.blocks(window, LANES * key.shape[1] // query.shape[1])
-    out, lse = room_for_output(query, value)
     sliding = None if window is None or window.aligned else window.size  # an aligned one is in the blocks' runs
-    kernel.attend(query, key, value, blocks, runs, out=out, lse=lse, window=sliding, **scoring.how)
-    return out, lse
+    return kernel.attend(query, key, value, blocks, runs, window=sliding, **scoring.how)
 
 
 class ForestAttention:
@@ -198,7 +192,6 @@ class ForestAttention:
 
     @property
     def watches(self) -> bool:
-        """Whether it keeps any queries."""
         return len(self._watched) > 0
 
     def watch(self, tokens: Sequence[int]) -> None:

@@ -406,7 +406,6 @@ class LastTokens:
         return made_once(self.tables, ("depths", self.ahead), lambda: on_device(self.depths, self.device))
 
     def ancestors(self, window: KeyWindow | None) -> list[Span]:
-        """What the queries see of their nodes' ancestors."""
         spans = SpanSet(self.depths, window)
         tree = self.tree
         for query, node in enumerate(self.nodes):

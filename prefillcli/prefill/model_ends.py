@@ -216,7 +216,6 @@ class LengthTables:
             module.forward = _by_length(module.forward, int(switch))
 
     def __bool__(self) -> bool:
-        """Whether there are such modules."""
         return bool(self._modules)
 
     def close(self) -> None:
@@ -258,7 +257,6 @@ class DepthCache:
         return self._before
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *others: Any) -> tuple[Tensor, Tensor]:
-        """The keys and values as they are."""
         return keys, values
 
 
@@ -325,7 +323,6 @@ class ModelEnds:
         )
 
     def close(self) -> None:
-        """Give the model its layers back."""
         self._length_tables.close()
         self._place.replace(self.layers)
 
@@ -683,12 +680,10 @@ class DecoderLayers:
 
     @property
     def layers(self) -> nn.ModuleList:
-        """What is in that place now."""
         found: nn.ModuleList = getattr(self.owner, self.name)
         return found
 
     def replace(self, layers: Sequence[nn.Module]) -> None:
-        """Put others in that place."""
         setattr(self.owner, self.name, nn.ModuleList(layers))
 
 

@@ -74,7 +74,6 @@ def lengthened(path: Path, part: LayerPast) -> Path:
 
 
 def moved(past: LayerPast, place: torch.device) -> LayerPast:
-    """A copy in `place`."""
     return _changed(past, lambda name, tensor: tensor.to(place, copy=True))
 
 
@@ -322,7 +321,6 @@ def set_own_attention(model: PreTrainedModel) -> None:
 
 
 def set_eager_attention(model: PreTrainedModel) -> None:
-    """Give a model the eager attention of transformers."""
     model.set_attn_implementation("eager")
     if has_forest_attention(model):  # some have no other, and only their masks go by this name
         model.config.get_text_config()._attn_implementation = "eager"

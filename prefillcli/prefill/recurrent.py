@@ -89,7 +89,6 @@ class NodeRun(NamedTuple):
 
 
 def node_runs(tree: Tree, start: int, end: int) -> list[NodeRun]:
-    """Tokens `start:end` of a pack, node by node."""
     runs = []
     at = start
     node = bisect_right(tree.offsets, start) - 1
@@ -160,7 +159,6 @@ class PathStates(Generic[State]):
             self._states[run.node] = state
 
     def end_of(self, node: int) -> State:
-        """The state behind a kept node."""
         return self._states[node]
 
 
@@ -215,7 +213,6 @@ class LayerRecurrence:
         ]
 
     def __bool__(self) -> bool:
-        """Whether the layer has recurrent modules."""
         return bool(self._modules)
 
     def __enter__(self) -> Self:
@@ -381,8 +378,6 @@ ReadRuns = Callable[[ModuleCall, Sequence[NodeRun], Tree, PathStates[LinearAtten
 
 
 class _OneLayer(Cache):  # type: ignore[misc]  # it has no types
-    """A cache that has the same entry for every layer."""
-
     def __init__(self, state: LinearAttentionLayer) -> None:
         super().__init__(layers=_Same(state))
         self._state = state
@@ -392,8 +387,6 @@ class _OneLayer(Cache):  # type: ignore[misc]  # it has no types
 
 
 class _Same(list[Any]):
-    """One item under every index."""
-
     def __init__(self, item: Any) -> None:
         super().__init__([item])
 
@@ -519,7 +512,6 @@ class BranchRecurrence:
         self._states = [stack_states(own) for own in zip(*ends, strict=True)]
 
     def __bool__(self) -> bool:
-        """Whether the layer has recurrent modules."""
         return bool(self._states)
 
     def keep(self, branches: Sequence[int]) -> None:

@@ -112,7 +112,6 @@ class LayerWalk:
         return self._own_cache is not None or any(map(recurrent_modules, self._ends.layers))
 
     def close(self) -> None:
-        """Give the model its layers back."""
         self._ends.close()
         self._held.clear()
 
@@ -468,7 +467,6 @@ class WalkState:
 
     @property
     def held_nodes(self) -> list[int]:
-        """The nodes of what is left that later packs hold."""
         return [bisect_left(self.nodes, node) for node in self.whole.kept_nodes]
 
     @property
@@ -711,8 +709,6 @@ def thin_pack(pack: Pack, kept: Sequence[IntArray]) -> Remainder:
 
 
 class CopyStream:
-    """Copies of one CUDA device."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -876,7 +872,6 @@ class HeldParts:
         self._next: _Coming | None = None
 
     def clear(self) -> None:
-        """Drop everything."""
         self._land()
         for parts in self._layers:
             parts.clear()

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from prefillcli.bench.contenders import Equipment, VllmMethod, start_vllm
-from prefillcli.decode.behind import write_behind
+from prefillcli.decode.behind import RowRoom, write_behind
 from prefillcli.decode.continuations import DRAFTERS, Beginning, Continuation, DecodingReport
 from prefillcli.decode.drafters import DraftModel, JobDrafters
 from prefillcli.decode.kept_pack import KeptPack
@@ -112,7 +112,7 @@ def write_on(walk: LayerWalk, scored: ScoredPack, task: TextTask, drafters: JobD
         scored.kept,
         scored.rows,
         task.writing,
-        longest=task.longest,
+        room=RowRoom(longest=task.longest),
         make_drafter=lambda forward: drafters.of(forward, task.writing, run.report),
         report=run.report,
     )
