@@ -26,10 +26,9 @@ from benchmarks.console import log, log_run
 from benchmarks.models import random_llama
 from benchmarks.score_runs import SAMPLES
 from prefillcli.bench.contest import interleaved
-from prefillcli.decode.behind import KeptForward
+from prefillcli.decode.behind import KeptForward, KeptPack
 from prefillcli.decode.continuations import Beginning, DecodingReport, Speculation, Writing
 from prefillcli.decode.drafters import JobDrafters
-from prefillcli.decode.kept_pack import KeptPack
 from prefillcli.decode.lockstep import Chooser, write_texts
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan

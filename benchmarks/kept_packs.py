@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 
 from benchmarks.memory import peak_in_child
 from benchmarks.models import random_llama
-from prefillcli.decode.behind import RowRoom, write_behind
+from prefillcli.decode.behind import KeptPack, RowRoom, write_behind
 from prefillcli.decode.continuations import Beginning, Continuation, Speculation, Writing
-from prefillcli.decode.kept_pack import KeptPack
 from prefillcli.models.law import MemoryLaw, limits_with_texts, memory_law, pack_limits
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan

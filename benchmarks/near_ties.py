@@ -18,8 +18,7 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.console import log
-from prefillcli.decode.behind import KeptForward
-from prefillcli.decode.kept_pack import KeptPack
+from prefillcli.decode.behind import KeptForward, KeptPack
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, register

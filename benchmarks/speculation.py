@@ -27,10 +27,9 @@ from transformers import AutoTokenizer
 
 from benchmarks.console import log
 from prefillcli.bench.material import needle
-from prefillcli.decode.behind import KeptForward, MakeDrafter
+from prefillcli.decode.behind import KeptForward, KeptPack, MakeDrafter
 from prefillcli.decode.continuations import DRAFTERS, Beginning, Continuation, DecodingReport, Speculation, Writing
 from prefillcli.decode.drafters import DraftModel, JobDrafters, StreamingDrafter
-from prefillcli.decode.kept_pack import KeptPack
 from prefillcli.decode.lockstep import Chooser, Drafter, write_texts
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model

@@ -363,8 +363,7 @@ class PaddedForward:
         self._rows = {row: place for place, row in enumerate(rows)}
         self._read, self._positions, self._depths = (np.zeros(len(rows), dtype=np.int64) for _ in range(3))
         self._dropped = set()
-        widths = chosen or [0] * len(self._walk.layers)
-        self.layers = [PaddedLayer(len(rows), width) for width in widths]
+        self.layers = [PaddedLayer(len(rows), width) for width in chosen or [0] * len(self._walk.layers)]
 
     def begin_text(self, row: int, position: int, depth: int) -> None:
         """A row's text begins at this position and depth. Nothing of it was read."""
@@ -811,8 +810,7 @@ class RetrievalDrafter(Drafter):
                 continue
             keys = both[0].to(device)
             kept = chosen_tokens(keys, query, self._budget, self._chunk)
-            values = gathered(both[1], kept.to(both[1].device))
-            layer.choose(place, gathered(keys, kept), values)
+            layer.choose(place, gathered(keys, kept), gathered(both[1], kept.to(both[1].device)))
         if cached.built is None:
             self._forward.begin_text(row.number, self._source.text_position(row.number), prompt)
         cached.built, cached.accepted = read, 1.0

@@ -205,8 +205,8 @@ class HfEngine(Engine):
         step = len(pack.tokens) / len(pack.prompts)
         for prompt, tokens in sequences(pack):
             begun = time.monotonic()
-            logits = last_logits(self.model, tokens)
-            (logprobs,) = label_numbers(logits[None], [0], [labels(prompt)], self._activation)
+            logits = last_logits(self.model, tokens)[None]
+            (logprobs,) = label_numbers(logits, [0], [labels(prompt)], self._activation)
             answer = Answer(prompt, logprobs, 0, len(tokens), time.monotonic() - begun)
             yield [self._written_on(answer, treatment, tick)]
             tick(step)

@@ -13,10 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from prefillcli.decode.behind import RowRoom, write_behind
+from prefillcli.decode.behind import KeptPack, RowRoom, write_behind
 from prefillcli.decode.continuations import DecodingReport
 from prefillcli.decode.drafters import DraftModel, JobDrafters
-from prefillcli.decode.kept_pack import KeptPack
 from prefillcli.engines.base import (
     PLAIN,
     Answer,

@@ -158,8 +158,9 @@ class VllmTexts:
             if room < 1:
                 found[prompt] = Continuation((), "length", float("inf"))
                 continue
-            asked = _parameters(writing, room, beginning.key)
-            self._engine.add_request(f"text {prompt}", {"prompt_token_ids": context}, asked)
+            self._engine.add_request(
+                f"text {prompt}", {"prompt_token_ids": context}, _parameters(writing, room, beginning.key)
+            )
         while len(found) < len(wanted):
             outputs = self._engine.step()
             self._report.passes += bool(outputs)
@@ -507,8 +508,9 @@ class VllmEngine(Engine):
         while True:
             with self._asking(tick):
                 for prompt, tokens in islice(waiting, self._room - len(lengths)):
-                    ids = {"prompt_token_ids": tokens.tolist()}
-                    self._engine.add_request(str(prompt), ids, self._reader.asked(labels(prompt)))
+                    self._engine.add_request(
+                        str(prompt), {"prompt_token_ids": tokens.tolist()}, self._reader.asked(labels(prompt))
+                    )
                     lengths[str(prompt)] = len(tokens)
                 outputs = [output for output in self._engine.step() if output.finished] if lengths else []
             if not lengths:

@@ -374,8 +374,8 @@ class MemoryLaw:
 
     def with_hidden_on_host(self) -> MemoryLaw:
         """The law of a device that holds only the residual rows of a few chunks; the host holds them all."""
-        rows = 3 * self.residual  # of a chunk: read ahead, computed, written back
-        return replace(self, residual=0, host=self.residual, transient=self.transient + rows)
+        # Rows of a chunk are there three times: read ahead, computed, written back.
+        return replace(self, residual=0, host=self.residual, transient=self.transient + 3 * self.residual)
 
     def with_own_cache(self) -> MemoryLaw:
         """The law of a model that is walked with its own attention and cache.
@@ -560,8 +560,7 @@ def limits_with_texts(
     that may be used, if K,V leave a device. `kept_tokens` is 0 where not even a small prompt fits with a text."""
     held_here = 0 if offloaded else law.all_key_values
     on_host = device.type == "cuda"
-    leaving = LEAVING_LAYERS * law.key_value
-    kept_token = law.token - law.key_value + (leaving if on_host else law.all_key_values)
+    kept_token = law.token - law.key_value + (LEAVING_LAYERS * law.key_value if on_host else law.all_key_values)
     least, most = int(room * HELD_BESIDE_KEPT), limits.held_tokens * held_here
     held = min(most, max(least, room - limits.tokens * kept_token))
     text_token = max(law.all_key_values + law.key_value, law.residual)

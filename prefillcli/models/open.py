@@ -360,8 +360,7 @@ def difference(target: Any, draft: Any) -> str | None:
 def stop_tokens(files: ModelFiles) -> frozenset[int]:
     """The stop tokens of a model whose weights are not loaded. Raises UsageError for a file that is no JSON."""
     generation = files.path / "generation_config.json"
-    content = read_json(generation) if generation.is_file() else None
-    return _ids(files.config, content)
+    return _ids(files.config, read_json(generation) if generation.is_file() else None)
 
 
 def stop_tokens_of(model: PreTrainedModel) -> frozenset[int]:

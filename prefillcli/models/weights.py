@@ -278,8 +278,7 @@ def plan_quantisation(origin: Path, entry: Mapping[str, Any] | None, device: tor
     kept = _kept(origin, kind, device)
     _require_packages(origin, kind)
     if kind.method == "compressed-tensors":
-        rounds = _check_activations(origin, entry)
-        return Quantisation(kind, kept, {"dequantize": True}, rounds_activations=rounds)
+        return Quantisation(kind, kept, {"dequantize": True}, rounds_activations=_check_activations(origin, entry))
     if kind.method in ("gptq", "awq"):
         if why := why_not_unpacked(entry):
             raise UnsupportedModelError(

@@ -145,7 +145,7 @@ class ForestAttention:
         self._tokens = tokens
         self._watched = watched
         self.queries: list[Tensor] = []
-        self._scoring: Scoring | None = None
+        self._scoring: Scoring  # of the layer that has attended last
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.shift: Shift | None = None
@@ -179,8 +179,6 @@ class ForestAttention:
 
     def watched_layer(self, number: int) -> WatchedLayer:
         """The current layer, of this `number`, with the queries kept of it."""
-        if self._scoring is None:
-            raise RuntimeError("no layer was called yet")
         return WatchedLayer(number, self.keys_values[0][0], torch.cat(self.queries, dim=1), self._scoring)
 
     def start_layer(self, held: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -333,8 +331,9 @@ class ForestAttention:
             out, lse = room_for_output(query, value)
             for start, end in view.pieces:
                 at = slice(start, end)
-                part = _attend_causally(query[:, :, at], key[:, :, at], value[:, :, at], scoring, shift)
-                out[:, :, at], lse[:, :, at] = part
+                out[:, :, at], lse[:, :, at] = _attend_causally(
+                    query[:, :, at], key[:, :, at], value[:, :, at], scoring, shift
+                )
             by_token = out[0].transpose(0, 1)
             for group in view.groups:
                 q, k, v = (group.gather(x) for x in (query, key, value))
@@ -356,8 +355,7 @@ class ForestAttention:
             out[:, :, read], lse[:, :, read] = 0.0, -torch.inf
         for read, start, end in own.alone:
             at, run = slice(read, read + 1), slice(start, end)
-            part = attend(query[:, :, at], keys[:, :, run], values[:, :, run], **how)
-            out[:, :, at], lse[:, :, at] = part
+            out[:, :, at], lse[:, :, at] = attend(query[:, :, at], keys[:, :, run], values[:, :, run], **how)
         for group, rows in own.groups:
             q = query[0][:, rows].transpose(0, 1).unsqueeze(2)
             k, v = (x[0][:, group.index].transpose(0, 1) for x in (keys, values))
@@ -387,8 +385,7 @@ class ForestAttention:
                 key_depths = torch.arange(span.k1 - span.k0, device=query.device) + span.k_depth
                 visible = (key_depths[None, :] >= oldest[:, None])[None, None]
             q, k, v = query[:, :, at], keys[:, :, run], values[:, :, run]
-            part = attend(q, k, v, visible=visible, shift=shift, **scoring.how)
-            merge_into(out[:, :, at], lse[:, :, at], *part)
+            merge_into(out[:, :, at], lse[:, :, at], *attend(q, k, v, visible=visible, shift=shift, **scoring.how))
 
 
 def _attend_causally(

@@ -171,8 +171,7 @@ def _difference(mlp: nn.Module) -> float:
     rows = torch.randn(1, 24, parts.gate_proj.in_features, generator=torch.Generator().manual_seed(1))
     wanted: Tensor = mlp(rows)
     prepared = {id(each): _laid_out(each, 24) for each in (parts.gate_proj, parts.up_proj, parts.down_proj)}
-    found = _gated(mlp, prepared)(rows)
-    return float((found - wanted).abs().max() / wanted.abs().max())
+    return float((_gated(mlp, prepared)(rows) - wanted).abs().max() / wanted.abs().max())
 
 
 @cache

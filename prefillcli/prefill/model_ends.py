@@ -334,8 +334,7 @@ class ModelEnds:
     @property
     def carried(self) -> Mapping[int, int | str]:
         """What layers hand on beside the residual stream: its number in their output, and where the next takes it."""
-        carried = self._manner.form.carried
-        return {number: place for number, place in carried.items() if place not in _CACHES}
+        return {number: place for number, place in self._manner.form.carried.items() if place not in _CACHES}
 
     def record(
         self,
@@ -464,8 +463,7 @@ class ModelEnds:
         return _Manner(trial.form, trial.lanes, logits.shape[-1], first, pooled)
 
     def _trial_tokens(self) -> Tensor:
-        text = self._model.config.get_text_config(decoder=True)
-        padding = getattr(text, "pad_token_id", None)
+        padding = getattr(self._model.config.get_text_config(decoder=True), "pad_token_id", None)
         return torch.as_tensor([token for token in range(TRIAL_TOKENS + 1) if token != padding][:TRIAL_TOKENS])
 
     def _first_position(self, form: OutputForm, lanes: Lanes) -> int:
@@ -639,8 +637,9 @@ class CallBuffers:
                 if id(value) not in mappings:
                     if len(mappings) == len(self._shared):
                         self._shared.append({})
-                    whole = self._shared[len(mappings)]
-                    mappings[id(value)] = SharedKeysValues(whole, start, chunk_tokens, self._tokens)
+                    mappings[id(value)] = SharedKeysValues(
+                        self._shared[len(mappings)], start, chunk_tokens, self._tokens
+                    )
                 return mappings[id(value)]
             if isinstance(value, dict):
                 return {key: move(part) for key, part in value.items()}

@@ -141,8 +141,7 @@ class OwnCache:
 
     def pieces(self, seen: int, tokens: int) -> list[tuple[int, int]]:
         """So many tokens behind `seen` others in pieces whose scores and masks stay small."""
-        most = max(MIN_PIECE, SCORE_BYTES // (8 * self._heads * (seen + tokens)))
-        return split_evenly(tokens, most)
+        return split_evenly(tokens, max(MIN_PIECE, SCORE_BYTES // (8 * self._heads * (seen + tokens))))
 
     @property
     def carries(self) -> bool:

@@ -282,14 +282,12 @@ class ModuleCall:
         self._given.pop("attention_mask", None)  # a pack has no padding
         self._cache = next(name for name in _CACHES if name in inspect.signature(forward).parameters)
         self.device = next(value.device for value in self._given.values() if self._is_rows(value))
-        self._outputs: list[Tensor] | None = None
+        self._outputs: list[Tensor] = []
         self._single = True
 
     @property
     def output(self) -> Any:
         """What the module gives for the whole chunk."""
-        if self._outputs is None:
-            raise RuntimeError("nothing was computed")
         return self._outputs[0] if self._single else tuple(self._outputs)
 
     def compute(self, tokens: slice, state: LinearAttentionLayer) -> None:
@@ -368,7 +366,7 @@ class ModuleCall:
         # The tensors of the output for the whole chunk, each with what a part gave for it.
         self._single = isinstance(out, Tensor)
         parts = [out] if self._single else list(out)
-        if self._outputs is None:
+        if not self._outputs:
             self._outputs = [part.new_empty(1, self._tokens, *part.shape[2:]) for part in parts]
         yield from zip(self._outputs, parts, strict=True)
 

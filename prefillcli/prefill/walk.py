@@ -299,8 +299,7 @@ class LayerWalk:
             recording = self.record(state.tokens[at], state.tree.positions[last.tokens])
             lend_shared(recording.calls, state.calls[0], len(at))
             attention.last_tokens(last)
-            hidden = self._residual.pick(state.hidden, at)
-            rows.append(self.call(layer, hidden, recording.calls[index], attention))
+            rows.append(self.call(layer, self._residual.pick(state.hidden, at), recording.calls[index], attention))
         return torch.cat(rows, dim=1)[:, torch.as_tensor(np.argsort(in_order), device=self.device)]
 
     def record(self, tokens: Tensor, positions: IntArray) -> Recording:
@@ -333,8 +332,7 @@ class LayerWalk:
         if not left.in_order:
             state.hidden = self._residual.empty(len(at), hidden)
         for chunk in state.chunks:  # mostly in place: a row's new place is never behind its old one
-            rows = self._residual.pick(hidden, at[chunk.start : chunk.end])
-            self._residual.write(state.hidden, chunk.start, rows)
+            self._residual.write(state.hidden, chunk.start, self._residual.pick(hidden, at[chunk.start : chunk.end]))
         state.hidden = state.hidden[:, : len(at)]
         state.calls = [self._arguments(state.tokens, chunk, buffers)[1] for chunk in state.chunks]
         state.done.regroupings += 1

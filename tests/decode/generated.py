@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from prefillcli.decode.behind import MakeDrafter, RowRoom, write_behind
+from prefillcli.decode.behind import KeptPack, MakeDrafter, RowRoom, write_behind
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Speculation, Writing
-from prefillcli.decode.kept_pack import KeptPack
 from prefillcli.decode.lockstep import RowText
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan

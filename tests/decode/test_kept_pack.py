@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from prefillcli.decode import kept_pack
-from prefillcli.decode.behind import RowRoom, write_behind
+from prefillcli.decode.behind import KeptPack, RowRoom, write_behind
 from prefillcli.decode.continuations import Continuation, Writing
-from prefillcli.decode.kept_pack import KeptPack
 from prefillcli.models.law import memory_law
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from prefillcli.decode.behind import KeptForward
+from prefillcli.decode.behind import KeptForward, KeptPack
 from prefillcli.decode.continuations import DRAFTERS, Beginning, DecodingReport, Speculation, Writing
 from prefillcli.decode.drafters import (
     REBUILD_LEAST,
@@ -26,7 +26,6 @@ from prefillcli.decode.drafters import (
     chosen_tokens,
     latest_chunks,
 )
-from prefillcli.decode.kept_pack import KeptPack
 from prefillcli.decode.lockstep import Chooser, Drafter, RowText
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register

@@ -15,10 +15,9 @@ import torch
 from transformers import PreTrainedModel
 
 from prefillcli.bench.contenders import Equipment, VllmMethod, start_vllm
-from prefillcli.decode.behind import RowRoom, write_behind
+from prefillcli.decode.behind import KeptPack, RowRoom, write_behind
 from prefillcli.decode.continuations import DRAFTERS, Beginning, Continuation, DecodingReport
 from prefillcli.decode.drafters import DraftModel, JobDrafters
-from prefillcli.decode.kept_pack import KeptPack
 from prefillcli.engines.base import Treatment
 from prefillcli.engines.hf import generate
 from prefillcli.features.rationale.contest import MOST_WORDS, TEXT_METHODS, TEXT_REFERENCE, TextTask
