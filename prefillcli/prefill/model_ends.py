@@ -71,8 +71,8 @@ class Lanes:
 TRIAL_TOKENS = 7  # no number of lanes
 
 
+#: What is to happen where the model's forward calls the layer of this number, with this residual stream and arguments.
 Reached = Callable[[int, Tensor, tuple[Any, ...], dict[str, Any]], Any]
-# What is to happen where the model's forward calls the layer of this number, with this residual stream and arguments.
 
 
 class StandIn(nn.Module):

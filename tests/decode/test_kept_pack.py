@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from prefillcli.decode import kept_pack
+from prefillcli.decode import behind
 from prefillcli.decode.behind import KeptPack, RowRoom, write_behind
 from prefillcli.decode.continuations import Continuation, Writing
 from prefillcli.models.law import memory_law
@@ -37,7 +37,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
         made.append(LateCopies())
         return made[-1]
 
-    monkeypatch.setattr(kept_pack, "copies_for", copies_for)
+    monkeypatch.setattr(behind, "copies_for", copies_for)
     return made
 
 
