@@ -174,7 +174,7 @@ class WorkloadResult(BaseModel):
         parts = [Part(above=facts_text(machine), table=quick_table(self))]
         if whole:
             answers = [[row[column] for column in (0, 1, 2, 3, 5, 7)] for row in answer_table(self)]
-            parts += [Part(table=speedup_table(self)), Part(table=answers)]
+            parts += [Part(table=_speedup_table(self)), Part(table=answers)]
         explained = [(name, METHODS[name]) for name in names if name in METHODS]
         parts += [Part(lines=explained, note=legend(self)), Part(text="\n".join(verdicts(self)))]
         return Section(title=self._headline(), parts=parts, alarms=workload_remarks(self))
@@ -207,8 +207,8 @@ class WorkloadResult(BaseModel):
                     title=f"Answers that flip against {REFERENCE}, with 95 % interval",
                     bars=_flip_bars(self) if self.reference_able is not False else [],
                 ),
-                Part(title="Speed", table=cost_table(self)),
-                Part(title=f"Speedup over {REFERENCE}, and what cost models promise", table=speedup_table(self)),
+                Part(title="Speed", table=_cost_table(self)),
+                Part(title=f"Speedup over {REFERENCE}, and what cost models promise", table=_speedup_table(self)),
                 Part(title=f"Answers against {REFERENCE}", table=answer_table(self)),
                 Part(title="State drift: distance over the norm, median of each layer", table=drift or None),
             ],
@@ -264,7 +264,7 @@ def verdicts(workload: WorkloadResult) -> list[str]:
         return found
     for name, each in methods.items():
         chance = methods.get(name.replace("specprefill@", "random@"))
-        if chance is not None and chance is not each and not dropped_nothing(each):
+        if chance is not None and chance is not each and not _dropped_nothing(each):
             found += _of_flips(each, chance)
     return found
 
@@ -303,7 +303,7 @@ def workload_remarks(workload: WorkloadResult) -> list[str]:
             found.append(_of_exits(each.method, each.exits, workload.rows))
         if each.drift is not None:
             found.append(_of_drift(each.method, each.drift))
-    if undropped := [each.method for each in workload.methods if dropped_nothing(each)]:
+    if undropped := [each.method for each in workload.methods if _dropped_nothing(each)]:
         found.append(
             f"{', '.join(undropped)}: nothing was dropped, so this shows nothing: the prompts are short, and their "
             "first and last tokens always stay (--keep-first, --keep-last)"
@@ -339,16 +339,16 @@ def _of_drift(method: str, drift: StateDrift) -> str:
     )
 
 
-def dropped_nothing(method: MethodResult) -> bool:
-    """Whether a method that drops tokens had none to drop."""
+def _dropped_nothing(method: MethodResult) -> bool:
+    # Whether a method that drops tokens had none to drop.
     return method.keep is not None and method.keep < 1 and method.kept == 1 and not method.fallbacks
 
 
 # The tables of a workload's results: for the terminal, and for the page.
 
 
-def cost_table(workload: WorkloadResult) -> TableRows:
-    """Header and one row for each method: what it took."""
+def _cost_table(workload: WorkloadResult) -> TableRows:
+    # Header and one row for each method: what it took.
     return [
         ["method", "seconds", "rows/s", "tokens/s", "computed", "by draft", "kept", "peak MiB"],
         *(
@@ -367,8 +367,8 @@ def cost_table(workload: WorkloadResult) -> TableRows:
     ]
 
 
-def speedup_table(workload: WorkloadResult) -> TableRows:
-    """Header and one row for each method but the reference: its speedup, and what cost models promise."""
+def _speedup_table(workload: WorkloadResult) -> TableRows:
+    # Header and one row for each method but the reference: its speedup, and what cost models promise.
     rows = [["method", "speedup", "by FLOPs", "1/(r+k)", "table 5", "measured/FLOPs"]]
     for each in workload.methods:
         if each.method != REFERENCE:

@@ -63,25 +63,25 @@ class Diagnosis(Ended):
     model: dict[str, Any] | None = None
 
 
-def print_diagnosis(found: Diagnosis) -> None:
-    """The tables, on stderr."""
+def _print_diagnosis(found: Diagnosis) -> None:
+    # The tables, on stderr.
     console = stderr_console()
-    console.print(pairs_table(machine_lines(found)))
+    console.print(pairs_table(_machine_lines(found)))
     console.print()
-    console.print(pairs_table(use_lines(found)))
+    console.print(pairs_table(_use_lines(found)))
     console.print()
-    console.print(numbers_table(check_rows(found), caption=CAPTION))
-    for line in missing_lines(found):
+    console.print(numbers_table(_check_rows(found), caption=CAPTION))
+    for line in _missing_lines(found):
         console.print(f"  {line}", style="dim")
     if found.model is not None:
         console.print()
-        console.print(pairs_table(model_lines(found.model)))
+        console.print(pairs_table(_model_lines(found.model)))
     for note in found.notes:
         console.print(f"note: {note}")
 
 
-def machine_lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
-    """What this machine has: a name and a text each."""
+def _machine_lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
+    # What this machine has: a name and a text each.
     device, cpu = found.device, found.cpu
     if device["kind"] != "cpu":
         capability = f", compute capability {device['capability']}" if device["capability"] else ""
@@ -101,8 +101,8 @@ def machine_lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "compiler", cpu["compiler"] or "none"
 
 
-def use_lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
-    """What will be used, and why."""
+def _use_lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
+    # What will be used, and why.
     others = f"; also here: {', '.join(found.others)}" if found.others else ""
     yield "--device", f"{found.device['name']} ({found.why_device}{others})"
     yield "--dtype", f"{found.dtype['advice']} ({found.dtype['why']})"
@@ -115,8 +115,8 @@ def use_lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "cache", f"{found.cache['folder']}{kept}"
 
 
-def check_rows(found: Diagnosis) -> TableRows:
-    """The largest errors of each path by dtype, for usual scores and near 200, below those of eager attention."""
+def _check_rows(found: Diagnosis) -> TableRows:
+    # The largest errors of each path by dtype, for usual scores and near 200, below those of eager attention.
     rows = [["attention path", *DTYPES], ["eager, to compare", *(_errors(*found.eager_errors[d]) for d in DTYPES)]]
     by_path: dict[str, dict[str, dict[str, Any]]] = {}
     for check in found.checks:
@@ -128,19 +128,16 @@ def check_rows(found: Diagnosis) -> TableRows:
 
 
 def _cell(check: dict[str, Any]) -> str:
-    if check["status"] == "not here":
-        return ""
-    if check["status"] == "fails":
-        return "FAILS"
-    return _errors(check["error"], check["large_error"]) if check["status"] == "agrees" else "WRONG"
+    bad = {"not here": "", "fails": "FAILS", "differs": "WRONG"}.get(check["status"])
+    return _errors(check["error"], check["large_error"]) if bad is None else bad
 
 
 def _errors(usual: float, large: float | None) -> str:
     return f"{usual:.0e}" + ("" if large is None else f", {large:.0e}")
 
 
-def missing_lines(found: Diagnosis) -> Iterator[str]:
-    """What is wrong, and why paths for this kind of device cannot be taken."""
+def _missing_lines(found: Diagnosis) -> Iterator[str]:
+    # What is wrong, and why paths for this kind of device cannot be taken.
     for check in found.checks:
         if check["status"] in ("differs", "fails"):
             yield f"{check['path']} in {check['dtype']} is not used: {check['why']}"
@@ -152,8 +149,8 @@ def missing_lines(found: Diagnosis) -> Iterator[str]:
             yield f"{check['path']}: {why}"
 
 
-def model_lines(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What would happen with a model."""
+def _model_lines(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    # What would happen with a model.
     yield "model", f"{model['path']} ({model['family']}, {model['dtype']})"
     yield "walk", model["walk"]
     if model["weight_bytes"] is not None:
@@ -194,7 +191,7 @@ def doctor_job(settings: DoctorSettings) -> dict[str, Any]:
     with shell(found, debug=settings.debug) as stop:
         _examine(settings, found, stop)
     if found.status != "interrupted" and found.checks and not settings.quiet:
-        print_diagnosis(found)
+        _print_diagnosis(found)
     summary: dict[str, Any] = shown(asdict(found))
     return summary
 
@@ -207,7 +204,8 @@ def _examine(settings: DoctorSettings, found: Diagnosis, stop: signals.Stop) -> 
     found.cpu = _processor()
     device = device_key.choose_device(settings.device)
     found.device, found.others = _described(device), device_key.other_devices(device)
-    found.why_device = _why_device(settings, device)
+    first = "the first CUDA device" if device.type == "cuda" else "no CUDA device is here"
+    found.why_device = first if settings.device == "auto" else "as asked for"
     found.dtype = _dtype_advice(device)
     found.memory = _budget(settings, device)
     found.notes = list(_notes(device))
@@ -275,12 +273,6 @@ def _described(device: torch.device) -> dict[str, Any]:
         "memory_bytes": total,
         "free_bytes": free,
     }
-
-
-def _why_device(settings: DoctorSettings, device: torch.device) -> str:
-    if settings.device != "auto":
-        return "as asked for"
-    return "the first CUDA device" if device.type == "cuda" else "no CUDA device is here"
 
 
 def _why_threads(settings: DoctorSettings) -> str:

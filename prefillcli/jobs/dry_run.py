@@ -50,8 +50,8 @@ class DryRunReport(CommandReport):
         return line | ({"error": self.error} if self.error else {})
 
 
-def print_dry_run(report: DryRunReport) -> None:
-    """The whole report, on stderr."""
+def _print_dry_run(report: DryRunReport) -> None:
+    # The whole report, on stderr.
     if report.survey is not None:
         print_section(stderr_console(), survey_section(report.survey))
     rows = [
@@ -98,7 +98,7 @@ def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, 
         counts = report.survey.rows.counts
         conclude(report, counts, max_error_rate=settings.max_error_rate, skip_empty=settings.skip_empty)
     if not settings.quiet and report.status == "complete":
-        print_dry_run(report.safe())
+        _print_dry_run(report.safe())
     return report.summary()
 
 

@@ -221,7 +221,7 @@ def measured_profile(settings: Any, files: ModelFiles, device: torch.device, ann
     memory = parse_size(settings.memory) if settings.memory else None
     fit_seconds = settings.fit_seconds or 0.0
     budgeted, completion, no_completion = time_model(subject, files.config, memory, fit_seconds, announce)
-    notes = busy_with(subject.threads)
+    notes = _busy_with(subject.threads)
     subject = replace(subject, chunk_tokens=budgeted.chunk_tokens)
     profile = Profile(
         model=hash_model(files.origin),
@@ -247,8 +247,8 @@ def measured_profile(settings: Any, files: ModelFiles, device: torch.device, ann
     return profile
 
 
-def busy_with(threads: int) -> list[str]:
-    """A note if other programs used much of the machine while packs were timed."""
+def _busy_with(threads: int) -> list[str]:
+    # A note if other programs used much of the machine while packs were timed.
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load <= _BUSY * threads:
         return []
@@ -325,7 +325,7 @@ def fit_completion(timings: Sequence[Timing], windows: list[tuple[int | None, in
 
     seconds = [each.seconds for each in grid]
     checked, new_seconds = [each for each in timings if each.heldout], [each.seconds for each in new]
-    errors = relative_errors([of_plan(e) for e in checked], [e.seconds for e in checked])
+    errors = _relative_errors([of_plan(e) for e in checked], [e.seconds for e in checked])
     return CompletionModel(
         base=base,
         per_input=per_input,
@@ -453,14 +453,14 @@ def pearson(x: Sequence[float], y: Sequence[float]) -> float:
         return 0.0
 
 
-def relative_errors(predicted: Sequence[float], measured: Sequence[float]) -> list[float]:
-    """|predicted / measured - 1| of each."""
+def _relative_errors(predicted: Sequence[float], measured: Sequence[float]) -> list[float]:
+    # |predicted / measured - 1| of each.
     return [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
 
 
 def mean_relative_error(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """Mean of |predicted / measured - 1|."""
-    return statistics.fmean(relative_errors(predicted, measured))
+    return statistics.fmean(_relative_errors(predicted, measured))
 
 
 TRIES = 3

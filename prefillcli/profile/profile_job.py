@@ -41,11 +41,9 @@ from prefillcli.runtime.clock import Clock, Progress, StepLog
 from prefillcli.runtime.cores import Threads
 
 
-def open_input(settings: ProfileSettings) -> Opening:
-    """Open INPUT and make prompts of its first rows, so that errors in it are found before the measurements.
-
-    Raises what a survey would raise for columns, template and labels.
-    """
+def _open_input(settings: ProfileSettings) -> Opening:
+    # Open INPUT and make prompts of its first rows, so that errors in it are found before the measurements. Raises
+    # what a survey would raise for columns, template and labels.
     opening = Opening(settings)
     opening.open_source()
     opening.open_models()
@@ -83,7 +81,7 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
             require_json(settings.output)
             require_apart(settings)
             require_known("--mode", settings.mode, MODES)
-            given = open_input(settings) if settings.inputs else None
+            given = _open_input(settings) if settings.inputs else None
             profile = _measured(settings, given, steps)
             _save(profile, settings.output, clock.total)
             steps.begin("")
@@ -92,7 +90,7 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
                 _save(profile, settings.output, clock.total)
         ended.status, ended.exit_code = "complete", 0
         if profile.no_completion is not None:
-            stderr_console().print(f"prefill: warning: {no_times(profile)}", style="bold red")
+            stderr_console().print(f"prefill: warning: {_no_times(profile)}", style="bold red")
         if not settings.quiet:
             print_profile(profile)
             print(without_secrets(f"\nnext: {_next(settings, profile)}"), file=sys.stderr)
@@ -162,8 +160,8 @@ def _next(settings: ProfileSettings, profile: Profile) -> str:
 _DISTURBED = 1.5  # slowest round over the fastest; above it the machine was busy
 
 
-def profile_headline(profile: Profile) -> str:
-    """What was measured, on what."""
+def _profile_headline(profile: Profile) -> str:
+    # What was measured, on what.
     machine = profile.machine
     where = machine.gpu or f"{machine.cpu}, {machine.threads} threads"
     return f"{profile.family}, {profile.dtype} on {profile.device} ({where}), budget {byte_size(profile.budget_bytes)}"
@@ -233,8 +231,8 @@ def completion_table(profile: Profile) -> TableRows:
     ]
 
 
-def profile_remarks(profile: Profile) -> list[str]:
-    """What a reader of the tables must know."""
+def _profile_remarks(profile: Profile) -> list[str]:
+    # What a reader of the tables must know.
     return [*profile.notes, *(f"{each.mode}: {note}" for each in profile.modes for note in each.notes)]
 
 
@@ -242,8 +240,8 @@ def _count(number: int | None) -> str:
     return "" if number is None else f"{number:,}"
 
 
-def no_times(profile: Profile) -> str:
-    """What is to be said where no fit was good enough."""
+def _no_times(profile: Profile) -> str:
+    # What is to be said where no fit was good enough.
     return (
         f"no completion times: {profile.no_completion}. Other programs probably took the machine's time. Nothing is "
         "predicted from this profile, neither the end of a run nor its cost; run prefill profile again when the "
@@ -251,8 +249,8 @@ def no_times(profile: Profile) -> str:
     )
 
 
-def seconds_table(model: CompletionModel, longest: int) -> TableRows:
-    """Header and one row for each length of a prompt, from a thousand tokens up to the `longest` that was timed."""
+def _seconds_table(model: CompletionModel, longest: int) -> TableRows:
+    # Header and one row for each length of a prompt, from a thousand tokens up to the `longest` that was timed.
     rows = [["prompt tokens", "seconds", "tokens/s", "seconds, half of it cached"]]
     lengths = [tokens for tokens in (500 * 2**n for n in range(12)) if tokens <= longest] or [longest]
     for tokens in lengths[-5:]:
@@ -262,8 +260,8 @@ def seconds_table(model: CompletionModel, longest: int) -> TableRows:
     return rows
 
 
-def how_good(model: CompletionModel) -> str:
-    """How far the times can be trusted."""
+def _how_good(model: CompletionModel) -> str:
+    # How far the times can be trusted.
     text = f"fit: Pearson r {model.pearson:.3f}"
     if model.heldout_error_plan is not None:
         text += f", mean error {model.heldout_error_plan:.0%} on packs that it had not seen"
@@ -275,8 +273,8 @@ def how_good(model: CompletionModel) -> str:
     return text
 
 
-def leaving_costs(profile: Profile) -> str:
-    """What early exit takes on this machine; empty where that was not measured."""
+def _leaving_costs(profile: Profile) -> str:
+    # What early exit takes on this machine; empty where that was not measured.
     if profile.regroup_layers is None or profile.keys_layers is None:
         return ""
     return (
@@ -293,14 +291,14 @@ def print_profile(profile: Profile) -> None:
     parts = [Part(title="How long a prompt may be, in tokens", table=lengths, lines=explained)]
     if profile.completion is not None:
         longest = max((point.input_tokens for point in profile.completion.points), default=1000)
-        seconds = seconds_table(profile.completion, longest)
-        parts.append(Part(title="How long it takes", table=seconds, note=how_good(profile.completion)))
-    parts.append(Part(title="Early exit", text=leaving_costs(profile)))
+        seconds = _seconds_table(profile.completion, longest)
+        parts.append(Part(title="How long it takes", table=seconds, note=_how_good(profile.completion)))
+    parts.append(Part(title="Early exit", text=_leaving_costs(profile)))
     console = stderr_console(WIDTH)
-    print_section(console, Section(title=profile_headline(profile), parts=parts))
+    print_section(console, Section(title=_profile_headline(profile), parts=parts))
     if profile.survey is not None:
         print_section(stderr_console(), survey_section(profile.survey))
-    print_section(console, Section(alarms=profile_remarks(profile)))
+    print_section(console, Section(alarms=_profile_remarks(profile)))
 
 
 def memory_chart(profile: Profile) -> Plot | None:
@@ -317,8 +315,8 @@ def memory_chart(profile: Profile) -> Plot | None:
     return line_plot(lines, Scale.upto(100.0, "{:g} %"), Scale.upto(top, "{:,g} MiB", unit=2.0**20))
 
 
-def completion_chart(profile: Profile) -> Plot | None:
-    """Seconds over input tokens: points as measured (hollow: not used for the fit), a fitted line for each prefix."""
+def _completion_chart(profile: Profile) -> Plot | None:
+    # Seconds over input tokens: points as measured (hollow: not used for the fit), a fitted line for each prefix.
     points = [] if profile.completion is None else profile.completion.points
     if not points:
         return None
@@ -356,19 +354,19 @@ def _length_bars(profile: Profile) -> list[Bar]:
 
 def profile_html(profile: Profile) -> str:
     """The page of a profile."""
-    exits = leaving_costs(profile)
+    exits = _leaving_costs(profile)
     head = Section(
         title="prefill profile",
         lines=[
             ("model", profile.model_name),
-            ("what", profile_headline(profile)),
+            ("what", _profile_headline(profile)),
             *([("early exit", exits)] if exits else []),
             ("created", f"{profile.created} (UTC), {profile.seconds_taken:.0f} seconds"),
             ("with", ", ".join(f"{name} {version}" for name, version in profile.versions.items())),
         ],
         alarms=[
-            *([f"{no_times(profile)}."] if profile.no_completion is not None else []),
-            *profile_remarks(profile),
+            *([f"{_no_times(profile)}."] if profile.no_completion is not None else []),
+            *_profile_remarks(profile),
         ],
     )
     lengths = Part(
@@ -377,7 +375,7 @@ def profile_html(profile: Profile) -> str:
     )
     traced = profile.traces[0].tokens if profile.traces else 0
     completion = Part(
-        plot=completion_chart(profile),
+        plot=_completion_chart(profile),
         note="Across: input tokens. Cached tokens are a prefix whose K,V were kept from the pack before. Lines: the "
         "linear fit; hollow points were not used for it.",
     )

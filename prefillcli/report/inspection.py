@@ -384,11 +384,11 @@ def heat(tokens: Sequence[TokenView]) -> tuple[list[int | None], list[tuple[floa
     step is a rank: that of the token among the kept ones, ties in the middle of their ranks. None for a token that is
     dropped or has no importance, and for a step that no token has.
     """
-    ranked = sorted(value for token in tokens if token.kept and (value := importance_of(token)) is not None)
+    ranked = sorted(value for token in tokens if token.kept and (value := _importance_of(token)) is not None)
     steps: list[int | None] = []
     ranges: list[tuple[float, float] | None] = [None] * STEPS
     for token in tokens:
-        value = importance_of(token)
+        value = _importance_of(token)
         if value is None or not token.kept:
             steps.append(None)
             continue
@@ -407,7 +407,7 @@ def stretches(inspection: Inspection, most: int = _STRETCHES) -> list[Stretch]:
     found = []
     for start in range(0, len(inspection.tokens), size):
         chunk = inspection.tokens[start : start + size]
-        values = [value for token in chunk if (value := importance_of(token)) is not None]
+        values = [value for token in chunk if (value := _importance_of(token)) is not None]
         if values:
             why = tuple(dict.fromkeys(token.why for token in chunk))
             text = "".join(token.text for token in chunk)
@@ -436,8 +436,8 @@ def facts(inspection: Inspection) -> list[tuple[str, str]]:
     return [(name, visible(text, line=True)) for name, text in found]
 
 
-def answer_table(inspection: Inspection) -> TableRows:
-    """A header, and the numbers of the answers side by side, safe to show."""
+def _answer_table(inspection: Inspection) -> TableRows:
+    # A header, and the numbers of the answers side by side, safe to show.
     both = {"full": inspection.full, "compressed": inspection.compressed}
     known = {name: answer for name, answer in both.items() if answer is not None}
     answers = list(known.values())
@@ -460,8 +460,8 @@ def answer_table(inspection: Inspection) -> TableRows:
     return rows
 
 
-def importance_of(token: TokenView) -> float | None:
-    """The token's importance, if it is a number."""
+def _importance_of(token: TokenView) -> float | None:
+    # The token's importance, if it is a number.
     value = token.importance
     return value if value is not None and math.isfinite(value) else None
 
@@ -648,7 +648,7 @@ def _sections(inspection: Inspection, *, terminal: bool = False) -> Iterator[Sec
         "Log probabilities are natural logarithms over the whole vocabulary; the score is the first label's share "
         "among the labels."
     )
-    yield Section(title="Answer", parts=[Part(table=answer_table(inspection), note=note)])
+    yield Section(title="Answer", parts=[Part(table=_answer_table(inspection), note=note)])
     for section in inspection.further:
         yield replace(section, parts=[in_characters(part) for part in section.parts]) if terminal else section
     if inspection.margins is not None:
@@ -715,7 +715,7 @@ def _pieces(tokens: Sequence[TokenView]) -> Iterator[_PageElement]:
                 yield _PageElement(visible(token.text), title, " ".join(classes))
         else:
             title = f"tokens {part[0].position}-{part[-1].position} dropped"
-            values = [value for token in part if (value := importance_of(token)) is not None]
+            values = [value for token in part if (value := _importance_of(token)) is not None]
             if values:
                 title += f", importance {math.fsum(values) / len(values):.3g} mean, {max(values):.3g} largest"
             text = "".join(visible(token.text) for token in part)
