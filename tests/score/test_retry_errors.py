@@ -10,7 +10,7 @@ import pytest
 from prefillcli.data.rows import ErrorCode, RowError
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import Interrupted, UsageError
-from prefillcli.jobs import window_scoring
+from prefillcli.jobs import loop
 from prefillcli.jobs.verify import verify_job
 from tests.score.jobs import Reference, assert_scored, read_output, score, texts, write_parquet
 from tests.score.processes import cut_small_windows
@@ -43,14 +43,14 @@ def write_input() -> str:
 
 def with_failures(patch: pytest.MonkeyPatch) -> None:
     """Some rows do not fit the memory, for as long as this holds."""
-    fitting = window_scoring._fitting
+    fitting = loop._fitting
 
     def fit(requests: Any, most: int) -> Any:
         kept, errors = fitting([each for each in requests if each.prompt.row not in FAILED], most)
         lost = {each.prompt.row for each in requests} & set(FAILED)
         return kept, errors | {row: RowError(ErrorCode.EXCEEDS_MEMORY, "for now") for row in lost}
 
-    patch.setattr(window_scoring, "_fitting", fit)
+    patch.setattr(loop, "_fitting", fit)
 
 
 def stop_at_pack(patch: pytest.MonkeyPatch, number: int) -> None:

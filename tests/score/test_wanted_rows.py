@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from prefillcli.data.output.sink import Sink
-from prefillcli.jobs import window_scoring
+from prefillcli.jobs import loop
 from prefillcli.models import law as text_room
 from prefillcli.models.law import KeepOrAgain
 from tests.score.compression import ByHand, compressed, lines_of, unrelated
@@ -169,7 +169,7 @@ def test_many_wanted_rows_follow_their_window_in_groups(
 ) -> None:
     flags = {"model": model, "rationale": TOKENS, "evidence": True}
     assert score(make_input(), "whole.parquet", **flags)["exit_code"] == 0
-    monkeypatch.setattr(window_scoring, "GROUP_TOKENS", 2500)  # of two rows or so
+    monkeypatch.setattr(loop, "GROUP_TOKENS", 2500)  # of two rows or so
     for output, more in (("groups.parquet", {}), ("workers.parquet", {"workers": 2})):
         assert score("in.jsonl", output, **flags, **more)["exit_code"] == 0
         assert of_rows(output) == all_texts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -110,38 +110,7 @@ def _collect(
 ) -> LabelledScores:
     names = [Label(label) for label in labels]
     left_out: Counter[str] = Counter()
-    scores: list[float] = []
-    logprobs: list[list[float]] = []
-    truth: list[int] = []
-    for score, row_logprobs, value in _rows(source, labels, key, left_out):
-        answer = value if answers is None else answers.get(_key(value))
-        number = label_of(answer, names) if isinstance(answer, _PLAIN) else None
-        if score is None:
-            left_out["without a score"] += 1
-        elif not 0 <= score <= 1 or any(math.isnan(each) or each == math.inf for each in row_logprobs):
-            left_out["whose score is no probability"] += 1
-        elif answer is None or answer == "":
-            left_out["without a right answer"] += 1
-        elif number is None:
-            left_out["whose right answer is no label"] += 1
-        else:
-            scores.append(score)
-            logprobs.append(row_logprobs)
-            truth.append(number)
-    return LabelledScores(
-        labels=labels,
-        scores=np.array(scores, np.float64),
-        logprobs=np.array(logprobs, np.float64).reshape(-1, len(labels)),
-        truth=np.array(truth, np.int64),
-        left_out=dict(left_out),
-        job=job,
-    )
-
-
-def _rows(
-    source: Source, labels: Sequence[str], key: str, left_out: Counter[str]
-) -> Iterator[tuple[float | None, list[float], Any]]:
-    # Score (None if there is none), label log-probabilities, and the value of the column `key` of each row.
+    kept: list[tuple[float, list[float], int]] = []  # score, label log-probabilities and right label of each row
     for batch in source.batches():
         if any(layer is not None for layer in batch.columns.get(_EXIT, ())):
             raise UsageError(
@@ -150,10 +119,29 @@ def _rows(
             )
         columns = [batch.columns[name] for name in ("score", *(_LOGPROB + label for label in labels), key)]
         for row, score, *logprobs, value in zip(batch.rows.tolist(), *columns, strict=True):
+            numbers = [_number(each) for each in logprobs]
+            answer = value if answers is None else answers.get(_key(value))
+            right = label_of(answer, names) if isinstance(answer, _PLAIN) else None
             if row in batch.errors:
                 left_out["that cannot be read"] += 1
-                continue
-            yield None if score is None else _number(score), [_number(each) for each in logprobs], value
+            elif score is None:
+                left_out["without a score"] += 1
+            elif not 0 <= _number(score) <= 1 or any(math.isnan(each) or each == math.inf for each in numbers):
+                left_out["whose score is no probability"] += 1
+            elif answer is None or answer == "":
+                left_out["without a right answer"] += 1
+            elif right is None:
+                left_out["whose right answer is no label"] += 1
+            else:
+                kept.append((_number(score), numbers, right))
+    return LabelledScores(
+        labels=labels,
+        scores=np.array([score for score, _, _ in kept], np.float64),
+        logprobs=np.array([numbers for _, numbers, _ in kept], np.float64).reshape(-1, len(labels)),
+        truth=np.array([right for _, _, right in kept], np.int64),
+        left_out=dict(left_out),
+        job=job,
+    )
 
 
 def _number(value: Any) -> float:
