@@ -249,7 +249,9 @@ def fit_platt(log_shares: Float64Array, truth: IntArray) -> PlattScaling:
     from scipy.special import logsumexp
 
     labels = log_shares.shape[1]
-    wanted = _smoothed(truth, labels)
+    counts = np.bincount(truth, minlength=labels)[truth]  # rows with the label of each row
+    wanted = np.repeat(1 / (counts + labels)[:, None], labels, axis=1)  # of each label [rows, labels]
+    wanted[np.arange(len(truth)), truth] = (counts + 1) / (counts + labels)
     width = max(float(log_shares.std()), 1e-6)  # the search goes better where slope and biases are of one size
     shares = log_shares / width
 
@@ -282,14 +284,6 @@ def fit_isotonic(log_shares: Float64Array, truth: IntArray) -> IsotonicSteps:
         scores=tuple(map(float, regression.X_thresholds_)),
         probabilities=tuple(map(float, np.maximum.accumulate(regression.y_thresholds_))),
     )
-
-
-def _smoothed(truth: IntArray, labels: int) -> Float64Array:
-    # The share of each label that each row is to have [rows, labels].
-    counts = np.bincount(truth, minlength=labels)
-    wanted = np.repeat(1 / (counts[truth] + labels)[:, None], labels, axis=1)
-    wanted[np.arange(len(truth)), truth] = (counts[truth] + 1) / (counts[truth] + labels)
-    return wanted
 
 
 def cross_validate(

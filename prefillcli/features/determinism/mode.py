@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -113,8 +113,8 @@ def _laid_out_and_back(func: OpOverload, inputs: dict[str, Any], tensors: dict[s
 def _called(func: OpOverload, given: dict[str, Any]) -> Tensor:
     # The operator of arguments by name, those that its schema has by place in their order.
     places = [each.name for each in func._schema.arguments if not each.kwarg_only and each.name in given]
-    found: Tensor = func(*(given[name] for name in places), **{k: v for k, v in given.items() if k not in places})
-    return found
+    others = {name: value for name, value in given.items() if name not in places}
+    return cast(Tensor, func(*(given[name] for name in places), **others))
 
 
 def _room(count: int) -> int:
@@ -147,8 +147,7 @@ def _functional(func: OpOverload) -> OpOverload:
     packet = getattr(torch.ops.aten, _base(func).removeprefix("aten::"))
     name = func._overloadname
     name = "default" if name == "out" else name.removesuffix("_out")
-    found: OpOverload = getattr(packet, name)
-    return found
+    return cast(OpOverload, getattr(packet, name))
 
 
 def _laid_out(each: Tensor, shape: torch.Size, room: int) -> Tensor:
@@ -331,8 +330,7 @@ def _is_composite(func: OpOverload) -> bool:
 
 
 def _name(func: OpOverload) -> str:
-    name: str = func.name()  # type: ignore[no-untyped-call]
-    return name
+    return str(func.name())  # type: ignore[no-untyped-call]
 
 
 def _kind(name: str, *given: Any) -> tuple[Any, ...]:

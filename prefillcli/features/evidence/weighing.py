@@ -253,7 +253,7 @@ class Weighing(Further):
 
     def weigh(self, request: Request, scored: ScoredRow) -> WeighedRow:
         """The prompts that have to be read for the evidence of a row that was read by this request."""
-        return WeighedRow(self, request.prompt, _whole_answer(request.prompt, scored))
+        return WeighedRow(self, request.prompt, scored)
 
     def score(self, numbers: Float64Array) -> float:
         """The score of the first label."""
@@ -266,14 +266,16 @@ class Weighing(Further):
 class WeighedRow:
     """A row, scored without each of its sections.
 
-    There is one of the `requests` for each section: the prompt without it. Where the row's own answer, of which
-    `whole` are the label numbers, is not of the whole prompt and all layers, the last request is the whole prompt:
-    like is compared with like. All are to be read in full and to the last layer. There are none where the prompt has
-    no sections.
+    There is one of the `requests` for each section: the prompt without it. Where the row's own answer is not of
+    the whole prompt and all layers, the last request is the whole prompt: like is compared with like. All are to be
+    read in full and to the last layer. There are none where the prompt has no sections.
     """
 
-    def __init__(self, evidence: Weighing, prompt: Prompt, whole: Float64Array | None) -> None:
+    def __init__(self, evidence: Weighing, prompt: Prompt, scored: ScoredRow) -> None:
         self._evidence = evidence
+        whole = scored.audit
+        if whole is None and scored.exit_layer is None and scored.kept_tokens == len(prompt.tokens):
+            whole = scored.logprobs
         ablated = evidence.ablation.of(prompt)
         self._sections = [each.section for each in ablated]
         self._numbers: dict[int, Float64Array] = {} if whole is None else {len(ablated): whole}
@@ -299,15 +301,6 @@ class WeighedRow:
             if np.isfinite(change)
         ]
         return tuple(sorted(found, key=lambda effect: -abs(effect.change)))
-
-
-def _whole_answer(prompt: Prompt, scored: ScoredRow) -> Float64Array | None:
-    # The label numbers of a row's whole prompt after the last layer, if it was read so.
-    if scored.audit is not None:
-        return scored.audit
-    if scored.exit_layer is None and scored.kept_tokens == len(prompt.tokens):
-        return scored.logprobs
-    return None
 
 
 # The report of evidence.

@@ -123,11 +123,6 @@ class EarlierOutput:
         sizes = [self._reader.get_batch(at).num_rows for at in range(self._reader.num_record_batches)]
         self._starts = np.cumsum([0, *sizes], dtype=np.int64)
 
-    @property
-    def rows(self) -> int:
-        """How many rows it has that may be taken over."""
-        return len(self._keys)
-
     def take(self, window: Window) -> pa.Table | None:
         """The results of those rows of a window that are here: row numbers, result columns, digests; None for none.
 
@@ -135,8 +130,8 @@ class EarlierOutput:
         """
         asked = [prompt for prompt in window.prompts if prompt.digest is not None]
         keys = np.frombuffer(b"".join(prompt.digest or b"" for prompt in asked), np.uint64)[::2]
-        at = np.minimum(np.searchsorted(self._keys, keys), max(self.rows - 1, 0))
-        hits = np.flatnonzero(self._keys[at] == keys) if self.rows else np.empty(0, np.int64)
+        at = np.minimum(np.searchsorted(self._keys, keys), max(len(self._keys) - 1, 0))
+        hits = np.flatnonzero(self._keys[at] == keys) if len(self._keys) else np.empty(0, np.int64)
         if len(hits) == 0:
             return None
         found = self._at(self._order[at[hits]])

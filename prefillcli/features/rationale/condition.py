@@ -282,16 +282,8 @@ def _short(text: str) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
 
 
-def known_columns(schema: OutputSchema) -> tuple[pa.Schema, frozenset[str]]:
-    """The columns that a condition may use, and the names of those whose kind is not known: those that are JSON."""
-    row = [pa.field(ROW_COLUMN, pa.int64())] if schema.id_name is None else []
-    results = schema.conditional
-    untyped = schema.carried.names if schema.json_carried else ()
-    return pa.schema([*row, *schema.carried, *results]), frozenset(untyped)
-
-
 def row_values(window: Window, rows: ResultRows, schema: OutputSchema, names: Set[str]) -> list[dict[str, Any]]:
-    """The values of the named columns of `known_columns`, by name, for each of some rows of a window.
+    """The values of the named columns, by name, for each of some rows of a window.
 
     Columns that are JSON text give the values that the text says, dates and times texts in ISO 8601.
     """
@@ -330,7 +322,10 @@ class RowChoice:
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        self.condition.check(*known_columns(self.schema))
+        # A condition may use these columns. The kinds of those that are JSON are not known.
+        row = [pa.field(ROW_COLUMN, pa.int64())] if self.schema.id_name is None else []
+        untyped = self.schema.carried.names if self.schema.json_carried else ()
+        self.condition.check(pa.schema([*row, *self.schema.carried, *self.schema.conditional]), untyped)
 
     @property
     def columns(self) -> frozenset[str]:
