@@ -98,7 +98,7 @@ def _inspect(
             further = FurtherQuestions.of(opening)
             if further is not None:
                 stack.callback(further.close)
-            loaded = load_walk(opened, settings, placement=settings, names=labels.names)
+            loaded = load_walk(opened, settings, names=labels.names)
             stack.callback(loaded.close)
         prompts = window.prompts
         number = next(at for at, prompt in enumerate(prompts) if prompt.row == found.row)

@@ -10,11 +10,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from prefillcli.core.feature import Feature, features_of, plan_weights, text_room
-from prefillcli.engines.base import Engine, Loader, LoadRequest
-from prefillcli.engines.memory_plan import RESIDENT, Measured, PlacementChoice
+from prefillcli.engines.base import Engine, LoadRequest
+from prefillcli.engines.memory_plan import RESIDENT, Measured
 from prefillcli.engines.registry import loader_of
 from prefillcli.models.open import Opened
-from prefillcli.options.groups import LoadingOptions
+from prefillcli.options.groups import LoadingOptions, PlacementOptions
 
 if TYPE_CHECKING:
     from prefillcli.engines.torch import TorchEngine
@@ -78,36 +78,33 @@ class Models(Generic[AnyEngine]):
 def load_models(
     opened: Opened,
     settings: LoadingOptions,
-    loader: Loader,
     *,
     before: Mapping[str, Any] = MappingProxyType({}),
-    options: Mapping[str, Any] = MappingProxyType({}),
     measured: Measured | None = None,
     share: float = 1.0,
     planned: bool = False,
-    placement: PlacementChoice = RESIDENT,
     names: Sequence[str] = (),
 ) -> Models[Engine]:
     """Load the weights and decide how much fits one pack.
 
-    `before` is the plan of an earlier attempt, or empty. `options` are the engine's own. `share` and `planned` as in
-    `LoadRequest`. `placement` says which parts of a pack may be kept outside the device; the draft is on it.
-    `names` are those of the labels. Raises ResourceError where the weights cannot fit, before they are loaded.
+    Commands that have no choice of an engine take the layer walk, with all of a pack on the device. `before` is the
+    plan of an earlier attempt, or empty. `share` and `planned` as in `LoadRequest`. `names` are those of the labels.
+    Raises ResourceError where the weights cannot fit, before they are loaded.
     """
     draft = None
     if opened.draft is not None:
         plan_weights(settings, opened)  # raises ResourceError
         draft = _load_draft(opened, trust_remote_code=settings.trust_remote_code)
-    loaded = loader.load(
+    loaded = loader_of(getattr(settings, "engine", "torch")).load(
         LoadRequest(
             opened,
             settings,
-            options,
+            getattr(settings, "engine_options", {}),
             before,
             measured,
             share,
             planned,
-            placement,
+            settings if isinstance(settings, PlacementOptions) else RESIDENT,
             **text_room(settings, opened, names),
             arithmetic=next(filter(None, (each.arithmetic() for each in features_of(settings))), None),
             plan_weights=partial(plan_weights, settings, opened, draft=False, share=share),
@@ -144,20 +141,7 @@ def _load_draft(opened: Opened, *, trust_remote_code: bool) -> Any:
 
 
 def load_walk(
-    opened: Opened,
-    settings: LoadingOptions,
-    *,
-    share: float = 1.0,
-    placement: PlacementChoice = RESIDENT,
-    names: Sequence[str] = (),
+    opened: Opened, settings: LoadingOptions, *, share: float = 1.0, names: Sequence[str] = ()
 ) -> Models[TorchEngine]:
-    """`load_models` with the layer walk, as a job begins."""
-    models = load_models(
-        opened,
-        settings,
-        loader_of("torch"),
-        share=share,
-        placement=placement,
-        names=names,
-    )
-    return cast("Models[TorchEngine]", models)
+    """`load_models` where the engine is the layer walk."""
+    return cast("Models[TorchEngine]", load_models(opened, settings, share=share, names=names))

@@ -14,7 +14,6 @@ from prefillcli.core.request import AuditDraw, Request, Tick
 from prefillcli.data.rows import Prompt, Window
 from prefillcli.data.windows import Prefetcher, ShardRows
 from prefillcli.engines.base import REDUCED, Engine
-from prefillcli.engines.registry import loader_of
 from prefillcli.jobs.load import load_models
 from prefillcli.jobs.loop import USUAL as USUAL
 from prefillcli.jobs.loop import Granularity as Granularity
@@ -97,12 +96,9 @@ class Scorer(Opening):
         models = load_models(
             opened,
             settings,
-            loader_of(settings.engine),
             before=before,
-            options=settings.engine_options,
             measured=profile,
             share=share,
-            placement=settings,
             names=self.labels.names,
         )
         self.loaded.callback(models.close)

@@ -16,7 +16,6 @@ from prefillcli import __version__
 from prefillcli.core.feature import Feature, open_models
 from prefillcli.data.proof import ModelContents
 from prefillcli.engines.base import Answer, Engine, WorkerReport
-from prefillcli.engines.registry import loader_of
 from prefillcli.errors import ContentChangedError, EngineDiedError
 from prefillcli.jobs.load import Models, load_models
 from prefillcli.jobs.runners.pool import (
@@ -45,20 +44,17 @@ class Worker:
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
-        settings, loader = spec.settings, loader_of(spec.settings.engine)
+        settings = spec.settings
         _require_contents(spec)
         opened = open_models(settings)
         self._threads = opened.threads
         self._models: Models[Engine] = load_models(
             opened,
             settings,
-            loader,
             before=spec.plan,
-            options=settings.engine_options,
             measured=spec.measured,
             share=spec.share,
             planned=spec.planned,
-            placement=settings,
             names=answer_labels(opened, settings).names,
         )
         self._number = spec.number
