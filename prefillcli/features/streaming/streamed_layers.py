@@ -15,9 +15,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,6 @@ class LayerFiles:
     pieces: list[Piece] = field(default_factory=list)
     experts: int = 0  # how many experts have pieces of their own
 
-    @property
-    def bytes(self) -> int:
-        """What the tensors take."""
-        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.tensors.values())
-
 
 @dataclass(slots=True)
 class Placement:
@@ -153,7 +149,7 @@ def place_weights(folder: Path, model: PreTrainedModel) -> Placement:
 
 
 def _stored_tensors(folder: Path) -> Iterator[Stored]:
-    """All tensors of the files; the last one of a name counts, as in transformers."""
+    # All tensors of the files; the last one of a name counts, as in transformers.
     found: dict[str, Stored] = {}
     for path in weight_files(folder):
         start = data_start(path)
@@ -176,7 +172,7 @@ def _pieces(
     sources: Mapping[str | None, Sequence[Stored]],
     converters: Mapping[str, Any],
 ) -> list[Piece]:
-    """The pieces of a layer's tensor `name`, called `inner` in the layer, from the tensors that become it."""
+    # The pieces of a layer's tensor `name`, called `inner` in the layer, from the tensors that become it.
     if not sources:
         raise UsageError(f"{folder}: the weights lack {name}")
     if list(sources) == [None]:
@@ -209,17 +205,17 @@ def _pieces(
 
 
 def _joins_experts(operations: Sequence[Any], sources: int) -> bool:
-    """Whether the operations stack one tensor of each expert, and join the stacks of several tensors side by side."""
+    # Whether the operations stack one tensor of each expert, and join the stacks of several tensors side by side.
     kinds = [(type(each), each.dim) for each in operations if isinstance(each, MergeModulelist | Concatenate)]
     joins = [(MergeModulelist, 0), (Concatenate, 1)]
     return len(kinds) == len(operations) and kinds == (joins if sources > 1 else joins[: len(kinds)] or joins)
 
 
 def _split_experts(layer: LayerFiles) -> None:
-    """Cut pieces that hold all experts into one for each: tensors of a module named `experts`, all as long."""
+    # Cut pieces that hold all experts into one for each: tensors of a module named `experts`, all as long.
     lengths = {shape[0] for name, (shape, _) in layer.tensors.items() if _is_of_experts(name) and shape}
     if len(lengths) != 1:
-        layer.pieces = [_without_expert(piece) for piece in layer.pieces]
+        layer.pieces = [replace(piece, expert=None) for piece in layer.pieces]
         return
     (layer.experts,) = lengths
     pieces = []
@@ -229,14 +225,12 @@ def _split_experts(layer: LayerFiles) -> None:
             continue
         count = piece.count // layer.experts
         pieces += [
-            Piece(
-                piece.path,
-                piece.offset + each * count * piece.dtype.itemsize,
-                piece.dtype,
-                count,
-                piece.tensor,
-                each * count,
-                each,
+            replace(
+                piece,
+                offset=piece.offset + each * count * piece.dtype.itemsize,
+                count=count,
+                start=each * count,
+                expert=each,
             )
             for each in range(layer.experts)
         ]
@@ -245,10 +239,6 @@ def _split_experts(layer: LayerFiles) -> None:
 
 def _is_of_experts(name: str) -> bool:
     return "experts" in name.split(".")[-2:-1]
-
-
-def _without_expert(piece: Piece) -> Piece:
-    return Piece(piece.path, piece.offset, piece.dtype, piece.count, piece.tensor, piece.start)
 
 
 # Reading numbers from a model's files, with a check that the files stay what they were.
@@ -472,7 +462,7 @@ class StreamedLayers(LayerSource):
         self._reader.close()
 
     def _wait_for(self, index: int) -> _Slot:
-        """The slot with layer `index`, which is in use from now on. Raises what reading it raised."""
+        # The slot with layer `index`, which is in use from now on. Raises what reading it raised.
         begun = time.monotonic()
         with self._changed:
             if self._in_use is not None:
@@ -518,7 +508,7 @@ class StreamedLayers(LayerSource):
                 self._changed.notify_all()
 
     def _next(self) -> tuple[int, _Slot] | None:
-        """The layer to read next, and where to; None while all that have room are there."""
+        # The layer to read next, and where to; None while all that have room are there.
         held = {slot.layer for slot in self._slots}
         order = [(self._at + distance) % len(self) for distance in range(len(self))]
         layer = next((each for each in order if each not in held), None)
@@ -537,7 +527,7 @@ class StreamedLayers(LayerSource):
         return layer, last
 
     def _takes_all_experts(self, layer: int) -> bool:
-        """Whether hardly any expert of a layer is likely to stay unused in the next pass."""
+        # Whether hardly any expert of a layer is likely to stay unused in the next pass.
         experts = self._files[layer].experts
         tokens = self._tokens[layer == len(self) - 1]
         if experts <= self._per_token or not self._per_token or tokens == float("inf"):
@@ -545,7 +535,7 @@ class StreamedLayers(LayerSource):
         return bool((1 - self._per_token / experts) ** tokens < _UNUSED_SHARE)
 
     def _fill(self, slot: _Slot, pieces: Sequence[Piece]) -> None:
-        """Read pieces of the slot's layer into its buffer. Raises ContentChangedError, ResourceError."""
+        # Read pieces of the slot's layer into its buffer. Raises ContentChangedError, ResourceError.
         if slot.buffer is None:
             slot.buffer = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self._device)
         index = slot.layer or 0
@@ -572,7 +562,7 @@ class StreamedLayers(LayerSource):
             self.bytes_read += sum(piece.count * piece.dtype.itemsize for piece in pieces)
 
     def _views(self, index: int, buffer: Tensor) -> dict[str, Tensor]:
-        """The tensors of layer `index` in a buffer."""
+        # The tensors of layer `index` in a buffer.
         found = {}
         for name, (start, (shape, dtype)) in self._places[index].items():
             end = start + prod(shape) * dtype.itemsize
@@ -591,7 +581,7 @@ class StreamedLayers(LayerSource):
             yield self._layers[index].get_submodule(name).register_forward_pre_hook(before, with_kwargs=True)
 
     def _read_experts(self, arguments: Sequence[Any]) -> None:
-        """Read what is missing of the experts that the layer in use is about to call with these arguments."""
+        # Read what is missing of the experts that the layer in use is about to call with these arguments.
         slot = self._in_use
         if slot is None or slot.layer is None or slot.buffer is None or not slot.missing:
             return
@@ -617,19 +607,12 @@ def spread(count: int, layers: int) -> list[int]:
     return [(2 * each + 1) * layers // (2 * count) for each in range(count)]
 
 
-def slot_bytes(files: LayerFiles, device: torch.device) -> int:
-    """Bytes of a slot for a layer."""
-    return _lay_out(files, device)[1]
-
-
 def _lay_out(
     files: LayerFiles, device: torch.device
 ) -> tuple[dict[str, tuple[int, tuple[torch.Size, torch.dtype]]], int]:
-    """Where each tensor begins in a slot, its shape and dtype, and the bytes of them all.
-
-    Products of float32 matrices on a CPU are rounded by where in a cache line a matrix begins. Resident weights are
-    mapped files, so a tensor that is read as it is begins where it begins in its file.
-    """
+    # Where each tensor begins in a slot, its shape and dtype, and the bytes of them all. Products of float32 matrices
+    # on a CPU are rounded by where in a cache line a matrix begins. Resident weights are mapped files, so a tensor
+    # that is read as it is begins where it begins in its file.
     parts: dict[str, list[Piece]] = {}
     for piece in files.pieces:
         parts.setdefault(piece.tensor, []).append(piece)
@@ -645,7 +628,7 @@ def _lay_out(
 
 
 def _is_one_run(pieces: Sequence[Piece]) -> bool:
-    """Whether the pieces of a tensor lie side by side in one file."""
+    # Whether the pieces of a tensor lie side by side in one file.
     return all(
         after.path == before.path and after.offset == before.offset + before.count * before.dtype.itemsize
         for before, after in pairwise(pieces)
@@ -653,12 +636,12 @@ def _is_one_run(pieces: Sequence[Piece]) -> bool:
 
 
 def _part(views: dict[str, Tensor], piece: Piece) -> Tensor:
-    """The numbers of a tensor that a piece fills, as one row."""
+    # The numbers of a tensor that a piece fills, as one row.
     return views[piece.tensor].view(-1)[piece.start : piece.start + piece.count]
 
 
 def _exchange(layer: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """Put a tensor in the place of a layer's parameter or buffer; gives the one before."""
+    # Put a tensor in the place of a layer's parameter or buffer; gives the one before.
     inside, _, own = name.rpartition(".")
     module = layer.get_submodule(inside)
     places: dict[str, Any] = module._parameters if own in module._parameters else module._buffers
@@ -768,7 +751,7 @@ def load_streamed(
             model, placement = _load_around_layers(files, "eager", trust_remote_code)
     model, layers = _moved(model, placement, device)
     around = sum(tensor.nbytes for tensor in {id(p): p for p in model.parameters() if not p.is_meta}.values())
-    sizes = [slot_bytes(parts, device) for parts in placement.layers]
+    sizes = [_lay_out(parts, device)[1] for parts in placement.layers]
     least = around + min(ROLLING_SLOTS, len(sizes)) * max(sizes)
     if memory < least:
         given = f"{memory / 2**20:,.1f} MiB{' for each worker' if share < 1 else ''}"
@@ -797,7 +780,7 @@ def load_streamed(
 def _moved(
     model: PreTrainedModel, placement: Placement, device: torch.device
 ) -> tuple[PreTrainedModel, nn.ModuleList]:
-    """The model on `device`, ready to be walked, and its layers, whose weights stay where they are."""
+    # The model on `device`, ready to be walked, and its layers, whose weights stay where they are.
     place = decoder_layers(model)
     layers = place.layers
     place.replace([])  # without weights they cannot be moved
@@ -812,8 +795,8 @@ def _moved(
 def _load_around_layers(
     files: ModelFiles, attention: str, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, Placement]:
-    """The model on the CPU as transformers loads it with this `attention`, but for the tensors of decoder layers,
-    which are on the meta device; and where those are. Raises UsageError."""
+    # The model on the CPU as transformers loads it with this `attention`, but for the tensors of decoder layers,
+    # which are on the meta device; and where those are. Raises UsageError.
     whole = AutoConfig.from_pretrained(files.path, trust_remote_code=trust_remote_code)
     if getattr(whole, "quantization_config", None) is not None:
         raise UnsupportedModelError(f"{files.path}: quantised weights cannot be read layer by layer")
@@ -850,25 +833,14 @@ def _load_around_layers(
     require_complete(files.origin, model, info, files.path)
     for layer, parts in zip(decoder_layers(model).layers, placement.layers, strict=True):
         for name in parts.tensors:
-            parts.tensors[name] = _empty_out(layer, name)
+            tensor = attrgetter(name)(layer)
+            _exchange(layer, name, torch.empty_like(tensor, device="meta"))
+            parts.tensors[name] = tensor.shape, tensor.dtype
     return model, placement
 
 
-def _empty_out(layer: nn.Module, name: str) -> tuple[torch.Size, torch.dtype]:
-    """Put a tensor of a layer on the meta device; gives its shape and dtype."""
-    inside, _, own = name.rpartition(".")
-    module = layer.get_submodule(inside)
-    tensor: Tensor = getattr(module, own)
-    empty = torch.empty_like(tensor, device="meta")
-    if own in module._parameters:
-        module._parameters[own] = nn.Parameter(empty, requires_grad=False)
-    else:
-        module._buffers[own] = empty
-    return tensor.shape, tensor.dtype
-
-
 def _keep_buffers(layer: nn.Module, streamed: set[str], device: torch.device) -> None:
-    """Move buffers of a layer that are in no file to the device."""
+    # Move buffers of a layer that are in no file to the device.
     for prefix, module in layer.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and f"{prefix}.{name}".removeprefix(".") not in streamed:
