@@ -14,6 +14,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import typer
 from rich.console import Console
@@ -25,7 +27,7 @@ from benchmarks.console import log
 from benchmarks.models import random_llama
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
-from prefillcli.plan.pack import Limits, Pack, remaining_work
+from prefillcli.plan.pack import Limits, Pack, in_full
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.profile.children import prompts_with_histories
@@ -33,6 +35,29 @@ from prefillcli.profile.measuring import measure_leaving
 
 #: Prefixes, rows behind each, tokens of a prefix, tokens of a row.
 PACKS = {"reviews": (1, 64, 300, 120), "long prefix": (1, 20, 2000, 150), "short rows": (1, 256, 40, 24)}
+
+
+def layers_needed(pack: Pack, through: Sequence[int | None], layers: int) -> npt.NDArray[np.float64]:
+    """Layers of a token that each node takes, float64 [nodes].
+
+    Read k leaves when `through[k]` layers are behind it, or never (None). A model has `layers`. Nodes that later packs
+    hold go through all of them.
+    """
+    whole = in_full(layers)
+    needed = np.zeros(len(pack.parents))
+    ends = [(node, whole if count is None else count) for (node, _), count in zip(pack.reads, through, strict=True)]
+    for node, most in [*ends, *((node, whole) for node in pack.kept_nodes)]:
+        step = node
+        while step >= 0 and needed[step] < most:
+            needed[step] = most
+            step = pack.parents[step]
+    return needed
+
+
+def remaining_work(pack: Pack, through: Sequence[int | None], layers: int) -> float:
+    """The part of a pack's work that exits leave, between 0 and 1. Arguments as in `layers_needed`."""
+    needed = layers_needed(pack, through, layers) * np.diff(pack.offsets)
+    return float(needed.sum() / (in_full(layers) * len(pack.tokens)))
 
 
 class HalfLeave:

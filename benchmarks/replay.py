@@ -28,7 +28,7 @@ from prefillcli.models.law import memory_law, pack_limits
 from prefillcli.models.open import open_model
 from prefillcli.options.commands import ProfileSettings
 from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import Queue, cut_packs, shortest_job
+from prefillcli.plan.plan import Queue, cut_packs
 from prefillcli.plan.trie import TrieNode
 from prefillcli.report.section import three_digits
 
@@ -40,6 +40,25 @@ POST_TOKENS = 150
 POLICIES = ("fifo", "srjf", "srjf-calibrated")
 OFFLINE = "prefix-tree"
 RATES = 8
+
+
+NumberArray = npt.NDArray[np.integer[Any]] | npt.NDArray[np.floating[Any]]
+
+
+def shortest_job(
+    input_tokens: NumberArray,
+    cached_tokens: NumberArray,
+    waited: NumberArray | float = 0.0,
+    *,
+    fairness: float = 0.0,
+) -> int:
+    """The number of the prompt to compute next: algorithm 1. Arrays have an entry for each waiting prompt, in order.
+
+    `cached_tokens` are as of now for shortest remaining job first with continuous calibration, and as of each prompt's
+    arrival without. A prompt's completion time is the tokens that are not cached. Having waited for a time takes
+    `fairness` (the paper's lambda) times as much off it. Of equal prompts the first is taken.
+    """
+    return int(np.argmin(input_tokens - cached_tokens - fairness * waited))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,7 +30,7 @@ from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Prompt, ScoredRow, Window
-from prefillcli.data.windows import Dealer, ShardRows, windows
+from prefillcli.data.windows import Dealer, ShardRows, WindowSize, windows
 from prefillcli.models.files import sample_model
 
 WINDOW = 4_096
@@ -71,7 +71,7 @@ def _read(path: Path, tokenizer: Any, rows: int, shard: Shard | None, *, tokenis
         builder,
         labels,
         id_column=None,
-        max_rows=WINDOW,
+        size=WindowSize(WINDOW),
         skip=None if tokenise else lambda index, rows: True,
         only=None if shard is None else ShardRows(shard, builder),
     ):

@@ -27,6 +27,7 @@ from prefillcli.cli import app
 from prefillcli.core.request import Request
 from prefillcli.data.prompts.encoding import Encoder, token_texts
 from prefillcli.data.rows import Prompt
+from prefillcli.data.windows import WindowSize
 from prefillcli.errors import Interrupted
 from prefillcli.features.compress.compressor import Neighbour, why_kept
 from prefillcli.features.compress.options import Compression
@@ -313,7 +314,7 @@ def test_row_in_a_later_window_is_found_without_tokenising_the_others(monkeypatc
     built: list[int] = []
     build, windows = PromptBuilder.build, search.windows
     monkeypatch.setattr(PromptBuilder, "build", lambda *a: (built.append(a[1].first_row), build(*a))[1])
-    monkeypatch.setattr(search, "windows", lambda *a, **k: windows(*a, **k, max_rows=2_000))
+    monkeypatch.setattr(search, "windows", lambda *a, **k: windows(*a, **k, size=WindowSize(2_000)))
     line = line_of(prefill("inspect", "many.parquet", *MODEL, "--row", number))
     assert (line["row"], line["exit_code"]) == (number, 0)
     assert len(built) == 1

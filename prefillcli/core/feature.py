@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # the nouns of the hooks: features import them from here, for
     from prefillcli.core.request import Request as Request
     from prefillcli.core.request import Tick as Tick
     from prefillcli.data.output.columns import Counts as Counts
+    from prefillcli.data.output.columns import Group as Group
     from prefillcli.data.output.columns import OutputSchema as OutputSchema
     from prefillcli.data.output.target import Manifest as Manifest
     from prefillcli.data.prompts.builder import RowColumns as RowColumns
@@ -136,8 +137,8 @@ class Feature:
     flips: ClassVar[bool] = False  # whether it may flip answers: an audit reads some rows in full as well
     # Whether it says how the model reads prompts: see `requests`. Windows then hand no prefixes on.
     rewrites: ClassVar[bool] = False
-    # The groups of columns that the output of a job has that asks for it (`data.output.columns.ColumnGroups`).
-    columns: Sequence[str] = ()
+    # The groups of columns that the output of a job has that asks for it (`data.output.columns.Group`).
+    columns: Sequence[Group] = ()
     # Whether it makes prompts anew from parts of their rows: prompts then keep the values that they were made of.
     takes_prompts_apart: ClassVar[bool] = False
     draft_advice: ClassVar[str] = ""  # the option with which it uses a draft model; empty if it never does

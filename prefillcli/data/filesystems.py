@@ -90,7 +90,7 @@ class Failure(Enum):
     def of(cls, error: BaseException) -> Failure:
         """The kind of what fsspec or the client of a store raised."""
         for each in _causes(error):
-            status, code = _status(each), _code(each)
+            status, code = _answer(each)
             kinds = {kind.__name__ for kind in type(each).__mro__}
             if code in _REFUSED_CODES or status in _REFUSED_STATUS or kinds & _REFUSED_KINDS:
                 return cls.REFUSED
@@ -115,23 +115,24 @@ def patiently(request: Callable[[], T]) -> T:
     follows an outage, such as the report of a failed run, does not wait for it again. Raises what the last try raised.
     """
     patience = 0.0 if _outage.is_set() else _patience.get()
-    began = monotonic()
-    for wait in _waits():
+    began, wait = monotonic(), _FIRST_WAIT
+    while True:
+        pause = wait * random.uniform(0.5, 1)  # half of it at random, so that many runs do not come at once
         try:
             result = request()
         except Exception as error:
             if Failure.of(error) is not Failure.PASSING:
                 raise
-            if monotonic() + wait - began > patience:
+            if monotonic() + pause - began > patience:
                 if patience:
                     _outage.set()
                 raise
-            log.warning(f"{brief(error)}; tried again in {wait:.1f} seconds")
+            log.warning(f"{brief(error)}; tried again in {pause:.1f} seconds")
         else:
             _outage.clear()
             return result
-        sleep(wait)
-    raise AssertionError("the waits have no end")
+        sleep(pause)
+        wait = min(2 * wait, _LONGEST_WAIT)
 
 
 @contextmanager
@@ -158,14 +159,6 @@ _ADVICE = {
 }
 
 
-def _waits() -> Iterator[float]:
-    # Seconds between tries: twice as long each time, half of it at random, so that many runs do not come at once.
-    wait = _FIRST_WAIT
-    while True:
-        yield wait * random.uniform(0.5, 1)
-        wait = min(2 * wait, _LONGEST_WAIT)
-
-
 def _causes(error: BaseException) -> Iterator[BaseException]:
     # What was raised first comes first: clients translate it into errors that say less.
     chain = [error]
@@ -174,26 +167,19 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     return reversed(chain)
 
 
-def _status(error: BaseException) -> int | None:
-    # The HTTP status that an error of a client carries.
+def _answer(error: BaseException) -> tuple[int | None, str | None]:
+    # The HTTP status and the code of the store that an error of a client carries.
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
-        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        return found if isinstance(found, int) else None
-    for holder in (error, response):
-        for name in ("status", "status_code", "code"):
-            found = getattr(holder, name, None)
-            if isinstance(found, int):
-                return found
-    return None
-
-
-def _code(error: BaseException) -> str | None:
-    response = getattr(error, "response", None)
-    if isinstance(response, dict):
-        return str(response.get("Error", {}).get("Code"))
-    found = getattr(error, "error_code", None)
-    return None if found is None else str(found)
+        said, code = (
+            [response.get("ResponseMetadata", {}).get("HTTPStatusCode")],
+            response.get("Error", {}).get("Code"),
+        )
+    else:
+        names = ("status", "status_code", "code")
+        said = [getattr(holder, name, None) for holder in (error, response) for name in names]
+        code = getattr(error, "error_code", None)
+    return next((each for each in said if isinstance(each, int)), None), None if code is None else str(code)
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -67,23 +67,20 @@ def stamp_of(filesystem: Any, inner: str, *, fresh: bool = False) -> Stamp:
     Raises FileNotFoundError, OSError, or what the client of an object store raises.
     """
     if is_local(filesystem):
-        found = os.stat(inner)
-        identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-        return Stamp(found.st_size, identity, found.st_ctime_ns)
+        status = os.stat(inner)
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        return Stamp(status.st_size, identity, status.st_ctime_ns)
     if fresh:
         filesystem.invalidate_cache(inner)
     info = patiently(lambda: filesystem.info(inner))
     size = int(info.get("size") or 0)
-    version = next((f"{name} {info[name]}" for name in _VERSIONS if _proves(info.get(name))), None)
+    found = {name: value for name in _VERSIONS if (value := info.get(name))}
+    # Two contents may share a weak ETag.
+    version = next((f"{name} {value}" for name, value in found.items() if not str(value).startswith("W/")), None)
     if version is not None:
         return Stamp(size, (size, version), version=version)
     times = [str(info[name]) for name in ("mtime", "LastModified", "last_modified", "created") if info.get(name)]
     return Stamp(size, (size, *times))
-
-
-def _proves(version: object) -> bool:
-    # Whether it is there, and not a weak ETag, which two contents may share.
-    return bool(version) and not str(version).startswith("W/")
 
 
 MOST = 4096

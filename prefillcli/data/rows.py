@@ -13,7 +13,7 @@ import base64
 import datetime
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -269,7 +269,7 @@ def python_values(array: pa.Array) -> tuple[list[Any], dict[int, str]]:
     try:
         return to_python(array), {}
     except UnicodeDecodeError:
-        return _one_by_one(array)
+        return _one_by_one(array, _scalar, " of a nested text")
 
 
 def to_python(column: pa.Array | pa.ChunkedArray) -> list[Any]:
@@ -345,8 +345,7 @@ def row_bytes(array: pa.Array) -> Int64Array:
     """Size of every value in bytes [rows]; the values in a list or a struct take some bytes more than they hold."""
     kind = array.type
     if pa.types.is_dictionary(kind):
-        sizes: Int64Array = np.append(row_bytes(array.dictionary), 0)[_indices(array)]
-        return sizes
+        return np.asarray(np.append(row_bytes(array.dictionary), 0)[_indices(array)], np.int64)
     if is_text(kind):
         return _filled(pc.binary_length(_plain_text(array)))
     if _is_integer_list(kind):
@@ -444,14 +443,12 @@ def _plain_text(array: pa.Array) -> pa.Array:
 
 
 def _filled(lengths: pa.Array) -> Int64Array:
-    sizes: Int64Array = lengths.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-    return sizes
+    return np.asarray(lengths.fill_null(0), np.int64)
 
 
 def _indices(array: pa.DictionaryArray) -> Int64Array:
     # Positions in the dictionary; null is -1.
-    indices: Int64Array = array.indices.cast(pa.int64()).fill_null(-1).to_numpy(zero_copy_only=False)
-    return indices
+    return np.asarray(array.indices.cast(pa.int64()).fill_null(-1), np.int64)
 
 
 def _from_dictionary(array: pa.DictionaryArray) -> tuple[list[Any], dict[int, str]]:
@@ -471,16 +468,8 @@ def _texts(array: pa.Array) -> tuple[list[Any], dict[int, str]]:
         is_bytes = pa.types.is_binary(array.type) or array.type in (pa.large_binary(), pa.binary_view())
         return (array.cast(text) if is_bytes else array).to_pylist(), {}
     except (UnicodeDecodeError, pa.ArrowInvalid):
-        pass
-    values: list[Any] = []
-    bad: dict[int, str] = {}
-    for position, raw in enumerate(array.cast(pa.large_binary()).to_pylist()):
-        try:
-            values.append(None if raw is None else raw.decode())
-        except UnicodeDecodeError as error:
-            values.append(None)
-            bad[position] = f"byte {error.start}: {error.reason}"
-    return values, bad
+        raw = array.cast(pa.large_binary()).to_pylist()
+        return _one_by_one(raw, lambda text: None if text is None else text.decode(), "")
 
 
 def _integer_lists(array: pa.Array) -> list[Any]:
@@ -492,15 +481,15 @@ def _integer_lists(array: pa.Array) -> list[Any]:
     return lists
 
 
-def _one_by_one(array: pa.Array) -> tuple[list[Any], dict[int, str]]:
+def _one_by_one(raw: Iterable[Any], read: Callable[[Any], Any], where: str) -> tuple[list[Any], dict[int, str]]:
     values: list[Any] = []
     bad: dict[int, str] = {}
-    for position, scalar in enumerate(array):
+    for position, each in enumerate(raw):
         try:
-            values.append(_scalar(scalar))
+            values.append(read(each))
         except UnicodeDecodeError as error:
             values.append(None)
-            bad[position] = f"byte {error.start} of a nested text: {error.reason}"
+            bad[position] = f"byte {error.start}{where}: {error.reason}"
     return values, bad
 
 

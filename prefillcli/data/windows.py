@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -74,37 +74,28 @@ class Dealer:
         runs = cut_runs(costs, shared, most)
         work = [shared[start] + sum(costs[start:stop]) for start, stop in runs]
         dealt = np.empty(len(keys), np.int64)
-        pinned = self._follow(keys, order, runs, work, dealt)
+
+        def give(run: int, number: int) -> None:
+            start, stop = runs[run]
+            dealt[order[start:stop]] = number
+            self._loads[number] += work[run]
+
+        pinned = None
+        if self._last is not None and keys and common_bytes(self._last[0], keys[0]) >= _HANDED_ON:
+            # The window before ends with the long beginning of this one: the shard of its last row has the K,V.
+            at = order.index(0)
+            pinned = next(run for run, (start, stop) in enumerate(runs) if start <= at < stop)
+            give(pinned, self._last[1])
         heap = [(load, number) for number, load in enumerate(self._loads)]
         heapq.heapify(heap)
         for run in sorted(range(len(runs)), key=lambda run: (-work[run], run)):
             if run != pinned:
-                load, number = heap[0]
-                self._loads[number] = load + work[run]
+                _, number = heap[0]
+                give(run, number)
                 heapq.heapreplace(heap, (self._loads[number], number))
-                dealt[order[runs[run][0] : runs[run][1]]] = number
         if len(keys):
             self._last = keys[-1], int(dealt[-1])
         return dealt
-
-    def _follow(
-        self,
-        keys: Sequence[bytes],
-        order: Sequence[int],
-        runs: Sequence[tuple[int, int]],
-        work: Sequence[int],
-        dealt: Int64Array,
-    ) -> int | None:
-        # The run that goes where the window before ends, because they have a long beginning in common. That shard has
-        # the K,V of the beginning.
-        if self._last is None or not keys or common_bytes(self._last[0], keys[0]) < _HANDED_ON:
-            return None
-        at = order.index(0)
-        pinned = next(run for run, (start, stop) in enumerate(runs) if start <= at < stop)
-        number = self._last[1]
-        dealt[order[runs[pinned][0] : runs[pinned][1]]] = number
-        self._loads[number] += work[pinned]
-        return pinned
 
 
 def cut_runs(
@@ -197,9 +188,19 @@ def _joined(texts: Sequence[str | bytes]) -> tuple[bytes, int]:
 
 
 MAX_ROWS = 16_384
-MAX_BYTES = 128 << 20
 
 T = TypeVar("T")
+
+
+class WindowSize(NamedTuple):
+    """A window closes at so many `rows` or `nbytes`, with the batch of at most `batch_rows` that brings them."""
+
+    rows: int = MAX_ROWS
+    nbytes: int = 128 << 20
+    batch_rows: int = BATCH_ROWS
+
+
+USUAL_SIZE = WindowSize()
 
 
 def windows(
@@ -208,26 +209,22 @@ def windows(
     labels: Labels,
     *,
     id_column: str | None,
-    max_rows: int = MAX_ROWS,
-    max_bytes: int = MAX_BYTES,
-    batch_rows: int = BATCH_ROWS,
+    size: WindowSize = USUAL_SIZE,
     skip: Callable[[int, Int64Array], bool] | None = None,
     only: ShardRows | None = None,
     ended: Callable[[int], None] | None = None,
-    digest: Callable[[Window], None] | None = None,
 ) -> Iterator[Window]:
-    """Windows that close at `max_rows` rows or `max_bytes` bytes, with the batch of at most `batch_rows` that brings
-    them, cut the same way every time.
+    """Windows of this size, cut the same way every time.
 
     A row whose id is null or was seen before is an error row. A window whose index and row numbers `skip` accepts
     (one that is scored already) is read for its ids, but neither tokenised nor yielded. With `only` the windows are
     cut the same way, but have the rows of one shard; one that has none of them is not yielded. At the end of the
-    input `ended` is called with the number of windows. `digest` notes in the prompts of a window what their rows'
-    results follow from. Raises BuilderClosed at the next batch after `builder` is closed.
+    input `ended` is called with the number of windows. Raises BuilderClosed at the next batch after `builder` is
+    closed.
     """
     seen = SeenIds(json=source.kind == "jsonl")
     count = 0
-    for index, batches in enumerate(_groups(_while_open(source, batch_rows, builder), max_rows, max_bytes)):
+    for index, batches in enumerate(_groups(source, size, builder)):
         for batch in batches:
             if id_column is not None:
                 for row, error in seen.check(batch.rows, batch.carried.column(id_column)).items():
@@ -241,30 +238,25 @@ def windows(
         if not (skip is not None and skip(index, rows)) and len(rows):
             window = _window(index, batches, builder, labels)
             window.whole_rows = whole
-            if digest is not None:
-                digest(window)
             yield window
     if ended is not None:
         ended(count)
 
 
-def _while_open(source: Source | TableRows | _Search, batch_rows: int, builder: PromptBuilder) -> Iterator[RowBatch]:
-    # The batches; a run that is stopped does not wait for those of windows that are passed over.
-    for batch in source.batches(batch_rows):
-        builder.require_open()
-        yield batch
-
-
-def _groups(batches: Iterable[RowBatch], max_rows: int, max_bytes: int) -> Iterator[list[RowBatch]]:
+def _groups(
+    source: Source | TableRows | _Search, size: WindowSize, builder: PromptBuilder
+) -> Iterator[list[RowBatch]]:
+    # The batches of each window. A run that is stopped does not wait for those of windows that are passed over.
     group: list[RowBatch] = []
-    rows = size = 0
-    for batch in batches:
+    rows = nbytes = 0
+    for batch in source.batches(size.batch_rows):
+        builder.require_open()
         group.append(batch)
         rows += len(batch.rows)
-        size += batch.nbytes
-        if rows >= max_rows or size >= max_bytes:
+        nbytes += batch.nbytes
+        if rows >= size.rows or nbytes >= size.nbytes:
             yield group
-            group, rows, size = [], 0, 0
+            group, rows, nbytes = [], 0, 0
     if group:
         yield group
 
@@ -311,8 +303,7 @@ class Prefetcher(Iterator[T]):
         kind, value = self._ready.get()
         if kind == "item":
             self._room.release()
-            item: T = value
-            return item
+            return cast(T, value)
         self.close()
         if kind == "error":
             raise value
@@ -402,16 +393,13 @@ def _keys(ids: pa.Array) -> Int64Array:
     kind = plain_type(ids.type)
     if pa.types.is_floating(kind):
         numbers: Float64Array = ids.to_numpy(zero_copy_only=False).astype(np.float64) + 0.0  # -0.0 is 0.0
-        as_integers: Int64Array = numbers.view(np.int64)
-        return as_integers
+        return numbers.view(np.int64)
     if pa.types.is_uint64(kind):
-        unsigned: Int64Array = ids.to_numpy(zero_copy_only=False).view(np.int64)
-        return unsigned
+        return np.asarray(ids, np.uint64).view(np.int64)
     if pa.types.is_temporal(kind) and not pa.types.is_interval(kind):
         ids, kind = ids.view(pa.int32() if kind.bit_width == 32 else pa.int64()), pa.int64()
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
-        keys: Int64Array = ids.cast(pa.int64()).to_numpy(zero_copy_only=False)
-        return keys
+        return np.asarray(ids.cast(pa.int64()), np.int64)
     if is_text(kind):
         return _hashed(pc.cast(ids, pa.large_binary()).to_pylist())
     return _hashed(repr(value).encode("utf-8", "surrogatepass") for value in to_python(ids))

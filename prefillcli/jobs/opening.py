@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prefillcli.core.feature import features_of, open_models
-from prefillcli.data.output.columns import ColumnGroups, OutputSchema, Probabilities
+from prefillcli.data.output.columns import Groups, OutputSchema, Probabilities
 from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, prompt_column
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.templates import RowTemplate
@@ -118,6 +118,7 @@ class Opening:
         """A builder of prompts for rows with these columns. Raises UsageError."""
         settings, opened = self.settings, self.opened
         files = opened.files
+        named = (each.row_columns() for each in self.features)
         return PromptBuilder(
             opened.tokenizer,
             PromptSettings(
@@ -130,21 +131,27 @@ class Opening:
                 vocab_size=files.config.vocab_size,
                 literal=settings.literal,
                 max_row_bytes=parse_size(settings.max_row_bytes) if settings.max_row_bytes else None,
-                row_columns=tuple(filter(None, (each.row_columns() for each in self.features))),
+                row_columns=tuple(filter(None, (*named, opened.variants.row_columns if opened.variants else None))),
                 classifies=files.head is not None,
                 padding=None if files.head is None else files.head.padding,
-                variants=opened.variants,
                 sections=any(each.takes_prompts_apart for each in self.features),
             ),
             available,
             template=template,
         )
 
-    def windows(self, cancel: Callable[[], None] | None = None, **choice: Any) -> Prefetcher[Window]:
-        """The windows of the rows, made ahead of the model in a thread. `cancel` as in `Prefetcher`, others as in
-        `data.windows.windows`."""
+    def windows(
+        self,
+        cancel: Callable[[], None] | None = None,
+        *,
+        change: Callable[[Window], Window] | None = None,
+        **choice: Any,
+    ) -> Prefetcher[Window]:
+        """The windows of the rows, made ahead of the model in a thread, and there changed. `cancel` is that of
+        `Prefetcher`, others are those of `data.windows.windows`."""
         choice.setdefault("id_column", getattr(self.settings, "id_column", None))
-        return Prefetcher(windows(self.source, self.builder, self.labels, **choice), cancel=cancel)
+        coming = windows(self.source, self.builder, self.labels, **choice)
+        return Prefetcher(coming if change is None else map(change, coming), cancel=cancel)
 
     def schema(self) -> OutputSchema:
         """The columns of the output."""
@@ -160,10 +167,10 @@ class Opening:
         )
 
     @property
-    def groups(self) -> ColumnGroups:
+    def groups(self) -> Groups:
         """The columns that the output has beside those of every output."""
-        named = {name: True for each in self.features for name in each.columns}
-        return ColumnGroups(audit=bool(getattr(self.settings, "audit", 0)), **named)
+        named = frozenset(name for each in self.features for name in each.columns)
+        return named | {"audit"} if getattr(self.settings, "audit", 0) else named
 
 
 def local_models(settings: JobOptions) -> list[Path]:

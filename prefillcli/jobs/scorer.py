@@ -12,7 +12,7 @@ from prefillcli.core.feature import Feature
 from prefillcli.core.further import Condition, FurtherQuestions, condition_of
 from prefillcli.core.request import AuditDraw, Request, Tick
 from prefillcli.data.rows import Prompt, Window
-from prefillcli.data.windows import Prefetcher, ShardRows
+from prefillcli.data.windows import Prefetcher, ShardRows, WindowSize
 from prefillcli.engines.base import REDUCED, Engine
 from prefillcli.jobs.load import load_models
 from prefillcli.jobs.loop import USUAL as USUAL
@@ -79,8 +79,7 @@ class Scorer(Opening):
         """As of every `Opening`, with the rows of the shard alone."""
         shard = self.settings.shard_of
         choice |= {
-            "max_rows": self.granularity.window_rows,
-            "batch_rows": self.granularity.batch_rows,
+            "size": WindowSize(self.granularity.window_rows, batch_rows=self.granularity.batch_rows),
             "only": None if shard is None else ShardRows(shard, self.builder),
         }
         return super().windows(cancel, **choice)

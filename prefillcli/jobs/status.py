@@ -120,13 +120,13 @@ def _find_out(target: Target, status: Status) -> None:
 
 
 def _take(beat: Beat, status: Status) -> None:
-    status.owner, status.updated = str(beat.owner), beat.updated
+    status.owner, status.updated = str(beat.owner), beat.updated.isoformat()
     status.rows["total"] = beat.pace.total
     if status.status == "running":
         status.rows["done"] = int(beat.pace.rows)
         status.rows_per_second = beat.pace.rows_per_second
         if beat.pace.seconds_left is not None:
-            end = beat.time + datetime.timedelta(seconds=beat.pace.seconds_left)
+            end = beat.updated + datetime.timedelta(seconds=beat.pace.seconds_left)
             status.expected_end = end.isoformat(timespec="seconds")
 
 

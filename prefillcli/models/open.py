@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from prefillcli.data.prompts.builder import RowVariants
+from prefillcli.data.prompts.builder import RowColumns
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.proof import gguf_parts
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
@@ -68,8 +68,12 @@ class LabelChoice(Protocol):
 UseVariant = Callable[[str | None], None]
 
 
-class Variants(RowVariants, Protocol):
+class Variants(Protocol):
     """What a model becomes before it reads: one variant for all rows, or several that take turns."""
+
+    @property
+    def row_columns(self) -> RowColumns | None:
+        """The column that names each row's variant, and what notes it in prompts; None: there is one, for all rows."""
 
     def memory_bytes(self, device: torch.device) -> int:
         """Bytes of the device's memory that they take beside the model's weights."""

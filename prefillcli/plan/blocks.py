@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from prefillcli.plan.pack import Limits
-from prefillcli.plan.trie import KeyArray, TokenArray, TrieNode, common_prefix, keys_with_positions, split_node
+from prefillcli.plan.trie import (
+    KeyArray,
+    TokenArray,
+    TrieNode,
+    common_prefix,
+    every_node,
+    keys_with_positions,
+    split_node,
+)
 
 # Nodes that end at multiples of a step, so that recurrent layers read every path in the same pieces.
 #
@@ -95,7 +103,7 @@ def split_whole(roots: list[TrieNode], prompt: int, ends: Sequence[int]) -> list
     common among themselves.
     """
     found: list[TrieNode] = []
-    end_node = next(node for node in _every(roots) if prompt in node.ending)
+    end_node = next(node for node in every_node(roots) if prompt in node.ending)
     start = 0
     for end in ends:
         path = []
@@ -134,14 +142,6 @@ def _take_out(roots: list[TrieNode], inside: Sequence[TrieNode], prompt: int) ->
 
 def _siblings(roots: list[TrieNode], node: TrieNode) -> list[TrieNode]:
     return roots if node.parent is None else node.parent.children
-
-
-def _every(roots: Sequence[TrieNode]) -> Iterator[TrieNode]:
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
-        yield node
-        stack.extend(node.children)
 
 
 BLOCK_TOKENS = 1024  # a prefix that is shorter is not handed to the next window

@@ -209,7 +209,7 @@ def refills_of(pack: Pack, source: Callable[[Key], Pack | None]) -> list[Pack]:
         for at, node in enumerate(nodes):
             paths.setdefault(node.key, tuple(replace(each, charged=False) for each in nodes[:at]))
     found = []
-    for node in sorted(_whole(pack.held), key=lambda node: node.start):
+    for node in sorted({node.key: node for node in pack.held}.values(), key=lambda node: node.start):
         refill = source(node.key) if node.key in paths else None
         if refill is not None and not isinstance(node.key, str):
             path = paths[node.key]
@@ -265,11 +265,6 @@ def with_own_prefix(pack: Pack, without: Container[Key], sources: Mapping[Key, P
     )
 
 
-def _whole(held: Sequence[Held]) -> list[Held]:
-    # One node for each key.
-    return list({node.key: node for node in held}.values())
-
-
 def alone(key: Key, packs: dict[int, Pack]) -> Pack:
     """What computes the block or node that is held under `key`, with nothing else."""
     if isinstance(key, str):
@@ -315,22 +310,20 @@ def split_pack(pack: Pack, most: int) -> list[Pack]:
     """
     if len(pack.tokens) <= most or not pack.reads:
         return [pack]
-    stays = pack.keep | {node.key for node in pack.held}
-    kept = pack.kept_nodes
-    first = [replace(alone(key, {pack.index: pack}), keep=stays) for _, key in sorted(kept.items())]
     reads = sorted(range(len(pack.reads)), key=lambda read: pack.reads[read][0])
-    parts = _halved(pack, reads, set(kept), most)
-    if len(first) + len(parts) == 1:
-        return [pack]
-    return [*first, *_charged_once([replace(part, keep=stays) for part in parts])]
+    parts = _halved(pack, reads, set(pack.kept_nodes), most)
+    return [pack] if len(pack.kept_nodes) + len(parts) == 1 else _behind_kept(pack, parts)
 
 
 def isolated_reads(pack: Pack) -> list[Pack]:
     """Packs that answer what `pack` answers and keep what it keeps, of one read each."""
+    return _behind_kept(pack, [_part(pack, [read], set(pack.kept_nodes)) for read in range(len(pack.reads))])
+
+
+def _behind_kept(pack: Pack, parts: Sequence[Pack]) -> list[Pack]:
+    # The parts behind each node that later packs hold, which is computed alone. All keep what the pack keeps.
     stays = pack.keep | {node.key for node in pack.held}
-    kept = pack.kept_nodes
-    first = [replace(alone(key, {pack.index: pack}), keep=stays) for _, key in sorted(kept.items())]
-    parts = [_part(pack, [read], set(kept)) for read in range(len(pack.reads))]
+    first = [replace(alone(key, {pack.index: pack}), keep=stays) for _, key in sorted(pack.kept_nodes.items())]
     return [*first, *_charged_once([replace(part, keep=stays) for part in parts])]
 
 
@@ -405,9 +398,8 @@ def _charged_once(parts: Sequence[Pack]) -> list[Pack]:
     return found
 
 
-# What is computed of a pack, and what that is charged to. Reads may leave between two layers. What is computed then
-# is known twice: as a walk has counted it, and by the formula. In both, a node goes on until the last read behind it
-# has left, and K,V alone take `KEYS_SHARE` of a layer.
+# What is computed of a pack, and what that is charged to. Reads may leave between two layers. A node goes on until the
+# last read behind it has left, and K,V alone take `KEYS_SHARE` of a layer.
 
 
 KEYS_SHARE = 0.125
@@ -445,34 +437,12 @@ def in_full(layers: int) -> float:
     return layers - 1 + KEYS_SHARE
 
 
-def layers_needed(pack: Pack, through: Sequence[int | None], layers: int) -> npt.NDArray[np.float64]:
-    """Layers of a token that each node takes, float64 [nodes].
-
-    Read k leaves when `through[k]` layers are behind it, or never (None). A model has `layers`. Nodes that later packs
-    hold go through all of them.
-    """
-    whole = in_full(layers)
-    needed = np.zeros(len(pack.parents))
-    ends = [(node, whole if count is None else count) for (node, _), count in zip(pack.reads, through, strict=True)]
-    for node, most in [*ends, *((node, whole) for node in pack.kept_nodes)]:
-        step = node
-        while step >= 0 and needed[step] < most:
-            needed[step] = most
-            step = pack.parents[step]
-    return needed
-
-
-def remaining_work(pack: Pack, through: Sequence[int | None], layers: int) -> float:
-    """The part of a pack's work that exits leave, between 0 and 1. Arguments as in `layers_needed`."""
-    needed = layers_needed(pack, through, layers) * np.diff(pack.offsets)
-    return float(needed.sum() / (in_full(layers) * len(pack.tokens)))
-
-
 def carried_by_few(pack: Pack, through: Sequence[int | None], layers: int) -> dict[str, int]:
     """By how few rows shared nodes were kept alive: layers of a token, by the rows that were left behind the node.
 
     Counted are whole layers of nodes that several rows share, while some of these have left. Nodes that later packs
-    hold are not, because they go on for others. Arguments as in `layers_needed`.
+    hold are not, because they go on for others. Read k leaves when `through[k]` layers are behind it, or never (None).
+    A model has `layers`.
     """
     alive = np.zeros((len(pack.parents), layers - 1), dtype=np.int64)  # rows behind a node at each layer
     rows = np.zeros(len(pack.parents), dtype=np.int64)

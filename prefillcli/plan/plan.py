@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from prefillcli.plan import SCHEDULES, WaitingPrompts
 from prefillcli.plan.blocks import (
@@ -35,44 +33,14 @@ from prefillcli.plan.trie import (
     token_order,
 )
 
-# The shortest remaining job first: algorithm 1 of PrefillOnly, section 6.
-
-
-NumberArray = npt.NDArray[np.integer[Any]] | npt.NDArray[np.floating[Any]]
-
-# Completion times of prompts with so many (input tokens, cached tokens), in any unit.
-Completion = Callable[[NumberArray, NumberArray], NumberArray]
-
-
-def missed_tokens(input_tokens: NumberArray, cached_tokens: NumberArray) -> NumberArray:
-    """The paper's stand-in for completion times: tokens that are not in the prefix cache."""
-    return input_tokens - cached_tokens
-
-
-def shortest_job(
-    input_tokens: NumberArray,
-    cached_tokens: NumberArray,
-    waited: NumberArray | float = 0.0,
-    *,
-    fairness: float = 0.0,
-    completion: Completion = missed_tokens,
-) -> int:
-    """The number of the prompt to compute next: algorithm 1. Arrays have an entry for each waiting prompt, in order.
-
-    `cached_tokens` are as of now for shortest remaining job first with continuous calibration, and as of each prompt's
-    arrival without. Having waited for a time takes `fairness` (the paper's lambda) times as much off a prompt's
-    completion time, in its unit. Of equal prompts the first is taken.
-    """
-    return int(np.argmin(completion(input_tokens, cached_tokens) - fairness * waited))
-
 
 class Queue:
     """Ends of prompts in a forest, in the order of a schedule.
 
     Prompts that end at the same node are one job, which came with the first of them. All have come before the first is
-    taken, so they have waited equally long and algorithm 1's lambda changes nothing here; its completion times
-    are the tokens that are not at hand. With `groups`, which say the group of each prompt, a group's prompts are taken
-    before those of the next. Raises ValueError for a schedule that is none.
+    taken, so they have waited equally long, and the lambda of PrefillOnly's algorithm 1 changes nothing here. Its
+    completion times are the tokens that are not at hand, as in the paper. With `groups`, which say the group of each
+    prompt, a group's prompts are taken before those of the next. Raises ValueError for a schedule that is none.
     """
 
     def __init__(self, roots: Sequence[TrieNode], schedule: str, groups: Sequence[int] = ()) -> None:
@@ -131,7 +99,7 @@ class Queue:
                 if taken < end:
                     break
                 first = end
-            self._next = first + shortest_job(self._input[first:end], self._cached[first:end])
+            self._next = first + int(np.argmin(self._input[first:end] - self._cached[first:end]))
         return self._jobs[self._next]
 
     def take(self) -> None:
@@ -215,12 +183,10 @@ class _OpenPack:
 
     def kept_with(self, path: Sequence[TrieNode]) -> tuple[int, int]:
         # Tokens of the pack with this prompt, held ones included, and nodes that its prompts end at.
-        new = [*self.missing(path), *(node for node in path[:-1] if self._covers(node) and id(node) not in self.held)]
+        covered = [node for node in path[:-1] if id(node) in self._cover.nodes and id(node) not in self.held]
+        new = [*self.missing(path), *covered]
         held = sum(node.length for node in self.held.values())
         return self.tokens + held + sum(node.length for node in new), len(self.ends) + 1
-
-    def _covers(self, node: TrieNode) -> bool:
-        return id(node) in self._cover.nodes
 
     def add(self, path: Sequence[TrieNode]) -> list[TrieNode]:
         # Take a prompt in; returns the nodes that are computed for it.

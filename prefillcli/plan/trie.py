@@ -106,15 +106,18 @@ def split_node(node: TrieNode, at: int, siblings: list[TrieNode], place: int = -
     return upper
 
 
+def every_node(roots: Sequence[TrieNode]) -> list[TrieNode]:
+    """All nodes of a forest, parents before their children."""
+    nodes, stack = [], list(roots)
+    while stack:
+        nodes.append(stack.pop())
+        stack.extend(nodes[-1].children)
+    return nodes
+
+
 def forest_tokens(roots: Sequence[TrieNode]) -> int:
     """Tokens in all nodes: what one pass over the forest computes."""
-    total = 0
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
-        total += node.length
-        stack.extend(node.children)
-    return total
+    return sum(node.length for node in every_node(roots))
 
 
 def dissolve_small_nodes(
@@ -141,11 +144,8 @@ def dissolve_small_nodes(
             serial += 1
             heapq.heappush(heap, (cost(node), serial, node))
 
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
+    for node in every_node(roots):
         push(node)
-        stack.extend(node.children)
 
     gone: set[int] = set()
     while heap and heap[0][0] <= budget:
@@ -174,12 +174,7 @@ def dissolve_small_nodes(
 
 def shared_nodes(roots: Sequence[TrieNode]) -> list[tuple[TrieNode, int]]:
     """Every node with the number of prompts that begin with it; parents come before their children."""
-    nodes: list[TrieNode] = []
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
-        nodes.append(node)
-        stack.extend(node.children)
+    nodes = every_node(roots)
     below = {id(node): len(node.ending) for node in nodes}
     for node in reversed(nodes):
         if node.parent is not None:

@@ -291,7 +291,9 @@ class RunReport(BaseModel):
         self.methods = dict(tallies.methods)
         if tallies.scores:
             edges = [at / SCORE_BINS for at in range(SCORE_BINS + 1)]
-            self.histograms.score = Histogram(edges=edges, counts=tallies.scores)
+            self.histograms.score = Histogram(
+                edges=edges, counts={name: list(rows) for name, rows in tallies.scores.items()}
+            )
         self.histograms.prompt_tokens = _length_histogram(tallies.lengths)
         self.slowest = [SlowRow(**row) for row in tallies.slowest]
         self.failed = [FailedRow(**row) for row in tallies.failed]

@@ -30,20 +30,20 @@ def affinity() -> frozenset[int]:
 
 def cpu_name(root: Path = ROOT) -> str:
     """The processor's model name, as far as the system tells."""
-    with suppress(OSError):
-        for line in (root / "proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return _cpuinfo(root, "model name") or platform.processor() or platform.machine()
 
 
 def cpu_flags(root: Path = ROOT) -> list[str]:
     """The processor's instruction sets and other features, in order, as far as the system tells."""
+    return sorted(_cpuinfo(root, "flags", "Features").split())
+
+
+def _cpuinfo(root: Path, *names: str) -> str:
+    # What the first line of one of these names says; nothing where there is none.
     with suppress(OSError):
-        for line in (root / "proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return sorted(line.partition(":")[2].split())
-    return []
+        lines = (root / "proc/cpuinfo").read_text().splitlines()
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +65,7 @@ class Quota:
 
 def quotas(root: Path = ROOT) -> list[Quota]:
     """The quotas of this process's control groups, the innermost first. `root` holds proc and the mounts."""
-    found = []
-    for folder in _groups(root):
-        cores = _cores(folder)
-        if cores is not None:
-            found.append(Quota(folder, cores))
-    return found
+    return [Quota(folder, cores) for folder in _groups(root) if (cores := _cores(folder)) is not None]
 
 
 def allowed(root: Path = ROOT, mask: frozenset[int] | None = None) -> int:
@@ -184,23 +179,12 @@ def _groups(root: Path) -> Iterator[Path]:
 
 def _cores(folder: Path) -> float | None:
     # The quota of a group in cores, None without one.
-    for read in (_quota_v2, _quota_v1):
-        try:
-            quota, period = read(folder)
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with suppress(OSError, ValueError):  # a file is not there, or says "max"
+            quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
             if quota > 0 and period > 0:
                 return quota / period
-        except (OSError, ValueError):
-            continue  # the file is not there, or says "max"
     return None
-
-
-def _quota_v2(folder: Path) -> tuple[int, int]:
-    quota, period = (folder / "cpu.max").read_text().split()
-    return int(quota), int(period)
-
-
-def _quota_v1(folder: Path) -> tuple[int, int]:
-    return int((folder / "cpu.cfs_quota_us").read_text()), int((folder / "cpu.cfs_period_us").read_text())
 
 
 # How many threads compute, how they wait for one another, and how much code for products they keep.

@@ -110,14 +110,11 @@ def prepare_allocator(environment: MutableMapping[str, str] = os.environ) -> Non
 
 def device_capacity(device: torch.device) -> int:
     """All memory of the device, or of the host within the limit of its control group."""
-    if device.type == "cuda":
+    if device.type != "cpu":
         import torch
 
-        return int(torch.cuda.mem_get_info(device)[1])
-    if device.type == "mps":
-        import torch
-
-        return int(torch.mps.recommended_max_memory())
+        cuda = device.type == "cuda"
+        return int(torch.cuda.mem_get_info(device)[1] if cuda else torch.mps.recommended_max_memory())
     most = total_memory()
     with suppress(OSError, ValueError):
         most = min(most, _group("memory.max"))

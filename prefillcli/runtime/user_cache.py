@@ -56,17 +56,23 @@ class KeptEntries:
         """Replace all entries. Gives whether that could be done; never raises for a folder that cannot be written."""
         text = json.dumps({"check": _check(entries), "entries": entries})
         with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=f"{self._path.stem}.", suffix=".tmp")
-            try:
-                with os.fdopen(handle, "w") as file:
-                    file.write(text)
-                os.replace(name, self._path)
-            except BaseException:
-                os.unlink(name)
-                raise
+            _put(self._path, text.encode(), 0o600)
             return True
         return False
+
+
+def _put(path: Path, data: bytes, mode: int) -> None:
+    # Write a file of the cache, whole or not at all. Raises OSError.
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(name, mode)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
 
 
 def _check(entries: dict[str, Any]) -> str:
@@ -179,15 +185,5 @@ def _kept(name: str) -> ctypes.CDLL | None:
 def _keep(made: Path, name: str) -> None:
     # Put a library into the cache, whole or not at all. A cache that cannot be written stays as it is.
     with contextlib.suppress(OSError):
-        place = _place()
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=place, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                data = made.read_bytes()
-                file.write(data + hashlib.sha256(data).digest())  # loaders read no further than the library's end
-            os.chmod(temporary, 0o700)
-            os.replace(temporary, place / name)
-        except OSError:
-            os.unlink(temporary)
-            raise
+        data = made.read_bytes()
+        _put(_place() / name, data + hashlib.sha256(data).digest(), 0o700)  # loaders read to the library's end alone

@@ -48,18 +48,15 @@ def exact_interval(successes: float, trials: int, confidence: float = 0.95) -> I
     `successes` may be a fraction, of trials that count as part of one. Raises ValueError unless 0 <= `successes` <=
     `trials` and 0 < `confidence` < 1.
     """
-    check_confidence(confidence)
+    if not 0 < confidence < 1:
+        raise ValueError(f"a confidence is between 0 and 1, not {confidence}")
     if not 0 <= successes <= trials:
         raise ValueError(f"{successes} successes of {trials} trials")
-    tail = (1 - confidence) / 2
-    return exact_lower(successes, trials, tail), exact_upper(successes, trials, tail)
-
-
-def exact_lower(successes: float, trials: int, tail: float) -> float:
-    """The share below which as many successes have the probability `tail`."""
     from scipy.special import betaincinv
 
-    return 0.0 if successes == 0 else float(betaincinv(successes, trials - successes + 1, tail))
+    tail = (1 - confidence) / 2
+    lower = 0.0 if successes == 0 else float(betaincinv(successes, trials - successes + 1, tail))
+    return lower, exact_upper(successes, trials, tail)
 
 
 def exact_upper(successes: float, trials: int, tail: float) -> float:
@@ -80,7 +77,6 @@ def mean_estimate(values: Float64Array, confidence: float = 0.95) -> Estimate:
     """The mean of values that are never negative, with Student's interval; of one value there is no interval."""
     from scipy.special import stdtrit
 
-    check_confidence(confidence)
     if not len(values):
         return Estimate(reason="there are no such rows")
     mean = float(np.mean(values))
@@ -103,8 +99,7 @@ def resampled(positives: Int64Array, negatives: Int64Array, figures: Sequence[Fi
     for _ in range(0, RESAMPLES, _AT_A_TIME):
         drawn = draws.multinomial(total, counts / total, size=_AT_A_TIME)
         found.append([figure(drawn[:, :groups], drawn[:, groups:]) for figure in figures])
-    values: Float64Array = np.concatenate(found, axis=1)
-    return values
+    return np.concatenate(found, axis=1)
 
 
 def by_chance(rows: Int64Array, means: Float64Array, figures: Sequence[Figure]) -> Float64Array:
@@ -117,24 +112,16 @@ def by_chance(rows: Int64Array, means: Float64Array, figures: Sequence[Figure]) 
     for _ in range(0, RESAMPLES, _AT_A_TIME):
         positives = draws.binomial(rows, means.clip(0, 1), size=(_AT_A_TIME, len(rows)))
         found.append([figure(positives, rows - positives) for figure in figures])
-    values: Float64Array = np.concatenate(found, axis=1)
-    return values
+    return np.concatenate(found, axis=1)
 
 
 def percentile_interval(values: Float64Array, confidence: float = 0.95) -> Interval | None:
     """What lies between the tails of the resampled values; NaN are left out, and None is that all are."""
-    check_confidence(confidence)
     known = values[~np.isnan(values)]
     if not len(known):
         return None
     low, high = np.quantile(known, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
-
-
-def check_confidence(confidence: float) -> None:
-    """Raise ValueError unless 0 < `confidence` < 1."""
-    if not 0 < confidence < 1:
-        raise ValueError(f"a confidence is between 0 and 1, not {confidence}")
 
 
 # Rows ranked by their scores: what each threshold gives, and how well the order separates positives from negatives.
@@ -235,7 +222,7 @@ class Ranking:
         if not self.positives:
             return None
         equal, _ = self._steps()
-        return float((equal * self._precision()).sum() / self.positives)
+        return float((equal * self.precision).sum() / self.positives)
 
     def best_f1(self) -> ThresholdFigures | None:
         """The threshold with the largest F1, the highest of equal ones; None without positive rows."""
@@ -246,12 +233,8 @@ class Ranking:
 
     def lowest_with_precision(self, wanted: float) -> ThresholdFigures | None:
         """The lowest threshold whose precision is at least `wanted`; None where no threshold reaches it."""
-        reached = np.flatnonzero(self._precision() >= wanted)
+        reached = np.flatnonzero(self.precision >= wanted)
         return self._figures(int(reached[-1])) if len(reached) and self.positives else None
-
-    def most_precise(self) -> ThresholdFigures | None:
-        """The lowest threshold with the largest precision; None without positive rows."""
-        return self.lowest_with_precision(float(self._precision().max())) if self.positives else None
 
     def roc_curve(self) -> RocCurve | None:
         """None unless there are rows of both kinds."""
@@ -270,16 +253,17 @@ class Ranking:
         points = self._drawn()
         return PrecisionRecallCurve(
             recall=(self.true_positives[points] / self.positives).tolist(),
-            precision=self._precision()[points].tolist(),
+            precision=self.precision[points].tolist(),
         )
 
     def _steps(self) -> tuple[Int64Array, Int64Array]:
         # Positive and negative rows with exactly the score of each threshold.
         return np.diff(self.true_positives, prepend=0), np.diff(self.false_positives, prepend=0)
 
-    def _precision(self) -> Float64Array:
-        precision: Float64Array = self.true_positives / (self.true_positives + self.false_positives)
-        return precision
+    @property
+    def precision(self) -> Float64Array:
+        """The share of the rows at or above each threshold that are positive [thresholds]."""
+        return np.asarray(self.true_positives / (self.true_positives + self.false_positives), np.float64)
 
     def _area_variance(self, area: float) -> float:
         # NaN-free: 0 where a kind has fewer than two rows.
@@ -308,8 +292,7 @@ class Ranking:
         # Thresholds that are evenly spaced along the ROC curve, with the last.
         along = self.true_positives / max(self.positives, 1) + self.false_positives / max(self.negatives, 1)
         wanted = np.linspace(along[0], along[-1], _MOST_POINTS)
-        points: Int64Array = np.unique(np.searchsorted(along, wanted).clip(max=len(along) - 1))
-        return points
+        return np.unique(np.searchsorted(along, wanted).clip(max=len(along) - 1))
 
 
 def auc(scores: npt.ArrayLike, positive: npt.ArrayLike) -> float | None:
@@ -346,23 +329,19 @@ class ReliabilityBin(BaseModel):
 
 def brier_losses(probabilities: Float64Array, truth: npt.NDArray[np.bool_]) -> Float64Array:
     """Each row's squared distance from what happened [rows]."""
-    losses: Float64Array = (probabilities - truth) ** 2
-    return losses
+    return np.asarray((probabilities - truth) ** 2, np.float64)
 
 
 def log_losses(probabilities: Float64Array, truth: npt.NDArray[np.bool_]) -> Float64Array:
     """Each row's negative logarithm of the probability of what happened [rows]; one of 0 counts as 2.2e-16."""
     said = np.where(truth, probabilities, 1 - probabilities)
-    losses: Float64Array = -np.log(np.clip(said, _LEAST, 1 - _LEAST))
-    return losses
+    return np.asarray(-np.log(np.clip(said, _LEAST, 1 - _LEAST)), np.float64)
 
 
 def inner_edges(probabilities: Float64Array, bins: int = BINS, binning: Binning = "equal-width") -> Float64Array:
     """Where one bin ends and the next begins, ascending [bins - 1]; a probability on an edge is in the lower bin."""
-    edges: Float64Array = np.linspace(0.0, 1.0, bins + 1)
-    if binning == "equal-mass":
-        edges = np.percentile(probabilities, 100 * edges)
-    return edges[1:-1]
+    shares = np.linspace(0.0, 1.0, bins + 1)[1:-1]
+    return shares if binning == "equal-width" else np.percentile(probabilities, 100 * shares)
 
 
 def reliability(
@@ -644,13 +623,11 @@ def _first(places: npt.NDArray[Any], keys: Float64Array, most: int) -> list[int]
 
 
 def _likeliest(probabilities: Float64Array) -> Int64Array:
-    best: Int64Array = probabilities.argmax(axis=1)
-    return best
+    return np.asarray(probabilities.argmax(axis=1), np.int64)
 
 
 def _confusion(truth: Int64Array, predicted: Int64Array, labels: int) -> Int64Array:
-    counts: Int64Array = np.bincount(truth * labels + predicted, minlength=labels * labels).reshape(labels, labels)
-    return counts
+    return np.bincount(truth * labels + predicted, minlength=labels * labels).reshape(labels, labels)
 
 
 def _label_figures(
@@ -698,7 +675,7 @@ def precision_wanted(ranking: Ranking, wanted: float) -> WantedPrecision:
     reached = ranking.lowest_with_precision(wanted)
     if reached is not None:
         return WantedPrecision(wanted=wanted, reached=reached, best=None)
-    best = ranking.most_precise()
+    best = ranking.lowest_with_precision(float(ranking.precision.max())) if ranking.positives else None
     reason = "there are no positive rows" if best is None else f"the most precise threshold gives {best.precision:.4g}"
     return WantedPrecision(wanted=wanted, reached=None, best=best, reason=reason)
 
@@ -778,8 +755,7 @@ def _calibration_errors(places: Int64Array, means: Float64Array) -> Figure:
     def errors(positives: Int64Array, negatives: Int64Array) -> Float64Array:
         excess = positives * (means[0] - 1) + negatives * means[1]
         rows = positives.sum(axis=1) + negatives.sum(axis=1)
-        values: Float64Array = np.abs(excess @ in_bin).sum(axis=1) / rows
-        return values
+        return np.asarray(np.abs(excess @ in_bin).sum(axis=1) / rows, np.float64)
 
     return errors
 
@@ -919,8 +895,7 @@ def label_scores(numbers: Float64Array, temperature: float = 1.0, measure: Measu
     """
     if measure is Measure.SHARES:
         return label_probabilities(numbers, temperature)
-    scores: Float64Array = np.exp(numbers) if measure is Measure.CHANCES else numbers
-    return scores
+    return np.asarray(np.exp(numbers), np.float64) if measure is Measure.CHANCES else numbers
 
 
 def label_probabilities(logprobs: Float64Array, temperature: float = 1.0) -> Float64Array:
@@ -937,8 +912,7 @@ def label_probabilities(logprobs: Float64Array, temperature: float = 1.0) -> Flo
 
 def label_mass(logprobs: Float64Array) -> Float64Array:
     """Probability of all labels together over the whole vocabulary, float64 [...], at most 1 whatever was rounded."""
-    mass: Float64Array = np.minimum(np.exp(logprobs).sum(axis=-1), 1.0)
-    return mass
+    return np.asarray(np.minimum(np.exp(logprobs).sum(axis=-1), 1.0), np.float64)
 
 
 LEAST_LOG = -745.0  # logarithm of the smallest double: below it, a probability is 0
@@ -947,5 +921,4 @@ LEAST_LOG = -745.0  # logarithm of the smallest double: below it, a probability 
 def log_shares_of(logprobs: Float64Array) -> Float64Array:
     """Logarithm of each label's probability among the labels, float64 [rows, labels]; finite, also where that is 0."""
     top = logprobs - logprobs.max(axis=-1, keepdims=True)
-    shares: Float64Array = np.maximum(top - np.log(np.exp(top).sum(axis=-1, keepdims=True)), LEAST_LOG)
-    return shares
+    return np.asarray(np.maximum(top - np.log(np.exp(top).sum(axis=-1, keepdims=True)), LEAST_LOG), np.float64)

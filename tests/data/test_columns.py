@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.output.columns import COLUMNS, ColumnGroups, Counts, OutputSchema, ResultRows
+from prefillcli.data.output.columns import COLUMNS, Counts, OutputSchema, ResultRows
 from prefillcli.data.rows import ScoredRow
 from tests.data.outputs import LABELS, TOO_LONG, make_window, open_sink, read, scored
 
@@ -38,7 +38,7 @@ def test_the_columns_of_an_output_have_their_order_and_types(tmp_path: Path, aud
     output = str(tmp_path / "o.parquet")
     window = make_window(0, [0, 1, 2], bad=(2,))
     both = ScoredRow(1, scored(1).logprobs, 1, 2, 3, 0.5, "specprefill", np.log([0.1, 0.2, 0.6]) if audit else None)
-    with open_sink(output, groups=ColumnGroups(audit=audit)) as sink:
+    with open_sink(output, groups=frozenset({"audit"} if audit else ())) as sink:
         sink.write(window, [scored(0), both], {}, temperature=2.0)
         sink.finish(1)
     schema = pq.read_schema(output)

@@ -18,7 +18,16 @@ from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Window
-from prefillcli.data.windows import RUN_ROWS, Dealer, ShardRows, common_bytes, cut_runs, in_order_of_use, windows
+from prefillcli.data.windows import (
+    RUN_ROWS,
+    Dealer,
+    ShardRows,
+    WindowSize,
+    common_bytes,
+    cut_runs,
+    in_order_of_use,
+    windows,
+)
 
 Write = Callable[..., str]
 
@@ -164,7 +173,7 @@ def make_rows(write_jsonl: Write) -> str:
 @pytest.mark.parametrize("count", [1, 2, 5, 30])
 def test_the_shards_of_a_window_are_that_window(byte_level: Any, write_jsonl: Write, count: int) -> None:
     path = make_rows(write_jsonl)
-    options = {"max_rows": 100, "batch_rows": 40}
+    options = {"size": WindowSize(100, batch_rows=40)}
     whole = cut(byte_level, path, None, **options)
     shards = [cut(byte_level, path, Shard(number + 1, count), **options) for number in range(count)]
     for window in whole:
@@ -188,7 +197,7 @@ def test_a_shard_makes_prompts_of_its_own_rows_only(byte_level: Any, write_jsonl
         seen.append((index, rows.tolist()))
         return index == 0
 
-    found = cut(byte_level, path, Shard(1, 3), max_rows=100, batch_rows=40, skip=skip)
+    found = cut(byte_level, path, Shard(1, 3), size=WindowSize(100, batch_rows=40), skip=skip)
     assert [index for index, _ in seen] == [0, 1, 2]
     assert [(window.index, window.rows.tolist()) for window in found] == seen[1:]
     assert sum(len(rows) for _, rows in seen) < 200

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from pydantic import TypeAdapter
 
-from prefillcli.data.output.columns import AuditedExits, ColumnGroups, Counts, LayerRows
+from prefillcli.data.output.columns import AuditedExits, Counts, LayerRows
 from prefillcli.data.output.parts import is_part, read_part
 from prefillcli.data.output.sink import Sink, of_schema, to_schema
 from prefillcli.data.output.target import Target
@@ -44,7 +45,7 @@ def write_all(sink: Sink, windows: list[Window], rows: dict[int, ScoredRow], **g
 def test_a_row_that_left_has_its_layer_and_a_score_but_no_log_probabilities(tmp_path: Path) -> None:
     output = str(tmp_path / "o.parquet")
     window = make_window(0, [0, 1, 2], bad=(2,))
-    with open_sink(output, groups=ColumnGroups(exits=True, calibrated=True)) as sink:
+    with open_sink(output, groups=frozenset({"exits", "calibrated"})) as sink:
         write_all(sink, [window], {0: row_of(0), 1: row_of(1, layer=7)}, probabilities=CALIBRATION.probabilities)
         sink.finish(1)
     stayed, gone, failed = read(output)
@@ -67,7 +68,7 @@ def test_without_exits_an_output_has_none_of_their_columns(tmp_path: Path, label
     found = []
     for exits in (False, True):
         output = str(tmp_path / f"{exits}.parquet")
-        with open_sink(output, labels=LABELS[:labels], groups=ColumnGroups(exits=exits)) as sink:
+        with open_sink(output, labels=LABELS[:labels], groups=frozenset({"exits"} if exits else ())) as sink:
             own = ScoredRow(0, FULL[:labels], 0, 1, 1, 0.1)
             sink.write(make_window(0, [0]), [own], {}, temperature=1.0)
             sink.finish(1)
@@ -86,14 +87,14 @@ def test_rows_and_tokens_are_counted_by_layer_over_parts_and_attempts(tmp_path: 
             name = {0: "full", 1: "4", 2: "11"}[prompt.row % 3]
             before = wanted.get(name, [0, 0])
             wanted[name] = [before[0] + 1, before[1] + len(prompt.tokens)]
-    with open_sink(output, groups=ColumnGroups(exits=True)) as sink:
+    with open_sink(output, groups=frozenset({"exits"})) as sink:
         write_all(sink, windows[:1], rows)
     # Counts of the first attempt come from its parts.
-    with open_sink(output, groups=ColumnGroups(exits=True), resume=True) as sink:
+    with open_sink(output, groups=frozenset({"exits"}), resume=True) as sink:
         write_all(sink, windows, rows)
         assert sink.counts.tallies.exit_layers == {name: tuple(found) for name, found in wanted.items()}
         sink.finish(2)
-    with open_sink(output, groups=ColumnGroups(exits=True), resume=True) as sink:  # and then from the manifest
+    with open_sink(output, groups=frozenset({"exits"}), resume=True) as sink:  # and then from the manifest
         assert sink.counts.tallies.exit_layers == {name: LayerRows(*found) for name, found in wanted.items()}
 
 
@@ -113,11 +114,11 @@ def test_flips_of_the_audit_are_counted_by_the_label_of_the_full_read(tmp_path: 
         7: row_of(7, layer=9, audit=no),
     }
     wanted = {"Yes": AuditedExits(rows=3, left=2, flips=2), "No": AuditedExits(rows=3, left=3, flips=0)}
-    with open_sink(output, groups=ColumnGroups(audit=True, exits=True)) as sink:
+    with open_sink(output, groups=frozenset({"audit", "exits"})) as sink:
         for row in (0, 1, 2):
             sink.write(window, [rows[row]], {}, temperature=1.0)
         assert sink.counts.audited_exits == {"Yes": AuditedExits(2, 1, 1), "No": AuditedExits(1, 1, 0)}
-    with open_sink(output, groups=ColumnGroups(audit=True, exits=True), resume=True) as sink:
+    with open_sink(output, groups=frozenset({"audit", "exits"}), resume=True) as sink:
         write_all(sink, [window], rows)
         assert sink.counts.audited_exits == wanted
         sink.finish(1)
@@ -127,15 +128,15 @@ def test_flips_of_the_audit_are_counted_by_the_label_of_the_full_read(tmp_path: 
 
 
 def test_counts_of_older_parts_are_read_and_new_ones_come_back_from_json(tmp_path: Path) -> None:
-    with open_sink(tmp_path / "o.parquet", groups=ColumnGroups(audit=True, exits=True)) as sink:
+    with open_sink(tmp_path / "o.parquet", groups=frozenset({"audit", "exits"})) as sink:
         sink.write(make_window(0, [0, 1]), [row_of(0, layer=4, audit=FULL), row_of(1)], {}, temperature=1.0)
         (name,) = filter(is_part, sink.work.names())
         counts = read_part(sink.work, name)[0].counts
     content = json.loads(json.dumps(asdict(counts)))
-    assert Counts.of_json(content) == counts
+    assert TypeAdapter(Counts).validate_python(content) == counts
     assert counts.tallies.exit_layers == {"4": LayerRows(1, 1), "full": LayerRows(1, 2)}
     del content["audited_exits"], content["tallies"]["exit_layers"]
-    older = Counts.of_json(content)
+    older = TypeAdapter(Counts).validate_python(content)
     assert (older.audited_exits, older.tallies.exit_layers) == ({}, {})
     older.add(counts)
     assert (older.audited_exits, older.tallies.exit_layers) == (counts.audited_exits, counts.tallies.exit_layers)
@@ -144,7 +145,7 @@ def test_counts_of_older_parts_are_read_and_new_ones_come_back_from_json(tmp_pat
 def test_an_evaluation_of_several_labels_has_the_rows_that_left(tmp_path: Path) -> None:
     target = Target.parse(str(tmp_path / "o.parquet"))
     carried = pa.schema([("id", pa.string()), ("kept", pa.int64())])
-    with open_sink(target.path, groups=ColumnGroups(exits=True), carried=carried) as sink:
+    with open_sink(target.path, groups=frozenset({"exits"}), carried=carried) as sink:
         sink.write(make_window(0, [1, 2]), [row_of(1), row_of(2, layer=3)], {}, temperature=1.0)
         sink.finish(1)
     labels = tuple(Label(name, (str(10 + 10 * number),)) for number, name in enumerate(LABELS))
@@ -154,8 +155,8 @@ def test_an_evaluation_of_several_labels_has_the_rows_that_left(tmp_path: Path) 
 
 def test_a_shard_remembers_that_its_rows_may_leave(tmp_path: Path) -> None:
     for exits in (False, True):
-        with open_sink(tmp_path / f"{exits}.parquet", groups=ColumnGroups(exits=exits)) as sink:
-            schema = sink._schema
+        with open_sink(tmp_path / f"{exits}.parquet", groups=frozenset({"exits"} if exits else ())) as sink:
+            schema = sink.schema
             assert to_schema(of_schema(schema), json_text=schema.json_text) == schema
             assert of_schema(schema).get("exits", False) is exits
 

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefillcli.data.output import Shard
-from prefillcli.data.output.columns import ColumnGroups
 from prefillcli.data.output.sink import (
     JoinedShards,
     ShardSink,
@@ -122,9 +121,9 @@ def test_a_row_that_two_shards_have_scored_is_refused(tmp_path: Path) -> None:
 
 def test_columns_and_folders_come_back_from_a_manifest(tmp_path: Path) -> None:
     with open_shard(
-        tmp_path / "o.parquet", Shard(1, 2), json_carried=True, groups=ColumnGroups(audit=True), truth="kept"
+        tmp_path / "o.parquet", Shard(1, 2), json_carried=True, groups=frozenset({"audit"}), truth="kept"
     ) as sink:
-        schema = sink._schema
+        schema = sink.schema
     assert to_schema(of_schema(schema), json_text=schema.json_text) == schema
     partitions = Partitions.of(["day=2026-01-01/x=1/a.parquet", "day=2026-01-02/a.parquet"])
     assert to_partitions(of_partitions(partitions)) == partitions

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import pickle
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import TypeAdapter
 
 from prefillcli.core.further import Choice
 from prefillcli.data.output import Shard
-from prefillcli.data.output.columns import COLUMNS, ColumnGroups, Counts, OutputSchema, RationaleTally, ResultRows
+from prefillcli.data.output.columns import COLUMNS, Counts, Group, OutputSchema, RationaleTally, ResultRows
 from prefillcli.data.output.sink import of_schema, to_schema
 from prefillcli.data.output.target import Target
 from prefillcli.data.rows import Rationale, ScoredRow, SectionEffect, Window
@@ -24,7 +25,7 @@ from prefillcli.features.rationale.writing import written_rows
 from tests.data.outputs import LABELS, finished, make_window, open_sink, read, scored
 from tests.data.test_joined_shards import merge, open_shard, own_rows
 
-GROUPS = ColumnGroups(rationales=True, evidence=True)
+GROUPS = frozenset({"rationales", "evidence"})
 TEXT = Rationale(' it says "never again".\nAnd 100%, ü', 9, "stop", 0.25, "full")
 CUT = Rationale(" of the", 2, "length", 1e-6, "specprefill")
 UNBEGUN = Rationale(None, 0, "memory", float("inf"), "full")
@@ -75,11 +76,11 @@ def test_texts_and_evidence_are_columns_in_every_format(tmp_path: Path, name: st
 def test_an_output_without_rationales_has_the_columns_that_it_always_had(tmp_path: Path) -> None:
     plain, asked = str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")
     finished(plain)
-    finished(asked, groups=ColumnGroups())
+    finished(asked, groups=frozenset())
     assert Path(plain).read_bytes() == Path(asked).read_bytes()
     names = pq.read_schema(plain).names
     assert not {"rationale", "rationale_tokens", "finish_reason", "evidence"} & set(names)
-    only_evidence = OutputSchema(labels=LABELS, groups=ColumnGroups(evidence=True)).results.names
+    only_evidence = OutputSchema(labels=LABELS, groups=frozenset({"evidence"})).results.names
     assert [*OutputSchema(labels=LABELS).results.names, "evidence"] == only_evidence
 
 
@@ -97,9 +98,9 @@ def test_parts_of_all_attempts_add_up(tmp_path: Path) -> None:
         assert sink.counts.tallies.rationales == wanted
         assert sink.counts.tallies.evidence == 2
         content = json.loads(json.dumps(asdict(sink.counts)))
-    assert Counts.of_json(content) == sink.counts
+    assert TypeAdapter(Counts).validate_python(content) == sink.counts
     del content["tallies"]["rationales"], content["tallies"]["evidence"]
-    assert Counts.of_json(content).tallies.rationales == RationaleTally()
+    assert TypeAdapter(Counts).validate_python(content).tallies.rationales == RationaleTally()
 
 
 @pytest.mark.parametrize("name", ["o.parquet", "o.jsonl"])
@@ -120,11 +121,11 @@ def test_shards_are_joined_with_their_texts(tmp_path: Path, name: str) -> None:
 
 
 def test_every_group_is_remembered_by_a_shard(tmp_path: Path) -> None:
-    for group in fields(ColumnGroups):
-        with open_sink(tmp_path / f"{group.name}.parquet", groups=ColumnGroups(**{group.name: True})) as sink:
-            schema = sink._schema
+    for group in get_args(Group):
+        with open_sink(tmp_path / f"{group}.parquet", groups=frozenset({group})) as sink:
+            schema = sink.schema
             assert to_schema(of_schema(schema), json_text=schema.json_text) == schema
-    assert {column.group for column in COLUMNS} - {None} == {group.name for group in fields(ColumnGroups)}
+    assert {column.group for column in COLUMNS} - {None} == set(get_args(Group))
 
 
 def schema_of(*, json_carried: bool = False, id_name: str | None = "id") -> OutputSchema:
@@ -136,7 +137,7 @@ def schema_of(*, json_carried: bool = False, id_name: str | None = "id") -> Outp
         json_carried=json_carried,
         json_text=False,
         truth=None,
-        groups=ColumnGroups(exits=True, rationales=True),
+        groups=frozenset({"exits", "rationales"}),
     )
 
 
@@ -149,12 +150,12 @@ def choice(condition: str, **of: Any) -> RowChoice:
 def test_rows_are_chosen_by_what_their_columns_will_say(tmp_path: Path, json_carried: bool) -> None:
     window = make_window(0, list(range(3, 12)), bad=(7,), json_text=json_carried)
     numbers = [prompt.row for prompt in window.prompts if prompt.row != 5]  # one is not scored yet
-    schema = OutputSchema(labels=LABELS, groups=ColumnGroups(exits=True))
+    schema = OutputSchema(labels=LABELS, groups=frozenset({"exits"}))
     rows = ResultRows.of(window, [scored(row) for row in numbers], {}, schema, 2.0)
     output = tmp_path / "o.parquet"
     kept = pa.string() if json_carried else pa.int64()
     carried = pa.schema([("id", pa.string()), ("kept", kept)])
-    groups = ColumnGroups(exits=True)
+    groups = frozenset({"exits"})
     with open_sink(output, groups=groups, carried=carried, json_carried=json_carried) as sink:
         sink.write(window, [scored(row) for row in (*numbers, 5)], {}, temperature=2.0)
         sink.finish(1)

@@ -235,7 +235,8 @@ def test_text_of_control_tokens_stays_text_in_what_is_left(byte_level: Any) -> N
 def test_an_ablated_prompt_is_read_by_the_row_s_adapter(byte_level: Any) -> None:
     row = {"prompt": "One.\n\nTwo.\n\nAnswer:", "by": "judge"}
     variants = AdapterVariants((AdapterFiles("judge", Path(), None, 0),), "by")
-    found = ablated(byte_level, row, variants=variants)
+    assert variants.row_columns is not None
+    found = ablated(byte_level, row, row_columns=(variants.row_columns,))
     assert [prompt.variant for prompt in found.values()] == ["judge", "judge"]
 
 

@@ -18,7 +18,7 @@ from prefillcli.data.prompts.builder import BuilderClosed, PromptBuilder, Prompt
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Window
-from prefillcli.data.windows import Prefetcher, SeenIds, windows
+from prefillcli.data.windows import Prefetcher, SeenIds, WindowSize, windows
 
 Write = Callable[..., str]
 
@@ -39,7 +39,7 @@ def test_every_row_is_in_one_window_as_prompt_or_error(byte_level: Any, write_js
     rows[17]["prompt"] = None
     rows[2500] = b"{"
     rows[4999]["prompt"] = "word " * 100
-    found = list(open_windows(byte_level, write_jsonl(rows), max_rows=2000))
+    found = list(open_windows(byte_level, write_jsonl(rows), size=WindowSize(2000)))
     assert [window.index for window in found] == [0, 1, 2]
     assert np.concatenate([window.rows for window in found]).tolist() == list(range(5000))
     for window in found:
@@ -52,19 +52,21 @@ def test_every_row_is_in_one_window_as_prompt_or_error(byte_level: Any, write_js
 def test_windows_close_at_rows_or_bytes_and_the_same_way_every_time(byte_level: Any, write_jsonl: Write) -> None:
     path = write_jsonl(rows_of(9000))
 
-    def cut(**options: int) -> list[int]:
+    def cut(**options: Any) -> list[int]:
         return [len(window.rows) for window in open_windows(byte_level, path, **options)]
 
-    assert cut(max_rows=4096) == [4096, 4096, 808]
-    assert cut(max_bytes=1) == [2048] * 4 + [808]
+    assert cut(size=WindowSize(4096)) == [4096, 4096, 808]
+    assert cut(size=WindowSize(nbytes=1)) == [2048] * 4 + [808]
     assert cut() == [9000]
-    assert cut(max_rows=3000) == cut(max_rows=3000)
+    assert cut(size=WindowSize(3000)) == cut(size=WindowSize(3000))
 
 
 def test_a_skipped_window_is_not_tokenised_but_its_ids_count(byte_level: Any, write_jsonl: Write) -> None:
     rows = rows_of(6000)
     rows[5000]["id"] = rows[3]["id"]
-    found = list(open_windows(byte_level, write_jsonl(rows), max_rows=2048, skip=lambda index, rows: index < 2))
+    found = list(
+        open_windows(byte_level, write_jsonl(rows), size=WindowSize(2048), skip=lambda index, rows: index < 2)
+    )
     assert [window.index for window in found] == [2]
     assert found[0].errors[5000].code == "duplicate_id"
 
@@ -84,7 +86,7 @@ def test_once_the_builder_is_closed_no_more_is_read_not_even_of_windows_that_are
         return True
 
     with pytest.raises(BuilderClosed):
-        list(windows(source, builder, labels, id_column=None, max_rows=10, batch_rows=10, skip=skip))
+        list(windows(source, builder, labels, id_column=None, size=WindowSize(10, batch_rows=10), skip=skip))
     assert skipped == [0, 1]
 
 
@@ -100,7 +102,7 @@ def test_null_and_repeated_ids_are_error_rows_through_all_windows(byte_level: An
     rows[15]["id"] = rows[14]["id"]
     rows[16]["id"] = None
     rows[16]["prompt"] = 5
-    found = list(open_windows(byte_level, write_jsonl(rows), max_rows=2048))
+    found = list(open_windows(byte_level, write_jsonl(rows), size=WindowSize(2048)))
     errors = {row: error.code for window in found for row, error in window.errors.items()}
     assert errors == {
         1: "duplicate_id",

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.regrouping import layers_needed, remaining_work
 from prefillcli.plan.pack import (
     KEYS_SHARE,
     LayersDone,
@@ -17,8 +18,6 @@ from prefillcli.plan.pack import (
     account,
     carried_by_few,
     in_full,
-    layers_needed,
-    remaining_work,
 )
 from prefillcli.plan.plan import make_plan
 from tests.plan.test_plan import prompts_of_few_words

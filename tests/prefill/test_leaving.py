@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from prefillcli.plan.pack import LayersDone, Limits, Pack, layers_needed
+from benchmarks.regrouping import layers_needed
+from prefillcli.plan.pack import LayersDone, Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk, remainder

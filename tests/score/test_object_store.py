@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import TypeAdapter
 
 from prefillcli.data.output.store import Owner
 from tests.s3_server import SLOW_DOWN, Bucket, LostAnswer, S3Server, every, expired, once
@@ -267,7 +268,7 @@ def test_a_lock_of_a_dead_run_elsewhere_says_what_to_delete(
     killed.wait_until_held()
     killed.kill()
     lock = "out/o.parquet.prefill/lock"
-    owner = Owner.of_json(json.loads(bucket.get(lock)))
+    owner = TypeAdapter(Owner).validate_json(bucket.get(lock))
     assert owner is not None
     assert owner.alive() is False
     bucket.put(lock, json.dumps(vars(owner) | {"host": "node7", "machine": "another boot"}).encode())

@@ -11,7 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -45,29 +45,11 @@ MOST = 20  # rows of each kind that are named
 _LONGEST = 200  # characters of an id or a detail
 
 
+# The groups of columns that an output may have beside those of every output: the scores of an audit, calibrated
+# probabilities, where rows left the model early, which adapter read each row, what was written behind rows, and what
+# the sections of prompts contribute.
 Group = Literal["audit", "calibrated", "exits", "adapters", "rationales", "evidence"]
-
-
-@dataclass(frozen=True, slots=True)
-class ColumnGroups:
-    """The groups of columns that an output has beside those of every output."""
-
-    audit: bool = False  # the scores of an audit
-    calibrated: bool = False  # calibrated probabilities
-    exits: bool = False  # where rows left the model early
-    adapters: bool = False  # which adapter read each row
-    rationales: bool = False  # what was written behind rows
-    evidence: bool = False  # what the sections of prompts contribute
-
-    def has(self, group: Group | None) -> bool:
-        """Whether columns of this group are there; those of no group always are."""
-        found: bool = group is None or getattr(self, group)
-        return found
-
-    @property
-    def names(self) -> list[Group]:
-        """The groups that are there."""
-        return [each.name for each in fields(self) if getattr(self, each.name)]  # type: ignore[misc]
+Groups = frozenset[Group]
 
 
 ROW_COLUMN = "row"  # the column with the row number, in an output without ids
@@ -145,10 +127,8 @@ class ResultRows:
         arrays = []
         for column in self.schema.columns:
             values = column.values(self)
-            if "<label>" in column.name:
-                arrays += [pa.array(of_label, column.type) for of_label in np.asarray(values).T]
-            else:
-                arrays.append(pa.array(values, column.type))
+            columns = np.asarray(values).T if "<label>" in column.name else [values]
+            arrays += [pa.array(each, column.type) for each in columns]
         return arrays
 
     def values(self, names: Set[str]) -> dict[str, list[Any]]:
@@ -188,14 +168,12 @@ class Column(NamedTuple):
 
     def names(self, labels: Sequence[str]) -> list[str]:
         """The name of the column, or one name for each label."""
-        if "<label>" not in self.name:
-            return [self.name]
-        return [self.name.replace("<label>", label) for label in labels]
+        return [self.name.replace("<label>", label) for label in labels] if "<label>" in self.name else [self.name]
 
 
 def _best(rows: ResultRows, scores: Iterable[Float64Array | None]) -> list[str | None]:
-    some = len(rows.schema.labels) > 1
-    return [rows.schema.labels[int(each.argmax())] if some and each is not None else None for each in scores]
+    labels = rows.schema.labels
+    return [labels[int(each.argmax())] if len(labels) > 1 and each is not None else None for each in scores]
 
 
 def _of_result(name: str) -> Callable[[ResultRows], ObjectArray]:
@@ -222,8 +200,8 @@ def _of_rationale(name: str) -> Callable[[ResultRows], ObjectArray]:
 
 def _gaps(rows: ResultRows) -> ObjectArray:
     # The smallest gaps; None where no token was chosen.
-    gaps = [None if each.rationale is None else each.rationale.gap for each in rows.scored]
-    return rows.of_scored([gap if gap is not None and math.isfinite(gap) else None for gap in gaps])
+    found = [each.rationale for each in rows.scored]
+    return rows.of_scored([own.gap if own is not None and math.isfinite(own.gap) else None for own in found])
 
 
 def _evidence(rows: ResultRows) -> ObjectArray:
@@ -370,7 +348,7 @@ class OutputSchema:
     # Whether such text is written as it is; else its values get the type that holds them.
     json_text: bool = False
     truth: str | None = None  # the carried column with the right answers
-    groups: ColumnGroups = ColumnGroups()  # which columns there are beside those of every output
+    groups: Groups = frozenset()  # which columns there are beside those of every output
     measure: Measure = Measure.SHARES  # what the numbers of the labels are
 
     def require_distinct(self) -> None:
@@ -417,7 +395,7 @@ class OutputSchema:
         return [
             column
             for column in COLUMNS
-            if self.groups.has(column.group)
+            if (column.group is None or column.group in self.groups)
             and len(self.labels) >= column.least_labels
             and self.measure in column.measures
         ]
@@ -467,19 +445,13 @@ class RationaleTally:
     def rows(self) -> int:
         return sum(self.finish_reasons.values())
 
-    def add(self, other: RationaleTally) -> None:
-        """Add what `other` tallied."""
-        self.tokens += other.tokens
-        _add(self.finish_reasons, other.finish_reasons)
-        _add(self.sources, other.sources)
-
 
 @dataclass
 class Tallies:
     """Numbers and texts only, so that JSON gives back what it was given."""
 
     # By prediction, rows in each of the `SCORE_BINS`.
-    scores: dict[str, list[int]] = field(default_factory=dict)
+    scores: dict[str, tuple[int, ...]] = field(default_factory=dict)
     # By kind (scored, truncated, error), rows in each bin that has any, under its lower edge.
     lengths: dict[str, dict[str, int]] = field(default_factory=dict)
     methods: dict[str, int] = field(default_factory=dict)  # scored rows by method
@@ -497,6 +469,11 @@ class Tallies:
     # Error rows in the order of the input, some of every code: row, id, code, detail.
     failed: list[dict[str, Any]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        # However many tallies were added up, few rows are named.
+        self.slowest = sorted(self.slowest, key=lambda row: (-row["seconds"], row["row"] or 0))[:MOST]
+        self.failed = _of_every_code(self.failed)
+
     @property
     def chosen_rows(self) -> int:
         """Rows that were chosen to be written about or to have their sections weighed."""
@@ -508,81 +485,55 @@ class Tallies:
         return self.mass_sum / self.mass_rows if self.mass_rows else None
 
     @classmethod
-    def of_json(cls, content: dict[str, Any]) -> Tallies:
-        """The tallies that `dataclasses.asdict` and JSON wrote. Raises TypeError for anything else."""
-        layers = {name: LayerRows(*found) for name, found in content.get("exit_layers", {}).items()}
-        rationales = RationaleTally(**content.get("rationales", {}))
-        return cls(**content | {"exit_layers": layers, "rationales": rationales})
-
-    def add_rows(self, rows: pa.Table, id_name: str | None = None, *, json_id: bool = False) -> None:
-        """Tally output rows. `id_name` is the column with their ids, `json_id` whether it holds JSON.
+    def of_rows(cls, rows: pa.Table, id_name: str | None = None, *, json_id: bool = False) -> Tallies:
+        """The tallies of output rows. `id_name` is the column with their ids, `json_id` whether it holds JSON.
 
         Rows of an output have no row number where they have an id; it is None then.
         """
-        masses = rows["label_mass"].drop_null() if "label_mass" in rows.column_names else pa.chunked_array([[]])
-        self.add(
-            Tallies(
-                scores=_score_bins(rows),
-                lengths=_length_bins(rows),
-                methods=_counted(rows["method"]),
-                exit_layers=_exit_layers(rows),
-                adapters=_adapters(rows),
-                rationales=_rationales(rows),
-                evidence=len(rows) - rows["evidence"].null_count if "evidence" in rows.column_names else 0,
-                mass_rows=len(masses),
-                mass_sum=pc.sum(masses).as_py() or 0.0,
-                slowest=_slowest(rows, id_name, json_id),
-                failed=_failed(rows, id_name, json_id),
-            )
+        names, scored = rows.column_names, rows.filter(pc.is_valid(rows["score"]))
+        found = cls(
+            scores=_score_bins(rows),
+            lengths=_length_bins(rows),
+            methods=_counted(rows["method"]),
+            slowest=_slowest(rows, id_name, json_id),
+            failed=_failed(rows, id_name, json_id),
         )
-
-    def add(self, other: Tallies) -> None:
-        """Add what `other` tallied."""
-        for name, bins in other.scores.items():
-            mine = self.scores.get(name, [0] * SCORE_BINS)
-            self.scores[name] = [a + b for a, b in zip(mine, bins, strict=True)]
-        for kind, found in other.lengths.items():
-            _add(self.lengths.setdefault(kind, {}), found)
-        _add(self.methods, other.methods)
-        _add(self.adapters, other.adapters)
-        self.rationales.add(other.rationales)
-        self.evidence += other.evidence
-        self.mass_rows += other.mass_rows
-        self.mass_sum += other.mass_sum
-        for name, added in other.exit_layers.items():
-            before = self.exit_layers.get(name, LayerRows(0, 0))
-            self.exit_layers[name] = LayerRows(*(a + b for a, b in zip(before, added, strict=True)))
-        self.slowest = sorted(self.slowest + other.slowest, key=lambda row: (-row["seconds"], row["row"] or 0))[:MOST]
-        self.failed = _of_every_code(self.failed + other.failed)
+        if "label_mass" in names:
+            masses = rows["label_mass"].drop_null()
+            found.mass_rows, found.mass_sum = len(masses), pc.sum(masses).as_py() or 0.0
+        if "exit_layer" in names:
+            found.exit_layers = _exit_layers(scored)
+        if "adapter" in names:
+            found.adapters = _counted(pc.fill_null(scored["adapter"], ""))
+        if "finish_reason" in names:
+            tokens = pc.sum(rows["rationale_tokens"]).as_py() or 0
+            reasons, sources = _counted(rows["finish_reason"]), _counted(rows["rationale_source"])
+            found.rationales = RationaleTally(tokens, reasons, sources)
+        if "evidence" in names:
+            found.evidence = len(rows) - rows["evidence"].null_count
+        return found
 
 
-def _add(mine: dict[str, int], other: dict[str, int]) -> None:
-    for name, number in other.items():
-        mine[name] = mine.get(name, 0) + number
+def _sum(mine: Any, other: Any) -> Any:
+    # Both added up: records, dicts and tuples entry by entry; lists are joined.
+    if is_dataclass(mine) and not isinstance(mine, type):
+        added = {each.name: _sum(getattr(mine, each.name), getattr(other, each.name)) for each in fields(mine)}
+        return replace(mine, **added)
+    if isinstance(mine, dict):
+        return mine | {name: _sum(mine[name], found) if name in mine else found for name, found in other.items()}
+    if isinstance(mine, tuple):
+        places = map(_sum, mine, other)
+        return mine._make(places) if hasattr(mine, "_make") else tuple(places)
+    return mine + other
 
 
 def _counted(column: pa.ChunkedArray) -> dict[str, int]:
     return {entry["values"]: entry["counts"] for entry in pc.value_counts(column.drop_null()).to_pylist()}
 
 
-def _adapters(rows: pa.Table) -> dict[str, int]:
-    if "adapter" not in rows.column_names:
-        return {}
-    return _counted(pc.fill_null(rows["adapter"].filter(pc.is_valid(rows["score"])), ""))
-
-
-def _rationales(rows: pa.Table) -> RationaleTally:
-    if "finish_reason" not in rows.column_names:
-        return RationaleTally()
-    tokens = pc.sum(rows["rationale_tokens"]).as_py() or 0
-    return RationaleTally(tokens, _counted(rows["finish_reason"]), _counted(rows["rationale_source"]))
-
-
-def _exit_layers(rows: pa.Table) -> dict[str, LayerRows]:
-    if "exit_layer" not in rows.column_names:
-        return {}
-    scored = rows.filter(pc.is_valid(rows["score"])).select(["exit_layer", "prompt_tokens"])
-    groups = scored.group_by("exit_layer").aggregate([([], "count_all"), ("prompt_tokens", "sum")]).to_pylist()
+def _exit_layers(scored: pa.Table) -> dict[str, LayerRows]:
+    columns = scored.select(["exit_layer", "prompt_tokens"])
+    groups = columns.group_by("exit_layer").aggregate([([], "count_all"), ("prompt_tokens", "sum")]).to_pylist()
     return {
         TO_THE_END if group["exit_layer"] is None else str(group["exit_layer"]): LayerRows(
             group["count_all"], group["prompt_tokens_sum"] or 0
@@ -591,13 +542,13 @@ def _exit_layers(rows: pa.Table) -> dict[str, LayerRows]:
     }
 
 
-def _score_bins(rows: pa.Table) -> dict[str, list[int]]:
+def _score_bins(rows: pa.Table) -> dict[str, tuple[int, ...]]:
     found = {}
     for name in _counted(rows["prediction"]):
         if f"value_{name}" in rows.column_names:
             continue  # values are not from 0 to 1
         scores = rows["score"].filter(pc.equal(rows["prediction"], name)).to_numpy()
-        found[name] = np.histogram(scores, SCORE_BINS, (0, 1))[0].tolist()
+        found[name] = tuple(np.histogram(scores, SCORE_BINS, (0, 1))[0].tolist())
     return found
 
 
@@ -708,13 +659,6 @@ class Counts:
     audited_exits: dict[str, AuditedExits] = field(default_factory=dict)
     tallies: Tallies = field(default_factory=Tallies)
 
-    @classmethod
-    def of_json(cls, content: dict[str, Any]) -> Counts:
-        """The counts that `dataclasses.asdict` and JSON wrote. Raises TypeError for anything else."""
-        exits = {label: AuditedExits(*found) for label, found in content.get("audited_exits", {}).items()}
-        tallies = Tallies.of_json(content.get("tallies", {}))
-        return cls(**content | {"audited_exits": exits, "tallies": tallies})
-
     @property
     def mean_score(self) -> float | None:
         """Mean over the scored rows."""
@@ -728,49 +672,30 @@ class Counts:
         `truth` and `id_name` are the carried columns with the right answer and the id, `json_carried` whether they
         hold JSON.
         """
-        self.total += len(rows)
-        scored = len(rows) - rows["score"].null_count
-        self.scored += scored
-        self.score_sum += pc.sum(rows["score"]).as_py() or 0.0
+        codes = _counted(rows["error"])
+        skipped = sum(codes.pop(code, 0) for code in SKIPPED_CODES)
+        scored, score_sum = len(rows) - rows["score"].null_count, pc.sum(rows["score"]).as_py() or 0.0
+        found = Counts(len(rows), scored, sum(codes.values()), skipped, codes, score_sum)
+        found.tallies = Tallies.of_rows(rows, id_name, json_id=json_carried)
         if TAKEN_OVER in rows.column_names:
-            self.taken_over += pc.sum(rows[TAKEN_OVER]).as_py() or 0
-        for entry in pc.value_counts(rows["error"].drop_null()).to_pylist():
-            code, number = entry["values"], entry["counts"]
-            if code in SKIPPED_CODES:
-                self.skipped += number
-            else:
-                self.errors += number
-                self.errors_by_code[code] = self.errors_by_code.get(code, 0) + number
-
-        self.tallies.add_rows(rows, id_name, json_id=json_carried)
+            found.taken_over = pc.sum(rows[TAKEN_OVER]).as_py() or 0
         if "audit_score" in rows.column_names:
-            audited = rows.filter(pc.is_valid(rows["audit_score"]))
-            answers = to_python(audited[truth]) if truth is not None else [None] * len(audited)
-            flips = pc.not_equal(audited["prediction"], audited["audit_prediction"]).to_pylist()
-            if "exit_layer" in rows.column_names:
-                left = pc.is_valid(audited["exit_layer"]).to_pylist()
-                for label, gone, flipped in zip(audited["audit_prediction"].to_pylist(), left, flips, strict=True):
-                    self._add_audited(label, AuditedExits(1, gone, gone and flipped))
-            scores = zip(audited["score"].to_pylist(), audited["audit_score"].to_pylist(), flips, strict=True)
-            for (score, full, flipped), answer in zip(scores, answers, strict=True):
-                known = json.loads(answer) if json_carried and answer is not None else answer
-                self.audited.append((score, full, flipped, known if isinstance(known, _PLAIN) else None))
+            found._take_audit(rows.filter(pc.is_valid(rows["audit_score"])), truth, json_carried)
+        self.add(found)
 
     def add(self, other: Counts) -> None:
         """Add the rows that `other` counted."""
-        self.total += other.total
-        self.scored += other.scored
-        self.errors += other.errors
-        self.skipped += other.skipped
-        self.score_sum += other.score_sum
-        self.taken_over += other.taken_over
-        self.audited += other.audited
-        for label, found in other.audited_exits.items():
-            self._add_audited(label, found)
-        for code, number in other.errors_by_code.items():
-            self.errors_by_code[code] = self.errors_by_code.get(code, 0) + number
-        self.tallies.add(other.tallies)
+        vars(self).update(vars(_sum(self, other)))
 
-    def _add_audited(self, label: str, found: AuditedExits) -> None:
-        before = self.audited_exits.get(label, AuditedExits(0, 0, 0))
-        self.audited_exits[label] = AuditedExits(*(a + b for a, b in zip(before, found, strict=True)))
+    def _take_audit(self, audited: pa.Table, truth: str | None, json_carried: bool) -> None:
+        answers = to_python(audited[truth]) if truth is not None else [None] * len(audited)
+        flips = pc.not_equal(audited["prediction"], audited["audit_prediction"]).to_pylist()
+        if "exit_layer" in audited.column_names:
+            left = pc.is_valid(audited["exit_layer"]).to_pylist()
+            for label, gone, flipped in zip(audited["audit_prediction"].to_pylist(), left, flips, strict=True):
+                one = AuditedExits(1, int(gone), int(gone and flipped))
+                self.audited_exits = _sum(self.audited_exits, {label: one})
+        scores = zip(audited["score"].to_pylist(), audited["audit_score"].to_pylist(), flips, strict=True)
+        for (score, full, flipped), answer in zip(scores, answers, strict=True):
+            known = json.loads(answer) if json_carried and answer is not None else answer
+            self.audited.append((score, full, flipped, known if isinstance(known, _PLAIN) else None))

@@ -23,12 +23,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pydantic import TypeAdapter
 
 from prefillcli.data.output.columns import DIGEST, ROW, TAKEN_OVER, Counts, ResultRows
 from prefillcli.data.output.store import Store
 from prefillcli.data.output.target import Job, write_parquet
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.proof import JOB_KEY, Digesting, require_seal
+from prefillcli.data.proof import JOB_KEY, require_seal
 from prefillcli.data.rows import Int64Array, Prompt, Window, id_texts, to_python
 from prefillcli.errors import DamagedFileError, OutputConflictError, PrefillError, brief
 
@@ -62,7 +63,7 @@ class RowDigests:
         self._common = b""
         self._common = b"".join(self._of(prompt, ()) for prompt in common)
 
-    def __call__(self, window: Window) -> None:
+    def __call__(self, window: Window) -> Window:
         places = {row: place for place, row in enumerate(window.rows.tolist())}
         names = [str(row) for row in places]
         if self._id_column is not None:
@@ -71,6 +72,7 @@ class RowDigests:
         for prompt in window.prompts:
             place = places[prompt.row]
             prompt.digest = self._of(prompt, [names[place], *(column[place] for column in values)])
+        return window
 
     def _of(self, prompt: Prompt, own: Iterable[Any]) -> bytes:
         rest = [*own, self._labels.sets[prompt.labels], prompt.truncated, prompt.keep, prompt.specprefill]
@@ -85,21 +87,10 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else repr(value)
 
 
-class DigestFile:
-    """The digests of an output in the making."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = Digesting(file)
-
-    def add(self, rows: pa.Table) -> None:
-        """Add the digests of the next rows, as parts have them; an earlier version wrote parts without any."""
-        known = rows[DIGEST].to_pylist() if DIGEST in rows.column_names else [None] * len(rows)
-        self._file.write(b"".join(_NONE if each is None else each for each in known))
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the whole file, in hexadecimal digits."""
-        return self._file.digest()
+def digests_of(rows: pa.Table) -> bytes:
+    """What the file has for rows of parts; an earlier version wrote parts without any digest."""
+    known = rows[DIGEST].to_pylist() if DIGEST in rows.column_names else [None] * len(rows)
+    return b"".join(_NONE if each is None else each for each in known)
 
 
 class DigestReader:
@@ -139,7 +130,7 @@ class DigestReader:
 _NAME = re.compile(r"part-(\d{6,})-(\d{6,})\.parquet")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class WindowRows:
     """The rows of a window: the same when it is read again, and those that its parts must hold together."""
 
@@ -183,6 +174,9 @@ class PartInfo:
     def name(self) -> str:
         """The file name that the part must have."""
         return part_name(self.window, self.number)
+
+
+_INFO = TypeAdapter(PartInfo)
 
 
 def part_name(window: int, number: int) -> str:
@@ -267,13 +261,7 @@ def read_part(store: Store, name: str, columns: Sequence[str] | None = None) -> 
         table = pq.read_table(data, columns=columns, page_checksum_verification=True)
         content = json.loads(table.schema.metadata[JOB_KEY])
         content["job"] = Job.of_json(content["job"])
-        content["window_rows"] = WindowRows(**content["window_rows"])
-        if (own := content.get("own_rows")) is not None:
-            content["own_rows"] = WindowRows(**own)
-        content["counts"] = Counts.of_json(content["counts"])
-        if (carried := content.get("carried")) is not None:
-            content["carried"] = [(end, key) for end, key in carried]
-        info = PartInfo(**content)
+        info = _INFO.validate_python(content)
     except DamagedFileError as error:
         raise DamagedFileError(f"{store.location}/{name} is damaged: {error}") from None
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
@@ -303,7 +291,7 @@ def read_parts(
         pool.shutdown(cancel_futures=True)
 
 
-@dataclass
+@dataclass(slots=True)
 class _WindowParts:
     """The parts of one window."""
 

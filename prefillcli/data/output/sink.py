@@ -13,21 +13,21 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, groupby
-from typing import IO, Any, Self, TypeGuard
+from typing import IO, Any, Self, TypeGuard, get_args
 
 import numpy as np
 import pyarrow as pa
 
 from prefillcli.data.filesystems import WORK_ENDING, split_path, writing
 from prefillcli.data.output import Shard, parts, store
-from prefillcli.data.output.columns import ROW, ColumnGroups, Counts, OutputSchema, Probabilities, ResultRows, kinds_of
-from prefillcli.data.output.parts import DigestFile, PartIndex, PartInfo, RowDigests, WindowRows
+from prefillcli.data.output.columns import ROW, Counts, Group, OutputSchema, Probabilities, ResultRows, kinds_of
+from prefillcli.data.output.parts import PartIndex, PartInfo, RowDigests, WindowRows
 from prefillcli.data.output.store import Heartbeat, LocalStore, Lock, Store, make_folder, open_store, walk_folder
 from prefillcli.data.output.target import NAME, OLD, SUCCESS, Job, Manifest, Published, Target, is_partition, replaced
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.proof import JOB_KEY
+from prefillcli.data.proof import JOB_KEY, Digesting
 from prefillcli.data.reading.discovery import Partitions
 from prefillcli.data.rows import Int64Array, Prompt, RowError, ScoredRow, Window, is_error
 from prefillcli.errors import (
@@ -334,12 +334,12 @@ def commit(
     metadata = {JOB_KEY: json.dumps(manifest.job.to_json()).encode()}
     arrow, counts = schema.arrow(index.json_kinds).with_metadata(metadata), Counts()
     with target.work.create(parts.NAME) as file:
-        digests = DigestFile(file)
+        digests = Digesting(file)
 
         def tables() -> Iterator[pa.Table]:
             for rows in index.tables():
                 schema.count(counts, rows)
-                digests.add(rows)
+                digests.write(parts.digests_of(rows))
                 yield schema.table(rows, arrow)
 
         if target.directory:
@@ -347,7 +347,7 @@ def commit(
         else:
             with target.store.create(target.name, new=new) as output:
                 files = {target.name: target.file_format.write(output, arrow, tables(), schema.json_columns)}
-    manifest.files, manifest.digests, manifest.before, manifest.retries = files, digests.digest, None, False
+    manifest.files, manifest.digests, manifest.before, manifest.retries = files, digests.digest(), None, False
     manifest.state, manifest.counts = "complete", counts
     manifest.save(target.work)
     return counts
@@ -386,7 +386,7 @@ class Sink:
         self._target = target
         self._manifest = manifest
         self._lock = lock
-        self._schema = schema
+        self.schema = schema  # the columns of the output
         self._partitions = partitions
         self._parts = PartIndex(target.work.location)
         self._final: Counts | None = None  # of a complete output
@@ -438,7 +438,7 @@ class Sink:
     def digests(self, labels: Labels, columns: Collection[str], common: Sequence[Prompt]) -> RowDigests:
         """What notes the digests of rows, which depend on their values in these `columns` too, as far as the output
         has them."""
-        schema = self._schema
+        schema = self.schema
         return RowDigests(
             labels,
             id_column=schema.id_name,
@@ -460,11 +460,6 @@ class Sink:
     def close(self) -> None:
         """Give the lock back. What was written stays."""
         self._lock.release()
-
-    @property
-    def schema(self) -> OutputSchema:
-        """The columns of the output."""
-        return self._schema
 
     @property
     def local_folder(self) -> str | None:
@@ -549,7 +544,7 @@ class Sink:
         if not results and not errors:
             return
         self._lock.check()
-        found = ResultRows.of(window, results, errors, self._schema, temperature, probabilities)
+        found = ResultRows.of(window, results, errors, self.schema, temperature, probabilities)
         rows = parts.with_digests(parts.make_rows(window, found), found)
         self._write_part(window, rows, carried)
 
@@ -562,7 +557,7 @@ class Sink:
             self._write_part(window, parts.taken_rows(window, results), None)
 
     def _write_part(self, window: Window, rows: pa.Table, carried: Sequence[tuple[int, str]] | None) -> None:
-        schema, shard = self._schema, self._target.shard
+        schema, shard = self.schema, self._target.shard
         info = parts.PartInfo(
             job=self._manifest.job,
             plan=self.plan,
@@ -589,7 +584,7 @@ class Sink:
         self._parts.require_complete(windows)
         self._lock.check()
         new = not self._replaces
-        self._final = commit(self._target, self._manifest, self._schema, self._parts, self._partitions, new=new)
+        self._final = commit(self._target, self._manifest, self.schema, self._parts, self._partitions, new=new)
         self._delete_parts()
 
     def _begin(self, *, fresh: bool) -> None:
@@ -602,12 +597,12 @@ class Sink:
             self._manifest.save(self.work)
         elif self.complete:
             self._delete_parts()
-            self._final = self._manifest.counts or self._target.count(self._schema.id_name)
+            self._final = self._manifest.counts or self._target.count(self.schema.id_name)
         else:
             self._add_parts(proven_parts(self.work, self._manifest.job))
 
     def _add_parts(self, found: Iterable[PartInfo]) -> None:
-        for info in without_errors(self.work, found, self._schema) if self._retries else found:
+        for info in without_errors(self.work, found, self.schema) if self._retries else found:
             self._parts.add(self.work, info)
 
     def _delete_parts(self) -> None:
@@ -684,7 +679,7 @@ def folder_of(target: Target, shard: Shard) -> ShardFolder:
 def of_schema(schema: OutputSchema) -> dict[str, Any]:
     """An output's columns as JSON; whether JSON is written as text follows from the format."""
     plain = {name: getattr(schema, name) for name in ("labels", "id_name", "json_carried", "truth")}
-    plain |= {"audit": schema.groups.audit, **dict.fromkeys(schema.groups.names, True)}
+    plain |= {"audit": "audit" in schema.groups, **dict.fromkeys(sorted(schema.groups), True)}
     plain |= {} if schema.measure is Measure.SHARES else {"measure": schema.measure.value}
     return plain | {"carried": _packed(schema.carried)}
 
@@ -693,8 +688,8 @@ def to_schema(content: dict[str, Any], *, json_text: bool) -> OutputSchema:
     """The columns of `of_schema`. Raises KeyError, TypeError, ValueError or ArrowException for anything else."""
     rest = content | {"labels": tuple(content["labels"]), "carried": _unpacked(content["carried"])}
     rest["measure"] = Measure(content.get("measure", Measure.SHARES))
-    groups = {each.name: rest.pop(each.name) for each in fields(ColumnGroups) if each.name in rest}
-    return OutputSchema(**rest, groups=ColumnGroups(**groups), json_text=json_text)
+    groups = frozenset(name for name in get_args(Group) if rest.pop(name, False))
+    return OutputSchema(**rest, groups=groups, json_text=json_text)
 
 
 def of_partitions(partitions: Partitions) -> dict[str, Any]:
@@ -713,11 +708,9 @@ def to_partitions(content: dict[str, Any]) -> Partitions:
 
 def named(shards: Sequence[Shard]) -> str:
     """`shard 2 of 4`, `shards 2 and 3 of 4`, for a message."""
-    numbers = [str(each.number) for each in shards]
-    count = shards[0].count
-    if len(numbers) == 1:
-        return f"shard {numbers[0]} of {count}"
-    return f"shards {', '.join(numbers[:-1])} and {numbers[-1]} of {count}"
+    *others, last = [str(each.number) for each in shards]
+    listed = f"shards {', '.join(others)} and {last}" if others else f"shard {last}"
+    return f"{listed} of {shards[0].count}"
 
 
 def _packed(schema: pa.Schema) -> str:
@@ -785,7 +778,7 @@ class ShardSink(Sink):
         self._without = set()
         manifest, shard = self._manifest, self._target.shard
         if self.merged:
-            self._final = manifest.counts or self._target.count(self._schema.id_name)
+            self._final = manifest.counts or self._target.count(self.schema.id_name)
             return
         self.work.clean(lambda name: True)
         if fresh:
@@ -795,7 +788,7 @@ class ShardSink(Sink):
         found = ShardRecord.of_json(manifest.shard)
         named = found is not None and found.shard == str(shard)
         lost = manifest.counts is None or manifest.counts.total != self._parts.counts.total
-        self._record = found if found is not None and named else ShardRecord.of(shard, self._schema, self._partitions)
+        self._record = found if found is not None and named else ShardRecord.of(shard, self.schema, self._partitions)
         if fresh or not named or (manifest.state == "complete" and lost):
             self._record.windows = None
             manifest.state, manifest.counts, manifest.shard = "running", None, asdict(self._record)
@@ -805,18 +798,17 @@ class ShardSink(Sink):
 _KEPT = ("evaluation", "max_error_rate")  # of a shard's plan, in the output's
 
 
-class JoinedShards:
+class JoinedShards(ExitStack):
     """All shards of a job, found beside its output; none of them is being written.
 
     Use it as a context manager: it holds the locks of the output and of the shards.
     """
 
     def __init__(self, target: Target) -> None:
-        # The manifest of the output, if that was made of these shards already.
+        super().__init__()
         self.manifest: Manifest  # of one of the shards, set by `open`; they are of one job
-        self.merged: Manifest | None = None
+        self.merged: Manifest | None = None  # that of the output, if it was made of these shards already
         self._target = target
-        self._held = ExitStack()
         self._locked = False
         self._folders: list[ShardFolder] = []
         self._records: list[ShardRecord] = []
@@ -825,12 +817,6 @@ class JoinedShards:
     def count(self) -> int:
         """The number of shards that the job is made of."""
         return len(self._folders)
-
-    def __enter__(self) -> JoinedShards:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self._held.close()
 
     def open(self, *, overwrite: bool) -> None:
         """Find the shards, lock them, and see whether they may be merged.
@@ -841,9 +827,9 @@ class JoinedShards:
         """
         self._find(overwrite=overwrite)  # a refusal leaves no trace
         if self.merged is None or self._folders:
-            self._held.callback(self._target.work.lock().release)
+            self.callback(self._target.work.lock().release)
             for folder in self._folders:
-                self._held.callback(folder.work.lock().release)
+                self.callback(folder.work.lock().release)
             self._locked = True
             self._find(overwrite=overwrite)
 
@@ -985,8 +971,7 @@ class JoinedShards:
         if info.job.digest != self.manifest.job.digest or info.shard != str(folder.shard):
             raise PrefillError(f"{folder.work.location}/{name} belongs to another job or shard\n{again}")
         self._parts.add(folder.work, info, expected=info.window_rows)
-        numbers: Int64Array = rows[ROW].to_numpy()
-        return numbers
+        return np.asarray(rows[ROW], np.int64)
 
     def write(self) -> Counts:
         """Make the output of the shards, in the order of the input, and mark it as complete; returns its counts.

@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import IO, Any
 
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
+from pydantic import TypeAdapter
 
 from prefillcli.data.filesystems import (
     Failure,
@@ -74,15 +76,6 @@ class Owner:
         since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return cls(socket.gethostname(), os.getpid(), start_of(os.getpid()), process_space(), uuid.uuid4().hex, since)
 
-    @classmethod
-    def of_json(cls, content: Any) -> Owner | None:
-        """The owner that `dataclasses.asdict` and JSON wrote; None for anything else."""
-        try:
-            owner = cls(**content)
-        except TypeError:
-            return None
-        return owner if isinstance(owner.pid, int) and isinstance(owner.started, str) else None
-
     def alive(self) -> bool | None:
         """Whether the process still runs; None if that cannot be known from here."""
         here = process_space()
@@ -92,6 +85,9 @@ class Owner:
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.since}"
+
+
+_OWNER = TypeAdapter(Owner)
 
 
 class FileLock(Lock):
@@ -125,16 +121,6 @@ class FileLock(Lock):
             os.close(handle)
 
 
-def file_lock_held(path: str) -> bool:
-    """Whether some process holds the lock on a local file."""
-    try:
-        file = file_calls.open_to_read(path)
-    except FileNotFoundError:
-        return False
-    with file:
-        return not _locked(file.fileno(), shared=True, patience=0)
-
-
 class ObjectLock(Lock):
     """A lock that is an object, in a store that can refuse to create one that exists already.
 
@@ -164,12 +150,11 @@ class ObjectLock(Lock):
         """The owner that a lock names; None if there is no lock."""
         try:
             filesystem.invalidate_cache()
-            owner = Owner.of_json(json.loads(patiently(lambda: filesystem.cat_file(path))))
+            return _OWNER.validate_json(patiently(lambda: filesystem.cat_file(path)))
         except FileNotFoundError:
             return None
         except ValueError:
-            owner = None
-        return owner or Owner("an unknown host", 0, "", "", "", "an unknown time")
+            return Owner("an unknown host", 0, "", "", "", "an unknown time")
 
     def check(self) -> None:
         mine = True
@@ -244,14 +229,7 @@ def exclusive_put(filesystem: Any, method: str = "pipe_file") -> Callable[[Any, 
     The error that it raises if one is there depends on the client. None if the filesystem cannot do that in one step;
     the store behind it may ignore the wish all the same.
     """
-    options = _options(type(filesystem), method)
-    if options is None:
-        return None
-    call = getattr(filesystem, method)
-    return lambda first, second: call(first, second, **options)
-
-
-def _options(kind: type, method: str) -> dict[str, Any] | None:
+    kind, call = type(filesystem), getattr(filesystem, method)
     base: type = AbstractFileSystem
     if issubclass(kind, AsyncFileSystem):
         base, method = AsyncFileSystem, f"_{method}"
@@ -260,8 +238,8 @@ def _options(kind: type, method: str) -> dict[str, Any] | None:
         return None
     parameters = inspect.signature(own).parameters
     if "mode" in parameters:  # s3fs, gcsfs
-        return {"mode": "create"}
-    return {"overwrite": False} if "overwrite" in parameters else None  # adlfs
+        return partial(call, mode="create")
+    return partial(call, overwrite=False) if "overwrite" in parameters else None  # adlfs
 
 
 # A folder on a local disk in which files appear whole or not at all.
@@ -286,20 +264,11 @@ class LocalStore:
 
     def names(self) -> list[str]:
         """Names of the files in it, sorted; none if the folder does not exist."""
-        with writing(self.location):
-            try:
-                names = [entry.name for entry in file_calls.list_folder(self.location)]
-            except FileNotFoundError:
-                return []
-        return [name for name in names if not name.endswith(_TEMPORARY)]
+        return [entry.name for entry in self._entries() if not entry.name.endswith(_TEMPORARY)]
 
     def folders(self) -> list[str]:
         """Names of the folders in it, sorted; none if it does not exist."""
-        with writing(self.location):
-            try:
-                return [entry.name for entry in file_calls.list_folder(self.location) if entry.is_dir()]
-            except FileNotFoundError:
-                return []
+        return [entry.name for entry in self._entries() if entry.is_dir()]
 
     def find(self, into: Callable[[str], bool]) -> list[str]:
         """Paths of the files in it and in those of its folders whose names `into` accepts, relative to it, sorted."""
@@ -376,8 +345,9 @@ class LocalStore:
 
     def in_use(self) -> bool | None:
         """Whether a run holds the lock; None if that cannot be known from here, or there is no lock to hold."""
-        with writing(self._path(LOCK)):
-            return file_lock_held(self._path(LOCK))
+        with writing(self._path(LOCK)), suppress(FileNotFoundError), self.read(LOCK) as file:
+            return not _locked(file.fileno(), shared=True, patience=0)
+        return False
 
     def lock(self) -> Lock:
         """Keep other processes out. Raises OutputBusyError if one is in."""
@@ -389,6 +359,11 @@ class LocalStore:
                 if lock.stands:
                     return lock
                 lock.release()
+
+    def _entries(self) -> list[Any]:
+        with writing(self.location), suppress(FileNotFoundError):
+            return file_calls.list_folder(self.location)
+        return []
 
     def _path(self, name: str) -> str:
         return os.path.join(self.location, name)
@@ -481,8 +456,9 @@ class RemoteStore:
         place = f"{tempfile.gettempdir()} (for {self.location}/{name}, before its upload)"
         with writing(place), file_calls.open_unnamed() as file:
             yield file
-            file.flush()
-            size, tail = os.path.getsize(file.name), _tail(file)
+            size = file.seek(0, io.SEEK_END)
+            file.seek(max(size - _TAIL, 0))
+            tail = file.read()
 
             def arrived() -> bool:
                 return self._size(name) == size and self._filesystem.tail(path, _TAIL) == tail
@@ -620,12 +596,6 @@ def _client(filesystem: Any) -> Any:
     return own
 
 
-def _tail(file: IO[bytes]) -> bytes:
-    end = file.seek(0, io.SEEK_END)
-    file.seek(max(end - _TAIL, 0))
-    return file.read()
-
-
 @contextmanager
 def requesting(path: str, *, may_miss: bool = False) -> Iterator[None]:
     """Turn what the clients of object stores raise into errors that say what to do.
@@ -693,36 +663,29 @@ class Beat:
     owner: Owner
     pace: Pace
     running: bool  # false in the last one
-    updated: str  # UTC, in ISO 8601
+    updated: datetime.datetime  # UTC
     seconds: float  # between two beats
 
     @classmethod
     def last(cls, store: Store) -> Beat | None:
         """The last sign of life in a work folder; None if there is none that can be read."""
         try:
-            content = json.loads(store.read_bytes(NAME))
-            owner = Owner.of_json(content["owner"])
-            if owner is None:
-                return None
-            rest: dict[str, Any] = {name: content[name] for name in ("running", "updated", "seconds")}
-            datetime.datetime.fromisoformat(rest["updated"])
-            return cls(owner=owner, pace=Pace(**content["pace"]), **rest)
-        except (OSError, ValueError, KeyError, TypeError):
+            return _BEAT.validate_json(store.read_bytes(NAME))
+        except (OSError, ValueError):
             return None
-
-    @property
-    def time(self) -> datetime.datetime:
-        return datetime.datetime.fromisoformat(self.updated)
 
     @property
     def age(self) -> float:
         """Seconds since then, by the clock of this machine."""
-        return (datetime.datetime.now(datetime.UTC) - self.time).total_seconds()
+        return (datetime.datetime.now(datetime.UTC) - self.updated).total_seconds()
 
     def alive(self) -> bool:
         """Whether the run still goes on: known if it runs on this machine, else judged by the age of the beat."""
         known = self.owner.alive()
         return self.running and (self.age < _MISSED * self.seconds if known is None else known)
+
+
+_BEAT = TypeAdapter(Beat)
 
 
 class Heartbeat:
@@ -761,6 +724,6 @@ class Heartbeat:
 
     def _beat(self, *, running: bool) -> None:
         with suppress(Exception), impatiently():
-            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
             beat = Beat(self._owner, self._pace(), running, now, self._seconds)
-            self._store.put_bytes(NAME, json.dumps(asdict(beat)).encode())
+            self._store.put_bytes(NAME, _BEAT.dump_json(beat))

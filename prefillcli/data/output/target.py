@@ -16,6 +16,7 @@ from typing import IO, Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import TypeAdapter
 
 from prefillcli.data.filesystems import (
     WORK_ENDING,
@@ -88,7 +89,7 @@ class Manifest:
     shard: dict[str, Any] | None = None
     # The tokens of the shards that the output was made of, if it was.
     merged: list[str] = field(default_factory=list)
-    digests: str | None = None  # set when complete: SHA-256 of the digests of its rows (see `DigestFile`)
+    digests: str | None = None  # set when complete: SHA-256 of the digests of its rows (see `parts.digests_of`)
     # The complete output that this job is to replace (see `replaced`); None where there was none.
     before: dict[str, Any] | None = None
     retries: bool = False  # whether that is the job's own, of which the error rows alone are scored again
@@ -124,14 +125,12 @@ class Manifest:
                 "finish the job with that version, or start over with --overwrite"
             )
         try:
-            counts = content["counts"] and Counts.of_json(content["counts"])
-            rest = {name: content[name] for name in ("plan", "state", "files", "created", "updated")}
-            rest |= {
-                name: content[name] for name in ("shard", "merged", "digests", "before", "retries") if name in content
-            }
-            return cls(Job.of_json(content), counts=counts, **rest)
+            return _MANIFEST.validate_python({**content, "job": Job.of_json(content)})
         except (KeyError, TypeError, ValueError):
             raise DamagedFileError("it is not a manifest") from None
+
+
+_MANIFEST = TypeAdapter(Manifest)
 
 
 def replaced(store: Store) -> dict[str, Any] | None:
@@ -347,7 +346,7 @@ class JsonlFormat:
             for table in tables:
                 names = [json.dumps(name) for name in table.column_names]
                 columns = [
-                    _as_they_are(column.to_pylist()) if name in json_columns else as_json(column)
+                    [text or "null" for text in column.to_pylist()] if name in json_columns else as_json(column)
                     for name, column in zip(table.column_names, table.columns, strict=True)
                 ]
                 form = "{" + ",".join(f"{name.replace('%', '%%')}:%s" for name in names) + "}\n"
@@ -375,10 +374,6 @@ class JsonlFormat:
 
     def job_of(self, file: IO[bytes]) -> Any:
         raise ValueError("JSON Lines do not say which job wrote them")
-
-
-def _as_they_are(texts: list[str | None]) -> list[str]:
-    return ["null" if text is None else text for text in texts]
 
 
 class ParquetFormat:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -65,19 +65,6 @@ DEFAULT_COLUMN = "prompt"
 _FALLBACK_COLUMNS = (DEFAULT_COLUMN, "messages", "prompt_token_ids")
 
 
-class RowVariants(Protocol):
-    """Which variant of a model reads a prompt."""
-
-    @property
-    def column(self) -> str | None:
-        """The column that names each row's variant; None: there is one, for all rows."""
-
-    def assign(
-        self, prompts: Sequence[Prompt], batch: RowBatch, errors: MutableMapping[int, RowError]
-    ) -> list[Prompt]:
-        """The prompts of a batch with their variants; a prompt whose row names no variant becomes an error."""
-
-
 class RowColumns(NamedTuple):
     """Columns that rows may have, and what puts their values into prompts; a row with a wrong one becomes an error."""
 
@@ -105,18 +92,12 @@ class PromptSettings:
     # Whether a classification head reads the prompt: text is no chat unless `chat` says so, and no answer begins.
     classifies: bool = False
     padding: int | None = None  # the token that such a head takes for padding where it ends a prompt
-    variants: RowVariants | None = None  # what says which variant of the model reads a prompt
     # Whether prompts note what they were made of, so that sections of them can be left out.
     sections: bool = False
 
 
-def has_chat_template(tokenizer: Any) -> bool:
-    return bool(getattr(tokenizer, "chat_template", None))
-
-
-def wants_chat(settings: PromptSettings, tokenizer: Any) -> bool:
-    """Whether text becomes a user message."""
-    has_template = has_chat_template(tokenizer)
+def _wants_chat(settings: PromptSettings, has_template: bool) -> bool:
+    # Whether text becomes a user message. `has_template` says whether the tokenizer has a chat template.
     if settings.chat and not has_template:
         raise UsageError("--chat: the tokenizer has no chat template\nleave --chat out, or write one with --template")
     chat = (has_template and not settings.classifies) if settings.chat is None else settings.chat
@@ -130,19 +111,17 @@ def wants_chat(settings: PromptSettings, tokenizer: Any) -> bool:
     return chat
 
 
-def require_chat(settings: PromptSettings, tokenizer: Any) -> None:
-    if settings.chat is False:
+def _check_column(settings: PromptSettings, column: str, has_template: bool) -> None:
+    # Raise UsageError where prompts of this column cannot become the text or the tokens that are asked for.
+    if column == "messages" and settings.chat is False:
         raise UsageError("--no-chat: the prompt column is 'messages', which only a chat template turns into text")
-    if not has_chat_template(tokenizer):
+    if column == "messages" and not has_template:
         raise UsageError(
             "the prompt column is 'messages', but the tokenizer has no chat template\n"
             "use a model that has one, or write the messages as text with --template"
         )
-
-
-def refuse_chat(settings: PromptSettings) -> None:
     for option, given in (("--chat", settings.chat), ("--system", settings.system is not None)):
-        if given:
+        if given and column == "prompt_token_ids":
             raise UsageError(f"{option}: the prompt column is 'prompt_token_ids', and no chat is made of token ids")
 
 
@@ -179,19 +158,17 @@ class PromptBuilder:
         group_chars: int = GROUP_CHARS,
     ) -> None:
         self.settings = settings
-        self.chat = wants_chat(settings, tokenizer)  # whether text is wrapped by the chat template
+        self._has_chat_template = bool(getattr(tokenizer, "chat_template", None))
+        self.chat = _wants_chat(settings, self._has_chat_template)  # whether text is wrapped by the chat template
         self.template = template if settings.template is None or template else RowTemplate(settings.template)
         # The column with the prompt, where there is no template.
         self.column = prompt_column(settings.prompt_column, available)
         # The columns that `build` needs.
         self.columns: tuple[str, ...] = self.template.columns if self.template else (self.column,)
-        own = () if settings.variants is None or settings.variants.column is None else (settings.variants.column,)
         # Columns that `build` uses where they are there.
-        self.optional: tuple[str, ...] = (*(name for each in settings.row_columns for name in each.names), *own)
-        if self.template is None and self.column == "messages":
-            require_chat(settings, tokenizer)
-        if self.template is None and self.column == "prompt_token_ids":
-            refuse_chat(settings)
+        self.optional: tuple[str, ...] = tuple(name for each in settings.row_columns for name in each.names)
+        if self.template is None:
+            _check_column(settings, self.column, self._has_chat_template)
         self.render_seconds = 0.0
         self.tokenize_seconds = 0.0
         self._tokenizer = tokenizer
@@ -207,7 +184,6 @@ class PromptBuilder:
         # The characters of templates and system messages, which are not data.
         typed = (self.template and self.template.text, settings.system, getattr(tokenizer, "chat_template", None))
         self._typed = frozenset("".join(map(str, typed)))
-        self._has_chat_template = has_chat_template(tokenizer)
         self._takes_ids = self.template is None and self.column == "prompt_token_ids"
 
     def fingerprint(self) -> str:
@@ -235,8 +211,6 @@ class PromptBuilder:
             self.tokenize_seconds += started - rendered
         for each in self.settings.row_columns:
             prompts = each.take(prompts, batch, errors)
-        if self.settings.variants is not None:
-            prompts = self.settings.variants.assign(prompts, batch, errors)
         if self.settings.sections:
             self._remember(prompts, batch)
         return prompts, errors
@@ -395,10 +369,17 @@ class PromptBuilder:
             tails[each.marks is not None][each.row] = end
         found: dict[int, int | LabelError] = {}
         for literal, ends in tails.items():
-            if not ends:
-                continue
-            found |= zip(ends, labels.resolve_all(list(ends.values()), literal=literal), strict=True)
-        return _labelled(list(prompts.values()), [found[row] for row in prompts], errors)
+            if ends:
+                found |= zip(ends, labels.resolve_all(list(ends.values()), literal=literal), strict=True)
+        done = []
+        for row, prompt in prompts.items():
+            index = found[row]
+            if isinstance(index, LabelError):
+                errors[row] = RowError(ErrorCode.LABEL_NOT_ONE_TOKEN, str(index).replace("\n", "; "))
+            else:
+                prompt.labels = index
+                done.append(prompt)
+        return done
 
     def _respelled(self, raw: list[RawPrompt], errors: dict[int, RowError]) -> list[RawPrompt]:
         # The same, with text that can be encoded literally where the data has the text of a control token.
@@ -433,20 +414,6 @@ class PromptBuilder:
         if self._may_exceed_vocabulary and int(tokens.max()) >= self.settings.vocab_size:
             return not_in_vocabulary(int(tokens.max()), self.settings.vocab_size)
         return fit(tokens, self.settings.max_length, self.settings.on_long, self._encoder.start_ids)
-
-
-def _labelled(
-    prompts: Sequence[Prompt], found: Sequence[int | LabelError], errors: dict[int, RowError]
-) -> list[Prompt]:
-    # The prompts with their label sets; where a label is not one token, an error instead.
-    done = []
-    for prompt, index in zip(prompts, found, strict=True):
-        if isinstance(index, LabelError):
-            errors[prompt.row] = RowError(ErrorCode.LABEL_NOT_ONE_TOKEN, str(index).replace("\n", "; "))
-        else:
-            prompt.labels = index
-            done.append(prompt)
-    return done
 
 
 def _groups(raw: Iterable[RawPrompt], most: int) -> Iterator[list[RawPrompt]]:

@@ -37,8 +37,10 @@ class Encoder:
                 self._backend.no_padding()
             if self._backend.truncation is not None:
                 self._backend.no_truncation()
-        self._closing = 0
-        self._closing = self._count_closing()
+        self._closing = 0  # special tokens that the tokenizer puts after a text
+        bare, whole = (self.encode(["a"], special=special)[0].tolist() for special in (False, True))
+        added = len(whole) - len(bare)
+        self._closing = next((added - at for at in range(added + 1) if whole[at : at + len(bare)] == bare), 0)
         self.special_ids: frozenset[int] = frozenset(tokenizer.all_special_ids) | frozenset(
             number for number, token in tokenizer.added_tokens_decoder.items() if token.special
         )
@@ -100,13 +102,6 @@ class Encoder:
             offsets = np.array(coded.offsets[:end], np.int32).reshape(-1, 2)
             found.append(EncodedText(np.array(coded.ids[:end], np.int32), offsets))
         return found
-
-    def _count_closing(self) -> int:
-        # Special tokens that the tokenizer puts after a text.
-        bare = self.encode(["a"], special=False)[0].tolist()
-        whole = self.encode(["a"], special=True)[0].tolist()
-        added = len(whole) - len(bare)
-        return next((added - at for at in range(added + 1) if whole[at : at + len(bare)] == bare), 0)
 
     def decode(self, tokens: Sequence[int] | Int32Array) -> str:
         """The text of token ids, special tokens included."""

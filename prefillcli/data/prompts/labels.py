@@ -165,17 +165,14 @@ class Labels:
 
         `literal`: the tails are of prompts as `Controls.respell` writes them.
         """
-        with self._resolving:
-            return self._resolve(tails, literal)
-
-    def _resolve(self, tails: Sequence[str], literal: bool) -> list[int | LabelError]:
         keys = [(tail, literal) for tail in tails]
-        new = [key for key in dict.fromkeys(keys) if key not in self._memo]
-        found = dict(zip(new, self._resolve_new([tail for tail, _ in new], literal), strict=True))
-        result = [found[key] if key in found else self._memo[key] for key in keys]
-        self._memo |= found
-        while len(self._memo) > _MEMO_TAILS:
-            self._memo.popitem(last=False)
+        with self._resolving:
+            new = [key for key in dict.fromkeys(keys) if key not in self._memo]
+            found = dict(zip(new, self._resolve_new([tail for tail, _ in new], literal), strict=True))
+            result = [found[key] if key in found else self._memo[key] for key in keys]
+            self._memo |= found
+            while len(self._memo) > _MEMO_TAILS:
+                self._memo.popitem(last=False)
         return result
 
     def _resolve_new(self, tails: Sequence[str], literal: bool) -> list[int | LabelError]:
@@ -251,10 +248,10 @@ class Labels:
         )
 
     def _set_index(self, chosen: LabelSet) -> int:
-        if chosen not in self._index:
-            self._index[chosen] = len(self.sets)
+        index = self._index.setdefault(chosen, len(self.sets))
+        if index == len(self.sets):
             self.sets.append(chosen)
-        return self._index[chosen]
+        return index
 
     def _encode(self, texts: Sequence[str], literal: bool = False) -> list[list[int]]:
         return [tokens.tolist() for tokens in self._encoder.encode(texts, special=False, literal=literal)]

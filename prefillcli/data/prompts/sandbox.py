@@ -337,8 +337,6 @@ def _raise_exception(message: str) -> None:
 _DETAIL_CHARS = 300
 _PR_SET_PDEATHSIG = 1
 
-Render = Callable[[Any], str]
-
 
 def main() -> None:
     """Serve until the parent closes the pipe or is gone."""
@@ -349,31 +347,25 @@ def main() -> None:
     _limit(resource.RLIMIT_CORE, 0)
     if setup["limit_memory"]:
         _limit(resource.RLIMIT_AS, setup["memory_bytes"])
-    processor = _Processor(setup["cpu_seconds"])
     rows, answers = sys.stdin.buffer, sys.stdout.buffer
     _answer(answers, b"R")
     try:
-        _serve(rows, answers, processor, setup["text_bytes"])
+        _serve(rows, answers, setup["cpu_seconds"], setup["text_bytes"])
     except MemoryError:
         _answer(answers, b"M")
 
 
-def compile_spec(spec: dict[str, Any]) -> tuple[Render, list[str]]:
-    """A function that renders a row, and the variables that it needs.
-
-    `spec`: `kind` is `template` (a user's, rendered from a row's columns) or `chat` (a model's, from messages, with
-    `variables`); `text`; `name` for messages.
-    """
-    if spec["kind"] == "template":
-        return compile_template(spec["text"], spec["name"])
-    return compile_chat_template(spec["text"], spec["variables"], answers=spec["answers"]), []
-
-
-def _serve(rows: BinaryIO, answers: BinaryIO, processor: _Processor, text_bytes: int) -> None:
+def _serve(rows: BinaryIO, answers: BinaryIO, cpu_seconds: int, text_bytes: int) -> None:
+    # `kind` is `template` (a user's, rendered from a row's columns) or `chat` (a model's, from messages, with
+    # `variables`); `text` is that of the template, `name` is for messages.
     spec = pickle.loads(_read(rows))  # noqa: S301 - written by the parent
-    processor.renew()
+    renewed = _renewed(cpu_seconds, -1)
+    columns: list[str] = []
     try:
-        render, columns = compile_spec(spec)
+        if spec["kind"] == "template":
+            render, columns = compile_template(spec["text"], spec["name"])
+        else:
+            render = compile_chat_template(spec["text"], spec["variables"], answers=spec["answers"])
     except MemoryError:
         raise
     except Exception as error:
@@ -381,7 +373,7 @@ def _serve(rows: BinaryIO, answers: BinaryIO, processor: _Processor, text_bytes:
         return
     _answer(answers, b"C", json.dumps({"columns": columns}).encode())
     while row := _read(rows):
-        processor.renew()
+        renewed = _renewed(cpu_seconds, renewed)
         try:
             text = render(pickle.loads(row)).encode("utf-8", "surrogatepass")  # noqa: S301 - written by the parent
         except MemoryError:
@@ -423,19 +415,14 @@ def _answer(stream: BinaryIO, kind: bytes, content: bytes = b"") -> None:
     stream.flush()
 
 
-class _Processor:
-    """Processor time of this process: it ends, by SIGXCPU, when a row takes more than `seconds`."""
-
-    def __init__(self, seconds: int) -> None:
-        self._seconds = seconds
-        self._renewed = -1
-
-    def renew(self) -> None:
-        # A row begins. The kernel's limit is of the whole process, in seconds.
-        used = int(time.process_time())
-        if used > self._renewed:
-            _limit(resource.RLIMIT_CPU, used + 1 + self._seconds)
-            self._renewed = used
+def _renewed(seconds: int, before: int) -> int:
+    # A row begins: the process ends, by SIGXCPU, when the row takes more than so many seconds of processor time. The
+    # kernel's limit is of the whole process, so it is raised. Returns the seconds at which it was; `before` are those
+    # of the row before.
+    used = int(time.process_time())
+    if used > before:
+        _limit(resource.RLIMIT_CPU, used + 1 + seconds)
+    return used
 
 
 def _limit(what: int, value: int) -> None:

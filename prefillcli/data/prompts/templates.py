@@ -62,7 +62,7 @@ class RendererClosed(Exception):
 class Renderer:
     """One template, compiled in a process of its own that renders rows with it.
 
-    `spec` says what is rendered, as `sandbox.compile_spec` takes it; its `name` is for messages. Errors of rows
+    `spec` says what is rendered, as `sandbox._serve` takes it; its `name` is for messages. Errors of rows
     get the code `code`. The process is gone when the renderer is closed or collected, or when this process ends in
     whatever way. Raises UsageError if the template cannot be compiled within the limits, ResourceError if no process
     can be started.
@@ -452,12 +452,9 @@ class Beginnings:
         text, name = self._texts[label], self._labels.names[label]
         if text.startswith(name):
             return (token, *self._following(name, text[len(name) :]))
-        spaced = self._spelled_with_space(token)
+        # Whether the token brings the space before a word.
+        spaced = self._encoder.decode([*self._ids(_WORD), token])[len(_WORD) :].startswith(" ")
         return tuple(self._following(_WORD, f" {text}") if spaced else self._ids(text))
-
-    def _spelled_with_space(self, token: int) -> bool:
-        # Whether a token brings the space before a word.
-        return self._encoder.decode([*self._ids(_WORD), token])[len(_WORD) :].startswith(" ")
 
     def _following(self, before: str, text: str) -> list[int]:
         # The tokens of a text behind another one.

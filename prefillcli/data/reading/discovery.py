@@ -95,6 +95,7 @@ KINDS: dict[str, Kind] = {
     ".ndjson": "jsonl",
     ".json": "jsonl",
 }
+_TABLES = (".csv", ".tsv")  # not read; a message says how to convert them
 ENDINGS = ".parquet, .pq, .jsonl, .ndjson or .json (the last three also with .gz or .zst)"
 # Endings of what a run writes beside its output; never taken from a directory or a glob.
 _REPORTS = (".run.json", ".run.html", ".dry-run.json", ".prom")
@@ -181,7 +182,7 @@ def _directory(filesystem: Any, inner: str, shown: str, *, by_glob: bool = False
     names = sorted(_walk_local(inner)) if is_local(filesystem) else sorted(filesystem.find(inner))
     visible = [name for name in names if _visible(name, inner)]
     taken = [name for name in visible if _format_of(name) is not None]
-    if not taken and (tables := [name for name in visible if _is_csv(name)]):
+    if not taken and (tables := [name for name in visible if name.lower().endswith(_TABLES)]):
         raise UsageError(_convert(_display(filesystem, tables[0], shown)))
     if not taken:
         raise UsageError(f"no input files in {shown}: expected files that end in {ENDINGS}")
@@ -255,15 +256,11 @@ def _display(filesystem: Any, name: str, shown: str) -> str:
 
 def _input_file(filesystem: Any, inner: str, shown: str, root: str = "") -> InputFile:
     form = _format_of(inner) or _format_of(inner.partition("?")[0])  # the query of a signed URL
-    if form is None and _is_csv(inner):
+    if form is None and inner.lower().endswith(_TABLES):
         raise UsageError(_convert(shown))
     if form is None:
         raise UsageError(f"unknown ending: {shown}\nexpected a file that ends in {ENDINGS}")
     return InputFile(shown, filesystem, inner, stamp_of(filesystem, inner), *form, inner[len(root) :])
-
-
-def _is_csv(name: str) -> bool:
-    return name.lower().endswith((".csv", ".tsv"))
 
 
 def _convert(shown: str) -> str:

@@ -366,6 +366,9 @@ class _Chunk(NamedTuple):
         return most
 
 
+_TEXTS = (pa.string(), pa.large_string(), pa.string_view(), pa.binary())  # types that may come as dictionaries
+
+
 class _GroupReader:
     """Reads row groups of a file. Of `columns`, not of `carried`, texts that repeat come as dictionaries."""
 
@@ -377,7 +380,7 @@ class _GroupReader:
         self._metadata = metadata
         self._max_page = max(_MAX_PAGE_BYTES, 2 * file.max_row_bytes)
         self._names = list(dict.fromkeys([*columns, *carried]))
-        self._texts = [name for name in columns if _is_text_column(file.schema.field(name).type)]
+        self._texts = [name for name in columns if file.schema.field(name).type in _TEXTS]
         self._files: dict[tuple[str, ...], pq.ParquetFile] = {}
 
     def read(self, number: int) -> tuple[Iterator[pa.RecordBatch], RowError | None]:
@@ -470,10 +473,6 @@ def _open_parquet(found: InputFile, metadata: pq.FileMetaData | None = None, **o
     file = pq.ParquetFile(source, metadata=metadata, **_READING, **options)
     require_same(found)  # what is open now is what was found
     return file
-
-
-def _is_text_column(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or kind in (pa.string_view(), pa.binary()))
 
 
 class ParquetFiles:

@@ -12,7 +12,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import regex
 
+from prefillcli.data.prompts.builder import RowColumns
 from prefillcli.data.rows import ErrorCode, Prompt, RowBatch, RowError
 from prefillcli.errors import PrefillError, UsageError, brief, out_of_resource
 from prefillcli.models.files import quoted, read_header, read_json
@@ -318,12 +319,15 @@ class AdapterVariants:
         adapters.use(self.files[0].name)
         return None
 
-    def assign(
-        self, prompts: Sequence[Prompt], batch: RowBatch, errors: MutableMapping[int, RowError]
-    ) -> list[Prompt]:
-        values = None if self.column is None else batch.columns.get(self.column)
+    @property
+    def row_columns(self) -> RowColumns | None:
+        return None if self.column is None else RowColumns((self.column,), self._assign)
+
+    def _assign(self, prompts: list[Prompt], batch: RowBatch, errors: dict[int, RowError]) -> list[Prompt]:
+        # The prompts of a batch with their variants; a prompt whose row names none that is known becomes an error.
+        values = batch.columns.get(self.column or "")
         if values is None:
-            return list(prompts)
+            return prompts
         place = {row: at for at, row in enumerate(batch.rows.tolist())}
         known = {each.name for each in self.files}
         done = []

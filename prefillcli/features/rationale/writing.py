@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from prefillcli.core.further import Choice, Further, Question, WantedRow, first_rows
 from prefillcli.core.request import Request, scored_row
-from prefillcli.data.output.columns import ColumnGroups
+from prefillcli.data.output.columns import Groups
 from prefillcli.data.prompts.templates import Beginnings, rationale_texts
 from prefillcli.data.rows import FULL, Rationale, ScoredRow, Window, id_texts
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Speculation, Writing
@@ -350,10 +350,10 @@ def inspected(rationale: Rationale, begins: str) -> Section:
     return Section(title="Rationale", parts=[Part(text=text, note=rationale_facts(rationale)), Part(note=NO_REASON)])
 
 
-def written_rows(output: str, groups: ColumnGroups, id_name: str | None) -> list[WrittenRow]:
+def written_rows(output: str, groups: Groups, id_name: str | None) -> list[WrittenRow]:
     """The first rows of an output with these columns that are written about or weighed."""
     text = {"rationale": "rationale", "finish_reason": "finish_reason", "rationale_source": "source"}
-    names = {**(text if groups.rationales else {}), **({"evidence": "evidence"} if groups.evidence else {})}
+    names = {**(text if "rationales" in groups else {}), **({"evidence": "evidence"} if "evidence" in groups else {})}
     return [
         WrittenRow.model_validate({names.get(name, name): value for name, value in row.items()})
         for row in first_rows(output, tuple(names), id_name)
