@@ -23,7 +23,7 @@ from benchmarks.console import log
 from benchmarks.exit_cases import EXIT_CASES, ExitCase
 from prefillcli.bench.contenders import Equipment, Hybrid, MethodRun
 from prefillcli.bench.material import input_material
-from prefillcli.core.request import Request
+from prefillcli.core.question import Question
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.base import EarlyExits, Treatment
 from prefillcli.features.exits.contender import EarlyExit
@@ -85,7 +85,7 @@ def measure_case(case: ExitCase, folder: Path, rounds: int, dtype: str, rows: in
         "learnt": len(learnt),
         "rows": len(measured),
         "tokens": sum(len(prompt.tokens) for prompt in measured),
-        "computed_tokens": equipment.plan([Request(prompt) for prompt in measured]).computed_tokens,
+        "computed_tokens": equipment.plan([Question(prompt) for prompt in measured]).computed_tokens,
         "layers": equipment.config.get_text_config().num_hidden_layers,
         "seconds": {"full": seconds[None]} | {str(most): seconds[most] for most in methods},
         "exits": {
@@ -100,9 +100,9 @@ def measure_case(case: ExitCase, folder: Path, rounds: int, dtype: str, rows: in
 def read_in_full(equipment: Equipment, prompts: list[Prompt]) -> CalibrationRows:
     """The rows that exits are learnt on."""
     layers = observed_layers(equipment.config.get_text_config().num_hidden_layers)
-    requests = [Request(prompt) for prompt in prompts]
-    answers = equipment.answers(requests, Treatment(EarlyExits(observed=layers)))
-    return calibration_rows(requests, answers, layers, len(equipment.labels.names))
+    questions = [Question(prompt) for prompt in prompts]
+    answers = equipment.answers(questions, Treatment(EarlyExits(observed=layers)))
+    return calibration_rows(questions, answers, layers, len(equipment.labels.names))
 
 
 def calibrate(equipment: Equipment, rows: CalibrationRows, max_flips: float) -> ExitCalibration:

@@ -28,7 +28,7 @@ from benchmarks.score_runs import SAMPLES
 from benchmarks.spread import Spread
 from prefillcli.bench.contest import interleaved
 from prefillcli.bench.report import StateDrift
-from prefillcli.core.request import Request
+from prefillcli.core.question import Question
 from prefillcli.data.rows import Prompt
 from prefillcli.features.compress.contenders import state_drift
 from prefillcli.features.compress.options import Compression
@@ -107,8 +107,8 @@ def measure_answers(keep: float, rows: int) -> list[dict[str, Any]]:
     found = []
     for name in ("draft", "hybrid"):
         log(f"hybrid sample, draft: {name}")
-        requests, votes = _compressed(_load_sample(name), prompts, keep)
-        kept, positions = [each.tokens for each in requests], [each.positions for each in requests]
+        questions, votes = _compressed(_load_sample(name), prompts, keep)
+        kept, positions = [each.tokens for each in questions], [each.positions for each in questions]
         answers = layer_walk(target, kept, positions=positions)[:, labels].argmax(dim=1)
         flips = int((answers != full).sum())
         found.append(
@@ -121,13 +121,13 @@ def measure_answers(keep: float, rows: int) -> list[dict[str, Any]]:
                 "interval": exact_interval(flips, len(drawn)),
                 "accuracy": float((full == truth).float().mean()),
                 "accuracy_compressed": float((answers == truth).float().mean()),
-                "drift": state_drift(lambda: _walking(target), PLENTY, requests),
+                "drift": state_drift(lambda: _walking(target), PLENTY, questions),
             }
         )
     return found
 
 
-def _compressed(draft: PreTrainedModel, prompts: Sequence[TokenArray], keep: float) -> tuple[list[Request], Votes]:
+def _compressed(draft: PreTrainedModel, prompts: Sequence[TokenArray], keep: float) -> tuple[list[Question], Votes]:
     """The prompts, compressed, and which of the draft's layers voted."""
     with closing(compressor_for(draft, Compression(compress_above=0))) as compressor:
         rows = [Prompt(number, own, labels=0) for number, own in enumerate(prompts)]

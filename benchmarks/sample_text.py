@@ -16,7 +16,7 @@ from prefillcli.bench.material import (
     LAST_NAMES,
     TOPICS,
     Case,
-    Question,
+    CaseQuestion,
     ask_post,
     dates,
     plan_words,
@@ -153,28 +153,28 @@ CASES: dict[str, Callable[[Random, int], Case]] = {
 }
 
 
-def ask(rng: Random, case: Case, word: str) -> Question:
+def ask(rng: Random, case: Case, word: str) -> CaseQuestion:
     """The question about `word`, worded for the case's domain, and its true answer."""
     if case.domain == "post_recommendation":
         return ask_post(rng, case, word)
     answer = "Yes" if word in case.present else "No"
     if case.domain == "drill":
-        return Question(f" about {word}? Answer:", word, word, answer)
+        return CaseQuestion(f" about {word}? Answer:", word, word, answer)
     if case.domain == "credit_verification":
         subject = f"Does the file say anything about {word}?"
     else:
         subject = f"Is it about {word}?"
-    return Question(f"Question: {subject} Answer:", word, subject, answer)
+    return CaseQuestion(f"Question: {subject} Answer:", word, subject, answer)
 
 
-def ask_fairly(rng: Random, case: Case, most: int) -> list[Question]:
+def ask_fairly(rng: Random, case: Case, most: int) -> list[CaseQuestion]:
     """Up to `most` questions about different words; each answer is a fair coin given the ones before.
 
     Asking ends with the last present word: what came before never tells what must follow.
     """
     present = rng.sample(case.present, len(case.present))
     absent = rng.sample(case.absent, len(case.absent))
-    questions: list[Question] = []
+    questions: list[CaseQuestion] = []
     while present and absent and len(questions) < most:
         word = present.pop() if rng.random() < 0.5 else absent.pop()
         questions.append(ask(rng, case, word))

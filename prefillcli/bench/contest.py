@@ -189,7 +189,7 @@ def compare(
         rows=len(material.prompts),
         truth_rows=sum(truth is not None for truth in material.truths),
         prompt_tokens=sum(len(prompt.tokens) for prompt in material.prompts),
-        unique_tokens=equipment.plan(reference.run.requests).unique_tokens,
+        unique_tokens=equipment.plan(reference.run.questions).unique_tokens,
         rounds=len(seconds[REFERENCE]) if rounds else 0,
         notes=material.notes,
     )
@@ -248,7 +248,7 @@ def _measured(
     if cost.unknown is not None and reference_flops is not None:
         workload.notes.append(f"{name}: no speedup is predicted from operations: {cost.unknown}")
     ratio, table5 = entry.contender.predictions(run) or (None, None)
-    fallbacks = Counter(each.method.removeprefix(FALLBACK) for each in run.requests if is_fallback(each.method))
+    fallbacks = Counter(each.method.removeprefix(FALLBACK) for each in run.questions if is_fallback(each.method))
     return MethodResult(
         method=name,
         keep=entry.contender.keep,
@@ -257,7 +257,7 @@ def _measured(
         tokens_per_second=workload.prompt_tokens / own_seconds.median,
         target_tokens=cost.target_tokens,
         draft_tokens=run.draft_tokens,
-        kept=sum(len(each.tokens) for each in run.requests) / workload.prompt_tokens,
+        kept=sum(len(each.tokens) for each in run.questions) / workload.prompt_tokens,
         flops=cost.flops,
         peak_bytes=entry.peak,
         speedup=speedup,

@@ -147,7 +147,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Question:
+class CaseQuestion:
     """A question about one word, ending in "Answer:"."""
 
     text: str
@@ -265,15 +265,15 @@ def dates(rng: Random, count: int) -> list[str]:
     return [f"{day % 28 + 1} {MONTHS[day // 28]}" for day in days]
 
 
-def ask_post(rng: Random, case: Case, word: str) -> Question:
+def ask_post(rng: Random, case: Case, word: str) -> CaseQuestion:
     """The question whether a reader would read a new post about `word`, and its true answer."""
     author = f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
     subject = f"{rng.choice(FORMATS)} by {author}, {rng.randint(1, 19)} min"
     text = f"New post: {subject}.\nWould {case.owner.split()[0]} read this post about {word}? Answer:"
-    return Question(text, word, subject, "Yes" if word in case.present else "No")
+    return CaseQuestion(text, word, subject, "Yes" if word in case.present else "No")
 
 
-def prompt(case: Case, question: Question) -> str:
+def prompt(case: Case, question: CaseQuestion) -> str:
     """The text a model continues with " Yes" or " No"."""
     return case.prefix + question.text
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # the nouns of the hooks: features import them from here, for
     from prefillcli.core.further import Condition as Condition
     from prefillcli.core.further import Further as Further
     from prefillcli.core.further import WantedRow as WantedRow
-    from prefillcli.core.request import Request as Request
-    from prefillcli.core.request import Tick as Tick
+    from prefillcli.core.question import Question as Question
+    from prefillcli.core.question import Tick as Tick
     from prefillcli.data.output.columns import Counts as Counts
     from prefillcli.data.output.columns import Group as Group
     from prefillcli.data.output.columns import OutputSchema as OutputSchema
@@ -91,11 +91,11 @@ class Foresight(ABC):
     chosen: float | None  # of them, that of the job; None where it is not known
 
     @abstractmethod
-    def requests(self, prompts: Sequence[Prompt], rate: float) -> list[Request]:
+    def questions(self, prompts: Sequence[Prompt], rate: float) -> list[Question]:
         """How the model would read the prompts of a window."""
 
-    def layers(self, requests: Sequence[Request]) -> float:
-        """Of the layers of all tokens of these requests, the share that is computed."""
+    def layers(self, questions: Sequence[Question]) -> float:
+        """Of the layers of all tokens of these questions, the share that is computed."""
         return 1.0
 
 
@@ -135,7 +135,7 @@ class Feature:
     # Methods of `prefill bench` by name: a summary of each, and the step that precedes a workload. See `contenders`.
     methods: ClassVar[Mapping[str, tuple[str, str]]] = {}
     flips: ClassVar[bool] = False  # whether it may flip answers: an audit reads some rows in full as well
-    # Whether it says how the model reads prompts: see `requests`. Windows then hand no prefixes on.
+    # Whether it says how the model reads prompts: see `questions`. Windows then hand no prefixes on.
     rewrites: ClassVar[bool] = False
     # The groups of columns that the output of a job has that asks for it (`data.output.columns.Group`).
     columns: Sequence[Group] = ()
@@ -270,9 +270,9 @@ class Feature:
         """The windows without the rows that need no model."""
         return windows
 
-    def requests(
+    def questions(
         self, scorer: Scorer, prompts: Sequence[Prompt], tick: Tick, window: Window | None, done: Collection[int]
-    ) -> tuple[list[Request], int]:
+    ) -> tuple[list[Question], int]:
         """How the model reads prompts that are planned together, in their order, and the tokens that another model has
         computed to find that out. They may be those of a `window`, of which some rows are `done`. If it `rewrites`."""
         raise NotImplementedError

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from prefillcli.core.request import Request
+from prefillcli.core.question import Question
 from prefillcli.data.output.columns import ROW_COLUMN, OutputSchema, Probabilities, ResultRows
 from prefillcli.data.output.target import Target
 from prefillcli.data.rows import ScoredRow, Window, id_texts
@@ -71,20 +71,9 @@ class Choice:
 class WantedRow:
     """A scored row that more is asked about. `label` is the number of the one that it has got."""
 
-    request: Request
+    question: Question
     scored: ScoredRow
     label: int
-
-
-class Question(NamedTuple):
-    """A prompt to read, and who takes the answer: None where there is none.
-
-    With a `text` that begins so, the prompt is written on.
-    """
-
-    request: Request
-    take: Callable[[Answer | None], None]
-    text: tuple[Writing, Beginning] | None = None
 
 
 class Further:
@@ -93,8 +82,8 @@ class Further:
     most = 1
     """Questions about one row, at most."""
 
-    def continuations(self, window: Window, requests: Mapping[int, Request]) -> Continuations | None:
-        """Which of these requests of a window are written on as soon as they are scored; None where none is."""
+    def continuations(self, window: Window, questions: Mapping[int, Question]) -> Continuations | None:
+        """Which of these questions of a window are written on as soon as they are scored; None where none is."""
         return None
 
     def scored(self, row: WantedRow, answer: Answer) -> None:

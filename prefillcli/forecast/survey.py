@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, Field
 
 from prefillcli.core.feature import features_of, text_room
-from prefillcli.core.request import Request, plan_requests, planned_positions, planned_variants
+from prefillcli.core.question import Question, plan_questions, planned_positions, planned_variants
 from prefillcli.data.output.columns import Counts
 from prefillcli.data.rows import SKIPPED_CODES, ErrorCode, Int32Array, Prompt, Window
 from prefillcli.engines.memory_plan import TEXTS, budget_of, plan_packs
@@ -473,10 +473,10 @@ class Alternatives:
 
     def add(self, prompts: Sequence[Prompt]) -> None:
         """Plan the prompts of a window."""
-        requests = self._requests(prompts, self._keep)
-        fitting = self._fitting(requests)
-        if len(fitting) < len(requests):
-            self.errors[ErrorCode.EXCEEDS_MEMORY] += len(requests) - len(fitting)
+        questions = self._questions(prompts, self._keep)
+        fitting = self._fitting(questions)
+        if len(fitting) < len(questions):
+            self.errors[ErrorCode.EXCEEDS_MEMORY] += len(questions) - len(fitting)
         own: Plan | None = None
         cases = [(cost.schedule, self._limits[cost.prefix_kv]) for cost in self.plans]
         plans = self._plans(fitting, cases, tuple(self._carried))
@@ -496,40 +496,40 @@ class Alternatives:
             self._add_keep(keep, prompts, own if keep.keep == self._keep else None)
 
     def _add_keep(self, cost: KeepCost, prompts: Sequence[Prompt], plan: Plan | None) -> None:
-        fitting = self._fitting(self._requests(prompts, cost.keep))
-        cost.compressed_rows += sum(request.compressed for request in fitting)
-        cost.kept_tokens += sum(request.most_kept for request in fitting)
+        fitting = self._fitting(self._questions(prompts, cost.keep))
+        cost.compressed_rows += sum(question.compressed for question in fitting)
+        cost.kept_tokens += sum(question.most_kept for question in fitting)
         plan = plan or next(self._plans(fitting, [(self._schedule, self._own)]))
         self._charge(cost, plan, self._layers(fitting))
 
-    def _requests(self, prompts: Sequence[Prompt], keep: float) -> list[Request]:
+    def _questions(self, prompts: Sequence[Prompt], keep: float) -> list[Question]:
         if self._foresight is None:
-            return [Request(prompt) for prompt in prompts]
-        return self._foresight.requests(prompts, keep)
+            return [Question(prompt) for prompt in prompts]
+        return self._foresight.questions(prompts, keep)
 
-    def _fitting(self, requests: Sequence[Request]) -> list[Request]:
-        return [request for request in requests if len(request.tokens) <= self._own.max_tokens]
+    def _fitting(self, questions: Sequence[Question]) -> list[Question]:
+        return [question for question in questions if len(question.tokens) <= self._own.max_tokens]
 
     def _plans(
         self,
-        requests: Sequence[Request],
+        questions: Sequence[Question],
         cases: Sequence[tuple[str, Limits]],
         carried: Iterable[Sequence[CarriedBlock]] = repeat(()),
     ) -> Iterator[Plan]:
-        if any(request.thinning is not None for request in requests):
-            yield from (plan_requests(requests, limits, schedule) for schedule, limits in cases)
+        if any(question.thinning is not None for question in questions):
+            yield from (plan_questions(questions, limits, schedule) for schedule, limits in cases)
             return
         yield from make_plans(
-            [each.tokens for each in requests],
+            [each.tokens for each in questions],
             cases,
-            planned_positions(requests, cases[0][1]),
-            variants=planned_variants(requests),
+            planned_positions(questions, cases[0][1]),
+            variants=planned_variants(questions),
             carried=carried,
             block_tokens=self._block_tokens,
         )
 
-    def _layers(self, requests: Sequence[Request]) -> float:
-        return 1.0 if self._foresight is None else self._foresight.layers(requests)
+    def _layers(self, questions: Sequence[Question]) -> float:
+        return 1.0 if self._foresight is None else self._foresight.layers(questions)
 
     def _charge(self, cost: PlanCost | KeepCost, plan: Plan, share: float) -> None:
         if isinstance(cost, PlanCost):

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from prefillcli.core.further import FurtherQuestions, WantedRow
-from prefillcli.core.request import Request, Tick, answer_requests, scored_row
+from prefillcli.core.question import Question, Tick, answer_questions, scored_row
 from prefillcli.data.rows import ErrorCode, RowError, ScoredRow, Window
 from prefillcli.data.windows import find_row
 from prefillcli.engines.base import Answer, EarlyExits, Engine, Treatment
@@ -112,11 +112,11 @@ def _inspect(
 
         ways = (each.inspected(loaded, prompts, number, shared, tick) for each in opening.features)
         read = next(filter(None, ways), ReadPrompt.whole(prompt))
-        request = read.request
+        question = read.question
         if read.in_full is not None:
             log.warning(f"row {found.row} is read in full: {read.in_full}")
-        summary.method, summary.kept_tokens = request.method, len(request.tokens)
-        answers = _answers(opening, loaded, request, summary, tick)
+        summary.method, summary.kept_tokens = question.method, len(question.tokens)
+        answers = _answers(opening, loaded, question, summary, tick)
         views = [
             None if own is None else AnswerView.of(labels.names, own.logprobs, settings.temperature) for own in answers
         ]
@@ -124,10 +124,10 @@ def _inspect(
         shown = compressed or full  # as a job reads the row
         if shown is None:
             raise ValueError("the prompt was not read")
-        scored = scored_row(request, shown)
+        scored = scored_row(question, shown)
         if compressed is not None and full is not None:
             scored.audit = full.logprobs
-        sections = () if further is None else _further(opening, further, loaded.engine, window, request, scored, tick)
+        sections = () if further is None else _further(opening, further, loaded.engine, window, question, scored, tick)
     for view, own in zip(views, answers, strict=True):
         if view is not None and own is not None and not view.is_finite:
             detail = f"label log-probabilities {own.logprobs.tolist()}"
@@ -150,7 +150,7 @@ def _inspect(
         full=views[0],
         compressed=views[1],
         settings=_shown(settings, opening),
-        method=request.method,
+        method=question.method,
         voters=tuple(number + 1 for number in read.voters),
         draft_layers=0 if opened.draft is None else opened.draft.config.get_text_config().num_hidden_layers,
         margins=margin_curve(shown.readings, shown.logprobs, labels.names, next(filter(None, rules), None)),
@@ -160,21 +160,21 @@ def _inspect(
 
 
 def _answers(
-    opening: Opening, loaded: Models[Any], request: Request, summary: Summary, tick: Tick
+    opening: Opening, loaded: Models[Any], question: Question, summary: Summary, tick: Tick
 ) -> tuple[Answer | None, Answer | None]:
     # The answers to the prompt in full, if it fits, and compressed, if it is, with readings of every layer but the
     # last. Raises PrefillError.
     most = loaded.engine.limits.max_tokens
-    wanted = [Request(request.prompt)] + ([request] if request.kept is not None else [])
+    wanted = [Question(question.prompt)] + ([question] if question.kept is not None else [])
     able = [each for each in wanted if len(each.tokens) <= most]
     if not able:
-        detail = f"{len(request.tokens)} tokens; the memory budget holds {most}"
-        raise no_score(request.prompt.row, summary.id, RowError(ErrorCode.EXCEEDS_MEMORY, detail))
+        detail = f"{len(question.tokens)} tokens; the memory budget holds {most}"
+        raise no_score(question.prompt.row, summary.id, RowError(ErrorCode.EXCEEDS_MEMORY, detail))
     if len(able) < len(wanted):
         log.warning(f"the memory budget holds {most:,} tokens: the prompt is not read in full")
     layers = opening.opened.files.config.get_text_config().num_hidden_layers
     observing = Treatment(EarlyExits(observed=tuple(range(layers - 1))))
-    found = answer_requests(loaded.engine, able, opening.labels.sets, tick, treatment=observing)
+    found = answer_questions(loaded.engine, able, opening.labels.sets, tick, treatment=observing)
     return found[0] if able[0].kept is None else None, found[-1] if able[-1].kept is not None else None
 
 
@@ -183,21 +183,21 @@ def _further(
     further: FurtherQuestions,
     engine: Engine,
     window: Window,
-    request: Request,
+    question: Question,
     scored: ScoredRow,
     tick: Tick,
 ) -> Sequence[Any]:
-    # What features say of a row that was read by this request, after further questions about it; the row takes the
+    # What features say of a row that was read by this question, after further questions about it; the row takes the
     # answers. Raises ResourceError if the engine cannot go on.
     labels = opening.labels
     label = further.choice.wanted(window, [scored]).get(scored.row)
     if label is None:
         return ()
-    row = WantedRow(request, scored, label)
+    row = WantedRow(question, scored, label)
     follow = FollowUp(window, [row], further, engine.limits, "prefix-tree")
     for pack in follow.plan.packs:
         for answers in engine.answer(
-            pack, lambda number: labels.sets[follow.requests[number].prompt.labels], tick, follow.treatment(pack)
+            pack, lambda number: labels.sets[follow.questions[number].prompt.labels], tick, follow.treatment(pack)
         ):
             follow.take(pack, answers)
     return list(filter(None, (each.answers_shown(row, labels.names) for each in opening.features)))

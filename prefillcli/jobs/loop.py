@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from prefillcli.core.feature import Feature
-from prefillcli.core.further import FurtherQuestions, GivenContinuations, Question, WantedRow
-from prefillcli.core.request import AuditDraw, Request, kept_tokens, plan_requests, scored_row, thinning_of
+from prefillcli.core.further import FurtherQuestions, GivenContinuations, WantedRow
+from prefillcli.core.question import AuditDraw, Question, kept_tokens, plan_questions, scored_row, thinning_of
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import BATCH_ROWS, ErrorCode, Float64Array, RowError, ScoredRow, Window
 from prefillcli.data.windows import MAX_ROWS
@@ -21,7 +21,7 @@ from prefillcli.plan.plan import Plan, packs_to_run
 from prefillcli.report.run import Tokens
 from prefillcli.runtime.clock import Phase
 
-# The requests for the rows of a window, and the rows that their answers finish.
+# The questions for the rows of a window, and the rows that their answers finish.
 
 
 @dataclass(slots=True)
@@ -45,9 +45,9 @@ class Finished:
 
 
 class PlannedWork(Protocol):
-    """Requests that are planned and answered together."""
+    """Questions that are planned and answered together."""
 
-    requests: list[Request]
+    questions: list[Question]
     plan: Plan
 
     @property
@@ -76,9 +76,9 @@ def failed_prompts(work: PlannedWork, unanswered: Sequence[Answer]) -> Finished:
 
 
 class WindowWork:
-    """The requests of a window: first the `ordinary` ones, then those of audited prompts in full.
+    """The questions of a window: first the `ordinary` ones, then those of audited prompts in full.
 
-    Of the prompts that are `audited`, those that are compressed have a second request. Their rows wait in `scored` or
+    Of the prompts that are `audited`, those that are compressed have a second question. Their rows wait in `scored` or
     `audits` for their other half. The others are read to the end. Scored rows that are wanted for more than a score
     wait in `wanted` until all packs are answered. Where they are `limited`, it is not known in advance which rows are,
     or there is no room for the K,V that would be kept of packs.
@@ -87,7 +87,7 @@ class WindowWork:
     def __init__(
         self,
         window: Window,
-        requests: list[Request],
+        questions: list[Question],
         audited: Sequence[int],
         done: set[int],
         features: Sequence[Feature],
@@ -95,13 +95,13 @@ class WindowWork:
         *,
         limited: bool = False,
     ) -> None:
-        self.ordinary = len(requests)
-        compressed = [number for number in audited if requests[number].compressed]
-        self.requests = requests + [Request(requests[number].prompt) for number in compressed]
-        self.audited = {requests[number].prompt.row for number in compressed}
-        second = range(self.ordinary, len(self.requests))
+        self.ordinary = len(questions)
+        compressed = [number for number in audited if questions[number].compressed]
+        self.questions = questions + [Question(questions[number].prompt) for number in compressed]
+        self.audited = {questions[number].prompt.row for number in compressed}
+        second = range(self.ordinary, len(self.questions))
         self.in_full = frozenset(second) | frozenset(audited).difference(compressed)
-        """The requests that no exit may end."""
+        """The questions that no exit may end."""
         self.done = set(done)
         """Numbers of the rows that need no answer any more."""
         self.scored: dict[int, ScoredRow] = {}
@@ -114,14 +114,14 @@ class WindowWork:
         self._features = features
         self._in_limit = False
         self._numbers = 0  # of packs, that later plans begin behind
-        self._by_row = {request.prompt.row: request for request in requests}
+        self._by_row = {question.prompt.row: question for question in questions}
 
     @property
     def done_prompts(self) -> list[int]:
-        return [number for number, each in enumerate(self.requests) if each.prompt.row in self.done]
+        return [number for number, each in enumerate(self.questions) if each.prompt.row in self.done]
 
     def treatment(self, pack: Pack) -> Treatment:
-        thinning = thinning_of({prompt: self.requests[prompt] for prompt in pack.prompts})
+        thinning = thinning_of({prompt: self.questions[prompt] for prompt in pack.prompts})
         treatments = [each.treatment(self.in_full) for each in self._features]
         treatment = replace(next(filter(None, treatments), PLAIN), thinning=thinning)
         if treatment.exits is None and thinning is None:  # else nothing is kept of the rows' ways through all layers
@@ -142,18 +142,18 @@ class WindowWork:
         for answer in answers:
             finished.tokens.computed += answer.computed_tokens
             finished.tokens.skipped += answer.skipped
-            request = self.requests[answer.prompt]
-            row = request.prompt.row
+            question = self.questions[answer.prompt]
+            row = question.prompt.row
             if row in self.done:
                 continue  # computed again only for the K,V that a later pack holds
             if answer.prompt >= self.ordinary:
                 finished.tokens.audit += answer.computed_tokens
                 self.audits[row] = answer.logprobs
             else:
-                finished.tokens.prompt += len(request.prompt.tokens)
-                finished.tokens.kept += kept_tokens(request, answer)
+                finished.tokens.prompt += len(question.prompt.tokens)
+                finished.tokens.kept += kept_tokens(question, answer)
                 finished.tokens.shared += answer.shared_tokens
-                self.scored[row] = scored_row(request, answer, audited=answer.prompt in self.in_full)
+                self.scored[row] = scored_row(question, answer, audited=answer.prompt in self.in_full)
                 texts[row] = answer
             if row in self.scored and (row in self.audits or row not in self.audited):
                 scored = self.scored.pop(row)
@@ -164,7 +164,7 @@ class WindowWork:
 
     def fail(self, prompt: int, error: RowError) -> Finished:
         """A prompt that cannot be answered makes its row an error row; where only its audit fails, there is none."""
-        row = self.requests[prompt].prompt.row
+        row = self.questions[prompt].prompt.row
         if row in self.done:
             return Finished()
         if prompt >= self.ordinary:
@@ -178,7 +178,7 @@ class WindowWork:
 
     def share(self, pack: Pack) -> tuple[float, float]:
         ordinary = [i for i in pack.prompts if i < self.ordinary]
-        tokens = sum(len(self.requests[i].prompt.tokens) for i in ordinary)
+        tokens = sum(len(self.questions[i].prompt.tokens) for i in ordinary)
         return len(ordinary) / len(pack.tokens), tokens / len(pack.tokens)
 
     def settle(self, rows: Sequence[ScoredRow], answers: Mapping[int, Answer]) -> list[ScoredRow]:
@@ -203,9 +203,9 @@ class WindowWork:
                 finished.append(scored)
         return finished
 
-    def settle_known(self, requests: Sequence[Request], rows: Sequence[ScoredRow]) -> list[ScoredRow]:
-        """`settle` for rows that were scored before, and their requests."""
-        self._by_row |= {request.prompt.row: request for request in requests}
+    def settle_known(self, questions: Sequence[Question], rows: Sequence[ScoredRow]) -> list[ScoredRow]:
+        """`settle` for rows that were scored before, and their questions."""
+        self._by_row |= {question.prompt.row: question for question in questions}
         return self.settle(rows, {})
 
     def past_limit(self) -> list[WantedRow]:
@@ -235,9 +235,9 @@ class WindowWork:
         if self.further is None or self.limited:
             return None
         able = {
-            number: self.requests[number]
+            number: self.questions[number]
             for number in pack.prompts
-            if number < self.ordinary and self.requests[number].prompt.row not in self.done
+            if number < self.ordinary and self.questions[number].prompt.row not in self.done
         }
         found = (each.continuations(self.window, able) for each in self.further.askers if able)
         return next(filter(None, found), None)
@@ -262,7 +262,7 @@ class FollowUp:
     ) -> None:
         self.plan = Plan([], 0)
         self.finished: list[ScoredRow] = []
-        self._questions: list[Question] = []
+        self.questions: list[Question] = []
         self._rows: list[ScoredRow] = []
         """The row of each question."""
         self._open: Counter[int] = Counter()
@@ -270,23 +270,22 @@ class FollowUp:
         for each in wanted:
             askers = [asker for asker in further.askers if asker.lacks(each.scored)]
             found = [question for asker in askers for question in asker.questions(window, each, limits)]
-            self._questions += found
+            self.questions += found
             self._rows += [each.scored] * len(found)
             self._open[each.scored.row] = len(found)
             if not found:
                 self.finished.append(each.scored)
             tick()
-        self.requests = [each.request for each in self._questions]
-        if self.requests:
-            writes = any(each.text for each in self._questions)
-            self.plan = plan_requests(self.requests, limits.for_texts() if writes else limits, schedule)
+        if self.questions:
+            writes = any(each.text for each in self.questions)
+            self.plan = plan_questions(self.questions, limits.for_texts() if writes else limits, schedule)
 
     @property
     def done_prompts(self) -> list[int]:
         return []
 
     def treatment(self, pack: Pack) -> Treatment:
-        texts = {prompt: text for prompt in pack.prompts if (text := self._questions[prompt].text) is not None}
+        texts = {prompt: text for prompt in pack.prompts if (text := self.questions[prompt].text) is not None}
         if not texts:
             return PLAIN
         writing = next(iter(texts.values()))[0]
@@ -312,7 +311,8 @@ class FollowUp:
 
     def _answered(self, prompt: int, answer: Answer | None) -> list[ScoredRow]:
         row = self._rows[prompt]
-        self._questions[prompt].take(answer)
+        if (take := self.questions[prompt].take) is not None:
+            take(answer)
         self._open[row.row] -= 1
         return [] if self._open[row.row] else [row]
 
@@ -332,9 +332,9 @@ def follow_up(
     past_limit = work.past_limit()
     group: list[WantedRow] = []
     tokens, each = 0, max(asker.most for asker in further.askers)
-    while work.wanted and (not group or tokens + each * len(work.wanted[0].request.prompt.tokens) <= GROUP_TOKENS):
+    while work.wanted and (not group or tokens + each * len(work.wanted[0].question.prompt.tokens) <= GROUP_TOKENS):
         group.append(work.wanted.pop(0))
-        tokens += each * len(group[-1].request.prompt.tokens)
+        tokens += each * len(group[-1].question.prompt.tokens)
     found = FollowUp(work.window, group, further, limits, schedule, tick)
     found.plan = replace(found.plan, packs=work.after(found.plan))
     found.finished += [each.scored for each in past_limit]
@@ -348,13 +348,13 @@ class ScoringOptions:
     `audit` says which compressed prompts are read in full as well, with `features` that flip answers which of all.
     `further` are the questions about rows that are scored. `adjust_threads` is called often
     while something is computed. `block_tokens` as in `make_plan`.
-    Where a feature says how prompts are read, `requests` is `Scorer.requests`.
+    Where a feature says how prompts are read, `questions` is `Scorer.questions`.
     """
 
     labels: Labels
     schedule: str
     block_tokens: int = 0
-    requests: Callable[..., tuple[list[Request], int]] | None = None
+    questions: Callable[..., tuple[list[Question], int]] | None = None
     audit: AuditDraw | None = None
     features: Sequence[Feature] = ()
     further: FurtherQuestions | None = None
@@ -388,29 +388,29 @@ def begin_window(
     *,
     rows_open: int = 0,
 ) -> tuple[WindowWork, Finished]:
-    """The requests for the rows of `window` that are not `done`, and the rows that are finished without an answer.
+    """The questions for the rows of `window` that are not `done`, and the rows that are finished without an answer.
 
     `carried` are the blocks that the window before hands on, whether or not the engine still holds them. A row
     that is read both ways is finished when both are answered. The
     window's own error rows are not repeated. Of windows before, `rows_open` are not written yet.
     """
-    requests, finished = _requests(window, done, options, listener)
+    questions, finished = _questions(window, done, options, listener)
     known = {row: scored for each in options.features for row, scored in each.known().items()}
-    found_before = [each for each in requests if each.prompt.row in known.keys() - done]
-    requests = [request for request in requests if request.prompt.row not in known]
-    requests, too_large = _fitting(requests, engine.limits.max_tokens)
+    found_before = [each for each in questions if each.prompt.row in known.keys() - done]
+    questions = [question for question in questions if question.prompt.row not in known]
+    questions, too_large = _fitting(questions, engine.limits.max_tokens)
     if not engine.whole_packs:
-        requests = [request for request in requests if request.prompt.row not in done]
-    audited = _audited(window, requests, engine, options)
+        questions = [question for question in questions if question.prompt.row not in done]
+    audited = _audited(window, questions, engine, options)
     further = options.further
     limited = engine.limits.reads_again or (further is not None and not further.has_room(rows_open + len(window.rows)))
-    work = WindowWork(window, requests, audited, done, options.features, further, limited=limited)
+    work = WindowWork(window, questions, audited, done, options.features, further, limited=limited)
     if found_before:
         _add_known(finished, work, found_before, known)
         listener.step(None, len(found_before), finished.tokens.prompt, 0)
     with listener.phase("plan"):
-        work.plan = plan_requests(
-            work.requests, engine.limits, options.schedule, carried=carried, block_tokens=options.block_tokens
+        work.plan = plan_questions(
+            work.questions, engine.limits, options.schedule, carried=carried, block_tokens=options.block_tokens
         )
     finished.errors, finished.tokens.unique = too_large, work.plan.unique_tokens
     finished.carried = work.plan.carried
@@ -418,53 +418,53 @@ def begin_window(
 
 
 def _add_known(
-    finished: Finished, work: WindowWork, requests: Sequence[Request], known: Mapping[int, ScoredRow]
+    finished: Finished, work: WindowWork, questions: Sequence[Question], known: Mapping[int, ScoredRow]
 ) -> None:
-    """Add the rows of requests that were answered before the first window."""
-    rows = [known[each.prompt.row] for each in requests]
-    finished.rows = work.settle_known(requests, rows)
-    finished.tokens.prompt = sum(len(each.prompt.tokens) for each in requests)
-    finished.tokens.kept = sum(len(each.tokens) for each in requests)
+    """Add the rows of questions that were answered before the first window."""
+    rows = [known[each.prompt.row] for each in questions]
+    finished.rows = work.settle_known(questions, rows)
+    finished.tokens.prompt = sum(len(each.prompt.tokens) for each in questions)
+    finished.tokens.kept = sum(len(each.tokens) for each in questions)
     finished.tokens.shared = sum(row.shared_tokens for row in rows)
 
 
-def _requests(
+def _questions(
     window: Window, done: set[int], options: ScoringOptions, listener: Listener
-) -> tuple[list[Request], Finished]:
+) -> tuple[list[Question], Finished]:
     """How the model will read the prompts of a window, and the tokens that a draft computed to decide that."""
-    if options.requests is None:
-        return [Request(prompt) for prompt in window.prompts], Finished()
+    if options.questions is None:
+        return [Question(prompt) for prompt in window.prompts], Finished()
     options.adjust_threads()
     with listener.phase("draft"):
-        requests, tokens = options.requests(
+        questions, tokens = options.questions(
             window.prompts, lambda tokens: listener.step(None, 0, 0, 0), window=window, done=done
         )
-    return requests, Finished(tokens=Tokens(draft=tokens))
+    return questions, Finished(tokens=Tokens(draft=tokens))
 
 
-def _fitting(requests: Sequence[Request], most: int) -> tuple[list[Request], dict[int, RowError]]:
-    """The requests that the memory budget holds, of at most `most` tokens; the others' rows are error rows."""
+def _fitting(questions: Sequence[Question], most: int) -> tuple[list[Question], dict[int, RowError]]:
+    """The questions that the memory budget holds, of at most `most` tokens; the others' rows are error rows."""
     fitting, errors = [], {}
-    for request in requests:
-        tokens = len(request.tokens)
+    for question in questions:
+        tokens = len(question.tokens)
         if tokens <= most:
-            fitting.append(request)
+            fitting.append(question)
         else:
             detail = f"{tokens} tokens; the memory budget holds {most}"
-            errors[request.prompt.row] = RowError(ErrorCode.EXCEEDS_MEMORY, detail)
+            errors[question.prompt.row] = RowError(ErrorCode.EXCEEDS_MEMORY, detail)
     return fitting, errors
 
 
-def _audited(window: Window, requests: Sequence[Request], engine: PlanEngine, options: ScoringOptions) -> list[int]:
-    """Numbers of the requests whose prompts are read in full as well, or to the end where others may leave."""
+def _audited(window: Window, questions: Sequence[Question], engine: PlanEngine, options: ScoringOptions) -> list[int]:
+    """Numbers of the questions whose prompts are read in full as well, or to the end where others may leave."""
     if options.audit is None:
         return []
     most = engine.limits.max_tokens
     flips = any(each.flips and not each.rewrites for each in options.features)
     able = [
         number
-        for number, request in enumerate(requests)
-        if (request.compressed or flips) and len(request.prompt.tokens) <= most
+        for number, question in enumerate(questions)
+        if (question.compressed or flips) and len(question.prompt.tokens) <= most
     ]
     return options.audit.draw(window, able)
 
@@ -734,7 +734,7 @@ class LocalPool:
     def pump(self, seconds: float, phase: Callable[..., AbstractContextManager[None]]) -> None:
         """Answer the next pack, however long that takes."""
         pack, asked = self._packs.popleft()
-        requests = asked.work.requests
+        questions = asked.work.questions
 
         def tick(tokens: float) -> None:
             asked.advanced(pack, tokens)
@@ -746,7 +746,7 @@ class LocalPool:
         beside = len(pack.tokens) if pack.block is not None else -pack.charged_tokens
         answers = iter(
             self.engine.answer(
-                pack, lambda i: asked.label_sets[requests[i].prompt.labels], tick, asked.work.treatment(pack)
+                pack, lambda i: asked.label_sets[questions[i].prompt.labels], tick, asked.work.treatment(pack)
             )
         )
         try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.feature import Feature
 from prefillcli.core.further import Condition, FurtherQuestions, condition_of
-from prefillcli.core.request import AuditDraw, Request, Tick
+from prefillcli.core.question import AuditDraw, Question, Tick
 from prefillcli.data.rows import Prompt, Window
 from prefillcli.data.windows import Prefetcher, ShardRows, WindowSize
 from prefillcli.engines.base import REDUCED, Engine
@@ -140,15 +140,15 @@ class Scorer(Opening):
         self.use_models(other.opened, other.labels)
         self.pool, self.beside, self.plan, self.earlier = other.pool, other.beside, other.plan, other.earlier
 
-    def requests(
+    def questions(
         self, prompts: Sequence[Prompt], tick: Tick, *, window: Window | None = None, done: Collection[int] = ()
-    ) -> tuple[list[Request], int]:
+    ) -> tuple[list[Question], int]:
         """How the model reads prompts that are planned together, and the tokens that another model has computed to
         find that out. They may be those of a `window`, of which some rows are `done`."""
         for each in self.features:
             if each.rewrites:
-                return each.requests(self, prompts, tick, window, done)
-        return [Request(prompt) for prompt in prompts], 0
+                return each.questions(self, prompts, tick, window, done)
+        return [Question(prompt) for prompt in prompts], 0
 
     def score(
         self,
@@ -170,7 +170,7 @@ class Scorer(Opening):
             labels=self.labels,
             schedule=self.settings.schedule,
             block_tokens=0 if rewritten else self.granularity.block_tokens,
-            requests=self.requests if rewritten else None,
+            questions=self.questions if rewritten else None,
             audit=None
             if not self.settings.audit
             else AuditDraw(self.settings.audit, self.source.selection(), self.source.count()),

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.text import Text
 
-from prefillcli.core.request import Request
+from prefillcli.core.question import Question
 from prefillcli.data.output.store import put_text
 from prefillcli.data.prompts.encoding import Encoder, token_texts
 from prefillcli.data.rows import Prompt, RowError, ScoredRow
@@ -63,7 +63,7 @@ class ReadPrompt:
     been compressed is read in full.
     """
 
-    request: Request
+    question: Question
     importance: npt.NDArray[np.float32] | None
     why: list[TokenReason]
     voters: tuple[int, ...] = ()
@@ -72,7 +72,7 @@ class ReadPrompt:
     @classmethod
     def whole(cls, prompt: Prompt, why: str | None = None) -> ReadPrompt:
         """A prompt that is read in full."""
-        return cls(Request(prompt), None, ["full"] * len(prompt.tokens), in_full=why)
+        return cls(Question(prompt), None, ["full"] * len(prompt.tokens), in_full=why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +303,7 @@ def shared_prefixes(shared: Sequence[int]) -> list[CommonPrefix]:
 
 def token_views(tokenizer: Any, read: ReadPrompt) -> list[TokenView]:
     """The tokens of a prompt, with their texts."""
-    ids = read.request.prompt.tokens.tolist()
+    ids = read.question.prompt.tokens.tolist()
     importance = [None] * len(ids) if read.importance is None else read.importance.tolist()
     parts = zip(ids, token_texts(Encoder(tokenizer).decode, ids), importance, read.why, strict=True)
     return [

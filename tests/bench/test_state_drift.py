@@ -21,7 +21,7 @@ from prefillcli.bench.report import (
     drift_table,
     workload_remarks,
 )
-from prefillcli.core.request import Request
+from prefillcli.core.question import Question
 from prefillcli.data.rows import Prompt
 from prefillcli.features.compress.contenders import DRIFT_ROWS, state_drift
 from prefillcli.plan.pack import Limits
@@ -33,18 +33,18 @@ from tests.prefill.test_recurrent import RECURRENT
 PLENTY = Limits(10**6, 10**6)
 
 
-def requests(rows: int = 3) -> list[Request]:
+def questions(rows: int = 3) -> list[Question]:
     """Prompts of which about a quarter is kept."""
     rng = np.random.default_rng(6)
     found = []
     for row in range(rows):
         tokens = rng.integers(3, VOCABULARY, 150 + 40 * row).astype(np.int32)
         kept = np.sort(rng.choice(len(tokens), len(tokens) // 4, replace=False))
-        found.append(Request(Prompt(row, tokens, labels=0), kept, "random"))
+        found.append(Question(Prompt(row, tokens, labels=0), kept, "random"))
     return found
 
 
-def drift_of(model: Any, asked: list[Request], chunk: int = 64) -> StateDrift | None:
+def drift_of(model: Any, asked: list[Question], chunk: int = 64) -> StateDrift | None:
     register()
     model.set_attn_implementation(ATTENTION)
 
@@ -79,13 +79,13 @@ def cached_states(model: Any, tokens: np.ndarray, positions: np.ndarray) -> dict
 def test_drift_is_that_of_transformers_own_states(family: str) -> None:
     model: Any = make_model(family, **RECURRENT[family])
     wanted: dict[int, list[float]] = {}
-    for each in requests():
+    for each in questions():
         prompt, kept = each.prompt.tokens, each.kept
         assert kept is not None
         whole = cached_states(model, prompt, np.arange(len(prompt)))
         for layer, state in cached_states(model, prompt[kept], kept).items():
             wanted.setdefault(layer, []).append(float((state - whole[layer]).norm() / whole[layer].norm()))
-    found = drift_of(model, requests())
+    found = drift_of(model, questions())
     assert found is not None
     assert found.rows == 3
     assert {each.layer for each in found.layers} == set(wanted)
@@ -100,15 +100,15 @@ def test_drift_is_that_of_transformers_own_states(family: str) -> None:
 
 def test_only_compressed_rows_count_and_not_all_of_many() -> None:
     model: Any = make_model("lfm2", **RECURRENT["lfm2"])
-    whole = [Request(each.prompt) for each in requests()]
+    whole = [Question(each.prompt) for each in questions()]
     assert drift_of(model, whole) is None
-    found = drift_of(model, [*whole, *requests(DRIFT_ROWS + 2)])
+    found = drift_of(model, [*whole, *questions(DRIFT_ROWS + 2)])
     assert found is not None
     assert found.rows == DRIFT_ROWS
 
 
 def test_a_model_without_recurrent_layers_has_no_drift() -> None:
-    assert drift_of(make_model("llama"), requests(1)) is None
+    assert drift_of(make_model("llama"), questions(1)) is None
 
 
 def test_the_report_says_where_states_drift_most() -> None:

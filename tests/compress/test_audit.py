@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.core.request import AuditDraw, draw
+from prefillcli.core.question import AuditDraw, draw
 from prefillcli.data.rows import Selection, Window
 
 ALL = Selection()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import MambaConfig
 
-from prefillcli.core.request import Request, plan_requests, thinning_of
+from prefillcli.core.question import Question, plan_questions, thinning_of
 from prefillcli.data.rows import Prompt
 from prefillcli.errors import UsageError
 from prefillcli.features.compress.compressor import OVERHEAD, WorthCompressing
@@ -193,35 +193,35 @@ def test_a_layer_that_does_not_see_the_whole_prompt_is_not_taken() -> None:
         choosing_layers(make_config("llama", layer_types=["compressed_sparse_attention"] * 3), None, 64)
 
 
-def requests_of(prompts: list[Tokens], keeps: list[float | None], how: Compression) -> list[Request]:
+def questions_of(prompts: list[Tokens], keeps: list[float | None], how: Compression) -> list[Question]:
     own = [None if keep is None else SelfThinning(1, keep, LAST, how) for keep in keeps]
     return [
-        Request(Prompt(number, tokens, 0), thinning=each)
+        Question(Prompt(number, tokens, 0), thinning=each)
         for number, (tokens, each) in enumerate(zip(prompts, own, strict=True))
     ]
 
 
 def test_the_rule_travels_with_a_packs_prompts_alone() -> None:
-    requests = requests_of(sharing(), [0.2, None, 0.5, 0.2], HOW)
-    rule = thinning_of(dict(enumerate(requests)))
+    questions = questions_of(sharing(), [0.2, None, 0.5, 0.2], HOW)
+    rule = thinning_of(dict(enumerate(questions)))
     assert rule is not None
     assert rule.rates == {0: (0.2, LAST), 2: (0.5, LAST), 3: (0.2, LAST)}
     sent = pickle.loads(pickle.dumps(rule.of([1, 2])))  # noqa: S301 - ours
     assert (sent.layer, sent.rates, sent.settings) == (1, {2: (0.5, LAST)}, HOW)
-    assert thinning_of({1: requests[1]}) is None
+    assert thinning_of({1: questions[1]}) is None
 
 
 def test_a_prompt_that_is_read_both_ways_is_in_two_packs() -> None:
-    requests = requests_of(sharing(), [0.2] * 4, HOW)
-    plan = plan_requests([*requests, Request(requests[1].prompt)], Limits(10**6, 10**6, held_tokens=10**6))
+    questions = questions_of(sharing(), [0.2] * 4, HOW)
+    plan = plan_questions([*questions, Question(questions[1].prompt)], Limits(10**6, 10**6, held_tokens=10**6))
     assert [sorted(pack.prompts) for pack in plan.packs] == [[0, 1, 2, 3], [4]]
     assert [pack.index for pack in plan.packs] == [0, 1]
     assert plan.unique_tokens == 90 + 4 * 26 + 116
 
 
 def test_nothing_is_held_from_pack_to_pack() -> None:
-    requests = requests_of(sharing(12), [0.2] * 12, HOW)
-    plan = plan_requests(requests, Limits(200, 400, held_tokens=400, held_cost=1.0))
+    questions = questions_of(sharing(12), [0.2] * 12, HOW)
+    plan = plan_questions(questions, Limits(200, 400, held_tokens=400, held_cost=1.0))
     assert len(plan.packs) > 1
     assert not any(pack.held or pack.keep for pack in plan.packs)
     assert sorted(prompt for pack in plan.packs for prompt in pack.prompts) == list(range(12))
@@ -231,13 +231,13 @@ def test_rows_that_choose_for_themselves_fit_the_memory_after_it_too() -> None:
     how = Compression(**{**_values(HOW), "per_row": True})
     keeps = [0.5, 0.5, None, 0.3] * 5
     prompts = [*sharing(20), *lone(500)]
-    requests = requests_of(prompts, [*keeps, 0.5], how)
-    plan = plan_requests(requests, Limits(600, 600))
+    questions = questions_of(prompts, [*keeps, 0.5], how)
+    plan = plan_questions(questions, Limits(600, 600))
     assert sorted(prompt for pack in plan.packs for prompt in pack.prompts) == list(range(21))
     for pack in plan.packs:
-        assert len({requests[prompt].thinning and requests[prompt].thinning.keep for prompt in pack.prompts}) == 1
-        kept = sum(requests[prompt].most_kept for prompt in pack.prompts)
-        whole = requests[pack.prompts[0]].thinning is None
+        assert len({questions[prompt].thinning and questions[prompt].thinning.keep for prompt in pack.prompts}) == 1
+        kept = sum(questions[prompt].most_kept for prompt in pack.prompts)
+        whole = questions[pack.prompts[0]].thinning is None
         assert whole or len(pack.prompts) == 1 or (kept <= 300 and len(pack.tokens) <= 300)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from prefillcli.core.request import Tick
+from prefillcli.core.question import Tick
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.rows import Prompt
 from prefillcli.features.compress.load import SpecPrefill, Translation, Translator

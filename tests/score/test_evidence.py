@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from prefillcli.core.request import Request
+from prefillcli.core.question import Question
 from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.rows import Prompt, RowBatch, ScoredRow
@@ -51,8 +51,8 @@ def answered(*probabilities: float) -> Answer:
 
 
 def test_a_section_s_change_is_how_far_the_score_falls_without_it(ablation: Ablation, prompt: Prompt) -> None:
-    weighed = Weighing(ablation).weigh(Request(prompt), scored(prompt))
-    assert [len(each.tokens) < len(prompt.tokens) for each in weighed.requests] == [True] * 3
+    weighed = Weighing(ablation).weigh(Question(prompt), scored(prompt))
+    assert [len(each.tokens) < len(prompt.tokens) for each in weighed.questions] == [True] * 3
     for place, answer in enumerate([answered(0.9, 0.1), answered(0.1, 0.4), answered(0.3, 0.3)]):
         weighed.take(place, answer)
     whole = 0.8 / 0.9
@@ -65,7 +65,7 @@ def test_a_section_s_change_is_how_far_the_score_falls_without_it(ablation: Abla
 
 def test_changes_are_of_scores_after_the_temperature_and_in_their_measure(ablation: Ablation, prompt: Prompt) -> None:
     def first(evidence: Weighing) -> float:
-        weighed = evidence.weigh(Request(prompt), scored(prompt))
+        weighed = evidence.weigh(Question(prompt), scored(prompt))
         weighed.take(0, answered(0.2, 0.4))
         (effect,) = weighed.effects()
         return effect.change
@@ -79,7 +79,7 @@ def test_changes_are_of_scores_after_the_temperature_and_in_their_measure(ablati
 
 
 def test_equal_changes_come_in_the_order_of_the_sections(ablation: Ablation, prompt: Prompt) -> None:
-    weighed = Weighing(ablation).weigh(Request(prompt), scored(prompt, logprobs=np.log((0.5, 0.5))))
+    weighed = Weighing(ablation).weigh(Question(prompt), scored(prompt, logprobs=np.log((0.5, 0.5))))
     for place, answer in [(2, answered(0.25, 0.75)), (1, answered(0.5, 0.5)), (0, answered(0.25, 0.75))]:
         weighed.take(place, answer)
     assert [effect.section for effect in weighed.effects()] == ["paragraph 1", "paragraph 3", "paragraph 2"]
@@ -89,9 +89,9 @@ def test_equal_changes_come_in_the_order_of_the_sections(ablation: Ablation, pro
 def test_a_row_that_was_not_read_to_the_end_is_read_once_more(
     ablation: Ablation, prompt: Prompt, how: dict[str, int]
 ) -> None:
-    weighed = Weighing(ablation).weigh(Request(prompt), scored(prompt, **how))
-    assert len(weighed.requests) == 4
-    assert weighed.requests[-1].tokens.tolist() == prompt.tokens.tolist()
+    weighed = Weighing(ablation).weigh(Question(prompt), scored(prompt, **how))
+    assert len(weighed.questions) == 4
+    assert weighed.questions[-1].tokens.tolist() == prompt.tokens.tolist()
     weighed.take(0, answered(0.2, 0.2))
     assert weighed.effects() == ()
     weighed.take(3, answered(0.3, 0.1))
@@ -100,14 +100,14 @@ def test_a_row_that_was_not_read_to_the_end_is_read_once_more(
 
 def test_an_audited_row_has_its_full_answer_already(ablation: Ablation, prompt: Prompt) -> None:
     row = scored(prompt, kept_tokens=2, audit=np.log((0.3, 0.1)))
-    weighed = Weighing(ablation).weigh(Request(prompt), row)
-    assert len(weighed.requests) == 3
+    weighed = Weighing(ablation).weigh(Question(prompt), row)
+    assert len(weighed.questions) == 3
     weighed.take(1, answered(0.2, 0.2))
     assert weighed.effects() == (("paragraph 2", pytest.approx(0.25)),)
 
 
 def test_sections_without_a_finite_answer_are_left_out(ablation: Ablation, prompt: Prompt) -> None:
-    weighed = Weighing(ablation).weigh(Request(prompt), scored(prompt))
+    weighed = Weighing(ablation).weigh(Question(prompt), scored(prompt))
     weighed.take(1, Answer(0, np.array([math.nan, 0.0]), 0, 0, 0.0))
     assert weighed.effects() == ()
     weighed.take(2, answered(0.2, 0.2))
@@ -116,6 +116,6 @@ def test_sections_without_a_finite_answer_are_left_out(ablation: Ablation, promp
 
 def test_a_prompt_without_sections_needs_nothing(ablation: Ablation, prompt: Prompt) -> None:
     prompt.made_of = None
-    weighed = Weighing(ablation).weigh(Request(prompt), scored(prompt, exit_layer=1))
-    assert weighed.requests == ()
+    weighed = Weighing(ablation).weigh(Question(prompt), scored(prompt, exit_layer=1))
+    assert weighed.questions == ()
     assert weighed.effects() == ()

@@ -28,7 +28,7 @@ PHASES: dict[str, tuple[Hold, tuple[str, ...]]] = {
     "load": (Hold("prefillcli.models.load:load_model"), ()),
     "render": (Hold("prefillcli.data.prompts.templates:Renderer.render", 2), ("--template", TEMPLATE)),
     "tokenize": (Hold("prefillcli.data.prompts.builder:PromptBuilder._prompts", 2), ()),
-    "plan": (Hold("prefillcli.jobs.loop:plan_requests"), ()),
+    "plan": (Hold("prefillcli.jobs.loop:plan_questions"), ()),
     "model": (Hold("prefillcli.engines.torch:TorchEngine.answer", 4), ()),
     "exits": (Hold("prefillcli.features.exits.learning:ExitLearning.exits"), ("--exit",)),
     "write": (Hold("prefillcli.data.output.parts:write_part", 2), ()),

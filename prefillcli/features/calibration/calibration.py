@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from prefillcli.core.request import Request, Tick, answer
+from prefillcli.core.question import Question, Tick, answer
 from prefillcli.data.output.store import read_sealed
 from prefillcli.data.prompts.labels import parse_labels
 from prefillcli.data.rows import Prompt, RowBatch
@@ -469,14 +469,14 @@ def content_free_prompts(settings: ProbabilityOptions, opening: Opening) -> list
 def contextual_calibration(opening: Opening, engine: PlanEngine, tick: Tick) -> Calibration:
     """Answers of the engine to prompts without content, divided out. Raises PrefillError if one is no number."""
     labels = opening.labels
-    requests = [Request(prompt) for prompt in opening.common]
-    too_long = max(len(request.tokens) for request in requests)
+    questions = [Question(prompt) for prompt in opening.common]
+    too_long = max(len(question.tokens) for question in questions)
     if too_long > engine.limits.max_tokens:
         raise UsageError(
             f"{OPTION}: the prompt without content has {too_long:,} tokens; the memory budget holds "
             f"{engine.limits.max_tokens:,}\ngive more --memory"
         )
-    logprobs = answer(engine, requests, labels.sets, tick)
+    logprobs = answer(engine, questions, labels.sets, tick)
     if not np.isfinite(logprobs.max(axis=1)).all() or np.isnan(logprobs).any():
         raise PrefillError(f"{OPTION}: the model's answer is not a finite number: {logprobs.tolist()}")
     return content_free_calibration(labels.names, logprobs)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
         Opened,
         Opening,
         Prompt,
+        Question,
         ReadPrompt,
-        Request,
         RowColumns,
         RunReport,
         Scorer,
@@ -172,9 +172,9 @@ class Compress(Feature):
     def work(cls, beside: Any, asked: Any, tick: Tick) -> Any:
         return asked.answer(beside, tick)
 
-    def requests(
+    def questions(
         self, scorer: Scorer, prompts: Sequence[Prompt], tick: Tick, window: Window | None, done: Collection[int]
-    ) -> tuple[list[Request], int]:
+    ) -> tuple[list[Question], int]:
         from prefillcli.features.compress.compressor import WindowCompressor
 
         if self._windows is None:

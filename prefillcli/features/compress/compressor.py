@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from prefillcli.core.feature import Foresight
-from prefillcli.core.request import Request, Thinning, Tick, answer, draw
+from prefillcli.core.question import Question, Thinning, Tick, answer, draw
 from prefillcli.data.prompts.builder import RowColumns
 from prefillcli.data.rows import (
     FALLBACK,
@@ -179,8 +179,8 @@ class Compressor:
         """Let go of memory."""
         self.picker.close()
 
-    def compress(self, prompts: Sequence[Prompt], tick: Tick = lambda tokens: None) -> list[Request]:
-        """One request for each prompt, in their order."""
+    def compress(self, prompts: Sequence[Prompt], tick: Tick = lambda tokens: None) -> list[Question]:
+        """One question for each prompt, in their order."""
         keeps = self.keeps(prompts)
         return self.select(prompts, keeps, self.estimate(prompts, keeps, tick))
 
@@ -201,19 +201,19 @@ class Compressor:
 
     def select(
         self, prompts: Sequence[Prompt], keeps: Sequence[float | None], estimates: Sequence[ImportanceEstimate]
-    ) -> list[Request]:
+    ) -> list[Question]:
         """How the target reads each prompt."""
         kept = self.picker.select(prompts, estimates, keeps, self.settings)
-        requests = []
+        questions = []
         for prompt, own, found in zip(prompts, kept, estimates, strict=True):
             if isinstance(own, Thinning):
-                requests.append(Request(prompt, method=self.picker.method, thinning=own))
+                questions.append(Question(prompt, method=self.picker.method, thinning=own))
             elif own is not None and len(own) < len(prompt.tokens):
-                requests.append(Request(prompt, own, self.picker.method, found.seconds))
+                questions.append(Question(prompt, own, self.picker.method, found.seconds))
             else:
                 method = FULL if found.reason is None else FALLBACK + found.reason
-                requests.append(Request(prompt, None, method, found.seconds))
-        return requests
+                questions.append(Question(prompt, None, method, found.seconds))
+        return questions
 
     def why_no_rate(self, prompts: Sequence[Prompt], keeps: Sequence[float | None], number: int) -> str:
         """Why prompt `number` has no keep rate in `keeps`, as `keeps` decides."""
@@ -237,12 +237,12 @@ class Compressor:
         )
 
 
-def why_in_full(request: Request) -> str | None:
+def why_in_full(question: Question) -> str | None:
     """Why a prompt that has a keep rate is read in full after all; None if it is compressed."""
-    if request.compressed:
+    if question.compressed:
         return None
-    if is_fallback(request.method):
-        return f"{request.method}: {FALLBACKS[request.method.removeprefix(FALLBACK)].meaning}"
+    if is_fallback(question.method):
+        return f"{question.method}: {FALLBACKS[question.method.removeprefix(FALLBACK)].meaning}"
     return "the chosen tokens, the first and last ones and those that other rows keep are all tokens of it"
 
 
@@ -333,12 +333,12 @@ def choose_keep(
     passed = 1.0
     if len(chosen) < needed:
         return KeepChoice(1.0, (), needed)
-    full = answer(engine, [Request(prompts[number]) for number in chosen], labels, tick).argmax(axis=1)
+    full = answer(engine, [Question(prompts[number]) for number in chosen], labels, tick).argmax(axis=1)
     for keep in RATES:
-        requests = compressor.select(prompts, compressor.keeps(prompts, keep), estimates)
-        tried = [number for number in chosen if requests[number].compressed]
+        questions = compressor.select(prompts, compressor.keeps(prompts, keep), estimates)
+        tried = [number for number in chosen if questions[number].compressed]
         own = dict(zip(chosen, full.tolist(), strict=True))
-        found = answer(engine, [requests[number] for number in tried], labels, tick).argmax(axis=1) if tried else []
+        found = answer(engine, [questions[number] for number in tried], labels, tick).argmax(axis=1) if tried else []
         flips = sum(int(label != own[number]) for label, number in zip(found, tried, strict=True))
         trials.append(Trial(keep, len(tried), flips, flip_bound(flips, len(tried))))
         if len(tried) < needed:
@@ -367,7 +367,7 @@ class WindowCompressor:
         self._methods = Counter(methods)
         self._warned = False
 
-    def __call__(self, window: Window, done: Collection[int], tick: Tick) -> list[Request]:
+    def __call__(self, window: Window, done: Collection[int], tick: Tick) -> list[Question]:
         """`tick` is called with the tokens of each step; it may raise.
 
         Raises PrefillError if the draft fails on everything; rows that are `done` were counted before.
@@ -379,29 +379,29 @@ class WindowCompressor:
         if self._chooses:
             self._choose(window, wanted, estimates, tick)
         keeps = compressor.keeps(prompts)
-        requests = compressor.select(prompts, keeps, estimates)
-        if requests and compressor.keep < 1 and not self._warned:
-            self._warned = self._warn_of_little(requests, keeps)
-        self._methods.update(request.method for request in requests if request.prompt.row not in done)
-        return requests
+        questions = compressor.select(prompts, keeps, estimates)
+        if questions and compressor.keep < 1 and not self._warned:
+            self._warned = self._warn_of_little(questions, keeps)
+        self._methods.update(question.method for question in questions if question.prompt.row not in done)
+        return questions
 
-    def _warn_of_little(self, requests: Sequence[Request], keeps: Sequence[float | None]) -> bool:
+    def _warn_of_little(self, questions: Sequence[Question], keeps: Sequence[float | None]) -> bool:
         # Whether the model reads nearly all tokens of a window in spite of its keep rate; then say why on stderr.
         read, whole = (
-            sum(each) for each in zip(*((r.most_kept, len(r.prompt.tokens)) for r in requests), strict=True)
+            sum(each) for each in zip(*((r.most_kept, len(r.prompt.tokens)) for r in questions), strict=True)
         )
         if read <= ALMOST_ALL * whole:
             return False
-        compressor, prompts = self.compressor, [each.prompt for each in requests]
-        number = max(range(len(requests)), key=lambda at: requests[at].most_kept)
-        full = sum(not each.compressed for each in requests)
+        compressor, prompts = self.compressor, [each.prompt for each in questions]
+        number = max(range(len(questions)), key=lambda at: questions[at].most_kept)
+        full = sum(not each.compressed for each in questions)
         if keeps[number] is None:
             why = compressor.why_no_rate(prompts, keeps, number)
         else:
-            why = why_in_full(requests[number]) or "its first and last tokens, which are always kept, are most of it"
+            why = why_in_full(questions[number]) or "its first and last tokens, which are always kept, are most of it"
         log.warning(
             f"--keep {self.compressor.keep:g} leaves {read / whole:.0%} of the tokens of "
-            f"{len(requests):,} rows, {full:,} of them are read in full; row "
+            f"{len(questions):,} rows, {full:,} of them are read in full; row "
             f"{prompts[number].row}, for one: {why}"
         )
         return True
@@ -469,7 +469,7 @@ KEEP_RATES = (1.0, 0.5, 0.3, 0.2, 0.1)
 
 
 class KeptTokens(Foresight):
-    """The requests of prompts as if the draft found the first chunks of each the most important.
+    """The questions of prompts as if the draft found the first chunks of each the most important.
 
     Raises UsageError and ResourceError as loading would.
     """
@@ -491,13 +491,13 @@ class KeptTokens(Foresight):
             fits = limits.max_tokens if limits.read_tokens is None else min(limits.max_tokens, limits.read_tokens)
             self._reach = min(opened.draft.max_length - compression.decoded, fits)
 
-    def requests(self, prompts: Sequence[Prompt], rate: float) -> list[Request]:
+    def questions(self, prompts: Sequence[Prompt], rate: float) -> list[Question]:
         rates = keep_rates(prompts, rate, self._compression, self._worth)
         if self._own_layers:
             from prefillcli.features.compress.draft import SelfDraft
 
             chosen = SelfDraft(self._own_layers - 1).select(prompts, [], rates, self._compression)
-            return [Request(prompt, thinning=own) for prompt, own in zip(prompts, chosen, strict=True)]
+            return [Question(prompt, thinning=own) for prompt, own in zip(prompts, chosen, strict=True)]
         longest = max((len(prompt.tokens) for prompt in prompts), default=0)
         equal = np.zeros(longest, dtype=np.float32)  # of equally important chunks the first are kept
         importances = [
@@ -506,15 +506,15 @@ class KeptTokens(Foresight):
         ]
         kept = select_all([prompt.tokens for prompt in prompts], importances, rates, self._compression)
         return [
-            Request(prompt) if own is None or len(own) == len(prompt.tokens) else Request(prompt, own)
+            Question(prompt) if own is None or len(own) == len(prompt.tokens) else Question(prompt, own)
             for prompt, own in zip(prompts, kept, strict=True)
         ]
 
-    def layers(self, requests: Sequence[Request]) -> float:
-        whole = sum(len(request.tokens) for request in requests)
+    def layers(self, questions: Sequence[Question]) -> float:
+        whole = sum(len(question.tokens) for question in questions)
         if not self._own_layers or not whole:
             return 1.0
-        return self._depth + (1 - self._depth) * sum(request.most_kept for request in requests) / whole
+        return self._depth + (1 - self._depth) * sum(question.most_kept for question in questions) / whole
 
     def _draft_lengths(self, prompts: Sequence[Prompt]) -> list[int | None]:
         # How many tokens each prompt has for the draft; None for one that it cannot read. Asked of the same prompts
@@ -555,24 +555,28 @@ def inspected(
     for at, prompt in enumerate(relatives):
         if rates[at] is not None and not near[at]:
             estimates[at] = ImportanceEstimate(np.zeros(len(prompt.tokens), np.float32))
-    requests = compressor.select(relatives, rates, estimates)
+    questions = compressor.select(relatives, rates, estimates)
     ends = tails([each.tokens for each in relatives], rates, compression)
     neighbours = [
         Neighbour(len(relatives[at].tokens), ends[at], estimates[at].importance is None, common[at])
         for at in range(len(related))
         if at != own and not compression.per_row
     ]
-    why = why_kept(requests[own], ends[own], neighbours, compression)
-    return ReadPrompt(requests[own], estimates[own].importance, why, estimates[own].voters, why_in_full(requests[own]))
+    why = why_kept(questions[own], ends[own], neighbours, compression)
+    return ReadPrompt(
+        questions[own], estimates[own].importance, why, estimates[own].voters, why_in_full(questions[own])
+    )
 
 
-def why_kept(request: Request, tail: int, others: Sequence[Neighbour], compression: Compression) -> list[TokenReason]:
+def why_kept(
+    question: Question, tail: int, others: Sequence[Neighbour], compression: Compression
+) -> list[TokenReason]:
     """Why each token of a prompt is kept or dropped.
 
     Its last `tail` tokens are always kept; `others` are the prompts that are compressed together with it.
     """
-    tokens = len(request.prompt.tokens)
-    if request.kept is None:
+    tokens = len(question.prompt.tokens)
+    if question.kept is None:
         return ["full"] * tokens
     why = np.full(tokens, "chosen", dtype=object)
     for other in others:
@@ -581,7 +585,7 @@ def why_kept(request: Request, tail: int, others: Sequence[Neighbour], compressi
     why[max(tokens - tail, 0) :] = "last"
     why[: compression.keep_first] = "first"
     dropped = np.ones(tokens, dtype=bool)
-    dropped[request.kept] = False
+    dropped[question.kept] = False
     why[dropped] = "dropped"
     return cast("list[TokenReason]", why.tolist())
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from prefillcli.bench.contenders import Contender, Cost, Equipment, MethodRun
 from prefillcli.bench.report import LayerDrift, StateDrift
-from prefillcli.core.request import Request, method_of
+from prefillcli.core.question import Question, method_of
 from prefillcli.data.prompts.encoding import Spans, spans_of
 from prefillcli.errors import UsageError
 from prefillcli.features.compress import Compress
@@ -43,18 +43,18 @@ DRIFT_ROWS = 8  # of each method: the first that it has compressed; both ways of
 
 
 def state_drift(
-    walking: Callable[[], AbstractContextManager[LayerWalk]], limits: Limits, requests: Sequence[Request]
+    walking: Callable[[], AbstractContextManager[LayerWalk]], limits: Limits, questions: Sequence[Question]
 ) -> StateDrift | None:
-    """The drift over the first `DRIFT_ROWS` compressed requests; None without any, or without recurrent layers.
+    """The drift over the first `DRIFT_ROWS` compressed questions; None without any, or without recurrent layers.
 
-    `walking` gives a walk of the target. Each request is walked whole and compressed, by itself.
+    `walking` gives a walk of the target. Each question is walked whole and compressed, by itself.
     """
-    rows = [each for each in requests if each.compressed][:DRIFT_ROWS]
+    rows = [each for each in questions if each.compressed][:DRIFT_ROWS]
     found: dict[int, list[float]] = {}
     with walking() as walk:
-        for request in rows:
-            whole = final_states(walk, Request(request.prompt), limits)
-            for number, states in final_states(walk, request, limits).items():
+        for question in rows:
+            whole = final_states(walk, Question(question.prompt), limits)
+            for number, states in final_states(walk, question, limits).items():
                 found.setdefault(number, []).append(distance(states, whole[number]))
     if not found:
         return None
@@ -209,13 +209,13 @@ class Compressed(Contender):
         return PickedOnce([], estimates, picker.tokens - before, time.perf_counter() - begun)
 
     def _read(self, prompts: Sequence[Prompt], keeps: Sequence[float | None], picked: PickedOnce) -> MethodRun:
-        requests = self._compressor.select(prompts, keeps, picked.estimates)
+        questions = self._compressor.select(prompts, keeps, picked.estimates)
         drafted = [
             prompt.tokens
             for prompt, estimate in zip(prompts, picked.estimates, strict=True)
             if picked.tokens and estimate.importance is not None
         ]
-        return MethodRun(self._equipment.walk([requests]), requests, drafted, picked.tokens)
+        return MethodRun(self._equipment.walk([questions]), questions, drafted, picked.tokens)
 
     def cost(self, run: MethodRun) -> Cost:
         cost = super().cost(run)
@@ -227,12 +227,12 @@ class Compressed(Contender):
             return replace(cost, flops=None, unknown=str(error))
 
     def drift(self, run: MethodRun) -> StateDrift | None:
-        return state_drift(self._equipment.walking, self._equipment.limits, run.requests)
+        return state_drift(self._equipment.walking, self._equipment.limits, run.questions)
 
     def predictions(self, run: MethodRun) -> tuple[float, float] | None:
         equipment, keep = self._equipment, self.keep or 1.0
-        lengths = [len(request.prompt.tokens) for request in run.requests]
-        kept = [len(request.tokens) for request in run.requests]
+        lengths = [len(question.prompt.tokens) for question in run.questions]
+        kept = [len(question.tokens) for question in run.questions]
         drafts = run.draft_tokens > 0
         try:
             ratio = 1 / keep
@@ -268,8 +268,8 @@ class _OwnLayers(Compressed):
         # As of `Contender`, with the first layers' share of all in place of a draft's operations.
         config, keep = self._equipment.config, self.keep or 1.0
         try:
-            whole = sum(table5(config, len(request.prompt.tokens)).total for request in run.requests)
-            part = sum(table5(config, len(request.tokens)).total for request in run.requests)
+            whole = sum(table5(config, len(question.prompt.tokens)).total for question in run.questions)
+            part = sum(table5(config, len(question.tokens)).total for question in run.questions)
             depth = self.layers / Shape(config).layers
         except NoCostModel:  # `cost` says why
             return None
@@ -295,18 +295,18 @@ class SelfDrafted(_OwnLayers):
     """One pass: what the first layers keep goes on to the others."""
 
     def _read(self, prompts: Sequence[Prompt], keeps: Sequence[float | None], picked: PickedOnce) -> MethodRun:
-        requests = self._compressor.select(prompts, keeps, picked.estimates)
-        answers = self._equipment.answers(requests)
+        questions = self._compressor.select(prompts, keeps, picked.estimates)
+        answers = self._equipment.answers(questions)
         read = [
-            replace(request, thinning=None, method=method_of(request, answer))
-            if answer.thinned is None or len(answer.thinned.kept) == len(request.tokens)
-            else Request(request.prompt, answer.thinned.kept.astype(np.int64), request.method)
-            for request, answer in zip(requests, answers, strict=True)
+            replace(question, thinning=None, method=method_of(question, answer))
+            if answer.thinned is None or len(answer.thinned.kept) == len(question.tokens)
+            else Question(question.prompt, answer.thinned.kept.astype(np.int64), question.method)
+            for question, answer in zip(questions, answers, strict=True)
         ]
-        return MethodRun(np.stack([each.logprobs for each in answers]), read, thinned=requests)
+        return MethodRun(np.stack([each.logprobs for each in answers]), read, thinned=questions)
 
     def cost(self, run: MethodRun) -> Cost:
-        whole, part = self._equipment.plan(run.thinned), self._equipment.plan(run.requests)
+        whole, part = self._equipment.plan(run.thinned), self._equipment.plan(run.questions)
         return self._summed(whole, part, whole.computed_tokens, skipped=self.layers)
 
     def drift(self, run: MethodRun) -> StateDrift | None:
@@ -320,7 +320,7 @@ class Filtered(_OwnLayers):
     """Two passes: the first layers read whole prompts, then all layers what they keep."""
 
     def cost(self, run: MethodRun) -> Cost:
-        part, whole = self._equipment.plan(run.requests), make_plan(run.drafted, self._equipment.limits)
+        part, whole = self._equipment.plan(run.questions), make_plan(run.drafted, self._equipment.limits)
         return self._summed(whole, part, part.computed_tokens)
 
     def _again(self, depth: float) -> float:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from prefillcli.core.request import Request, Thinning, Tick
+from prefillcli.core.question import Question, Thinning, Tick
 from prefillcli.data.rows import Int32Array
 from prefillcli.decode.behind import look_ahead
 from prefillcli.errors import UsageError
@@ -499,9 +499,9 @@ def summed_scores(layer: WatchedLayer, path: Sequence[tuple[int, int]], query: i
 
 
 @torch.inference_mode()
-def final_states(walk: LayerWalk, request: Request, limits: Limits) -> dict[int, list[Tensor]]:
+def final_states(walk: LayerWalk, question: Question, limits: Limits) -> dict[int, list[Tensor]]:
     """The states that a prompt leaves in each recurrent layer, by the layer's number from 0."""
-    (pack,) = make_plan([request.tokens], limits, positions=[request.positions]).packs
+    (pack,) = make_plan([question.tokens], limits, positions=[question.positions]).packs
     ((end, _),) = pack.reads
     found: dict[int, list[Tensor]] = {}
     with ForestAttention(len(pack.tokens)) as attention:

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from prefillcli.core.request import Thinning
+from prefillcli.core.question import Thinning
 from prefillcli.data.prompts.encoding import Spans
 from prefillcli.data.rows import FALLBACK, FULL, Int32Array, Int64Array, Prompt, is_fallback, reading_method
 from prefillcli.features.compress.options import Compression

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, Field
 
-from prefillcli.core.further import Further, Question, WantedRow, first_rows
-from prefillcli.core.request import Request
+from prefillcli.core.further import Further, WantedRow, first_rows
+from prefillcli.core.question import Question
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.rows import Float64Array, Prompt, RowBatch, ScoredRow, SectionEffect, Window
 from prefillcli.plan.pack import Limits
@@ -232,11 +232,11 @@ class Weighing(Further):
     most = MOST_SECTIONS
 
     def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Question]:
-        weighed = self.weigh(row.request, row.scored)
+        weighed = self.weigh(row.question, row.scored)
         fitting = [
-            (place, request)
-            for place, request in enumerate(weighed.requests)
-            if len(request.tokens) <= limits.max_tokens
+            (place, question)
+            for place, question in enumerate(weighed.questions)
+            if len(question.tokens) <= limits.max_tokens
         ]
         waiting = {place for place, _ in fitting}
 
@@ -249,11 +249,11 @@ class Weighing(Further):
 
         if not fitting:
             row.scored.evidence = ()
-        return [Question(request, partial(take, place)) for place, request in fitting]
+        return [replace(question, take=partial(take, place)) for place, question in fitting]
 
-    def weigh(self, request: Request, scored: ScoredRow) -> WeighedRow:
-        """The prompts that have to be read for the evidence of a row that was read by this request."""
-        return WeighedRow(self, request.prompt, scored)
+    def weigh(self, question: Question, scored: ScoredRow) -> WeighedRow:
+        """The prompts that have to be read for the evidence of a row that was read by this question."""
+        return WeighedRow(self, question.prompt, scored)
 
     def score(self, numbers: Float64Array) -> float:
         """The score of the first label."""
@@ -266,8 +266,8 @@ class Weighing(Further):
 class WeighedRow:
     """A row, scored without each of its sections.
 
-    There is one of the `requests` for each section: the prompt without it. Where the row's own answer is not of
-    the whole prompt and all layers, the last request is the whole prompt: like is compared with like. All are to be
+    There is one of the `questions` for each section: the prompt without it. Where the row's own answer is not of
+    the whole prompt and all layers, the last question is the whole prompt: like is compared with like. All are to be
     read in full and to the last layer. There are none where the prompt has no sections.
     """
 
@@ -280,10 +280,10 @@ class WeighedRow:
         self._sections = [each.section for each in ablated]
         self._numbers: dict[int, Float64Array] = {} if whole is None else {len(ablated): whole}
         prompts = [each.prompt for each in ablated] + ([prompt] if ablated and whole is None else [])
-        self.requests = tuple(map(Request, prompts))
+        self.questions = tuple(map(Question, prompts))
 
     def take(self, place: int, answer: Answer) -> None:
-        """The answer to the request at this place among the `requests`."""
+        """The answer to the question at this place among the `questions`."""
         self._numbers[place] = answer.logprobs
 
     def effects(self) -> tuple[SectionEffect, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 from prefillcli.bench.contenders import Contender, Cost, Equipment, MethodRun
 from prefillcli.bench.material import Material, made_material
 from prefillcli.bench.report import ClassFlips, ExitResult
-from prefillcli.core.request import Request
+from prefillcli.core.question import Question
 from prefillcli.data.rows import Float64Array, Prompt
 from prefillcli.engines.base import EarlyExits, Treatment
 from prefillcli.features.exits.judging import (
@@ -36,11 +36,11 @@ class EarlyExit(Contender):
         self._rows_read = rows_read
 
     def run(self, prompts: Sequence[Prompt]) -> MethodRun:
-        requests = [Request(prompt) for prompt in prompts]
-        answers = self._equipment.answers(requests, self._between)
+        questions = [Question(prompt) for prompt in prompts]
+        answers = self._equipment.answers(questions, self._between)
         return MethodRun(
             np.stack([answer.logprobs for answer in answers]),
-            requests,
+            questions,
             exit_layers=[answer.exit_layer for answer in answers],
             skipped=sum(answer.skipped for answer in answers),
         )
@@ -97,10 +97,10 @@ def learn_exits(equipment: Equipment, material: Material) -> EarlyExit | None:
         prompts = material.set_apart(min(count, len(material.prompts) // 2), settings.seed)
     depth = equipment.config.get_text_config().num_hidden_layers
     layers, names = observed_layers(depth), equipment.labels.names
-    requests = [Request(prompt) for prompt in prompts]
-    answers = equipment.answers(requests, Treatment(EarlyExits(observed=layers)))
+    questions = [Question(prompt) for prompt in prompts]
+    answers = equipment.answers(questions, Treatment(EarlyExits(observed=layers)))
     found = calibrate_exits(
-        calibration_rows(requests, answers, layers, len(names)),
+        calibration_rows(questions, answers, layers, len(names)),
         layers=depth,
         max_flips=settings.max_flips,
         labels=names,

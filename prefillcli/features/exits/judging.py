@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.core.request import Request
+from prefillcli.core.question import Question
 from prefillcli.data.rows import Int64Array
 from prefillcli.engines.base import Answer, Readings
 from prefillcli.features.exits.policy import (
@@ -191,9 +191,9 @@ def observed_layers(layers: int) -> tuple[int, ...]:
 
 
 def calibration_rows(
-    requests: Sequence[Request], answers: Sequence[Answer], layers: Sequence[int], labels: int
+    questions: Sequence[Question], answers: Sequence[Answer], layers: Sequence[int], labels: int
 ) -> CalibrationRows:
-    """Requests that were answered in full, with what `layers` show of them; each answer has `labels`."""
+    """Questions that were answered in full, with what `layers` show of them; each answer has `labels`."""
 
     def joined(number: int) -> Readings:
         shown = [answer.readings[number] for answer in answers]
@@ -206,7 +206,7 @@ def calibration_rows(
     return CalibrationRows(
         readings={layer: joined(number) for number, layer in enumerate(layers) if answers},
         final=np.array([answer.logprobs for answer in answers], np.float64).reshape(-1, labels),
-        weights=np.array([len(request.tokens) for request in requests], np.float64),
+        weights=np.array([len(question.tokens) for question in questions], np.float64),
     )
 
 

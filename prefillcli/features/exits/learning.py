@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import BaseModel, Field
 
-from prefillcli.core.request import Request, plan_requests, scored_row, thinning_of
+from prefillcli.core.question import Question, plan_questions, scored_row, thinning_of
 from prefillcli.data.output.columns import TO_THE_END, Counts
 from prefillcli.data.output.store import write_sealed
 from prefillcli.data.rows import Int64Array, Prompt, ScoredRow
@@ -531,13 +531,13 @@ def _use_of(stored: Mapping[str, Any]) -> ExitUse:
 
 @dataclass(slots=True)
 class _ReadRows:
-    # Requests that were answered in full; `unique` is the size of their trie, in tokens.
-    requests: list[Request]
+    # Questions that were answered in full; `unique` is the size of their trie, in tokens.
+    questions: list[Question]
     answers: list[Answer]
     unique: int
 
     def add(self, other: _ReadRows) -> None:
-        self.requests += other.requests
+        self.questions += other.questions
         self.answers += other.answers
         self.unique += other.unique
 
@@ -609,7 +609,7 @@ class ExitLearning:
         if given is None:
             provable = provable_flips(min(self._count, len(self._rows()) // 2), settings.max_flips, self._classes)
         read = self._read_rows(layers, provable)
-        rows = calibration_rows(read.requests, read.answers, layers, len(names))
+        rows = calibration_rows(read.questions, read.answers, layers, len(names))
         if given is not None and policy is not None:
             check = recheck_exits(policy, rows, settings.max_flips, names, settings.flips_of)
             profile, reason = given, check.reason
@@ -631,7 +631,7 @@ class ExitLearning:
         self.job.recorder.tokens.unique += read.unique
         # A compressed prompt may keep other tokens beside those that it shares a prefix with.
         rewritten = any(each.rewrites for each in self.job.features)
-        pairs = [] if rewritten else zip(read.requests, read.answers, strict=True)
+        pairs = [] if rewritten else zip(read.questions, read.answers, strict=True)
         known, learnt = [scored_row(*each) for each in pairs], profile.findings
         use = ExitUse(
             status="none" if reason is not None else "calibrated" if given is None else "reused",
@@ -678,21 +678,21 @@ class ExitLearning:
 
     def _read(self, numbers: Int64Array, layers: Sequence[int], why: str) -> _ReadRows:
         # The rows with these numbers, read in full, with what these layers show; those that fit the memory.
-        requests = self._requests(np.sort(numbers))
-        if not requests:
+        questions = self._questions(np.sort(numbers))
+        if not questions:
             return _ReadRows([], [], 0)
         if not self.job.settings.quiet:
-            log.info(f"{len(requests):,} rows are read in full first, {why}")
-        plan = plan_requests(requests, self.engine.limits, self.job.settings.schedule)
-        treatment = Treatment(EarlyExits(observed=tuple(layers)), thinning=thinning_of(dict(enumerate(requests))))
+            log.info(f"{len(questions):,} rows are read in full first, {why}")
+        plan = plan_questions(questions, self.engine.limits, self.job.settings.schedule)
+        treatment = Treatment(EarlyExits(observed=tuple(layers)), thinning=thinning_of(dict(enumerate(questions))))
         sets = self.job.labels.sets
         found: dict[int, Answer] = {}
         for answers in self.engine.answer_all(
-            plan.packs, lambda i: sets[requests[i].prompt.labels], self.job.tick, treatment
+            plan.packs, lambda i: sets[questions[i].prompt.labels], self.job.tick, treatment
         ):
             found |= {answer.prompt: answer for answer in answers if answer.failure is None}
         answered = sorted(found)
-        own = [requests[number] for number in answered]
+        own = [questions[number] for number in answered]
         return _ReadRows(own, [found[number] for number in answered], plan.unique_tokens)
 
     @property
@@ -713,7 +713,7 @@ class ExitLearning:
         source = self.job.source
         return source.selection().within(0, source.count())
 
-    def _requests(self, numbers: Int64Array) -> list[Request]:
+    def _questions(self, numbers: Int64Array) -> list[Question]:
         # How the model reads the rows with these numbers, ascending.
         again = Opening(self.job.settings)  # the job's own source is being read
         again.open_source()
@@ -726,5 +726,5 @@ class ExitLearning:
                 self.job.tick(0.0)
         finally:
             builder.close()
-        requests, _ = self.job.requests(prompts, self.job.tick)
-        return [request for request in requests if len(request.tokens) <= self.engine.limits.max_tokens]
+        questions, _ = self.job.questions(prompts, self.job.tick)
+        return [question for question in questions if len(question.tokens) <= self.engine.limits.max_tokens]

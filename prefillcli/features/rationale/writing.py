@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field
 
-from prefillcli.core.further import Choice, Further, Question, WantedRow, first_rows
-from prefillcli.core.request import Request, scored_row
 from prefillcli.data.output.columns import Groups
+from prefillcli.core.further import Choice, Further, WantedRow, first_rows
+from prefillcli.core.question import Question, scored_row
 from prefillcli.data.prompts.templates import Beginnings, rationale_texts
 from prefillcli.data.rows import FULL, Rationale, ScoredRow, Window, id_texts
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Speculation, Writing
@@ -29,13 +29,13 @@ class WritablePrompt:
     """A prompt that may be written on: how it is read, what makes its noise, and what stands behind it, by the label
     that it gets."""
 
-    request: Request
+    question: Question
     key: str
     words: tuple[tuple[int, ...], ...]
 
     def beginning(self, label: int) -> Beginning:
         """The beginning of the text behind the prompt when this label is its answer."""
-        return Beginning(self.request.tokens, self.words[label], self.key, self.request.positions)
+        return Beginning(self.question.tokens, self.words[label], self.key, self.question.positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class ChosenByScores:
 
     def wanted(self, answers: Sequence[Answer]) -> Mapping[int, Beginning]:
         scored = {
-            answer.prompt: scored_row(self.candidates[answer.prompt].request, answer)
+            answer.prompt: scored_row(self.candidates[answer.prompt].question, answer)
             for answer in answers
             if answer.prompt in self.candidates
         }
@@ -68,7 +68,7 @@ class ChosenByScores:
 
     def of(self, prompts: Collection[int]) -> ChosenByScores:
         own = {prompt: each for prompt, each in self.candidates.items() if prompt in prompts}
-        return replace(self, candidates=own, window=self.window.only(each.request.prompt for each in own.values()))
+        return replace(self, candidates=own, window=self.window.only(each.question.prompt for each in own.values()))
 
 
 class Rationales(Further):
@@ -79,48 +79,48 @@ class Rationales(Further):
         self._words = Beginnings(opening.opened.tokenizer, opening.labels, texts)
         self._id_column: str | None = opening.settings.id_column
 
-    def continuations(self, window: Window, requests: Mapping[int, Request]) -> ChosenByScores:
-        candidates = {number: self._writable(window, request) for number, request in requests.items()}
-        part = window.only((request.prompt for request in requests.values()), self._choice.columns)
+    def continuations(self, window: Window, questions: Mapping[int, Question]) -> ChosenByScores:
+        candidates = {number: self._writable(window, question) for number, question in questions.items()}
+        part = window.only((question.prompt for question in questions.values()), self._choice.columns)
         return ChosenByScores(self._writing, self._choice, candidates, part)
 
     def scored(self, row: WantedRow, answer: Answer) -> None:
         if answer.continuation is not None:
-            self._take(row, row.request, answer.continuation)
+            self._take(row, row.question, answer.continuation)
 
     def lacks(self, row: ScoredRow) -> bool:
         return row.rationale is None
 
     def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Question]:
         # Tokens that the model's own layers leave behind in a row are read as well to write about it.
-        request = row.request if row.request.thinning is None else Request(row.request.prompt)
-        if limits.kept_size(len(request.tokens), 1) > limits.kept_tokens:
-            self._take(row, request, UNREAD)
+        question = row.question if row.question.thinning is None else Question(row.question.prompt)
+        if limits.kept_size(len(question.tokens), 1) > limits.kept_tokens:
+            self._take(row, question, UNREAD)
             return ()
 
         def take(answer: Answer | None) -> None:
-            self._take(row, request, FAILED if answer is None else answer.continuation or UNREAD)
+            self._take(row, question, FAILED if answer is None else answer.continuation or UNREAD)
 
-        beginning = self._writable(window, request).beginning(row.label)
-        return [Question(request, take, (self._writing, beginning))]
+        beginning = self._writable(window, question).beginning(row.label)
+        return [replace(question, text=(self._writing, beginning), take=take)]
 
-    def _take(self, row: WantedRow, request: Request, written: Continuation) -> None:
-        # Give the row a text that was written behind a request.
+    def _take(self, row: WantedRow, question: Question, written: Continuation) -> None:
+        # Give the row a text that was written behind a question.
         text = None
         if written.finish_reason in ("stop", "length"):
-            text = self._words.text(self._words.tokens(request.prompt.labels, row.label), written.tokens)
+            text = self._words.text(self._words.tokens(question.prompt.labels, row.label), written.tokens)
         row.scored.rationale = Rationale(
             text=text,
             tokens=len(written.tokens),
             finish_reason=written.finish_reason,
             gap=written.gap,
-            source=FULL if request.kept is None else request.method,
+            source=FULL if question.kept is None else question.method,
         )
 
-    def _writable(self, window: Window, request: Request) -> WritablePrompt:
-        prompt = request.prompt
+    def _writable(self, window: Window, question: Question) -> WritablePrompt:
+        prompt = question.prompt
         words = tuple(self._words.tokens(prompt.labels, label) for label in range(len(self._choice.schema.labels)))
-        return WritablePrompt(request, self._key(window, prompt.row), words)
+        return WritablePrompt(question, self._key(window, prompt.row), words)
 
     def _key(self, window: Window, row: int) -> str:
         # A row's id, so that its text is the same wherever the row stands; else its number.

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prefillcli.core.feature import Feature
-from prefillcli.core.request import plan_requests
+from prefillcli.core.question import plan_questions
 from prefillcli.decode.continuations import DecodingReport, sum_of
 from prefillcli.engines.base import PLAIN, Answer, LabelTokens, PoolUse, Treatment, WeightsReport, WorkerReport
 from prefillcli.engines.memory_plan import Measured
@@ -551,7 +551,7 @@ class Pool:
         self.add([self._question(asked, each) for each in group] for group in groups_of(free))
 
     def _question(self, asked: Asked, each: FreePack, losses: int = 0) -> Item:
-        pack, requests = each.pack, asked.work.requests
+        pack, questions = each.pack, asked.work.questions
 
         def took(outcome: Outcome) -> None:
             if outcome.tokens:
@@ -566,7 +566,7 @@ class Pool:
                 self._ask_one_by_one(asked, pack)
 
         task = answer_task(
-            each, lambda prompt: asked.label_sets[requests[prompt].prompt.labels], asked.work.treatment(pack)
+            each, lambda prompt: asked.label_sets[questions[prompt].prompt.labels], asked.work.treatment(pack)
         )
         return Item(task, self._cost(Plan([pack], 0)), took, partial(asked.begun, pack), losses)
 
@@ -574,7 +574,7 @@ class Pool:
         """Ask for each row of a pack alone: then a row that ends workers does no harm to the others."""
         asked.split(pack, len(pack.prompts))
         for prompt in pack.prompts:
-            (alone,) = self.numbered(plan_requests([asked.work.requests[prompt]], self.limits).packs)
+            (alone,) = self.numbered(plan_questions([asked.work.questions[prompt]], self.limits).packs)
             free = FreePack(replace(alone, reads=[(alone.reads[0][0], (prompt,))]))
             self.add([[self._question(asked, free, MOST_LOSSES - 1)]])
 

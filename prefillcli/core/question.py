@@ -29,6 +29,7 @@ from prefillcli.plan.plan import Plan, make_plan, marked_positions
 from prefillcli.plan.trie import TokenArray, token_order
 
 if TYPE_CHECKING:
+    from prefillcli.decode.continuations import Beginning, Writing
     from prefillcli.prefill.walk import ThinningRule
 
 Tick = Callable[[float], None]
@@ -53,8 +54,8 @@ class Thinning(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """How the target reads a prompt.
+class Question:
+    """A prompt that the target is asked about, and how it reads that.
 
     `kept` are the indices of the tokens it reads, ascending, which are their positions too; None: all of them. With a
     `thinning` it reads all at first. `method` is what the output says: `full`, the name of a picker, or `fallback:`
@@ -67,6 +68,10 @@ class Request:
     pick_seconds: float = 0.0
     """The prompt's share of the time that picking took."""
     thinning: Thinning | None = None
+    text: tuple[Writing, Beginning] | None = None
+    """The prompt is written on, with a text that begins so."""
+    take: Callable[[Answer | None], None] | None = None
+    """Of a question about a scored row, it gets the answer; None where there is none."""
 
     @property
     def tokens(self) -> Int32Array:
@@ -90,8 +95,8 @@ class Request:
         return tokens if self.thinning is None else self.thinning.most_kept(tokens)
 
 
-def plan_requests(
-    requests: Sequence[Request],
+def plan_questions(
+    questions: Sequence[Question],
     limits: Limits,
     schedule: str = "prefix-tree",
     *,
@@ -103,63 +108,64 @@ def plan_requests(
     Where the target drops tokens itself, nothing is held from pack to pack: its last layers have no K,V of a whole
     prefix.
     """
-    if any(request.thinning is not None for request in requests):
-        return _joined(requests, limits, schedule)
+    if any(question.thinning is not None for question in questions):
+        return _joined(questions, limits, schedule)
     return make_plan(
-        [request.tokens for request in requests],
+        [question.tokens for question in questions],
         limits,
         schedule,
-        planned_positions(requests, limits),
-        variants=planned_variants(requests),
+        planned_positions(questions, limits),
+        variants=planned_variants(questions),
         carried=carried,
         block_tokens=block_tokens,
     )
 
 
-def planned_positions(requests: Sequence[Request], limits: Limits) -> list[TokenArray | None]:
-    """The positions that each request's tokens are planned with."""
-    return [marked_positions(each.positions, len(each.tokens), limits.switch) for each in requests]
+def planned_positions(questions: Sequence[Question], limits: Limits) -> list[TokenArray | None]:
+    """The positions that each question's tokens are planned with."""
+    return [marked_positions(each.positions, len(each.tokens), limits.switch) for each in questions]
 
 
-def planned_variants(requests: Sequence[Request]) -> list[str | None]:
-    """The variants that read the requests."""
-    return [each.prompt.variant for each in requests]
+def planned_variants(questions: Sequence[Question]) -> list[str | None]:
+    """The variants that read the questions."""
+    return [each.prompt.variant for each in questions]
 
 
-def thinning_of(requests: Mapping[int, Request]) -> ThinningRule | None:
-    """The rule by which the model leaves tokens of these requests behind, if of any; by their numbers in a plan."""
-    own = {number: each.thinning for number, each in requests.items() if each.thinning is not None}
+def thinning_of(questions: Mapping[int, Question]) -> ThinningRule | None:
+    """The rule by which the model leaves tokens of these questions behind, if of any; by their numbers in a plan."""
+    own = {number: each.thinning for number, each in questions.items() if each.thinning is not None}
     return next(iter(own.values())).rule(own) if own else None
 
 
-def method_of(request: Request, answer: Answer) -> str:
-    """How the target has read a prompt: the request's method, unless it was to drop tokens itself and dropped none."""
+def method_of(question: Question, answer: Answer) -> str:
+    """How the target has read a prompt: by the question's method, unless it was to drop tokens itself and dropped
+    none."""
     thinned = answer.thinned
-    if request.thinning is None or (thinned is not None and len(thinned.kept) < len(request.tokens)):
-        return request.method
+    if question.thinning is None or (thinned is not None and len(thinned.kept) < len(question.tokens)):
+        return question.method
     return FULL if thinned is None or thinned.reason is None else FALLBACK + thinned.reason
 
 
-def kept_tokens(request: Request, answer: Answer) -> int:
+def kept_tokens(question: Question, answer: Answer) -> int:
     """How many tokens of a prompt went through all layers."""
-    return len(request.tokens) if answer.thinned is None else len(answer.thinned.kept)
+    return len(question.tokens) if answer.thinned is None else len(answer.thinned.kept)
 
 
-def answer_requests(
+def answer_questions(
     engine: PlanEngine,
-    requests: Sequence[Request],
+    questions: Sequence[Question],
     labels: Sequence[LabelTokens],
     tick: Tick = lambda tokens: None,
     schedule: str = "prefix-tree",
     treatment: Treatment = PLAIN,
 ) -> list[Answer]:
-    """The engine's answer to each request; arguments as in `answer`; `treatment` as in `Engine.answer`."""
+    """The engine's answer to each question; arguments as in `answer`; `treatment` as in `Engine.answer`."""
     found: dict[int, Answer] = {}
-    plan = plan_requests(requests, engine.limits, schedule)
-    treatment = replace(treatment, thinning=thinning_of(dict(enumerate(requests))))
-    for answers in engine.answer_all(plan.packs, lambda i: labels[requests[i].prompt.labels], tick, treatment):
+    plan = plan_questions(questions, engine.limits, schedule)
+    treatment = replace(treatment, thinning=thinning_of(dict(enumerate(questions))))
+    for answers in engine.answer_all(plan.packs, lambda i: labels[questions[i].prompt.labels], tick, treatment):
         found |= {each.prompt: each for each in require_answered(answers)}
-    return [found[number] for number in range(len(requests))]
+    return [found[number] for number in range(len(questions))]
 
 
 def require_answered(answers: Sequence[Answer]) -> Sequence[Answer]:
@@ -172,27 +178,27 @@ def require_answered(answers: Sequence[Answer]) -> Sequence[Answer]:
 
 def answer(
     engine: PlanEngine,
-    requests: Sequence[Request],
+    questions: Sequence[Question],
     labels: Sequence[LabelTokens],
     tick: Tick = lambda tokens: None,
     schedule: str = "prefix-tree",
 ) -> npt.NDArray[np.float64]:
-    """Label log-probabilities, float64 [requests, labels]; `labels` are `Labels.sets`, which the prompts refer to.
+    """Label log-probabilities, float64 [questions, labels]; `labels` are `Labels.sets`, which the prompts refer to.
 
     `tick` as in `Engine.answer`. Raises ResourceError if the engine cannot go on.
     """
-    return np.stack([each.logprobs for each in answer_requests(engine, requests, labels, tick, schedule)])
+    return np.stack([each.logprobs for each in answer_questions(engine, questions, labels, tick, schedule)])
 
 
-def _joined(requests: Sequence[Request], limits: Limits, schedule: str) -> Plan:
+def _joined(questions: Sequence[Question], limits: Limits, schedule: str) -> Plan:
     """One plan after the other: those of the groups that share no pack."""
     packs: list[Pack] = []
     unique = 0
     limits = replace(limits, held_tokens=0)
-    for group, own in _groups(requests, limits):
-        some = [requests[number] for number in group]
+    for group, own in _groups(questions, limits):
+        some = [questions[number] for number in group]
         plan = make_plan(
-            [request.tokens for request in some],
+            [question.tokens for question in some],
             own,
             schedule,
             planned_positions(some, limits),
@@ -205,49 +211,49 @@ def _joined(requests: Sequence[Request], limits: Limits, schedule: str) -> Plan:
     return Plan(packs, unique)
 
 
-def _groups(requests: Sequence[Request], limits: Limits) -> Iterator[tuple[list[int], Limits]]:
-    """Numbers of requests that may share packs, and the limits of these.
+def _groups(questions: Sequence[Question], limits: Limits) -> Iterator[tuple[list[int], Limits]]:
+    """Numbers of questions that may share packs, and the limits of these.
 
     A prompt that is read both ways is in two groups: one pack computes a prompt once. Where each row chooses for
     itself, rows of another rate, or without one, are apart too; shared tokens are then there for each of them in the
     last layers, and their groups are so small that it fits.
     """
-    thinned = {request.prompt.row for request in requests if request.thinning is not None}
-    twins = [n for n, each in enumerate(requests) if each.thinning is None and each.prompt.row in thinned]
+    thinned = {question.prompt.row for question in questions if question.thinning is not None}
+    twins = [n for n, each in enumerate(questions) if each.thinning is None and each.prompt.row in thinned]
     apart = set(twins)
-    ordinary = [number for number in range(len(requests)) if number not in apart]
-    if not any(each.thinning is not None and each.thinning.alone for each in requests):
+    ordinary = [number for number in range(len(questions)) if number not in apart]
+    if not any(each.thinning is not None and each.thinning.alone for each in questions):
         yield ordinary, limits
     else:
         rates: dict[float | None, list[int]] = {}
         for number in ordinary:
-            own = requests[number].thinning
+            own = questions[number].thinning
             rates.setdefault(None if own is None else own.keep, []).append(number)
         for rate, numbers in rates.items():
-            yield from [(numbers, limits)] if rate is None else _small_groups(requests, numbers, limits)
+            yield from [(numbers, limits)] if rate is None else _small_groups(questions, numbers, limits)
     if twins:
         yield twins, limits
 
 
 def _small_groups(
-    requests: Sequence[Request], numbers: Sequence[int], limits: Limits
+    questions: Sequence[Question], numbers: Sequence[int], limits: Limits
 ) -> Iterator[tuple[list[int], Limits]]:
-    """Groups of requests whose tokens fit half of the memory before they are thinned, and the other half after it,
+    """Groups of questions whose tokens fit half of the memory before they are thinned, and the other half after it,
     where each has its own; those too long for that one by one. Those that begin alike are together."""
     half = limits.max_tokens // 2
     small = replace(limits, tokens=min(limits.tokens, half), max_tokens=half)
     group: list[int] = []
     kept = 0
-    for at in token_order([requests[number].tokens for number in numbers]):
-        request = requests[numbers[at]]
-        if len(request.tokens) > half:
+    for at in token_order([questions[number].tokens for number in numbers]):
+        question = questions[numbers[at]]
+        if len(question.tokens) > half:
             yield [numbers[at]], limits
             continue
-        if group and kept + request.most_kept > half:
+        if group and kept + question.most_kept > half:
             yield sorted(group), small
             group, kept = [], 0
         group.append(numbers[at])
-        kept += request.most_kept
+        kept += question.most_kept
     if group:
         yield sorted(group), small
 
@@ -287,7 +293,7 @@ def draw(candidates: Sequence[int], count: int, number: int) -> list[int]:
     return [candidates[at] for at in sorted(order.tolist())]
 
 
-def scored_row(request: Request, answer: Answer, *, audited: bool = False) -> ScoredRow:
+def scored_row(question: Question, answer: Answer, *, audited: bool = False) -> ScoredRow:
     """A row scored by an answer. An `audited` one has the result that an exit would have given, and that of the full
     read."""
     logprobs, layer, audit = answer.logprobs, answer.exit_layer, None
@@ -296,13 +302,13 @@ def scored_row(request: Request, answer: Answer, *, audited: bool = False) -> Sc
         if answer.early is not None:
             layer, logprobs = answer.early
     return ScoredRow(
-        row=request.prompt.row,
+        row=question.prompt.row,
         logprobs=logprobs,
         shared_tokens=answer.shared_tokens,
         computed_tokens=answer.computed_tokens,
-        kept_tokens=kept_tokens(request, answer),
-        seconds=answer.seconds + request.pick_seconds,
-        method=method_of(request, answer) if layer is None else early_exit_method(method_of(request, answer)),
+        kept_tokens=kept_tokens(question, answer),
+        seconds=answer.seconds + question.pick_seconds,
+        method=method_of(question, answer) if layer is None else early_exit_method(method_of(question, answer)),
         exit_layer=None if layer is None else layer + 1,
         audit=audit,
     )
