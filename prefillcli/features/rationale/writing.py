@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field
 
-from prefillcli.data.output.columns import Groups
 from prefillcli.core.further import Choice, Further, WantedRow, first_rows
 from prefillcli.core.question import Question, scored_row
+from prefillcli.data.output.columns import Groups
 from prefillcli.data.prompts.templates import Beginnings, rationale_texts
 from prefillcli.data.rows import FULL, Rationale, ScoredRow, Window, id_texts
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Speculation, Writing
