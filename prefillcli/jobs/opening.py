@@ -13,7 +13,7 @@ from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.templates import RowTemplate
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Prompt, Window
-from prefillcli.data.windows import Prefetcher, windows
+from prefillcli.data.windows import Prefetcher, WindowSize, windows
 from prefillcli.errors import UsageError, without_secrets
 from prefillcli.models.files import sample_model
 from prefillcli.models.open import Opened, answer_labels, local_model
@@ -152,6 +152,13 @@ class Opening:
         choice.setdefault("id_column", getattr(self.settings, "id_column", None))
         coming = windows(self.source, self.builder, self.labels, **choice)
         return Prefetcher(coming if change is None else map(change, coming), cancel=cancel)
+
+    def check_first_rows(self) -> None:
+        """Raise what the first rows of the input would raise, before anything takes time."""
+        with self.windows(size=WindowSize(rows=1)) as first:
+            for window in first:
+                self.labels.check(window)
+                break
 
     def schema(self) -> OutputSchema:
         """The columns of the output."""

@@ -6,7 +6,6 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
-from prefillcli.data.windows import WindowSize
 from prefillcli.errors import require_known, without_secrets
 from prefillcli.forecast.profile import MODES, CompletionModel, ModeResult, Profile
 from prefillcli.forecast.survey import Alternatives, Survey, survey_section
@@ -48,10 +47,7 @@ def _open_input(settings: ProfileSettings) -> Opening:
     opening = Opening(settings)
     opening.open_source()
     opening.open_models()
-    with opening.windows(size=WindowSize(1)) as first:
-        for window in first:
-            opening.labels.check(window)
-            break
+    opening.check_first_rows()
     return opening
 
 
