@@ -57,11 +57,11 @@ def table_lines(material: Material, methods: Sequence[Contender], rounds: int) -
     yield "| " + " | ".join(HEADER) + " |"
     yield "| " + " | ".join("---" for _ in HEADER) + " |"
     for name, run in runs.items():
-        own, rows = shares[name], len(run.requests)
+        own, rows = shares[name], len(run.questions)
         gains = [first / second for first, second in zip(seconds[REFERENCE], seconds[name], strict=True)]
         least, most = costs[REFERENCE], costs[name]
         flips = int((own.argmax(axis=1) != full.argmax(axis=1)).sum())
-        kept = sum(len(each.tokens) for each in run.requests) / sum(len(each.prompt.tokens) for each in run.requests)
+        kept = sum(len(each.tokens) for each in run.questions) / sum(len(each.prompt.tokens) for each in run.questions)
         cells = [
             name,
             f"{kept:.1%}",

@@ -124,8 +124,8 @@ def test_the_first_runs_of_all_rates_share_what_the_draft_found(stage: tuple[Equ
     assert first.reused_seconds == 0.0 < second.reused_seconds
     assert second.draft_tokens == first.draft_tokens > 0  # its cost has them, though nothing was computed again
     alone = large.run(material.prompts)
-    assert [request.positions.tolist() for request in second.requests] == [
-        request.positions.tolist() for request in alone.requests
+    assert [question.positions.tolist() for question in second.questions] == [
+        question.positions.tolist() for question in alone.questions
     ]
     np.testing.assert_array_equal(second.logprobs, alone.logprobs)
 
@@ -145,8 +145,8 @@ def test_predictions_are_the_formulas(stage: tuple[Equipment, Material], result:
     lengths = [len(prompt.tokens) for prompt in material.prompts]
     found = by_name["specprefill@0.3"]
     assert found.predicted.ratio == pytest.approx(ratio_speedup(target, draft, round(np.mean(lengths)), 0.3))
-    requests = Compressed(equipment, compressor_in(equipment, "specprefill"), 0.3).run(material.prompts).requests
-    kept = [len(reading.tokens) for reading in requests]
+    questions = Compressed(equipment, compressor_in(equipment, "specprefill"), 0.3).run(material.prompts).questions
+    kept = [len(reading.tokens) for reading in questions]
     whole, part, small = (
         sum(table5(config, n).total for n in counts)
         for config, counts in ((target, lengths), (target, kept), (draft, lengths))

@@ -76,7 +76,7 @@ def test_where_all_rows_leave_the_layers_behind_the_exit_are_spared(stage: tuple
     assert early.exits.left == {"2": ROWS}
     assert early.exits.rows_read == 300
     assert early.exits.layers_saved == pytest.approx(1 - 2 / (3 + 1 / 8))  # of the last of four layers, K,V alone
-    plan = equipment.plan(whole.run(material.prompts).requests)
+    plan = equipment.plan(whole.run(material.prompts).questions)
     everything = walk_flops(equipment.config, plan) + answer_flops(equipment.config, plan)
     assert early.predicted.flops == pytest.approx(full.flops / (everything * 2 / (3 + 1 / 8)))
     assert early.answers.audit.flips == sum(each.flips for each in early.exits.classes)

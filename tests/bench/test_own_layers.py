@@ -54,11 +54,11 @@ def test_one_pass_answers_from_what_its_first_layers_keep(stage: tuple[Equipment
     assert isinstance(found, SelfDrafted)
     run = found.run(material.prompts)
     model = AutoModelForCausalLM.from_pretrained(sample_model(), attn_implementation="eager", dtype=torch.float32)
-    for request, logprobs in zip(run.requests, run.logprobs, strict=True):
-        assert request.method == "self-draft"
-        assert request.kept is not None
-        logits = by_hand(model.eval(), request.prompt.tokens, request.kept, LAYERS - 1).log_softmax(-1)
-        yes = equipment.labels.sets[request.prompt.labels][0]
+    for question, logprobs in zip(run.questions, run.logprobs, strict=True):
+        assert question.method == "self-draft"
+        assert question.kept is not None
+        logits = by_hand(model.eval(), question.prompt.tokens, question.kept, LAYERS - 1).log_softmax(-1)
+        yes = equipment.labels.sets[question.prompt.labels][0]
         assert logprobs[0] == pytest.approx(float(logits[list(yes)].logsumexp(0)), abs=1e-3)
 
 
@@ -68,7 +68,7 @@ def test_its_cost_is_that_of_whole_prompts_and_then_of_what_is_kept(stage: tuple
     run = found.run(material.prompts)
     unshared = max(material.prompts, key=lambda prompt: len(prompt.tokens))
     alone = found.run([unshared])
-    kept = len(alone.requests[0].tokens)
+    kept = len(alone.questions[0].tokens)
     path = Path(sample_model())
     first = operations(path, range(LAYERS), [len(unshared.tokens)])
     # The last layer is computed for one token alone, and K,V for the others: a bound from both sides.
@@ -88,7 +88,7 @@ def test_two_passes_read_what_was_kept_from_the_first_layer_on(stage: tuple[Equi
     assert isinstance(found, Filtered)
     run = found.run(material.prompts)
     assert run.draft_tokens > 0
-    again = np.exp(equipment.walk([run.requests]) - run.logprobs)
+    again = np.exp(equipment.walk([run.questions]) - run.logprobs)
     np.testing.assert_allclose(again, 1.0, rtol=1e-5)
     ratio, _ = found.predictions(run) or (0.0, 0.0)
     assert ratio == pytest.approx(1 / (LAYERS / 4 + KEEP))

@@ -39,7 +39,7 @@ def test_the_drafts_work_is_that_over_its_own_tokens(stage: tuple[Equipment, Mat
     equipment, material = stage
     found = next(each for each in contenders(["specprefill"], *stage) if each.keep == KEEP)
     run = found.run([material.prompts[0]])
-    assert {request.method for request in run.requests} == {"specprefill"}
+    assert {question.method for question in run.questions} == {"specprefill"}
     small = SmallModel(equipment)
     (read,) = small.in_its_tokens(run.drafted)
     words = equipment.opened.draft_tokenizer
@@ -50,7 +50,7 @@ def test_the_drafts_work_is_that_over_its_own_tokens(stage: tuple[Equipment, Mat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(small, "_translator", None)  # as if the model read these tokens too
         assert work == small.flops([read]) < small.flops(run.drafted)
-    whole, kept = (table5(equipment.config, len(each)).total for each in (run.drafted[0], run.requests[0].tokens))
+    whole, kept = (table5(equipment.config, len(each)).total for each in (run.drafted[0], run.questions[0].tokens))
     predicted = found.predictions(run)
     assert predicted is not None
     assert predicted[1] == pytest.approx(whole / (kept + table5(config, len(read)).total))

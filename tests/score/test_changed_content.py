@@ -166,7 +166,7 @@ def test_lines_appended_after_the_fingerprint_are_noticed_before_the_output(
 def test_a_model_that_changes_between_hashing_and_loading_is_noticed(
     own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prefillcli.engines import loader as loading
+    from prefillcli.models import load as loading
 
     write_input()
     load = loading.load_model

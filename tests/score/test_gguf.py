@@ -280,9 +280,9 @@ def hash_of(file: Path) -> str:
 
 def test_a_file_that_changes_while_the_job_runs_is_noticed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = Path(shutil.copy(file, "own.gguf")).absolute()
-    from prefillcli.engines import loader as engine
+    from prefillcli.models import load as loading
 
-    load = engine.load_model
+    load = loading.load_model
 
     def load_then_change(*args: Any, **options: Any) -> Any:
         loaded = load(*args, **options)
@@ -291,7 +291,7 @@ def test_a_file_that_changes_while_the_job_runs_is_noticed(file: Path, monkeypat
         own.write_bytes(data)
         return loaded
 
-    monkeypatch.setattr(engine, "load_model", load_then_change)
+    monkeypatch.setattr(loading, "load_model", load_then_change)
     done = job(own)
     assert done["exit_code"] == 4
     assert "own.gguf changed while the job ran" in done["error"]
