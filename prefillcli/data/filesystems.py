@@ -78,17 +78,17 @@ _outage = threading.Event()
 
 
 class Failure(Enum):
-    """Kinds of failures, by what can be done about them."""
+    """Kinds of failures, by their remedy."""
 
-    PASSING = "passing"  # the store is busy or cannot be reached: the same request may succeed later
-    REFUSED = "refused"  # credentials are missing, wrong or expired, or do not allow it
+    PASSING = "passing"  # the store is busy or out of reach: the same request may succeed later
+    REFUSED = "refused"  # credentials are missing, wrong or expired, or do not allow the request
     MISSING = "missing"  # there is no such object or bucket
     EXISTS = "exists"  # A conditional write met an object that is there already
     OTHER = "other"
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """The kind of what fsspec or the client of a store raised."""
+        """The kind of an exception from fsspec or the client of a store."""
         for each in _causes(error):
             status, code = _answer(each)
             kinds = {kind.__name__ for kind in type(each).__mro__}
@@ -108,16 +108,16 @@ class Failure(Enum):
 
 
 def patiently(request: Callable[[], T]) -> T:
-    """The result of a request that may be sent more than once; it is sent again while its failures are passing.
+    """The result of a request that may be sent more than once: it is sent again as long as its failures are temporary.
 
-    No try begins later than `PATIENCE` seconds after the first one, so the waiting of clients that try again by
-    themselves adds to it once. After a store was waited for in vain, requests are sent once until one succeeds: what
-    follows an outage, such as the report of a failed run, does not wait for it again. Raises what the last try raised.
+    No try begins later than `PATIENCE` seconds after the first one, so clients that retry by themselves add their
+    waiting only once. After waiting for a store in vain, requests are sent once until one succeeds: the steps after an
+    outage, such as the report of a failed run, do not wait for it again. Raises the error of the last try.
     """
     patience = 0.0 if _outage.is_set() else _patience.get()
     began, wait = monotonic(), _FIRST_WAIT
     while True:
-        pause = wait * random.uniform(0.5, 1)  # half of it at random, so that many runs do not come at once
+        pause = wait * random.uniform(0.5, 1)  # random, so that many runs do not retry at once
         try:
             result = request()
         except Exception as error:
@@ -160,7 +160,7 @@ _ADVICE = {
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    # What was raised first comes first: clients translate it into errors that say less.
+    # The original error comes first: clients translate it into errors that say less.
     chain = [error]
     while len(chain) < 10 and (inner := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(inner)
@@ -210,7 +210,7 @@ def filesystem_of(path: str) -> tuple[Any, str]:
         if isinstance(error, ImportError) and extra is not None:
             require_extra(extra, f"cannot open {path}")
             raise UsageError(f"cannot open {path}: {error}") from None
-        from pyarrow import fs  # here, or a recipe that is not there would be told of late
+        from pyarrow import fs  # here, or a missing recipe would be noticed late
 
         try:
             arrow, inner = fs.FileSystem.from_uri(path)
@@ -225,7 +225,7 @@ def filesystem_of(path: str) -> tuple[Any, str]:
 
 
 def _absolute(path: str) -> str:
-    # A whole path; `..` behind a symbolic link leads where the system goes, not back along the name.
+    # An absolute path; `..` after a symbolic link is resolved as the system does it, not along the name.
     whole = re.sub("^//+", "/", os.path.abspath(path))
     if ".." in path.split("/") and os.path.realpath(path) != os.path.realpath(whole):
         return os.path.realpath(path)
@@ -234,7 +234,7 @@ def _absolute(path: str) -> str:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Turn what goes wrong while reading `path` into an error that names it.
+    """Turn errors while reading `path` into one that names it.
 
     Raises UsageError where reading a local file is not allowed, ResourceError where too many files are open, else
     PrefillError.
@@ -260,7 +260,7 @@ def reading(path: str) -> Iterator[None]:
 
 @contextmanager
 def writing(path: str) -> Iterator[None]:
-    """Turn what a disk or an object store raises into an error that names `path`."""
+    """Turn errors of a disk or an object store into one that names `path`."""
     try:
         yield
     except PrefillError:
@@ -284,12 +284,12 @@ _HALF_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/(?!/)")
 
 
 def written_path(path: str, option: str = "--output", *, follow: bool = True) -> str:
-    """The path or URL of a file or folder that `option` names to be written, in the form in which it is used.
+    """The path or URL of a file or folder to write, which `option` names, in the form in which it is used.
 
     A trailing slash stays. `~`, `file://`, doubled slashes and names like `.` are resolved, and with `follow` a local
-    symbolic link is followed to its end, also where nothing is there yet. Raises UsageError for what names no file or
-    folder of its own: nothing, the root of a filesystem or store, or a name that another system or a typing error has
-    made.
+    symbolic link is followed to its end, even if nothing is there yet. Raises UsageError for a text that names no file
+    or folder of its own: an empty one, the root of a filesystem or store, or a name that comes from another system or
+    a typing error.
     """
     if not path.strip() or "\0" in path:
         raise UsageError(f"{option} {path!r}: this names nothing; give a file or folder")
@@ -328,8 +328,9 @@ class Place:
     """The file or folder that a path or URL leads to, under whatever name."""
 
     system: str  # which filesystem it is on: `local`, or the class of a remote one
-    path: str  # on it; of a local one with all symbolic links followed, those that lead nowhere too
-    # Device and inode of what is there: hard links and names in another case share them. None if nothing is.
+    path: str  # on it; on a local one with all symbolic links followed, even those that lead nowhere
+    # Device and inode of the file or folder: hard links and names in another case share them. None if it does not
+    # exist.
     inode: tuple[int, int] | None
 
     @classmethod
@@ -346,8 +347,8 @@ class Place:
         return cls("local", real, (found.st_dev, found.st_ino))
 
     def is_same(self, other: Place) -> bool:
-        """Whether both are one file or folder, or would be: names that differ in case alone may be, where nothing is
-        there that tells."""
+        """Whether both are one file or folder, or would be. Names that differ in case alone count as one if neither
+        exists."""
         if self.system != other.system or self.path == other.path:
             return self.system == other.system
         if self.inode is None and other.inode is None:
@@ -370,8 +371,8 @@ class MissingFileError(UsageError):
 def read_given(option: str, path: str, again: str = "", *, most: int = MOST_BYTES) -> bytes:
     """The bytes, at most `most`, at a local path or URL that an option names.
 
-    A pipe may stand for a file, as in `--recipe <(...)`. Raises MissingFileError where nothing is, and UsageError for
-    a folder or a device, for more bytes, and if it cannot be read; `again` says how such a file is made.
+    A pipe may stand for a file, as in `--recipe <(...)`. Raises MissingFileError if there is no file, and UsageError
+    for a folder or a device, for more bytes, and if it cannot be read; `again` says how such a file is made.
     """
     shown = without_secrets(path)
     try:

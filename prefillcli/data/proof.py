@@ -1,4 +1,4 @@
-"""Proof that files have not changed: contents of an input, fingerprints of a job, seals of what was written."""
+"""Proof that files have not changed: contents of an input, fingerprints of a job, seals of written files."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from prefillcli.data.filesystems import filesystem_of, is_local, patiently, read
 from prefillcli.errors import ContentChangedError, DamagedFileError, PrefillError, UsageError
 from prefillcli.runtime.user_cache import KeptEntries
 
-# A file whose last change is younger could change again without a trace: times move in steps of up to 2 seconds, and
+# A file that changed less than so long ago could change again unnoticed: file times have steps of up to 2 seconds, and
 # the clock of a file server may be a little off.
 SETTLED_NS = 5_000_000_000
 
-# Versions that a store gives in place of a digest, by the names that fsspec's filesystems use.
+# Versions that stores give instead of digests, by their names in fsspec's filesystems.
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "xet_hash", "sha")
 
 
@@ -36,14 +36,14 @@ class Stamp:
     """A version of a file. Equal stamps mean equal content, unless the file was still young: see `settled`."""
 
     size: int  # Bytes
-    # Of a local file device, inode, size and time of modification; else what the store says of the object.
+    # Of a local file: device, inode, size and time of modification; else the store's description of the object.
     identity: tuple[int | str, ...]
-    # When the inode changed, which no program can set; 0 for a remote file. It also changes with name and rights.
+    # When the inode changed: no program can set it, and it also changes with name and rights. 0 for a remote file.
     changed_ns: int = 0
-    version: str | None = None  # what a remote store says in place of a digest: an ETag or a generation
+    version: str | None = None  # a remote store's substitute for a digest: an ETag or a generation
 
     def settled(self, at_ns: int) -> bool:
-        """Whether any change after `at_ns` makes another stamp."""
+        """Whether any change after `at_ns` gives another stamp."""
         return at_ns - self.changed_ns > SETTLED_NS
 
 
@@ -64,7 +64,7 @@ class FoundFile:
 def stamp_of(filesystem: Any, inner: str, *, fresh: bool = False) -> Stamp:
     """The stamp of a file now; `fresh` asks a remote store again, whatever was listed before.
 
-    Raises FileNotFoundError, OSError, or what the client of an object store raises.
+    Raises FileNotFoundError, OSError, or errors of an object store's client.
     """
     if is_local(filesystem):
         status = os.stat(inner)
@@ -89,7 +89,7 @@ MOST = 4096
 class DigestCache:
     """Digests of local files by path and stamp, in `$XDG_CACHE_HOME/prefillcli/digests.json`.
 
-    It is only ever replaced as a whole: of two processes that write at once, the new entries of one are lost, and its
+    The file is always replaced as a whole: if two processes write at once, the new entries of one are lost, and those
     files are read once more. A cache that is damaged, missing or cannot be written counts as empty.
     """
 
@@ -114,7 +114,7 @@ class DigestCache:
         self._new[_key(path, stamp)] = [digest, int(time.time())]
 
     def save(self) -> None:
-        """Add what is new to the file, of which the `most` entries used last stay.
+        """Add new entries to the file, which keeps the `most` entries used last.
 
         Never raises for a folder that cannot be written.
         """
@@ -136,7 +136,7 @@ _THREADS = 4
 class FileContents:
     """A digest of every file, made in background threads, and later whether the files are still the same.
 
-    `what` names them in messages. `find` lists the paths anew, to notice files that come or go.
+    `what` names them in messages. `find` lists the paths again, to notice files that come or go.
     """
 
     def __init__(self, files: Sequence[FoundFile], what: str, find: Callable[[], Sequence[str]]) -> None:
@@ -165,7 +165,7 @@ class FileContents:
                     number, file = todo.popleft()
                 try:
                     self._results[number].set_result(self._known(file, lock))
-                except BaseException as error:  # raised again where the digest is asked for
+                except BaseException as error:  # raised again for whoever asks for the digest
                     self._results[number].set_exception(error)
 
         for _ in range(min(_THREADS, os.cpu_count() or 1, len(self._files))):
@@ -175,8 +175,8 @@ class FileContents:
     def digests(self) -> list[str]:
         """The digests in the order of the files; of a remote file the version that its store gives.
 
-        Waits for them. Raises ContentChangedError if a file is another than when it was found, PrefillError if it
-        cannot be read.
+        Waits for them. Raises ContentChangedError if a file has changed since it was found, PrefillError if it cannot
+        be read.
         """
         if self._digests is None:
             self.begin()
@@ -187,11 +187,11 @@ class FileContents:
         return self._digests
 
     def require_unchanged(self, numbers: Iterable[int] | None = None) -> None:
-        """Raise ContentChangedError unless the files contain what they did when they were found.
+        """Raise ContentChangedError if the files have changed since they were found.
 
-        Of the files with these `numbers`; without them of all, and there must be the same ones. Costs a look at each
-        file's times. Read again are files that were hashed right after a change, and those that were renamed or whose
-        rights changed. Remote files whose store gives neither version nor time are not proven.
+        Checks the files with these `numbers`; without them all files, of which none may have come or gone. Costs a
+        look at each file's times. Files that were hashed right after a change, and those that were renamed or whose
+        rights changed, are read again. Remote files whose store gives neither version nor time are not proven.
         """
         if numbers is None:
             self._require_same_files()
@@ -245,7 +245,7 @@ def changed(path: str, what: str) -> ContentChangedError:
 
 
 def require_same(file: FoundFile) -> None:
-    """Raise ContentChangedError if a local path leads to another file, or version of it, than was found.
+    """Raise ContentChangedError if a local path no longer leads to the file, and the version of it, that was found.
 
     Called right after opening it, this shows that the open file is the one that was found.
     """
@@ -265,9 +265,9 @@ def current(file: FoundFile, what: str) -> Stamp:
 
 
 def content_digest(file: FoundFile, stamp: Stamp, what: str) -> tuple[str, bool]:
-    """The BLAKE3 digest of a file of this stamp, and whether an equal stamp proves it from now on.
+    """The BLAKE3 digest of a file of this stamp, and whether an equal stamp proves the same content from now on.
 
-    Raises ContentChangedError if the file is another one, before or after it was read.
+    Raises ContentChangedError if the file has another stamp, before or after it was read.
     """
     if stamp.version is not None:
         return stamp.version, True
@@ -313,7 +313,7 @@ _TOKENIZER_FILES = (
 
 
 def is_model_file(inner: str) -> bool:
-    """Whether a path below a model's folder is that of a file which would be read with the model."""
+    """Whether a path below a model's folder is that of a file that loading the model would read."""
     patterns = (*_MODEL_FILES, *_TOKENIZER_FILES, "generation_config.json", "*.gguf")
     return any(inner.count("/") == each.count("/") and fnmatchcase(inner, each) for each in patterns)
 
@@ -324,7 +324,8 @@ def hash_value(value: Any) -> str:
 
 
 def hash_model(folder: str | Path) -> str:
-    """Digest of what a model computes: of a folder its configuration, code and weights, or of GGUF files, whole.
+    """Digest of everything that a model computes with: a folder's configuration, code and weights, or whole GGUF
+    files.
 
     Raises UsageError if there is no model.
     """
@@ -332,7 +333,7 @@ def hash_model(folder: str | Path) -> str:
 
 
 class ModelContents:
-    """The files of a model folder or a GGUF model, with their contents as they were when this was made.
+    """The files of a model folder or a GGUF model, with their contents at the time this was made.
 
     Raises UsageError as `gguf_parts` does.
     """
@@ -353,10 +354,10 @@ class ModelContents:
         self._contents.begin()
 
     def model(self) -> str:
-        """Digest of what the model, or an adapter, computes. Raises as `FileContents.digests`, and UsageError for
-        another folder.
+        """Digest of everything that the model, or an adapter, computes with. Raises as `FileContents.digests`, and
+        UsageError for another folder.
 
-        GGUF files are known by their contents alone, wherever they are and whatever they are called.
+        GGUF files are identified by their contents alone, not by place or name.
         """
         if self._gguf:
             return hash_value(["gguf", *self._contents.digests()])
@@ -396,11 +397,11 @@ def _matching(root: Path, patterns: Iterable[str]) -> list[Path]:
 
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
-_PROJECTOR = "mmproj"  # begins the name of the file with the image part of a model, which reads no text
+_PROJECTOR = "mmproj"  # beginning of the name of a file with a model's image part, which reads no text
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """The files of the GGUF model that `path` names, in order; none where it names no such model.
+    """The files of the GGUF model that `path` names, in order; none if it names no such model.
 
     `path` is a file, one part of a model that is split (`-00001-of-00003.gguf`), or a folder without `config.json`
     that holds one model. Raises UsageError where parts are missing, or a folder holds several models.
@@ -451,7 +452,7 @@ UNSEALED = {_KEY: _BLANK}  # metadata of a Parquet file that is to be sealed
 
 
 class Digesting(io.RawIOBase):
-    """A file to write, with the digest of all that was written. Closing it leaves the file open."""
+    """A file to write, with the digest of everything written to it. Closing it leaves the file open."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -511,7 +512,7 @@ def digest_of(file: IO[bytes], *, sealed: bool) -> str:
 
 
 def require_seal(file: IO[bytes]) -> None:
-    """Raise DamagedFileError unless a Parquet file is as it was sealed."""
+    """Raise DamagedFileError if a Parquet file has changed since it was sealed."""
     if seal_of(file) != digest_of(file, sealed=True):
         raise DamagedFileError("its bytes are not those that were written")
 
@@ -528,7 +529,8 @@ def sealed_text(text: str) -> str:
 
 
 def take_checksum(content: dict[str, Any]) -> bool | None:
-    """Take the checksum out of what JSON holds. Gives whether it is that of the rest; None where there was none."""
+    """Take the checksum out of the content of JSON. Returns whether it is that of the rest; None without a
+    checksum."""
     checksum = content.pop("checksum", None)
     return None if checksum is None else bool(checksum == _checksum(content))
 

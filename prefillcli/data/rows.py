@@ -1,8 +1,8 @@
 """The records that flow through a job: batches of rows, prompts, windows of prompts, and scored rows.
 
-And how values of Arrow columns become Python values and JSON texts, and columns become batches.
+Also how values of Arrow columns become Python values and JSON texts, and columns become batches.
 
-The column `method` says of a row how its prompt was read, and whether it left before the last layer. A method is
+The column `method` says how a row's prompt was read, and whether it left before the last layer. A method is
 `full`, that of a picker (`specprefill`, ...), or `fallback:` and a reason. A row that left early has `early-exit`
 instead of `full`, and `+early-exit` behind any other method: a picker's row stays one of that picker.
 """
@@ -36,7 +36,7 @@ class ErrorCode(StrEnum):
     """Why a row has no score: a stable code, its meaning, and whether it counts as an error."""
 
     meaning: str
-    is_error: bool  # false for what the user decided: such a row is in no error rate
+    is_error: bool  # false if the user decided so: such a row counts in no error rate
 
     def __new__(cls, code: str, meaning: str, is_error: bool = True) -> ErrorCode:
         member = str.__new__(cls, code)
@@ -85,7 +85,8 @@ SKIPPED_CODES = frozenset(code for code in ErrorCode if not code.is_error)
 
 
 def is_error(code: str | None) -> bool:
-    """Whether a row with this in its column `error` is an error row, neither scored nor left out as the user asked."""
+    """Whether a row with this value in its column `error` is an error row: neither scored nor left out as the user
+    asked."""
     return code is not None and code not in SKIPPED_CODES
 
 
@@ -112,7 +113,7 @@ class RowBatch:
     # Id and kept columns [rows]. From JSON Lines every one is JSON text (string, null for null).
     carried: pa.Table
     errors: dict[int, RowError]  # rows that could not be read, by row number
-    nbytes: int  # size in bytes of what was read for these rows
+    nbytes: int  # bytes read for these rows
 
     def only(self, positions: Int64Array) -> RowBatch:
         """The rows at these positions, ascending."""
@@ -138,11 +139,11 @@ class Prompt:
     labels: int  # index into `Labels.sets`: the label tokens that may follow this prompt
     truncated: bool = False
     keep: float | None = None  # the row's own keep rate
-    specprefill: bool | None = None  # whether the row is to be compressed, where it says so
+    specprefill: bool | None = None  # the row's own choice of whether it is compressed
     variant: str | None = None  # the variant of the model that reads it; None: the model itself
-    # The row's values that it was made of, where sections of it may be left out.
+    # The row's values from which it was made, where sections of it may be left out.
     made_of: dict[str, Any] | None = None
-    # The digest of all that the row's results follow from, where a later job may take them over.
+    # The digest of everything that the row's results depend on, where a later job may take them over.
     digest: bytes | None = None
 
 
@@ -159,11 +160,11 @@ class Window:
     whole_rows: Int64Array | None = None
 
     def place(self, row: int) -> int:
-        """Where a row of the window stands in it."""
+        """The place of a row in the window."""
         return int(np.searchsorted(self.rows, row))
 
     def only(self, prompts: Iterable[Prompt], columns: Collection[str] | None = None) -> Window:
-        """The window with the rows of these prompts alone, and of its carried columns those named; None: all."""
+        """The window with only the rows of these prompts, and with these of its carried columns; None: all."""
         own = sorted(prompts, key=lambda prompt: prompt.row)
         rows = np.array([prompt.row for prompt in own], np.int64)
         carried = self.carried
@@ -175,10 +176,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Rationale:
-    """What the model has written behind a row's prompt and its answer.
+    """The text that the model has written after a row's prompt and its answer.
 
-    `text` is None where nothing was written. `source` says what the text was written from: `full` for the whole
-    prompt, else the row's method. `gap` is the smallest difference between the two best tokens.
+    `text` is None where nothing was written. `source` names the prompt that it was written from: `full` for the whole
+    one, else the row's method. `gap` is the smallest difference between the two best tokens.
     """
 
     text: str | None
@@ -189,7 +190,7 @@ class Rationale:
 
 
 class SectionEffect(NamedTuple):
-    """The contribution of a section of a prompt: by how much the probability of the first label falls without it."""
+    """The contribution of a section of a prompt: the fall of the first label's probability without it."""
 
     section: str
     change: float
@@ -207,12 +208,12 @@ class ScoredRow:
     computed_tokens: int
     kept_tokens: int
     seconds: float
-    method: str = "full"  # how the row was read: the comment on methods below says which there are
+    method: str = "full"  # how the row was read: see the top of this module
     # For a row of the audit: the `logprobs` after the whole prompt and the last layer. In a job with exits each row
     # of the audit has them, whether or not it would leave.
     audit: Float64Array | None = None
-    # The layers that the row went through, the first of which is 1; None if it was read to the end. Of a row of the
-    # audit: where its `logprobs` are from.
+    # The number of the last layer that the row went through, from 1; None if it was read to the end. For a row of the
+    # audit: the layer that gave its `logprobs`.
     exit_layer: int | None = None
     rationale: Rationale | None = None  # of a row that is written about
     # Of a row whose sections are weighed, the largest change first.
@@ -233,7 +234,7 @@ def reading_method(method: str) -> str:
     return FULL if method == EARLY_EXIT else method.removesuffix(_LEFT)
 
 
-# What a method begins with where a prompt that was to be compressed was read in full; a reason follows.
+# The beginning of the method of a prompt that was read in full instead of compressed; a reason follows.
 FALLBACK = "fallback:"
 
 
@@ -254,7 +255,7 @@ _ELEMENT_BYTES = 8  # an empty element of a list takes memory too
 
 
 def python_values(array: pa.Array) -> tuple[list[Any], dict[int, str]]:
-    """The values of a column [rows], and by position what is wrong with the texts that are not valid UTF-8.
+    """The values of a column [rows], and by position the faults of texts that are not valid UTF-8.
 
     Bytes count as text. A list of integers without nulls comes as an integer array. Equal entries of a
     dictionary share one Python object, so a long text repeated over rows is held once.
@@ -337,7 +338,7 @@ def _nanoseconds(scalar: pa.Scalar) -> str:
 
 
 def text_of(json_text: str) -> str:
-    """A value carried from JSON Lines as a column of text has it: a string as it is, all else as JSON."""
+    """A value carried from JSON Lines as it stands in a column of text: a string as it is, all else as JSON."""
     return str(json.loads(json_text)) if json_text.startswith('"') else json_text
 
 
@@ -399,7 +400,7 @@ def _plain_field(field: pa.Field) -> pa.Field:
 
 
 def plain_column(array: pa.Array, kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
-    """A carried column as `kind`, and by position what was wrong with texts that are not valid UTF-8.
+    """A carried column as `kind`, and by position the faults of texts that are not valid UTF-8.
 
     In those texts the bad bytes are replaced by U+FFFD; a nested value with a bad text becomes null.
     """
@@ -517,7 +518,7 @@ class Selection:
 
     @property
     def end(self) -> int | None:
-        """Row number from which on nothing is read; None if all rows are."""
+        """Row number from which nothing more is read; None if all rows are read."""
         if self.chosen is not None:
             return int(self.chosen[-1]) + 1 if len(self.chosen) else 0
         return self.limit
@@ -544,7 +545,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Which rows the user asked for: all, the first `limit`, or of these `sample` drawn at random."""
+    """The rows that the user asked for: all, the first `limit`, or `sample` of these drawn at random."""
 
     limit: int | None = None
     sample: int | None = None
@@ -556,7 +557,7 @@ class ColumnChoice:
     """The columns that are read."""
 
     columns: tuple[str, ...]  # those that the prompt needs
-    optional: tuple[str, ...]  # those that are read where they are there: on some lines, in some files
+    optional: tuple[str, ...]  # those that are read where they exist: on some lines, in some files
     carried: pa.Schema  # id and kept columns; from JSON Lines every one is a string that holds JSON
 
     @property
@@ -595,8 +596,8 @@ def row_batches(
 ) -> Iterator[RowBatch]:
     """The selected rows of `piece`, whose first row has the number `start`, in batches of about `BATCH_BYTES`.
 
-    `columns` become Python values, those of the schema `carried` stay in Arrow. With `unopened`
-    nothing of the piece was read, and its rows have this error; so have rows of more than `max_row_bytes` theirs.
+    `columns` become Python values, those of the schema `carried` stay in Arrow. With `unopened` nothing of the piece
+    was read, and its rows have this error. Rows of more than `max_row_bytes` have an error of their own.
     """
     rows = selection.within(start, start + piece.num_rows)
     if len(rows) == 0:
@@ -662,7 +663,7 @@ def _row_batch(
         column, bad = plain_column(piece.column(field.name), field.type)
         note(field.name, bad)
         kept.append(column)
-    # A table without columns has no rows of its own: it takes them from one that is left out.
+    # A table without columns has no rows of its own: it takes their number from a column that is left out.
     table = pa.Table.from_arrays(kept, schema=carried) if kept else pa.table({"": pa.nulls(len(rows))}).select([])
     return RowBatch(int(rows[0]), rows, values, table, errors, nbytes)
 
@@ -703,7 +704,7 @@ def _finite(value: Any) -> Any:
 
 
 def _json_form(value: Any) -> str:
-    # What JSON has no form for: ISO dates, base64 bytes, everything else as text.
+    # Values without a form in JSON: dates as ISO 8601, bytes as base64, everything else as text.
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)

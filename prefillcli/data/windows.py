@@ -46,12 +46,12 @@ from prefillcli.data.rows import (
 from prefillcli.errors import UsageError
 
 RUN_ROWS = 512  # rows of a run, at most
-# A run has at most this fraction of what one shard gets of a window, where cutting it there costs little.
+# A run has at most this fraction of a shard's part of a window, where cutting it costs little.
 RUNS_PER_SHARD = 16
 _KEY_CHARS = 1 << 16  # of the beginning of a row that are compared
 _LITTLE = 64  # bytes in common that are not worth keeping two rows together
 _HANDED_ON = 1024  # bytes in common for which a window's first row follows the last row of the window before
-_ROW_BYTES = 16  # what a row costs beside its text
+_ROW_BYTES = 16  # cost of a row beside its text
 
 
 class Dealer:
@@ -60,7 +60,7 @@ class Dealer:
     def __init__(self, count: int) -> None:
         self._count = count
         self._loads = [0] * count
-        self._last: tuple[bytes, int] | None = None  # of the window before: its last row, and that row's shard
+        self._last: tuple[bytes, int] | None = None  # last row of the window before, and that row's shard
 
     def deal(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Int64Array:
         """The shard of each row of a window, from 0 [rows].
@@ -103,9 +103,9 @@ def cut_runs(
 ) -> list[tuple[int, int]]:
     """Runs of rows as (start, stop), of at most `most_rows` rows and about the cost `most`.
 
-    `shared[i]` is what row i has in common with the one before, [rows + 1] with 0 at both ends; `costs[i]` is what
-    else it has. A run ends where the rows have least in common. It may cost more than `most` if all cuts before would
-    leave much on both sides.
+    `shared[i]` is the part that row i has in common with the one before, [rows + 1] with 0 at both ends; `costs[i]` is
+    the rest of the row. A run ends where the rows have least in common. It may cost more than `most` if every earlier
+    cut would break up much in common.
     """
     before = [0, *accumulate(costs)]
     count, runs, start = len(costs), [], 0
@@ -124,7 +124,7 @@ def cut_runs(
 
 
 def _best_cut(shared: Sequence[int], first: int, last: int) -> int:
-    # The last of these cuts that leaves hardly more in common than the best one.
+    # The last of these cuts that breaks up hardly more than the best one.
     least = min(shared[first : last + 1])
     return max(at for at in range(first, last + 1) if shared[at] <= least + _LITTLE)
 
@@ -193,7 +193,7 @@ T = TypeVar("T")
 
 
 class WindowSize(NamedTuple):
-    """A window closes at so many `rows` or `nbytes`, with the batch of at most `batch_rows` that brings them."""
+    """A window closes at so many `rows` or `nbytes`, after the batch of at most `batch_rows` that reaches them."""
 
     rows: int = MAX_ROWS
     nbytes: int = 128 << 20
@@ -216,11 +216,10 @@ def windows(
 ) -> Iterator[Window]:
     """Windows of this size, cut the same way every time.
 
-    A row whose id is null or was seen before is an error row. A window whose index and row numbers `skip` accepts
-    (one that is scored already) is read for its ids, but neither tokenised nor yielded. With `only` the windows are
-    cut the same way, but have the rows of one shard; one that has none of them is not yielded. At the end of the
-    input `ended` is called with the number of windows. Raises BuilderClosed at the next batch after `builder` is
-    closed.
+    A row whose id is null or was seen before is an error row. A window whose index and row numbers `skip` accepts (one
+    that is scored already) is read for its ids, but neither tokenised nor yielded. With `only` the windows are cut the
+    same way, but hold only the rows of one shard; an empty one is not yielded. At the end of the input `ended` is
+    called with the number of windows. Raises BuilderClosed at the next batch after `builder` is closed.
     """
     seen = SeenIds(json=source.kind == "jsonl")
     count = 0
@@ -246,7 +245,7 @@ def windows(
 def _groups(
     source: Source | TableRows | _Search, size: WindowSize, builder: PromptBuilder
 ) -> Iterator[list[RowBatch]]:
-    # The batches of each window. A run that is stopped does not wait for those of windows that are passed over.
+    # The batches of each window. A run that is stopped does not wait for the batches of windows that are skipped.
     group: list[RowBatch] = []
     rows = nbytes = 0
     for batch in source.batches(size.batch_rows):
@@ -283,9 +282,8 @@ def _window(index: int, batches: list[RowBatch], builder: PromptBuilder, labels:
 class Prefetcher(Iterator[T]):
     """The same items, made by a background thread up to `depth` items before they are asked for.
 
-    The thread starts at once. An exception in `items` is raised here, after the items before it. Leaving the
-    `with` block, or `close`, stops the thread and waits for the item that it is making; `cancel` is called first, to
-    cut that short.
+    The thread starts at once. An exception in `items` is raised here, after the items before it. Leaving the `with`
+    block, or `close`, stops the thread and waits for its current item; `cancel` is called first, to cut that short.
     """
 
     def __init__(self, items: Iterable[T], depth: int = 1, cancel: Callable[[], None] | None = None) -> None:
@@ -334,7 +332,7 @@ class Prefetcher(Iterator[T]):
                 self._ready.put(("item", next(source)))
         except StopIteration:
             self._ready.put(("end", None))
-        except BaseException as error:  # handed to the consumer, whatever it is
+        except BaseException as error:  # any exception is handed to the consumer
             self._ready.put(("error", error))
         finally:
             close = getattr(source, "close", None)
@@ -347,7 +345,7 @@ class SeenIds:
 
     Numbers and times are compared as they are, anything else by a 64-bit hash, the same one in every process: in ten
     million rows the chance of one false duplicate is about one in 400,000. With `json` the ids are JSON texts, which
-    are compared as a column of text would hold them: 1 is the same as "1", and another id than 1.0.
+    are compared as a column of text would hold them: 1 equals "1" but differs from 1.0.
     """
 
     def __init__(self, *, json: bool = False) -> None:
@@ -407,7 +405,7 @@ def _keys(ids: pa.Array) -> Int64Array:
 
 def _json_keys(ids: pa.Array) -> Int64Array:
     texts = (text_of(text) for text in ids.to_pylist())
-    # A column of floats has both zeros as numbers that are equal.
+    # In a column of floats both zeros are equal.
     return _hashed(("0.0" if text == "-0.0" else text).encode("utf-8", "surrogatepass") for text in texts)
 
 
@@ -453,8 +451,8 @@ def find_prompts(
 ) -> dict[int | str | None, Prompt]:
     """The prompts of the rows with these numbers, or with `id_column` with these ids as text.
 
-    Reads the input up to the last of them, and tokenises no other row. Rows without a prompt are left out; of an id
-    that occurs twice it is the first row's.
+    Reads the input up to the last of them, and tokenises no other row. Rows without a prompt are left out; for an id
+    that occurs twice the first row counts.
     """
     wanted, found = set(named), {}
     for batch in source.batches():
@@ -486,7 +484,7 @@ class _Search:
         self.kind = source.kind
 
     def goes_on(self, window: int, rows: Int64Array) -> bool:
-        # Whether the row is in none of the batches so far, and so not in this window, which has just been read.
+        # Whether the row is in none of the batches so far, and therefore not in this window, which has just been read.
         return self.row is None
 
     def batches(self, most_rows: int) -> Iterator[RowBatch]:

@@ -1,6 +1,7 @@
 """Rows out: the formats of an output, and the share of it that one process scores.
 
-This says which ending asks for which format, without importing what reads and writes them: `--help` may read it.
+This says which ending asks for which format, without importing the code that reads and writes them: `--help` may use
+it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The columns of an output: the id, those carried from the input, and those that scoring adds.
 
-Of columns carried from JSON Lines, kinds of values decide on the type: b true or false, i integer, f other number,
-s string, j anything else (arrays, objects, integers beyond 64 bits). A column of one kind gets its type; i and f
-together are float64, unless they are ids; any other mix is text, with strings as they are and everything else as JSON.
+The kinds of its values decide the type of a column carried from JSON Lines: b true or false, i integer, f other
+number, s string, j anything else (arrays, objects, integers beyond 64 bits). A column of one kind gets its type; i and
+f together are float64, unless they are ids; any other mix is text, with strings as they are and everything else as
+JSON.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class ResultRows:
-    """Rows of a window that have a score or an error, ascending by row: what their columns are made of."""
+    """Rows of a window that have a score or an error, ascending by row: the data of their columns."""
 
     numbers: Int64Array  # row numbers [rows]
     prompts: list[Prompt | None]  # None where the row has no prompt [rows]
     errors: list[RowError | None]  # None where the row has a score [rows]
-    scored: list[ScoredRow]  # what the engine says of the rows that have a score [scored]
+    scored: list[ScoredRow]  # the engine's answers to the rows that have a score [scored]
     places: Int64Array  # where these are among all rows [scored]
     # Log-probability of every label over the whole vocabulary, or over all classes; of rows that left early, among
     # the labels alone. Of a head that gives values, the value of every label [scored, labels].
@@ -160,7 +161,8 @@ class Column(NamedTuple):
     values: Callable[[ResultRows], Sequence[Any] | ObjectArray]
     counted: bool = False  # whether `Counts.add_rows` needs it
     group: Group | None = None  # only an output with this group has it; None: every output
-    # Whether a `RowCondition` may use it: it is known when a row is scored, and the same in every run of the job.
+    # Whether a `RowCondition` may use it: its value is known when a row is scored, and the same in every run of the
+    # job.
     conditional: bool = True
     least_labels: int = 0  # only an output with so many labels has it
     # Only an output whose labels have one of these measures has it.
@@ -181,7 +183,7 @@ def _of_result(name: str) -> Callable[[ResultRows], ObjectArray]:
 
 
 def _full_only(rows: ResultRows, values: npt.NDArray[Any]) -> ObjectArray:
-    # What is over the whole vocabulary [scored, ...] for every row [rows, ...]; None where a row left early.
+    # Values over the whole vocabulary [scored, ...], for every row [rows, ...]; None where a row left early.
     spread = rows.of_scored(values)
     left = [each.exit_layer is not None for each in rows.scored]
     spread[rows.places[np.array(left, np.bool_)]] = None
@@ -212,7 +214,7 @@ def _evidence(rows: ResultRows) -> ObjectArray:
     return found
 
 
-# What each section of a prompt contributes, the largest change first.
+# The contribution of each section of a prompt, the largest change first.
 EVIDENCE = pa.list_(pa.struct([("section", pa.string()), ("change", pa.float64())]))
 _WRITTEN: Any = {"group": "rationales", "conditional": False}
 
@@ -348,8 +350,8 @@ class OutputSchema:
     # Whether such text is written as it is; else its values get the type that holds them.
     json_text: bool = False
     truth: str | None = None  # the carried column with the right answers
-    groups: Groups = frozenset()  # which columns there are beside those of every output
-    measure: Measure = Measure.SHARES  # what the numbers of the labels are
+    groups: Groups = frozenset()  # the groups of further columns, beside those of every output
+    measure: Measure = Measure.SHARES  # the meaning of the labels' numbers
 
     def require_distinct(self) -> None:
         """Raise UsageError if a carried column has the name of another column of the output."""
@@ -402,7 +404,7 @@ class OutputSchema:
 
     @property
     def results(self) -> pa.Schema:
-        """Names and types of the columns that scoring adds."""
+        """Names and types of all columns that scoring adds."""
         return pa.schema([(name, column.type) for column in self.columns for name in column.names(self.labels)])
 
     @property
@@ -448,7 +450,7 @@ class RationaleTally:
 
 @dataclass
 class Tallies:
-    """Numbers and texts only, so that JSON gives back what it was given."""
+    """Numbers and texts only, so that they survive JSON unchanged."""
 
     # By prediction, rows in each of the `SCORE_BINS`.
     scores: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -459,7 +461,7 @@ class Tallies:
     exit_layers: dict[str, LayerRows] = field(default_factory=dict)
     # Scored rows by adapter, those without one under an empty name; empty for an output without such a column.
     adapters: dict[str, int] = field(default_factory=dict)
-    # What was written; empty for an output without rationales.
+    # The texts that were written; empty for an output without rationales.
     rationales: RationaleTally = field(default_factory=RationaleTally)
     evidence: int = 0  # rows whose sections were weighed
     mass_rows: int = 0  # scored rows with a label mass
@@ -628,13 +630,15 @@ def _short(text: str) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 
-# The row's score, its score in full, whether the prediction differs, and the right answer as the input has it.
+# The row's score, its score from the whole prompt, whether the prediction differs, and the right answer as in the
+# input.
 Audited = tuple[float, float, bool, str | int | float | bool | None]
 _PLAIN = (str, int, float, bool)
 
 
 class AuditedExits(NamedTuple):
-    """Rows of the audit that have the same label in full: how many there are, have left early, and flipped by that."""
+    """Rows of the audit whose whole prompt gets the same label: their number, and how many left early and flipped by
+    that."""
 
     rows: int
     left: int
@@ -653,7 +657,7 @@ class Counts:
     score_sum: float = 0.0
     # Rows of `scored` whose results are those of an earlier output, as far as that is known.
     taken_over: int = 0
-    # Compressed rows that were read in full as well; in a job with exits every row of the audit.
+    # Compressed rows that were read in full as well; in a job with exits, all rows of the audit.
     audited: list[Audited] = field(default_factory=list)
     # Rows of the audit by the label that they have in full; empty for an output without exits.
     audited_exits: dict[str, AuditedExits] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """The parts of a job, which hold its finished rows until the output is made, and the digests of rows.
 
-A later job recognises a row that it need not score again by a digest of all that its results follow from. The
+A later job recognises a row that it need not score again by a digest of everything that its results depend on. The
 digests of an output are a file in its work folder, `row-digests.bin`: 16 bytes for each row, in the order of the
 output; zeros where a row has no score.
 """
@@ -42,9 +42,9 @@ _NONE = bytes(SIZE)
 class RowDigests:
     """Notes the digest of each prompt's row in it.
 
-    A row's results follow from its id (or number), its tokens, the labels after them, whether they were cut, its own
-    keep rate and adapter, the values that sections of it are made of, and its values in the carried `columns`, by
-    which rows are chosen. What else they follow from is the same for all rows: the job's fingerprint, and `common`.
+    A row's results depend on its id (or number), its tokens, the labels after them, whether they were cut, its own
+    keep rate and adapter, the values that its sections are made of, and its values in the carried `columns`, by which
+    rows are chosen. Everything else that they depend on is the same for all rows: the job's fingerprint, and `common`.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ def _plain(value: Any) -> Any:
 
 
 def digests_of(rows: pa.Table) -> bytes:
-    """What the file has for rows of parts; an earlier version wrote parts without any digest."""
+    """The bytes of the file for rows of parts; an earlier version wrote parts without any digest."""
     known = rows[DIGEST].to_pylist() if DIGEST in rows.column_names else [None] * len(rows)
     return b"".join(_NONE if each is None else each for each in known)
 
 
 class DigestReader:
-    """Reads the digests of an output, which must be those that were written. Close what `open` gives by `finish`."""
+    """Reads the digests of an output, which must be unchanged. `open` makes a reader; `finish` closes it."""
 
     def __init__(self, file: IO[bytes], location: str) -> None:
         self._file = file
@@ -112,7 +112,7 @@ class DigestReader:
         return pc.if_else(mask, digests, pa.scalar(None, TYPE))
 
     def finish(self, digest: str) -> None:
-        """Raise DamagedFileError unless everything was read, and is what was written."""
+        """Raise DamagedFileError unless everything was read and is unchanged."""
         if self._read(1) or self._hash.hexdigest() != digest:
             raise self._damaged()
 
@@ -132,7 +132,7 @@ _NAME = re.compile(r"part-(\d{6,})-(\d{6,})\.parquet")
 
 @dataclass(frozen=True, slots=True)
 class WindowRows:
-    """The rows of a window: the same when it is read again, and those that its parts must hold together."""
+    """The rows of a window: they are the same when it is read again, and its parts together must hold them."""
 
     count: int
     first: int
@@ -157,17 +157,17 @@ class PartInfo:
     number: int  # the part's number in its window
     window_rows: WindowRows
     counts: Counts
-    # Of every JSON column which kinds of values it holds (see json_columns).
+    # For every JSON column the kinds of its values (see json_columns).
     kinds: dict[str, str] = field(default_factory=dict)
     # The blocks that the window hands to the next one (see `prefillcli.plan.blocks`); None if not known then.
     carried: list[tuple[int, str]] | None = None
-    shard: str | None = None  # the shard that wrote it, like `2/4`; None where one run scores all rows
-    # The rows of the window that this shard scores; None where it scores all.
+    shard: str | None = None  # the shard that wrote it, like `2/4`; None if one run scores all rows
+    # The rows of the window that this shard scores; None if it scores all.
     own_rows: WindowRows | None = None
 
     @property
     def expected_rows(self) -> WindowRows:
-        """The rows that the parts of this run have of the window, when they are all there."""
+        """The rows of the window that the parts of this run hold once they are complete."""
         return self.own_rows or self.window_rows
 
     @property
@@ -253,7 +253,7 @@ def read_part(store: Store, name: str, columns: Sequence[str] | None = None) -> 
         raise DamagedFileError(f"{store.location}/{name} is gone") from None
     except PrefillError:
         raise
-    except Exception as error:  # the clients of object stores raise what they like
+    except Exception as error:  # the clients of object stores raise exceptions of any class
         kind = DamagedFileError if getattr(error, "errno", None) == errno.EIO else PrefillError
         raise kind(f"cannot read {store.location}/{name}: {brief(error)}") from error
     try:
@@ -274,9 +274,9 @@ def read_part(store: Store, name: str, columns: Sequence[str] | None = None) -> 
 def read_parts(
     store: Store, names: Iterable[str], columns: Sequence[str] | None = None
 ) -> Iterator[tuple[str, Future[tuple[PartInfo, pa.Table]]]]:
-    """The names with what `read_part` gives or raises for each; from an object store several are read at a time.
+    """Each name with the result or the error of `read_part`; from an object store several are read at a time.
 
-    There may be many: no more are read than are soon asked for.
+    There may be many parts, so only the next few are read ahead.
     """
     pool = ThreadPoolExecutor(store.at_once, thread_name_prefix="prefill-parts")
     coming: deque[tuple[str, Future[tuple[PartInfo, pa.Table]]]] = deque()
@@ -308,25 +308,25 @@ class _WindowParts:
 class PartIndex:
     """The parts of a job by window. Parts are added one by one; their rows are read only when asked for.
 
-    `name` and `again` are for messages: whose parts these are, and what to do where rows are missing.
+    `name` and `again` are for messages: the owner of the parts, and the remedy where rows are missing.
     """
 
     def __init__(self, name: str, again: str = "run again with --resume: they are scored again") -> None:
         self.counts = Counts()  # of all rows in the parts
-        # Of every column carried from JSON Lines which kinds of values it holds (see json_columns).
+        # For every column carried from JSON Lines the kinds of its values (see json_columns).
         self.json_kinds: dict[str, set[str]] = {}
         self.next_sequence = 0  # the number of the next part in the job
         self._name = name
         self._again = again
         self._windows: dict[int, _WindowParts] = {}
-        self._rows: dict[int, set[int]] = {}  # of windows that were asked for and are not whole
+        self._rows: dict[int, set[int]] = {}  # of windows that were asked for and are incomplete
 
     def add(
         self, work: Store, info: PartInfo, rows: Sequence[int] = (), *, expected: WindowRows | None = None
     ) -> None:
         """Take in a part of the folder `work`; `rows` are its row numbers where its window is being written.
 
-        The parts of a window must hold its `expected` rows; without, those that the run which wrote them has of it.
+        The parts of a window must hold its `expected` rows; without these, the rows of the run that wrote the parts.
         """
         expected = expected or info.expected_rows
         window = self._windows.setdefault(info.window, _WindowParts(expected))
@@ -381,9 +381,9 @@ class PartIndex:
         return found.whole
 
     def require_complete(self, windows: int, without: Container[int] = ()) -> None:
-        """Raise PrefillError unless each of the input's `windows` windows is there, once and whole.
+        """Raise PrefillError unless each of the input's `windows` windows is there once, and complete.
 
-        There must be nothing of those `without` rows of this shard.
+        Windows `without` rows of this shard must have no part.
         """
         last = -1
         for window in range(max(windows, max(self._windows, default=-1) + 1)):
@@ -402,7 +402,7 @@ class PartIndex:
     def tables(self) -> Iterator[pa.Table]:
         """The rows, window by window, each in the order of the input.
 
-        Raises DamagedFileError or PrefillError if the parts of a window do not hold its rows any more.
+        Raises DamagedFileError or PrefillError if the parts of a window no longer hold its rows.
         """
         for window in sorted(self._windows):
             rows = self._read(window)

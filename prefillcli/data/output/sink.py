@@ -1,6 +1,6 @@
 """The way from rows to a complete output: parts in a work folder, then one commit, for one run or all shards of a job.
 
-First a job looks at its output and work folder: nothing is there, or rows of its own to go on with, or those of
+First a job looks at its output and work folder. They are empty, or hold rows of its own to go on with, or belong to
 another job.
 """
 
@@ -47,8 +47,8 @@ from prefillcli.stats.evaluation import Measure
 def find_resumable(target: Target, job: Job, resume: bool, overwrite: bool, *, quiet: bool = False) -> Manifest | None:
     """The manifest to go on with; None to begin anew. Warns of a damaged one unless `quiet`.
 
-    For a shard it is that of its own work folder, or that of the output that the shards were merged to. Raises
-    OutputConflictError if what is there is another job's, OutputExistsError if it is this job's and no flag is given.
+    For a shard it is that of its own work folder, or that of the output into which the shards were merged. Raises
+    OutputConflictError if the output is another job's, OutputExistsError if it is this job's and no flag is given.
     """
     if overwrite:
         return None
@@ -77,7 +77,7 @@ def find_resumable(target: Target, job: Job, resume: bool, overwrite: bool, *, q
 
 
 def is_merged(manifest: Manifest | None) -> TypeGuard[Manifest]:
-    """Whether a manifest is that of a whole output, which is there; that of a complete shard is none."""
+    """Whether a manifest is that of a whole output that exists, not just of a complete shard."""
     return manifest is not None and manifest.state == "complete" and manifest.shard is None
 
 
@@ -98,7 +98,7 @@ def _resumed(manifest: Manifest, job: Job, resume: bool, *, begun: bool, name: s
 
 
 def _require_undamaged(target: Target, manifest: Manifest) -> None:
-    # Raise OutputDamagedError unless the output is what the job of a complete manifest wrote.
+    # Raise OutputDamagedError unless the output is as the job of a complete manifest wrote it.
     damage = target.damage(target.stored(manifest.job, manifest.files))
     if damage:
         more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
@@ -109,10 +109,10 @@ def _require_undamaged(target: Target, manifest: Manifest) -> None:
 
 
 def proven_parts(work: Store, job: Job, shard: Shard | None = None) -> Iterator[PartInfo]:
-    """The parts of a job that are whole, by window; all others are removed, and their rows are scored again.
+    """The intact parts of a job, by window; all others are removed, and their rows are scored again.
 
-    A part is whole, of this job and shard, under its own name, and holds rows that no other part of its window has.
-    All parts of a window whose rows are all there hold exactly the rows of the window, or the shard's rows of it.
+    Such a part is undamaged, of this job and shard, under its own name, and holds rows that no other part of its
+    window has. The parts of a complete window hold exactly the rows of the window, or the shard's rows in it.
     """
     for _, group in groupby(_whole_parts(work, job, shard), lambda part: part[0].window):
         found = list(group)
@@ -155,7 +155,7 @@ def _drop(work: Store, name: str, why: str) -> None:
 
 
 def _manifest(work: Store, job: Job, quiet: bool) -> Manifest | None:
-    # The manifest of a work folder; a damaged or missing one is made again from the parts.
+    # The manifest of a work folder; a damaged or missing one is rebuilt from the parts.
     try:
         manifest = Manifest.load(work)
         if manifest is not None:
@@ -177,7 +177,7 @@ def _manifest(work: Store, job: Job, quiet: bool) -> Manifest | None:
 
 
 def retried(target: Target, found: Manifest) -> Manifest | None:
-    """With what a complete job begins anew to score its error rows again; None if it has none.
+    """The state from which a complete job starts again to score its error rows; None if it has none.
 
     Raises OutputConflictError if its other rows could not be taken over, UsageError for shards that were merged.
     """
@@ -199,8 +199,8 @@ def retried(target: Target, found: Manifest) -> Manifest | None:
 def without_errors(work: Store, found: Iterable[PartInfo], schema: OutputSchema) -> Iterator[PartInfo]:
     """The parts of a job, those with error rows replaced by others without.
 
-    A part is written before the one that it replaces is removed: a run that is killed between loses no row, because of
-    two parts with the same rows the first one counts.
+    A new part is written before the old one is removed. So a run that is killed in between loses no row: of two parts
+    with the same rows the first one counts.
     """
     infos = list(found)
     numbers: dict[int, int] = defaultdict(int)
@@ -225,7 +225,7 @@ _NEW = "new"
 
 
 def publication(target: Target) -> _Renamed | _InPlace:
-    """How the output of a directory target is written: `create` its files, then `publish` them together."""
+    """The way to write the output of a directory target: `create` its files, then `publish` them together."""
     store, work = target.store, target.work
     if isinstance(store, LocalStore) and isinstance(work, LocalStore) and not _shared(target, store.location):
         return _Renamed(target, store.location, work.location)
@@ -266,7 +266,7 @@ class _Renamed:
         with writing(self._place):
             parent = os.path.dirname(self._place)
             make_folder(parent)
-            if _shared(self._target, self._place):  # since it was begun
+            if _shared(self._target, self._place):  # since the publication began
                 raise PrefillError(f"{self._place} now holds other files too\nrun again with --resume")
             if file_calls.is_folder(self._place):
                 with suppress(OSError):  # the modes of a folder that its users have set up
@@ -278,7 +278,8 @@ class _Renamed:
 
 
 class _InPlace:
-    """Written where it belongs, `_SUCCESS` last: in object stores, and where a folder holds other files too."""
+    """Written directly into its final folder, `_SUCCESS` last: in object stores, and where the folder holds other
+    files too."""
 
     def __init__(self, target: Target, store: Store) -> None:
         self._target = target
@@ -294,7 +295,7 @@ class _InPlace:
             yield file
 
     def publish(self, published: Published) -> None:
-        # Raises OutputBusyError if another run has published one meanwhile, where the store can tell.
+        # Raises OutputBusyError if another run has published an output meanwhile, where the store can tell.
         self._store.delete_all(sorted(set(self._target.files()) - published.files.keys() - {SUCCESS}))
         self._store.put_bytes(SUCCESS, published.to_json(), new=True)
 
@@ -325,11 +326,11 @@ def commit(
     *,
     new: bool = False,
 ) -> Counts:
-    """Make the output of the rows in the parts of a job, in the order of the input, and its digests.
+    """Make the output from the rows in the parts of a job, in the order of the input, and its digests.
 
-    Returns the counts of its rows. The manifest of the work folder says last that the job is complete. With
-    `partitions` the files of a directory lie in folders named like those of the input. With `new` a file replaces
-    none (`Store.create`).
+    Returns the counts of its rows. As the last step the manifest of the work folder records that the job is complete.
+    With `partitions` the files of a directory lie in folders named like those of the input. A `new` file replaces no
+    other (`Store.create`).
     """
     metadata = {JOB_KEY: json.dumps(manifest.job.to_json()).encode()}
     arrow, counts = schema.arrow(index.json_kinds).with_metadata(metadata), Counts()
@@ -373,9 +374,9 @@ def _write_directory(
 
 
 class Sink:
-    """Collects the results of a job in `<output>.prefill/` and makes the output of them when all are there.
+    """Collects the results of a job in `<output>.prefill/` and makes the output when they are complete.
 
-    Killed at any point, a job that is started again with `resume` writes what an undisturbed one would have.
+    A job that was killed at any point and is started again with `resume` writes the same output as an undisturbed one.
     Use it as a context manager, or `close` it: it holds a lock on the work folder.
     """
 
@@ -408,11 +409,11 @@ class Sink:
     ) -> Self:
         """Begin the job's output, or go on with it; a `shard` is for a `ShardSink`.
 
-        The format of the output decides on `json_text` of the schema. With `partitions`, whose keys are carried
-        columns, the files of a directory lie in folders that hold them. With `retry_errors` the error rows that are
-        there are to be written again. Raises UsageError for an unknown ending, a clash of column names, or if the
-        job's own output exists and no flag is given; OutputConflictError if it is another job's, or damaged;
-        ResourceError if another process is working on it.
+        The format of the output decides `json_text` of the schema. With `partitions`, whose keys are carried columns,
+        the files of a directory lie in folders that hold them. With `retry_errors` the existing error rows are scored
+        and written again. Raises UsageError for an unknown ending, a clash of column names, or if the job's own output
+        exists and no flag is given; OutputConflictError if it is another job's, or damaged; ResourceError if another
+        process is working on it.
         """
         target = Target.parse(output, shard)
         schema = replace(schema, json_text=target.file_format.json_text)
@@ -421,7 +422,7 @@ class Sink:
         found = find_resumable(target, job, resume, overwrite, quiet=True)  # a refusal leaves no trace
         if is_merged(found):
             _require_undamaged(target.whole, found)
-        # Nothing is written for a shard of an output that is there.
+        # Nothing is written for a shard of an output that exists.
         lock = Lock() if shard is not None and is_merged(found) else target.work.lock()
         try:
             found = find_resumable(target, job, resume, overwrite)
@@ -436,8 +437,8 @@ class Sink:
         return sink
 
     def digests(self, labels: Labels, columns: Collection[str], common: Sequence[Prompt]) -> RowDigests:
-        """What notes the digests of rows, which depend on their values in these `columns` too, as far as the output
-        has them."""
+        """The recorder of row digests, which also depend on the rows' values in those of these `columns` that the
+        output has."""
         schema = self.schema
         return RowDigests(
             labels,
@@ -458,7 +459,7 @@ class Sink:
         self.close()
 
     def close(self) -> None:
-        """Give the lock back. What was written stays."""
+        """Release the lock. Everything written stays."""
         self._lock.release()
 
     @property
@@ -493,11 +494,11 @@ class Sink:
 
     @property
     def complete(self) -> bool:
-        """Whether the output is there and nothing is left to do."""
+        """Whether the output exists and nothing is left to do."""
         return self._manifest.state == "complete"
 
     def tables(self, names: Sequence[str]) -> Iterator[pa.Table]:
-        """These columns of the output when it is finished, piece by piece, rows in the order of the input."""
+        """These columns of the finished output, piece by piece, rows in the order of the input."""
         return self._target.tables(names, self._target.stored(self._manifest.job, self._manifest.files).files)
 
     def done(self, window: int) -> set[int]:
@@ -533,8 +534,8 @@ class Sink:
 
         `carried` are the blocks that the window hands to the next one, if that is known.
 
-        The window's own error rows come with its first part. Rows that are written already are left out;
-        when the output is complete, that is all of them. Raises OutputBusyError if the lock was taken away.
+        The window's own error rows come with its first part. Rows that are written already are left out: all of them,
+        if the output is complete. Raises OutputBusyError if the lock was taken away.
         """
         if self.finished(window.index, window.rows):
             return
@@ -549,7 +550,7 @@ class Sink:
         self._write_part(window, rows, carried)
 
     def take_over(self, window: Window, results: pa.Table) -> None:
-        """Write rows of a window as an earlier output has them (`EarlierOutput.take`), as `write` does."""
+        """Write rows of a window with the results of an earlier output (`EarlierOutput.take`), as `write` does."""
         done = self.done(window.index)
         results = results.filter(pa.array([row not in done for row in results[ROW].to_pylist()], pa.bool_()))
         if not self.finished(window.index, window.rows) and len(results):
@@ -575,7 +576,7 @@ class Sink:
         self._parts.add(self.work, info, rows[ROW].to_pylist())
 
     def finish(self, windows: int) -> None:
-        """Make the output of the parts, rows in the order of the input; then remove the parts.
+        """Make the output from the parts, rows in the order of the input; then remove the parts.
 
         `windows` is the number of windows of the input. Raises PrefillError if rows are missing or a part is damaged.
         """
@@ -609,7 +610,7 @@ class Sink:
         self.work.delete_all([*filter(parts.is_part, self.work.names()), store.NAME])
 
 
-# Shards: each leaves its parts in a work folder beside the output, and all of them are joined to the output.
+# Shards: each leaves its parts in a work folder beside the output, and these are then joined into the output.
 
 
 @dataclass
@@ -619,7 +620,7 @@ class ShardRecord:
     shard: str  # like `2/4`
     schema: dict[str, Any]  # the output's columns (`of_schema`)
     partitions: dict[str, Any] | None  # the folders of a partitioned output (`of_partitions`)
-    # Tells this attempt from others, until it is begun anew.
+    # Distinguishes this attempt from others, until it starts anew.
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
     windows: int | None = None  # windows of the input; set when complete
 
@@ -646,12 +647,12 @@ class ShardFolder:
     work: Store
 
     def begun(self) -> bool:
-        """Whether anything of a job is in it; a lock that was left behind is not."""
+        """Whether it holds anything of a job; a lock that was left behind does not count."""
         names = self.work.names()
         return NAME in names or any(map(parts.is_part, names))
 
     def delete(self) -> None:
-        """Remove it, the manifest after the parts: a run that is killed here leaves what says that it was merged."""
+        """Remove it, the manifest after the parts: a run that is killed here leaves the record that it was merged."""
         self.work.delete_all(filter(parts.is_part, self.work.names()))
         self.work.delete(store.NAME)
         self.work.delete(NAME)
@@ -724,7 +725,7 @@ def _unpacked(text: str) -> pa.Schema:
 class ShardSink(Sink):
     """Collects the results of a shard in `<output>.shard-I-of-N.prefill/`.
 
-    It is complete when these are all there, or when the shards were merged: then the output is.
+    It is complete when it has all of them, or when the shards were merged and the output exists.
     """
 
     _without: set[int]  # windows of the input that have no rows of this shard, as far as they were read
@@ -732,12 +733,12 @@ class ShardSink(Sink):
 
     @property
     def merged(self) -> bool:
-        """Whether the job's output is there already."""
+        """Whether the job's output exists already."""
         return is_merged(self._manifest)
 
     @property
     def location(self) -> str:
-        """The work folder with the parts, or the output if it is there."""
+        """The work folder with the parts, or the output if it exists."""
         return self._target.path if self.merged else self.work.location
 
     @property
@@ -754,7 +755,7 @@ class ShardSink(Sink):
         return before
 
     def finished(self, window: int, rows: Int64Array) -> bool:
-        """Whether all of these rows, which the shard has of a window, are in its parts. Raises as in a `Sink`."""
+        """Whether all of these rows, the shard's rows in a window, are in its parts. Raises as in a `Sink`."""
         if len(rows) == 0:
             self._without.add(window)
             return True
@@ -795,7 +796,7 @@ class ShardSink(Sink):
             manifest.save(self.work)
 
 
-_KEPT = ("evaluation", "max_error_rate")  # of a shard's plan, in the output's
+_KEPT = ("evaluation", "max_error_rate")  # entries that the output's plan takes over from the shards'
 
 
 class JoinedShards(ExitStack):
@@ -807,7 +808,7 @@ class JoinedShards(ExitStack):
     def __init__(self, target: Target) -> None:
         super().__init__()
         self.manifest: Manifest  # of one of the shards, set by `open`; they are of one job
-        self.merged: Manifest | None = None  # that of the output, if it was made of these shards already
+        self.merged: Manifest | None = None  # that of the output, if it was made from these shards already
         self._target = target
         self._locked = False
         self._folders: list[ShardFolder] = []
@@ -821,7 +822,7 @@ class JoinedShards(ExitStack):
     def open(self, *, overwrite: bool) -> None:
         """Find the shards, lock them, and see whether they may be merged.
 
-        Raises UsageError if there are none, or of several counts, or if the output exists; OutputConflictError if
+        Raises UsageError if there are none, if their counts differ, or if the output exists; OutputConflictError if
         they are of different jobs, or the output is another job's; OutputBusyError if one is being written;
         PrefillError if one is missing, incomplete or damaged.
         """
@@ -852,7 +853,7 @@ class JoinedShards(ExitStack):
             self._require_room()
 
     def _merged_before(self) -> Manifest | None:
-        # The manifest of the output, if it is there and was made of shards.
+        # The manifest of the output, if that exists and was made from shards.
         try:
             manifest = Manifest.load(self._target.work)
         except DamagedFileError:
@@ -923,7 +924,7 @@ class JoinedShards(ExitStack):
     def _require_complete(self) -> None:
         for folder, record in zip(self._folders, self._records, strict=True):
             if not self._locked and folder.work.in_use():
-                folder.work.lock().release()  # raises, and says who uses it
+                folder.work.lock().release()  # raises an error that names its owner
             if record.windows is None:
                 raise PrefillError(
                     f"{named([folder.shard])} of {self._target.path} is not complete\n"
@@ -939,7 +940,7 @@ class JoinedShards(ExitStack):
                 )
 
     def _require_room(self) -> None:
-        # Nothing is in the place of the output, but what a merge that was killed has left there.
+        # Nothing stands in the place of the output but remains of a merge that was killed.
         target, job = self._target, self.manifest.job
         begun = any(map(parts.is_part, target.work.names()))
         found = find_resumable(target, job, True, False, quiet=True)
@@ -974,7 +975,7 @@ class JoinedShards(ExitStack):
         return np.asarray(rows[ROW], np.int64)
 
     def write(self) -> Counts:
-        """Make the output of the shards, in the order of the input, and mark it as complete; returns its counts.
+        """Make the output from the shards, in the order of the input, and mark it as complete; returns its counts.
 
         Call `check` before, and `remove` afterwards. Raises as `check` does if parts have changed since.
         """
@@ -985,7 +986,7 @@ class JoinedShards(ExitStack):
         for name in filter(parts.is_part, target.work.names()):
             target.work.delete(name)
         target.work.delete(store.NAME)
-        # What the shards have stored for the output, in all of them alike.
+        # The values that the shards have stored for the output; they are the same in all of them.
         manifest = Manifest(job, {name: value for name, value in self.manifest.plan.items() if name in _KEPT})
         manifest.save(target.work)
         schema = to_schema(record.schema, json_text=target.file_format.json_text)
@@ -994,17 +995,17 @@ class JoinedShards(ExitStack):
         return commit(target, manifest, schema, self._parts, partitions)
 
     def remove(self) -> None:
-        """Remove the shards, and what a merge that was killed here has left of their folders: the output is there."""
+        """Remove the shards, and remains of their folders from a merge that was killed here: the output exists."""
         for folder in self._folders:
             folder.delete()
         for folder in shards_beside(self._target, empty=True):
-            with suppress(OutputBusyError):  # a shard that begins anew
+            with suppress(OutputBusyError):  # a shard that starts anew
                 lock = folder.work.lock()
                 if not folder.begun():
                     folder.work.remove()
                 lock.release()
 
     def damage(self) -> list[str]:
-        """Lists the files of the output that was merged before which are not as they were written."""
+        """Lists the changed or missing files of an output that was merged before."""
         merged = self.merged
         return [] if merged is None else self._target.damage(self._target.stored(merged.job, merged.files))

@@ -1,6 +1,6 @@
 """Folders of an output on a disk or in an object store, their locks, and the signs of life of a run.
 
-And small files with a checksum, which commands write and options name.
+Also small files with a checksum, which commands write and options name.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from prefillcli.runtime.signals import process_space, start_of
 
 LOCK = "lock"
 _HOPELESS = {Failure.PASSING, Failure.REFUSED, Failure.MISSING}  # no other write would succeed either
-_PATIENCE = 0.5  # seconds: a process that only checks for a run holds the lock for an instant
+_PATIENCE = 0.5  # seconds: a process that only checks for a run holds the lock just for an instant
 
 
 class Lock:
@@ -61,12 +61,12 @@ class Lock:
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, told apart from all others, also from earlier ones with the same number."""
+    """A process, distinct from all others, even from earlier ones with the same number."""
 
     host: str
     pid: int
-    started: str  # when the process began, as the system counts it; empty if not known
-    machine: str  # the machine since its last start, with the namespace of its processes; empty if not known
+    started: str  # start of the process, as the system counts it; empty if not known
+    machine: str  # this start of the machine, with the namespace of its processes; empty if not known
     token: str
     since: str
 
@@ -77,7 +77,7 @@ class Owner:
         return cls(socket.gethostname(), os.getpid(), start_of(os.getpid()), process_space(), uuid.uuid4().hex, since)
 
     def alive(self) -> bool | None:
-        """Whether the process still runs; None if that cannot be known from here."""
+        """Whether the process still runs; None if this machine cannot know."""
         here = process_space()
         if not here or self.machine != here or not self.started:
             return None
@@ -112,7 +112,7 @@ class FileLock(Lock):
 
     @property
     def stands(self) -> bool:
-        """Whether its file is still there; a folder may be removed by who held the lock before."""
+        """Whether its file still exists; the earlier holder of the lock may have removed the folder."""
         return self._handle is not None and file_calls.has_name(self._handle)
 
     def release(self) -> None:
@@ -122,9 +122,9 @@ class FileLock(Lock):
 
 
 class ObjectLock(Lock):
-    """A lock that is an object, in a store that can refuse to create one that exists already.
+    """A lock that is an object, in a store that can refuse to create an object twice.
 
-    Where it cannot, a warning says so and nothing is locked.
+    If the store cannot, a warning says so and nothing is locked.
     """
 
     def __init__(self, filesystem: Any, path: str, location: str) -> None:
@@ -135,7 +135,7 @@ class ObjectLock(Lock):
         self._held = False
         holder = self.holder(filesystem, path)
         if holder is not None and holder.alive() is False:
-            self._delete()  # this may delete a new lock of another run, whose `check` finds out
+            self._delete()  # this may delete a new lock of another run; its `check` notices that
         create = exclusive_put(filesystem)
         if create is None:
             self._refuse_if_held()
@@ -169,7 +169,7 @@ class ObjectLock(Lock):
             )
 
     def release(self) -> None:
-        with suppress(Exception):  # a lock that stays is found dead later
+        with suppress(Exception):  # a lock that stays is later recognised as dead
             if self._held and self._mine():
                 self._delete()
         self._held = False
@@ -178,7 +178,7 @@ class ObjectLock(Lock):
         # Take the lock. False if the store cannot refuse; raises OutputBusyError if another run holds it.
         data = json.dumps(asdict(self._owner)).encode()
         failed = self._attempt(create, data)
-        if not self._mine():  # whatever a client raises to refuse: what counts is whose object is there
+        if not self._mine():  # clients refuse with various errors; only the owner of the object counts
             self._refuse_if_held()
             if failed is not None and Failure.of(failed) in _HOPELESS:
                 raise failed
@@ -226,15 +226,15 @@ def _locked(handle: int, *, shared: bool, patience: float) -> bool:
 def exclusive_put(filesystem: Any, method: str = "pipe_file") -> Callable[[Any, Any], None] | None:
     """`pipe_file(path, data)` or `put_file(local, path)` of a filesystem, for objects that are not there yet.
 
-    The error that it raises if one is there depends on the client. None if the filesystem cannot do that in one step;
-    the store behind it may ignore the wish all the same.
+    The error that it raises if the object exists depends on the client. None if the filesystem cannot do that in one
+    step. Even if it can, the store behind it may ignore the request.
     """
     kind, call = type(filesystem), getattr(filesystem, method)
     base: type = AbstractFileSystem
     if issubclass(kind, AsyncFileSystem):
         base, method = AsyncFileSystem, f"_{method}"
     own = getattr(kind, method)
-    if own is getattr(base, method):  # fsspec's own looks first and then writes: two runs may both find nothing
+    if own is getattr(base, method):  # fsspec's own method looks first and then writes: two runs may both find nothing
         return None
     parameters = inspect.signature(own).parameters
     if "mode" in parameters:  # s3fs, gcsfs
@@ -251,12 +251,12 @@ _TEMPORARY = ".prefill-tmp"
 class LocalStore:
     """A folder on a local disk: temporary file, fsync, rename, fsync of the folder.
 
-    The operating system holds its lock, so that no other run writes here: `new` files need no care of their own.
+    The operating system holds its lock, so no other run writes here and `new` files need no special care.
     Errors name the path: ResourceError for a full disk or a held lock, else PrefillError.
     """
 
-    beat_seconds = 5.0  # between two signs of life that a run leaves in it
-    # Files that are read or removed at a time where there are many: in an object store, waiting takes the time.
+    beat_seconds = 5.0  # seconds between two signs of life that a run leaves in it
+    # Files that are read or removed at a time: in an object store most of the time is waiting.
     at_once = 1
 
     def __init__(self, location: str) -> None:
@@ -277,7 +277,7 @@ class LocalStore:
         return sorted(path for path in files if not path.endswith(_TEMPORARY))
 
     def exists(self, name: str) -> bool:
-        """Whether a file is there now."""
+        """Whether a file exists now."""
         with writing(self._path(name)):
             return file_calls.is_there(self._path(name))
 
@@ -292,9 +292,10 @@ class LocalStore:
 
     @contextmanager
     def create(self, name: str, *, new: bool = False) -> Iterator[IO[bytes]]:
-        """A file to write and read back; it appears (and replaces an older one) when the block ends without exception.
+        """A file to write and read back; it appears (and replaces an older one) when the block ends without an
+        exception.
 
-        Folders in `name` are made. A `new` file replaces none: where another run may have written one, and the store
+        Folders in `name` are made. A `new` file replaces no other: if another run may have written one, and the store
         has conditional writes, OutputBusyError is raised.
         """
         path = self._path(name)
@@ -320,12 +321,12 @@ class LocalStore:
             file.write(data)
 
     def delete(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file, if it exists."""
         with writing(self._path(name)), suppress(FileNotFoundError):
             file_calls.remove_file(self._path(name))
 
     def remove(self) -> None:
-        """Remove the folder with what is left in it. A lock in it must be held by who calls this."""
+        """Remove the folder with its contents. The caller must hold any lock in it."""
         with writing(self.location), suppress(FileNotFoundError):
             file_calls.remove_tree(self.location)
 
@@ -335,7 +336,8 @@ class LocalStore:
             self.delete(name)
 
     def clean(self, ours: Callable[[str], bool], into: Callable[[str], bool] = lambda folder: False) -> None:
-        """Remove what killed runs left of half-written files whose name is `ours`, here and in folders like `find`."""
+        """Remove half-written files of killed runs whose name is `ours`, here and in the folders that `find` looks
+        into."""
         with writing(self.location):
             for path, is_folder in walk_folder(self.location, into):
                 folder, name = split_path(path)
@@ -344,13 +346,13 @@ class LocalStore:
                     file_calls.remove_file(self._path(path))
 
     def in_use(self) -> bool | None:
-        """Whether a run holds the lock; None if that cannot be known from here, or there is no lock to hold."""
+        """Whether a run holds the lock; None if this machine cannot know, or there is no lock to hold."""
         with writing(self._path(LOCK)), suppress(FileNotFoundError), self.read(LOCK) as file:
             return not _locked(file.fileno(), shared=True, patience=0)
         return False
 
     def lock(self) -> Lock:
-        """Keep other processes out. Raises OutputBusyError if one is in."""
+        """Keep other processes out. Raises OutputBusyError if another one holds the lock."""
         path = self._path(LOCK)
         with writing(path):
             while True:
@@ -370,7 +372,7 @@ class LocalStore:
 
 
 def make_folder(path: str) -> None:
-    """Make a local folder and those that it lies in, unless they exist, so that they survive a crash."""
+    """Make a local folder and its parents, unless they exist, so that they survive a crash."""
     if not file_calls.is_folder(path):
         parent = os.path.dirname(path)
         make_folder(parent)
@@ -381,8 +383,8 @@ def make_folder(path: str) -> None:
 def walk_folder(path: str, into: Callable[[str], bool]) -> Iterator[tuple[str, bool]]:
     """The paths in a local folder, relative to it, each with whether it is a folder; nothing if there is none.
 
-    What lies in a folder comes too if `into` accepts its name. Symbolic links are not followed. Raises OSError if a
-    folder cannot be read: what is in it is not passed over.
+    The contents of a folder come too if `into` accepts its name. Symbolic links are not followed. Raises OSError if a
+    folder cannot be read: its contents are not skipped silently.
     """
     waiting = [""]
     while waiting:
@@ -412,7 +414,7 @@ _BEAT_SECONDS, _COMMIT_BEAT_SECONDS = 30.0, 600.0  # a request costs money, a co
 class RemoteStore:
     """A folder of an object store, with the methods of `LocalStore`. An object appears when its upload is complete.
 
-    Requests that fail for a moment are sent again.
+    Requests that fail temporarily are sent again.
     """
 
     def __init__(self, filesystem: Any, inner: str, location: str) -> None:
@@ -488,16 +490,16 @@ class RemoteStore:
             list(pool.map(self.delete, names))
 
     def remove(self) -> None:
-        """Nothing to do: the folder is there as long as objects are in it, and the lock goes when it is released."""
+        """Nothing to do: the folder exists as long as it holds objects, and the lock goes when it is released."""
 
     def clean(self, ours: Callable[[str], bool], into: Callable[[str], bool] = lambda folder: False) -> None:
-        """Give up uploads in several parts that a killed run has begun: S3 charges for their parts until then.
+        """Abort multipart uploads that a killed run has begun: until then S3 charges for their parts.
 
-        Other stores drop them by themselves, and an upload of one request that was cut off leaves nothing.
+        Other stores drop them by themselves, and an interrupted upload in one request leaves nothing.
         """
         if not self._protocols & _S3:
             return
-        with suppress(Exception):  # the right to list uploads is seldom given, and nothing depends on it
+        with suppress(Exception):  # the right to list uploads is seldom granted, and nothing depends on it
             bucket, folder, _ = self._filesystem.split_path(self._inner)
             folder = f"{folder.rstrip('/')}/" if folder else ""
             request = self._filesystem.call_s3
@@ -529,8 +531,8 @@ class RemoteStore:
         arguments: tuple[Any, Any],
         arrived: Callable[[], bool],
     ) -> None:
-        # Write an object, with `exclusive` if it is given and the store knows it. Whatever answer comes, or none: the
-        # object is written if it has `arrived`. Raises OutputBusyError if another one is there.
+        # Write an object, with `exclusive` if it is given and the store supports it. Whatever the store answers, if it
+        # answers at all, the object is written if it has `arrived`. Raises OutputBusyError if another object is there.
         def put() -> None:
             try:
                 (exclusive or overwrite)(*arguments)
@@ -542,7 +544,7 @@ class RemoteStore:
                     self._filesystem.makedirs(split_path(self._path(name))[0], exist_ok=True)
                     overwrite(*arguments)
                     return
-                with suppress(Exception):  # what cannot be looked at is not known to be there
+                with suppress(Exception):  # an object that cannot be looked at may be missing
                     if arrived():
                         return
                 if exclusive is None:
@@ -552,12 +554,12 @@ class RemoteStore:
                         f"{self.location}/{name} was written by another run meanwhile, and is left as it is\n"
                         "see which run that was; `prefill status` shows its state"
                     ) from error
-                overwrite(*arguments)  # a store that knows no conditional writes
+                overwrite(*arguments)  # a store without conditional writes
 
         patiently(put)
 
     def _size(self, name: str) -> int | None:
-        # Bytes of an object, asked for now; None if there is none.
+        # Bytes of an object, by a request now; None if there is none.
         def ask() -> int | None:
             self._filesystem.invalidate_cache(self._path(name))
             try:
@@ -573,7 +575,7 @@ class RemoteStore:
         return sorted(split_path(str(each["name"]).rstrip("/"))[1] for each in entries if each["type"] == kind)
 
     def _listed(self, ask: Callable[[], Any]) -> list[Any]:
-        # A listing of now, not of a client's memory; nothing if the folder does not exist.
+        # A fresh listing, not one from a client's memory; nothing if the folder does not exist.
         def listed() -> list[Any]:
             self._filesystem.invalidate_cache()
             return list(ask())
@@ -587,9 +589,9 @@ class RemoteStore:
 
 
 def _client(filesystem: Any) -> Any:
-    # The same S3 without memory of listings, where tries are botocore's and ours, not also those of s3fs. Without
-    # requests beside each other an object is got by one request, not by two, and of a file that is sent in parts one
-    # part is in memory, not ten.
+    # The same S3 without cached listings; botocore and we retry, s3fs does not do so in addition. Without concurrent
+    # requests an object is read by one request, not by two, and of a file that is sent in parts one part is in memory,
+    # not ten.
     options = filesystem.storage_options | {"use_listings_cache": False, "max_concurrency": 1}
     own = type(filesystem)(*filesystem.storage_args, **options)
     own.retries = 1
@@ -598,7 +600,7 @@ def _client(filesystem: Any) -> Any:
 
 @contextmanager
 def requesting(path: str, *, may_miss: bool = False) -> Iterator[None]:
-    """Turn what the clients of object stores raise into errors that say what to do.
+    """Turn errors of the clients of object stores into errors that name a remedy.
 
     Where the object `may_miss`, FileNotFoundError stays.
     """
@@ -630,10 +632,10 @@ def put_text(path: str, text: str) -> None:
 
 
 def read_sealed(option: str, path: str, again: str) -> tuple[bytes, bool]:
-    """As `read_given` the JSON that a command of prefill has written, without the checksum in it, and whether there
-    was one.
+    """The JSON that a command of prefill has written, without its checksum, and whether it had one. Reads as
+    `read_given`.
 
-    Raises UsageError if something has changed since. What is no JSON is for the caller to refuse.
+    Raises UsageError if it has changed since. The caller refuses a text that is no JSON.
     """
     data = read_given(option, path, again)
     try:
@@ -653,7 +655,7 @@ def write_sealed(path: str, text: str) -> None:
 
 NAME = "heartbeat.json"
 _MISSED = 3  # beats that may be late before a run counts as dead
-_JOIN_SECONDS = 5.0  # seconds in which the last sign must be written
+_JOIN_SECONDS = 5.0  # seconds for writing the last sign
 
 
 @dataclass(frozen=True)
@@ -668,7 +670,7 @@ class Beat:
 
     @classmethod
     def last(cls, store: Store) -> Beat | None:
-        """The last sign of life in a work folder; None if there is none that can be read."""
+        """The last sign of life in a work folder; None if there is no readable one."""
         try:
             return _BEAT.validate_json(store.read_bytes(NAME))
         except (OSError, ValueError):
@@ -680,7 +682,7 @@ class Beat:
         return (datetime.datetime.now(datetime.UTC) - self.updated).total_seconds()
 
     def alive(self) -> bool:
-        """Whether the run still goes on: known if it runs on this machine, else judged by the age of the beat."""
+        """Whether the run still goes on: certain if it runs on this machine, else judged by the age of the beat."""
         known = self.owner.alive()
         return self.running and (self.age < _MISSED * self.seconds if known is None else known)
 
@@ -691,7 +693,7 @@ _BEAT = TypeAdapter(Beat)
 class Heartbeat:
     """Leaves signs of life in a work folder from a thread; use it as a context manager.
 
-    A sign that cannot be written is left out: no run fails for it, and none waits for it.
+    A sign that cannot be written is left out: no run fails because of it or waits for it.
     """
 
     def __init__(self, store: Store, pace: Callable[[], Pace], *, seconds: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""An output: whose it is, where it lies, how its files are written, and what it and its work folder say of it."""
+"""An output: its job, its place, the writing of its files, and the records in it and in its work folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from prefillcli.runtime import file_calls
 
 NAME = "manifest.json"
 SCHEMA_VERSION = 2
-# The part of a fingerprint that says what the labels' numbers are, where they are no shares.
+# The part of a fingerprint that names the meaning of the labels' numbers, where they are no shares.
 MEASURE = "measure"
 
 
@@ -80,19 +80,19 @@ class Manifest:
     """The content of `manifest.json`."""
 
     job: Job
-    plan: dict[str, Any]  # what the job stores for when it goes on; anything that JSON holds
+    plan: dict[str, Any]  # values that the job stores for its resumption; any JSON
     state: Literal["running", "complete"] = "running"
     counts: Counts | None = None  # set when complete
     # Set when complete: the output's files by name, with their digests (`digest_of`).
     files: dict[str, str] = field(default_factory=dict)
     # In a shard's work folder its `sink.ShardRecord`; else None.
     shard: dict[str, Any] | None = None
-    # The tokens of the shards that the output was made of, if it was.
+    # The tokens of the shards that the output was made from, if any.
     merged: list[str] = field(default_factory=list)
     digests: str | None = None  # set when complete: SHA-256 of the digests of its rows (see `parts.digests_of`)
-    # The complete output that this job is to replace (see `replaced`); None where there was none.
+    # The complete output that this job will replace (see `replaced`); None if there was none.
     before: dict[str, Any] | None = None
-    retries: bool = False  # whether that is the job's own, of which the error rows alone are scored again
+    retries: bool = False  # whether that is the job's own output, of which only the error rows are scored again
     created: str = field(default_factory=lambda: _now())
     updated: str = field(default_factory=lambda: _now())
 
@@ -105,7 +105,7 @@ class Manifest:
 
     @classmethod
     def load(cls, store: Store) -> Manifest | None:
-        """The manifest of a work folder; None if there is none.
+        """The manifest of a work folder; None without one.
 
         Raises DamagedFileError if it has changed since, OutputConflictError if another version wrote it.
         """
@@ -134,7 +134,7 @@ _MANIFEST = TypeAdapter(Manifest)
 
 
 def replaced(store: Store) -> dict[str, Any] | None:
-    """The complete output that a new job in a work folder is to replace, as that job stores it; None without one."""
+    """The complete output that a new job in a work folder will replace, as that job records it; None without one."""
     with suppress(PrefillError):
         found = Manifest.load(store)
         if found is not None and found.state == "complete" and found.digests is not None:
@@ -149,7 +149,7 @@ def _now() -> str:
 
 # The file of a directory output that is written last: its job and files, as `Published.to_json` gives them.
 SUCCESS = "_SUCCESS"
-OLD = "old"  # the folder in the work folder in which a publication puts an older output aside
+OLD = "old"  # the folder in the work folder where a publication puts an older output aside
 _DIRECTORY_PART = re.compile(r"([^/=]+=[^/]*/)*part-\d{5,}\.parquet")  # in folders of partitions, or in none
 
 
@@ -226,13 +226,13 @@ class Target:
         return name == self.name
 
     def files(self) -> list[str]:
-        """The files of the output that are there, by their names in `store`."""
-        if not self.directory:  # not looked up among all that lie beside it
+        """The existing files of the output, by their names in `store`."""
+        if not self.directory:  # not searched among all the files beside it
             return [self.name] if self.store.exists(self.name) else []
         return list(filter(self.is_ours, self.store.find(is_partition)))
 
     def clean(self) -> None:
-        """Remove what killed runs left of half-written files of the output."""
+        """Remove half-written files of the output that killed runs left."""
         if self.directory:
             self.store.clean(self.is_ours, is_partition)
         else:
@@ -255,12 +255,12 @@ class Target:
             return None
 
     def stored(self, job: Job, files: dict[str, str]) -> Published:
-        """What a work folder says of the output. One file is known by its digest: with its work folder it may be
-        renamed."""
+        """The record of the output in its work folder. A single file is recognised by its digest, because it may be
+        renamed together with its work folder."""
         return Published(job, files if self.directory else dict(zip([self.name], files.values(), strict=False)))
 
     def damage(self, published: Published) -> list[str]:
-        """Lists the files of the output that are not as they were published; empty if all are."""
+        """Lists the files of the output that have changed since they were published."""
         found = []
         for name, digest in published.files.items():
             try:
@@ -338,7 +338,7 @@ class JsonlFormat:
     def write(
         self, file: IO[bytes], schema: pa.Schema, tables: Iterable[pa.Table], json_columns: Collection[str] = ()
     ) -> str:
-        # Numbers that JSON does not have (NaN, infinity) are null.
+        # Numbers that JSON lacks (NaN, infinity) become null.
         digesting = Digesting(file)
         plain = nullcontext(digesting)
         # Left open after an error, Arrow would write to a closed file later, and print a traceback.
@@ -379,8 +379,8 @@ class JsonlFormat:
 class ParquetFormat:
     """How rows are written to one file, and read back. A damaged file raises what pyarrow raises, or ValueError."""
 
-    sealed = True  # a file proves itself: it names its job, and holds the digest of its other bytes
-    json_text = False  # values carried from JSON Lines get a column's type, and are not written as the JSON they are
+    sealed = True  # a file proves its own content: it names its job, and holds the digest of its other bytes
+    json_text = False  # values carried from JSON Lines get a column's type, instead of staying JSON text
 
     def write(
         self, file: IO[bytes], schema: pa.Schema, tables: Iterable[pa.Table], json_columns: Collection[str] = ()

@@ -1,4 +1,4 @@
-"""How rows become prompts, which of these settings a tokenizer and an input allow, and the length of a prompt."""
+"""How rows become prompts, which of the settings a tokenizer and an input allow, and the length of a prompt."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from prefillcli.errors import UsageError
 OnLong = Literal["error", "truncate-left", "truncate-middle", "skip"]
 
 
-_LEAST_ROW_BYTES = 8 << 20  # a row also has what the prompt does not need
+_LEAST_ROW_BYTES = 8 << 20  # a row also holds values that the prompt does not need
 
 
 def default_row_bytes(max_length: int, longest_token: int, on_long: OnLong) -> int:
     """Bytes of the longest row that is worth reading, where a token has at most `longest_token` bytes.
 
-    Twice what can make a prompt of `max_length` tokens, within bounds. With `truncate-*` longer rows count too, and
-    the bound is `MAX_ROW_BYTES`.
+    Twice the most bytes that can make a prompt of `max_length` tokens, within bounds. With `truncate-*` longer rows
+    count too, and the bound is `MAX_ROW_BYTES`.
     """
     if on_long in ("truncate-left", "truncate-middle"):
         return MAX_ROW_BYTES
@@ -55,8 +55,8 @@ def fit(tokens: Int32Array, max_length: int, on_long: OnLong, start_ids: Set[int
 
 
 def without_padding(tokens: Int32Array, padding: int) -> Int32Array:
-    """The tokens int32 [tokens] up to the last one that is no padding; of padding alone the first one, as transformers
-    has it."""
+    """The tokens int32 [tokens] up to the last one that is no padding; of padding alone the first one, as in
+    transformers."""
     last = np.flatnonzero(tokens != padding)[-1:]
     return tokens[: int(last[0]) + 1] if len(last) else tokens[:1]
 
@@ -66,7 +66,8 @@ _FALLBACK_COLUMNS = (DEFAULT_COLUMN, "messages", "prompt_token_ids")
 
 
 class RowColumns(NamedTuple):
-    """Columns that rows may have, and what puts their values into prompts; a row with a wrong one becomes an error."""
+    """Columns that rows may have, and functions that put their values into prompts; a row with a wrong value becomes
+    an error."""
 
     names: tuple[str, ...]
     take: Callable[[list[Prompt], RowBatch, dict[int, RowError]], list[Prompt]]
@@ -83,16 +84,16 @@ class PromptSettings:
     chat: bool | None = None
     system: str | None = None  # system message of every chat that has none of its own
     max_length: int  # longest prompt in tokens
-    on_long: OnLong = "error"  # what happens to a longer one
+    on_long: OnLong = "error"  # the treatment of longer ones
     vocab_size: int  # token ids are below this
-    literal: bool = True  # whether the text of a control token in the data stays text
-    # Longest row, and longest prompt made of one, in bytes; None: as `default_row_bytes` has it.
+    literal: bool = True  # whether the text of a control token in the data stays plain text
+    # Longest row, and longest prompt made from one, in bytes; None: `default_row_bytes`.
     max_row_bytes: int | None = None
-    row_columns: tuple[RowColumns, ...] = ()  # what else rows may say of their prompts
-    # Whether a classification head reads the prompt: text is no chat unless `chat` says so, and no answer begins.
+    row_columns: tuple[RowColumns, ...] = ()  # further columns in which rows may describe their prompts
+    # Whether a classification head reads the prompt: text becomes no chat unless `chat` says so, and no answer begins.
     classifies: bool = False
     padding: int | None = None  # the token that such a head takes for padding where it ends a prompt
-    # Whether prompts note what they were made of, so that sections of them can be left out.
+    # Whether prompts note their rows' values, so that sections of them can be left out.
     sections: bool = False
 
 
@@ -112,7 +113,7 @@ def _wants_chat(settings: PromptSettings, has_template: bool) -> bool:
 
 
 def _check_column(settings: PromptSettings, column: str, has_template: bool) -> None:
-    # Raise UsageError where prompts of this column cannot become the text or the tokens that are asked for.
+    # Raise UsageError if prompts of this column cannot become the text or tokens that the settings ask for.
     if column == "messages" and settings.chat is False:
         raise UsageError("--no-chat: the prompt column is 'messages', which only a chat template turns into text")
     if column == "messages" and not has_template:
@@ -126,7 +127,7 @@ def _check_column(settings: PromptSettings, column: str, has_template: bool) -> 
 
 
 def prompt_column(named: str, available: Sequence[str]) -> str:
-    """The column `named`, or if none was, the first usual one that the input has."""
+    """The column `named`, or without one the first usual one in the input."""
     if named != DEFAULT_COLUMN:
         return named
     return next((name for name in _FALLBACK_COLUMNS if name in available), DEFAULT_COLUMN)
@@ -137,15 +138,14 @@ GROUP_CHARS = 16 << 20  # characters of prompts that are tokenised together
 
 
 class BuilderClosed(Exception):
-    """The builder was closed, by another thread, before it had made its prompts."""
+    """Another thread closed the builder before it had made its prompts."""
 
 
 class PromptBuilder:
     """Makes prompts of rows.
 
-    `available` are the column names of the input (`Source.available`), `template` that of the settings, where it is
-    compiled already. Raises UsageError if the settings
-    contradict each other or the tokenizer.
+    `available` are the column names of the input (`Source.available`), `template` is that of the settings if it is
+    compiled already. Raises UsageError if the settings contradict each other or the tokenizer.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class PromptBuilder:
         self.column = prompt_column(settings.prompt_column, available)
         # The columns that `build` needs.
         self.columns: tuple[str, ...] = self.template.columns if self.template else (self.column,)
-        # Columns that `build` uses where they are there.
+        # Columns that `build` uses where they exist.
         self.optional: tuple[str, ...] = tuple(name for each in settings.row_columns for name in each.names)
         if self.template is None:
             _check_column(settings, self.column, self._has_chat_template)
@@ -181,7 +181,7 @@ class PromptBuilder:
             settings.max_length, self._encoder.longest_token(), settings.on_long
         )
         self._may_exceed_vocabulary = self._encoder.size > settings.vocab_size
-        # The characters of templates and system messages, which are not data.
+        # The characters of templates and system messages, which are no data.
         typed = (self.template and self.template.text, settings.system, getattr(tokenizer, "chat_template", None))
         self._typed = frozenset("".join(map(str, typed)))
         self._takes_ids = self.template is None and self.column == "prompt_token_ids"
@@ -217,12 +217,12 @@ class PromptBuilder:
 
     def another(self) -> PromptBuilder:
         """One that makes the same prompts, for another thread."""
-        text = None if self.template is None else self.template.text  # its file may be another by now
+        text = None if self.template is None else self.template.text  # its file may have been replaced by now
         settings = replace(self.settings, template=text)
         return PromptBuilder(self._tokenizer, settings, (self.column,), group_chars=self._group_chars)
 
     def close(self) -> None:
-        """Stop what is being rendered or tokenised, in whatever thread, for good."""
+        """Stop rendering and tokenising for good, in whatever thread."""
         self._closed = True
         for renderer in (self.template, self._chat_template):
             if renderer is not None:
@@ -234,7 +234,7 @@ class PromptBuilder:
             raise BuilderClosed
 
     def _remember(self, prompts: Sequence[Prompt], batch: RowBatch) -> None:
-        # Note in each prompt the values of its row that it was made of.
+        # Note in each prompt the values of its row.
         place = {row: at for at, row in enumerate(batch.rows.tolist())}
         names = [name for name in (*self.columns, *self.optional) if name in batch.columns]
         for prompt in prompts:
@@ -252,7 +252,7 @@ class PromptBuilder:
     def _values(
         self, batch: RowBatch, errors: dict[int, RowError]
     ) -> Iterator[tuple[int, str | RowError | Any, Marks | None]]:
-        # The rows without an error, each with the text of the template or what is in the prompt's column.
+        # The rows without an error, each with the text of the template or the value of the prompt's column.
         columns = [batch.columns[name] for name in self.columns]
         places = [(at, row) for at, row in enumerate(batch.rows.tolist()) if row not in errors]
         if self.template is None:
@@ -277,7 +277,7 @@ class PromptBuilder:
             done = end
 
     def _literal(self, value: Any, *, joined: bool) -> tuple[Any, Marks | None]:
-        # Values of a row in which the tokenizer finds no control token, and what was replaced for that.
+        # Values of a row in which the tokenizer finds no control token, and the replacements made for that.
         is_ids = self.template is None and isinstance(value, list) and value and not isinstance(value[0], dict)
         if not self.settings.literal or is_ids:
             return value, None
@@ -395,7 +395,7 @@ class PromptBuilder:
         return done
 
     def _tokens(self, raw: list[RawPrompt]) -> dict[int, Int32Array]:
-        # The token ids of every row, however many ways of encoding they take.
+        # The token ids of every row, by however many ways of encoding.
         found = {each.row: each.tokens for each in raw if each.tokens is not None}
         for special in (True, False):
             for literal in (False, True):
@@ -417,7 +417,7 @@ class PromptBuilder:
 
 
 def _groups(raw: Iterable[RawPrompt], most: int) -> Iterator[list[RawPrompt]]:
-    # What is tokenised together: about `most` characters at a time, however much a template writes.
+    # Texts that are tokenised together: about `most` characters at a time, however much a template writes.
     group: list[RawPrompt] = []
     size = 0
     for each in raw:

@@ -51,7 +51,7 @@ class Encoder:
         )
         self.unknown_id: int | None = tokenizer.unk_token_id
         self.size = len(tokenizer)
-        self.has_offsets = self._backend is not None  # whether it can say where tokens lie in a text
+        self.has_offsets = self._backend is not None  # whether it knows where tokens lie in a text
         self.controls = Controls.of(tokenizer)
 
     def bytes_of_tokens(self) -> Int32Array | None:
@@ -72,9 +72,9 @@ class Encoder:
     def encode(self, texts: Sequence[str], *, special: bool, literal: bool = False) -> list[Int32Array]:
         """Token ids of every text, int32 [tokens].
 
-        `special`: with those that the tokenizer puts before a text by default. Those it would put after one (EOS)
-        are left out: the answer follows the prompt's last word. `literal`: the texts are as `Controls.respell` writes
-        them. Raises NotLiteral if this tokenizer has no such way.
+        `special`: with the tokens that the tokenizer puts before a text by default. Those that it would put after one
+        (EOS) are left out: the answer follows the prompt's last word. `literal`: the texts are as `Controls.respell`
+        writes them. Raises NotLiteral if this tokenizer cannot encode them.
         """
         if not texts:
             return []
@@ -89,8 +89,8 @@ class Encoder:
     def encode_with_offsets(self, texts: Sequence[str], *, special: bool, literal: bool = False) -> list[EncodedText]:
         """As `encode`, and where each token lies in its text: tokens that stand before a text have (0, 0).
 
-        Bytes of one letter have the place of that letter, bytes of a run of unknown letters may have that of the run.
-        Needs a tokenizer of the tokenizers library.
+        Bytes of one letter have the place of that letter; bytes of a run of unknown letters may have the place of the
+        run. Needs a tokenizer of the tokenizers library.
         """
         if not texts:
             return []
@@ -124,10 +124,11 @@ class Spans(NamedTuple):
 
 
 def spans_of(tokenizer: Any, prompts: Sequence[Prompt]) -> Mapping[int, Spans] | None:
-    """The spans of each prompt by its row number; None where a tokenizer has none, or texts do not give the tokens.
+    """The spans of each prompt by its row number; None if the tokenizer has none, or a text does not give the same
+    tokens.
 
-    The text is the tokens decoded. It stands for the prompt only if it is tokenised to the same ids again, so a
-    prompt cut in the middle of a letter, or ids that no text leads to, have none.
+    The text is the decoded tokens. It stands for the prompt only if tokenising it gives the same ids again. So a
+    prompt that was cut within a letter, or ids that no text leads to, have no spans.
     """
     if not getattr(tokenizer, "is_fast", False):
         return None
@@ -160,8 +161,8 @@ _NEAR = 16  # characters
 def token_texts(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> list[str]:
     """The text of each token; joined they are `decode(tokens)` exactly.
 
-    Each is what it adds to the text of the tokens before it, as tokenizers write a word at the start of a text without
-    its space. A character of several tokens is the text of the last of them.
+    Each is the text that the token adds to that of the tokens before it, because tokenizers write a word at the start
+    of a text without its space. A character of several tokens is the text of the last of them.
     """
     texts = [""] * len(tokens)
     start = done = 0  # tokens before `done` have their text; the last of them, from `start`, are decoded along
@@ -178,7 +179,7 @@ def token_texts(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -
 
 
 def _fitted(texts: list[str], whole: str) -> list[str]:
-    # `texts`; where they do not add up to `whole`, the pieces of `whole` that lie nearest to them.
+    # `texts`; if they do not add up to `whole`, the pieces of `whole` nearest to them.
     if not texts or "".join(texts) == whole:
         return texts
     fitted, at = [], 0
@@ -261,7 +262,7 @@ class Controls:
 
     @staticmethod
     def of(tokenizer: Any) -> Controls:
-        """Those of a tokenizer, found once."""
+        """Those of a tokenizer; they are found only once."""
         found = _FOUND.get(tokenizer)
         if found is None:
             found = _FOUND[tokenizer] = Controls(tokenizer)
@@ -270,7 +271,7 @@ class Controls:
     def may_be_in(self, text: str, *, joined: bool) -> bool:
         """Whether the tokenizer might find a control token in `text`.
 
-        `joined`: or in `text` followed by other data, because it ends as one begins.
+        `joined`: or in `text` followed by other data, because its end is the beginning of one.
         """
         if self._names is None:
             return False
@@ -281,7 +282,7 @@ class Controls:
         )
 
     def protect(self, text: str, marks: Marks) -> str:
-        """`text` with stand-ins, so that the tokenizer finds no control token in it, whatever follows it."""
+        """`text` with stand-ins, in which the tokenizer finds no control token, whatever follows it."""
         if self._backend is None:
             raise NotLiteral("this tokenizer has no way to encode it as text")
         characters = list(text)
@@ -311,7 +312,7 @@ class Controls:
         return _spelling(number)
 
     def shown(self, text: str) -> str:
-        """A respelled text as a reader knows it."""
+        """A respelled text in its usual spelling."""
         for number, token in self._tokens.items():
             text = text.replace(_spelling(number), token.content)
         return text
@@ -323,7 +324,7 @@ class Controls:
 
         try:
             backend = Tokenizer.from_str(json.dumps(self._respelled(json.loads(self._backend.to_str()))))
-        except Exception as error:  # a part in Python, or a kind of model of which nothing is known here
+        except Exception as error:  # a part in Python, or an unknown kind of model
             raise NotLiteral(f"this tokenizer cannot be copied: {error}") from None
         if any(backend.token_to_id(_spelling(number)) != number for number in self._tokens):
             raise NotLiteral("a copy of this tokenizer numbers its tokens in another way")
@@ -375,9 +376,9 @@ _FOUND: weakref.WeakKeyDictionary[Any, Controls] = weakref.WeakKeyDictionary()
 
 
 def protect(controls: Controls, value: Any, typed: frozenset[str], *, joined: bool) -> tuple[Any, Marks | None]:
-    """A value with stand-ins in its texts, and what they stand for; None if it was safe already.
+    """A value with stand-ins in its texts, and the characters that they stand for; None if it was safe already.
 
-    `typed` are characters that the texts will stand beside; `joined`: other data may follow them. Raises
+    `typed` are characters that will stand beside the texts; `joined`: other data may follow them. Raises
     NotLiteral.
     """
     texts = list(_texts(value))

@@ -58,8 +58,8 @@ def complementary(label: Label, other: Label | None = None) -> tuple[Label, Labe
 def label_of(answer: str | int | float | bool | None, labels: Sequence[Label]) -> int | None:
     """The number of the label that a right answer of a data set stands for; None if it is not a label.
 
-    It may be a label's name or one of its spellings. Of two labels true and 1 are else the first, false and 0 the
-    second.
+    It may be a label's name or one of its spellings. With two labels, true and 1 otherwise mean the first, false and 0
+    the second.
     """
     number = _named(answer, labels)
     if number is None and len(labels) == 2 and answer in (0, 1):
@@ -68,7 +68,7 @@ def label_of(answer: str | int | float | bool | None, labels: Sequence[Label]) -
 
 
 def _named(answer: str | int | float | bool | None, labels: Sequence[Label]) -> int | None:
-    # The number of the label of which this is the name or a spelling; true and 1, false and 0 are the same.
+    # The number of the label with this name or spelling; true and 1 are the same, and so are false and 0.
     if answer is None:
         return None
     texts = [str(int(answer) if isinstance(answer, float) and answer.is_integer() else answer).strip()]
@@ -125,7 +125,7 @@ def tail_of(text: str) -> str:
 class Labels:
     """Finds the tokens of the labels after any prompt; equal sets of tokens are stored once. Threads may share it."""
 
-    measure = Measure.SHARES  # what an engine's numbers for the labels are
+    measure = Measure.SHARES  # the meaning of an engine's numbers for the labels
 
     def __init__(self, tokenizer: Any, labels: Sequence[Label]) -> None:
         self.labels = tuple(labels)
@@ -139,7 +139,7 @@ class Labels:
 
     @property
     def with_absence(self) -> tuple[Label, ...]:
-        """The labels that right answers may be: a single one may be right or not."""
+        """The labels that right answers may name: with a single label, also its absence."""
         if len(self.labels) > 1:
             return self.labels
         return complementary(self.labels[0])
@@ -147,7 +147,7 @@ class Labels:
     def is_positive(self, answer: str | int | float | bool | None) -> bool | None:
         """Whether a right answer, as a data set has it, is the first label; None if it is not a label.
 
-        It may be a label's name or one of its spellings, else true or false, 1 or 0.
+        It may be a label's name or one of its spellings, or else true or false, 1 or 0.
         """
         number = _named(answer, self.labels)
         if number is not None:
@@ -176,7 +176,7 @@ class Labels:
         return result
 
     def _resolve_new(self, tails: Sequence[str], literal: bool) -> list[int | LabelError]:
-        # Tokenise every tail alone and before every spelling, all in one batch.
+        # Tokenise every tail, alone and before every spelling, in one batch.
         controls = self._encoder.controls
         spellings = [s for label in self.labels for s in label.variants or (f" {label.name}", label.name)]
         ends = ["", *(controls.respell(spelling) if literal else spelling for spelling in spellings)]
@@ -201,7 +201,7 @@ class Labels:
         return self._alone[spelling]
 
     def _standing_alone(self, spelling: str) -> list[int]:
-        # The tokens of a word that nothing before it is glued to.
+        # The tokens of a word that merges with nothing before it.
         ids = iter(self._encode([text for mark in _BREAKS for text in (mark, mark + spelling)]))
         candidates = []
         for base, whole in zip(ids, ids, strict=True):
@@ -260,8 +260,8 @@ class Labels:
 class ClassLabels(Labels):
     """The labels that some outputs of a head stand for.
 
-    `outputs` has the number of each label's output, alone in a tuple; ~number is the complement of an output, which is
-    as probable as that output is not.
+    `outputs` has the number of each label's output, alone in a tuple; ~number is the complement of an output: its
+    probability is 1 minus that of the output.
     """
 
     def __init__(self, labels: Sequence[Label], outputs: LabelSet, measure: Measure) -> None:

@@ -1,13 +1,13 @@
 """Jinja environments in which a template can neither reach Python nor run away.
 
-Jinja's own sandbox closes the way to attributes and imports. It does not bound work: nested loops, recursive
-macros, `"a" * 10**10` or `center(10**10)` would hang the job or fill the memory. Here each loop step and call
-counts towards `MAX_STEPS`, and an operation that would make more text than `MAX_CHARS` is refused beforehand.
-The limits count and read no clock: the same row fails on every machine or on none. What escapes them meets those
-of the process (`data/prompts/templates.py`).
+Jinja's own sandbox closes the way to attributes and imports. It does not bound work: nested loops, recursive macros,
+`"a" * 10**10` or `center(10**10)` would hang the job or fill the memory. Here each loop step and call counts towards
+`MAX_STEPS`, and an operation that would make more text than `MAX_CHARS` is refused beforehand. The limits count and
+read no clock: the same row fails on every machine or on none. Work that escapes them meets the limits of the process
+(`data/prompts/templates.py`).
 
-Chat templates have the environment that `transformers.utils.chat_template_utils` compiles them with; importing that
-takes torch along. The tests hold both against each other.
+Chat templates have the environment in which `transformers.utils.chat_template_utils` compiles them. That module is not
+imported, because it takes torch along; tests compare both.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ _REFUSED_METHODS = frozenset(
 def compile_template(text: str, name: str) -> tuple[Callable[[dict[str, Any]], str], list[str]]:
     """A function that renders a row from its columns, and the names of the columns that the template needs.
 
-    `name` is for messages. Raises TemplateSyntaxError, and what a template that is nested too deeply makes Jinja and
-    Python raise.
+    `name` is for messages. Raises TemplateSyntaxError, and the errors of Jinja and Python for a template that is
+    nested too deeply.
     """
     environment = BoundedEnvironment()
     tree = environment.parse(text)
@@ -132,7 +132,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute `left operator right` for a template, if the result is of a sane size."""
+        """Compute `left operator right` for a template, if the result has a sane size."""
         if operator == "%" and isinstance(left, str):
             return self._format(left, *right) if isinstance(right, tuple) else self._format(left, right)
         self._make(_result_size(operator, left, right))
@@ -231,14 +231,14 @@ class _Counted:
             yield value
 
     def __len__(self) -> int:
-        return len(self._values)  # TypeError for an iterator: Jinja then counts by itself
+        return len(self._values)  # raises TypeError for an iterator: Jinja then counts by itself
 
 
 def _printable(value: Any) -> Any:
-    # What `{{ value }}` prints. A null would become the word None in the prompt, so it is an error.
+    # The text of `{{ value }}`. A null would become the word None in the prompt, so it is an error.
     if value is None:
         raise TemplateRuntimeError("a null value is printed; write {{ column or '' }} if it may be null")
-    numbers = getattr(value, "tolist", None)  # numpy's arrays have it; numpy itself takes long to import
+    numbers = getattr(value, "tolist", None)  # a method of numpy's arrays; numpy itself takes long to import
     return value if numbers is None else numbers()
 
 
@@ -267,7 +267,7 @@ def _result_size(operator: str, left: Any, right: Any) -> int:
 
 
 def _with_small_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)  # keeps Jinja's mark that the environment is passed
+    @functools.wraps(function)  # keeps Jinja's mark that it takes the environment
     def checked(*args: Any, **kwargs: Any) -> Any:
         for argument in (*args[1:], *kwargs.values()):
             if isinstance(argument, int) and abs(argument) > _SMALL:
@@ -299,11 +299,11 @@ class _Generation(Extension):
 
 
 def compile_chat_template(text: str, variables: dict[str, Any], *, answers: bool = True) -> Callable[[Any], str]:
-    """What renders messages, if a model `answers` up to where the assistant begins to. `variables` are the tokenizer's
-    special tokens.
+    """A function that renders messages; if a model `answers`, up to the beginning of the assistant's answer.
+    `variables` are the tokenizer's special tokens.
 
-    Some templates print today's date. A score must not depend on the day, nor a resume on midnight: it is always the
-    same day. Raises whatever Jinja raises.
+    Some templates print today's date. A score must not depend on the day, nor a resume on midnight, so it is always
+    the same day. Raises whatever Jinja raises.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
@@ -330,8 +330,8 @@ def _raise_exception(message: str) -> None:
 
 
 # The process that renders templates; `data/prompts/templates.py` starts it and holds the other end of its pipes. It
-# reads a template, then rows, each with its length before it, and answers every row at once. Rows come from its parent
-# alone, which is why they may be pickled; answers are bytes.
+# reads a template, then rows, each with its length before it, and answers every row at once. Rows come only from its
+# parent, so they may be pickled; answers are bytes.
 
 
 _DETAIL_CHARS = 300
@@ -339,10 +339,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Serve until the parent closes the pipe or is gone."""
+    """Serve until the parent closes the pipe or ends."""
     setup = json.loads(sys.argv[1])
     for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)  # a terminal or a scheduler sends them to all; the parent decides
+        signal.signal(signum, signal.SIG_IGN)  # a terminal or a scheduler signals all processes; the parent decides
     _end_with(setup["parent"])
     _limit(resource.RLIMIT_CORE, 0)
     if setup["limit_memory"]:
@@ -395,7 +395,7 @@ def _why_not_compiled(error: Exception) -> str:
         return f", line {error.lineno}: {error.message}"
     if isinstance(error, TemplateError):
         return f": {error.message}"
-    if isinstance(error, RecursionError | SyntaxError):  # Jinja makes Python of it, which bounds nesting too
+    if isinstance(error, RecursionError | SyntaxError):  # Jinja compiles it to Python, which bounds nesting too
         return ": nested too deeply; make it simpler"
     return f": it cannot be compiled ({type(error).__name__}: {_short(error)})"
 
@@ -405,7 +405,7 @@ def _short(error: Exception) -> str:
 
 
 def _read(stream: BinaryIO) -> bytes:
-    # What was sent with its length before it; nothing at the end.
+    # A message that was sent after its length; nothing at the end.
     return stream.read(int.from_bytes(stream.read(8), "big"))
 
 
@@ -417,8 +417,8 @@ def _answer(stream: BinaryIO, kind: bytes, content: bytes = b"") -> None:
 
 def _renewed(seconds: int, before: int) -> int:
     # A row begins: the process ends, by SIGXCPU, when the row takes more than so many seconds of processor time. The
-    # kernel's limit is of the whole process, so it is raised. Returns the seconds at which it was; `before` are those
-    # of the row before.
+    # kernel's limit is for the whole process, so each row raises it. Returns the process's seconds at the row's
+    # beginning; `before` are those of the row before.
     used = int(time.process_time())
     if used > before:
         _limit(resource.RLIMIT_CPU, used + 1 + seconds)
@@ -431,7 +431,7 @@ def _limit(what: int, value: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    # Be killed when the parent dies, even while a row is rendered; elsewhere than on Linux the limits see to it.
+    # Be killed when the parent dies, even while a row is rendered; on other systems the limits end it.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:

@@ -1,9 +1,10 @@
 """Templates rendered in a process of their own, which is ended and replaced when a row breaks its limits.
 
 Counting steps catches most templates that run away (`sandbox.py`), not all: one call of a filter may take hours or
-fill the memory. So the kernel limits the memory of the process and the processor time of each row; what it does
-not limit (memory on macOS, a row that only waits) is watched from here. Results come back one by one, so it is known
-which row was at work when the process ended: that row is an error row, and a new process goes on with the next one."""
+fill the memory. So the kernel limits the memory of the process and the processor time of each row. This module watches
+the cases that the kernel does not limit: memory on macOS, and a row that only waits. Results come back one by one, so
+the row that was at work when the process ended is known: it becomes an error row, and a new process goes on with the
+next one."""
 
 from __future__ import annotations
 
@@ -36,11 +37,11 @@ from prefillcli.runtime.memory import resident_memory_of
 # Whether this system enforces a limit of a process's address space.
 KERNEL_LIMITS_MEMORY = sys.platform == "linux"
 
-_TICK = 0.25  # seconds between two looks at a process that says nothing
-_AHEAD = 1 << 20  # bytes of rows that wait to be sent, or one row
+_TICK = 0.25  # seconds between two looks at a silent process
+_AHEAD = 1 << 20  # bytes of rows waiting to be sent, or one row
 _READ = 1 << 18
 _START_SECONDS = 120.0  # on the clock, for the process to start and to compile the template
-_HEAD = 9  # a kind in one byte, and a length
+_HEAD = 9  # kind in one byte, and length
 _ENVIRONMENT = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME")
 
 
@@ -48,7 +49,7 @@ _ENVIRONMENT = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY
 class RenderLimits:
     """Limits of rendering one row, or of compiling the template."""
 
-    # Processor time, give or take a second. Far more than a prompt needs: slow machines fail the same rows.
+    # Processor time, give or take a second. Far more than a prompt needs, so slow machines fail the same rows.
     cpu_seconds: int = 10
     wall_seconds: float = 120.0  # time on the clock
     memory_bytes: int = 2 << 30  # memory of the process, the interpreter included
@@ -56,16 +57,15 @@ class RenderLimits:
 
 
 class RendererClosed(Exception):
-    """The renderer was closed before it had rendered."""
+    """The renderer was closed before it had finished."""
 
 
 class Renderer:
     """One template, compiled in a process of its own that renders rows with it.
 
-    `spec` says what is rendered, as `sandbox._serve` takes it; its `name` is for messages. Errors of rows
-    get the code `code`. The process is gone when the renderer is closed or collected, or when this process ends in
-    whatever way. Raises UsageError if the template cannot be compiled within the limits, ResourceError if no process
-    can be started.
+    `spec` describes the template, as `sandbox._serve` takes it; its `name` is for messages. Errors of rows get the
+    code `code`. The process ends when the renderer is closed or collected, or when this process ends in whatever way.
+    Raises UsageError if the template cannot be compiled within the limits, ResourceError if no process can be started.
     """
 
     def __init__(self, spec: dict[str, Any], *, code: ErrorCode, limits: RenderLimits | None = None) -> None:
@@ -79,11 +79,11 @@ class Renderer:
         self.columns = tuple(self._started()[1])  # variables that the template needs
 
     def render(self, rows: Sequence[Any], most: int | None = None) -> list[str | RowError]:
-        """The text of each row, or why there is none. A row is what the template takes: its variables, or messages.
+        """The text of each row, or why there is none. A row is the template's variables, or messages.
 
-        With `most` it stops after the text that makes them more than so many characters: the others are not rendered
-        yet, and not in the list. Raises RendererClosed if the renderer is closed before or, by another thread,
-        meanwhile.
+        With `most` it stops after the text that brings the total above so many characters: the other rows are not
+        rendered yet, and not in the list. Raises RendererClosed if the renderer is closed before or, by another
+        thread, meanwhile.
         """
         with self._rendering:
             try:
@@ -112,7 +112,7 @@ class Renderer:
                     done.append(RowError(self._code, result.detail) if isinstance(result, _Failure) else result)
                     size += len(result) if isinstance(result, str) else 0
                     if most is not None and size > most and len(done) < len(rows):
-                        self._drop()  # it has begun with rows that are not wanted now
+                        self._drop()  # it has begun with rows that are no longer wanted
                         return done
             except _ProcessEnded as ended:
                 self._drop()
@@ -120,7 +120,7 @@ class Renderer:
                     raise RendererClosed from None
                 if ended.certain or tried_again == len(done):
                     done.append(RowError(self._code, f"rendering {ended}"))
-                else:  # something else may have ended the process
+                else:  # the process may have ended for another reason
                     tried_again = len(done)
         return done
 
@@ -212,7 +212,7 @@ class _Worker:
             yield text if kind == b"T" else _Failure(text)
 
     def send(self, content: bytes) -> None:
-        # Put bytes on the way; they are written while answers are waited for.
+        # Queue bytes; they are written while this process waits for answers.
         self._unsent += len(content).to_bytes(8, "big")
         self._unsent += content
 
@@ -251,7 +251,7 @@ class _Worker:
                 raise _ProcessEnded(f"took more than {seconds:g} s", certain=False)
 
     def _exchange(self) -> None:
-        # Wait a moment to write some of what is unsent, or to read. Raises _ProcessEnded.
+        # Wait a moment to write some of the unsent bytes, or to read. Raises _ProcessEnded.
         if self._unsent:
             self._poll.register(self._in.fileno(), select.POLLOUT)
         events = dict(self._poll.poll(_TICK * 1000))
@@ -261,7 +261,7 @@ class _Worker:
             try:
                 del self._unsent[: self._in.write(self._unsent) or 0]
             except BrokenPipeError:
-                self._unsent.clear()  # what it answered before its end is read first
+                self._unsent.clear()  # answers before its end are read first
         if self._out.fileno() in events:
             data = self._out.read(_READ)
             if not data:
@@ -280,7 +280,7 @@ class _Worker:
 
 
 def _pack(row: Any) -> bytes | _Failure:
-    # Pickle brings values as they are. Its only reader is the process that is started here; nothing is unpickled here.
+    # Pickle keeps values as they are. Its only reader is the process that is started here; nothing is unpickled here.
     try:
         return pickle.dumps(row, protocol=5)
     except RecursionError:
@@ -352,7 +352,7 @@ def messages_of(value: Sequence[Any], system: str | None) -> list[Message] | Row
 class ChatTemplate(Renderer):
     """The chat template of a tokenizer: rows are lists of messages.
 
-    Where a model `answers`, chats end where the assistant begins to. Raises UsageError if there is none, or if it
+    If a model `answers`, chats end where the assistant begins to speak. Raises UsageError if there is none, or if it
     cannot be compiled within the limits.
     """
 
@@ -382,7 +382,7 @@ _VARIABLES = ("label", "labels")
 
 
 def rationale_texts(template: str, labels: Sequence[str]) -> dict[str, str]:
-    """What follows the prompt of a row with each of these answers, before the model goes on, by label.
+    """The text between a row's prompt and the model's continuation, for each of these answers, by label.
 
     Raises UsageError for a template with a syntax error or another variable, and for one that gives no text.
     """
@@ -415,14 +415,14 @@ def rationale_texts(template: str, labels: Sequence[str]) -> dict[str, str]:
     return texts
 
 
-# Behind a prompt: the label, and the words of a template that a model goes on from.
+# After a prompt: the label, and the words of a template that a model continues.
 
 
 _WORD = "x"  # before a text that follows a prompt's last word
 
 
 class Beginnings:
-    """The tokens that a text begins behind, by the set of label tokens that a prompt has and the label it got.
+    """The tokens after which a text begins, by the prompt's set of label tokens and the label that it got.
 
     `texts` are what the template gives for each label, as `rationale_texts` makes them.
     """
@@ -434,21 +434,20 @@ class Beginnings:
         self._known: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def tokens(self, labels: int, label: int) -> tuple[int, ...]:
-        """What stands behind a prompt that has this number of `Labels.sets`, when it got this label; at least one
-        token."""
+        """The tokens after a prompt with this number of `Labels.sets` that got this label; at least one token."""
         key = labels, label
         if key not in self._known:
             self._known[key] = self._encoded(self._labels.sets[labels][label][0], label)
         return self._known[key]
 
     def text(self, beginning: Sequence[int], tokens: Sequence[int]) -> str:
-        """The text of `tokens` behind a beginning, without special tokens and the white space around it."""
+        """The text of `tokens` after a beginning, without special tokens and surrounding white space."""
         before, whole = self._decode(beginning), self._decode([*beginning, *tokens])
         return (whole[len(before) :] if whole.startswith(before) else self._decode(tokens)).strip()
 
     def _encoded(self, token: int, label: int) -> tuple[int, ...]:
-        # A label's own token, as it is scored, and what follows it. A text that does not begin with the label stands
-        # behind a space where the label does.
+        # A label's own token, as it is scored, and the tokens after it. A text that does not begin with the label
+        # follows a space if the label does.
         text, name = self._texts[label], self._labels.names[label]
         if text.startswith(name):
             return (token, *self._following(name, text[len(name) :]))
@@ -457,7 +456,7 @@ class Beginnings:
         return tuple(self._following(_WORD, f" {text}") if spaced else self._ids(text))
 
     def _following(self, before: str, text: str) -> list[int]:
-        # The tokens of a text behind another one.
+        # The tokens of a text after another one.
         first, whole = self._ids(before), self._ids(before + text)
         return whole[len(first) :] if whole[: len(first)] == first else self._ids(text)
 

@@ -36,7 +36,7 @@ class Partitions:
 
     @classmethod
     def of(cls, paths: Iterable[str]) -> Partitions:
-        """The keys in the folders of these paths, in the order in which they come.
+        """The keys in the folders of these paths, in the order of their first use.
 
         As pyarrow.dataset infers them: keys and values are URL-decoded, a key is int32 if every value is one, else a
         string.
@@ -97,7 +97,7 @@ KINDS: dict[str, Kind] = {
 }
 _TABLES = (".csv", ".tsv")  # not read; a message says how to convert them
 ENDINGS = ".parquet, .pq, .jsonl, .ndjson or .json (the last three also with .gz or .zst)"
-# Endings of what a run writes beside its output; never taken from a directory or a glob.
+# Endings of files and folders that a run writes beside its output; never taken from a directory or a glob.
 _REPORTS = (".run.json", ".run.html", ".dry-run.json", ".prom")
 
 
@@ -107,11 +107,11 @@ class InputFile(FoundFile):
 
     kind: Kind
     codec: str | None  # compression of a JSON Lines file: gzip, zstd or None
-    below: str  # the path below the directory that was given, else the whole one: its folders may name columns
+    below: str  # the path below the given directory, else the whole path: its folders may name columns
 
 
 def discover(inputs: Sequence[str]) -> tuple[list[InputFile], tuple[str, ...]]:
-    """The files of `inputs` in reading order, and the files in directories left out for their ending.
+    """The files of `inputs` in reading order, and the files in directories that were left out because of their ending.
 
     Inputs keep their order; the files of a directory (recursive) or a glob are sorted by path. Hidden files,
     files and folders that begin with `_`, and work folders and reports of earlier runs are never taken from a
@@ -136,8 +136,8 @@ def discover(inputs: Sequence[str]) -> tuple[list[InputFile], tuple[str, ...]]:
 
 
 def would_find(given: str, path: str, *, folder: bool) -> bool:
-    """Whether an input typed as `given` (directory or glob) would include the file at `path`, or those in a `folder`
-    of parts there."""
+    """Whether an input typed as `given` (directory or glob) would include the file at `path`, or the files in a
+    `folder` of parts there."""
     filesystem, root = filesystem_of(given)
     other, inner = filesystem_of(path)
     if filesystem != other or filesystem.isfile(root):
@@ -173,7 +173,7 @@ def _expand(path: str) -> tuple[list[InputFile], list[str]]:
             return _glob(filesystem, inner, path)
     except PrefillError:
         raise
-    except Exception as error:  # OSError, or whatever the client of an object store raises
+    except Exception as error:  # OSError, or any error of an object store's client
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     raise UsageError(f"input not found: {path}")
 
@@ -264,7 +264,7 @@ def _input_file(filesystem: Any, inner: str, shown: str, root: str = "") -> Inpu
 
 
 def _convert(shown: str) -> str:
-    # What to do with a CSV file: every value stays text, whatever quotes and line breaks it has.
+    # A way to convert a CSV file: every value stays text, whatever quotes and line breaks it has.
     stem, ending = os.path.splitext(shown)
     tab = ", delimiter=chr(9)" if ending.lower() == ".tsv" else ""
     code = (

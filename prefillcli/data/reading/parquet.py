@@ -1,7 +1,7 @@
 """Rows out of Parquet files, a bounded number of bytes at a time.
 
-The sizes of all pages are looked at before any is read. A row group with a page that is too large is not opened, and
-its rows are error rows.
+The sizes of all pages are checked before any page is read. A row group with a page that is too large is not opened,
+and its rows are error rows.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Footer:
     """The result of checking a footer."""
 
     rows: int
-    wrong: dict[str, str]  # by the path of a column what is wrong with its chunks; other columns can be read
+    wrong: dict[str, str]  # faults of chunks, by the path of their column; other columns can be read
 
     @classmethod
     def check(cls, metadata: pq.FileMetaData, size: int) -> Footer:
-        """Check the footer of a file of `size` bytes, of which nothing else is read.
+        """Check the footer of a file of `size` bytes; nothing else of it is read.
 
         Raises OSError unless the row groups have the rows of the file.
         """
@@ -60,14 +60,15 @@ class Footer:
         return cls(metadata.num_rows, dict(_wrong_chunks(metadata, size)))
 
     def require(self, names: Sequence[str]) -> None:
-        """Raise OSError if one of these columns cannot be read as the footer says; without names, if any cannot."""
+        """Raise OSError if one of these columns cannot be read as the footer says; without names, if any column
+        cannot."""
         for path, what in self.wrong.items():
             if not names or any(is_part_of(path, name) for name in names):
                 raise OSError(what)
 
 
 def is_part_of(path: str, name: str) -> bool:
-    """Whether the column chunks of this path are of the column `name`, which may be nested."""
+    """Whether the column chunks of this path belong to the column `name`, which may be nested."""
     return f"{path}.".startswith(f"{name}.")
 
 
@@ -80,7 +81,7 @@ def chunk_range(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
 
 
 def _wrong_chunks(metadata: pq.FileMetaData, size: int) -> Iterator[tuple[str, str]]:
-    # Paths of columns, and what is wrong with a chunk of each.
+    # Paths of columns, with the fault of a chunk of each.
     schema = metadata.schema
     columns = [schema.column(number) for number in range(metadata.num_columns)]
     paths, nested = [each.path for each in columns], [each.max_repetition_level > 0 for each in columns]
@@ -93,7 +94,7 @@ def _wrong_chunks(metadata: pq.FileMetaData, size: int) -> Iterator[tuple[str, s
                 continue
             chunk = group.column(at)
             values = chunk.num_values
-            # A list has a value for each of its elements, and an empty one has one too.
+            # A list has a value for each of its elements; an empty list has one too.
             if values < group.num_rows or (values > group.num_rows and not nested[at]):
                 yield path, f"column {path}: {values:,} values in a row group of {group.num_rows:,} rows"
             if values:
@@ -106,9 +107,9 @@ def _wrong_chunks(metadata: pq.FileMetaData, size: int) -> Iterator[tuple[str, s
 
 
 def _refused(metadata: pq.FileMetaData, size: int, columns: int) -> Iterator[dict[int, str]]:
-    # For each row group the numbers of columns whose chunks Arrow does not take, and why. Asking pyarrow for such a
-    # chunk ends the process: `RowGroupMetaData.column` lets no C++ exception through. But making its reader raises,
-    # and a reader with a buffer reads nothing before the readers of all columns are made.
+    # For each row group, the numbers of columns whose chunks Arrow rejects, and why. Asking pyarrow for such a chunk
+    # ends the process: `RowGroupMetaData.column` lets no C++ exception through. But constructing a reader raises, and
+    # a reader with a buffer reads nothing before the readers of all columns are made.
     source = pa.PythonFile(_Unread(size), mode="r")
     reader = pq.ParquetFile(source, metadata=metadata, pre_buffer=False, buffer_size=_TAIL_BYTES).reader
 
@@ -173,7 +174,7 @@ class Page(NamedTuple):
 def read_pages(file: BinaryIO, chunk: Any) -> list[Page]:
     """The pages of a column chunk (pyarrow's ColumnChunkMetaData), up to the first header that makes no sense.
 
-    Data behind such a header are left to Arrow, which then reports the fault. Raises OSError where the
+    Data after such a header are left to Arrow, which then reports the fault. Raises OSError where the
     pages have more or fewer values than the chunk.
     """
     offset, end = chunk_range(chunk)
@@ -196,7 +197,7 @@ def _page_at(file: BinaryIO, offset: int) -> tuple[Page, int] | None:
         data = file.read(length)
         try:
             header, header_size = _value(data, 0, 12)
-        except IndexError:  # the header is longer than what was read
+        except IndexError:  # the header is longer than the bytes read
             if len(data) < length:
                 return None
             length *= 8
@@ -218,7 +219,7 @@ def _page_at(file: BinaryIO, offset: int) -> tuple[Page, int] | None:
 
 def _value(data: bytes, at: int, kind: int) -> tuple[Any, int]:
     # A value of one of Thrift's compact types, and where it ends; of a struct, its fields by number. Texts and lists
-    # are passed over: no size is in them. Raises IndexError at the end of `data`, KeyError for an unknown type.
+    # are skipped: they hold no sizes. Raises IndexError at the end of `data`, KeyError for an unknown type.
     if kind in (1, 2):  # a boolean field is its type
         return kind == 1, at
     if kind == 3:
@@ -270,14 +271,14 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 _MAX_PAGE_BYTES = 128 << 20  # DuckDB's pages have up to 100 MB, others' 1 MiB
-_MAX_PIECE_BYTES = 256 << 20  # of what is read at a time, where values are long or stored once and repeated
-_DICTIONARY_BYTES = 16 << 20  # a column chunk of more than this and its indices holds texts that differ
+_MAX_PIECE_BYTES = 256 << 20  # bytes read at a time, where values are long or stored once and repeated
+_DICTIONARY_BYTES = 16 << 20  # a column chunk larger than this and its indices holds texts that differ
 _INDEX_BYTES = 6
 _HEADER_BUFFER = 1 << 16  # bytes read at a time from a remote file for the headers of pages
 _REWRITE = 'pq.write_table(pq.read_table("old.parquet"), "new.parquet", row_group_size=100)'
 _BUFFER = 1 << 20  # bytes read ahead per column, so that a large row group is not loaded whole
-# Of remote files. Columns are read in turns, so blocks of each stay in memory: reading ahead would drop and get them
-# again.
+# Of remote files. Columns are read in turns, so blocks of each stay in memory: reading ahead would drop them and fetch
+# them again.
 _BLOCKS: dict[str, Any] = {"block_size": 4 << 20, "cache_type": "blockcache", "cache_options": {"maxblocks": 16}}
 _READING: dict[str, Any] = {"buffer_size": _BUFFER, "pre_buffer": False}
 
@@ -294,7 +295,7 @@ class ParquetInput:
         self.rows = self._footer.rows
 
     def require(self, names: Sequence[str]) -> None:
-        """Raise PrefillError if the footer says of these columns what cannot be; without names, of any."""
+        """Raise PrefillError if the footer's data of these columns are impossible; without names, of any column."""
         with reading(self.found.path):
             self._footer.require(names)
 
@@ -311,7 +312,7 @@ class ParquetInput:
         start = first_row
         for number in range(metadata.num_row_groups):
             size = metadata.row_group(number).num_rows
-            if size and selection.before(start) == selection.before(start + size):  # where it says 0, pages are asked
+            if size and selection.before(start) == selection.before(start + size):  # where it says 0, the pages tell
                 start += size
                 continue
             end = start + size
@@ -343,7 +344,7 @@ class _Chunk(NamedTuple):
 
     @property
     def largest_value(self) -> float:
-        # Bytes of the largest values: the mean of a page, or all that a page has which stores a value once.
+        # Bytes of the largest values: the mean of a page, or all bytes of a page that stores a repeated value once.
         return max(
             (page.size if page.stores_once else page.size / max(page.values, 1) for page in self.pages), default=0
         )
@@ -356,10 +357,10 @@ class _Chunk(NamedTuple):
         return dictionary and self.size <= _DICTIONARY_BYTES + _INDEX_BYTES * self.values
 
     def most_at_once(self, rows: int) -> int:
-        # Bytes that are in memory together, whatever is read of a chunk of `rows` rows.
+        # Bytes that are in memory together for a chunk of `rows` rows, however little of it is read.
         most = max((page.size for page in self.pages), default=0)
         if self.nested:
-            # Numbers that repeat take next to no space in a page: their count says what becomes of it.
+            # Numbers that repeat take next to no space in a page, so their count decides.
             most = max(
                 most, *(4 * page.values for page in self.pages), max(self.size, 4 * self.values) // max(rows, 1)
             )
@@ -370,7 +371,7 @@ _TEXTS = (pa.string(), pa.large_string(), pa.string_view(), pa.binary())  # type
 
 
 class _GroupReader:
-    """Reads row groups of a file. Of `columns`, not of `carried`, texts that repeat come as dictionaries."""
+    """Reads row groups of a file. Texts that repeat come as dictionaries in `columns`, but not in `carried`."""
 
     def __init__(
         self, file: ParquetInput, metadata: pq.FileMetaData, columns: Sequence[str], carried: Sequence[str]
@@ -405,9 +406,9 @@ class _GroupReader:
         return self._pieces(self._files[repeated], number, at_once), None
 
     def _chunks(self, number: int) -> list[_Chunk]:
-        # The chunks of the needed columns, which `Footer.require` has let pass, by the headers of all their pages.
-        # Raises OSError where the pages of a column have more or fewer values than the footer says. If no column is
-        # needed, the pages of one are looked at all the same: they say how many rows there are.
+        # The chunks of the needed columns, which `Footer.require` has accepted, by the headers of all their pages.
+        # Raises OSError where the pages of a column have more or fewer values than the footer says. Even if no column
+        # is needed, the pages of one are looked at: they say how many rows there are.
         group, schema = self._metadata.row_group(number), self._metadata.schema
         columns = [schema.column(at) for at in range(group.num_columns)]
         chunks = []
@@ -456,7 +457,7 @@ class _GroupReader:
 
 
 def _require_indices(piece: pa.RecordBatch) -> None:
-    # Raise OSError for a dictionary column with indices beyond its dictionary, which Arrow reads unseen.
+    # Raise OSError for a dictionary column with indices beyond its dictionary, which Arrow reads without a check.
     for name, column in zip(piece.schema.names, piece.columns, strict=True):
         if pa.types.is_dictionary(column.type):
             ends = pc.min_max(column.indices).as_py()
@@ -465,7 +466,7 @@ def _require_indices(piece: pa.RecordBatch) -> None:
 
 
 def _open_parquet(found: InputFile, metadata: pq.FileMetaData | None = None, **options: Any) -> pq.ParquetFile:
-    # A file for its rows, or without `metadata` for its footer alone.
+    # A file to read its rows, or without `metadata` its footer alone.
     source: Any = found.inner
     if not found.local:
         blocks = {"block_size": _HEADER_BUFFER} if metadata is None else _BLOCKS
@@ -491,11 +492,12 @@ class ParquetFiles:
         return self.total_rows or 0
 
     def columns_by_file(self) -> list[tuple[str, Sequence[str]]]:
-        """Paths of files with their columns, as far as these are known."""
+        """Paths of files with their columns, where these are known."""
         return [(file.path, each.schema.names) for file, each in zip(self._files, self._readers, strict=True)]
 
     def refuse_outputs(self, inputs: Sequence[str]) -> None:
-        """Raise UsageError for scores among other files, unless they are named: hardly anybody means to score them."""
+        """Raise UsageError for outputs of scoring among other files, unless they are named: hardly anybody means to
+        score them."""
         ours = [JOB_KEY in (file.schema.metadata or {}) for file in self._readers]
         for file, written in zip(self._files, ours, strict=True):
             if written and not all(ours) and file.path not in inputs:
@@ -509,9 +511,9 @@ class ParquetFiles:
     ) -> pa.Schema:
         """Types of the carried columns.
 
-        Raises UsageError if one of the columns is missing, unless it is `optional`, if two have its name or its types
-        differ, and PrefillError if a file's own numbers of it disagree. From now on rows of more than `max_row_bytes`
-        are error rows.
+        Raises UsageError if one of the columns is missing and not `optional`, if two have its name, or if its types
+        differ; PrefillError if a file contradicts itself about it. From now on rows of more than `max_row_bytes` are
+        error rows.
         """
         keys = self._partitions.schema
         wanted = [name for name in (*columns, *carried) if name not in keys.names]

@@ -49,7 +49,7 @@ class Source:
     def __init__(self, inputs: Sequence[str], sampling: Sampling) -> None:
         found, left_out = discover(inputs)
         self.kind = found[0].kind
-        # Files in the given directories that were not read for their ending; worth a warning.
+        # Files in the given directories that were skipped because of their ending; worth a warning.
         self.left_out = tuple(left_out)
         self._choice = ColumnChoice((), (), pa.schema([]))
         self.seconds = 0.0  # time spent reading so far
@@ -57,14 +57,14 @@ class Source:
         self._sampling = sampling
         self._inputs = tuple(inputs)
         self._contents = FileContents(found, "input", lambda: [file.path for file in discover(inputs)[0]])
-        self.partitions = Partitions.of(file.below for file in found)  # what the names of folders hold
+        self.partitions = Partitions.of(file.below for file in found)  # keys and values in the names of folders
         self._files: ParquetFiles | JsonlFiles
         if self.kind == "parquet":
             self._files = files = ParquetFiles(found, self.partitions)
             files.refuse_outputs(self._inputs)
         else:
             self._files = JsonlFiles(found, self.partitions)
-        # Column names: of the first Parquet file, or on the first lines of JSON Lines, and of the folders.
+        # Column names: of the first Parquet file, or of the first lines of JSON Lines, and of the folders.
         self.available: tuple[str, ...] = tuple(dict.fromkeys([*self._files.available, *self.partition_keys]))
 
     @classmethod
@@ -80,7 +80,7 @@ class Source:
     ) -> Source:
         """Find the files of `inputs` and look at their columns.
 
-        `columns` are needed by the prompt, `carried` go to the output. `limit`: the first rows only;
+        The prompt needs `columns`; `carried` go to the output. `limit`: the first rows only;
         `sample`: that many rows drawn at random. Raises UsageError if nothing is found or a column is
         missing, PrefillError if a file is damaged.
         """
@@ -97,7 +97,7 @@ class Source:
     ) -> Source:
         """Set the columns to read. Raises UsageError naming the first one that is missing.
 
-        `optional` ones are read where they are there: on some lines, in some files. A row of more than
+        `optional` ones are read where they exist: on some lines, in some files. A row of more than
         `max_row_bytes` becomes an error row.
         """
         columns, carried = tuple(dict.fromkeys(columns)), tuple(dict.fromkeys(carried))
@@ -136,8 +136,8 @@ class Source:
         self._contents.begin()
 
     def fingerprint(self) -> str:
-        """Digest of the content and of which rows are taken; where the files lie does not count,
-        except for the columns that their folders name.
+        """Digest of the content and of the selection of rows. The place of the files does not count, except for the
+        columns that their folders name.
 
         Reads every file whole, once, unless its digest is known from before. Raises as `FileContents.digests`.
         """
@@ -149,10 +149,10 @@ class Source:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def require_unchanged(self, rows: Int64Array | None = None) -> None:
-        """Raise ContentChangedError unless the files are what the fingerprint says.
+        """Raise ContentChangedError if the files no longer match the fingerprint.
 
-        With `rows`, ascending row numbers that `batches` has given, only the files that they came from are checked;
-        without, all files are, and that none came or went.
+        With `rows`, ascending row numbers that `batches` has given, only the files of these rows are checked; without,
+        all files are, and none may have come or gone.
         """
         if rows is None:
             self._contents.require_unchanged()
@@ -165,7 +165,7 @@ class Source:
     def batches(self, most_rows: int = BATCH_ROWS) -> Iterator[RowBatch]:
         """Row batches of at most `most_rows` rows and about 8 MiB, the same ones for the same input every time.
 
-        Raises PrefillError naming the file when one turns out damaged, after the rows before the damage.
+        For a damaged file raises PrefillError that names it, after the rows before the damage.
         """
         batches = self._batches(most_rows)
         while True:
@@ -183,7 +183,7 @@ class Source:
             yield batch
 
     def rows(self, numbers: Int64Array) -> Iterator[RowBatch]:
-        """The rows with these numbers, ascending; little else is read. Raises PrefillError for a damaged file."""
+        """The rows with these ascending numbers; little else is read. Raises PrefillError for a damaged file."""
         yield from self._files.batches(self._choice, Selection(chosen=numbers), BATCH_ROWS)
 
     def _batches(self, most_rows: int) -> Iterator[RowBatch]:
@@ -207,9 +207,9 @@ class Source:
 
 
 class TableRows:
-    """The rows of a table, numbered from 0. Nothing is carried: who has the table has its columns.
+    """The rows of a table, numbered from 0. Nothing is carried: the owner of the table has its columns.
 
-    Those in `bad` are error rows, as they have a text that is no Unicode: where it is says the value.
+    Rows in `bad` are error rows, because they hold a text that is no Unicode; the value names its column.
     """
 
     kind = "parquet"
@@ -259,7 +259,8 @@ class TableRows:
 
 
 def _plain(value: Any) -> Any:
-    # Tensors, as Ray Data has them, that are not a row of integers come as lists, to be told from token ids.
+    # Tensors, as Ray Data has them, come as lists unless they are a row of integers, to distinguish them from token
+    # ids.
     if isinstance(value, np.ndarray) and (value.ndim != 1 or value.dtype.kind not in "iu"):
         return value.tolist()
     return value
@@ -271,8 +272,8 @@ def _plain(value: Any) -> Any:
 _BLOCK = 1 << 18
 _REMOTE_BLOCK = 8 << 20  # bytes read ahead from an object store
 _BOM = b"\xef\xbb\xbf"
-_FEW_BLANK_LINES = 16  # one after each row are read as lines: looking ahead copies the buffer
-_MAX_BLANK_BYTES = 1 << 30  # of blank lines in a row: a few kilobytes of a compressed file may be as many as one likes
+_FEW_BLANK_LINES = 16  # one after each row is read as a line: looking ahead copies the buffer
+_MAX_BLANK_BYTES = 1 << 30  # of blank lines in a row: a few kilobytes of a compressed file may hold any number of them
 
 
 def _finite(text: str) -> float | None:
@@ -280,7 +281,7 @@ def _finite(text: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-# NaN and Infinity are no JSON: null; so are numbers that are larger than any float
+# NaN and Infinity are no JSON: they become null, and so do numbers larger than any float
 _decode = json.JSONDecoder(parse_float=_finite, parse_constant=lambda _name: None).decode
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -293,7 +294,7 @@ class JsonlInput:
         self._found = found
 
     def lines(self) -> Iterator[bytes | RowError]:
-        """The lines that are not blank, or what is wrong with a line that is longer than `max_row_bytes`.
+        """The lines that are not blank, or the error of a line that is longer than `max_row_bytes`.
 
         Raises PrefillError if the file cannot be read to its end.
         """
@@ -328,7 +329,7 @@ class JsonlInput:
 
 def _skip_blank_lines(file: io.BufferedReader) -> None:
     # Read on to the first line that is not blank, or to one that does not end in the buffer. A buffer at a time: one
-    # line at a time, those that a small compressed file holds would take hours. Raises OSError where they do not end.
+    # line at a time, the lines of a small compressed file could take hours. Raises OSError where they do not end.
     skipped = 0
     while ahead := file.peek():
         blank = ahead.rfind(b"\n", 0, len(ahead) - len(ahead.lstrip())) + 1
@@ -349,7 +350,7 @@ def _skip_long_line(file: io.BufferedReader, start: bytes, most: int) -> RowErro
 
 
 def parse(line: bytes | RowError) -> dict[str, Any] | RowError:
-    """The object on a line, or what is wrong with the line."""
+    """The object on a line, or the error of the line."""
     if isinstance(line, RowError):
         return line
     try:
@@ -391,7 +392,7 @@ class BatchMaker:
         self._carried = tuple(carried)
         self._selection = selection
         self.row = 0  # number of the next line
-        # Columns with the same value on all of the next lines, whatever the lines say.
+        # Columns with the same value on all of the next lines, whatever the lines hold.
         self.constants: dict[str, Any] = {}
         self._clear()
 
@@ -403,7 +404,7 @@ class BatchMaker:
         self._nbytes = 0
 
     def add(self, lines: Iterator[bytes | RowError]) -> Iterator[RowBatch]:
-        """Full batches out of the selected `lines`; what is left over stays for `rest`."""
+        """Full batches from the selected `lines`; the remainder waits for `rest`."""
         end = self._selection.end
         chosen = self._selection.chosen
         at = 0 if chosen is None else int(np.searchsorted(chosen, self.row))
