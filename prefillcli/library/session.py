@@ -29,7 +29,7 @@ from prefillcli.runtime.signals import OwnThread
 if TYPE_CHECKING:
     from prefillcli.library.table_scoring import Steps, TableScorer
 
-# Rows as a caller has them: tables, data frames, lists, or the names of files.
+# Rows in a caller's form: tables, data frames, lists, or the names of files.
 
 
 class ArrowStream(Protocol):
@@ -53,7 +53,7 @@ class GivenTable:
     """Rows in a table."""
 
     table: pa.Table
-    # By row, which column has a text that is no Unicode. In the table it has U+FFFD, or null for a nested value.
+    # By row, the column with a text that is no Unicode. In the table that text has U+FFFD, or a nested value is null.
     bad: dict[int, str] = field(default_factory=dict)
 
 
@@ -74,7 +74,7 @@ def read_rows(rows: Any, text_column: str) -> GivenRows:
     if isinstance(rows, pa.RecordBatch):
         return GivenTable(pa.Table.from_batches([rows]))
     if isinstance(rows, pa.RecordBatchReader):
-        return GivenTable(rows.read_all())  # through its stream, the caller's exceptions would be texts
+        return GivenTable(rows.read_all())  # through its stream, the caller's exceptions would become texts
     if any(hasattr(rows, name) for name in ("__arrow_c_stream__", "__arrow_c_array__", "__dataframe__")):
         return GivenTable(_of_arrow(rows, text_column))
     if isinstance(rows, Mapping):
@@ -91,7 +91,7 @@ _TAKEN = (
 
 
 def _of_arrow(rows: Any, text_column: str) -> pa.Table:
-    # A table of whatever library, or a column of texts.
+    # A table of any library, or a column of texts.
     streams = hasattr(rows, "__arrow_c_stream__")
     try:
         if not streams and not hasattr(rows, "__arrow_c_array__"):
@@ -135,7 +135,7 @@ def _of_items(items: list[Any], text_column: str) -> GivenRows:
 
 
 def _of_columns(columns: Iterable[tuple[Any, Any]], kind: pa.DataType | None = None) -> GivenTable:
-    # A table of names and values; of columns of this `kind`, if it is given.
+    # A table from names and values; its columns have this `kind`, if it is given.
     arrays: dict[str, Any] = {}
     bad: dict[int, str] = {}
     for name, values in columns:
@@ -192,10 +192,10 @@ class Scorer:
         with prefillcli.Scorer("models/judge", template="{{ history }}\\n{{ post }}\\nAnswer:") as scorer:
             table = scorer.score(rows)
 
-    The first argument is the model: a folder or a hub name. The other options are those of `prefill score` that say
-    how a row is scored, by name; docs/score.md says what each means. The environment (PREFILL_MODEL, ...) is not read.
-    Several threads may use one Scorer: it scores for one after the other. Raises UsageError for wrong options and
-    models, and ResourceError where the model does not fit.
+    The first argument is the model: a folder or a hub name. The other options are those of `prefill score` that
+    determine how a row is scored, by name; docs/score.md explains each. The environment (PREFILL_MODEL, ...) is not
+    read. Several threads may use one Scorer: it scores for one after the other. Raises UsageError for wrong options
+    and models, and ResourceError where the model does not fit.
     """
 
     @lists_options(ScorerOptions)
@@ -219,8 +219,8 @@ class Scorer:
 
         `rows` may be an Arrow table or record batch, a pandas or polars data frame, a list of dicts, a dict of
         columns, or a list of prompts: all columns are kept, and those of scoring follow. It may also be a path (or a
-        list of `pathlib.Path`): files, a folder, a glob or a URL. Then the table has what `prefill score` would write
-        of them, with the `options` `id_column`, `keep_columns`, `limit`, `sample` and `seed`.
+        list of `pathlib.Path`): files, a folder, a glob or a URL. Then the table is the output that `prefill score`
+        would write for them, with the `options` `id_column`, `keep_columns`, `limit`, `sample` and `seed`.
 
         A row that cannot be scored has an `error`; with `on_error="raise"` it raises FailedRowsError, which has the
         table. `progress` shows a bar, or lines every 30 seconds where there is no terminal or notebook. Raises
@@ -234,7 +234,7 @@ class Scorer:
         return self.score(rows)
 
     def close(self) -> None:
-        """Let go of the models and their memory. A closed Scorer cannot score."""
+        """Free the models and their memory. A closed Scorer cannot score."""
         tables, self._tables = self._tables, None
         if tables is not None:
             self._thread.run(lambda stopped: tables.close())
@@ -301,11 +301,11 @@ def score(
     on_error: OnError = "row",
     **options: Unpack[ScoreOptions],
 ) -> pa.Table:
-    """The rows with their scores, in the same order: `Scorer.score` of a Scorer for these rows alone.
+    """The rows with their scores, in the same order, by `Scorer.score` of a Scorer just for these rows.
 
         prefillcli.score(["Is the sky blue? Answer:"], "models/judge", labels="Yes,No")
 
-    It loads the model, scores, and lets go of it. `rows`, `progress` and `on_error` are those of `Scorer.score`,
+    It loads the model, scores, and frees it. `rows`, `progress` and `on_error` are those of `Scorer.score`,
     `model` and the `options` are those of `Scorer`, and for paths also those of `Scorer.score`. It raises the same
     errors.
     """
@@ -329,7 +329,7 @@ def _text_column(options: Mapping[str, Any]) -> str:
 def _settings_for(
     rows: GivenRows, model: StrPath | None, options: Mapping[str, Any], of_files: Mapping[str, Any]
 ) -> ScoreSettings:
-    # The settings for these rows. Raises UsageError if they are a table and there are options for files.
+    # The settings for these rows. Raises UsageError for options of files if the rows are a table.
     if isinstance(rows, tuple):
         return scorer_settings(model, {**options, **of_files}, owner="score()", paths=rows)
     for name in of_files:
@@ -372,7 +372,7 @@ def _free_memory() -> None:
 
 
 def _loading(settings: ScoreSettings) -> Callable[[Event], TableScorer]:
-    # Loads the models, in whatever thread calls it.
+    # Loads the models, in the thread that calls it.
     from prefillcli.jobs.runners.worker import memory_share
 
     share = memory_share(settings.device)

@@ -1,4 +1,4 @@
-"""Scoring rows in this process, as `prefill score` scores them, without writing anything."""
+"""Scoring rows in this process like `prefill score`, without writing anything."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ SECONDS_BETWEEN_LINES = 30.0
 class TableScorer(Scorer):
     """Models that are loaded once, for any number of tables and files.
 
-    Of the `settings`, those that say how rows are read and written have no effect. Where `--memory` is not given,
-    packs are sized by this `share` of the memory that is free. Raises UsageError or ResourceError.
+    Those of the `settings` that concern reading and writing have no effect. Without `--memory`, packs are sized by
+    this `share` of the free memory. Raises UsageError or ResourceError.
     """
 
     def __init__(self, settings: ScoreSettings, *, share: float = 1.0) -> None:
@@ -51,7 +51,7 @@ class TableScorer(Scorer):
         self.make_builder(()).close()  # a wrong template costs no load
         self.load(share=share)
         self._label_mass = LabelMassCheck(self.labels)
-        self._checked = False  # whether the labels have come after some prompts
+        self._checked = False  # whether the labels have followed some prompts
 
     @property
     def place(self) -> str:
@@ -60,7 +60,7 @@ class TableScorer(Scorer):
         return f"{files.path} on {self.opened.device} in {str(files.dtype).removeprefix('torch.')}"
 
     def score_table(self, table: pa.Table, bad: Mapping[int, str], steps: Steps) -> pa.Table:
-        """The table with the columns of an output added, one row for each row. Those in `bad` are error rows.
+        """The table with the columns of an output added, in the same rows. Those in `bad` are error rows.
 
         Its rows are planned together, in windows of a bounded size. Raises UsageError if the table has such a column
         already or lacks one that the prompt needs, or if the labels fail after every prompt of the first table.
@@ -85,7 +85,8 @@ class TableScorer(Scorer):
         return table
 
     def score_files(self, settings: ScoreSettings, steps: Steps) -> pa.Table:
-        """The output that `prefill score` would write of the inputs of these `settings`, else this scorer's.
+        """The output that `prefill score` would write for the inputs of these `settings`; all other settings are this
+        scorer's.
 
         Files are read a window at a time. Raises UsageError or PrefillError, as reading does.
         """
@@ -107,17 +108,17 @@ class TableScorer(Scorer):
         return schema.table(rows, schema.arrow(kinds))
 
     def resume_threads(self) -> None:
-        """Compute with the threads that were chosen when the models were loaded."""
+        """Compute with the threads chosen when the models were loaded."""
         if self.opened.threads is not None:
             self.opened.threads.resume()
 
     def close(self) -> None:
-        """Let go of the models, and of the process that renders templates."""
+        """Free the models, and end the process that renders templates."""
         self._drop_builder()
         self.loaded.close()
 
     def _prepare(self, rows: TableRows) -> None:
-        # Make prompts possible of these rows, with the builder of the last table where it fits.
+        # Prepare for prompts from these rows, with the builder of the last table where it fits.
         builder: PromptBuilder | None = getattr(self, "builder", None)
         if builder is None or (
             builder.template is None
@@ -146,7 +147,7 @@ class TableScorer(Scorer):
             try:
                 scorer.score(self._checking(coming), received)
             except BaseException:
-                scorer.builder.close()  # else its thread would go on with a window that nobody wants
+                scorer.builder.close()  # else its thread would go on with a window that nobody needs
                 self._drop_builder()
                 raise
         return received.tables
@@ -211,7 +212,7 @@ class ReceivedRows:
 
 
 class Steps:
-    """Progress of scoring in memory, `shown` if that is asked for. A `step` raises Interrupted where it is `asked` to.
+    """Progress of scoring in memory, `shown` on request. A `step` raises Interrupted if somebody has `asked` for it.
 
     Use it as a context manager.
     """

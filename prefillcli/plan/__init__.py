@@ -1,6 +1,6 @@
 """Order and packing: from the prompts of a window to the packs that the engine walks.
 
-The orders are here: one row each, read by the queue, the options and the manual.
+The orders are here, one row each; the queue, the options and the manual read them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class WaitingPrompts(NamedTuple):
-    """Equal prompts, which are computed together: the number of the first, and their tokens."""
+    """Equal prompts, which are computed together: the number of the first one, and their tokens."""
 
     came: int
     tokens: int
@@ -19,10 +19,10 @@ class WaitingPrompts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """An order by name. docs/score.md says what each is for.
+    """An order by name. docs/score.md gives the purpose of each.
 
-    Prompts go by `key`, the smallest first; those with equal keys, or all where there is none, depth first through the
-    forest. With `calibrated` the next one is chosen anew each time, by algorithm 1 of PrefillOnly.
+    Prompts are taken by `key`, the smallest first; those with equal keys, or all without a key, depth first through
+    the forest. With `calibrated` the next one is chosen anew each time, by algorithm 1 of PrefillOnly.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Blocks: the shared prefix at a window's end, cut into pieces whose K,V the next window finds again.
 
-Every block is computed in a pack of its own, behind the blocks before it. So its K,V are the same bits whichever
-window computes them, and a plan need not know which one did. What a window hands to the next are digests, not K,V.
+Every block is computed in a pack of its own, after the blocks before it. So its K,V are the same bits whichever window
+computes them, and a plan need not know which one did. A window hands digests to the next one, not K,V.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from prefillcli.plan.trie import (
 
 # Nodes that end at multiples of a step, so that recurrent layers read every path in the same pieces.
 #
-# What a recurrent layer makes of a token depends, in its last bits, on where it was interrupted before. With a step
-# that happens at depths that are multiples of it and nowhere else, whatever other prompts share. So the few tokens
-# between such a depth and a branch are computed again for each prompt behind it.
+# A recurrent layer's result for a token depends, in its last bits, on where the layer was interrupted before. With a
+# step, interruptions are at multiples of it only, whatever other prompts share. So the few tokens between such a depth
+# and a branch are computed again for each prompt below the branch.
 
 
 def floor_to(depth: int, step: int) -> int:
-    """The last multiple of `step` up to `depth`; with `step` 0 the depth as it is."""
+    """The largest multiple of `step` up to `depth`; with `step` 0 the depth itself."""
     return depth - depth % step if step else depth
 
 
 def align_nodes(roots: list[TrieNode], step: int) -> None:
-    """Let every node with something behind it end at a multiple of `step`, in place.
+    """Let every node with children end at a multiple of `step`, in place.
 
-    What was behind such a multiple goes to the nodes below it. A prompt that ended there gets a node of its own.
+    Tokens after the last multiple go to the nodes below. A prompt that ended there gets a node of its own.
     """
     lists: list[tuple[list[TrieNode], TrieNode | None]] = [(roots, None)]
     while lists:
@@ -65,21 +65,21 @@ def align_nodes(roots: list[TrieNode], step: int) -> None:
 
 # Blocks that are used whole or not at all: each becomes one node of the forest.
 #
-# Behind the state of a recurrent layer nothing can be read but what follows the last token that it has seen. So
-# prompts that leave a block in its middle do not read it: they get nodes of their own from where it begins.
+# The state of a recurrent layer can be continued only after the last token that it has seen. So prompts that leave a
+# block in its middle do not read it: they get nodes of their own from its beginning.
 
 
-# No block is cut that is shorter than one part in so many of the smallest: prompts share a few tokens by chance.
+# No block is shorter than the smallest block divided by this: prompts share a few tokens by chance.
 NEAR_SHARE = 8
 
 
 def whole_lengths(
     ends: Sequence[int], at: int, room: int, smallest: int, node_tokens: int, step: int = 0
 ) -> Iterator[int]:
-    """Lengths of the blocks behind token `at`: one up to each of the `ends`, as long as there is room.
+    """Lengths of the blocks after token `at`: one up to each of the `ends`, as long as there is room.
 
-    A block takes `node_tokens` of the room beside its own. A last one of less than `smallest` tokens is not worth its
-    states. With a `step`, of which `at` and the `ends` are multiples, lengths are so too.
+    A block takes its own tokens and `node_tokens` of the room. A last one of less than `smallest` tokens is not worth
+    its states. With a `step`, `at`, the `ends` and the lengths are all multiples of it.
     """
     ends = [end for end in ends if end > at]
     while ends and ends[-1] - max([at, *ends[:-1]]) < smallest:
@@ -99,8 +99,8 @@ def whole_lengths(
 def split_whole(roots: list[TrieNode], prompt: int, ends: Sequence[int]) -> list[TrieNode]:
     """Make the path of `prompt` end one node at each of the `ends`, ascending; returns these nodes.
 
-    Prompts that end within such a node, or leave it before its end, are taken out of it and share what they have in
-    common among themselves.
+    Prompts that end within such a node, or leave it before its end, are taken out of it and share their common
+    prefixes with one another.
     """
     found: list[TrieNode] = []
     end_node = next(node for node in every_node(roots) if prompt in node.ending)
@@ -122,7 +122,7 @@ def split_whole(roots: list[TrieNode], prompt: int, ends: Sequence[int]) -> list
 
 
 def _take_out(roots: list[TrieNode], inside: Sequence[TrieNode], prompt: int) -> TrieNode:
-    # One node in place of those `inside`, each the child of the one before it, for what goes on behind the last.
+    # One node in place of those `inside` (each the child of the one before), for prompts that continue after the last.
     first, last = inside[0], inside[-1]
     whole = TrieNode(prompt, first.start, last.end, first.parent, last.children)
     for child in whole.children:
@@ -144,18 +144,18 @@ def _siblings(roots: list[TrieNode], node: TrieNode) -> list[TrieNode]:
     return roots if node.parent is None else node.parent.children
 
 
-BLOCK_TOKENS = 1024  # a prefix that is shorter is not handed to the next window
+BLOCK_TOKENS = 1024  # a shorter prefix is not handed to the next window
 # The blocks at a prefix's end are halves, quarters and so on of a block, down to one part in so many.
 SMALLEST_PART = 8
 
-CarriedBlock = tuple[int, str]  # where a block ends in its prompts, and its key
+CarriedBlock = tuple[int, str]  # depth of a block's end in its prompts, and the block's key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Tokens `start:end` of prompt number `prompt`, behind the block `before`.
+    """Tokens `start:end` of prompt number `prompt`, after the block `before`.
 
-    `key` is a digest of all tokens up to `end`, of their positions, of where the blocks before it end, and of the
+    `key` is a digest of all tokens up to `end`, of their positions, of the ends of the blocks before it, and of the
     variant that reads them.
     """
 
@@ -182,8 +182,8 @@ class Block:
 class WindowBlocks:
     """The blocks of a window, each tuple one path, root first.
 
-    `given` are those that the window before has handed on; the first prompt begins with them. `carried` are handed to
-    the next window; the last prompt begins with them. Blocks that are in both are the same objects.
+    `given` are those from the window before; the first prompt begins with them. `carried` go to the next window; the
+    last prompt begins with them. Blocks in both are the same objects.
     """
 
     given: tuple[Block, ...] = ()
@@ -191,7 +191,7 @@ class WindowBlocks:
 
     @property
     def ends(self) -> tuple[str | None, str | None]:
-        """The keys of the last given and the last carried block, which tell all."""
+        """The keys of the last given and the last carried block, which identify all others."""
         last, end = (blocks[-1].key if blocks else None for blocks in (self.given, self.carried))
         return last, end
 
@@ -208,9 +208,9 @@ def find_blocks(
 ) -> WindowBlocks:
     """The blocks of a window of `prompts`.
 
-    `shared` says how many first tokens the last prompt shares with others, ascending. `carried` are the blocks of the
-    window before. All blocks together take at most `room` held tokens by the `limits`. A prompt's last token is in
-    none: it has to be computed for the answer. `variants` are those of the first and the last prompt.
+    `shared` are the lengths of the prefixes that the last prompt shares with others, ascending. `carried` are the
+    blocks of the window before. All blocks together take at most `room` held tokens by the `limits`. A prompt's last
+    token is in no block: it has to be computed for the answer. `variants` are those of the first and the last prompt.
     """
     first, last = (keys_with_positions(prompts[at], positions[at]) for at in (0, -1))
     given: list[Block] = []
@@ -234,9 +234,9 @@ def find_blocks(
 
 
 def shared_ends(roots: Sequence[TrieNode], keys: Sequence[KeyArray], prompt: int, *, whole: bool = False) -> list[int]:
-    """How many first tokens `prompt` shares with others: where nodes on its path end, ascending.
+    """The lengths of the prefixes that `prompt` shares with others: the ends of nodes on its path, ascending.
 
-    With `whole`, where others end it is one token less: that is all that is computed again for them.
+    With `whole`, a prefix where other prompts end is one token shorter: only this token is computed again for them.
     """
     ends: list[int] = []
     siblings: Sequence[TrieNode] = roots
@@ -272,7 +272,7 @@ NO_COVER = Cover(WindowBlocks(), {})
 def cover_nodes(
     roots: list[TrieNode], keys: Sequence[KeyArray], blocks: WindowBlocks, *, whole: bool = False
 ) -> Cover:
-    """Split the nodes under `blocks` at the ends of these; with `whole` each block becomes one node."""
+    """Split the nodes in `blocks` at the blocks' ends; with `whole` each block becomes one node."""
     nodes: dict[int, tuple[TrieNode, Block]] = {}
     for chain, prompt in ((blocks.given, 0), (blocks.carried, len(keys) - 1)):
         if whole:
@@ -284,7 +284,8 @@ def cover_nodes(
 
 
 def order_siblings(roots: list[TrieNode], cover: Cover) -> None:
-    """Put what begins with given blocks first and with carried ones last, so that none is held for long."""
+    """Put nodes that begin with given blocks first and those that begin with carried ones last, so that no block is
+    held for long."""
     carried = {block.key for block in cover.blocks.carried}
     for node, block in cover.nodes.values():
         siblings = node.parent.children if node.parent is not None else roots
@@ -295,8 +296,8 @@ def order_siblings(roots: list[TrieNode], cover: Cover) -> None:
 def _cover(
     roots: list[TrieNode], keys: Sequence[KeyArray], blocks: Sequence[Block], prompt: int
 ) -> dict[int, tuple[TrieNode, Block]]:
-    # As `cover_nodes`, on the path of one prompt. A node where other prompts end is split before its last token too:
-    # that is all that is computed again for them.
+    # As `cover_nodes`, on the path of one prompt. A node where other prompts end is also split before its last token:
+    # only this token is computed again for them.
     found: dict[int, tuple[TrieNode, Block]] = {}
     siblings, at = roots, 0
     for block in blocks:
@@ -314,7 +315,7 @@ def _cover(
 
 
 def _lengths_up_to(ends: Sequence[int], at: int, room: int, block_tokens: int, limits: Limits) -> Iterator[int]:
-    # Lengths of the blocks behind token `at`, cut at each of the `ends`: the next window may share but the first.
+    # Lengths of the blocks after token `at`, cut at each of the `ends`: the next window may share only the first.
     smallest = max(block_tokens // SMALLEST_PART, 1)
     if limits.whole_nodes:
         yield from whole_lengths(ends, at, room, smallest, limits.node_tokens, limits.state_step)
@@ -326,7 +327,7 @@ def _lengths_up_to(ends: Sequence[int], at: int, room: int, block_tokens: int, l
 
 
 def _lengths(tokens: int, block_tokens: int) -> Iterator[int]:
-    # Lengths of the blocks of so many tokens: whole ones, then ever smaller ones; a small rest is left over.
+    # Lengths of the blocks of so many tokens: full ones, then ever smaller ones; a small rest is left over.
     smallest = max(block_tokens // SMALLEST_PART, 1)
     while tokens >= smallest:
         length = block_tokens
@@ -337,7 +338,7 @@ def _lengths(tokens: int, block_tokens: int) -> Iterator[int]:
 
 
 def _next_block(keys: KeyArray, prompt: int, before: Sequence[Block], end: int, variant: str | None) -> Block:
-    # The block behind `before` on the path of a prompt with these `keys_with_positions`, read by this variant.
+    # The block after `before` on the path of a prompt with these `keys_with_positions`, read by this variant.
     last = before[-1] if before else None
     start = last.end if last is not None else 0
     digest = blake2b((last.key if last is not None else variant or "").encode(), digest_size=16)
@@ -346,6 +347,6 @@ def _next_block(keys: KeyArray, prompt: int, before: Sequence[Block], end: int, 
 
 
 def _place(siblings: Sequence[TrieNode], keys: Sequence[KeyArray], prompt: int, at: int) -> int:
-    # Which of the nodes that begin at token `at` is on the path of `prompt`.
+    # The one of the nodes beginning at token `at` that is on the path of `prompt`.
     token = keys[prompt][at]
     return next(place for place, node in enumerate(siblings) if keys[node.prompt][at] == token)

@@ -1,8 +1,8 @@
 """Packs: the forest cut into pieces that the engine walks one after the other.
 
-A pack is a forest in depth-first order, flat: its nodes' tokens stand one after the other, children behind their
-parent. Prompts of later packs that begin with the same nodes take their K,V from a cache of bounded size, or compute
-them once more.
+A pack is a flat forest in depth-first order: its nodes' tokens stand one after the other, children after their parent.
+Prompts of later packs that begin with the same nodes take their K,V from a cache of bounded size, or compute them
+again.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from prefillcli.plan.trie import TokenArray
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What fits one pack.
+    """The bounds of a pack.
 
-    `tokens` is the size aimed at; `max_tokens` what the memory budget allows at all, where a held token costs
+    `tokens` is the intended size; `max_tokens` the most that the memory budget allows, where a held token costs
     `held_cost` computed ones (it keeps every layer's K,V). `held_tokens` is the size of the prefix cache: tokens whose
     K,V may be kept between packs; 0 means that prefixes are computed again. `read_tokens` bounds the tokens that a
-    pack's prompts see, each prompt counted whole; a prompt that has more gets a pack of its own.
+    pack's prompts see, each prompt counted whole; a longer prompt gets a pack of its own.
 
-    With `whole_nodes` a held node is used whole or not at all, because what is kept of it is behind all of its tokens,
-    like the state of a recurrent layer. `node_tokens` is what the states at a node's end count as, in held tokens.
-    With `state_step`, nodes with something behind them end at multiples of it (`state_steps`).
+    With `whole_nodes` a held node is used whole or not at all, because the kept data are valid only after all of its
+    tokens, like the state of a recurrent layer. `node_tokens` is the size of the states at a node's end, in held
+    tokens. With `state_step`, nodes with children end at multiples of it (`state_steps`).
 
     Prompts longer than `switch` tokens, if it is not 0, share nothing with shorter ones (`long_positions`).
 
-    Behind prompts of packs whose K,V of all layers are kept, texts can be written. `kept_tokens` is the size of such a
-    pack, as `kept_size` counts it; 0: nothing is kept. With `kept_packs` packs are made no larger than that where a
-    prompt fits. `kept_held_tokens` is the prefix cache beside them, and `kept_end` what the states behind a prompt
-    count as, in kept tokens. While texts are written, the K,V of `written_tokens` tokens are there at most: those of
-    the prompts that they are written behind, and their own.
+    Texts can be written after prompts of packs that keep the K,V of all layers. `kept_tokens` is the size of such a
+    pack, as `kept_size` counts it; 0: nothing is kept. With `kept_packs` packs are no larger than that, unless a
+    single prompt is. `kept_held_tokens` is the prefix cache beside them, and `kept_end` the size of the states after a
+    prompt, in kept tokens. While texts are written, memory holds the K,V of at most `written_tokens` tokens: those of
+    the prompts before the texts, and of the texts.
     """
 
     tokens: int
@@ -54,30 +54,31 @@ class Limits:
     written_tokens: int = 0
 
     def held_size(self, lengths: Iterable[int]) -> int:
-        """What nodes of these lengths take of `held_tokens`."""
+        """The part of `held_tokens` that nodes of these lengths take."""
         return sum(length + self.node_tokens for length in lengths)
 
     def kept_size(self, tokens: int, ends: int) -> float:
-        """What a pack takes of `kept_tokens`: so many tokens, held ones included, if prompts end at `ends` nodes."""
+        """The part of `kept_tokens` that a pack takes: so many tokens, held ones included, if prompts end at `ends`
+        nodes."""
         return tokens + ends * self.kept_end
 
     @property
     def row_tokens(self) -> float:
-        """What a row that is written on counts as, beside its tokens: its states behind the prompt, those that it goes
-        on from, and those that they are made of."""
+        """The size of a row that a text continues, beside its tokens: its states after the prompt, those that it
+        continues from, and those that they are made from."""
         return 3 * self.kept_end
 
     @property
     def reads_again(self) -> bool:
-        """Whether packs are as large as if no text was written, and prompts that are wanted are read once more."""
+        """Whether packs are as large as without texts, and wanted prompts are read again."""
         return self.kept_tokens > 0 and not self.kept_packs
 
     def can_keep(self, pack: Pack) -> bool:
-        """Whether the K,V of all layers of this pack can be kept, if it was made for packs that are."""
+        """Whether the K,V of all layers of this pack, made under `kept_packs`, can be kept."""
         return 0 < self.kept_size(pack.held_tokens + len(pack.tokens), len(pack.reads)) <= self.kept_tokens
 
     def for_texts(self) -> Limits:
-        """The limits of packs that can be kept, all but those of prompts that are too long."""
+        """The limits of packs that can be kept, unless a prompt is too long."""
         if not self.kept_tokens:
             return self
         return replace(
@@ -88,7 +89,7 @@ class Limits:
         )
 
 
-# What K,V are held by: the pack that computed a node and its number there, or the key of a block.
+# The name of held K,V: the pack that computed a node and its number there, or the key of a block.
 Key = tuple[int, int] | str
 
 
@@ -96,7 +97,7 @@ Key = tuple[int, int] | str
 class Held:
     """A node whose K,V come from an earlier pack: `length` tokens, with `start` tokens before them on their path.
 
-    They are those from `offset` on of what is kept under `key`; the pack of number `pack` computes that. Tokens that
+    They begin at token `offset` of the K,V kept under `key`; the pack of number `pack` computes these. Tokens that
     are `charged` were computed for the first prompt here that reads them.
     """
 
@@ -110,7 +111,7 @@ class Held:
 
 @dataclass(slots=True)
 class Pack:
-    """One pass over the model. Nodes are in depth-first order; all arrays have one entry a node.
+    """One pass over the model. Nodes are in depth-first order; all arrays have one entry per node.
 
     `tokens` int32 [n] are the tokens to compute, node after node: node i is `tokens[offsets[i]:offsets[i + 1]]`, with
     `starts[i]` tokens before it on its path; `positions` int32 [n] are their positions in the whole prompt.
@@ -127,8 +128,8 @@ class Pack:
     attach: list[tuple[int, ...]]
     reads: list[tuple[int, tuple[int, ...]]]
     held: tuple[Held, ...] = ()
-    keep: frozenset[Key] = frozenset()  # keys of the nodes, held or its own, whose K,V later packs hold
-    # What the only node is held by, where nothing is read: a block, or a node that another worker needs too.
+    keep: frozenset[Key] = frozenset()  # keys of its own and held nodes whose K,V later packs hold
+    # The key of the only node of a pack without reads: a block, or a node that another worker needs too.
     block: Key | None = None
     variant: str | None = None  # the variant of the model that computes it; None: the model itself
 
@@ -149,7 +150,7 @@ class Pack:
 
     @property
     def needs(self) -> set[int]:
-        """The packs that compute what is held."""
+        """The packs that compute the held nodes."""
         return {node.pack for node in self.held}
 
     @property
@@ -171,15 +172,15 @@ def _shifted(key: Key, by: int) -> Key:
     return key if isinstance(key, str) else (key[0] + by, key[1])
 
 
-# Packs that stand alone: with what computes the K,V that they hold, for a worker that does not have them.
+# Packs that stand alone: they bring packs that compute their held K,V, for a worker without these.
 
 
 @dataclass(frozen=True, slots=True)
 class FreePack:
     """A pack that any worker can compute.
 
-    Each of the `refills` computes one node that the pack holds, behind those before it. They run if the worker does
-    not have its K,V.
+    Each of the `refills` computes one node that the pack holds, after the nodes before it. It runs if the worker does
+    not have the node's K,V.
     """
 
     pack: Pack
@@ -198,10 +199,11 @@ def free_packs(packs: Sequence[Pack]) -> Iterator[FreePack]:
 
 
 def refills_of(pack: Pack, source: Callable[[Key], Pack | None]) -> list[Pack]:
-    """What computes each node that `pack` holds for prompts of its own, those nearer to the root first.
+    """Packs that compute the nodes that `pack` holds for its own prompts, those nearer to the root first.
 
-    `source` says what has computed a node, or None if that is not needed. It is computed behind what this pack holds
-    of its path: the same tokens may be held by another key by now, where they were computed again for a prompt.
+    `source` gives the pack that has computed a node, or None if that is not needed. The node is computed after the
+    nodes of its path that this pack holds: another key may hold the same tokens by now, if they were computed again
+    for a prompt.
     """
     paths: dict[Key, tuple[Held, ...]] = {}
     for above in pack.attach:
@@ -220,7 +222,7 @@ def refills_of(pack: Pack, source: Callable[[Key], Pack | None]) -> list[Pack]:
 
 
 def groups_of(packs: Iterable[FreePack]) -> Iterator[list[FreePack]]:
-    """Neighbours that hold K,V of one another, together."""
+    """Neighbouring packs that hold K,V of one another, in groups."""
     group: list[FreePack] = []
     kept: set[Key] = set()
     for each in packs:
@@ -234,7 +236,7 @@ def groups_of(packs: Iterable[FreePack]) -> Iterator[list[FreePack]]:
 
 
 def without_idle(pack: Pack) -> Pack:
-    """The pack without the nodes that it holds for later packs alone."""
+    """The pack without the nodes that it holds only for later packs."""
     used = sorted({number for above in pack.attach for number in above})
     numbers = {number: at for at, number in enumerate(used)}
     attach = [tuple(numbers[number] for number in above) for above in pack.attach]
@@ -242,9 +244,9 @@ def without_idle(pack: Pack) -> Pack:
 
 
 def with_own_prefix(pack: Pack, without: Container[Key], sources: Mapping[Key, Pack]) -> Pack:
-    """A pack of one read, or of none, that holds no node of these keys, nor one below them: it computes them itself.
+    """A pack of at most one read that holds no node of these keys and none below them: it computes them itself.
 
-    `sources` says of a key what pack has computed that node, with nothing else.
+    `sources` has by key the pack that has computed only that node.
     """
     above = [pack.held[number] for number in pack.attach[0]]
     kept = next((at for at, node in enumerate(above) if node.key in without), len(above))
@@ -266,7 +268,7 @@ def with_own_prefix(pack: Pack, without: Container[Key], sources: Mapping[Key, P
 
 
 def alone(key: Key, packs: dict[int, Pack]) -> Pack:
-    """What computes the block or node that is held under `key`, with nothing else."""
+    """A pack that computes only the block or node held under `key`."""
     if isinstance(key, str):
         return next(pack for pack in packs.values() if pack.block == key)
     index, number = key
@@ -298,15 +300,16 @@ def alone(key: Key, packs: dict[int, Pack]) -> Pack:
 # A pack split into smaller ones, for a device whose memory it does not fit.
 
 
-WORTH = 0.9  # a half with more than this share of the tokens is not worth computing what both share twice
-NO_INDEX = -1  # the index of packs that are no packs of a plan: they keep nothing of their own
+WORTH = 0.9  # a larger half than this share of the tokens is not worth computing the common prefix twice
+NO_INDEX = -1  # the index of packs outside a plan: they keep nothing of their own
 
 
 def split_pack(pack: Pack, most: int) -> list[Pack]:
-    """Packs that answer what `pack` answers and keep what it keeps, of at most `most` tokens each where that pays.
+    """Packs that together answer and keep the same as `pack`, of at most `most` tokens each where that pays.
 
-    First each node that later packs hold is computed alone, and read by the rest. What several of the others share is
-    computed in each of them. A prompt is never split, nor is a pack of which no smaller part is much smaller.
+    First each node that later packs hold is computed alone, and the rest reads it. Prefixes that several of the other
+    packs share are computed in each of them. A prompt is never split, nor is a pack of which no smaller part is much
+    smaller.
     """
     if len(pack.tokens) <= most or not pack.reads:
         return [pack]
@@ -316,12 +319,12 @@ def split_pack(pack: Pack, most: int) -> list[Pack]:
 
 
 def isolated_reads(pack: Pack) -> list[Pack]:
-    """Packs that answer what `pack` answers and keep what it keeps, of one read each."""
+    """Packs that together answer and keep the same as `pack`, of one read each."""
     return _behind_kept(pack, [_part(pack, [read], set(pack.kept_nodes)) for read in range(len(pack.reads))])
 
 
 def _behind_kept(pack: Pack, parts: Sequence[Pack]) -> list[Pack]:
-    # The parts behind each node that later packs hold, which is computed alone. All keep what the pack keeps.
+    # The parts below each node that later packs hold, which is computed alone. All keep the same nodes as the pack.
     stays = pack.keep | {node.key for node in pack.held}
     first = [replace(alone(key, {pack.index: pack}), keep=stays) for _, key in sorted(pack.kept_nodes.items())]
     return [*first, *_charged_once([replace(part, keep=stays) for part in parts])]
@@ -341,7 +344,7 @@ def _halved(pack: Pack, reads: Sequence[int], kept: set[int], most: int) -> list
 
 
 def _part(pack: Pack, reads: Sequence[int], kept: set[int]) -> Pack:
-    # What answers these reads of a pack, if its nodes `kept` are held.
+    # A pack that answers these reads of a pack whose nodes `kept` are held.
     needed: set[int] = set()
     for read in reads:
         node = pack.reads[read][0]  # computed in any case: K,V alone give no answer
@@ -398,18 +401,18 @@ def _charged_once(parts: Sequence[Pack]) -> list[Pack]:
     return found
 
 
-# What is computed of a pack, and what that is charged to. Reads may leave between two layers. A node goes on until the
-# last read behind it has left, and K,V alone take `KEYS_SHARE` of a layer.
+# The computed part of a pack, and the prompts it is charged to. Reads may leave between two layers. A node goes on
+# until the last read below it has left, and K,V alone take `KEYS_SHARE` of a layer.
 
 
 KEYS_SHARE = 0.125
-#: Rows that a shared node may be left with, at most; more than the last are the rest.
+#: Upper bounds of the rows that are left below a shared node; larger numbers are the rest.
 LIVE_ROWS = (1, 2, 5, 10)
 
 
 @dataclass(slots=True)
 class LayersDone:
-    """How many layers each node of a pack went through, int64 [nodes].
+    """The layers that each node of a pack went through, int64 [nodes].
 
     `full` are whole layers; of `keys` only K,V were computed: the last layer, and those that were peeked at.
     `regroupings` counts how often the rest of the pack was laid out anew. `layers` are those of the model.
@@ -433,18 +436,19 @@ class LayersDone:
 
 
 def in_full(layers: int) -> float:
-    """Layers of a token that a token takes where no read leaves: of the last layer only K,V."""
+    """Layers that are computed for a token if no read leaves: of the last layer only K,V."""
     return layers - 1 + KEYS_SHARE
 
 
 def carried_by_few(pack: Pack, through: Sequence[int | None], layers: int) -> dict[str, int]:
-    """By how few rows shared nodes were kept alive: layers of a token, by the rows that were left behind the node.
+    """The work on shared nodes after some of their rows have left: layers of a token, by the rows that were left below
+    the node.
 
-    Counted are whole layers of nodes that several rows share, while some of these have left. Nodes that later packs
-    hold are not, because they go on for others. Read k leaves when `through[k]` layers are behind it, or never (None).
+    It counts whole layers of nodes that several rows share, once some of these have left. Nodes that later packs hold
+    do not count, because they go on for others. Read k leaves when `through[k]` layers are behind it, or never (None).
     A model has `layers`.
     """
-    alive = np.zeros((len(pack.parents), layers - 1), dtype=np.int64)  # rows behind a node at each layer
+    alive = np.zeros((len(pack.parents), layers - 1), dtype=np.int64)  # rows below a node at each layer
     rows = np.zeros(len(pack.parents), dtype=np.int64)
     for (node, prompts), count in zip(pack.reads, through, strict=True):
         alive[node, :count] += len(prompts)
@@ -466,7 +470,7 @@ def carried_by_few(pack: Pack, through: Sequence[int | None], layers: int) -> di
     return dict(zip([*names, f">{LIVE_ROWS[-1]}"], sums.astype(int).tolist(), strict=True))
 
 
-# What a pack's tokens are charged to: every computed token to one prompt, its time to all that share it.
+# Charging of a pack's tokens: every computed token to one prompt, its time to all prompts that share it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,8 +480,8 @@ class Account:
     `shared_tokens` of its tokens were computed once for several prompts. `computed_tokens` add up to the pack's and
     its `charged_tokens`: a shared token is counted with the first prompt that reads it. `share` is the prompt's part
     of the pack's time (adds up to 1), a shared token's cost divided among its prompts. `skipped` are the layers of a
-    token that exits have spared, counted like `computed_tokens`; K,V that were computed twice are taken off, so a pack
-    where hardly any read has left may have spared less than nothing.
+    token that exits have spared, counted like `computed_tokens`. K,V that were computed twice are subtracted, so the
+    number may be negative for a pack that hardly any read has left.
     """
 
     prompt: int
@@ -526,7 +530,7 @@ def account(pack: Pack, done: LayersDone | None = None) -> list[Account]:
 
 
 def _work(done: LayersDone | None, lengths: list[int]) -> tuple[list[float], list[float]]:
-    # Each node's part of the pack's work, and the layers of a token that were spared of it.
+    # Each node's part of the pack's work, and the layers of a token that it was spared.
     tokens = np.asarray(lengths, dtype=np.float64)
     if done is None:
         return (tokens / tokens.sum()).tolist(), [0.0] * len(lengths)

@@ -37,10 +37,10 @@ from prefillcli.plan.trie import (
 class Queue:
     """Ends of prompts in a forest, in the order of a schedule.
 
-    Prompts that end at the same node are one job, which came with the first of them. All have come before the first is
-    taken, so they have waited equally long, and the lambda of PrefillOnly's algorithm 1 changes nothing here. Its
-    completion times are the tokens that are not at hand, as in the paper. With `groups`, which say the group of each
-    prompt, a group's prompts are taken before those of the next. Raises ValueError for a schedule that is none.
+    Prompts that end at the same node are one job, in the place of the first of them. All have arrived before the first
+    is taken, so they have waited equally long, and the lambda of PrefillOnly's algorithm 1 changes nothing here. Its
+    completion times are the tokens that are not at hand, as in the paper. With `groups`, which have the group of each
+    prompt, a group's prompts are taken before those of the next. Raises ValueError for an unknown schedule.
     """
 
     def __init__(self, roots: Sequence[TrieNode], schedule: str, groups: Sequence[int] = ()) -> None:
@@ -87,7 +87,7 @@ class Queue:
         return self._places[id(node)][0]
 
     def awaits(self, node: TrieNode) -> bool:
-        """Whether a prompt waits that begins with this node."""
+        """Whether a waiting prompt begins with this node."""
         _, first, last = self._places[id(node)]
         return bool(self._waiting[first:last].any())
 
@@ -103,7 +103,7 @@ class Queue:
         return self._jobs[self._next]
 
     def take(self) -> None:
-        """The prompts that are next do not wait any more."""
+        """The next prompts no longer wait."""
         self._waiting[self._places[id(self._jobs[self._next])][1]] = False
         self._left -= 1
         if self._calibrated:
@@ -112,7 +112,7 @@ class Queue:
             self._next += 1
 
     def computed(self, nodes: Iterable[TrieNode]) -> None:
-        """These nodes, parents first, are computed in the pack that is being filled."""
+        """The pack that is being filled computes these nodes, parents first."""
         if self._calibrated:
             for node in nodes:
                 _, first, last = self._places[id(node)]
@@ -127,7 +127,8 @@ class Queue:
                 self._cached[self._job_of[first + bool(node.ending) : last]] = node.end
 
 
-# Packs after which nothing is held and shared prefixes are computed again: what a resumed run may have to repeat.
+# Packs after which nothing is held and shared prefixes are computed again: the most that a resumed run may have to
+# repeat.
 HELD_PACKS = 16
 
 
@@ -143,8 +144,8 @@ def cut_packs(
 
     Every prompt is answered in exactly one pack. A prompt longer than `limits.tokens` gets a pack of its own; the
     caller keeps out prompts longer than `limits.max_tokens`. Between packs the prefix cache keeps nodes that waiting
-    prompts begin with, those used last before others. What `cover` says lies in blocks is read from these; a block is
-    computed in a pack of its own before the first one that reads it, unless it is given.
+    prompts begin with, the most recently used ones first. Nodes that lie in blocks by `cover` are read from these; a
+    block is computed in a pack of its own before the first pack that reads it, unless it is given.
     """
     return _Cutter(queue, prompts, limits, positions, cover, variants or [None] * len(prompts)).cut()
 
@@ -155,14 +156,14 @@ def given_packs(
     positions: Sequence[TokenArray | None],
     variants: Sequence[str | None],
 ) -> list[Pack]:
-    """The packs of given blocks, the first of a plan, for a run that does not have their K,V any more."""
+    """The packs of given blocks, the first of a plan, for a run that no longer has their K,V."""
     keep = frozenset(block.key for block in blocks)
     numbers = {block.key: number for number, block in enumerate(blocks)}
     return [_block_pack(block, numbers, keep, prompts, positions, variants) for block in blocks]
 
 
 class _OpenPack:
-    """A pack being filled. Of the nodes that lie in blocks those that its prompts begin with are held."""
+    """A pack being filled. It holds the nodes in blocks with which its prompts begin."""
 
     def __init__(self, cover: Cover, limits: Limits, held: Sequence[TrieNode] = ()) -> None:
         self._cover = cover
@@ -182,7 +183,7 @@ class _OpenPack:
         return nodes if id(end) in self.added else [*nodes, end]
 
     def kept_with(self, path: Sequence[TrieNode]) -> tuple[int, int]:
-        # Tokens of the pack with this prompt, held ones included, and nodes that its prompts end at.
+        # Tokens of the pack with this prompt, held ones included, and the number of nodes where its prompts end.
         covered = [node for node in path[:-1] if id(node) in self._cover.nodes and id(node) not in self.held]
         new = [*self.missing(path), *covered]
         held = sum(node.length for node in self.held.values())
@@ -217,7 +218,7 @@ class _Cutter:
         self._cover = cover
         self._variants = variants
         self._carried = {block.key for block in cover.blocks.carried}
-        self._at_hand = {block.key: block for block in cover.blocks.given}  # when the pack being filled begins
+        self._at_hand = {block.key: block for block in cover.blocks.given}  # as the pack being filled begins
         self._block_packs = {key: number for number, key in enumerate(self._at_hand)}  # the pack that computes each
         self._first_index = len(self._at_hand)
         self._packs: list[Pack] = []
@@ -252,7 +253,7 @@ class _Cutter:
         blocks = self._at_hand | filled.blocks | self._cover.blocks_above(path)
         blocks_held = self._held_size(blocks)
         room = limits.held_tokens - blocks_held
-        # Room for what is held now, and for this path behind it.
+        # Room for the nodes that are held now, and for this path below them.
         above = limits.held_size(node.length for node in path[:-1] if id(node) not in self._cover.nodes)
         held = max(filled.held_tokens, min(above, room)) + blocks_held
         return (
@@ -278,7 +279,7 @@ class _Cutter:
         return path
 
     def _cache(self, blocks_held: int) -> list[TrieNode]:
-        # The nodes whose K,V stay: the most recently used first, parents before their children.
+        # The nodes whose K,V stay: the most recently used ones first, parents before their children.
         limits, filled = self._limits, self._open
         if self._answering % HELD_PACKS == HELD_PACKS - 1:
             return []
@@ -314,14 +315,14 @@ class _Cutter:
         return stays <= limits.held_tokens and most + stays * limits.held_cost <= limits.max_tokens
 
     def _most(self, tokens: int, blocks: Mapping[str, Block]) -> int:
-        # Tokens of the largest pack, if these blocks have to be there for one of `tokens`.
+        # Tokens of the largest pack, if one of `tokens` needs these blocks.
         return max([tokens, *(block.length for key, block in blocks.items() if key not in self._block_packs)])
 
     def _held_size(self, blocks: Mapping[str, Block]) -> int:
         return self._limits.held_size(block.length for block in blocks.values())
 
     def _blocks_left(self) -> dict[str, Block]:
-        # The blocks at hand that are so after the open pack too: later prompts or the next window begin with them.
+        # The blocks that stay at hand after the open pack: later prompts or the next window begin with them.
         awaited = {block.key for node, block in self._cover.nodes.values() if self._queue.awaits(node)}
         return {
             key: block
@@ -330,7 +331,7 @@ class _Cutter:
         }
 
     def _add_pack(self, keep: Sequence[TrieNode], blocks: Mapping[str, Block]) -> None:
-        # Close the pack, with the blocks that it computes in packs before it.
+        # Close the pack, after the packs of the blocks that are computed for it.
         filled = self._open
         held = {self._keys[name] for name in filled.held if name not in self._cover.nodes}
         at_hand = held | self._at_hand.keys()
@@ -354,8 +355,8 @@ class _Cutter:
         self._keys.update((id(node), (index, number)) for number, node in enumerate(nodes))
         parents, attach = [], []
         for node in nodes:
-            # A held node may be computed again for a prompt that ends there. What is below it reads the held one: the
-            # nodes of the pack that do so already need not follow it.
+            # A held node may be computed again for a prompt that ends there. The nodes below read the held one: those
+            # in the pack that do so already need not follow the new one.
             inside = node.parent is not None and id(node.parent) in numbers and id(node.parent) not in filled.held
             parents.append(numbers[id(node.parent)] if inside else -1)
             above = [] if inside or node.parent is None else _path(node.parent)
@@ -378,7 +379,7 @@ class _Cutter:
         )
 
     def _held(self, node: TrieNode) -> Held:
-        # A node of the open pack that is held; the first that is of a block which was computed here is charged.
+        # A held node of the open pack; the first node of a block that was computed for this pack is charged.
         if id(node) not in self._cover.nodes:
             key = self._keys[id(node)]
             return Held(key, key[0], node.start, node.length)
@@ -398,7 +399,7 @@ def _block_pack(
     positions: Sequence[TokenArray | None],
     variants: Sequence[str | None],
 ) -> Pack:
-    # What computes a block behind those before it. `packs` are the numbers of the packs of all of them.
+    # The pack that computes a block after those before it. `packs` are the numbers of all these blocks' packs.
     *before, _ = block.chain
     return Pack(
         index=packs[block.key],
@@ -432,11 +433,11 @@ def _positions(node: TrieNode | Block, positions: TokenArray | None) -> TokenArr
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Packs of a window, in the order they run, and what they share.
+    """Packs of a window, in the order of the run, and the tokens that they share.
 
-    `unique_tokens` is the size of the trie of all prompts without what is given: the least that must be computed.
+    `unique_tokens` is the size of the trie of all prompts without given blocks: the least that must be computed.
     `given` are the packs of the blocks that the window before has handed on, which run only if their K,V are lost.
-    `carried` are the blocks that are handed to the next window.
+    `carried` are the blocks for the next window.
     """
 
     packs: list[Pack]
@@ -464,11 +465,11 @@ def make_plan(
     `prefix-tree` goes through the trie of the prompts depth first, so that every shared prefix is computed once.
     `fifo` keeps the order given, `srjf` takes short prompts first, `srjf-calibrated` those with the fewest tokens that
     are not at hand: computed in the same pack, or held in the prefix cache. `positions` are ascending, one for each
-    token of a prompt; None where they count from 0. Tokens are shared only at the same positions.
-    `variants` name the variant that reads each prompt; None: no prompt has one. A pack has prompts of one variant, and
-    those of an variant come one after the other.
+    token of a prompt; None where they count from 0. Tokens are shared only at the same positions. `variants` name the
+    variant that reads each prompt; None: no prompt has one. A pack has prompts of one variant, and the packs of a
+    variant come one after the other.
 
-    `carried` are the blocks that the plan of the window before carries. A prefix of `block_tokens` and more at this
+    `carried` are the blocks that the plan of the window before carries. A prefix of at least `block_tokens` at this
     window's end is cut into blocks; with 0 there are none.
     """
     cases = [(schedule, limits)]
@@ -484,9 +485,9 @@ def make_plans(
     carried: Iterable[Sequence[CarriedBlock]] = repeat(()),
     block_tokens: int = 0,
 ) -> Iterator[Plan]:
-    """The plan of `make_plan` with each schedule and limits, and of each the blocks that are `carried` there.
+    """The plan of `make_plan` for each schedule with its limits and the blocks that are `carried` in it.
 
-    What the prompts share is looked for once.
+    The prompts' shared prefixes are found only once.
     """
     positions = positions or [None] * len(prompts)
     variants = variants or [None] * len(prompts)
@@ -501,7 +502,7 @@ def make_plans(
 
 
 def packs_to_run(plan: Plan, done: Iterable[int], at_hand: Container[Key | None] = ()) -> list[Pack]:
-    """The packs a run still needs: those with a prompt not in `done`, and those whose K,V they hold.
+    """The packs that a run still needs: those with a prompt not in `done`, and those whose K,V they hold.
 
     Given blocks whose keys are `at_hand` are not computed again.
     """
@@ -516,7 +517,7 @@ def packs_to_run(plan: Plan, done: Iterable[int], at_hand: Container[Key | None]
 
 
 class _Prompts:
-    """The prompts of a window and what they share, looked for once for each set of blocks."""
+    """The prompts of a window and their shared prefixes, found once for each set of blocks."""
 
     def __init__(
         self,
@@ -527,7 +528,7 @@ class _Prompts:
         self._prompts = prompts
         self._positions = positions
         self._variants = variants
-        # The group of each prompt: those of one variant. Empty where there is one alone.
+        # The group of each prompt: the prompts of one variant. Empty if there is only one variant.
         self.groups = _groups_of(variants)
         self._keys: Sequence[KeyArray] = prompts
         if any(own is not None for own in positions) or self.groups:
@@ -549,7 +550,7 @@ class _Prompts:
         self._forests = {(NO_COVER.blocks.ends, whole, 0): alone for whole in (False, True)}
 
     def blocks(self, limits: Limits, carried: Sequence[CarriedBlock], block_tokens: int) -> WindowBlocks:
-        # The blocks that fit the limits together with any one prompt.
+        # The blocks that fit within the limits beside any single prompt.
         if not block_tokens or not limits.held_tokens or not self._prompts:
             return WindowBlocks()
         room = float(limits.held_tokens)
@@ -576,8 +577,8 @@ class _Prompts:
 
 def _groups_of(variants: Sequence[str | None]) -> list[int]:
     # Numbers of the variants, one for each prompt, in the order in which they read; empty if there is one. The first
-    # prompt's comes first and the last prompt's last: what these share with other windows is held for a short time
-    # then.
+    # prompt's comes first and the last prompt's last: so the prefixes that these share with other windows are held
+    # only for a short time.
     names = list(dict.fromkeys(variants))
     if len(names) < 2:
         return []
@@ -590,9 +591,9 @@ def _groups_of(variants: Sequence[str | None]) -> list[int]:
 
 # Prompts that a model reads with other position encodings than shorter ones.
 #
-# With some rotary encodings (longrope) all of a prompt's positions are encoded in another way once it passes a
-# length. Such a prompt's tokens are marked in their positions. So they share a prefix with one another, but not with
-# those of shorter prompts, and whatever is cut out of a pack can be told apart.
+# Some rotary encodings (longrope) encode all positions of a prompt in another way if it is longer than a limit. The
+# positions of such a prompt's tokens are marked. So these prompts share prefixes with one another but not with shorter
+# ones, and any piece of a pack shows which kind it is.
 
 
 LONG = 1 << 30  # is added to the positions of such prompts
@@ -601,7 +602,7 @@ LONG = 1 << 30  # is added to the positions of such prompts
 def marked_positions(positions: TokenArray | None, tokens: int, switch: int) -> TokenArray | None:
     """The positions of a prompt of so many tokens (None: 0, 1, 2, ...), marked if it is longer than `switch`.
 
-    A prompt that has lost tokens is as long as its last position says. With `switch` 0 no length is too long.
+    A prompt that has lost tokens is as long as its last position says. With `switch` 0 no prompt is marked.
     """
     last = tokens - 1 if positions is None else int(positions[-1])
     if not switch or last < switch:

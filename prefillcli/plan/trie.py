@@ -1,8 +1,8 @@
 """The forest of shared prefixes of some prompts.
 
-Sorting the token sequences makes neighbours share as much as any two prompts can; the longest common prefixes
-of neighbours are then the compressed trie. Built over prompts in another order the same walk gives the sharing
-that this order offers (each prompt with the one before it).
+Sorting the token sequences makes neighbours share as much as any two prompts can; the longest common prefixes of
+neighbours are then the compressed trie. Over prompts in another order the same walk gives the sharing that this order
+offers (each prompt with the one before it).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 TokenArray = npt.NDArray[np.int32]
-# What is compared: token ids, or with positions of their own `keys_with_positions`.
+# The numbers that are compared: token ids, or `keys_with_positions` for prompts with positions of their own.
 KeyArray = npt.NDArray[np.integer[Any]]
 
 #: Share of the trie's tokens that may be computed more than once, where that saves splitting prompts at every
@@ -26,7 +26,7 @@ DISSOLVE_SHARE = 0.01
 
 @dataclass(slots=True, eq=False)
 class TrieNode:
-    """A run of tokens that the same prompts share: `tokens[start:end]` of prompt number `prompt`.
+    """A run of tokens shared by the same prompts: `tokens[start:end]` of prompt number `prompt`.
 
     `ending` are the numbers of the prompts that end with this node.
     """
@@ -45,7 +45,7 @@ class TrieNode:
 
 def keys_with_positions(tokens: TokenArray, positions: TokenArray | None, variant: int = 0) -> KeyArray:
     """One int64 for each token, its position (None: 0, 1, 2, ...) and the number of the variant that reads it, below
-    256. Equal keys have equal K,V behind equal keys."""
+    256. After equal keys, equal keys have equal K,V."""
     if positions is None:
         positions = np.arange(len(tokens), dtype=np.int32)
     return (positions.astype(np.int64) << 32) | np.int64(variant << 24) | tokens
@@ -60,7 +60,7 @@ def token_order(prompts: Sequence[KeyArray]) -> list[int]:
 def common_prefix(a: KeyArray, b: KeyArray) -> int:
     """Number of leading tokens that `a` and `b` share."""
     n = min(len(a), len(b))
-    step = 64  # most neighbours part early or not at all: look closely first, then in growing strides
+    step = 64  # most neighbours differ early or not at all: look closely first, then in growing strides
     at = 0
     while at < n:
         differs = a[at : min(at + step, n)] != b[at : min(at + step, n)]
@@ -116,7 +116,7 @@ def every_node(roots: Sequence[TrieNode]) -> list[TrieNode]:
 
 
 def forest_tokens(roots: Sequence[TrieNode]) -> int:
-    """Tokens in all nodes: what one pass over the forest computes."""
+    """Tokens in all nodes: those that one pass over the forest computes."""
     return sum(node.length for node in every_node(roots))
 
 
@@ -151,7 +151,7 @@ def dissolve_small_nodes(
     while heap and heap[0][0] <= budget:
         price, _, node = heapq.heappop(heap)
         if id(node) in gone or price != cost(node):
-            continue  # its price changed since; the newer entry counts
+            continue  # its price has changed since; the newer entry counts
         budget -= price
         gone.add(id(node))
         heirs = node.children

@@ -1,1 +1,1 @@
-"""The run as data, and what a person sees of it."""
+"""The run as data, and its presentation to people."""

@@ -1,6 +1,6 @@
-"""One prompt as the engine sees it: what is shared, what is kept and why, and what it answers.
+"""One prompt as the engine sees it: its shared tokens, its kept tokens and the reasons, and the model's answer.
 
-Prompts are untrusted: text of theirs is shown through `prefillcli.report.section` only.
+Prompts are untrusted: their text is shown through `prefillcli.report.section` only.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from prefillcli.report.section import (
 )
 from prefillcli.stats.evaluation import label_mass, label_probabilities, log_shares_of
 
-# What a model says of a row after each of its layers: by how much one label is ahead, and where rows would leave.
+# A model's view of a row after each of its layers: the lead of one label, and the layers where rows would leave.
 
 
 _WIDE, _NARROW = 16, 6  # characters of the longest bar to either side, without and with exits
 _LEAST_GAP = 6.0  # percent between two ticks
 
 
-TokenReason = Literal["first", "last", "chosen", "shared", "dropped", "full"]  # why a token is kept or dropped
+TokenReason = Literal["first", "last", "chosen", "shared", "dropped", "full"]  # reason why a token is kept or dropped
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
-    """How the model reads a prompt, the importance of its tokens (None where no draft was asked), and why each of them
-    is kept.
+    """The model's reading of a prompt, the importance of its tokens (None without a draft), and why each of them is
+    kept.
 
-    `voters` are the draft's layers that voted, by their numbers from 0. `in_full` says why a prompt that might have
-    been compressed is read in full.
+    `voters` are the draft's layers that voted, by their numbers from 0. `in_full` is the reason why a prompt that
+    might have been compressed is read in full.
     """
 
     question: Question
@@ -77,10 +77,10 @@ class ReadPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ExitGuess:
-    """What the probe of an exit layer makes of the row.
+    """The prediction of an exit layer's probe for the row.
 
-    `margin` is what it predicts the final one to be, `ahead` by how much its likeliest label leads, and `threshold`
-    the least lead that this label leaves with (infinity: never). The row `leaves` here if it reaches that first.
+    `margin` is its prediction of the final margin, `ahead` the lead of its likeliest label, and `threshold` the least
+    lead with which this label leaves (infinity: never). The row `leaves` here if it reaches that first.
     """
 
     margin: float
@@ -92,10 +92,10 @@ class ExitGuess:
 
 @dataclass(frozen=True, slots=True)
 class LayerMargin:
-    """What the model's own norm and head read after some layers; after 0, from the embedding.
+    """The reading of the model's own norm and head after some layers; after 0, from the embedding.
 
-    `margin` is in logits, `entropy` that of the labels' shares in bits. `changes`: the layer before says something
-    else.
+    `margin` is in logits, `entropy` that of the labels' shares in bits. `changes`: the layer before predicts another
+    label.
     """
 
     layers: int
@@ -108,19 +108,20 @@ class LayerMargin:
 
 @dataclass(frozen=True, slots=True)
 class MarginCurve:
-    """The margins of a row over the layers, from the embedding to the final answer, and what they are margins of."""
+    """The margins of a row over the layers, from the embedding to the final answer, and the labels that they
+    compare."""
 
     what: str
     layers: list[LayerMargin]
 
     @property
     def settled(self) -> int:
-        """The layers after which the prediction is the final one, and stays so."""
+        """The number of layers after which the prediction is the final one, and stays so."""
         return max((each.layers for each in self.layers if each.changes), default=0)
 
     @property
     def left(self) -> int | None:
-        """The layers after which the row would leave; None if it goes on to the end."""
+        """The number of layers after which the row would leave; None if it goes on to the end."""
         return next((each.layers for each in self.layers if each.guess is not None and each.guess.leaves), None)
 
 
@@ -132,9 +133,9 @@ def margin_curve(
 ) -> MarginCurve:
     """The margins of one row.
 
-    `readings` are of every layer but the last, in their order, with one row each; `final` [labels] are the label
-    log-probabilities of the answer. Of two labels the margin is the first over the second; of more, that of the final
-    answer over the best other. With a `policy`, exit layers have what their probes say.
+    `readings` are those of every layer but the last, in their order, with one row each; `final` [labels] are the label
+    log-probabilities of the answer. With two labels the margin is the first over the second; with more, the final
+    answer over the best other. With a `policy`, exit layers have their probes' predictions.
     """
     logits = [readings[0].before[0], *(each.logits[0] for each in readings)] if readings else []
     logits = [*logits, final]
@@ -181,7 +182,7 @@ def margin_rows(curve: MarginCurve) -> list[list[str]]:
 
 
 def margin_notes(curve: MarginCurve) -> list[str]:
-    """What the numbers are, in sentences, safe to show."""
+    """The meaning of the numbers, in sentences, safe to show."""
     last = curve.layers[-1]
     notes = [
         f"Margin: logits of {visible(curve.what, line=True)}, read after each layer by the model's own norm and head; "
@@ -256,8 +257,8 @@ WHY: dict[TokenReason, str] = {
 STEPS = 5  # steps of the heat scale
 HEAT = f"rank of importance among the kept tokens, in {STEPS} steps of equal size"
 MARKED: dict[TokenReason, str] = {"first": " underline", "last": " underline", "shared": " italic"}
-FOLD = 24  # dropped stretches of more tokens than this are folded
-_CHUNK = 32  # tokens of a stretch, where the settings have no select_chunk
+FOLD = 24  # longer dropped stretches than so many tokens are folded
+_CHUNK = 32  # tokens of a stretch, if the settings have no select_chunk
 _STRETCHES = 10
 
 
@@ -281,20 +282,20 @@ class CommonPrefix:
     rows: int
 
 
-LEAST_SHARED = 16  # tokens; shorter overlaps are chance
+LEAST_SHARED = 16  # tokens; shorter overlaps are due to chance
 MOST_PREFIXES = 10
 
 
 def shared_tokens(prompts: Sequence[Prompt], number: int) -> list[int]:
-    """The tokens that the prompt of this number has in common with each one of a window at their beginnings."""
+    """The number of tokens that the prompt with this number shares with the beginning of each prompt of a window."""
     return [common_prefix(prompts[number].tokens, other.tokens) for other in prompts]
 
 
 def shared_prefixes(shared: Sequence[int]) -> list[CommonPrefix]:
-    """Prefix lengths at which the number of rows that share the prompt's beginning changes, ascending.
+    """Prefix lengths at which the number of sharing rows changes, ascending.
 
-    `shared` are the tokens that each other row has in common with the prompt. Of many lengths those stay at which most
-    rows part.
+    `shared` are the tokens that each other row has in common with the prompt. Of many lengths, those at which most
+    rows diverge are kept.
     """
     parting = Counter(common for common in shared if common >= LEAST_SHARED)
     lengths = sorted(parting, key=lambda tokens: (-parting[tokens], -tokens))[:MOST_PREFIXES]
@@ -320,7 +321,7 @@ def no_score(row: int, row_id: str | None, error: RowError) -> PrefillError:
 
 @dataclass(frozen=True, slots=True)
 class AnswerView:
-    """What the model says to the prompt."""
+    """The model's answer to the prompt."""
 
     logprobs: dict[str, float]  # by label, natural logarithm, over the whole vocabulary
     score: float  # probability of the first label among the labels
@@ -329,7 +330,7 @@ class AnswerView:
 
     @classmethod
     def of(cls, names: Sequence[str], logprobs: npt.NDArray[np.float64], temperature: float) -> AnswerView:
-        """What label log-probabilities [labels] say."""
+        """The answer from label log-probabilities [labels]."""
         shares = label_probabilities(logprobs, temperature)
         return cls(
             logprobs=dict(zip(names, logprobs.tolist(), strict=True)),
@@ -340,7 +341,7 @@ class AnswerView:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the score is a number: one label's that is none leaves no share that is."""
+        """Whether the score is a finite number: one label without a finite value makes all shares NaN."""
         return math.isfinite(self.score)
 
 
@@ -361,9 +362,9 @@ class Inspection:
     method: str
     voters: tuple[int, ...]  # layers of the draft that voted, numbered from 1
     draft_layers: int  # of the draft; 0 without one
-    margins: MarginCurve | None = None  # of the prompt as a job reads it: compressed, if it is
-    scored: ScoredRow | None = None  # as a job has it
-    further: Sequence[Section] = ()  # what features say of it
+    margins: MarginCurve | None = None  # of the prompt as a job reads it: compressed, if the job compresses it
+    scored: ScoredRow | None = None  # as in a job
+    further: Sequence[Section] = ()  # sections of features about it
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,11 +379,11 @@ class Stretch:
 
 
 def heat(tokens: Sequence[TokenView]) -> tuple[list[int | None], list[tuple[float, float] | None]]:
-    """Step of every token on the heat scale, and the least and largest importance in each of the `STEPS` steps.
+    """The step of every token on the heat scale, and the least and largest importance in each of the `STEPS` steps.
 
-    Importance is attention: a few tokens have most of it, and any scale of its values would show these alone. So a
-    step is a rank: that of the token among the kept ones, ties in the middle of their ranks. None for a token that is
-    dropped or has no importance, and for a step that no token has.
+    Importance is attention: a few tokens have most of it, and a scale of values would show only these. So a step is a
+    rank: the token's rank among the kept ones, ties in the middle of their ranks. None for a token that is dropped or
+    has no importance, and for a step that no token has.
     """
     ranked = sorted(value for token in tokens if token.kept and (value := _importance_of(token)) is not None)
     steps: list[int | None] = []
@@ -417,7 +418,7 @@ def stretches(inspection: Inspection, most: int = _STRETCHES) -> list[Stretch]:
 
 
 def facts(inspection: Inspection) -> list[tuple[str, str]]:
-    """Name and text of what is shown above the prompt, safe to show."""
+    """Names and texts of the facts above the prompt, safe to show."""
     tokens, kept = len(inspection.tokens), sum(token.kept for token in inspection.tokens)
     found = [
         ("row", f"{inspection.row_id} (row {inspection.row:,} of the input)"),
@@ -467,7 +468,7 @@ def _importance_of(token: TokenView) -> float | None:
 
 
 def counts(inspection: Inspection) -> list[tuple[TokenReason, str, int]]:
-    """What happened to the tokens, in words, and to how many."""
+    """The treatments of tokens, in words, each with the number of tokens."""
     found = Counter(token.why for token in inspection.tokens)
     return [(why, text, found[why]) for why, text in WHY.items() if found[why]]
 
@@ -475,7 +476,7 @@ def counts(inspection: Inspection) -> list[tuple[TokenReason, str, int]]:
 # One prompt in the terminal.
 
 
-# Cold to hot at middling lightness, as the terminal's background is not known.
+# Cold to hot at medium lightness, because the terminal's background is unknown.
 _STYLES = (
     "#ffffff on #5b6b7a",
     "#ffffff on #7d7440",
@@ -599,7 +600,7 @@ def _bracketed(tokens: Sequence[TokenView], most: int | None) -> Text:
     text = Text()
     items = _shortened(list(_folded(tokens, 0, 0)), tokens, most)
     if all(isinstance(item, int) for item in items):
-        return text.append("".join(visible(token.text) for token in tokens))  # all is kept: no need of brackets
+        return text.append("".join(visible(token.text) for token in tokens))  # all is kept: no brackets needed
     for folded, part in groupby(items, key=lambda item: isinstance(item, Fold)):
         if folded:
             text.append("".join(f"⟦{item}⟧" for item in part))
@@ -629,7 +630,7 @@ def inspection_html(inspection: Inspection) -> str:
 
 
 def in_characters(part: Part) -> Part:
-    """A part whose bars go from the middle of their track to either side, for the terminal."""
+    """A part whose bars extend from the middle of their track to either side, for the terminal."""
     if not part.bars:
         return part
     rows = [

@@ -1,4 +1,5 @@
-"""The report of a run of `prefill score`: `run.json`, and what its page, the terminal and Prometheus say of it."""
+"""The report of a run of `prefill score`: `run.json`, and the contents of its page, the terminal and Prometheus
+metrics."""
 
 from __future__ import annotations
 
@@ -68,11 +69,11 @@ class Rows(BaseModel):
 
 
 class Tokens(BaseModel):
-    """Tokens of this run (a resumed run counts what it did itself)."""
+    """Tokens of this run (a resumed run counts only its own work)."""
 
     prompt: int = 0
     shared: int = 0  # prompt tokens that were computed once for several rows
-    unique: int = 0  # of the trie of each window's prompts, without what the window before hands on: the least
+    unique: int = 0  # of the trie of each window's prompts, without blocks from the window before: the least possible
     computed: int = 0
     kept: int = 0
     draft: int = 0  # computed by the draft
@@ -81,14 +82,14 @@ class Tokens(BaseModel):
     skipped: float = 0.0  # layers of computed tokens that early exits spared
 
     def add(self, other: Tokens) -> None:
-        """Count those of another part of the run too."""
+        """Add those of another part of the run."""
         for name in type(self).model_fields:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class Seconds(BaseModel):
-    """Wall time by phase. Read, render and tokenize run beside the model, ahead of it; `waiting` is what the model
-    waited for them. A phase that this version does not know is kept under its name."""
+    """Wall time by phase. Read, render and tokenize run beside the model, ahead of it; `waiting` is the time that the
+    model waited for them. An unknown phase is kept under its name."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -114,7 +115,7 @@ class PeakMemory(BaseModel):
 
 
 class ThreadCounts(BaseModel):
-    """Processor threads that computed: the fewest and the most at a time."""
+    """Processor threads that computed: the fewest and the most at the same time."""
 
     min: int
     max: int
@@ -135,7 +136,7 @@ class Histograms(BaseModel):
 
 
 class SlowRow(BaseModel):
-    """A row that took long; `seconds` is its share of the models' time."""
+    """A slow row; `seconds` is its share of the models' time."""
 
     row: int | None
     id: str | None
@@ -169,7 +170,7 @@ class MemoryTrace(BaseModel):
 
 
 class CommandReport(BaseModel):
-    """What the reports of other commands begin with."""
+    """The common fields of other commands' reports."""
 
     schema_version: int = SCHEMA_VERSION
     status: Literal["complete", "failed", "interrupted"] = "failed"
@@ -200,7 +201,7 @@ class CommandReport(BaseModel):
 
 
 class RunReport(BaseModel):
-    """What `run.json` holds. Features have keys of their own in it, which are in `blocks`."""
+    """The content of `run.json`. The keys of features are in `blocks`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -214,23 +215,23 @@ class RunReport(BaseModel):
     report: str | None = None
     page: str | None = None
     resumed: bool = False
-    shard: str | None = None  # of a run with --shard, like 2/4: all counts are of its rows
-    shards: int | None = None  # of a merge: how many it joined
+    shard: str | None = None  # of a run with --shard, like 2/4: all counts concern its rows
+    shards: int | None = None  # of a merge: the number of shards that it joined
     rows: Rows = Field(default_factory=Rows)
     mean_score: float | None = None
     mean_label_mass: float | None = None  # of the scored rows that have one
     tokens: Tokens = Field(default_factory=Tokens)
     seconds: Seconds = Field(default_factory=Seconds)
-    predicted_seconds: float | None = None  # of the model, for the packs that ran, by a profile
-    no_prediction: str | None = None  # why no profile predicted
+    predicted_seconds: float | None = None  # of the model, for the packs that ran, predicted by a profile
+    no_prediction: str | None = None  # why there is no prediction
     rows_per_second: float = 0.0
     tokens_per_second: float = 0.0
     peak_memory_bytes: PeakMemory = Field(default_factory=PeakMemory)
     packs: int = 0
-    workers: list[WorkerReport] = Field(default_factory=list)  # of the run's last ones, where there are several
-    threads: ThreadCounts | None = None  # None where another process computes, or nothing was computed
-    weights: WeightsReport | None = None  # None where the engine does not say, or nothing was loaded
-    reduced: ReducedPacks | None = None  # None where memory did not run out, or did in workers alone
+    workers: list[WorkerReport] = Field(default_factory=list)  # of the run's last ones, if there are several
+    threads: ThreadCounts | None = None  # None if another process computes, or nothing was computed
+    weights: WeightsReport | None = None  # None if the engine does not tell, or nothing was loaded
+    reduced: ReducedPacks | None = None  # None if memory did not run out, or only in workers
     settings: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     fingerprint: dict[str, str] = Field(default_factory=dict)
@@ -252,37 +253,37 @@ class RunReport(BaseModel):
         return self.model_extra  # type: ignore[return-value]  # it is there, as extra keys are allowed
 
     def sections(self) -> list[Section]:
-        """What features say of the run."""
+        """The sections of features about the run."""
         found = [each.section(self) for each in features() if each.keys.keys() <= self.blocks.keys()]
         return [each for each in found if each is not None]
 
     def end(self, clock: Clock) -> None:
-        """Take over what the run has taken, and what has computed it."""
+        """Take over the run's times, and add its peak memory and versions."""
         for name, value in clock.seconds.items():
             setattr(self.seconds, name, value)
         self.seconds.total = clock.total
         self.peak_memory_bytes, self.versions = PeakMemory(**peak_memory()), versions()
 
     def take_use(self, use: PoolUse) -> None:
-        """Take over what engines have done."""
+        """Take over the work of engines."""
         self.weights, self.reduced, self.workers = use.weights, use.reduced, list(use.workers)
 
     def take_memory(self, samples: Sequence[tuple[float, int, int]]) -> None:
-        """Take over how much memory there was in use: seconds, bytes of the host, bytes of the device."""
+        """Take over the memory in use: seconds, bytes of the host, bytes of the device."""
         self.memory_trace = MemoryTrace.of(samples)
 
     def take_threads(self, fewest: int, most: int) -> None:
-        """Take over how many threads have computed."""
+        """Take over the numbers of threads that computed."""
         self.threads = ThreadCounts(min=fewest, max=most)
 
     def take_audit(self, counts: Counts, is_positive: Callable[[Any], bool | None]) -> None:
-        """Take over what the rows show that were read both ways. `is_positive` tells of a right answer whether it is
-        that of the first label; None: it is none of them."""
+        """Take over the results of the rows that were read both ways. `is_positive` tells whether a right answer is
+        the first label; None: it is no label."""
         pairs = [(score, full, is_positive(answer)) for score, full, _, answer in counts.audited]
         self.audit = audit_of(pairs, [flipped for _, _, flipped, _ in counts.audited])
 
     def take(self, counts: Counts) -> None:
-        """Take over what is known of the output's rows."""
+        """Take over the counts of the output's rows."""
         rows, tallies = self.rows, counts.tallies
         rows.total, rows.scored = counts.total, counts.scored
         rows.errors, rows.skipped = counts.errors, counts.skipped
@@ -330,7 +331,7 @@ def _length_histogram(lengths: dict[str, dict[str, int]]) -> Histogram:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a score depends on."""
+    """Versions of the software that a score depends on."""
     import platform
     import sys
     from importlib.metadata import version
@@ -358,7 +359,7 @@ def to_json(report: RunReport) -> str:
     return re.sub(r"\[\n[-+.\dEe,\s]+\]", lambda found: f"[{' '.join(found[0][1:-1].split())}]", text) + "\n"
 
 
-# What is said of a run: sections for its page, the terminal and Prometheus.
+# The sections about a run, for its page, the terminal and Prometheus.
 
 
 _BESIDE = ("read", "render", "tokenize")
@@ -419,7 +420,7 @@ def run_html(report: RunReport) -> str:
 
 
 def run_sections(report: RunReport) -> Iterator[Section]:
-    """All that is said of a run, in the order of its page. Sections without a title are for terminal and metrics."""
+    """All sections about a run, in the order of its page. Those without a title are for terminal and metrics."""
     yield _end(report)
     yield _rows(report)
     if report.histograms.score.counts:
@@ -440,7 +441,7 @@ def run_sections(report: RunReport) -> Iterator[Section]:
 
 
 def _verdict(report: RunReport) -> tuple[str, str]:
-    # How the run ended, and how good that is: a class of the page's style.
+    # How the run ended, and a class of the page's style that shows how good that is.
     if report.status == "complete" and report.exit_code == 0:
         return "complete", "good"
     if report.status == "complete":
@@ -487,7 +488,7 @@ def _rows(report: RunReport) -> Section:
 
 
 def _results(report: RunReport) -> list[Bar]:
-    # What became of the rows: each prediction, each error.
+    # The outcomes of the rows: each prediction, each error.
     values = {}
     if report.histograms.score.counts:
         plot = score_plot(report.histograms.score)
@@ -538,7 +539,7 @@ def _lengths(report: RunReport) -> Section:
 
 
 def _quartile(histogram: Histogram, share: float) -> tuple[float, float]:
-    # The edges of the bin in which this share of the rows is reached.
+    # The edges of the bin that reaches this share of the rows.
     totals = [sum(column) for column in zip(*histogram.counts.values(), strict=True)]
     below, wanted = 0, share * sum(totals)
     for at, number in enumerate(totals):
@@ -696,14 +697,14 @@ def write_with_page(path: str, report: str, page: str | None) -> None:
 def write_files(report: RunReport, metrics_file: str | None = None) -> None:
     """Write the files of a run; a reader sees an old one or a whole new one. Failures are reported on stderr.
 
-    Without `report.report` there is neither `run.json` nor page. A run without `run.json` is a failed one; page and
-    metrics are for watching it: without them it ends as it would have.
+    Without `report.report` there is neither `run.json` nor page. A run that cannot write `run.json` has failed; page
+    and metrics only serve to watch it, so failing to write them does not change how it ends.
     """
     if report.report is not None:
         report.page = page_of(report.report)
         try:
             put_text(report.page, run_html(shown_report(report)))
-        except Exception as error:  # whatever goes wrong, the scores are written
+        except Exception as error:  # whatever fails here, the scores are written already
             report.page = None
             _warn("page", error)
         except Interrupted:  # a store hangs, and a signal has come

@@ -1,4 +1,4 @@
-"""What is said of a run, for terminal, page and metrics; charts are in percent of a plot's width and height.
+"""Sections of a report, for terminal, page and metrics; charts are in percent of a plot's width and height.
 
 The shapes are stretched to the width of the screen and the texts beside them are not, so one chart reads on a laptop
 and on a phone. The templates draw them.
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from prefillcli.report.run import Histogram, MemoryTrace
 
 
-SERIES = 8  # colours that can be told apart; if there are more series, the rest are drawn as one
+SERIES = 8  # distinguishable colours; if there are more series, the rest are drawn as one
 OTHERS = "others"
 _MOST_BINS = 64
 _FEWEST_BINS = 12
-_LEAST_HEIGHT = 0.8  # percent; one row among a million is still seen
+_LEAST_HEIGHT = 0.8  # percent; one row among a million stays visible
 _LEAST_GAP = 8.0  # percent between two ticks, for a phone
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
@@ -108,7 +108,7 @@ def score_plot(histogram: Histogram) -> Plot:
 
 
 def length_plot(histogram: Histogram) -> Plot:
-    """Stacked by what became of the rows; bins have the same width on a logarithmic scale."""
+    """Stacked by the outcome of the rows; bins have the same width on a logarithmic scale."""
     edges, counts = _coarser(histogram)
     titles = [f"{low:,.0f} to {high - 1:,.0f} tokens" for low, high in pairwise(edges)]
     width = 100 / max(len(titles), 1)
@@ -150,7 +150,7 @@ class Scale:
 
     @classmethod
     def upto(cls, top: float, form: str, *, unit: float = 1.0, end: float | None = None) -> Scale:
-        """From 0 to a round number at or above `top`, or to the `end`; `form` makes a text of a value in `unit`."""
+        """From 0 to a round number at or above `top`, or to the `end`; `form` turns a value in `unit` into a text."""
         marks = round_ticks(top / unit)
         high = marks[-1] * unit if end is None else end
         return cls(0.0, high, {at * unit: form.format(at) for at in marks if at * unit <= high * (1 + 1e-9)})
@@ -185,7 +185,7 @@ def line_plot(
 
 
 def bars(values: Mapping[str, float], texts: Mapping[str, str], kinds: Mapping[str, str] | None = None) -> list[Bar]:
-    """Bars as long as the values ask for, the longest in full."""
+    """Bars with lengths in proportion to the values; the longest takes the whole track."""
     longest = max(values.values(), default=0) or 1
     return [
         Bar(name, 100 * value / longest, texts[name], (kinds or {}).get(name, "s0")) for name, value in values.items()
@@ -229,7 +229,7 @@ def _merged(stacks: dict[str, list[int]]) -> dict[str, list[int]]:
 
 
 def _coarser(histogram: Histogram) -> tuple[list[float], dict[str, list[int]]]:
-    # As many bins as can be seen: many are joined, a few get empty ones on both sides.
+    # As many bins as are visible: of many, neighbours are joined; few get empty ones on both sides.
     edges, counts = list(histogram.edges), {kind: list(bins) for kind, bins in histogram.counts.items()}
     while 1 < len(edges) <= _FEWEST_BINS:
         below, above = bisect_left(LENGTH_EDGES, edges[0]), bisect_right(LENGTH_EDGES, edges[-1])
@@ -245,7 +245,7 @@ def _coarser(histogram: Histogram) -> tuple[list[float], dict[str, list[int]]]:
 
 
 def round_ticks(top: float, whole: bool = False) -> list[float]:
-    """0 and up to five round numbers more; the last is at or above `top`."""
+    """0 and up to five more round numbers; the last is at or above `top`."""
     raw = top / 4
     size = 10 ** math.floor(math.log10(raw))
     step = next(step * size for step in _STEPS if step * size >= raw * 0.999)
@@ -282,7 +282,7 @@ class Part:
     """A part of a section, in this order: title, keys, note above, text, table, bars, plot, lines, note."""
 
     title: str = ""
-    keys: Sequence[tuple[str, str]] = ()  # kinds of bars, and what they are
+    keys: Sequence[tuple[str, str]] = ()  # kinds of bars, and their meanings
     above: str = ""
     text: str = ""
     table: TableRows | None = None  # a header and rows; a row with one cell is text below the row before
@@ -300,21 +300,21 @@ class Part:
 
     @property
     def shown(self) -> bool:
-        """Whether there is anything to show. A note without a title stands for itself."""
+        """Whether there is anything to show. A note without a title is enough."""
         return self.holds or not self.title
 
 
 @dataclass(kw_only=True)
 class Section:
-    """All that is said of a part of a run. Texts may be untrusted: who renders them makes them safe to show."""
+    """Everything about one part of a run. Texts may be untrusted: the renderer makes them safe to show."""
 
-    title: str = ""  # of its section on the page; without one it has none there
+    title: str = ""  # of its section on the page; without a title it has none there
     lines: list[tuple[str, str]] = field(default_factory=list)  # name and text, for the terminal and the page
     tiles: list[tuple[str, str]] = field(default_factory=list)  # name and value, at the top of the page
     alarms: Sequence[str] = ()  # what a reader must not miss
     charts: list[Part] = field(default_factory=list)  # parts that stand beside one another
     parts: list[Part] = field(default_factory=list)
-    folded: bool = False  # on the page, until a reader opens it
+    folded: bool = False  # closed on the page until a reader opens it
     metrics: list[tuple[str, str, Samples]] = field(default_factory=list)  # name, help text, samples of gauges
     summary: dict[str, Any] = field(default_factory=dict)  # keys of the last line on stdout
 
@@ -332,7 +332,7 @@ class Section:
 
 
 def settings_section(settings: Mapping[str, Any]) -> Section:
-    """The settings that were given."""
+    """The given settings."""
     return Section(
         title="Settings",
         lines=[
@@ -343,8 +343,8 @@ def settings_section(settings: Mapping[str, Any]) -> Section:
     )
 
 
-# How tables and sections look in the terminal, on a page and as metrics. All that they show is text, never markup:
-# names come from users' files.
+# How tables and sections look in the terminal, on a page and as metrics. They show text only, never markup: names come
+# from users' files.
 
 
 if TYPE_CHECKING:
@@ -369,7 +369,7 @@ WIDTH = 80  # columns of the tables of results, however wide the terminal is
 
 
 def stderr_console(width: int | None = None) -> Console:
-    """Where tables go; without a `width`, lines are as long as they are."""
+    """The console for tables; without a `width`, lines are not wrapped."""
     return Console(stderr=True, highlight=False, markup=False, soft_wrap=width is None, width=width)
 
 
@@ -384,13 +384,13 @@ def pairs_table(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def numbers_table(rows: TableRows, *, words: Collection[int] = (0,), caption: str | None = None) -> Table:
-    """A header and rows, which may be untrusted: numbers are aligned to the right, the columns of `words` are not."""
+    """A header and rows, which may be untrusted: columns are aligned to the right, except those of `words`."""
     table = Table(
         box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", caption=caption, caption_justify="left"
     )
     for at, name in enumerate(rows[0]):
         kind = getattr(rows[-1][at], "kind", "") if at < len(rows[-1]) else ""
-        whole = at in words and kind not in ("prose", "name")  # its texts are no longer than they have to be
+        whole = at in words and kind not in ("prose", "name")  # its texts are as short as possible
         side: Literal["left", "right"] = "left" if at in words else "right"
         table.add_column(Text(visible(name, line=True)), justify=side, no_wrap=whole)
     for row in rows[1:]:
@@ -403,7 +403,7 @@ def numbers_table(rows: TableRows, *, words: Collection[int] = (0,), caption: st
 
 # Untrusted text made safe to show.
 #
-# No character of it reaches the terminal or a page that could move the cursor, reorder the line or hide.
+# No character that could move the cursor, reorder the line or hide reaches the terminal or a page.
 
 
 _PREVIEW = 240  # characters
@@ -412,7 +412,7 @@ _PREVIEW = 240  # characters
 def visible(text: str, *, line: bool = False) -> str:
     """`text` with control, escape, direction and other invisible characters spelled out.
 
-    Newlines and tabs stay, unless it has to be one `line`. The joiners that scripts and emoji are written with stay.
+    Newlines and tabs stay, unless the result must be one `line`. The joiners that scripts and emoji need stay too.
     """
     if text.isprintable():
         return text
@@ -438,7 +438,7 @@ def _spelled(char: str, line: bool) -> str:
     return f"⟨U+{code:04X}⟩"
 
 
-# Numbers as tables, charts and pages show them; durations as one would say them are in `prefillcli.runtime.clock`.
+# Numbers as tables, charts and pages show them; durations in words are in `prefillcli.runtime.clock`.
 
 
 _BAR = 40  # characters of the longest bar
@@ -446,7 +446,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def three_digits(value: float) -> str:
-    """Three digits, and all that are before the point: `0.0123`, `12.3`, `12,345`."""
+    """Three digits, but all those before the point: `0.0123`, `12.3`, `12,345`."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
@@ -464,7 +464,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def row_name(row: int | None, own: str | None) -> str:
-    """What a table calls a row: its id, else its number."""
+    """The name of a row in a table: its id, else its number."""
     return own if own is not None else "" if row is None else f"row {row:,}"
 
 
@@ -513,7 +513,7 @@ def percent_or_nothing(value: float | None) -> str:
 
 
 def bar(value: float, most: float, width: int = _BAR) -> str:
-    """A bar of up to `width` characters, in eighths of one; whatever is above zero can be seen."""
+    """A bar of up to `width` characters, in eighths of one; anything above zero is visible."""
     eighths = round(8 * width * value / most) if most else 0
     eighths = max(eighths, 1 if value > 0 else 0)
     return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
@@ -530,9 +530,9 @@ def signed_bar(value: float, most: float, side: int) -> str:
 
 
 def print_section(console: Console, section: Section, *, wide: bool | None = None) -> None:
-    """A section as text: title, lines, then its parts, and what a reader must not miss.
+    """Print a section as text: title, lines, then its parts, and its warnings.
 
-    `wide`: lines of text are as long as they are, whatever the console does by itself.
+    `wide`: lines of text are not wrapped, whatever the console does by default.
     """
 
     def show(text: str, style: str = "") -> None:
@@ -581,7 +581,7 @@ def page_html(
     """A page that begins with the `head`, and with the tiles of all sections; texts in it are escaped.
 
     It needs nothing else: no network, no script, inline CSS for light and dark screens. `title` is the window's.
-    `verdict` is how it ended, and a class of the page's style. `values` are for a `template` that extends the page.
+    `verdict` is the outcome, and a class of the page's style. `values` are for a `template` that extends the page.
     """
     found = list(sections)
     tiles = [tile for each in (head, *found) for tile in each.tiles]
@@ -594,7 +594,7 @@ def page_html(
 
 @cache
 def _environment() -> Environment:
-    # The templates in this folder; compiling one takes longer than most pages.
+    # The templates in this folder; compiling one takes longer than rendering most pages.
     folder = files("prefillcli.report")
     environment = Environment(
         loader=FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8")),
@@ -626,5 +626,5 @@ def _escaped(text: str) -> str:
 
 
 def page_of(path: str) -> str:
-    """Where the page of a JSON file goes: `run.json` -> `run.html`, beside it."""
+    """The path of the page of a JSON file, beside it: `run.json` -> `run.html`."""
     return path.removesuffix(".json") + ".html"

@@ -1,4 +1,4 @@
-"""How far a run is, and what it takes: wall time by phase, memory over time, progress on stderr."""
+"""Progress and cost of a run: wall time by phase, memory over time, progress on stderr."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tqdm import tqdm
 from prefillcli.runtime import log
 from prefillcli.runtime.memory import device_memory, peak_resident_memory, resident_memory
 
-# What the seconds of a run go to, one after the other; `run.json` has each under its name.
+# The phases of a run in their order; `run.json` has the seconds of each under its name.
 Phase = Literal["read", "waiting", "plan", "load", "exits", "draft", "model", "write", "evaluate"]
 
 
@@ -43,9 +43,9 @@ class Clock:
 
 
 class MemoryWatch:
-    """Looks at the memory in use now and then, from a thread; use it as a context manager.
+    """Samples the memory in use from a thread; use it as a context manager.
 
-    At most `most` samples are kept: each time there are so many, every second one goes and the pace halves.
+    At most `most` samples are kept: whenever there are so many, every second one is dropped and the pace halves.
     """
 
     def __init__(self, clock: Clock, *, interval: float = 0.2, most: int = 500) -> None:
@@ -81,7 +81,7 @@ class MemoryWatch:
 def _host() -> int:
     try:
         return resident_memory()
-    except OSError:  # not Linux: the peak so far is all that is known
+    except OSError:  # not Linux: only the peak so far is known
         return peak_resident_memory()
 
 
@@ -97,19 +97,19 @@ def duration(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Pace:
-    """How far a run is."""
+    """The progress of a run."""
 
-    rows: float  # rows that are done, those of earlier attempts included
+    rows: float  # finished rows, those of earlier attempts included
     total: int | None  # rows of the whole job; None if not known
     rows_per_second: float | None  # of this attempt; None before its first row
-    seconds_left: float | None  # None if it cannot be told
+    seconds_left: float | None  # None if unknown
 
 
 class Progress:
     """Counts rows and prompt tokens. `total` rows may not be known.
 
-    `live` says whether there is a bar or lines; by default a terminal has a bar. `seconds_left` predicts the end
-    better than the rows so far do, where it gives a number.
+    `live` chooses between a bar and lines; by default a terminal has a bar. If `seconds_left` gives a number, it
+    predicts the end better than the rows so far.
     """
 
     def __init__(
@@ -137,12 +137,12 @@ class Progress:
             self._bar = tqdm(total=total, bar_format=shape, file=sys.stderr, dynamic_ncols=True)
 
     def resume(self, rows: int) -> None:
-        """So many rows were done before; they say nothing of the speed."""
+        """So many rows were done by earlier attempts; they do not count for the speed."""
         self._before += rows
         self.advance(rows)
 
     def pace(self) -> Pace:
-        """How far the run is; from any thread."""
+        """The run's progress; any thread may ask."""
         seconds = time.monotonic() - self._begun
         done = self._rows - self._before
         return Pace(self._rows, self._total, done / seconds if done > 0 else None, self._left(seconds))
@@ -171,7 +171,7 @@ class Progress:
         log.timed(line + self._end(seconds), "progress", **asdict(pace), tokens_per_second=tokens)
 
     def _end(self, seconds: float) -> str:
-        # `, about 5.0 min left`, if that can be told.
+        # `, about 5.0 min left`, if that is known.
         left = self._left(seconds)
         return "" if left is None else f", about {duration(left)} left"
 
@@ -197,9 +197,10 @@ class Progress:
 
 
 class StepLog:
-    """Prints on stderr which of a few long steps runs, and again while it lasts: nothing is silent for long.
+    """Prints on stderr which of a few long steps runs, and repeats it while the step lasts, so nothing is silent for
+    long.
 
-    Use it as a context manager. Between two lines pass `interval` seconds; `announce` prints at once.
+    Use it as a context manager. Lines are `interval` seconds apart; `announce` prints at once.
     """
 
     def __init__(self, *, interval: float, quiet: bool = False) -> None:

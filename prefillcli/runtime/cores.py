@@ -1,7 +1,7 @@
-"""How many processor cores this process may use, and how many are left to it.
+"""How many processor cores this process may use, and how many others leave to it.
 
-Linux says it in /proc and in the control groups that the process is in: its own one and every one above it may have a
-quota (version 1: `cpu.cfs_quota_us`, version 2: `cpu.max`; both may be mounted at once). What cannot be read limits
+Linux tells this in /proc and in the control groups of the process: its own group and every group above it may have a
+quota (version 1: `cpu.cfs_quota_us`, version 2: `cpu.max`; both may be mounted at once). An unreadable file limits
 nothing: on other systems the operating system's count of cores stands.
 """
 
@@ -39,7 +39,7 @@ def cpu_flags(root: Path = ROOT) -> list[str]:
 
 
 def _cpuinfo(root: Path, *names: str) -> str:
-    # What the first line of one of these names says; nothing where there is none.
+    # The value of the first line with one of these names; empty without one.
     with suppress(OSError):
         lines = (root / "proc/cpuinfo").read_text().splitlines()
         return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
@@ -54,7 +54,7 @@ class Quota:
     cores: float
 
     def used(self) -> float | None:
-        """Seconds of processor time that the group's processes have taken so far; None if that is not told here."""
+        """Seconds of processor time that the group's processes have taken so far; None if unknown."""
         with suppress(OSError, ValueError, StopIteration):
             lines = (self.folder / "cpu.stat").read_text().splitlines()
             return int(next(line for line in lines if line.startswith("usage_usec ")).split()[1]) / 1e6
@@ -70,15 +70,15 @@ def quotas(root: Path = ROOT) -> list[Quota]:
 
 def allowed(root: Path = ROOT, mask: frozenset[int] | None = None) -> int:
     """Threads that can compute at a time: one for each core of the affinity `mask` (by default the process's), but no
-    more than the tightest quota holds. Half a core counts as one."""
+    more than the tightest quota allows. Half a core counts as one."""
     cores = len(affinity() if mask is None else mask)
     return max(1, min([cores, *(int(quota.cores + 0.5) for quota in quotas(root))]))
 
 
 def core_groups(count: int, root: Path = ROOT, mask: frozenset[int] | None = None) -> list[list[int]]:
-    """The cores of the affinity `mask` (by default the process's), shared out evenly to so many groups, neighbours
-    together. Empty groups where a quota allows fewer cores than the mask has, or there are fewer cores than groups:
-    which cores are free is then for the kernel to say."""
+    """The cores of the affinity `mask` (by default the process's), divided evenly among so many groups, neighbours
+    together. The groups are empty if a quota allows fewer cores than the mask has, or there are fewer cores than
+    groups: then the kernel chooses among the free cores."""
     cores = sorted(affinity() if mask is None else mask)
     if allowed(root, frozenset(cores)) < len(cores) or len(cores) < count or not hasattr(os, "sched_setaffinity"):
         return [[] for _ in range(count)]
@@ -86,7 +86,7 @@ def core_groups(count: int, root: Path = ROOT, mask: frozenset[int] | None = Non
 
 
 class Left:
-    """Looks at what others leave of the cores that this process may use."""
+    """Measures how much others leave of the cores that this process may use."""
 
     def __init__(self, root: Path = ROOT, mask: frozenset[int] | None = None) -> None:
         self._root = root
@@ -95,8 +95,8 @@ class Left:
         self._before = self._look()
 
     def cores(self, shortest: float = SHORTEST) -> float | None:
-        """Cores that were left since the call before, or since this was made; None if that is not `shortest` seconds
-        ago. The kernel counts in hundredths of a second."""
+        """Cores that were left since the last call, or since this was made; None if less than `shortest` seconds have
+        passed. The kernel counts in hundredths of a second."""
         if time.monotonic() - self._before.at < shortest:
             return None
         now = self._look()
@@ -128,7 +128,7 @@ class _Look:
 
 
 def _others(now: float | None, before: float | None, own: float) -> float:
-    # Seconds that others have taken between two looks; 0 where that is not told.
+    # Seconds that others have taken between two looks; 0 if unknown.
     return 0.0 if now is None or before is None else max(0.0, now - before - own)
 
 
@@ -148,9 +148,9 @@ def _busy(root: Path, mask: frozenset[int]) -> float | None:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    # Folders of the process's control groups that may have a quota, and of those above them, as far as they are seen.
-    # /proc/self/cgroup names the group from the hierarchy's root, /proc/self/mountinfo which part of the hierarchy is
-    # mounted where: in a container often the container's own group alone.
+    # Folders of the process's control groups that may have a quota, and of the visible groups above them.
+    # /proc/self/cgroup names the group from the hierarchy's root. /proc/self/mountinfo tells which part of the
+    # hierarchy is mounted where: in a container often only the container's own group.
     try:
         lines = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
         mounts = os.fsdecode((root / "proc/self/mountinfo").read_bytes()).splitlines()
@@ -187,32 +187,32 @@ def _cores(folder: Path) -> float | None:
     return None
 
 
-# How many threads compute, how they wait for one another, and how much code for products they keep.
+# How many threads compute, how they wait for one another, and how much generated code for products they keep.
 #
-# torch's operators run on OpenMP threads that share each operator out evenly and wait for the last one. OpenMP's own
-# way to wait is to spin for some milliseconds. On free cores that is the fastest; beside another program it takes
-# the core from the thread that is waited for.
+# torch's operators run on OpenMP threads, which divide each operator evenly and wait for the last thread. By default
+# OpenMP waits by spinning for some milliseconds. On free cores that is the fastest way; beside another program it
+# takes the core from the thread that the others wait for.
 #
-# On CPUs, oneDNN generates code for each shape of product. Two caches keep it for the last thousand shapes, with
-# half a megabyte or more for each. Chunks have ever other lengths, so a process grew by hundreds of megabytes. One
-# pack has few shapes, and to generate their code again takes no time beside computing them.
+# On CPUs, oneDNN generates code for each shape of product. Two caches keep it for the last thousand shapes, with half
+# a megabyte or more for each. Chunk lengths keep changing, so a process grew by hundreds of megabytes. One pack has
+# few shapes, and generating their code again takes hardly any time beside computing them.
 
 
-#: What a user says of OpenMP's threads in the environment; a number or a place given there is not changed.
+#: A user's settings of OpenMP's threads in the environment; a number or a place given there is not changed.
 _NUMBERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
-#: How many shapes of products code is kept for, where it is generated and where torch asks for it.
+#: The number of shapes of products whose code is kept, in oneDNN and in torch.
 _KEPT_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
-_LOOK = 0.2  # seconds for which the cores are looked at, at least, before anything is computed
-_begun: Left | None = None  # the look at the cores that a command has begun, where it is to choose how threads wait
-# Of the threads that may run, those that do whatever others use: a job that always gave way would never end.
+_LOOK = 0.2  # seconds of looking at the cores, at least, before anything is computed
+_begun: Left | None = None  # a command's look at the cores, if it decides how threads wait
+# The share of the allowed threads that run even if others use all cores: a job that always gave way would never end.
 LEAST_SHARE = 0.5
 
 
 def prepare(asked: int | Literal["auto"], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Once a command has its options: tokenising takes as many threads as computing, code is kept for few products,
-    and the look at the cores begins. What the user has set in the environment stays. For commands: a library leaves
-    the environment to the program that imports it."""
+    """To be called once a command has its options: tokenising takes as many threads as computing, code is kept for few
+    products, and the look at the cores begins. The user's settings in the environment stay. For commands: a library
+    leaves the environment to the program that imports it."""
     global _begun
     for name, number in _KEPT_PRODUCTS.items():
         environment.setdefault(name, number)
@@ -224,7 +224,7 @@ def prepare(asked: int | Literal["auto"], environment: MutableMapping[str, str] 
 
 
 def choose_waiting(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Just before torch is imported: threads that wait sleep where the cores were not free since `prepare`."""
+    """To be called just before torch is imported: waiting threads sleep if the cores were not free since `prepare`."""
     global _begun
     if _begun is not None and not _free(_begun):
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -234,9 +234,9 @@ def choose_waiting(environment: MutableMapping[str, str] = os.environ) -> None:
 class Threads:
     """The threads that torch computes with in this process.
 
-    A number that was asked for stands. `auto` begins with what affinity and quotas allow; each `adjust` then takes the
-    cores that others have left since the one before, at least half of those allowed. Where the environment says how
-    many or where they run, `auto` leaves them alone.
+    A given number stands. `auto` begins with as many as affinity and quotas allow. Each `adjust` then takes the cores
+    that others have left since the last one, but at least half of those allowed. `auto` changes nothing if the
+    environment sets the number or the place of threads.
     """
 
     def __init__(self, asked: int | Literal["auto"], left: Left | None = None) -> None:
@@ -249,18 +249,18 @@ class Threads:
             torch.set_num_threads(allowed())
             self._left = left or Left()
         self.most = torch.get_num_threads()  # the threads that may run
-        self.ran: list[int] = []  # of what has been computed, the fewest threads and the most; empty before
+        self.ran: list[int] = []  # the fewest and the most threads that have computed; empty at first
         _limit_arrow(self.most)
 
     def resume(self) -> None:
-        """As many as may run, where something else has set another number since."""
+        """Set as many as may run again, if something else has set another number since."""
         import torch
 
         torch.set_num_threads(self.most)
         _limit_arrow(self.most)
 
     def adjust(self) -> None:
-        """Choose for what is computed next; at most every half second this changes anything."""
+        """Choose the number for the next computation; it changes at most every half second."""
         import torch
 
         cores = None if self._left is None else self._left.cores()
@@ -272,7 +272,7 @@ class Threads:
 
 @contextmanager
 def left_as_found() -> Iterator[None]:
-    """For a library: afterwards torch and Arrow have as many threads as before, whatever was set inside."""
+    """For a library: after the block torch and Arrow have as many threads as before, whatever was set inside."""
     import pyarrow
     import torch
 
@@ -285,7 +285,7 @@ def left_as_found() -> Iterator[None]:
 
 
 def _free(left: Left) -> bool:
-    # Whether nobody else uses the cores that may be used here. A quota is spent by threads that spin, too.
+    # Whether nobody else uses the cores that this process may use. Spinning threads spend a quota, too.
     if quotas():
         return False
     while (cores := left.cores(_LOOK)) is None:
@@ -294,12 +294,13 @@ def _free(left: Left) -> bool:
 
 
 def threads_for(cores: float, most: int) -> int:
-    """Threads for so many free cores, `most` if all are: whole ones, and one more for half of a core."""
+    """Threads for so many free cores, `most` if all are free: one for each whole core, and one more for half a
+    core."""
     return min(most, max(int(cores + 0.5), int(most * LEAST_SHARE + 0.5), 1))
 
 
 def given_numbers(environment: Mapping[str, str]) -> list[str]:
-    """The variables by which a user says how many threads compute, or where."""
+    """The variables in which a user has set how many threads compute, or where."""
     return [name for name in _NUMBERS if environment.get(name)]
 
 

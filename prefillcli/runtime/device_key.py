@@ -1,4 +1,5 @@
-"""What decides how a device computes: the device, its driver, and the software between it and a model."""
+"""Everything that determines how a device computes: the device, its driver, and the software between it and a
+model."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, slots=True)
 class DeviceKey:
-    """A device and its software. Where any of it changes, nothing that was found of it holds any more."""
+    """A device and its software. If any of it changes, earlier findings about it no longer hold."""
 
     kind: str  # as torch calls it: cpu, cuda, mps
     device: str
@@ -35,7 +36,7 @@ class DeviceKey:
     transformers: str
     prefill: str  # version, and a digest of the code that computes
     cpu: str
-    cpu_flags: str  # the instruction sets that the processor has, and which of them torch uses
+    cpu_flags: str  # the instruction sets of the processor, and those that torch uses
     compiler: str | None  # the C++ compiler, with its size and time
 
     @property
@@ -71,7 +72,7 @@ def device_key(device: torch.device) -> DeviceKey:
 
 
 def driver_version() -> str | None:
-    """The version of NVIDIA's driver, as its kernel module tells it; None where there is none."""
+    """The version of NVIDIA's driver, from its kernel module; None without one."""
     with suppress(OSError, IndexError):
         words = _DRIVER.read_text().splitlines()[0].split()
         return next((word for word in words if word[0].isdigit() and "." in word), " ".join(words))
@@ -80,7 +81,7 @@ def driver_version() -> str | None:
 
 @cache
 def _source_digest() -> str:
-    # Of the files that compute a walk: in a checkout they change without the version.
+    # Digest of the files that compute a walk: in a checkout they change without the version.
     digest = hashlib.sha256()
     for file in sorted(resources.files("prefillcli.prefill").iterdir(), key=lambda each: each.name):
         if file.name.endswith((".py", ".cpp")):
@@ -99,9 +100,9 @@ KINDS = ("cpu", "cuda", "mps")
 
 
 def choose_device(name: str) -> torch.device:
-    """The torch device of `--device`. Raises UsageError or, for a device that is not there, ResourceError.
+    """The torch device of `--device`. Raises UsageError or, for a missing device, ResourceError.
 
-    `auto` takes a CUDA device where there is one, else the CPU. An Apple GPU (`mps`) is taken by its name alone.
+    `auto` takes a CUDA device if there is one, else the CPU. An Apple GPU (`mps`) is taken only by name.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Packages of others: which extra of prefillcli brings which, and how torch and transformers are imported."""
+"""Other projects' packages: the extras of prefillcli that bring them, and how torch and transformers are imported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXTRAS = {
     "peft": ("peft",),
 }
 
-# Packages that are used where they are installed, by the names that Python imports them by, and what for.
+# Packages that are used if they are installed, by the names that Python imports them by, and their purpose.
 OPTIONAL = {
     "accelerate": "GGUF and quantised models",
     "gguf": "models in GGUF format",
@@ -65,8 +65,8 @@ def installed(package: str) -> str | None:
 def require_extra(extra: str, wanted_by: str, *, advice: str = "") -> None:
     """Raise UsageError if a package of this extra is not installed. Imports none of them.
 
-    The message begins with `wanted_by`, which says what needs it, and names the line to type. `advice` is added to
-    that line.
+    The message begins with `wanted_by`, the option or feature that needs it, and names the line to type. `advice` is
+    added to that line.
     """
     for package in EXTRAS[extra]:
         if find_spec(package) is None:
@@ -75,24 +75,24 @@ def require_extra(extra: str, wanted_by: str, *, advice: str = "") -> None:
             )
 
 
-# What other libraries do while they are imported, of no use to who runs a command.
+# Actions of other libraries during their import that are of no use to the user of a command.
 #
-# They log, they look for code to fetch, and they import one another. A run loads nothing from a hub but the model
-# and adapters that it is told.
+# They log, they look for code to fetch, and they import one another. A run loads nothing from a hub but the given
+# model and adapters.
 
 
-#: torchao says which of its kernels this machine cannot load, torch which of torchao's types it knows already, and
+#: torchao logs which of its kernels this machine cannot load, torch which of torchao's types it knows already, and
 #: bitsandbytes that it has fetched no kernels.
 _TALKATIVE = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
 
 # The package by which transformers, bitsandbytes and others fetch compiled code from a hub and load it.
 FETCHES = "kernels"
-# transformers' own variable of the environment that allows it: here only where somebody has set it.
+# transformers' own environment variable that allows this: here only if somebody has set it.
 ALLOWED = "USE_HUB_KERNELS"
 #: transformers imports these wherever they are installed: for metrics, losses on images and quantised weights, and by
 #: way of accelerate for Amazon's training service. That takes longer than the rest of it.
 _UNUSED = ("sklearn", "scipy", "torchao", "boto3")
-_own = False  # whether this process is this program's own
+_own = False  # whether this process belongs to this program
 _ABSENT: Any = object()
 _found: Any = _ABSENT  # what was imported under that name before the first thread came inside
 _inside = 0
@@ -100,7 +100,7 @@ _lock = threading.Lock()
 
 
 def quiet_imports() -> None:
-    """Only errors of these libraries are logged from now on, and none of them fetches code.
+    """From now on these libraries log only errors, and none of them fetches code.
 
     To be called before they are imported, in processes that are this program's own.
     """
@@ -116,7 +116,7 @@ def quiet_imports() -> None:
 def light_imports() -> Iterator[None]:
     """Inside, torch and transformers are imported without what no causal language model needs; for the main thread.
 
-    Nothing changes in a process that is not this program's own: there, others may need it of transformers.
+    Nothing changes in a process that is not this program's own: there, others may need these parts of transformers.
     """
     if not _own or "transformers" in sys.modules:
         yield
@@ -124,7 +124,7 @@ def light_imports() -> Iterator[None]:
     choose_waiting()
     hidden = [name for name in _UNUSED if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
-    gc.disable()  # a million objects are made, and nearly all of them stay
+    gc.disable()  # the import makes a million objects, and nearly all of them stay
     try:
         yield
     finally:
@@ -142,7 +142,7 @@ def _allowed() -> bool:
 
 @contextmanager
 def without_fetched_code() -> Iterator[None]:
-    """For a library: inside, that package is not there for whoever imports it; afterwards it is as it was.
+    """For a library: inside the block that package seems to be missing; afterwards all is as before.
 
     Any number of threads may be inside.
     """

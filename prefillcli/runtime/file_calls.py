@@ -47,9 +47,9 @@ class LocalFile(io.FileIO):
 def open_to_read(path: str, *, pipes: bool = False) -> IO[bytes]:
     """A file, open for reading; with `pipes` also a pipe, or the empty `/dev/null`.
 
-    Raises FileNotFoundError, and OSError for whatever else is no file: a device has no end.
+    Raises FileNotFoundError, and OSError for anything else that is no file: a device has no end.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe that nobody writes holds up nothing
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe without a writer must not block
     try:
         found = os.fstat(handle)
         empty = stat.S_ISCHR(found.st_mode) and found.st_rdev == os.stat(os.devnull).st_rdev
@@ -69,7 +69,7 @@ def open_to_write(path: str) -> IO[bytes]:
 
 
 def open_unnamed() -> IO[bytes]:
-    """A file in the folder for temporary files that is gone when it is closed, open for writing and reading.
+    """A file in the folder for temporary files that vanishes when it is closed, open for writing and reading.
 
     Until then it has a name, in `name`.
     """
@@ -86,7 +86,7 @@ class _Unnamed(io.BufferedRandom):
 
 
 def open_lock(path: str) -> int:
-    """The handle of a file that stands for a lock, which is made if it is not there."""
+    """The handle of a file that stands for a lock; it is made if it does not exist."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
@@ -131,7 +131,7 @@ def sync_folder(path: str) -> None:
 
 
 def replace_file(source: str, path: str) -> None:
-    """Give a file the name `path`, in place of the file that had it."""
+    """Give a file the name `path`, replacing the file that had it."""
     os.replace(source, path)
 
 
@@ -156,7 +156,7 @@ def remove_tree(path: str) -> None:
 
 
 def add_folder(path: str) -> None:
-    """Make one folder, unless it is there; the one that it lies in must be."""
+    """Make one folder, unless it exists; its parent must exist."""
     try:
         os.mkdir(path)
     except FileExistsError:
@@ -165,13 +165,13 @@ def add_folder(path: str) -> None:
 
 
 def list_folder(path: str) -> list[os.DirEntry[str]]:
-    """What lies in a folder, sorted by name. Raises FileNotFoundError."""
+    """The names in a folder, sorted. Raises FileNotFoundError."""
     with os.scandir(path) as entries:
         return sorted(entries, key=lambda entry: entry.name)
 
 
 def is_there(path: str) -> bool:
-    """Whether anything has this name, if only a symbolic link that leads nowhere."""
+    """Whether anything has this name, even a symbolic link that leads nowhere."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -188,7 +188,7 @@ def is_folder(path: str) -> bool:
 
 
 def try_lock(handle: int, *, shared: bool) -> bool:
-    """Lock an open file, for this process alone or `shared`; False where another process has locked it."""
+    """Lock an open file, for this process alone or `shared`; False if another process has locked it."""
     try:
         fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

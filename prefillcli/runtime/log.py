@@ -1,7 +1,7 @@
 """Lines on stderr: text for people, or one JSON object a line for programs that collect logs.
 
-A JSON line has `time` (ISO 8601, UTC), `level`, `run_id`, `event` and `message`, and what the event brings along.
-Secrets in URLs are removed from all of it.
+A JSON line has `time` (ISO 8601, UTC), `level`, `run_id`, `event` and `message`, and the event's own fields. Secrets
+in URLs are removed from all of these.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Level = Literal["info", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class JsonLines:
-    """Where the lines of a run go, and what each of them says of it."""
+    """The stream for the lines of a run, and the fields that every line has."""
 
     stream: TextIO
     run_id: str
-    worker: int | None = None  # the worker that speaks; None for the run's own process
+    worker: int | None = None  # the worker that writes; None for the run's own process
 
     def write(self, level: Level, event: str, message: str, fields: dict[str, Any]) -> None:
         """Write one line, whole."""
@@ -55,8 +55,8 @@ def new_run_id() -> str:
 
 @contextmanager
 def log_of(run_id: str, *, json_lines: bool, worker: int | None = None) -> Iterator[None]:
-    """Inside, lines on stderr are of this run. As `json_lines`, each is a JSON object; what libraries print there
-    becomes one a line, too."""
+    """Inside the block, lines on stderr belong to this run. With `json_lines`, each is a JSON object; so is each line
+    that libraries print there."""
     with _json_log(run_id, worker) if json_lines else nullcontext():
         yield
 
@@ -80,35 +80,35 @@ def logs_json() -> bool:
 
 
 def event(name: str, message: str, **fields: Any) -> None:
-    """What only a log of JSON lines needs: people see it otherwise."""
+    """An event only for a log of JSON lines: people see it in other ways."""
     if _lines is not None:
         _lines.write("info", name, message, fields)
 
 
 def info(message: str, event: str = "message", **fields: Any) -> None:
-    """What is good to know. `event` and `fields`, which JSON holds, are for logs alone."""
+    """A line for information. `event` and `fields`, which must be JSON, are only for logs."""
     _write("info", event, message, fields)
 
 
 def warning(message: str, event: str = "message", **fields: Any) -> None:
-    """What somebody should look at; the run goes on."""
+    """A line that somebody should look at; the run goes on."""
     _write("warning", event, message, fields)
 
 
 def error(message: str, event: str = "message", **fields: Any) -> None:
-    """What ends the run, or makes it fail."""
+    """A line about the reason why the run ends or fails."""
     _write("error", event, message, fields)
 
 
 def timed(message: str, event: str, **fields: Any) -> None:
-    """What is said again and again while a run lasts, with the local time and its offset from UTC off a terminal."""
+    """A line that is repeated during a run; off a terminal it has the local time and its offset from UTC."""
     if _lines is None and not on_terminal():
         message = f"{datetime.now().astimezone().isoformat(timespec='seconds')} {message}"
     _write("info", event, message, fields)
 
 
 def backtrace(text: str) -> None:
-    """Where an error has come from, in several lines."""
+    """The origin of an error, in several lines."""
     if _lines is not None:
         _lines.write("error", "traceback", text, {})
     else:
@@ -129,7 +129,7 @@ def on_terminal() -> bool:
 
 
 def _print(text: str) -> None:
-    # Write to stderr, if there is one: a program without it, which uses the library, is not ended by a warning.
+    # Write to stderr, if there is one: a warning must not end a program that uses the library and has no stderr.
     if sys.stderr is not None:
         with suppress(OSError, ValueError):
             print(text, end="", file=sys.stderr, flush=True)
@@ -166,19 +166,19 @@ class _Wrapped:
             self._lines.write("info", "output", line.rstrip(), {})
 
 
-# Standard streams that are closed, or whose reader has gone.
+# Standard streams that are closed, or whose reader is gone.
 
 
 def survive_closed_streams() -> None:
-    """Let what is written to a stream that is closed, to a pipe without a reader, or to a log on a full disk, be lost
-    instead of ending the run. Each process of a command calls this before it opens anything.
+    """From now on text for a closed stream, a pipe without a reader, or a log on a full disk is lost instead of ending
+    the run. Each process of a command calls this before it opens anything.
 
     A scheduler that stops a task closes its pipes at once; the run still has rows and a report to write.
     """
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # else the next file would get this number, and what libraries write to stderr
+        except OSError:  # else the next file would get this number, and libraries' lines for stderr
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
             os.set_inheritable(number, True)
     # Python has None for a stream that was closed
@@ -187,7 +187,8 @@ def survive_closed_streams() -> None:
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Inside, what this process and those it starts print goes to stderr: stdout is for the run's own line."""
+    """Inside the block, output of this process and of its children goes to stderr: stdout is for the run's own
+    line."""
     sys.stdout.flush()
     own = os.dup(1)
     os.dup2(2, 1)

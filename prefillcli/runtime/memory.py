@@ -1,6 +1,6 @@
 """Memory of this machine, of a device, and of processes: the only reader of /proc and control groups for it.
 
-All numbers are bytes. What the system does not tell is None, or raises if the docstring says so.
+All numbers are bytes. A number that the system does not tell is None, or raises if the docstring says so.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: What configures torch's allocator of device memory. Every supported version of torch reads the first.
+#: The variables that configure torch's allocator of device memory. Every supported version of torch reads the first.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _PROC = Path("/proc")
 _GROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory(device: torch.device) -> int:
-    """Free bytes: of the device, or of the host within the limit of its control group. Raises ResourceError."""
+    """Free bytes of the device, or of the host within the limit of its control group. Raises ResourceError."""
     if device.type == "cuda":
         return _free_or_unused(device)
     if device.type == "mps":
@@ -46,7 +46,7 @@ def available_memory(device: torch.device) -> int:
 
 
 def loadable_memory(device: torch.device) -> int | None:
-    """Bytes that weights on `device` can take at the very most; None if this system does not tell."""
+    """The most bytes that weights on `device` can take; None if this system does not tell."""
     if device.type == "cuda":
         return _free_or_unused(device)
     if device.type == "mps":
@@ -56,7 +56,7 @@ def loadable_memory(device: torch.device) -> int | None:
         most = found["MemAvailable"] + found["SwapFree"]
     except (OSError, KeyError, ValueError):
         return None
-    # A control group counts pages of files as used, and can drop them: its limit alone is certain.
+    # A control group counts pages of files as used although it can drop them, so only its limit is certain.
     with suppress(OSError, ValueError):
         most = min(most, _group("memory.max") + _group("memory.swap.max"))
     return most
@@ -71,7 +71,7 @@ def _free_or_unused(device: torch.device) -> int:
 
 
 def _free_of_apple_gpu() -> int:
-    # Bytes of what the system recommends as the most for an Apple GPU, which this process has not taken of it.
+    # The recommended maximum of bytes for an Apple GPU, less those that this process has taken.
     import torch
 
     return max(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory(), 0)
@@ -80,7 +80,7 @@ def _free_of_apple_gpu() -> int:
 def reserved_memory(device: torch.device) -> int:
     """Bytes that torch's allocator has taken of a CUDA device, whether or not tensors use them.
 
-    It is what a limit counts, so it is what every measurement of a device counts.
+    A limit counts these bytes, so every measurement of a device counts them too.
     """
     import torch
 
@@ -88,11 +88,11 @@ def reserved_memory(device: torch.device) -> int:
 
 
 def reserved_at_peak(step: Callable[[], T], device: torch.device) -> tuple[T, int]:
-    """What `step` returns, and the bytes of a CUDA device that were reserved at its peak above those before it."""
+    """The result of `step`, and the bytes of a CUDA device that were reserved at its peak above those before it."""
     import torch
 
     torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()  # else a step that uses freed memory again would seem to need none
+    torch.cuda.empty_cache()  # else a step that reuses freed memory would seem to need none
     torch.cuda.reset_peak_memory_stats(device)
     before = reserved_memory(device)
     result = step()
@@ -101,9 +101,9 @@ def reserved_at_peak(step: Callable[[], T], device: torch.device) -> tuple[T, in
 
 
 def prepare_allocator(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Before CUDA starts: segments of device memory can grow, so that packs of many sizes leave no unusable holes.
-    What the user has set for the allocator stays. For commands: a library leaves the environment to the program that
-    imports it."""
+    """Before CUDA starts: segments of device memory can grow, so that packs of many sizes leave no unusable holes. The
+    user's settings of the allocator stay. For commands: a library leaves the environment to the program that imports
+    it."""
     if not any(name in environment for name in _ALLOCATOR):
         environment[_ALLOCATOR[0]] = "expandable_segments:True"
 
@@ -135,7 +135,7 @@ def resident_memory(pid: int | None = None) -> int:
 
 
 def proportional_memory(pid: int | None = None) -> int | None:
-    """Bytes of a process, pages that several have divided among them (proportional set size); None off Linux."""
+    """Bytes of a process, with shared pages divided among their users (proportional set size); None off Linux."""
     with suppress(OSError, ValueError, StopIteration):
         lines = _process(pid, "smaps_rollup").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) * 1024
@@ -159,7 +159,7 @@ def device_memory() -> int:
 
 
 def peak_memory() -> dict[str, int]:
-    """The most used so far, in bytes: by the process (`host`), and by tensors on the devices (`device`)."""
+    """The most bytes used so far: by the process (`host`), and by tensors on the devices (`device`)."""
     torch = sys.modules.get("torch")  # a run that failed early has not waited for it
     device = 0
     if torch is not None and torch.cuda.is_available():
@@ -169,14 +169,14 @@ def peak_memory() -> dict[str, int]:
 
 def peak_resident_memory() -> int:
     """The most that this process has had in memory."""
-    with suppress(OSError):  # what getrusage says of Linux may be the peak of the process that started this one
+    with suppress(OSError):  # on Linux getrusage may give the peak of the process that started this one
         return process_memory("VmHWM")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def reset_peak_memory() -> None:
-    """Let VmHWM count from here on. Raises OSError off Linux."""
+    """Restart VmHWM from the present use. Raises OSError off Linux."""
     (_PROC / "self/clear_refs").write_text("5")
 
 
@@ -199,7 +199,7 @@ def _group(name: str) -> int:
 
 
 def trim_heap() -> None:
-    """Give the system back what malloc has free; glibc only, elsewhere nothing happens."""
+    """Return malloc's free memory to the system; glibc only, elsewhere nothing happens."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

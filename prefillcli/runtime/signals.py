@@ -26,7 +26,8 @@ def start_of(pid: int) -> str:
 
 
 def process_space() -> str:
-    """Names what process ids are unique in: this start of the machine, and its namespace. Empty off Linux."""
+    """Names the space in which process ids are unique: this start of the machine, and its namespace. Empty off
+    Linux."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -39,11 +40,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop:
-    """Whether a signal has asked to stop. A second signal, of either kind, ends the process at once.
+    """Whether a signal has asked the run to stop. A second signal, of either kind, ends the process at once.
 
-    A run that has not stopped after `GRACE_SECONDS` is interrupted wherever it is, and so is, `AGAIN_SECONDS` later,
-    whatever it waits for while it closes down. That loses nothing that a killed run would not lose either. Use as a
-    context manager in the main thread.
+    A run that has not stopped after `GRACE_SECONDS` is interrupted wherever it is. Any waiting while it closes down is
+    interrupted `AGAIN_SECONDS` later. That loses no more than killing the run would. Use it as a context manager in
+    the main thread.
     """
 
     def __init__(self) -> None:
@@ -64,7 +65,7 @@ class Stop:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside, a signal raises Interrupted where it strikes: for waiting and loading, where nothing is lost."""
+        """Inside the block, a signal raises Interrupted at once: for waiting and loading, where nothing is lost."""
         self.check()
         before, self._waiting = self._waiting, True
         try:
@@ -74,7 +75,8 @@ class Stop:
 
     @contextmanager
     def held_off(self) -> Iterator[None]:
-        """Inside, nothing is interrupted: for what takes an instant. A second signal still ends the process."""
+        """Inside the block, nothing is interrupted: for work that takes an instant. A second signal still ends the
+        process."""
         self._held = True
         try:
             yield
@@ -83,7 +85,7 @@ class Stop:
 
     @contextmanager
     def last_step(self) -> Iterator[None]:
-        """For what a run does last, whether or not it was stopped: it has `GRACE_SECONDS` for it after a signal."""
+        """For the last step of a run, stopped or not: after a signal it has `GRACE_SECONDS`."""
         if self._signum is not None:
             _interrupt_in(GRACE_SECONDS)
         try:
@@ -116,13 +118,13 @@ class Stop:
 
 
 def stop_before_the_job() -> None:
-    """Until a `Stop` is there, let SIGTERM raise Interrupted, as SIGINT raises KeyboardInterrupt."""
+    """Until there is a `Stop`, let SIGTERM raise Interrupted, as SIGINT raises KeyboardInterrupt."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _stop_early)
 
 
 def stop_no_more() -> None:
-    """Let SIGTERM end the process: the job is over, and told."""
+    """Let SIGTERM end the process: the job is over and reported."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is _stop_early:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -149,17 +151,17 @@ def _interrupt_in(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_SECONDS if seconds else 0)
 
 
-# A thread that does the work of others, so that what interrupts them does not strike in the middle of it.
+# A thread that does the work of others, so that their interruptions do not strike in the middle of it.
 
 
 T = TypeVar("T")
 
 
 class OwnThread:
-    """Does one piece of work after the other in one thread, whatever threads ask for it.
+    """Does one piece of work after the other in one thread, for any threads that ask.
 
-    A KeyboardInterrupt, or what another signal's handler raises, strikes in the thread that waits. Settings that torch
-    has for each thread (inference mode, the default device) are not those of the caller.
+    A KeyboardInterrupt, or an exception of another signal's handler, strikes in the waiting thread. Torch's settings
+    per thread (inference mode, the default device) are not the caller's.
     """
 
     def __init__(self, name: str) -> None:
@@ -167,11 +169,11 @@ class OwnThread:
         self._process = os.getpid()
 
     def run(self, work: Callable[[Event], T], *, unwanted: Callable[[T], object] | None = None) -> T:
-        """What `work` returns or raises.
+        """The result or the error of `work`.
 
-        If something else is raised here meanwhile, the event that `work` was given is set, and what was raised goes on
-        as soon as `work` has ended. With `unwanted` it goes on at once: what `work` returns later is passed to that.
-        Raises UsageError in a process that was forked since.
+        If another exception strikes here meanwhile, the event given to `work` is set, and the exception propagates as
+        soon as `work` has ended. With `unwanted` it propagates at once, and `unwanted` gets the later result of
+        `work`. Raises UsageError in a process that was forked since.
         """
         if os.getpid() != self._process:
             raise UsageError("this Scorer was made before the process was forked\nmake one in each process")
@@ -192,7 +194,7 @@ class OwnThread:
 
         try:
             return self._executor.submit(attempt).result()
-        except BaseException:  # of the work, or while it is submitted or waited for
+        except BaseException:  # from the work, or while submitting it or waiting for it
             with turn:
                 stopped.set()
             if unwanted is None and begun.is_set():
@@ -200,5 +202,5 @@ class OwnThread:
             raise
 
     def close(self, *, wait: bool = True) -> None:
-        """End the thread as soon as it has no work, and `wait` for that."""
+        """End the thread as soon as it has no work; with `wait`, wait for that."""
         self._executor.shutdown(wait=wait)

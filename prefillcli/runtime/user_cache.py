@@ -1,4 +1,4 @@
-"""The user's cache, for what can be made again: entries in JSON, and C++ that is compiled on this machine."""
+"""The user's cache, for data that can be made again: entries in JSON, and C++ compiled on this machine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from typing import Any
 
 
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/prefillcli`, or `~/.cache/prefillcli`. It need not be there yet.
+    """`$XDG_CACHE_HOME/prefillcli`, or `~/.cache/prefillcli`. It need not exist yet.
 
-    A user without a home gets one that cannot be made: nothing is kept.
+    For a user without a home it is a folder that cannot be made, so nothing is kept.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
-    if not root.is_absolute():  # `~` stays as it is, and would be made in the working directory
+    if not root.is_absolute():  # `~` stays unexpanded, and would become a folder in the working directory
         root = Path(os.devnull)
     return root / "prefillcli"
 
@@ -34,9 +34,9 @@ def cache_folder() -> Path:
 
 
 class KeptEntries:
-    """What is known by a name, in `$XDG_CACHE_HOME/prefillcli/FILE`.
+    """Entries by name, in `$XDG_CACHE_HOME/prefillcli/FILE`.
 
-    The file is only ever replaced as a whole: of two processes that write at once, the new entries of one may be lost.
+    The file is always replaced as a whole: if two processes write at once, the new entries of one may be lost.
     A file that is damaged, missing or cannot be written counts as empty.
     """
 
@@ -44,7 +44,7 @@ class KeptEntries:
         self._path = cache_folder() / file
 
     def read(self) -> dict[str, Any]:
-        """All entries; none if the file is not as it was written."""
+        """All entries; none if the file has changed since it was written."""
         try:
             content = json.loads(self._path.read_bytes())
             entries: dict[str, Any] = content["entries"]
@@ -53,7 +53,7 @@ class KeptEntries:
             return {}
 
     def write(self, entries: dict[str, Any]) -> bool:
-        """Replace all entries. Gives whether that could be done; never raises for a folder that cannot be written."""
+        """Replace all entries. Returns whether that succeeded; never raises for a folder that cannot be written."""
         text = json.dumps({"check": _check(entries), "entries": entries})
         with contextlib.suppress(OSError):
             _put(self._path, text.encode(), 0o600)
@@ -83,17 +83,17 @@ def _check(entries: dict[str, Any]) -> str:
 
 
 COMPILERS = ("c++", "g++")
-SECONDS = 120.0  # that a compiler may take
+SECONDS = 120.0  # for one run of a compiler
 _FLAGS = ("-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17")
 _DIGEST = 32  # bytes
 
 
 def load_compiled(package: str, name: str, flags: Sequence[str]) -> ctypes.CDLL | None:
-    """The library made of the C++ file `name` in a package, or None where it cannot be had.
+    """The library compiled from the C++ file `name` in a package, or None if that is impossible.
 
-    The compiler is what `CXX` names, else the first of `COMPILERS` that is there; with an empty `CXX` nothing is
-    compiled. The library is kept in the user's cache by its source, its flags and the compiler's version. Its OpenMP
-    symbols must be in the process already, so that it shares threads with those that brought them.
+    `CXX` names the compiler; without it the first existing one of `COMPILERS` is used, and with an empty `CXX` nothing
+    is compiled. The library is kept in the user's cache by its source, its flags and the compiler's version. Its
+    OpenMP symbols must be in the process already, so that it shares the threads of the package that loaded them.
     """
     compiler = _compiler()
     if compiler is None:
@@ -127,9 +127,9 @@ def compiler_file() -> str | None:
 
 
 def share_openmp(package: str) -> bool:
-    """Show the OpenMP that a package has loaded to libraries loaded from now on. False if it is not GNU's.
+    """Make the OpenMP that a package has loaded visible to libraries loaded from now on. False if it is not GNU's.
 
-    Others may have brought one, too: scikit-learn does.
+    Other packages may have loaded one of their own: scikit-learn does.
     """
     try:
         maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
@@ -153,7 +153,7 @@ def _compiler() -> list[str] | None:
 
 
 def _compile(compiler: list[str], source: bytes, flags: Sequence[str], folder: Path) -> Path:
-    # Two steps, because a linker that knows of OpenMP would bring a second one.
+    # Two steps, because a linker with an OpenMP flag would load a second one.
     (folder / "source.cpp").write_bytes(source)
     steps = (
         [*compiler, *_FLAGS, *flags, "-c", "source.cpp", "-o", "made.o"],
@@ -169,7 +169,7 @@ def _place() -> Path:
 
 
 def _kept(name: str) -> ctypes.CDLL | None:
-    # The library of this name, if it is in the cache, whole, and nobody else can have put it there.
+    # The library of this name, if the cache has it undamaged and nobody else can have put it there.
     path = _place() / name
     with contextlib.suppress(OSError):
         for each in (path.parent, path):
@@ -186,4 +186,4 @@ def _keep(made: Path, name: str) -> None:
     # Put a library into the cache, whole or not at all. A cache that cannot be written stays as it is.
     with contextlib.suppress(OSError):
         data = made.read_bytes()
-        _put(_place() / name, data + hashlib.sha256(data).digest(), 0o700)  # loaders read to the library's end alone
+        _put(_place() / name, data + hashlib.sha256(data).digest(), 0o700)  # loaders stop at the library's end

@@ -1,1 +1,1 @@
-"""What scores and counts say: label probabilities, how often answers flip, how sure that is."""
+"""Statistics of scores and counts: label probabilities, rates of flipped answers, and their intervals."""

@@ -1,10 +1,10 @@
-"""What scores are worth: probabilities of labels, figures beside the right answers, audits, and their intervals.
+"""The quality of scores: probabilities of labels, figures against the right answers, audits, and their intervals.
 
 The figures equal scikit-learn's of the same rows. Arrays come in and an `Evaluation` goes out: callers read the
 arrays and choose which rows are shown.
 
 Shares have exact intervals (Clopper and Pearson, Biometrika 26, 1934), means Student's, and figures without a formula
-those of a bootstrap (Efron and Tibshirani, 1993). A bootstrap costs the same however many rows there are.
+those of a bootstrap (Efron and Tibshirani, 1993). The cost of a bootstrap does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Interval = tuple[float, float]
 Figure = Callable[[Int64Array, Int64Array], Float64Array]
 
 RESAMPLES = 1000
-_AT_A_TIME = 100  # resamples: bounds the memory
+_AT_A_TIME = 100  # resamples at a time, to bound the memory
 _SEED = 0
 
 
 class Estimate(BaseModel):
-    """A figure of some rows, and the interval in which that of all such rows lies."""
+    """A figure of some rows, and the interval in which the figure of all such rows lies."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -60,7 +60,7 @@ def exact_interval(successes: float, trials: int, confidence: float = 0.95) -> I
 
 
 def exact_upper(successes: float, trials: int, tail: float) -> float:
-    """The share above which as few successes have the probability `tail`."""
+    """The share at which so many successes, or fewer, have the probability `tail`."""
     from scipy.special import betaincinv
 
     return 1.0 if successes == trials else float(betaincinv(successes + 1, trials - successes, 1 - tail))
@@ -88,10 +88,10 @@ def mean_estimate(values: Float64Array, confidence: float = 0.95) -> Estimate:
 
 
 def resampled(positives: Int64Array, negatives: Int64Array, figures: Sequence[Figure]) -> Float64Array:
-    """Figures of rows drawn again with replacement, float64 [figures, RESAMPLES]; the draws are always the same.
+    """Figures of rows resampled with replacement, float64 [figures, RESAMPLES]; the draws are always the same.
 
-    `positives` and `negatives` [groups] count the rows of each group. As many rows are drawn as there are, of all
-    rows alike, so the share of positive ones varies as it does in data.
+    `positives` and `negatives` [groups] count the rows of each group. Each resample has as many rows as the data,
+    drawn from all rows alike, so the share of positive ones varies as in data.
     """
     counts = np.concatenate([positives, negatives])
     draws = np.random.default_rng(_SEED)
@@ -103,9 +103,10 @@ def resampled(positives: Int64Array, negatives: Int64Array, figures: Sequence[Fi
 
 
 def by_chance(rows: Int64Array, means: Float64Array, figures: Sequence[Figure]) -> Float64Array:
-    """Figures of rows whose probabilities are true ones, float64 [figures, RESAMPLES]; the draws are always the same.
+    """Figures of rows whose probabilities are right, float64 [figures, RESAMPLES]; the draws are always the same.
 
-    `rows` and their mean probabilities `means` are of each group [groups]. How many are positive is drawn.
+    `rows` and their mean probabilities `means` are given for each group [groups]. The number of positive rows is
+    drawn.
     """
     draws = np.random.default_rng(_SEED)
     found = []
@@ -116,7 +117,7 @@ def by_chance(rows: Int64Array, means: Float64Array, figures: Sequence[Figure]) 
 
 
 def percentile_interval(values: Float64Array, confidence: float = 0.95) -> Interval | None:
-    """What lies between the tails of the resampled values; NaN are left out, and None is that all are."""
+    """The range between the tails of the resampled values; NaN are left out, and None means that all are NaN."""
     known = values[~np.isnan(values)]
     if not len(known):
         return None
@@ -124,7 +125,8 @@ def percentile_interval(values: Float64Array, confidence: float = 0.95) -> Inter
     return float(low), float(high)
 
 
-# Rows ranked by their scores: what each threshold gives, and how well the order separates positives from negatives.
+# Rows ranked by their scores: the figures at each threshold, and how well the order separates positives from
+# negatives.
 #
 # A row counts as found at a threshold if its score is at or above it. Rows with equal scores are found together.
 
@@ -133,7 +135,7 @@ _MOST_POINTS = 200  # of a curve
 
 
 class ThresholdFigures(BaseModel):
-    """What a threshold gives: of the rows with scores at or above it, and of the positive ones among them."""
+    """The figures at a threshold: of the rows with scores at or above it, and of the positive ones among them."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -145,7 +147,7 @@ class ThresholdFigures(BaseModel):
 
 
 class RocCurve(BaseModel):
-    """Points from (0, 0) to (1, 1); of many, those that draw the curve."""
+    """Points from (0, 0) to (1, 1); of many, enough to draw the curve."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -154,7 +156,7 @@ class RocCurve(BaseModel):
 
 
 class PrecisionRecallCurve(BaseModel):
-    """Points from the highest threshold to the lowest; of many, those that draw the curve."""
+    """Points from the highest threshold to the lowest; of many, enough to draw the curve."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -201,8 +203,8 @@ class Ranking:
     def area_interval(self, confidence: float = 0.95) -> Interval | None:
         """The interval of the area by DeLong's variance (Biometrics 44, 1988), on the logit's scale.
 
-        Where the rows show no variance, as those that are perfectly separated, it is the exact interval of as many
-        trials as the rarer kind has rows: the area varies at most so much (Birnbaum and Klose, 1957).
+        If the rows show no variance, as when they are perfectly separated, it is the exact interval of as many trials
+        as the rarer kind has rows: the area varies at most that much (Birnbaum and Klose, 1957).
         """
         area = self.area
         if area is None:
@@ -232,7 +234,7 @@ class Ranking:
         return self._figures(int(f1.argmax()))
 
     def lowest_with_precision(self, wanted: float) -> ThresholdFigures | None:
-        """The lowest threshold whose precision is at least `wanted`; None where no threshold reaches it."""
+        """The lowest threshold whose precision is at least `wanted`; None if no threshold reaches it."""
         reached = np.flatnonzero(self.precision >= wanted)
         return self._figures(int(reached[-1])) if len(reached) and self.positives else None
 
@@ -289,7 +291,7 @@ class Ranking:
         )
 
     def _drawn(self) -> Int64Array:
-        # Thresholds that are evenly spaced along the ROC curve, with the last.
+        # Thresholds that are evenly spaced along the ROC curve, including the last.
         along = self.true_positives / max(self.positives, 1) + self.false_positives / max(self.negatives, 1)
         wanted = np.linspace(along[0], along[-1], _MOST_POINTS)
         return np.unique(np.searchsorted(along, wanted).clip(max=len(along) - 1))
@@ -303,20 +305,20 @@ def auc(scores: npt.ArrayLike, positive: npt.ArrayLike) -> float | None:
     return Ranking.of(np.asarray(scores, np.float64), np.asarray(positive, np.bool_)).area
 
 
-# How far probabilities are from what happens: Brier score, log loss, and calibration error over bins.
+# The distance between probabilities and events: Brier score, log loss, and calibration error over bins.
 #
 # Probabilities are of one event in each row, float64 [rows]; the truth says whether it happened, bool [rows].
 
 
 Binning = Literal["equal-width", "equal-mass"]
 
-BINS = 15  # as many as Guo et al. (ICML 2017) take
+BINS = 15  # as in Guo et al. (ICML 2017)
 
-_LEAST = float(np.finfo(np.float64).eps)  # a probability in a logarithm
+_LEAST = float(np.finfo(np.float64).eps)  # least probability in a logarithm
 
 
 class ReliabilityBin(BaseModel):
-    """Rows of similar probability: what was said, and what happened."""
+    """Rows of similar probability: the mean prediction, and how often the event happened."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -328,18 +330,18 @@ class ReliabilityBin(BaseModel):
 
 
 def brier_losses(probabilities: Float64Array, truth: npt.NDArray[np.bool_]) -> Float64Array:
-    """Each row's squared distance from what happened [rows]."""
+    """Each row's squared distance from the event, 0 or 1 [rows]."""
     return np.asarray((probabilities - truth) ** 2, np.float64)
 
 
 def log_losses(probabilities: Float64Array, truth: npt.NDArray[np.bool_]) -> Float64Array:
-    """Each row's negative logarithm of the probability of what happened [rows]; one of 0 counts as 2.2e-16."""
+    """Each row's negative logarithm of the probability of its outcome [rows]; a probability of 0 counts as 2.2e-16."""
     said = np.where(truth, probabilities, 1 - probabilities)
     return np.asarray(-np.log(np.clip(said, _LEAST, 1 - _LEAST)), np.float64)
 
 
 def inner_edges(probabilities: Float64Array, bins: int = BINS, binning: Binning = "equal-width") -> Float64Array:
-    """Where one bin ends and the next begins, ascending [bins - 1]; a probability on an edge is in the lower bin."""
+    """The edges between bins, ascending [bins - 1]; a probability on an edge is in the lower bin."""
     shares = np.linspace(0.0, 1.0, bins + 1)[1:-1]
     return shares if binning == "equal-width" else np.percentile(probabilities, 100 * shares)
 
@@ -376,9 +378,9 @@ def reliability(
 def expected_calibration_error(
     probabilities: Float64Array, truth: npt.NDArray[np.bool_], bins: int = BINS, binning: Binning = "equal-width"
 ) -> float:
-    """The mean distance between what the bins say and what happens, weighted by their rows.
+    """The mean distance between the probability and the frequency of the bins, weighted by their rows.
 
-    Of few rows it is too large, because the rows of a bin differ from its mean by chance. Raises ValueError without
+    With few rows it is too large, because the rows of a bin differ from its mean by chance. Raises ValueError without
     rows, or if the lengths differ.
     """
     found = reliability(probabilities, truth, bins, binning)
@@ -400,10 +402,10 @@ class LabelFigures(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     label: str
-    rows: int  # whose right answer it is
+    rows: int  # rows whose right answer it is
     predicted: int  # rows
-    precision: Estimate  # share of those predicted that are right
-    recall: Estimate  # share of its rows that are predicted
+    precision: Estimate  # share of its predictions that are right
+    recall: Estimate  # share of its rows that are predicted as such
     f1: float | None
     auc: Estimate
     average_precision: float | None
@@ -411,18 +413,18 @@ class LabelFigures(BaseModel):
 
 
 class WantedPrecision(BaseModel):
-    """The lowest threshold that gives a precision, and so the largest recall with it."""
+    """The lowest threshold that gives a precision, and thus the largest recall at that precision."""
 
     model_config = ConfigDict(frozen=True)
 
     wanted: float
     reached: ThresholdFigures | None
-    best: ThresholdFigures | None  # the most precise threshold, where none reaches it
-    reason: str | None = None  # why none does
+    best: ThresholdFigures | None  # the most precise threshold, if none reaches it
+    reason: str | None = None  # why no threshold reaches it
 
 
 class Evaluation(BaseModel):
-    """What scores are worth. Probabilities and shares are from 0 to 1; None is a figure that the rows do not tell.
+    """The quality of scores. Probabilities and shares are from 0 to 1; None is a figure that the rows do not give.
 
     Of two labels `auc`, `average_precision`, the thresholds and the curves are of the first one, the positive one. Of
     more labels `auc` is the mean over the labels, each against the rest, and the thresholds and curves are None.
@@ -447,7 +449,7 @@ class Evaluation(BaseModel):
     by_label: list[LabelFigures] = []
     best_f1: ThresholdFigures | None = None
     wanted_precision: WantedPrecision | None = None
-    reliability: list[ReliabilityBin] = []  # of two labels of the positive one, of more of the predicted one
+    reliability: list[ReliabilityBin] = []  # with two labels of the positive one, with more of the predicted one
     reliability_equal_mass: list[ReliabilityBin] = []
     roc: RocCurve | None = None
     precision_recall: PrecisionRecallCurve | None = None
@@ -465,7 +467,7 @@ def evaluate(
 ) -> Evaluation:
     """The figures of two labels: `scores` [rows] are probabilities of the first, `truth` [rows] whether it is right.
 
-    A row is predicted to be the first label from a score of 0.5. `without_truth` and `errors` count the
+    From a score of 0.5 a row is predicted to be the first label. `without_truth` and `errors` count the
     other rows. Raises ValueError if the lengths differ, or a score is not from 0 to 1.
     """
     _check(scores, truth, labels, dimensions=1)
@@ -511,9 +513,9 @@ def evaluate_labels(
 ) -> Evaluation:
     """The figures of several labels: `probabilities` [rows, labels] and the number of the right label [rows].
 
-    Brier score and log loss are of all labels: the Brier score is the sum over them, 0 to 2. The calibration error is
-    of the likeliest label: how often it is right beside how probable it is. `without_truth` and
-    `errors` count the other rows. Raises ValueError if the lengths differ, or a probability is not from 0 to 1.
+    Brier score and log loss are of all labels: the Brier score is the sum over them, 0 to 2. The calibration error
+    concerns the likeliest label: how often it is right against how probable it is. `without_truth` and `errors` count
+    the other rows. Raises ValueError if the lengths differ, or a probability is not from 0 to 1.
     """
     _check(probabilities, truth, labels, dimensions=2)
     rows, predicted = len(truth), _likeliest(probabilities)
@@ -560,7 +562,7 @@ def evaluate_values(
 ) -> Evaluation:
     """The figures of any numbers [rows], where `truth` [rows] says whether the first label is right.
 
-    They are those of the order of the rows: AUC, average precision, thresholds and curves. `without_truth` and
+    These depend only on the order of the rows: AUC, average precision, thresholds and curves. `without_truth` and
     `errors` count the other rows. Raises ValueError if the lengths differ.
     """
     if len(values) != len(truth):
@@ -590,7 +592,7 @@ def evaluate_values(
 
 
 def surest_wrong(probabilities: Float64Array, truth: Int64Array, most: int) -> list[int]:
-    """The wrongly predicted rows with the most probable predictions, those first; at most so many.
+    """The wrongly predicted rows, the most probable predictions first; at most so many.
 
     `probabilities` [rows, labels] and the number of the right label [rows].
     """
@@ -599,12 +601,12 @@ def surest_wrong(probabilities: Float64Array, truth: Int64Array, most: int) -> l
 
 
 def nearest(scores: Float64Array, threshold: float, most: int) -> list[int]:
-    """The rows whose scores are nearest to a threshold, those first; at most so many."""
+    """The rows whose scores are nearest to a threshold, the nearest first; at most so many."""
     return _first(np.arange(len(scores)), np.abs(scores - threshold), most)
 
 
 def closest_call(probabilities: Float64Array, most: int) -> list[int]:
-    """The rows whose two likeliest labels differ least, those first; at most so many.
+    """The rows whose two likeliest labels differ least, the closest first; at most so many.
 
     `probabilities` [rows, labels].
     """
@@ -683,8 +685,8 @@ def precision_wanted(ranking: Ranking, wanted: float) -> WantedPrecision:
 def _resampled_estimates(
     scores: Float64Array, truth: BoolArray, ranking: Ranking, confidence: float
 ) -> dict[str, Estimate]:
-    # Average precision and both calibration errors, with the intervals of a bootstrap over groups of near scores.
-    # What grouping moves is taken back.
+    # Average precision and both calibration errors, with the intervals of a bootstrap over groups of near scores. The
+    # shift that grouping causes is subtracted.
     names = ("average_precision", "calibration_error", "calibration_error_equal_mass")
     if not len(scores):
         return dict.fromkeys(names, Estimate(reason="there are no such rows"))
@@ -713,9 +715,10 @@ def _resampled_estimates(
 
 
 def _error_interval(error: float, moved: Float64Array, chance: Float64Array, confidence: float) -> Interval:
-    # The interval of a calibration error; it holds the error. Chance makes the error of rows too large, and that of
-    # rows drawn from them larger again. So what a draw has `moved` it counts the other way, and the lower end is as
-    # much lower as calibrated scores show by `chance`. It is 0 where they may show as much as these.
+    # The interval of a calibration error; it contains the error. Chance makes the error of rows too large, and that of
+    # rows drawn from them even larger. So the shift of a draw, `moved`, counts in the opposite direction, and the
+    # lower end is reduced by the error that calibrated scores show by `chance`. It is 0 if calibrated scores may show
+    # as large an error.
     low, high = percentile_interval(error - moved, confidence) or (error, error)
     low = min(low, error - float(chance.mean())) if error > np.quantile(chance, confidence) else 0.0
     return max(low, 0.0), min(max(high, error), 1.0)
@@ -730,7 +733,7 @@ def _groups(
     if len(distinct) > _MOST_GROUPS:
         shares = np.linspace(0, 1, _MOST_GROUPS + 1)
         cuts = np.concatenate([np.quantile(scores, shares), *edges])
-        # a group's top is a score that exists, so that it lies in the bins of the group's rows
+        # a group's top is an existing score, so it lies in the bins of the group's rows
         tops = distinct[np.unique(np.searchsorted(distinct, cuts, side="right").clip(1) - 1)]
     places = len(tops) - 1 - np.searchsorted(tops, scores)
     positives, negatives = (np.bincount(places[kind], minlength=len(tops)) for kind in (truth, ~truth))
@@ -769,12 +772,12 @@ def _check(probabilities: Float64Array, truth: npt.NDArray[Any], labels: Sequenc
         raise ValueError("a probability is from 0 to 1")
 
 
-# Rows scored both for less and in full: how often compression or an early exit flips an answer, and how certainly. All
-# probabilities and rates are shares (0 to 1).
+# Rows scored both cheaply and in full: how often compression or an early exit flips an answer, and how certain that
+# is. All probabilities and rates are shares (0 to 1).
 
 
 class Audit(BaseModel):
-    """What the audited rows show. None is a number that they do not tell."""
+    """The figures of the audited rows. None is a number that they do not give."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -798,7 +801,7 @@ def audit_of(
 ) -> Audit:
     """The audit of rows, each (compressed score, full score, whether the positive label is right or None if unknown).
 
-    `flipped` says which rows flip. Without it those flip whose scores lie on different sides of 0.5, as for two
+    `flipped` says which rows flip. Without it, a row flips if its scores lie on different sides of 0.5, as for two
     labels. Raises ValueError if `flipped` and `pairs` differ in length.
     """
     if flipped is None:
@@ -853,7 +856,7 @@ def flip_bound(flips: int, rows: int, confidence: float = 0.95) -> float:
 
 
 def rows_for(max_flips: float, flips: int = 0, confidence: float = 0.95) -> int:
-    """The fewest rows among which `flips` flips still prove a flip rate of at most `max_flips` (a share).
+    """The fewest rows with which `flips` flips still prove a flip rate of at most `max_flips` (a share).
 
     Raises ValueError unless 0 < max_flips < 1, flips >= 0 and 0 < confidence < 1.
     """
@@ -877,19 +880,19 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-# What the numbers of a row's labels say: each label's score, and the probability of all labels together.
+# From a row's numbers for its labels: each label's score, and the probability of all labels together.
 
 
 class Measure(StrEnum):
-    """What an engine's numbers for the labels of a row are."""
+    """The meaning of an engine's numbers for the labels of a row."""
 
     SHARES = "shares"  # Log-probabilities of labels that exclude one another
-    CHANCES = "chances"  # Log-probabilities of labels, each of which may be right, whatever the others are
+    CHANCES = "chances"  # Log-probabilities of labels, each of which may be right independently of the others
     VALUES = "values"  # any numbers
 
 
 def label_scores(numbers: Float64Array, temperature: float = 1.0, measure: Measure = Measure.SHARES) -> Float64Array:
-    """The score of each label, float64 [..., labels]: a probability, or the number as it is if it is a value.
+    """The score of each label, float64 [..., labels]: a probability, or the number itself if it is a value.
 
     Only shares have a `temperature`; see `label_probabilities`.
     """
@@ -911,7 +914,7 @@ def label_probabilities(logprobs: Float64Array, temperature: float = 1.0) -> Flo
 
 
 def label_mass(logprobs: Float64Array) -> Float64Array:
-    """Probability of all labels together over the whole vocabulary, float64 [...], at most 1 whatever was rounded."""
+    """Probability of all labels together over the whole vocabulary, float64 [...], at most 1 despite rounding."""
     return np.asarray(np.minimum(np.exp(logprobs).sum(axis=-1), 1.0), np.float64)
 
 
@@ -919,6 +922,7 @@ LEAST_LOG = -745.0  # logarithm of the smallest double: below it, a probability 
 
 
 def log_shares_of(logprobs: Float64Array) -> Float64Array:
-    """Logarithm of each label's probability among the labels, float64 [rows, labels]; finite, also where that is 0."""
+    """Logarithm of each label's probability among the labels, float64 [rows, labels]; finite even if the probability
+    is 0."""
     top = logprobs - logprobs.max(axis=-1, keepdims=True)
     return np.asarray(np.maximum(top - np.log(np.exp(top).sum(axis=-1, keepdims=True)), LEAST_LOG), np.float64)
