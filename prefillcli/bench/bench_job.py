@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _FIRST = {"vllm": "starting vLLM"}  # before a workload
 _FIRST |= {name: first for each in features() for name, (_, first) in each.methods.items() if first}
 QUICK_TOKENS = 100_000  # of INPUT's prompts
-QUICK_SECONDS = 60.0  # in which timed rounds begin
+QUICK_SECONDS = 60.0  # timed rounds begin within so many seconds
 
 
 def bench_job(settings: BenchSettings, *, quick_tokens: int = QUICK_TOKENS) -> dict[str, Any]:
@@ -112,13 +112,13 @@ def _run(settings: BenchSettings, report: BenchReport, steps: StepLog, most_toke
 
 
 class ScoringContest:
-    """Ways to score, against what `prefill score` does."""
+    """Ways to score, compared with `prefill score`."""
 
     def __init__(self, settings: BenchSettings) -> None:
         self._settings = settings
 
     def names(self) -> Sequence[str]:
-        """The methods that were named, or those usually compared. Raises UsageError."""
+        """The named methods, or those usually compared. Raises UsageError."""
         settings = self._settings
         require_known("--method", settings.method, METHODS)
         usual = {name for name in UNCOMPRESSED if settings.full or name != "full"}
@@ -154,7 +154,7 @@ class ScoringContest:
             )
 
     def next(self) -> str:
-        """What to run next."""
+        """The next command to run."""
         settings = self._settings
         if not settings.inputs:
             models = "-m MODEL --draft DRAFT" if settings.draft is not None else "-m MODEL"

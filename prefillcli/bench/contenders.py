@@ -1,4 +1,4 @@
-"""The methods of `prefill bench`: each answers the same prompts, and tells afterwards what it computed."""
+"""The methods of `prefill bench`: each answers the same prompts, and afterwards reports its work."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class MethodRun:
-    """What a method gives for some prompts.
+    """The results of a method for some prompts.
 
-    `logprobs` are label log-probabilities, float64 [prompts, labels]; `questions` say what the target read, `drafted`
-    what the draft read.
+    `logprobs` are label log-probabilities, float64 [prompts, labels]; `questions` hold the target's reading, `drafted`
+    the draft's.
     """
 
     logprobs: Float64Array
     questions: list[Question]
     drafted: list[Int32Array] = field(default_factory=list)
     draft_tokens: int = 0  # computed by the draft
-    reused_seconds: float = 0.0  # of the estimates, where another run made them
-    thinned: list[Question] = field(default_factory=list)  # as they were, where the target dropped tokens itself
+    reused_seconds: float = 0.0  # of the estimates, if another run made them
+    thinned: list[Question] = field(default_factory=list)  # the original ones, if the target dropped tokens itself
     computed_tokens: int = 0  # by a method that plans by itself
-    exit_layers: list[int | None] = field(default_factory=list)  # after which prompts left, numbered from 0
+    exit_layers: list[int | None] = field(default_factory=list)  # layers after which prompts left, numbered from 0
     skipped: float = 0.0  # layers of a token that exits spared
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a run computed. `flops` are those of both models, or None: `unknown` then says why they are not counted."""
+    """The work of a run. `flops` are those of both models, or None: `unknown` then says why they are not counted."""
 
     target_tokens: int
     flops: float | None
@@ -66,7 +66,8 @@ class Cost:
 
 
 class Equipment:
-    """The loaded models, and how `prefill score` would walk them. `limits` are those of the target's packs."""
+    """The loaded models, and the settings with which `prefill score` would walk them. `limits` are those of the
+    target's packs."""
 
     def __init__(self, loaded: Models[TorchEngine], labels: Labels) -> None:
         opened = loaded.opened
@@ -103,7 +104,7 @@ class Equipment:
             )
 
     def answers(self, questions: Sequence[Question], treatment: Treatment = PLAIN) -> list[Answer]:
-        """The layer walk's answers to questions that are planned together, with what happens between layers."""
+        """The layer walk's answers to questions that are planned together, with the actions between layers."""
         with self.walking() as walk:
             engine = self._engine(walk)
             return answer_questions(engine, questions, self.labels.sets, schedule=self._schedule, treatment=treatment)
@@ -122,7 +123,7 @@ class Equipment:
             walk.close()
 
     def machine(self) -> dict[str, str | int]:
-        """What decides how fast the models are here."""
+        """The properties that determine how fast the models are here."""
         on_gpu = self.device.type == "cuda"
         return {
             "device": torch.cuda.get_device_name(self.device) if on_gpu else self.device.type,
@@ -137,7 +138,7 @@ class Equipment:
 class Contender(ABC):
     """A method under its name. `keep` is the rate of the tokens that it keeps; None if it drops none."""
 
-    elsewhere = False  # whether it computes in other processes: the memory of this one then says nothing of it
+    elsewhere = False  # whether it computes in other processes: this one's memory then does not show its use
 
     def __init__(self, name: str, equipment: Equipment, keep: float | None = None) -> None:
         self.name = name if keep is None else f"{name}@{keep:g}"
@@ -147,18 +148,18 @@ class Contender(ABC):
 
     @abstractmethod
     def run(self, prompts: Sequence[Prompt]) -> MethodRun:
-        """Answer the prompts. This is what is timed."""
+        """Answer the prompts. This call is timed."""
 
     def close(self) -> None:
-        """End what it has started."""
+        """End the processes that it has started."""
         self._started.close()
 
     def first_run(self, prompts: Sequence[Prompt]) -> MethodRun:
-        """Answer the prompts; what another method has found out about them already may be used again."""
+        """Answer the prompts; the findings of another method about them may be used again."""
         return self.run(prompts)
 
     def cost(self, run: MethodRun) -> Cost:
-        """What a run computed, by the plans that it must have made."""
+        """The work of a run, by the plans that it must have made."""
         equipment = self._equipment
         plans = [equipment.plan(questions) for questions in self._groups(run.questions)]
         tokens = sum(plan.computed_tokens for plan in plans)
@@ -169,11 +170,13 @@ class Contender(ABC):
             return Cost(tokens, None, str(error))
 
     def exits(self, run: MethodRun, full: Float64Array) -> ExitResult | None:
-        """Where prompts left, beside the label log-probabilities `full` [prompts, labels]; None if they cannot."""
+        """The layers where prompts left, against the label log-probabilities `full` [prompts, labels]; None if they
+        cannot leave."""
         return None
 
     def drift(self, run: MethodRun) -> StateDrift | None:
-        """How far recurrent layers end from where whole prompts leave them; None without any, or if all is kept."""
+        """The distance of recurrent layers' final states from those of whole prompts; None without such layers, or if
+        all tokens are kept."""
         return None
 
     def predictions(self, run: MethodRun) -> tuple[float, float] | None:
@@ -214,7 +217,7 @@ class Alone(Contender):
 
 
 class Hybrid(Contender):
-    """The layer walk over the forest of all prompts: what `prefill score` does."""
+    """The layer walk over the forest of all prompts, as in `prefill score`."""
 
     def run(self, prompts: Sequence[Prompt]) -> MethodRun:
         questions = [Question(prompt) for prompt in prompts]
@@ -258,7 +261,7 @@ class VllmMethod(Contender):
 
 
 def start_vllm(equipment: Equipment, longest: int, notes: list[str]) -> VllmMethod:
-    """vLLM with a copy of the model, for prompts of up to `longest` tokens, with their texts. Close it in any case.
+    """vLLM with a copy of the model, for prompts of up to `longest` tokens, texts included. Always close it.
 
     A note says how it runs. Raises UsageError or ResourceError.
     """

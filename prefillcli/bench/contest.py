@@ -49,10 +49,10 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Seconds of each method, run in turn for `rounds` rounds after one warm-up of each.
 
-    A disturbance of the machine then hits all methods: compare within a round. After the first round none
-    begins that would, by the longest so far, end more than `within` seconds after the first began. `on_run` is
-    called after each run with the round (0: the warm-up), the name and the seconds. `clock` measures the methods; with
-    `time.process_time` what other programs take of the machine does not count.
+    A disturbance of the machine then hits all methods: compare within a round. After the first round, no round begins
+    that, judging by the longest so far, would end more than `within` seconds after the first began. `on_run` is called
+    after each run with the round (0: the warm-up), the name and the seconds. `clock` measures the methods; with
+    `time.process_time` the load of other programs does not count.
     """
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     first, longest = time.perf_counter(), 0.0
@@ -72,11 +72,11 @@ def interleaved(
 
 
 def with_peak(step: Callable[[], T], device: torch.device | None = None) -> tuple[T, int | None]:
-    """What `step` returns, and the bytes at its peak above what was in use before, in this process.
+    """The result of `step`, and the bytes at its peak above those in use before, in this process.
 
-    Of a CUDA `device` what torch has reserved, else of the host. None off Linux, as it resets and reads
-    VmHWM. Memory that earlier steps freed is given back to the system first: otherwise a step that
-    uses it again would seem to need none.
+    For a CUDA `device` these are torch's reserved bytes, else the host's. None off Linux, because it resets and reads
+    VmHWM. Memory that earlier steps freed is returned to the system first: otherwise a step that reuses it would seem
+    to need none.
     """
     gc.collect()
     if device is not None and device.type == "cuda":
@@ -91,15 +91,15 @@ def with_peak(step: Callable[[], T], device: torch.device | None = None) -> tupl
     return result, max(0, process_memory("VmHWM") - before)
 
 
-_STEADY = 1.5  # longest round of a method over its shortest: above it, the machine was busy
+_STEADY = 1.5  # longest round of a method over its shortest: above this, the machine was busy
 _MEASURABLE = 0.5  # seconds; shorter rounds always differ
 
-#: Called before each run of a method over all rows, with what it is.
+#: Called before each run of a method over all rows, with a description.
 Begin = Callable[[str], None]
 
 
 def load_equipment(opening: Opening, names: Collection[str]) -> Equipment:
-    """Load the models for methods with these names. Close what is `loaded`. Raises as `load_models`."""
+    """Load the models for methods with these names. The caller closes `loaded`. Raises as `load_models`."""
     share = SHARE if "vllm" in names else 1.0
     return Equipment(load_walk(opening.opened, opening.settings, share=share), opening.labels)
 
@@ -133,7 +133,7 @@ def left_out_without_memory(name: str, reference: str, notes: list[str]) -> Iter
 def timed_rounds(
     runs: Mapping[str, Callable[[], object]], rounds: int, within: float, notes: list[str]
 ) -> dict[str, list[float]]:
-    """Seconds of each method in each round, as of `interleaved`; nothing without rounds. Notes say what is missing."""
+    """Seconds of each method in each round, from `interleaved`; empty without rounds. Notes name missing methods."""
     if not rounds:
         notes.append("times are those of one run each, the first")
         return {}
@@ -146,7 +146,7 @@ def timed_rounds(
 
 @dataclass(slots=True)
 class _Entry:
-    """A contender with what its first run gave."""
+    """A contender with the results of its first run."""
 
     contender: Contender
     run: MethodRun
@@ -164,7 +164,8 @@ def compare(
     begin: Begin = lambda step: None,
     within: float = math.inf,
 ) -> WorkloadResult:
-    """Run every method once for its answers and memory, then `rounds` times in turn for its time; 0: the first run's.
+    """Run every method once for its answers and memory, then `rounds` times in turn for its time; 0: the first run's
+    time counts.
 
     `within` is as in `interleaved`. A method that runs out of the device's memory is left out with a note. Raises
     PrefillError if the reference gives scores that are not numbers.
@@ -213,7 +214,7 @@ def compare(
 
 
 def _first_runs(material: Material, methods: Sequence[Contender], equipment: Equipment, begin: Begin) -> list[_Entry]:
-    # Each method's answers and memory. What a picker finds serves all its keep rates.
+    # Each method's answers and memory. A picker's findings serve all its keep rates.
     entries: list[_Entry] = []
     peaks: dict[str, int] = {}  # of each picker, at the first of its rates
     for method in methods:
@@ -271,7 +272,7 @@ def _measured(
 def _answers(
     entry: _Entry, full: Float64Array | None, truths: Sequence[bool | None], temperature: float, notes: list[str]
 ) -> Answers:
-    # Beside the reference's shares `full` [rows, labels] (None: this is the reference) and the truth.
+    # Compared with the reference's shares `full` [rows, labels] (None: this is the reference) and the truth.
     shares = label_probabilities(entry.run.logprobs, temperature)
     if not np.isfinite(shares).all():
         notes.append(f"{entry.contender.name}: scores that are not numbers are not compared")

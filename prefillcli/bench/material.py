@@ -1,8 +1,8 @@
-"""The made workload of `prefill bench`: is the topic asked about in a reader's history?
+"""The synthetic workload of `prefill bench`: does a reader's history mention a topic?
 
-Texts come from a seeded generator, so their answers are known. A `Case` is a history and the words that can be asked
-about; `prompt` is the text a model reads, to be continued with " Yes" or " No". Every word that is asked about is one
-token with its leading space."""
+Texts come from a seeded generator, so their answers are known. A `Case` is a history and the words for questions;
+`prompt` is the text that a model reads, to be continued with " Yes" or " No". Every word in question is one token with
+its leading space."""
 
 from __future__ import annotations
 
@@ -116,19 +116,19 @@ IDLE_READINGS = (
     "searched the archive for {} min and left",
     "changed the mail settings, {} min on the site",
 )
-_IDLE_SHARE = 0.3  # of filler lines, those about nothing that is asked about
-_LINE_TOKENS = 20  # of a line of history, for a first guess
+_IDLE_SHARE = 0.3  # the share of filler lines without a word
+_LINE_TOKENS = 20  # tokens of a line of history, for a first guess
 _AIM = 0.985  # of the wanted tokens, so that most guesses are not too long
 _CLOSE = 0.97  # of the wanted tokens: close enough
-_TRIES = 20  # histories that are tried at most
+_TRIES = 20  # the most histories that are tried
 
 
 @dataclass(frozen=True)
 class Case:
-    """One history and what can be asked about it."""
+    """One history and the words for questions about it."""
 
     domain: str  # one of the three, or drill: a bare list of words, for training
-    kind: str  # which set of words it asks about: topics, creditors, subjects
+    kind: str  # its set of words: topics, creditors, subjects
     owner: str  # full name of the reader or applicant, or the message's number
     head: str  # instruction and profile
     lines: tuple[str, ...]  # the history
@@ -159,8 +159,8 @@ class CaseQuestion:
 def make_needles(*, rows: int, tokens: int, seed: int, count: Callable[[str], int]) -> tuple[list[str], list[str]]:
     """`rows` prompts of at most `tokens` tokens each, as `count` counts them, and their answers, Yes or No.
 
-    Prompts have 97 % of `tokens` or more, or come as close as whole lines of about 20 tokens allow. Answers alternate,
-    shuffled. The same arguments give the same texts. Raises ValueError for prompts too short for a history.
+    Prompts have at least 97 % of `tokens`, or come as close as whole lines of about 20 tokens allow. Answers
+    alternate, shuffled. The same arguments give the same texts. Raises ValueError for prompts too short for a history.
     """
     answers = alternating_answers(Random(f"needle {seed} answers"), rows)
     prompts: list[str] = []
@@ -174,7 +174,7 @@ def make_needles(*, rows: int, tokens: int, seed: int, count: Callable[[str], in
 
 
 def alternating_answers(rng: Random, rows: int) -> list[str]:
-    """Yes and No in turn, shuffled: as many of each, or one Yes more."""
+    """Equally many Yes and No, or one Yes more, shuffled."""
     answers = ["Yes" if row % 2 == 0 else "No" for row in range(rows)]
     return rng.sample(answers, rows)
 
@@ -182,7 +182,7 @@ def alternating_answers(rng: Random, rows: int) -> list[str]:
 def fit_history(
     build: Callable[[Random, int], list[str]], *, tokens: int, count: Callable[[str], int], seed: str, least: int = 1
 ) -> list[str]:
-    """The prompts that `build` makes of a generator and a number of lines, with as many lines as fit `tokens`.
+    """The prompts that `build` makes from a generator and a number of lines, with as many lines as fit into `tokens`.
 
     Several are tried, as lines differ in length. The task needs `least` lines. Raises ValueError if they do not fit.
     """
@@ -203,7 +203,7 @@ def fit_history(
 def needle(rng: Random, lines: int, answer: str) -> str:
     """Is the topic asked about in the history? Yes: exactly one line, anywhere, mentions it. No: none does.
 
-    In both cases one line at a depth uniform over the history has a topic that stands nowhere else.
+    In both cases one line, at a depth uniform over the history, has a topic that occurs nowhere else.
     """
     asked, other, *rest = rng.sample(TOPICS, len(TOPICS))
     plan = filler(rng, rest, lines)
@@ -297,7 +297,7 @@ class Material:
         return max(len(prompt.tokens) for prompt in self.prompts)
 
     def set_apart(self, count: int, seed: int) -> list[Prompt]:
-        """`count` random prompts, which are no part of it any more."""
+        """Take `count` random prompts out of it."""
         apart = set(np.random.default_rng(seed).permutation(len(self.prompts))[:count].tolist())
         taken = [prompt for number, prompt in enumerate(self.prompts) if number in apart]
         self.truths = [truth for number, truth in enumerate(self.truths) if number not in apart]
@@ -317,7 +317,7 @@ class Material:
 
 
 def made_material(settings: BenchSettings, opened: Opened, labels: Labels) -> Material:
-    """Needles as `prefill score` would read them: with the chat template, where there is one.
+    """Needles as `prefill score` would read them: with the chat template, if there is one.
 
     The questions are of Yes or No: with other labels the truth is not known. Raises UsageError for prompts that are
     longer than the model takes or too short for the task.
@@ -359,7 +359,7 @@ def input_material(
 ) -> Material:
     """The first window of an input, whose columns are selected; `truth` is a carried column.
 
-    Only the first prompts are taken, up to `most_tokens` in all, but at least a few.
+    Only the first prompts are taken, up to `most_tokens` in total, but at least a few.
     """
     window = next(windows(source, builder, labels, id_column=None), None)
     name = split_path(source.paths[0].rstrip("/"))[1]

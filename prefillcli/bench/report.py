@@ -1,4 +1,4 @@
-"""The numbers of `prefill bench`: what `bench.json` holds."""
+"""The numbers of `prefill bench`, which are the content of `bench.json`."""
 
 from __future__ import annotations
 
@@ -58,24 +58,24 @@ METHODS = {
 
 
 class Predicted(BaseModel):
-    """Speedups over the reference that cost models promise; None where they say nothing of the method."""
+    """Speedups over the reference that cost models predict; None if they do not cover the method."""
 
     flops: float | None = None  # FLOPs of the reference's plan over those of the method's
     ratio: float | None = None  # 1 / (r + keep) at the mean length, r the draft's share of the FLOPs
-    table5: float | None = None  # table 5 of SpecPrefill to the letter, each prompt by itself
+    table5: float | None = None  # exactly table 5 of SpecPrefill, each prompt by itself
 
 
 class Answers(BaseModel):
-    """What a method answers, beside the reference and the truth."""
+    """The answers of a method, compared with the reference and the truth."""
 
     audit: Audit | None = None  # None for the reference itself
-    accuracy: float | None = None  # share of rows whose likeliest label is right, where that is known
+    accuracy: float | None = None  # share of rows whose likeliest label is right, if known
     accuracy_interval: tuple[float, float] | None = None  # 95 %, Clopper-Pearson
     auc: float | None = None
 
 
 class ClassFlips(BaseModel):
-    """Rows that the reference answers with a label, and how many of them a method answers with another."""
+    """Rows that the reference answers with a label, and the number of them that a method answers with another."""
 
     label: str
     rows: int
@@ -84,10 +84,10 @@ class ClassFlips(BaseModel):
 
 
 class ExitResult(BaseModel):
-    """Where rows left the model."""
+    """The layers where rows left the model."""
 
     max_flips: float
-    rows_read: int  # other rows, which the exits were learnt on
+    rows_read: int  # other rows, from which the exits were learnt
     left: dict[str, int]  # rows by the layers they went through, then "full"
     layers_saved: float  # share of the layers of computed tokens
     classes: list[ClassFlips]
@@ -107,7 +107,7 @@ class StateDrift(BaseModel):
     L2 distance over the norm of the latter; median and largest over all rows and layers.
     """
 
-    rows: int  # compressed ones that were looked at
+    rows: int  # compressed rows that were examined
     median: float
     largest: float
     layers: list[LayerDrift]
@@ -125,7 +125,7 @@ class MethodResult(BaseModel):
     draft_tokens: int
     kept: float  # share of the prompt tokens that the target read or shared
     flops: float | None = None  # of both models
-    peak_bytes: int | None = None  # above what was in use before, weights among it
+    peak_bytes: int | None = None  # above the memory in use before, which includes the weights
     speedup: Range  # seconds of the reference over the method's, within a round
     predicted: Predicted
     measured_over_predicted: float | None = None  # by FLOPs
@@ -133,7 +133,7 @@ class MethodResult(BaseModel):
         default_factory=dict
     )  # rows read in full although they were to be compressed, by reason
     answers: Answers
-    exits: ExitResult | None = None  # of a method that lets rows leave
+    exits: ExitResult | None = None  # of a method with early exits
     drift: StateDrift | None = None  # of a method that drops tokens, where the model has recurrent layers
 
 
@@ -147,7 +147,7 @@ class WorkloadResult(BaseModel):
     prompt_tokens: int
     unique_tokens: int  # of the trie of all prompts
     rounds: int = 0  # timed
-    reference_able: bool | None = None  # better than chance, where the truth is known
+    reference_able: bool | None = None  # whether the reference is better than chance, if the truth is known
     notes: list[str] = Field(default_factory=list)
     methods: list[MethodResult] = Field(default_factory=list)
 
@@ -216,17 +216,17 @@ class WorkloadResult(BaseModel):
 
 
 class BenchReport(CommandReport):
-    """What `bench.json` holds."""
+    """The content of `bench.json`."""
 
     page: str | None = None
     machine: dict[str, str | int] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)
     workloads: list[WorkloadResult] = Field(default_factory=list)
-    texts: list[Any] = Field(default_factory=list)  # results of a feature's contest, in the place of `workloads`
+    texts: list[Any] = Field(default_factory=list)  # results of a feature's contest, instead of `workloads`
 
     @property
     def results(self) -> Sequence[Any]:
-        """What was measured."""
+        """The measured results."""
         return [*self.workloads, *self.texts]
 
     def summary(self) -> dict[str, Any]:
@@ -246,7 +246,7 @@ class BenchReport(CommandReport):
 
 
 def legend(workload: WorkloadResult) -> str:
-    """What the columns of `quick_table` are."""
+    """The meaning of the columns of `quick_table`."""
     rounds = "one round" if workload.rounds < 2 else f"median of {workload.rounds} rounds (smallest-largest)"
     return (
         f"speedup: {REFERENCE}'s seconds over the method's, {rounds}; kept: share of the tokens that the model reads; "
@@ -256,7 +256,8 @@ def legend(workload: WorkloadResult) -> str:
 
 
 def verdicts(workload: WorkloadResult) -> list[str]:
-    """What the measurements show, and what they do not: claims are made only where spread or interval support them."""
+    """The conclusions from the measurements, and their limits: it makes claims only if spread or interval support
+    them."""
     methods = {each.method: each for each in workload.methods}
     reference = methods[REFERENCE]
     found = [_of_speed(each, reference, workload.rounds) for each in methods.values() if each is not reference]
@@ -270,7 +271,7 @@ def verdicts(workload: WorkloadResult) -> list[str]:
 
 
 def _of_speed(method: MethodResult, reference: MethodResult, rounds: int) -> str:
-    # A difference is one where the slowest round of the one is faster than the fastest of the other.
+    # Two methods differ if the slowest round of one is faster than the fastest round of the other.
     name, own, other = method.method, method.seconds, reference.seconds
     times = f"{three_digits(method.speedup.median)} times {REFERENCE}'s speed"
     if rounds < 2:
@@ -294,7 +295,7 @@ def _of_flips(method: MethodResult, chance: MethodResult) -> list[str]:
 
 
 def workload_remarks(workload: WorkloadResult) -> list[str]:
-    """What a reader of the tables must know."""
+    """Notes that a reader of the tables needs."""
     found = list(workload.notes)
     for each in workload.methods:
         for reason, count in sorted(each.fallbacks.items()):
@@ -314,7 +315,7 @@ def workload_remarks(workload: WorkloadResult) -> list[str]:
 
 
 def _of_exits(method: str, exits: ExitResult, rows: int) -> str:
-    # Who left where, and what that changed.
+    # Which rows left where, and the effects of that.
     early = {name: count for name, count in exits.left.items() if name != "full"}
     where = ", ".join(f"{count / rows:.0%} after layer {name}" for name, count in early.items())
     flips = ", ".join(
@@ -330,7 +331,7 @@ def _of_exits(method: str, exits: ExitResult, rows: int) -> str:
 
 
 def _of_drift(method: str, drift: StateDrift) -> str:
-    # How far the states of recurrent layers have drifted, and where the most.
+    # How far the states of recurrent layers have drifted, and where they drifted most.
     worst = max(drift.layers, key=lambda each: each.median)
     return (
         f"{method}: states of recurrent layers drift by {drift.median:.2f} of their norm, from those after the whole "
@@ -348,7 +349,7 @@ def _dropped_nothing(method: MethodResult) -> bool:
 
 
 def _cost_table(workload: WorkloadResult) -> TableRows:
-    # Header and one row for each method: what it took.
+    # Header and one row for each method: its cost.
     return [
         ["method", "seconds", "rows/s", "tokens/s", "computed", "by draft", "kept", "peak MiB"],
         *(
@@ -368,7 +369,7 @@ def _cost_table(workload: WorkloadResult) -> TableRows:
 
 
 def _speedup_table(workload: WorkloadResult) -> TableRows:
-    # Header and one row for each method but the reference: its speedup, and what cost models promise.
+    # Header and one row for each method but the reference: its speedup, and the predictions of cost models.
     rows = [["method", "speedup", "by FLOPs", "1/(r+k)", "table 5", "measured/FLOPs"]]
     for each in workload.methods:
         if each.method != REFERENCE:
@@ -383,7 +384,7 @@ def _speedup_table(workload: WorkloadResult) -> TableRows:
 
 
 def answer_table(workload: WorkloadResult) -> TableRows:
-    """Header and one row for each method: flips against the reference, and how many are right."""
+    """Header and one row for each method: flips against the reference, and the share of right answers."""
     rows = [["method", "flips", "95 % interval", "mean diff.", "largest", "accuracy", "95 % interval", "AUC"]]
     for each in workload.methods:
         found, audit = each.answers, each.answers.audit
@@ -467,7 +468,7 @@ def bench_html(report: BenchReport) -> str:
 
 
 def speedup_bars(speedups: Sequence[tuple[str, float, float | None, str]]) -> list[Bar]:
-    """Two bars for each method (name, speedup, another one, text), and a line where its speed is the reference's."""
+    """Two bars for each method (name, speedup, another speedup, text), and a line at the reference's speed."""
     longest = max([1.0, *(max(first, second or 0) for _, first, second, _ in speedups)])
     found = []
     for name, first, second, text in speedups:

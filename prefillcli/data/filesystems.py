@@ -83,7 +83,7 @@ class Failure(Enum):
     PASSING = "passing"  # the store is busy or out of reach: the same request may succeed later
     REFUSED = "refused"  # credentials are missing, wrong or expired, or do not allow the request
     MISSING = "missing"  # there is no such object or bucket
-    EXISTS = "exists"  # A conditional write met an object that is there already
+    EXISTS = "exists"  # a conditional write met an existing object
     OTHER = "other"
 
     @classmethod
@@ -186,7 +186,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_HANDLES = (errno.EMFILE, errno.ENFILE)
 
 
-# The extra of prefillcli that brings what an object store needs beside fsspec, by protocol.
+# The extra of prefillcli that brings the packages that an object store needs beside fsspec, by protocol.
 EXTRA_OF = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
 
 
@@ -394,8 +394,8 @@ def read_given(option: str, path: str, again: str = "", *, most: int = MOST_BYTE
 
 
 def read_start(path: str, most: int) -> bytes:
-    """The first `most` bytes of a file or pipe at a local path or URL. Raises OSError, and what clients of object
-    stores raise."""
+    """The first `most` bytes of a file or pipe at a local path or URL. Raises OSError, and errors of the clients of
+    object stores."""
     filesystem, inner = filesystem_of(path)
     file: IO[bytes]
     if is_local(filesystem):

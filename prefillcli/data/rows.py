@@ -4,7 +4,7 @@ Also how values of Arrow columns become Python values and JSON texts, and column
 
 The column `method` says how a row's prompt was read, and whether it left before the last layer. A method is
 `full`, that of a picker (`specprefill`, ...), or `fallback:` and a reason. A row that left early has `early-exit`
-instead of `full`, and `+early-exit` behind any other method: a picker's row stays one of that picker.
+instead of `full`, and `+early-exit` after any other method: a picker's row stays one of that picker.
 """
 
 from __future__ import annotations

@@ -309,7 +309,7 @@ class Prefetcher(Iterator[T]):
 
     @property
     def ready(self) -> bool:
-        """Whether the next item, or the end, is there."""
+        """Whether the next item, or the end, is ready."""
         return self._stopped.is_set() or not self._ready.empty()
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""What a job will take, before and while it runs."""
+"""The cost of a job, predicted before and while it runs."""

@@ -22,7 +22,8 @@ from prefillcli.plan.plan import Plan
 from prefillcli.runtime.cores import affinity, cpu_name
 from prefillcli.runtime.memory import total_memory
 
-#: What a fit of completion times must reach before it predicts anything; docs/profile.md gives the reasons.
+#: The quality that a fit of completion times must reach before it predicts anything; docs/profile.md gives the
+#: reasons.
 LEAST_PEARSON = 0.9
 MOST_MEAN_ERROR = 0.25
 MOST_ERROR = 0.75
@@ -41,21 +42,21 @@ class CompletionPoint(BaseModel):
 class CompletionModel(BaseModel):
     """Seconds of prefills.
 
-    Of one prompt, linear as in PrefillOnly 6.3: `base + per_input * input + per_cached * cached`, and its proxy, which
-    takes seconds to be proportional to `input - cached` but for a constant. Of a whole plan: `per_pack`, `per_token`
-    and `per_read` (a prompt's own last layer, head and calls) and `per_pair` (a query that sees a key in one layer).
+    For one prompt, linear as in PrefillOnly 6.3: `base + per_input * input + per_cached * cached`. Its proxy takes
+    seconds to be proportional to `input - cached`, plus a constant. For a whole plan: `per_pack`, `per_token`,
+    `per_read` (a prompt's own last layer, head and calls) and `per_pair` (a query that sees a key in one layer).
     """
 
     base: float
     per_input: float
     per_cached: float
-    pearson: float  # of the linear fit with the measured seconds
-    pearson_proxy: float  # of input - cached with the measured seconds
-    heldout_error: float | None = None  # mean relative error of the linear fit on points it has not seen
+    pearson: float  # correlation of the linear fit with the measured seconds
+    pearson_proxy: float  # correlation of input - cached with the measured seconds
+    heldout_error: float | None = None  # mean relative error of the linear fit on points that it has not seen
     heldout_error_proxy: float | None = None
     heldout_error_plan: float | None = None
     heldout_worst_plan: float | None = None  # the largest such error; None in older files
-    rounds: int | None = None  # in which every pack was timed; None in older files
+    rounds: int | None = None  # rounds in which every pack was timed; None in older files
     disturbance: float | None = None  # median over the packs of the slowest round over the fastest
 
     per_pack: float
@@ -66,7 +67,7 @@ class CompletionModel(BaseModel):
     points: list[CompletionPoint] = Field(default_factory=list)
 
     def weakness(self) -> str | None:
-        """Why nothing may be predicted with this fit; None for one that may be used."""
+        """The reason not to predict with this fit; None if it may be used."""
         found = []
         if not self.pearson >= LEAST_PEARSON:
             found.append(f"the linear fit has Pearson r {self.pearson:.2f}, and {LEAST_PEARSON} is the least")
@@ -95,7 +96,7 @@ class CompletionModel(BaseModel):
 
 
 def features(pack: Pack, windows: Iterable[tuple[int | None, int]]) -> tuple[float, float, float, float]:
-    """What a pack's seconds are made of: 1, tokens computed, prompts' ends, and (query, key) pairs over all layers."""
+    """The terms of a pack's seconds: 1, computed tokens, prompts' ends, and (query, key) pairs over all layers."""
     nodes = [
         (start, end - begin)
         for start, begin, end in zip(pack.starts, pack.offsets[:-1], pack.offsets[1:], strict=True)
@@ -105,7 +106,7 @@ def features(pack: Pack, windows: Iterable[tuple[int | None, int]]) -> tuple[flo
 
 
 def _pairs(start: int, length: int, window: int | None) -> float:
-    # Keys seen by `length` queries behind `start` other tokens of their path, themselves included.
+    # Keys that `length` queries see after `start` other tokens of their path, themselves included.
     return _triangle(start + length, window) - _triangle(start, window)
 
 
@@ -114,11 +115,11 @@ def _triangle(tokens: int, window: int | None) -> float:
     return ramp * (ramp + 1) / 2 + (tokens - ramp) * ramp
 
 
-# The machine that a profile was made on.
+# The machine of a profile.
 
 
 class Machine(BaseModel):
-    """What decides how fast a model runs here."""
+    """The properties that determine how fast a model runs here."""
 
     cpu: str  # model name
     cores: int  # that this process may use
@@ -140,7 +141,7 @@ def this_machine(device: str) -> Machine:
     )
 
 
-# How long a prompt may be in each mode: the measurements, and what follows from them.
+# How long a prompt may be in each mode: the measurements and the results.
 
 #: The modes, each with a line for readers of the tables.
 MODES = {
@@ -149,7 +150,7 @@ MODES = {
     "hybrid": "as prefill score does it",
 }
 
-#: Modes that run transformers' own forward, which may fail in its own ways on some architecture.
+#: Modes that run transformers' own forward, which may fail on some architectures.
 OF_TRANSFORMERS = ("full", "chunked")
 
 
@@ -166,9 +167,9 @@ class Confirmation(BaseModel):
 
     tokens: int
     fits: bool
-    peak_bytes: int | None = None  # above the loaded model; None where the run did not come to its end
+    peak_bytes: int | None = None  # above the loaded model; None if the run did not reach its end
     seconds: float | None = None
-    excess_bytes: int | None = None  # of a run that did not fit: what was missing at least, if known
+    excess_bytes: int | None = None  # of a run that did not fit: the least number of missing bytes, if known
     reason: str | None = None  # why it did not fit
 
 
@@ -181,7 +182,7 @@ class ModeResult(BaseModel):
     fit_token: float | None = None  # bytes for each token
     law_base: float
     law_token: float
-    law_terms: dict[str, float] = Field(default_factory=dict)  # bytes for each token, by what takes them
+    law_terms: dict[str, float] = Field(default_factory=dict)  # bytes for each token, by their use
     fit_over_law: float | None = None  # of the bytes for each token
     predicted_tokens: int | None = None  # by the fit, in the budget, within the model's own limit
     limited_by: Literal["memory", "model"] | None = None
@@ -209,11 +210,11 @@ class Trace(BaseModel):
 SCHEMA_VERSION = 1
 
 DEFAULT_PROFILE = "profile.json"
-_SAME_MEMORY = 0.05  # kernels of one machine count its memory a little differently
+_SAME_MEMORY = 0.05  # different kernels on one machine count its memory a little differently
 
 
 class Profile(BaseModel):
-    """What `profile.json` holds."""
+    """The content of `profile.json`."""
 
     schema_version: int = SCHEMA_VERSION
     created: str = ""  # ISO 8601, UTC
@@ -228,11 +229,11 @@ class Profile(BaseModel):
     max_model_tokens: int  # the model's own limit
     modes: list[ModeResult] = Field(default_factory=list)
     traces: list[Trace] = Field(default_factory=list)
-    completion: CompletionModel | None = None  # None where no fit was good enough to predict with
+    completion: CompletionModel | None = None  # None if no fit was good enough to predict with
     no_completion: str | None = None  # then why
-    regroup_layers: float | None = None  # laying out a token anew after an early exit, in layers of a token
-    keys_layers: float | None = None  # K,V alone of a layer, in layers of a token
-    survey: Survey | None = None  # of the input, where one was given
+    regroup_layers: float | None = None  # cost of laying out a token anew after an early exit, in layers of a token
+    keys_layers: float | None = None  # cost of only a layer's K,V, in layers of a token
+    survey: Survey | None = None  # of the input, if one was given
     notes: list[str] = Field(default_factory=list)
     settings: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
@@ -240,7 +241,7 @@ class Profile(BaseModel):
 
     @classmethod
     def load(cls, path: str) -> Profile | None:
-        """The profile at a path or URL; None if there is none. Raises UsageError for a file that is not a profile.
+        """The profile at a path or URL; None without one. Raises UsageError for a file that is not a profile.
 
         A fit that is too weak is left out.
         """
@@ -250,7 +251,7 @@ class Profile(BaseModel):
             return None
         try:
             content = json.loads(text)
-        except ValueError:  # also bytes that are not text
+        except ValueError:  # including bytes that are no text
             content = None
         if not isinstance(content, dict):
             raise UsageError(f"{path}: not a profile (not JSON); make one with prefill profile")
@@ -270,11 +271,11 @@ class Profile(BaseModel):
         return profile
 
     def sealed(self) -> str:
-        """The text of `profile.json`, which `load` knows again."""
+        """The text of `profile.json`, for `load`."""
         return sealed_text(self.model_dump_json())
 
     def mismatch(self, model_hash: str, dtype: Any, device: Any) -> str | None:
-        """Why the profile says nothing of this model here and now; None if it applies.
+        """The reason why the profile does not apply to this model here and now; None if it does.
 
         `dtype` and `device` are torch's own or their names.
         """
@@ -301,7 +302,7 @@ class Profile(BaseModel):
 
     @property
     def times(self) -> CompletionModel:
-        """The fit of completion times. Raises ValueError where there is none: `find_profile` gives no such profile."""
+        """The fit of completion times. Raises ValueError without one: `find_profile` gives no such profile."""
         if self.completion is None:
             raise ValueError(f"no completion times: {self.no_completion}")
         return self.completion
@@ -311,7 +312,8 @@ class Profile(BaseModel):
         return self.times.seconds(plan)
 
     def tokens_within(self, seconds: float, *, most: int) -> int:
-        """Tokens, 1 to `most`, that the model computes in this time: of one prompt, or of as long ones as it takes."""
+        """Tokens, 1 to `most`, that the model computes in this time: of one prompt, or of prompts of the greatest
+        length it takes."""
         longest, times = self.max_model_tokens, self.times
 
         def taken(tokens: int) -> float:
@@ -321,22 +323,22 @@ class Profile(BaseModel):
 
     @property
     def token_bytes(self) -> float | None:
-        """Bytes that the walk has taken for each token of a prompt; None if that was not measured."""
+        """Bytes that the walk took for each token of a prompt; None if that was not measured."""
         hybrid = self.mode("hybrid")
         return None if hybrid is None else hybrid.fit_token
 
     def mode(self, name: str) -> ModeResult | None:
-        """What was found about a mode, if it was profiled."""
+        """The result of a mode, if it was profiled."""
         return next((each for each in self.modes if each.mode == name), None)
 
 
 def find_profile(settings: Any, opened: Opened, digest: str | None = None) -> tuple[Profile | None, str, str | None]:
-    """The profile for a job of `ScoreSettings` that applies here and has times to predict with, its path, and if there
-    is none why.
+    """The profile that applies to a job of `ScoreSettings` here and has times to predict with, its path, and the
+    reason if there is none.
 
-    The `digest` is the model's, where it is known. Of an engine that no profile tells anything of, nothing is said.
-    Without `--profile`, `profile.json` in the working directory is looked at. Raises UsageError if the file named is
-    not there or is not a profile.
+    The `digest` is the model's, if it is known. For an engine that no profile describes, no reason is given. Without
+    `--profile`, `profile.json` in the working directory is used. Raises UsageError if the named file is missing or is
+    no profile.
     """
     path: str | None = settings.profile
     name = path or DEFAULT_PROFILE

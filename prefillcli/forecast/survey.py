@@ -1,4 +1,4 @@
-"""What an input looks like, and what scoring it will take, without weights."""
+"""The content of an input and the cost of scoring it, found without weights."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class SurveyRows(BaseModel):
     errors: int = 0
     skipped: int = 0  # over-long rows under --on-long skip
     errors_by_code: dict[str, int] = Field(default_factory=dict)
-    too_long: int = 0  # longer than --max-length, whatever --on-long makes of them
+    too_long: int = 0  # longer than --max-length, whatever --on-long does with them
     truncated: int = 0  # of these, shortened
 
     @property
     def counts(self) -> Counts:
-        """The rows as they would be counted if the prompts were scored."""
+        """The counts of the rows if the prompts were scored."""
         return Counts(self.total, self.prompts, self.errors, self.skipped, self.errors_by_code)
 
 
@@ -67,7 +67,7 @@ class Lengths(BaseModel):
     least: int
     mean: float
     most: int
-    percentiles: dict[str, int]  # keys are percent of the prompts, values the tokens that none of those exceeds
+    percentiles: dict[str, int]  # keys are percent of the prompts, values the most tokens among these
     histogram: list[Bin]  # edges grow by a constant factor
 
 
@@ -79,7 +79,7 @@ class Duplicates(BaseModel):
 
 
 class SharedLevel(BaseModel):
-    """Prompt tokens in prefixes that at least `rows` rows of a window share."""
+    """Prompt tokens in prefixes shared by at least `rows` rows of a window."""
 
     rows: int
     tokens: int
@@ -91,21 +91,21 @@ class SharedPrefix(BaseModel):
 
     rows: int
     tokens: int  # its length
-    saved: int  # tokens that need not be computed because of its last part, the one behind a larger prefix
+    saved: int  # tokens saved by its last part, the one after a prefix shared by more rows
     first_row: int
 
 
 class Sharing(BaseModel):
-    """What prompts have in common at their start; windows of rows are looked at one by one, as they are scored."""
+    """The common beginnings of prompts; each window of rows counts by itself, as in scoring."""
 
     windows: int = 0
-    unique_tokens: int = 0  # of the windows' tries, without what the window before hands on
+    unique_tokens: int = 0  # of the windows' tries, without blocks from the window before
     levels: list[SharedLevel] = Field(default_factory=list)
     largest: list[SharedPrefix] = Field(default_factory=list)  # those that save most
 
 
 class PlanCost(BaseModel):
-    """What a schedule takes. Seconds and price are of the model alone, and null without a profile."""
+    """The cost of a schedule. Seconds and price concern only the model, and are null without a profile."""
 
     schedule: str
     prefix_kv: str
@@ -117,7 +117,7 @@ class PlanCost(BaseModel):
 
 
 class KeepCost(BaseModel):
-    """What a keep rate leaves, under the chosen schedule. An estimate: no draft was asked."""
+    """The cost at a keep rate, under the chosen schedule. It is an estimate without a draft."""
 
     keep: float
     chosen: bool = False
@@ -129,7 +129,7 @@ class KeepCost(BaseModel):
 
 
 class PackLimits(BaseModel):
-    """What follows from --memory."""
+    """The bounds that follow from --memory."""
 
     pack_tokens: int
     max_tokens: int  # of a prompt
@@ -137,18 +137,18 @@ class PackLimits(BaseModel):
 
 
 class TextCost(BaseModel):
-    """Whether K,V survive scoring where texts are written behind prompts, or wanted prompts are read again."""
+    """Where texts are written after prompts: whether K,V survive scoring, or wanted prompts are read again."""
 
     kv: str  # kept or again
     reason: str
     kept_tokens: int  # of a pack whose K,V of all layers can be kept
     bytes: int  # of these
-    small_tokens: int = 0  # computed for all prompts in packs that can be kept
-    large_tokens: int = 0  # in packs as large as without texts; what is wanted is read again
+    small_tokens: int = 0  # tokens computed for all prompts in packs that can be kept
+    large_tokens: int = 0  # the same in packs as large as without texts; wanted prompts are read again
 
 
 class SurveySeconds(BaseModel):
-    """Seconds that the survey itself took: what a run will read, render and tokenise with."""
+    """Seconds that the survey itself took: a run will need them too, to read, render and tokenise."""
 
     read: float = 0.0
     render: float = 0.0
@@ -183,7 +183,7 @@ ESTIMATE = "An estimate, as if the draft chose the first chunks; its own work is
 
 
 def survey_section(survey: Survey) -> Section:
-    """What terminal and page show of an input."""
+    """The sections about an input for terminal and page."""
     bins = survey.lengths.histogram if survey.lengths is not None else []
     edges = {f"{each.low:,} - {each.high - 1:,}": each.rows for each in bins}
     shares = [
@@ -270,7 +270,7 @@ def _keep_rows(keeps: Sequence[KeepCost]) -> TableRows:
 
 
 def _predictions(costs: Sequence[PlanCost | KeepCost]) -> list[str]:
-    # Heads of the columns with predictions, where there are any.
+    # Heads of the columns with predictions, if there are any.
     first = costs[0]
     known = {"predicted": first.seconds, "price": first.price}
     return [name for name, value in known.items() if value is not None]
@@ -291,7 +291,7 @@ _REMEMBERED = 2000  # prefixes that may still turn out to be among the largest
 
 
 class InputStatistics:
-    """Adds up over windows what the rows hold, in about eight bytes a row."""
+    """Adds up the statistics of windows, in about eight bytes a row."""
 
     def __init__(self) -> None:
         self.lengths: Counter[int] = Counter()  # number of prompts by their tokens
@@ -340,7 +340,7 @@ class InputStatistics:
             self._largest = dict(ranked[: _REMEMBERED // 2])
 
     def rows(self, more_errors: Counter[str]) -> SurveyRows:
-        """Rows by what happens to them, with errors that were found elsewhere."""
+        """Rows by their outcome, with errors that were found elsewhere."""
         codes = self._codes + more_errors
         skipped = sum(codes.pop(code, 0) for code in SKIPPED_CODES)
         errors = codes.total()
@@ -355,14 +355,14 @@ class InputStatistics:
         )
 
     def duplicates(self) -> Duplicates:
-        """Rows that have their prompt in common, over all windows."""
+        """Rows with equal prompts, over all windows."""
         digests = np.concatenate(self._digests) if self._digests else np.empty(0, dtype=np.uint64)
         counts = np.unique(digests, return_counts=True)[1]
         repeated = counts[counts > 1]
         return Duplicates(rows=int(repeated.sum()), prompts=len(repeated))
 
     def sharing(self, given: int = 0) -> Sharing:
-        """What prompts have in common with others of their window; `given` tokens were computed by windows before."""
+        """The common beginnings of prompts within their windows; earlier windows computed the `given` tokens."""
         levels = [
             SharedLevel(rows=level, tokens=shared, share=shared / self.tokens)
             for level, shared in self._shared.items()
@@ -373,7 +373,7 @@ class InputStatistics:
 
 
 def lengths_of(counts: Counter[int]) -> Lengths:
-    """The lengths of prompts, given how many prompts have each length. There is at least one."""
+    """The lengths of prompts, from the number of prompts of each length. There is at least one prompt."""
     lengths = sorted(counts)
     ends = np.cumsum([counts[length] for length in lengths])
     rows = int(ends[-1])
@@ -388,7 +388,7 @@ def lengths_of(counts: Counter[int]) -> Lengths:
 
 
 def histogram_of(counts: Counter[int]) -> list[Bin]:
-    """Bins whose edges grow by a factor of 2, or by a root of it where lengths differ little."""
+    """Bins whose edges grow by a factor of 2, or by a root of 2 if lengths differ little."""
     least, most = min(counts), max(counts)
     steps = next((n for n in (1, 2, 4) if n * math.log2((most + 1) / least) >= 6), 8)  # to a factor of 2
     at = math.floor(steps * math.log2(least))
@@ -417,11 +417,11 @@ PREFIX_KV = ("auto", "discard", "offload")  # keep is the same as auto
 
 
 class Alternatives:
-    """Adds up over windows what plans take. The job's own plan is among them, cut as the job cuts it.
+    """Adds up the cost of plans over windows. The job's own plan is among them, cut as the job cuts it.
 
-    `free` bytes are what the loaded weights will leave, where `--memory` does not say what may be used; `profile`
-    sizes packs and predicts their time; `names` are those of the labels. `block_tokens` as in `make_plan`. Raises
-    ResourceError where not even a small prompt fits.
+    Without `--memory`, the loaded weights will leave `free` bytes. `profile` sizes packs and predicts their time;
+    `names` are those of the labels; `block_tokens` as in `make_plan`. Raises ResourceError if not even a small prompt
+    fits.
     """
 
     def __init__(
@@ -434,7 +434,7 @@ class Alternatives:
         profile: Profile | None,
         block_tokens: int = BLOCK_TOKENS,
     ) -> None:
-        self.given_tokens = 0  # tokens of the job's own plan that a window before has computed
+        self.given_tokens = 0  # tokens of the job's own plan that an earlier window has computed
         self.errors: Counter[str] = Counter()  # rows that only planning finds to be errors, by code
         budget, room = budget_of(settings, free), text_room(settings, opened, names)
         plan = plan_packs(opened, settings, budget, profile, **room)
@@ -454,7 +454,7 @@ class Alternatives:
                     changed = settings.model_copy(update={"prefix_kv": other})
                     self._limits[other] = Limits(**plan_packs(opened, changed, budget, profile, **room)["limits"])
                 except ResourceError:
-                    continue  # the host memory that is free for offloading is not known on this system
+                    continue  # the host memory that is free for offloading is unknown on this system
         self.plans = [
             PlanCost(
                 schedule=schedule, prefix_kv=kept, chosen=(schedule, kept) == (self._schedule, settings.prefix_kv)

@@ -56,7 +56,7 @@ def align_nodes(roots: list[TrieNode], step: int) -> None:
                 node.end, node.ending = cut, []
                 at += 1
                 lists.append((below, node))
-            else:  # nothing is left of it
+            else:  # it has no tokens left
                 siblings[at : at + 1] = below
             for each in below:
                 each.start = max(cut, node.start)

@@ -1,4 +1,4 @@
-"""The ways to prefill one prompt, whose memory use is compared."""
+"""The ways to prefill one prompt whose memory use is compared."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Tokens = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """One prompt through the model in one mode; gives its last logits, float32 [vocabulary]."""
+    """One prompt through the model in one mode; returns its last logits, float32 [vocabulary]."""
 
     model: PreTrainedModel
     mode: str
@@ -82,7 +82,7 @@ class Prefill:
 
 # How much memory a prompt takes in each mode, as a formula of the text configuration.
 #
-# The memory law of the layer walk is `prefillcli.models.law`'s; this adds the temporaries of a layer for each token
+# The memory law of the layer walk is in `prefillcli.models.law`. This adds a layer's temporaries for each token
 # (figure 4 of PrefillOnly), and the modes that keep or chunk other things.
 
 
@@ -91,7 +91,7 @@ _IDS = 8  # token id, int64; the position is in the law
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """Bytes of one prompt in one mode: `base + token * tokens`. `terms` say what the bytes for each token are for."""
+    """Bytes of one prompt in one mode: `base + token * tokens`. `terms` name the use of the bytes for each token."""
 
     base: float
     terms: Mapping[str, float]
@@ -113,10 +113,10 @@ def mode_law(mode: str, config: Any, dtype: torch.dtype, chunk_tokens: int) -> L
     """The law of one of `prefillcli.forecast.profile.MODES`.
 
     The walk has a row of the residual stream, one layer's K,V and the position encoding for each token. transformers'
-    own forward has all layers' K,V, and besides the layer's input the embedding that its caller still holds. A mode
-    that is not chunked has a layer's temporaries for each token, a chunked one for each token of a chunk. Chunked
-    prefill in transformers also repeats the K,V that a chunk sees for all query heads, and makes a mask over them,
-    bool and then in the dtype.
+    own forward has all layers' K,V, the layer's input, and the embedding that its caller still holds. A mode that is
+    not chunked has a layer's temporaries for each token, a chunked one for each token of a chunk. Chunked prefill in
+    transformers also repeats the K,V that a chunk sees for all query heads, and makes a mask over them, bool and then
+    in the dtype.
     """
     law = memory_law(config, dtype)
     layer = layer_bytes(config, dtype)
@@ -153,9 +153,9 @@ def mode_law(mode: str, config: Any, dtype: torch.dtype, chunk_tokens: int) -> L
 def layer_bytes(config: Any, dtype: torch.dtype) -> int:
     """Bytes of a layer's temporaries for one token at its peak, without its input.
 
-    Either in the MLP: residual, normed input, and three rows of the inner width (gate after activation, up, their
-    product). Or in attention: normed input, q, k, v, three more rows in the width of q while it is rotated or
-    attention's output is there. Or in a norm, which computes in float32: input, square and product.
+    The peak is in the MLP: residual, normed input, and three rows of the inner width (gate after activation, up, their
+    product). Or in attention: normed input, q, k, v, and three more rows in the width of q, for its rotation or
+    attention's output. Or in a norm, which computes in float32: input, square and product.
     """
     shape, size = Shape(config), dtype.itemsize
     hidden, queries, keys = shape.hidden, shape.head_width * shape.heads, shape.head_width * shape.kv_heads
@@ -171,7 +171,7 @@ def _logits(config: Any) -> float:
 
 
 def attention_windows(config: Any) -> list[tuple[int | None, int]]:
-    """Sliding windows (None: none) of the layers that attend for every token, and how many there are of each.
+    """Sliding windows (None: none) of the layers that attend for every token, and the number of layers of each.
 
     The walk leaves the last layer as soon as its K,V are stored.
     """
@@ -182,25 +182,24 @@ def attention_windows(config: Any) -> list[tuple[int | None, int]]:
 # Memory that a process allocates: its peak, and a limit on it.
 #
 # The same quantity is measured and limited. On the CPU that is private memory as the system maps it, touched or not
-# (VmData, which RLIMIT_DATA bounds), on CUDA what torch's allocator has reserved, with the holes that nothing fits
-# in.
+# (VmData, which RLIMIT_DATA bounds), on CUDA the memory that torch's allocator has reserved, including unusable holes.
 
 
-#: Blocks from this size on are mapped by themselves and go back to the system as soon as they are freed. glibc raises
-#: its own limit to the largest block freed so far, up to 32 MiB, and keeps smaller ones in a heap with holes: short
-#: prompts would seem to need up to twice as much memory for each token as long ones.
+#: Blocks of at least this size are mapped by themselves and return to the system as soon as they are freed. By default
+#: glibc raises this limit to the largest block freed so far, up to 32 MiB, and keeps smaller ones in a heap with
+#: holes. Short prompts would then seem to need up to twice as much memory for each token as long ones.
 _MAPPED_BYTES = 32 << 10
 _M_MMAP_THRESHOLD = -3
 
 
 def peak_bytes(step: Callable[[], object], device: str) -> int:
-    """Bytes at the peak of `step` above what was allocated before. Raises PrefillError off Linux."""
+    """Bytes allocated at the peak of `step` above those allocated before. Raises PrefillError off Linux."""
     gc.collect()
     if device.startswith("cuda"):
         return reserved_at_peak(step, _cuda(device))[1]
     trim_heap()
-    # The peak of the address space (VmPeak) cannot be reset. So the present size is raised to that peak, by space
-    # without access, which the limit does not count: a later peak is then due to the step.
+    # The peak of the address space (VmPeak) cannot be reset. So the present size is raised to that peak by
+    # inaccessible space, which the limit does not count: a later peak is then due to the step.
     below = _memory("VmPeak") - _memory("VmSize")
     room = mmap.mmap(-1, below, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0) if below else nullcontext()
     with room:
@@ -218,7 +217,8 @@ def resident(device: str) -> int:
 
 @dataclass(slots=True)
 class Enforcement:
-    """A limit on what the process may allocate, in bytes: the host's private memory, or the device's reserved."""
+    """A limit on the bytes that the process may allocate: the host's private memory, or the device's reserved
+    memory."""
 
     device: str
     limit: int
@@ -226,7 +226,7 @@ class Enforcement:
     def excess(self, error: BaseException) -> int | None:
         """Bytes beyond the limit that the failed allocation would have taken.
 
-        None where that is not known: the error does not name the size, or raising it freed some memory.
+        None if unknown: the error does not name the size, or raising it freed some memory.
         """
         asked = re.search(r"tried to allocate (\d+) bytes|Tried to allocate ([\d.]+) ([KMG])iB", str(error))
         if asked is None:
@@ -238,10 +238,10 @@ class Enforcement:
 
 @contextmanager
 def enforced(device: str, budget: int) -> Iterator[Enforcement]:
-    """Within this context, allocating more than `budget` bytes above what is allocated now fails.
+    """Within this context, allocating more than `budget` bytes above the present allocation fails.
 
-    On the CPU by RLIMIT_DATA, which counts heap and anonymous mappings when they are made, touched or not. On CUDA
-    torch's allocator refuses.
+    On the CPU RLIMIT_DATA enforces it, which counts heap and anonymous mappings when they are made, touched or not. On
+    CUDA torch's allocator does.
     """
     gc.collect()
     if device.startswith("cuda"):
@@ -273,7 +273,7 @@ def make_malloc_exact() -> None:
 
 
 def _counted(device: str) -> int:
-    # What the limit counts.
+    # The bytes that the limit counts.
     if device.startswith("cuda"):
         return reserved_memory(_cuda(device))
     return _memory("VmData")
@@ -302,7 +302,7 @@ _WARM_UP_TOKENS = 64
 
 
 class ChildEnded(PrefillError):
-    """The process ended before its task was done, or was stopped because it took too long."""
+    """The process ended before it had finished its task, or was stopped because it took too long."""
 
 
 class ChildFailed(Exception):
@@ -311,7 +311,7 @@ class ChildFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What a child loads, and how it computes."""
+    """The model that a child loads, and its way of computing."""
 
     path: Path
     dtype: str
@@ -323,14 +323,14 @@ class Subject:
 
 
 def in_child(task: Callable[..., None], *arguments: Any, timeout: float | None = None) -> Generator[Any, None, None]:
-    """Yield what `task(send, *arguments)` sends, when it arrives.
+    """Yield the objects that `task(send, *arguments)` sends, as they arrive.
 
     Raises ChildEnded, the PrefillError that ended the task, ResourceError where that was a lack of memory, or
     ChildFailed for any other error of the task.
     The process is gone when the iterator ends or is closed. `timeout` is in seconds, for the whole task.
     """
-    # A fork of this process, with torch's threads, may hang. A fork of a server that has imported torch and computed
-    # nothing does not, and it saves the seconds of the import.
+    # A fork of this process, with torch's threads, may hang. A fork of a server that has imported torch but computed
+    # nothing does not hang, and it saves the seconds of the import.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     here, there = context.Pipe(duplex=False)
@@ -418,7 +418,7 @@ def load_subject(subject: Subject) -> tuple[Any, Any]:
 
 
 def prepare_prefill(subject: Subject, mode: str) -> tuple[Any, Callable[[int], Any]]:
-    """The mode's prefill after a warm-up of two chunks, so that what is set up once does not count."""
+    """The mode's prefill after a warm-up of two chunks, so that one-time set-up does not count."""
 
     make_malloc_exact()
     model, files = load_subject(subject)
@@ -445,7 +445,7 @@ def measure(send: Send, subject: Subject, mode: str, tokens: int) -> None:
 
 
 def confirm(send: Send, subject: Subject, mode: str, tokens: int, budget: int) -> None:
-    """Sends the Confirmation of one run that may use `budget` bytes above the loaded model, and no more."""
+    """Sends the Confirmation of one run that may use at most `budget` bytes above the loaded model."""
     prefill, prompt = prepare_prefill(subject, mode)
     ids = prompt(tokens)
     begun = time.perf_counter()
@@ -455,7 +455,7 @@ def confirm(send: Send, subject: Subject, mode: str, tokens: int, budget: int) -
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
-            # While the error is handled, its frames still hold what the run allocated.
+            # While the error is handled, its frames still hold the run's memory.
             excess, reason = enforcement.excess(error), brief(error)
         else:
             taken = time.perf_counter() - begun
@@ -490,7 +490,7 @@ def trace(send: Send, subject: Subject, mode: str, tokens: int) -> None:
     send(points)
 
 
-# Random prompts: what a prompt says changes neither the time nor the memory that it takes.
+# Random prompts: the words of a prompt change neither the time nor the memory that it takes.
 
 
 _FIRST_ID = 3  # below it tokenizers often have control tokens
@@ -509,7 +509,8 @@ def random_prompt(tokens: int, vocabulary: int, seed: int = 0) -> Tokens:
 def prompts_with_histories(
     users: int, posts: int, history: int, post: int, vocabulary: int, seed: int = 0
 ) -> list[Tokens]:
-    """`users` histories of `history` tokens, each before `posts` candidates of `post` tokens (as in PrefillOnly)."""
+    """`users` histories of `history` tokens, each followed by `posts` candidates of `post` tokens (as in
+    PrefillOnly)."""
     rng = np.random.default_rng(seed)
     prompts = []
     for _ in range(users):

@@ -1,4 +1,5 @@
-"""What `prefill profile` measures: completion times, and the longest prompt of each mode, each in its own process."""
+"""The measurements of `prefill profile`: completion times, and the longest prompt of each mode, each in its own
+process."""
 
 from __future__ import annotations
 
@@ -59,14 +60,14 @@ from prefillcli.profile.children import (
 from prefillcli.report.section import byte_size
 from prefillcli.runtime.memory import available_memory, parse_size
 
-#: Prints on stderr what comes next.
+#: Prints the next step on stderr.
 Announce = Callable[[str], None]
 
 TRACED = ("full", "hybrid")
 _BUSY = 1.5  # of the load average over the threads that compute
-ATTEMPTS = 3  # to get a good fit, each with more rounds
+ATTEMPTS = 3  # attempts at a good fit, each with more rounds
 CACHED = (0, 2, 4, 8)  # units of tokens whose K,V are held from the pack before
-COMPUTED = (1, 2, 4, 6)  # units of tokens to compute behind them
+COMPUTED = (1, 2, 4, 6)  # units of tokens to compute after them
 ROUNDS = 3
 _ROUND_UNITS = len(CACHED) * sum(COMPUTED) + sum(CACHED) + 16
 _LEAST_UNIT = 32
@@ -75,7 +76,7 @@ _LONGEST_UNITS = max(CACHED) + max(COMPUTED)
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The least seconds of a pack over the rounds, and what it is made of."""
+    """The least seconds of a pack over the rounds, and its composition."""
 
     features: tuple[float, float, float, float]
     seconds: float
@@ -90,7 +91,7 @@ class Timing:
 class Budgeted:
     """The budget that a loaded model leaves, in bytes above it, and the chunk that follows from it.
 
-    What early exit takes is in layers of a token, None for a model of one layer: see `Profile`.
+    The costs of early exit are in layers of a token, None for a model of one layer: see `Profile`.
     """
 
     budget: int
@@ -102,8 +103,8 @@ class Budgeted:
 def time_packs(send: Send, subject: Subject, memory: int | None, target: float) -> None:
     """In a child: sends the Budgeted, then lists of Timings as `measure_packs` yields them.
 
-    `memory` is the budget in bytes, None for what `prefill score` would take of the memory that is free.
-    `target` is roughly how many seconds it may take.
+    `memory` is the budget in bytes; None: the part of the free memory that `prefill score` would take. `target` is
+    roughly the number of seconds that this may take.
     """
     model, files = load_subject(subject)
     device = embedding_device(model)
@@ -132,7 +133,7 @@ def _timed(walk: Any, device: Any, pack: Pack) -> float:
 
 
 def _now(device: Any) -> float:
-    # Seconds, once the device has done what it was given.
+    # The time in seconds, once the device has finished its work.
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -145,8 +146,8 @@ def measure_packs(
 ) -> Iterator[list[Timing]]:
     """Yield the packs' timings after some rounds, then after more, up to `ATTEMPTS` times.
 
-    `run` gives the seconds of a pack. In every round all packs run one after the other, so that a disturbance hits
-    all of them. Of each pack the fastest round counts: other programs can only make it slower.
+    `run` gives the seconds of a pack. In every round all packs run one after the other, so that a disturbance hits all
+    of them. For each pack the fastest round counts: other programs can only make it slower.
     """
     groups = [grid_packs(cached * unit, unit, vocabulary) for cached in CACHED]
     extra = extra_packs(unit, vocabulary)
@@ -174,7 +175,7 @@ def measure_packs(
 
 
 def _left_out(number: int, pack: Pack, unit: int) -> bool:
-    # Whether a pack of the grid is only for checking the fit: those in its middle, behind a cached prefix.
+    # Whether a pack of the grid only checks the fit: those in its middle, after a cached prefix.
     inner = 0 < number < len(CACHED) - 1 and len(pack.tokens) in [units * unit for units in COMPUTED[1:-1]]
     return inner and pack.held_tokens > 0
 
@@ -198,15 +199,15 @@ def first_good_fit(
 def time_model(
     subject: Subject, config: Any, memory: int | None, target: float, announce: Announce
 ) -> tuple[Budgeted, CompletionModel | None, str | None]:
-    """What a loaded model leaves, and the model of completion times or why there is none. Arguments as of
-    `time_packs`."""
+    """The budget that a loaded model leaves, and the model of completion times or the reason why there is none.
+    Arguments as for `time_packs`."""
     with closing(in_child(time_packs, subject, memory, target)) as found:
         return next(found), *first_good_fit(found, attention_windows(config), announce)
 
 
 def measured_profile(settings: Any, files: ModelFiles, device: torch.device, announce: Announce) -> Profile:
-    """Everything that is measured of a model with the settings of `prefill profile`. Raises PrefillError."""
-    files = with_weights(files)  # here, or each measuring process would dequantise them
+    """All measurements of a model with the settings of `prefill profile`. Raises PrefillError."""
+    files = with_weights(files)  # dequantised here, or each measuring process would do so
     subject = Subject(
         path=files.path if files.saved else files.origin,
         dtype=str(files.dtype).removeprefix("torch."),
@@ -259,7 +260,8 @@ def _busy_with(threads: int) -> list[str]:
 
 
 def choose_unit(first_seconds: Callable[[int], float], most: int, target: float) -> int:
-    """Tokens of a unit, so that all rounds take about `target` seconds and the longest prompt `most` tokens at most.
+    """Tokens of a unit, chosen so that all rounds take about `target` seconds and the longest prompt has at most
+    `most` tokens.
 
     `first_seconds(tokens)` times a prompt.
     """
@@ -279,7 +281,7 @@ def _first_seconds(run: Callable[[Pack], float], vocabulary: int, tokens: int) -
 
 
 def grid_packs(cached: int, unit: int, vocabulary: int) -> list[Pack]:
-    """One pack for each of `COMPUTED`, behind `cached` held tokens; before them the pack that computes those."""
+    """One pack for each of `COMPUTED`, after `cached` held tokens; first the pack that computes these."""
     rng = np.random.default_rng(cached)
     prefix = random_tokens(rng, cached, vocabulary)
     prompts = [np.concatenate([prefix, random_tokens(rng, units * unit, vocabulary)]) for units in COMPUTED]
@@ -305,7 +307,7 @@ def extra_packs(unit: int, vocabulary: int) -> list[list[Pack]]:
 
 
 def fit_completion(timings: Sequence[Timing], windows: list[tuple[int | None, int]]) -> CompletionModel:
-    """Fit both models on what is not held out, and check them on what is."""
+    """Fit both models on the packs that are not held out, and check them on those that are."""
     grid = [each for each in timings if each.input_tokens]
     known, new = [e for e in grid if not e.heldout], [e for e in grid if e.heldout]
     base, per_input, per_cached = fit_linear(
@@ -360,7 +362,7 @@ def fit_completion(timings: Sequence[Timing], windows: list[tuple[int | None, in
     )
 
 
-# The costs of early exit: laying out anew the rows that go on, and computing a layer's K,V alone.
+# The costs of early exit: laying out anew the rows that go on, and computing only a layer's K,V.
 
 
 LEAVING_ROUNDS = 3
@@ -370,11 +372,11 @@ LEAVING_ROUNDS = 3
 def measure_leaving(
     walk: LayerWalk, pack: Pack, clock: Callable[[], float], rounds: int = LEAVING_ROUNDS
 ) -> tuple[float, float] | None:
-    """Time a layer in the middle of the model over `pack`, which holds nothing: in layers of a token, for each token,
-    what it takes to lay it out anew between two layers, and to compute its K,V alone.
+    """Time a layer in the middle of the model over `pack`, which holds nothing. Returns the cost of laying out a token
+    anew between two layers, and of computing only its K,V, both in layers of a token.
 
-    Of each step the fastest round counts: other programs can only make it slower. A model of one layer has no middle:
-    None. `clock` gives seconds; where a device computes by itself, it waits for it.
+    For each step the fastest round counts: other programs can only make it slower. A model of one layer has no middle:
+    None. `clock` gives seconds; it waits for a device that computes asynchronously.
     """
     index = len(walk.layers) // 2
     if index == len(walk.layers) - 1:
@@ -393,7 +395,7 @@ def measure_leaving(
             walk.start_layer(state, index, layer, attention)
             walk.store_keys(state, index, layer, attention, lambda tokens: None)
 
-        def regrouped() -> None:  # which keys a query sees is found out when the layer is called
+        def regrouped() -> None:  # the layer's call determines which keys a query sees
             walk.regroup(state, whole, attention)
             layer_alone()
 
@@ -464,20 +466,20 @@ def mean_relative_error(predicted: Sequence[float], measured: Sequence[float]) -
 
 
 TRIES = 3
-MARGIN = 0.02  # of the length that the line allows: not predicted, as the line is not exact
+MARGIN = 0.02  # of the length that the line allows: a margin, because the line is not exact
 _RUNS = 5
-_FITTED = 3  # longest runs, to which the line is fitted: in shorter ones the peak may lie elsewhere
+_FITTED = 3  # the longest runs, to which the line is fitted: in shorter ones the peak may lie elsewhere
 _LONGEST_SHARE = 0.5  # of the length that the law allows: the longest of the short runs
-_PROBE_SHARE = 0.2  # of the seconds for a fit: what one short run may take
+_PROBE_SHARE = 0.2  # of the seconds for a fit: the limit of one short run
 _SPARE_SHARE = 0.04  # of the budget: if a confirming run leaves more, a longer one is tried
 _LEAST_SHRINK = 0.02  # of the budget
-_OVERTIME = 4.0  # a confirming run is stopped after so many times its estimate
+_OVERTIME = 4.0  # a confirming run is stopped after this multiple of its estimate
 _LOADING_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What the search for longest prompts works with. `budget` in bytes above the loaded model."""
+    """The inputs of the search for longest prompts. `budget` is in bytes above the loaded model."""
 
     subject: Subject
     files: ModelFiles
@@ -485,11 +487,11 @@ class Search:
     fit_seconds: float
     confirm_seconds: float
     announce: Announce
-    # Runs a task in a process of its own; gives what it sends.
+    # Runs a task in a process of its own; gives the objects that it sends.
     run: Callable[..., Generator[Any, None, None]] = in_child
 
     def work(self, tokens: int) -> float:
-        """What a prompt has to compute, in any unit: FLOPs, or where they cannot be counted tokens squared."""
+        """The work of a prompt, in any unit: FLOPs, or tokens squared if FLOPs cannot be counted."""
         try:
             return prefill_flops(self.files.config, tokens).total
         except NoCostModel:
@@ -532,10 +534,10 @@ def _run(result: ModeResult, lengths: Sequence[int], search: Search) -> None:
 
 
 def probe_lengths(law: Law, budget: int, longest: int, chunk: int) -> list[int]:
-    """Ascending lengths of short runs: up to half of what the law allows, from two chunks on.
+    """Ascending lengths of short runs: from two chunks to half the length that the law allows.
 
-    They are one token short of whole chunks: then there are chunks of two sizes, as in most prompts, for which
-    libraries may need more buffers than for one size. Empty if the budget does not hold two different lengths.
+    They are one token short of whole chunks. So there are chunks of two sizes, as in most prompts, for which libraries
+    may need more buffers than for one size. Empty if the budget does not hold two different lengths.
     """
     top = min(int(law.longest(budget) * _LONGEST_SHARE), longest)
     low = min(2 * chunk, top // 4) if top < 4 * chunk else max(2 * chunk, top // 16)
@@ -549,7 +551,8 @@ def probe_lengths(law: Law, budget: int, longest: int, chunk: int) -> list[int]:
 def _short_runs(mode: str, lengths: Sequence[int], search: Search) -> Iterator[MemoryPoint]:
     # Runs of the `lengths`, ascending, or only of the first three if more would take long. Raises PrefillError.
     #
-    # Each has its own process, like the confirming run: what libraries keep after one run would change the next.
+    # Each has its own process, like the confirming run: memory that libraries keep after one run would change the
+    # next.
     patience = search.fit_seconds * _PROBE_SHARE
     last: MemoryPoint | None = None
     for number, tokens in enumerate(lengths):
@@ -562,7 +565,7 @@ def _short_runs(mode: str, lengths: Sequence[int], search: Search) -> Iterator[M
 
 
 def _predict(result: ModeResult, search: Search) -> None:
-    # Fit all runs so far, also those that confirm a length, and predict how long a prompt may be.
+    # Fit all runs so far, including those that confirm a length, and predict how long a prompt may be.
     confirmed = [(c.tokens, c.peak_bytes) for c in result.confirmations if c.peak_bytes is not None]
     measured = sorted([*((p.tokens, p.peak_bytes) for p in result.points), *confirmed])
     base, token = fit_line(measured[-_FITTED:])
@@ -601,7 +604,7 @@ def _confirm(result: ModeResult, search: Search) -> None:
         if tokens < 1 or tokens <= (result.max_tokens or 0):
             break
     if result.capped and result.max_tokens is not None:
-        _predict(result, search)  # the longest run says most of those to come
+        _predict(result, search)  # the longest run is the best guide to those to come
         longer = _seconds(result.predicted_tokens, result.points[-1], search)
         result.notes.append(
             f"confirmed at {result.max_tokens:,} tokens only, which is not the maximum: the predicted length would "
@@ -617,13 +620,13 @@ def _confirm(result: ModeResult, search: Search) -> None:
 
 
 def confirming_run(mode: str, tokens: int, search: Search, seconds: float) -> Confirmation:
-    """One run in a process that may use the budget and not one byte more."""
+    """One run in a process that may use no byte more than the budget."""
     timeout = _LOADING_SECONDS + _OVERTIME * seconds
     try:
         with closing(search.run(confirm, search.subject, mode, tokens, search.budget, timeout=timeout)) as found:
             confirmation: Confirmation = next(iter(found))
             return confirmation
-    except (ChildEnded, ResourceError) as error:  # a library that is refused memory can end the process
+    except (ChildEnded, ResourceError) as error:  # a library that is denied memory may end the process
         return Confirmation(tokens=tokens, fits=False, reason=str(error))
 
 
@@ -641,7 +644,7 @@ def traces(modes: Sequence[ModeResult], search: Search) -> Iterator[Trace]:
 
 
 def thinned(points: Sequence[Any], most: int = 600) -> list[Any]:
-    """At most `most` points: of each stretch the one with the highest memory, as peaks are what matters."""
+    """At most `most` points: from each stretch the one with the highest memory, because peaks matter."""
     size = -(-len(points) // most) or 1
     return [
         max(points[start : start + size], key=lambda point: point.used_bytes) for start in range(0, len(points), size)
@@ -649,12 +652,12 @@ def thinned(points: Sequence[Any], most: int = 600) -> list[Any]:
 
 
 def _seconds(tokens: int, point: MemoryPoint, search: Search) -> float:
-    # How long a run will take, by what a shorter one has taken.
+    # The predicted time of a run, from that of a shorter one.
     return point.seconds * search.work(tokens) / search.work(point.tokens)
 
 
 def _affordable(point: MemoryPoint, search: Search) -> int:
-    # The longest prompt that `--confirm-seconds` allow.
+    # The longest prompt that `--confirm-seconds` allows.
     low, high = point.tokens, search.files.max_length
     if _seconds(high, point, search) <= search.confirm_seconds:
         return high

@@ -1,4 +1,4 @@
-"""The job of `prefill profile`: completion times, what follows from them, each mode's longest prompt, the files."""
+"""The job of `prefill profile`: completion times and their consequences, each mode's longest prompt, the files."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from prefillcli.runtime.cores import Threads
 
 
 def _open_input(settings: ProfileSettings) -> Opening:
-    # Open INPUT and make prompts of its first rows, so that errors in it are found before the measurements. Raises
-    # what a survey would raise for columns, template and labels.
+    # Open INPUT and make prompts of its first rows, so that errors in it are found before the measurements. Raises the
+    # errors of a survey for columns, template and labels.
     opening = Opening(settings)
     opening.open_source()
     opening.open_models()
@@ -66,9 +66,8 @@ def survey_input(settings: ProfileSettings, given: Opening, profile: Profile) ->
 def profile_job(settings: ProfileSettings) -> dict[str, Any]:
     """Run the job; return the summary for the last line on stdout.
 
-    Files are written when everything is measured, and once more with what INPUT takes: if INPUT
-    turns out to be damaged, no measurement is lost. Errors are reported on stderr, and become the exit code in the
-    summary.
+    Files are written when everything is measured, and once more with the cost of INPUT: if INPUT turns out to be
+    damaged, no measurement is lost. Errors are reported on stderr, and become the exit code in the summary.
     """
     clock, ended, profile = Clock(), Ended(), None
     settings = settings.with_defaults()
@@ -140,7 +139,7 @@ def _summary(ended: Ended, profile: Profile | None, settings: ProfileSettings, s
 
 
 def _next(settings: ProfileSettings, profile: Profile) -> str:
-    # What to run next.
+    # The next command to run.
     if profile.completion is None:
         return "prefill profile once more, when nothing else runs on this machine"
     rows = settings.inputs[0] if settings.inputs else "YOUR.parquet"
@@ -154,11 +153,11 @@ def _next(settings: ProfileSettings, profile: Profile) -> str:
 # The tables: for the terminal and for the page.
 
 
-_DISTURBED = 1.5  # slowest round over the fastest; above it the machine was busy
+_DISTURBED = 1.5  # slowest round over the fastest; above this the machine was busy
 
 
 def _profile_headline(profile: Profile) -> str:
-    # What was measured, on what.
+    # The measured model and the machine.
     machine = profile.machine
     where = machine.gpu or f"{machine.cpu}, {machine.threads} threads"
     return f"{profile.family}, {profile.dtype} on {profile.device} ({where}), budget {byte_size(profile.budget_bytes)}"
@@ -207,7 +206,7 @@ def law_table(profile: Profile) -> TableRows:
 
 
 def completion_table(profile: Profile) -> TableRows:
-    """Header and one row for each model of completion times; nothing where none is good enough."""
+    """Header and one row for each model of completion times; empty if none is good enough."""
     model = profile.completion
     if model is None:
         return []
@@ -229,7 +228,7 @@ def completion_table(profile: Profile) -> TableRows:
 
 
 def _profile_remarks(profile: Profile) -> list[str]:
-    # What a reader of the tables must know.
+    # Notes that a reader of the tables needs.
     return [*profile.notes, *(f"{each.mode}: {note}" for each in profile.modes for note in each.notes)]
 
 
@@ -238,7 +237,7 @@ def _count(number: int | None) -> str:
 
 
 def _no_times(profile: Profile) -> str:
-    # What is to be said where no fit was good enough.
+    # The text for the case that no fit was good enough.
     return (
         f"no completion times: {profile.no_completion}. Other programs probably took the machine's time. Nothing is "
         "predicted from this profile, neither the end of a run nor its cost; run prefill profile again when the "
@@ -258,7 +257,7 @@ def _seconds_table(model: CompletionModel, longest: int) -> TableRows:
 
 
 def _how_good(model: CompletionModel) -> str:
-    # How far the times can be trusted.
+    # How reliable the times are.
     text = f"fit: Pearson r {model.pearson:.3f}"
     if model.heldout_error_plan is not None:
         text += f", mean error {model.heldout_error_plan:.0%} on packs that it had not seen"
@@ -271,7 +270,7 @@ def _how_good(model: CompletionModel) -> str:
 
 
 def _leaving_costs(profile: Profile) -> str:
-    # What early exit takes on this machine; empty where that was not measured.
+    # The costs of early exit on this machine; empty if they were not measured.
     if profile.regroup_layers is None or profile.keys_layers is None:
         return ""
     return (
@@ -284,7 +283,7 @@ def print_profile(profile: Profile) -> None:
     """The tables on stderr."""
     explained = [(each.mode, MODES[each.mode]) for each in profile.modes]
     names = ["mode", "longest prompt", "limited by", "shown by a run", "its MiB", "times full"]
-    lengths = [names, *([*row[:5], row[7]] for row in length_table(profile)[1:])]  # what a terminal has room for
+    lengths = [names, *([*row[:5], row[7]] for row in length_table(profile)[1:])]  # a terminal has room for so many
     parts = [Part(title="How long a prompt may be, in tokens", table=lengths, lines=explained)]
     if profile.completion is not None:
         longest = max((point.input_tokens for point in profile.completion.points), default=1000)

@@ -503,9 +503,9 @@ class Fold:
 
 
 def print_inspection(inspection: Inspection, console: Console, *, most_tokens: int | None = None) -> None:
-    """Write `inspection` to `console`: coloured on a terminal, else with brackets around what is kept.
+    """Write `inspection` to `console`: coloured on a terminal, else with brackets around kept text.
 
-    `most_tokens`: tokens of the text to show at most, from both ends; None shows all of it.
+    `most_tokens`: the most tokens of the text to show, from both ends; None shows all.
     """
     coloured = console.is_terminal and not console.no_color and console.color_system is not None
 

@@ -41,7 +41,7 @@ class DeviceKey:
 
     @property
     def digest(self) -> str:
-        """A name for all of it."""
+        """A digest of all of these."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
 
 

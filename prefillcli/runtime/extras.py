@@ -90,11 +90,11 @@ FETCHES = "kernels"
 # transformers' own environment variable that allows this: here only if somebody has set it.
 ALLOWED = "USE_HUB_KERNELS"
 #: transformers imports these wherever they are installed: for metrics, losses on images and quantised weights, and by
-#: way of accelerate for Amazon's training service. That takes longer than the rest of it.
+#: way of accelerate for Amazon's training service. That takes longer than the rest of transformers.
 _UNUSED = ("sklearn", "scipy", "torchao", "boto3")
 _own = False  # whether this process belongs to this program
 _ABSENT: Any = object()
-_found: Any = _ABSENT  # what was imported under that name before the first thread came inside
+_found: Any = _ABSENT  # the module that was imported under that name before the first thread came inside
 _inside = 0
 _lock = threading.Lock()
 
@@ -114,7 +114,8 @@ def quiet_imports() -> None:
 
 @contextmanager
 def light_imports() -> Iterator[None]:
-    """Inside, torch and transformers are imported without what no causal language model needs; for the main thread.
+    """Inside the block, torch and transformers are imported without parts that no causal language model needs; for the
+    main thread.
 
     Nothing changes in a process that is not this program's own: there, others may need these parts of transformers.
     """

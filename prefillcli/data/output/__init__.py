@@ -1,4 +1,4 @@
-"""Rows out: the formats of an output, and the share of it that one process scores.
+"""Rows out: the formats of an output, and the shares of a job.
 
 This says which ending asks for which format, without importing the code that reads and writes them: `--help` may use
 it.
@@ -75,7 +75,7 @@ class Shard:
 
     @property
     def ending(self) -> str:
-        """The ending of the names of its files, behind the name of the job's output."""
+        """The ending of its files' names, after the name of the job's output."""
         return f".shard-{self.number}-of-{self.count}"
 
     def __str__(self) -> str:

@@ -47,8 +47,8 @@ _LONGEST = 200  # characters of an id or a detail
 
 
 # The groups of columns that an output may have beside those of every output: the scores of an audit, calibrated
-# probabilities, where rows left the model early, which adapter read each row, what was written behind rows, and what
-# the sections of prompts contribute.
+# probabilities, where rows left the model early, which adapter read each row, texts written after rows, and the
+# contributions of the sections of prompts.
 Group = Literal["audit", "calibrated", "exits", "adapters", "rationales", "evidence"]
 Groups = frozenset[Group]
 
@@ -423,9 +423,9 @@ class OutputSchema:
         return counts
 
 
-# How many rows were scored, why the others were not, and what the output looks like: histograms and single rows. A
-# tally is small however many rows it counts, and two of them add up to the tally of both: every part has its own, and
-# a resumed job adds up those that it finds.
+# The number of scored rows, the reasons why others were not scored, and a picture of the output: histograms and single
+# rows. A tally is small however many rows it counts, and two tallies add up to the tally of both. So every part has
+# its own, and a resumed job adds up those that it finds.
 
 
 class LayerRows(NamedTuple):
@@ -441,7 +441,7 @@ class RationaleTally:
 
     tokens: int = 0
     finish_reasons: dict[str, int] = field(default_factory=dict)  # rows by why their text ends
-    sources: dict[str, int] = field(default_factory=dict)  # rows by what their text was written from
+    sources: dict[str, int] = field(default_factory=dict)  # rows by the source of their text
 
     @property
     def rows(self) -> int:

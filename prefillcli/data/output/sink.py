@@ -816,7 +816,7 @@ class JoinedShards(ExitStack):
 
     @property
     def count(self) -> int:
-        """The number of shards that the job is made of."""
+        """The number of the job's shards."""
         return len(self._folders)
 
     def open(self, *, overwrite: bool) -> None:
@@ -874,7 +874,7 @@ class JoinedShards(ExitStack):
         return found
 
     def _require_all(self) -> None:
-        # Every shard of one count is there.
+        # Every shard of one count exists.
         path, counts = self._target.path, sorted({folder.shard.count for folder in self._folders})
         if len(counts) > 1:
             listed = " and ".join(map(str, counts))

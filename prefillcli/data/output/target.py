@@ -377,7 +377,7 @@ class JsonlFormat:
 
 
 class ParquetFormat:
-    """How rows are written to one file, and read back. A damaged file raises what pyarrow raises, or ValueError."""
+    """Writes rows to one file, and reads them back. A damaged file raises an error of pyarrow, or ValueError."""
 
     sealed = True  # a file proves its own content: it names its job, and holds the digest of its other bytes
     json_text = False  # values carried from JSON Lines get a column's type, instead of staying JSON text
@@ -408,7 +408,7 @@ class ParquetFormat:
         return pq.read_schema(file).field(name).type
 
     def job_of(self, file: IO[bytes]) -> Any:
-        """What a sealed file says of its job, as `Job.of_json` takes it."""
+        """The record of its job in a sealed file, as `Job.of_json` takes it."""
         return json.loads(pq.read_schema(file).metadata[JOB_KEY])
 
 

@@ -436,7 +436,7 @@ class RawPrompt(NamedTuple):
     text: str = ""
     chat: list[Message] | None = None
     tokens: Int32Array | None = None
-    # What stands in the text for other characters; None if the data has no text of a control token.
+    # The stand-ins for characters of the text; None if the data has no text of a control token.
     marks: Marks | None = None
 
 

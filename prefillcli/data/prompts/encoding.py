@@ -153,7 +153,7 @@ def _spans(tokenizer: Any, ids: list[int]) -> Spans | None:
     return None
 
 
-_OPEN = "\ufffd"  # what tokenizers write for bytes that are no whole character (yet)
+_OPEN = "\ufffd"  # tokenizers' text for bytes that are no whole character (yet)
 _MOST_OPEN = 32  # tokens; a character of UTF-8 has at most four
 _NEAR = 16  # characters
 

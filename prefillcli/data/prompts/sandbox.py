@@ -85,7 +85,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(undefined=StrictUndefined, autoescape=False, finalize=_printable)
         self._steps = self._chars = 0
-        self.concat = self._concat  # type: ignore[method-assign]  # joins what macros and blocks put out
+        self.concat = self._concat  # type: ignore[method-assign]  # joins the output of macros and blocks
         for name in ("lipsum", "cycler", "joiner"):
             del self.globals[name]
         del self.filters["random"]

@@ -424,7 +424,7 @@ _WORD = "x"  # before a text that follows a prompt's last word
 class Beginnings:
     """The tokens after which a text begins, by the prompt's set of label tokens and the label that it got.
 
-    `texts` are what the template gives for each label, as `rationale_texts` makes them.
+    `texts` are the template's texts for each label, from `rationale_texts`.
     """
 
     def __init__(self, tokenizer: Any, labels: Labels, texts: Mapping[str, str]) -> None:

@@ -435,7 +435,7 @@ class _GroupReader:
         found = self._found
         options = {} if found.local else {"block_size": _HEADER_BUFFER}
         file: BinaryIO = found.filesystem.open(found.inner, "rb", **options)
-        require_same(found)  # what is open now is what was found
+        require_same(found)  # the open file is the one that was found
         return file
 
     def _pieces(self, file: pq.ParquetFile, number: int, rows: int) -> Iterator[pa.RecordBatch]:
@@ -472,7 +472,7 @@ def _open_parquet(found: InputFile, metadata: pq.FileMetaData | None = None, **o
         blocks = {"block_size": _HEADER_BUFFER} if metadata is None else _BLOCKS
         source = found.filesystem.open(found.inner, "rb", **blocks)
     file = pq.ParquetFile(source, metadata=metadata, **_READING, **options)
-    require_same(found)  # what is open now is what was found
+    require_same(found)  # the open file is the one that was found
     return file
 
 

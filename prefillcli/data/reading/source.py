@@ -300,7 +300,7 @@ class JsonlInput:
         """
         most = self.max_row_bytes
         with reading(self._found.path), self._open() as file:
-            require_same(self._found)  # what is open now is what was found
+            require_same(self._found)  # the open file is the one that was found
             first, blank = True, 0
             while line := file.readline(most + 2):  # with its line break
                 if first:
