@@ -85,17 +85,17 @@ class Objection(NamedTuple):
 
 
 class Foresight(ABC):
-    """How prompts would be read at several rates, as far as it can be said before models are loaded."""
+    """A forecast of how prompts would be read at several rates, as far as it is known before models are loaded."""
 
     rates: Sequence[float]  # the shares of tokens for which a forecast is made
-    chosen: float | None  # of them, that of the job; None where it is not known
+    chosen: float | None  # the one of the job among them; None where it is not known
 
     @abstractmethod
     def questions(self, prompts: Sequence[Prompt], rate: float) -> list[Question]:
         """How the model would read the prompts of a window."""
 
     def layers(self, questions: Sequence[Question]) -> float:
-        """Of the layers of all tokens of these questions, the share that is computed."""
+        """The share that is computed of all layers of all tokens of these questions."""
         return 1.0
 
 
@@ -110,7 +110,7 @@ class Contest(Protocol):
     ) -> Any:
         """Compare them. The result has `workload`, `summary`, `in_short` and `section`, as a `WorkloadResult` has.
 
-        No timed round begins that would end more than `within` seconds after the first began.
+        No timed round begins if it would end more than `within` seconds after the first began.
         """
 
     def next(self) -> str:
@@ -135,16 +135,16 @@ class Feature:
     # Methods of `prefill bench` by name: a summary of each, and the step that precedes a workload. See `contenders`.
     methods: ClassVar[Mapping[str, tuple[str, str]]] = {}
     flips: ClassVar[bool] = False  # whether it may flip answers: an audit reads some rows in full as well
-    # Whether it says how the model reads prompts: see `questions`. Windows then hand no prefixes on.
+    # Whether it decides how the model reads prompts: see `questions`. Windows then hand no prefixes on.
     rewrites: ClassVar[bool] = False
-    # The groups of columns that the output of a job has that asks for it (`data.output.columns.Group`).
+    # The groups of columns (`data.output.columns.Group`) in the output of a job that asks for it.
     columns: Sequence[Group] = ()
-    # Whether it makes prompts anew from parts of their rows: prompts then keep the values that they were made of.
+    # Whether it makes prompts anew from parts of their rows: prompts then keep the values that they were made from.
     takes_prompts_apart: ClassVar[bool] = False
     draft_advice: ClassVar[str] = ""  # the option with which it uses a draft model; empty if it never does
     # Parts of the job's plan that stay when its models are loaded again.
     plan_keys: ClassVar[Sequence[str]] = ()
-    # Keys of `run.json`, with their values in a run that has nothing to say there.
+    # Keys of `run.json`, with their values in a run that has nothing to report there.
     keys: ClassVar[Mapping[str, Any]] = {}
     # Kinds of files that it writes beside the scores, by the `path` of their options.
     side_files: ClassVar[Mapping[str, SideFile]] = {}
@@ -161,10 +161,10 @@ class Feature:
         """Raise UsageError for options that contradict one another or those of the core."""
 
     def joint(self, option: str) -> Objection | None:
-        """Why rows cannot be scored apart from the others of the job, as `option` would do; None where they can."""
+        """Why rows cannot be scored apart from the others of the job, as `option` asks; None where they can."""
 
     def uneven(self) -> Objection | None:
-        """Why a score may have other bits beside other rows; None where it has the same."""
+        """Why a score may have different bits beside other rows; None where its bits stay the same."""
 
     def learns(self) -> str | None:
         """The option with which it learns from answers of the model; None if it does not."""
@@ -175,15 +175,16 @@ class Feature:
         return self.flips
 
     def between_layers(self) -> bool:
-        """Whether it acts between layers. Texts are then written behind prompts that are read once more."""
+        """Whether it acts between layers. Prompts are then read once more before texts are written behind them."""
         return False
 
     def read_as(self) -> Sequence[Any]:
-        """How it lets prompts be read, for those who learn from the answers and use that elsewhere: it is hashed."""
+        """How it lets prompts be read, as a value to hash: other features learn from the answers and use that in later
+        jobs."""
         return ()
 
     def meaningless(self, labels: Labels) -> Sequence[str]:
-        """Options that are given, but have no meaning for numbers of these labels' kind."""
+        """Given options that have no meaning for numbers of these labels' kind."""
         return ()
 
     def row_columns(self) -> RowColumns | None:
@@ -199,7 +200,7 @@ class Feature:
         return ()
 
     def reopens(self) -> bool:
-        """Whether a complete output of the job is gone on with."""
+        """Whether the job goes on with its output though that is complete."""
         return False
 
     def folders(self) -> Sequence[Path]:
@@ -210,11 +211,11 @@ class Feature:
         """Raise UsageError if the input lacks a column that an option names."""
 
     def change_model(self, opened: Opened) -> Opened:
-        """The models as it wants them. Their folders are open, no weights are loaded. Raises UsageError."""
+        """The models as the feature needs them. Their folders are open, no weights are loaded. Raises UsageError."""
         return opened
 
     def begin(self, report: RunReport) -> None:
-        """A run begins, whose report says where it will be written over that of an earlier one."""
+        """A run begins. Its report knows the path where it will replace that of an earlier run."""
 
     def columns_known(self, columns: Collection[str]) -> None:
         """The columns of the input are known. Raise UsageError if the feature can have no effect on such rows."""
@@ -223,7 +224,7 @@ class Feature:
         """Before anything is opened: raise UsageError for options that are wrong whatever the input holds."""
 
     def source_opened(self, opening: Opening) -> None:
-        """The input is open. Torch is not imported yet: raise UsageError for all that can be told now."""
+        """The input is open. Torch is not imported yet: raise UsageError for every mistake that shows already."""
 
     def models_opened(self, opening: Opening) -> None:
         """The models' folders are open and the labels are known. No weights are loaded."""
@@ -232,13 +233,14 @@ class Feature:
         """Prompts can be made of the rows."""
 
     def identity(self, opening: Opening, values: dict[str, Any], models: LocalModels) -> Mapping[str, str]:
-        """Its parts of the job's fingerprint. `values` are those of options that change the output: the ones that it
+        """Its parts of the job's fingerprint. `values` are those of options that change the output. Values that it
         takes out for a part of its own are not in the part `settings`. `models` are the contents of the models'
         files."""
         return {}
 
     def foresee(self, opened: Opened, budget: int) -> Foresight | None:
-        """How it would let prompts be read; None where it has no say. A pack may take `budget` bytes."""
+        """Its forecast of how prompts would be read; None where it does not decide that. A pack may take `budget`
+        bytes."""
 
     def identified(self, job: Job) -> None:
         """The job's fingerprint is known. The output is not open."""
@@ -253,16 +255,16 @@ class Feature:
 
     @classmethod
     def work(cls, beside: Any, asked: Any, tick: Tick) -> Any:
-        """Do a task that the feature has sent to a worker (`Pool.ask_feature`); `beside` is the result of `load`
-        there. Task and result can be pickled."""
+        """Do a task that the feature has sent to this worker (`Pool.ask_feature`); `beside` is the result of `load`
+        here. Task and result can be pickled."""
         raise NotImplementedError
 
     def learn(
         self, opening: Opening, engine: PlanEngine, plan: Mapping[str, Any], tick: Callable[[float], None]
     ) -> Mapping[str, Any]:
-        """The models are loaded. Returns the part of the job's plan that all attempts at the job are to share.
+        """The models are loaded. Returns the part of the job's plan that all attempts at the job must share.
 
-        The `plan` has the part that an earlier attempt has returned. `tick` is called with tokens; it may raise.
+        The `plan` has the part that an earlier attempt returned. `tick` is called with tokens; it may raise.
         """
         return {}
 
@@ -274,7 +276,8 @@ class Feature:
         self, scorer: Scorer, prompts: Sequence[Prompt], tick: Tick, window: Window | None, done: Collection[int]
     ) -> tuple[list[Question], int]:
         """How the model reads prompts that are planned together, in their order, and the tokens that another model has
-        computed to find that out. They may be those of a `window`, of which some rows are `done`. If it `rewrites`."""
+        computed to decide that. The prompts may be those of a `window`, of which some rows are `done`. Called if it
+        `rewrites`."""
         raise NotImplementedError
 
     def known(self) -> Mapping[int, ScoredRow]:
@@ -290,14 +293,15 @@ class Feature:
         return False
 
     def text_room(self, opened: Opened, names: Sequence[str]) -> tuple[int, TextsOf] | None:
-        """Most tokens of a text behind a prompt, and behind which prompts, for labels with these names; None: none."""
+        """The most tokens of a text behind a prompt, and the prompts that get one, for labels with these names; None:
+        no texts."""
         return None
 
     def loaded(self, models: Models[Any]) -> None:
         """The models are loaded, and all that features load beside them."""
 
     def condition(self, schema: OutputSchema) -> Condition | None:
-        """Which scored rows of an output with this schema features ask more about; None: all. Raises UsageError."""
+        """Which scored rows of an output with this schema get further questions; None: all. Raises UsageError."""
         return None
 
     def further(self, opening: Opening, choice: Choice) -> Further | None:
@@ -315,12 +319,12 @@ class Feature:
 
     def keep_weights(self, opened: Opened, *, draft: bool, share: float) -> WeightsPlan | None:
         """How the weights of the layer walk's model are kept; None: all on the device. With `draft` those of the draft
-        have to fit beside them; else they are there already. Other workers take the rest of the memory of which this
-        one has a `share`. Raises UsageError, and ResourceError where it is certain that there is no room."""
+        must fit beside them; else the draft's are loaded already. This worker has a `share` of the memory; others take
+        the rest. Raises UsageError, and ResourceError where they certainly do not fit."""
         return None
 
     def treatment(self, in_full: frozenset[int]) -> Treatment | None:
-        """Its work between the layers on the prompts of a pack, but for those `in_full`; None: it does none."""
+        """Its work between the layers on the prompts of a pack, except those `in_full`; None: it does none."""
         return None
 
     def answered(self, pack: Pack, answers: Sequence[Answer]) -> None:
@@ -352,7 +356,7 @@ class Feature:
 
     @classmethod
     def failure(cls, counts: Counts) -> str | None:
-        """Why a finished output with these counts is a failure all the same; None if it is not."""
+        """Why a finished output with these counts is a failure nevertheless; None if it is not."""
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
@@ -365,41 +369,41 @@ class Feature:
     def inspected(
         self, models: Models[Any], prompts: Sequence[Prompt], number: int, shared: Sequence[int], tick: Tick
     ) -> ReadPrompt | None:
-        """How the model reads the prompt of this number among those of a window, for `prefill inspect`. Each has so
-        many tokens in `shared` with it. None where the feature has no say."""
+        """How the model reads the prompt of this number in a window, for `prefill inspect`. `shared` has the number of
+        tokens that each prompt of the window shares with it. None where the feature does not decide that."""
 
     def leaving_rule(self, opened: Opened, labels: Labels) -> LeavingRule | None:
-        """The exits that `prefill inspect` holds a row against."""
+        """The exits by which `prefill inspect` judges a row."""
         return None
 
     @classmethod
     def compared(cls, settings: Any) -> Collection[str]:
-        """Those of its `methods` that `prefill bench` compares where none is named."""
+        """The ones of its `methods` that `prefill bench` compares by default."""
         return ()
 
     @classmethod
     def contenders(cls, names: Collection[str], equipment: Equipment, material: Material) -> Sequence[Contender]:
-        """Those of its `methods` that are named, for a workload of `prefill bench`. Of one that cannot be compared
-        there is a note."""
+        """The named ones of its `methods`, for a workload of `prefill bench`. A note explains each that cannot be
+        compared."""
         return ()
 
     @classmethod
     def contest(cls, settings: Any) -> Contest | None:
-        """What `prefill bench` compares in the place of ways to score; None for those. Settings have its options."""
+        """The contest that `prefill bench` holds instead of comparing ways to score; None: it compares those."""
         return None
 
     @classmethod
     def after_bench(cls, settings: Any) -> str | None:
-        """Advice after `prefill bench` has compared its methods on rows of the user; None: there is none."""
+        """Advice after `prefill bench` has compared its methods on the user's rows; None: there is none."""
 
     @classmethod
     def section(cls, report: RunReport) -> Section | None:
-        """The section on a run, for terminal, page and metrics; None: there is nothing to say."""
+        """The section on a run, for terminal, page and metrics; None: there is nothing to report."""
 
 
 @cache
 def features() -> tuple[type[Feature], ...]:
-    """The features that are there."""
+    """All features."""
     folder = import_module("prefillcli.features").__path__
     found = [import_module(f"prefillcli.features.{each.name}").FEATURE for each in pkgutil.iter_modules(folder)]
     return tuple(sorted(found, key=lambda each: each.order))
@@ -420,15 +424,15 @@ def features_of(settings: Any) -> tuple[Feature, ...]:
 
 
 def text_room(settings: Any, opened: Opened, names: Sequence[str]) -> dict[str, Any]:
-    """For how long texts, and of which prompts, a job needs memory whose labels have these names: `text_tokens` and
-    `texts_of` of a `LoadRequest`."""
+    """The texts for which a job needs memory, if its labels have these names: their length and their prompts,
+    `text_tokens` and `texts_of` of a `LoadRequest`."""
     rooms = (each.text_room(opened, names) for each in features_of(settings))
     tokens, texts_of = next(filter(None, rooms), (0, "all"))
     return {"text_tokens": tokens, "texts_of": texts_of}
 
 
 def open_models(settings: Any) -> Opened:
-    """The models of these settings, as the features that are asked for want them. Raises as `Loader`."""
+    """The models of these settings, as the features that are asked for need them. Raises as `Loader`."""
     opened = loader_of(getattr(settings, "engine", "torch")).open_models(settings)
     for each in features_of(settings):
         opened = each.change_model(opened)
@@ -436,7 +440,7 @@ def open_models(settings: Any) -> Opened:
 
 
 def plan_weights(settings: Any, opened: Opened, *, draft: bool = True, share: float = 1.0) -> WeightsPlan:
-    """How the model's weights are kept, as the features that are asked for want it: see `Feature.keep_weights`."""
+    """How the model's weights are kept, by the features that are asked for: see `Feature.keep_weights`."""
     from prefillcli.models.weights import plan_resident
 
     found = (each.keep_weights(opened, draft=draft, share=share) for each in features_of(settings))

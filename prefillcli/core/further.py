@@ -40,7 +40,7 @@ def condition_of(features: Sequence[Feature], schema: OutputSchema) -> Condition
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which scored rows are asked about, and which labels these have got. It can be pickled.
+    """Which scored rows are asked about, and their predicted labels. It can be pickled.
 
     Without a `condition` all are. The scores of the output are made with `temperature` and `probabilities`.
     """
@@ -56,7 +56,7 @@ class Choice:
         return frozenset() if self.condition is None else self.condition.columns
 
     def wanted(self, window: Window, scored: Sequence[ScoredRow]) -> dict[int, int]:
-        """Of these rows of a window the wanted ones, by row: the number of the label that each has got.
+        """The wanted ones of these rows of a window, by row, with the number of the label that each was given.
 
         A row whose score is not a finite number is not wanted.
         """
@@ -69,7 +69,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class WantedRow:
-    """A scored row that more is asked about. `label` is the number of the one that it has got."""
+    """A scored row with further questions. `label` is the number of its predicted label."""
 
     question: Question
     scored: ScoredRow
@@ -83,18 +83,18 @@ class Further:
     """Questions about one row, at most."""
 
     def continuations(self, window: Window, questions: Mapping[int, Question]) -> Continuations | None:
-        """Which of these questions of a window are written on as soon as they are scored; None where none is."""
+        """Which of these questions of a window get a text as soon as they are scored; None where none does."""
         return None
 
     def scored(self, row: WantedRow, answer: Answer) -> None:
-        """A wanted row is scored, by this answer."""
+        """A wanted row has been scored, by this answer."""
 
     def lacks(self, row: ScoredRow) -> bool:
-        """Whether a wanted row needs more than `scored` has given it."""
+        """Whether a wanted row needs more than `scored` gave it."""
         return True
 
     def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Question]:
-        """The questions about a wanted row. None are left when all is known that can be."""
+        """The questions about a wanted row; none once all that can be known is known."""
         return ()
 
     def close(self) -> None:
@@ -103,7 +103,8 @@ class Further:
 
 @dataclass(frozen=True, slots=True)
 class FurtherQuestions:
-    """The questions of a job about rows that are scored, and their choice. `chosen` counts those that are written."""
+    """The questions of a job about scored rows, and the choice of these rows. `chosen` counts those that are
+    written."""
 
     choice: Choice
     askers: Sequence[Further]
@@ -124,7 +125,7 @@ class FurtherQuestions:
         return None if self.choice.condition is None else self.choice.condition.limit
 
     def has_room(self, rows: int) -> bool:
-        """Whether all of so many more rows may be wanted."""
+        """Whether the limit has room for so many more rows."""
         return self.limit is None or self.chosen() + rows <= self.limit
 
     def close(self) -> None:

@@ -40,9 +40,9 @@ class Thinning(ABC):
     """How the model itself leaves tokens of a prompt behind while it reads it."""
 
     keep: float
-    """Share of the tokens that its last layers read, beside those that they always read."""
+    """The share of the tokens that its last layers read, besides those that they always read."""
     alone: bool
-    """Whether it chooses for each prompt by itself: the last layers then hold shared tokens once for each prompt."""
+    """Whether it chooses for each prompt separately: the last layers then hold shared tokens once for each prompt."""
 
     @abstractmethod
     def most_kept(self, tokens: int) -> int:
@@ -50,16 +50,16 @@ class Thinning(ABC):
 
     @abstractmethod
     def rule(self, thinnings: Mapping[int, Thinning]) -> ThinningRule:
-        """The rule for prompts that are planned together, of which these are thinned, by their numbers in the plan."""
+        """The rule for prompts that are planned together. The ones to thin are given by their numbers in the plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt that the target is asked about, and how it reads that.
+    """A prompt that the target answers, and how it reads that prompt.
 
     `kept` are the indices of the tokens it reads, ascending, which are their positions too; None: all of them. With a
-    `thinning` it reads all at first. `method` is what the output says: `full`, the name of a picker, or `fallback:`
-    with a reason.
+    `thinning` it reads all at first. `method` is the output's word for it: `full`, the name of a picker, or
+    `fallback:` with a reason.
     """
 
     prompt: Prompt
@@ -69,9 +69,9 @@ class Question:
     """The prompt's share of the time that picking took."""
     thinning: Thinning | None = None
     text: tuple[Writing, Beginning] | None = None
-    """The prompt is written on, with a text that begins so."""
+    """How a text is written behind the prompt, and how the text begins; None: no text is written."""
     take: Callable[[Answer | None], None] | None = None
-    """Of a question about a scored row, it gets the answer; None where there is none."""
+    """For a question about a scored row, this receives the answer; None: there is no answer."""
 
     @property
     def tokens(self) -> Int32Array:
@@ -90,7 +90,7 @@ class Question:
 
     @property
     def most_kept(self) -> int:
-        """How many tokens the last layers read, at most: the chosen ones may be among those that are kept anyway."""
+        """The most tokens that the last layers read: some chosen ones may be among those that are kept anyway."""
         tokens = len(self.tokens)
         return tokens if self.thinning is None else self.thinning.most_kept(tokens)
 
@@ -132,14 +132,15 @@ def planned_variants(questions: Sequence[Question]) -> list[str | None]:
 
 
 def thinning_of(questions: Mapping[int, Question]) -> ThinningRule | None:
-    """The rule by which the model leaves tokens of these questions behind, if of any; by their numbers in a plan."""
+    """The rule by which the model leaves tokens of these questions behind, by their numbers in a plan; None: it leaves
+    none."""
     own = {number: each.thinning for number, each in questions.items() if each.thinning is not None}
     return next(iter(own.values())).rule(own) if own else None
 
 
 def method_of(question: Question, answer: Answer) -> str:
-    """How the target has read a prompt: by the question's method, unless it was to drop tokens itself and dropped
-    none."""
+    """How the target has read a prompt: by the question's method, unless it should have dropped tokens itself and did
+    not."""
     thinned = answer.thinned
     if question.thinning is None or (thinned is not None and len(thinned.kept) < len(question.tokens)):
         return question.method
@@ -191,7 +192,7 @@ def answer(
 
 
 def _joined(questions: Sequence[Question], limits: Limits, schedule: str) -> Plan:
-    """One plan after the other: those of the groups that share no pack."""
+    """The plans of groups that share no pack, one after the other."""
     packs: list[Pack] = []
     unique = 0
     limits = replace(limits, held_tokens=0)
@@ -215,8 +216,8 @@ def _groups(questions: Sequence[Question], limits: Limits) -> Iterator[tuple[lis
     """Numbers of questions that may share packs, and the limits of these.
 
     A prompt that is read both ways is in two groups: one pack computes a prompt once. Where each row chooses for
-    itself, rows of another rate, or without one, are apart too; shared tokens are then there for each of them in the
-    last layers, and their groups are so small that it fits.
+    itself, rows of another rate, or without one, are apart too. The last layers then hold shared tokens once for each
+    row, so groups are small enough for that to fit.
     """
     thinned = {question.prompt.row for question in questions if question.thinning is not None}
     twins = [n for n, each in enumerate(questions) if each.thinning is None and each.prompt.row in thinned]
@@ -238,8 +239,8 @@ def _groups(questions: Sequence[Question], limits: Limits) -> Iterator[tuple[lis
 def _small_groups(
     questions: Sequence[Question], numbers: Sequence[int], limits: Limits
 ) -> Iterator[tuple[list[int], Limits]]:
-    """Groups of questions whose tokens fit half of the memory before they are thinned, and the other half after it,
-    where each has its own; those too long for that one by one. Those that begin alike are together."""
+    """Groups of questions. Their tokens fit half of the memory before thinning and the other half after it, where each
+    question has its own. Questions too long for that are alone. Those that begin alike are together."""
     half = limits.max_tokens // 2
     small = replace(limits, tokens=min(limits.tokens, half), max_tokens=half)
     group: list[int] = []
@@ -265,7 +266,7 @@ _SEED = 20_261
 
 
 class AuditDraw:
-    """Draws `rows` random rows of the `selection` from `total`, window by window, the same ones every time.
+    """Draws `rows` random rows of the `selection` from `total`, window by window: the same ones every time.
 
     Each window gives its share of the rows; one that has fewer candidates makes the draw smaller.
     """
@@ -281,7 +282,7 @@ class AuditDraw:
         return draw(candidates, quota, window.index)
 
     def _before(self, row: int) -> int:
-        """How many rows are drawn of those before this one."""
+        """The number of rows that are drawn before this one."""
         return -(-self._rows * self._selection.before(row) // self._total)
 
 
@@ -294,8 +295,8 @@ def draw(candidates: Sequence[int], count: int, number: int) -> list[int]:
 
 
 def scored_row(question: Question, answer: Answer, *, audited: bool = False) -> ScoredRow:
-    """A row scored by an answer. An `audited` one has the result that an exit would have given, and that of the full
-    read."""
+    """A row scored by an answer. An `audited` one has two results: the one an exit would have given, and the full
+    read's."""
     logprobs, layer, audit = answer.logprobs, answer.exit_layer, None
     if audited:
         audit = answer.logprobs

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 ADAPTERS = Requirement(
     lambda s: bool(s.adapter), "names each row's adapter, but there is none", "give --adapter NAME=DIR for each name"
 )
-MOST_ADAPTERS = 255  # their numbers are eight bits of the keys that prompts are sorted by
+MOST_ADAPTERS = 255  # an adapter's number takes eight bits of the key that prompts are sorted by
 
 
 def _read_adapters(value: object) -> object:
-    # Folders by adapter name, from texts like `DIR` and `NAME=DIR`, or as a recipe has them. An adapter without a
-    # name is called like its folder.
+    # Folders by adapter name, from texts like `DIR` and `NAME=DIR`, or from a recipe's mapping. An adapter without a
+    # name takes that of its folder.
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = read_mapping(value)
     if isinstance(value, dict):
@@ -150,7 +150,7 @@ def _paths(opened: Opened | None) -> dict[str, str]:
 
 
 def _uses(paths: Mapping[str, str], counts: Counts | None) -> Iterable[AdapterUse]:
-    # Rows by adapter: those of the output's column, or all of one that is for all rows.
+    # Rows by adapter: counted in the output's column, or all rows where one adapter reads them all.
     by_name = {} if counts is None else counts.tallies.adapters
     if not by_name:
         scored = 0 if counts is None else counts.scored

@@ -1,8 +1,8 @@
 """Adapters merged into a loaded model, and exchanged for one another.
 
-PEFT finds each tensor's place and computes what is added there. The model keeps its modules: while an adapter is
-merged, some of their parameters hold other tensors, and afterwards the model's own again, the very same ones. So
-nothing drifts however often adapters are exchanged."""
+PEFT finds each tensor's place and computes the sum to add there. The model keeps its modules: while an adapter is
+merged, some of their parameters hold other tensors. Afterwards they hold the model's own tensors again, the very same
+ones. So nothing drifts, however often adapters are exchanged."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ _PATTERN_SECONDS = 10.0  # for matching all patterns of an adapter with the name
 
 
 class LoadedAdapter:
-    """An adapter whose tensors are there, and their places in a model, which stays as it is.
+    """An adapter with its tensors loaded, and their places in a model, which stays as it is.
 
-    Raises UsageError where something of the adapter has no place in the model.
+    Raises UsageError where a part of the adapter has no place in the model.
     """
 
     def __init__(self, model: PreTrainedModel, files: AdapterFiles) -> None:
@@ -81,7 +81,7 @@ class LoadedAdapter:
                 _parameter(slot).data.copy_(tensor)
             for layer in self._layers:
                 layer.merge(adapter_names=[_NAME])
-                layer.merged_adapters.clear()  # the next time it begins with the model's tensors again
+                layer.merged_adapters.clear()  # the next use begins with the model's tensors again
 
     def _slots_of_layers(self) -> Iterator[Slot]:
         for layer in self._layers:
@@ -104,7 +104,7 @@ class ExchangedAdapters:
                 _untie(model, slot)
 
     def use(self, name: str | None) -> None:
-        """Make the model that of this adapter; with None the model as it was loaded."""
+        """Merge this adapter into the model; None: restore the model as it was loaded."""
         if name == self._active:
             return
         for slot, tensor in self._own:
@@ -123,7 +123,7 @@ class ExchangedAdapters:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    # Without what PEFT, and the packages that it looks for, warn of: what matters of it is refused.
+    # Silences warnings of PEFT and of the packages that it looks for: what matters among them raises an error here.
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -146,7 +146,7 @@ def _wrapped(model: PreTrainedModel, files: AdapterFiles) -> Any:
             f"{OPTION} {files.path}: a regular expression in {CONFIG} takes longer than {_PATTERN_SECONDS:g} seconds\n"
             "name the modules in target_modules instead"
         ) from None
-    except Exception as error:  # PEFT takes a configuration as it is, and fails somewhere
+    except Exception as error:  # PEFT does not check a configuration, and fails somewhere later
         if isinstance(error, PrefillError) or out_of_resource(error):
             raise
         raise UsageError(f"{OPTION} {files.path}: it does not fit the model: {brief(error)}") from None
@@ -251,7 +251,7 @@ def _parameter(slot: Slot) -> nn.Parameter:
 
 
 def _untie(model: PreTrainedModel, slot: Slot) -> None:
-    # Give the slot a parameter of its own: one that others share, like a tied embedding, would change there too.
+    # Give the slot a parameter of its own: a shared one, like a tied embedding, would change elsewhere too.
     from torch import nn
 
     module, name = slot
@@ -265,12 +265,12 @@ WEIGHTS = "adapter_model.safetensors"
 OPTION = "--adapter"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 _TOKENIZER = "tokenizer_config.json"
-# The tasks of adapters that fit what reads the prompts.
+# The adapter tasks that fit the kind of model that reads the prompts.
 _TASKS = {
     "causal language model (CAUSAL_LM)": (None, "CAUSAL_LM", "FEATURE_EXTRACTION"),
     "classification head (SEQ_CLS)": (None, "CAUSAL_LM", "FEATURE_EXTRACTION", "SEQ_CLS"),
 }
-#: What of a configuration cannot become part of the weights, and why; each where its value is not empty.
+#: Keys of a configuration that cannot become part of the weights if their value is not empty, and why.
 _NOT_MERGED = {
     "alora_invocation_tokens": "it acts only behind its invocation tokens",
     "arrow_config": "it chooses among adapters token by token",
@@ -281,7 +281,7 @@ _NOT_MERGED = {
     "use_qalora": "it is for quantised weights",
     "megatron_config": "it is for a model of Megatron",
 }
-#: Ways of initialising an adapter that take its first values out of the model's weights.
+#: Ways to initialise an adapter from the model's weights that change these weights as well.
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -301,14 +301,14 @@ class AdapterFiles:
 
 @dataclass(frozen=True, slots=True)
 class AdapterVariants:
-    """The `Variants` of a model that has adapters: one for all rows, or the `column` names that of each row."""
+    """The `Variants` of a model with adapters: one for all rows, or one for each row, named in its `column`."""
 
     files: tuple[AdapterFiles, ...]
     column: str | None
 
     def memory_bytes(self, device: torch.device) -> int:
         merged = max(each.merged_bytes for each in self.files)
-        if self.column is None:  # the tensors that are changed are let go; mapped files take no memory
+        if self.column is None:  # the changed tensors are released; mapped files take no memory
             return merged if device.type == "cpu" else 0
         return merged + sum(each.bytes for each in self.files)
 
@@ -324,7 +324,7 @@ class AdapterVariants:
         return None if self.column is None else RowColumns((self.column,), self._assign)
 
     def _assign(self, prompts: list[Prompt], batch: RowBatch, errors: dict[int, RowError]) -> list[Prompt]:
-        # The prompts of a batch with their variants; a prompt whose row names none that is known becomes an error.
+        # The prompts of a batch with their variants; a prompt whose row names no known adapter becomes an error.
         values = batch.columns.get(self.column or "")
         if values is None:
             return prompts
@@ -349,11 +349,11 @@ class AdapterVariants:
 def open_adapters(
     opened: Opened, folders: Mapping[str, str], column: str | None, *, trust_remote_code: bool = False
 ) -> Opened:
-    """The same model with the adapters of these `folders`, or names on the hub, by the adapters' names. They are
-    checked against the model's configuration; no weights of it are read.
+    """The same model with adapters. `folders` has their folders, or names on the hub, by adapter name. They are
+    checked against the model's configuration; its weights are not read.
 
-    The `column` names each row's adapter; None: there is one, for all rows. The tokenizer is that of the adapter where
-    one is for all rows and has another. Raises UsageError for an adapter that cannot be merged, with the reason.
+    The `column` names each row's adapter; None: one adapter reads all rows. If that one brings another tokenizer, this
+    takes its place. Raises UsageError for an adapter that cannot be merged, with the reason.
     """
     require_extra("peft", OPTION)
     if opened.files.quantised is not None:
@@ -378,7 +378,7 @@ def local_adapter(name: str) -> Path | None:
 
 
 def find_adapter(name: str) -> Path:
-    """`local_adapter`, else a snapshot of the hub repository. Raises UsageError."""
+    """The `local_adapter`, or else a snapshot of the hub repository. Raises UsageError."""
     if (path := local_adapter(name)) is not None:
         return path
     from huggingface_hub import snapshot_download
@@ -431,7 +431,7 @@ def _refuse_kind(folder: Path, content: Mapping[str, Any], reader: str) -> None:
 
 
 def _refuse_large_ranks(folder: Path, content: Mapping[str, Any], longest: int) -> None:
-    # Raise UsageError for ranks above the `longest` side of the adapter's tensors: PEFT makes tensors of them.
+    # Raise UsageError for ranks above the `longest` side of the adapter's tensors: PEFT makes tensors of these sizes.
     by_name = content.get("rank_pattern")
     for rank in (content.get("r"), *(by_name.values() if isinstance(by_name, dict) else ())):
         if isinstance(rank, int | float) and not rank <= longest:
@@ -468,7 +468,7 @@ def _config_of(folder: Path, content: Mapping[str, Any]) -> Any:
 
 
 def _checked(adapter: AdapterFiles, files: ModelFiles) -> AdapterFiles:
-    # The adapter, loaded into the model without weights to see that all of it finds a place. Raises UsageError.
+    # Load the adapter into the model without weights, to see that each part finds its place. Raises UsageError.
     import torch
     from safetensors import SafetensorError, safe_open
 
@@ -495,7 +495,7 @@ def empty_model(files: ModelFiles) -> PreTrainedModel:
 
 
 def _with_tokenizer(opened: Opened, adapters: list[AdapterFiles], *, by_row: bool, trust_remote_code: bool) -> Opened:
-    # With the tokenizer of the adapter where one is for all rows. Raises UsageError for one that does not fit.
+    # Takes the adapter's tokenizer where one adapter reads all rows. Raises UsageError for one that does not fit.
     from prefillcli.models.open import difference, load_tokenizer
 
     for adapter in adapters:

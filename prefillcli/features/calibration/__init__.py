@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from prefillcli.core.feature import Counts, Job, Labels, LocalModels, Opening, PlanEngine, RunReport, Section
     from prefillcli.features.calibration.calibration import Calibration
 
-# Where the plan of a job has the calibration that is learnt from prompts without content.
+# The key of a job's plan for the calibration that is learnt from prompts without content.
 CONTENT_FREE = "content_free"
 FIT = "Fit"
 TEMPLATE = Requirement(

@@ -55,11 +55,12 @@ class LabelledScores:
     logprobs: Float64Array  # over the whole vocabulary [rows, labels]
     truth: IntArray  # number of the right label [rows]
     left_out: dict[str, int]  # other rows, by reason
-    job: dict[str, str]  # the fingerprint of the job that wrote the scores; empty where they do not say it
+    job: dict[str, str]  # the fingerprint of the job that wrote the scores; empty where it is unknown
 
     @property
     def before(self) -> Float64Array:
-        """Probabilities [rows, labels]: of two labels as the scores are, with any `--temperature`; of more without."""
+        """Uncalibrated probabilities [rows, labels]: with two labels those of the scores, any `--temperature`
+        included; with more labels without it."""
         if len(self.labels) == 2:
             return np.stack([self.scores, 1 - self.scores], axis=1)
         return label_probabilities(self.logprobs)
@@ -68,7 +69,7 @@ class LabelledScores:
 def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
     """The rows of `settings.scores` with the right answers.
 
-    Raises UsageError if they are not what `prefill score` wrote, or have no right answers, and PrefillError if a file
+    Raises UsageError if `prefill score` did not write them or they have no right answers, and PrefillError if a file
     is damaged.
     """
     path, truth_name = settings.scores, settings.truth or ""
@@ -145,7 +146,7 @@ def _collect(
 
 
 def _number(value: Any) -> float:
-    # NaN for what is no number.
+    # NaN for anything that is no number.
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
@@ -166,7 +167,7 @@ def _answers(path: str, truth: str, key: str | None) -> dict[str, Any]:
 
 
 def _key(value: Any) -> str:
-    # An id as text: the same for the same id, whatever kind of file it is read from.
+    # An id as text, the same for any kind of file that the id is read from.
     return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
@@ -206,7 +207,7 @@ HEADER = ["held-out rows", "log loss", "+-", "Brier", "ECE", "accuracy", "AUC"]
 
 
 def print_calibration(calibration: Calibration, path: str) -> None:
-    """Print the methods side by side, and what was chosen."""
+    """Print the methods side by side, and the chosen one."""
     console = stderr_console(WIDTH)
     chosen, fitted = calibration.scaling.method, calibration.fitted_on
     rows = [HEADER]
@@ -228,7 +229,7 @@ def print_calibration(calibration: Calibration, path: str) -> None:
     console.print(f"next: prefill score ... --calibration {path} adds the column probability")
 
 
-LEAST_ROWS = 10  # of each label, that a calibration can be fitted on
+LEAST_ROWS = 10  # rows of each label that a calibration takes at least
 
 
 @dataclass
@@ -240,9 +241,9 @@ class _Ending:
 
 
 def calibrate_job(settings: CalibrateSettings) -> dict[str, Any]:
-    """Fit, tell on stderr, and write the file; return the summary for the last line on stdout.
+    """Fit, report on stderr, and write the file; return the summary for the last line on stdout.
 
-    Errors are told on stderr, and become the exit code in the summary.
+    Errors are reported on stderr, and become the exit code in the summary.
     """
     ending = _Ending()
     with shell(ending, debug=settings.debug) as stop, stop.at_once():
@@ -261,7 +262,7 @@ def calibrate_job(settings: CalibrateSettings) -> dict[str, Any]:
 
 
 def _fitted(settings: CalibrateSettings, rows: LabelledScores) -> Calibration:
-    # The calibration of these rows. Raises UsageError if there are too few of them, or the method is not for them.
+    # The calibration of these rows. Raises UsageError if there are too few of them, or the method does not suit them.
     labels, truth = rows.labels, rows.truth
     able = methods_for(len(labels))
     if settings.method not in ("auto", *able):
@@ -302,7 +303,7 @@ def _fitted(settings: CalibrateSettings, rows: LabelledScores) -> Calibration:
 
 
 def _warn(calibration: Calibration) -> None:
-    # Say on stderr where a calibration is of little use.
+    # Warn on stderr where a calibration is of little use.
     found, method = calibration.held_out, calibration.scaling.method
     if isinstance(calibration.scaling, PlattScaling) and calibration.scaling.slope == 0:
         log.warning("higher scores do not mean more rows of the label: every row gets the same probability")

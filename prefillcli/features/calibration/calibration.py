@@ -1,7 +1,7 @@
-"""A calibration: from label log-probabilities to probabilities that hold as often as they say.
+"""A calibration: it turns label log-probabilities into probabilities that match how often the labels are right.
 
-It reads the log-probabilities as the model gives them, so `--temperature` has no part in it. Within two labels no
-calibration changes the order of rows: a row with a higher score never gets a lower probability."""
+It reads the log-probabilities as the model gives them, so `--temperature` has no part in it. With two labels no
+calibration reverses the order of rows: a row with a higher score never gets a lower probability."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TemperatureScaling(_Frozen):
 class PlattScaling(_Frozen):
     """The label log-probabilities are multiplied by `slope`, and each label's `biases` [labels] is added.
 
-    Of two labels it is the logistic function of the score's logit, as in Platt (1999).
+    With two labels it is a logistic function of the score's logit, as in Platt (1999).
     """
 
     method: Literal["platt"] = "platt"
@@ -69,7 +69,7 @@ class PlattScaling(_Frozen):
 
 
 class ContentFreeScaling(_Frozen):
-    """Each label's probability is divided by what it is after a prompt without content: W = diag(p_cf)^-1.
+    """Each label's probability is divided by its probability after a prompt without content: W = diag(p_cf)^-1.
 
     `content_free` [labels] are the logarithms of these (Zhao et al., Calibrate Before Use, 2021).
     """
@@ -101,7 +101,7 @@ class IsotonicSteps(_Frozen):
 
     def apply(self, log_shares: Float64Array) -> Float64Array:
         between = np.interp(np.exp(log_shares[..., 0]), self.scores, self.probabilities)
-        # Between two scores that are hardly apart the slope overflows.
+        # Between two scores that hardly differ the slope overflows.
         first = np.clip(between, self.probabilities[0], self.probabilities[-1])
         return np.stack([first, 1 - first], axis=-1)
 
@@ -112,7 +112,7 @@ Scaling = Annotated[
 
 
 class HeldOut(_Frozen):
-    """How good probabilities are on rows that they were not fitted on: the mean over the folds."""
+    """The quality of probabilities on rows that they were not fitted on: the mean over the folds."""
 
     log_loss: float
     log_loss_spread: float  # standard deviation of the log loss over the folds
@@ -125,19 +125,19 @@ class HeldOut(_Frozen):
 class FittedOn(_Frozen):
     """The rows that a calibration was fitted on."""
 
-    scores: str  # the output of `prefill score`, as it was named
+    scores: str  # the output of `prefill score`, as the user named it
     truth: str  # the column with the right answers
     rows: int
     rows_by_label: dict[str, int]
     left_out: dict[str, int] = {}  # rows that were not used, by reason
-    job: dict[str, str] = {}  # the fingerprint of the scoring job; empty where the scores do not say it
+    job: dict[str, str] = {}  # the fingerprint of the scoring job; empty where it is unknown
 
 
 class CalibrationUse(_Frozen):
-    """How a run has made its probabilities."""
+    """The calibration behind a run's probabilities."""
 
     method: str
-    rows: int | None = None  # that the calibration was fitted on; None where it needs no right answers
+    rows: int | None = None  # rows that the calibration was fitted on; None where it needs no right answers
     # The probability of each label after the prompts without content; None for other methods.
     content_free: dict[str, float] | None = None
 
@@ -156,7 +156,7 @@ class Calibration(_Frozen):
     labels: tuple[str, ...] = Field(min_length=2)  # the positive one first
     scaling: Scaling
     fitted_on: FittedOn | None = None  # None where it needs no right answers
-    # By method, what cross-validation found; `none` are the scores as they are.
+    # The findings of cross-validation by method; `none` are the scores as they are.
     held_out: dict[str, HeldOut] = {}
     folds: int | None = None
     seed: int | None = None
@@ -185,7 +185,7 @@ class Calibration(_Frozen):
         return CalibrationUse(method=scaling.method, rows=fitted and fitted.rows, content_free=free)
 
     def digest(self) -> str:
-        """Digest of what decides on the probabilities."""
+        """Digest of everything that changes the probabilities."""
         text = json.dumps([list(self.labels), self.scaling.model_dump(mode="json")], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -197,8 +197,8 @@ def softmax(logits: Float64Array) -> Float64Array:
 
 
 def content_free_calibration(labels: Sequence[str], logprobs: Float64Array) -> Calibration:
-    """The contextual calibration of prompts without content, whose label log-probabilities are `logprobs`
-    [prompts, labels]: the mean of their probabilities counts."""
+    """The contextual calibration by prompts without content, with label log-probabilities `logprobs` [prompts,
+    labels]. It takes the mean of their probabilities."""
     mean = np.exp(log_shares_of(logprobs)).mean(axis=0)
     logarithms = np.log(np.maximum(mean, np.exp(LEAST_LOG)))
     return Calibration(labels=tuple(labels), scaling=ContentFreeScaling(content_free=tuple(logarithms.tolist())))
@@ -212,7 +212,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 def methods_for(labels: int) -> tuple[Method, ...]:
-    """The methods that so many labels have."""
+    """The methods for so many labels."""
     return METHODS if labels == 2 else METHODS[:2]
 
 
@@ -242,8 +242,9 @@ def fit_temperature(log_shares: Float64Array, truth: IntArray) -> TemperatureSca
 def fit_platt(log_shares: Float64Array, truth: IntArray) -> PlattScaling:
     """A slope of 0 or more and a bias for each label with the smallest log loss.
 
-    The right answers are smoothed as Platt (1999) does: of n rows of a label, n + 1 of n + labels have it. So
-    no answer is certain, and the fit of labels that the scores tell apart is finite.
+    The right answers are smoothed as in Platt (1999): of n rows with a label, each has it with probability (n + 1) /
+    (n + labels), and every other label with 1 / (n + labels). So no answer is certain, and the fit stays finite even
+    if the scores separate the labels.
     """
     from scipy.optimize import minimize
     from scipy.special import logsumexp
@@ -252,7 +253,7 @@ def fit_platt(log_shares: Float64Array, truth: IntArray) -> PlattScaling:
     counts = np.bincount(truth, minlength=labels)[truth]  # rows with the label of each row
     wanted = np.repeat(1 / (counts + labels)[:, None], labels, axis=1)  # of each label [rows, labels]
     wanted[np.arange(len(truth)), truth] = (counts + 1) / (counts + labels)
-    width = max(float(log_shares.std()), 1e-6)  # the search goes better where slope and biases are of one size
+    width = max(float(log_shares.std()), 1e-6)  # the search converges better if slope and biases are of one size
     shares = log_shares / width
 
     def loss(parameters: Float64Array) -> tuple[float, Float64Array]:
@@ -270,7 +271,7 @@ def fit_platt(log_shares: Float64Array, truth: IntArray) -> PlattScaling:
 def fit_isotonic(log_shares: Float64Array, truth: IntArray) -> IsotonicSteps:
     """The probabilities that rise with the score and have the smallest squared error.
 
-    None is nearer to 0 or 1 than 1 / (rows + 2): so many rows show no more. Raises ValueError for other than two
+    None is nearer to 0 or 1 than 1 / (rows + 2): so many rows prove no more. Raises ValueError for other than two
     labels.
     """
     from sklearn.isotonic import IsotonicRegression
@@ -314,7 +315,7 @@ def cross_validate(
 
 
 def best_method(found: Mapping[str, HeldOut]) -> Method:
-    """The method with the smallest log loss on held-out rows; of equal ones the first."""
+    """The method with the smallest log loss on held-out rows; the first of equal ones."""
     return min((method for method in METHODS if method in found), key=lambda method: found[method].log_loss)
 
 
@@ -337,10 +338,11 @@ def _held_out(
     )
 
 
-# The file of a calibration: read before anything loads, and held against the job that it is used in.
+# The file of a calibration: read before anything loads, and checked against the job that uses it.
 
 
-# Parts of a fingerprint that must be those of the scores a calibration was fitted on, as messages call them.
+# Parts of a fingerprint in which a job must equal the one whose scores the calibration was fitted on, as messages call
+# them.
 REFUSED = {
     "model": "model",
     "adapters": "set of adapters",
@@ -348,17 +350,16 @@ REFUSED = {
     "prompt": "prompt settings",
     "labels": "label spellings",
 }
-# Parts that change scores less; where they differ there is a warning.
+# Parts that change scores less; if they differ, a warning says so.
 WARNED = {"draft": "draft", "compression": "compression", "engine": "engine"}
 
 
 def read_calibration(path: str, labels: Sequence[str] | None) -> Calibration:
-    """The calibration at a local path or URL, for a job with these labels; None if they are not known yet.
-
-    Raises UsageError if it is none.
+    """The calibration at a local path or URL, for a job with these labels; None if they are not known yet. Raises
+    UsageError for any other file.
     """
     again = "make it with prefill calibrate"
-    content, _ = read_sealed("--calibration", path, again)  # one that was written by hand has no seal
+    content, _ = read_sealed("--calibration", path, again)  # a calibration written by hand has no seal
     try:
         calibration = Calibration.model_validate_json(content)
     except ValidationError as error:
@@ -378,7 +379,8 @@ def read_calibration(path: str, labels: Sequence[str] | None) -> Calibration:
 
 
 def check_calibration(settings: Any) -> None:
-    """Before a model is opened: raise UsageError where the labels and what `--calibration` names are certainly wrong.
+    """Before a model is opened: raise UsageError where the labels and the file of `--calibration` certainly do not
+    fit.
 
     A model with a classification head may bring labels of its own.
     """
@@ -389,7 +391,7 @@ def check_calibration(settings: Any) -> None:
 
 
 def _may_classify(settings: Any) -> bool:
-    # Whether a model may have a classification head, as far as is known before it is opened.
+    # Whether a model may have a classification head, as far as that is known before it is opened.
     folder = Path(settings.model or sample_model()).expanduser()
     if settings.head != "auto" or not folder.is_dir():
         return settings.head != "auto" or not folder.exists()  # a name on the hub
@@ -398,9 +400,9 @@ def _may_classify(settings: Any) -> bool:
 
 
 def require_fitting(calibration: Calibration, path: str, fingerprint: Mapping[str, str]) -> None:
-    """Raise UsageError if the calibration was fitted on scores of another model, prompt or labels than a job's.
+    """Raise UsageError if the calibration was fitted on scores of a model, prompt or labels other than the job's.
 
-    Warns on stderr if the scores were compressed in another way, or if the calibration does not say whose they were.
+    Warns on stderr if those scores were compressed in another way, or if the calibration does not name their job.
     """
     if calibration.fitted_on is None:
         return
@@ -425,7 +427,7 @@ def require_fitting(calibration: Calibration, path: str, fingerprint: Mapping[st
         )
 
 
-# Contextual calibration: the job's template with text that says nothing in the place of the row's own.
+# Contextual calibration: the job's template with text that says nothing in place of the row's own.
 
 
 OPTION = "--calibrate-with"
@@ -467,7 +469,8 @@ def content_free_prompts(settings: ProbabilityOptions, opening: Opening) -> list
 
 
 def contextual_calibration(opening: Opening, engine: PlanEngine, tick: Tick) -> Calibration:
-    """Answers of the engine to prompts without content, divided out. Raises PrefillError if one is no number."""
+    """The calibration that divides out the engine's answers to prompts without content. Raises PrefillError if one is
+    no number."""
     labels = opening.labels
     questions = [Question(prompt) for prompt in opening.common]
     too_long = max(len(question.tokens) for question in questions)
@@ -483,7 +486,7 @@ def contextual_calibration(opening: Opening, engine: PlanEngine, tick: Tick) -> 
 
 
 def _first_rows(opening: Opening, names: Sequence[str]) -> dict[str, list[Any]]:
-    # The values of these columns in the first rows that could be read.
+    # The values of these columns in the first readable rows.
     for batch in opening.source.batches():
         good = [at for at, row in enumerate(batch.rows.tolist()) if row not in batch.errors]
         return {name: [batch.columns[name][at] for at in good] for name in names}
@@ -491,7 +494,7 @@ def _first_rows(opening: Opening, names: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def _is_content(values: Sequence[Any]) -> bool:
-    # Whether a column holds text; one that holds nothing may.
+    # Whether a column holds text; an empty one may.
     return any(isinstance(value, str) for value in values) or all(value is None for value in values)
 
 

@@ -185,7 +185,7 @@ class Compress(Feature):
         return found, compressor.picker.tokens - before
 
     def compressor(self, scorer: Scorer) -> Compressor:
-        """The compressor of a scorer's prompts: with the draft that is beside the model, or those of workers."""
+        """The compressor of a scorer's prompts: with the draft beside the model, or with the drafts of workers."""
         from prefillcli.features.compress.compressor import compressor_of
         from prefillcli.features.compress.load import RemoteDraft
         from prefillcli.jobs.runners.pool import Pool

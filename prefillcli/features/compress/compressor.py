@@ -1,4 +1,4 @@
-"""The prompts of a job, compressed: which ones, to which rate, by whom, and which of their tokens are kept."""
+"""The prompts of a job, compressed: the choice of prompts, rate, picker and kept tokens."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ from prefillcli.stats.evaluation import flip_bound, rows_for
 if TYPE_CHECKING:
     from prefillcli.core.feature import Opened, PlanEngine, Scorer
 
-# Which prompts compression pays for: those with enough tokens, or those for which the cost model predicts a gain.
+# The prompts for which compression pays: those with enough tokens, or with a gain predicted by the cost model.
 
 
-# Share of the model's operations in full that picking and gathering tokens takes: up to 0.03 in docs/benchmarks.md,
-# 0.03 to 0.30 in the paper, on unified memory.
+# The cost of picking and gathering tokens, as a share of the model's operations over the whole prompt: up to 0.03 in
+# docs/benchmarks.md, 0.03 to 0.30 in the paper, on unified memory.
 OVERHEAD = 0.05
-# Where the cost model does not know an architecture, compression is taken to pay above so many tokens.
+# Where the cost model does not know an architecture, compression is assumed to pay above so many tokens.
 UNKNOWN_ABOVE = 8192
 
 
@@ -86,11 +86,12 @@ class WorthCompressing:
         return tokens > UNKNOWN_ABOVE if speedup is None else speedup > 1
 
     def speedup(self, tokens: int, keep: float) -> float | None:
-        """The predicted speedup, for a prompt by itself: 1 / (r + k + overhead).
+        """The predicted speedup for a prompt alone: 1 / (r + k + overhead).
 
-        r: the draft's operations, decoding included, over the model's in full. k: the model's operations over what is
-        kept, ends included, over those in full. A target that picks itself reads the whole prompt in its first layers:
-        r is 0, and k counts them. None where the cost model does not know an architecture.
+        r: the draft's operations, decoding included, divided by the model's over the whole prompt. k: the model's
+        operations over the kept tokens, ends included, divided by the same. A target that picks tokens itself reads
+        the whole prompt in its first layers: r is 0, and k counts these layers. None where the cost model does not
+        know an architecture.
         """
         return self._speedup(tokens, keep)
 
@@ -121,7 +122,7 @@ class WorthCompressing:
         return 1 / (draft / full + sparse / full + OVERHEAD)
 
 
-# Which prompts are compressed, and by how much.
+# The prompts that are compressed, and their rates.
 
 
 def keep_rates(
@@ -129,8 +130,8 @@ def keep_rates(
 ) -> list[float | None]:
     """The keep rate of each prompt; None for those to be read in full. `keep` is the job's rate.
 
-    A row's own `keep` and `specprefill` come first. A prompt is also read in full if a prefix of it is computed in
-    full anyway and compressing the rest does not pay.
+    A row's own `keep` and `specprefill` come first. A prompt is also read in full if one of its prefixes is computed
+    in full anyway and compressing the rest does not pay.
     """
     keeps: list[float | None] = []
     ends = settings.keep_first + settings.tail  # a shorter prompt has nothing to drop
@@ -155,7 +156,7 @@ def keep_rates(
 
 
 class Compressor:
-    """Decides for every prompt of a window how the target reads it.
+    """Decides how the target reads each prompt of a window.
 
     `picker` picks the tokens. `keep` is the job's rate, and `worth` says which prompts compression pays for.
     `target_window` is the target's sliding window, if it has one; `settings` take it into account.
@@ -176,7 +177,7 @@ class Compressor:
         self.settings = settings.for_target(target_window)
 
     def close(self) -> None:
-        """Let go of memory."""
+        """Free memory."""
         self.picker.close()
 
     def compress(self, prompts: Sequence[Prompt], tick: Tick = lambda tokens: None) -> list[Question]:
@@ -185,7 +186,7 @@ class Compressor:
         return self.select(prompts, keeps, self.estimate(prompts, keeps, tick))
 
     def keeps(self, prompts: Sequence[Prompt], keep: float | None = None) -> list[float | None]:
-        """The keep rate of each prompt; None for those to be read in full. `keep` stands in for the job's rate."""
+        """The keep rate of each prompt; None for those to be read in full. `keep` replaces the job's rate."""
         return keep_rates(prompts, self.keep if keep is None else keep, self.settings, self.worth)
 
     def estimate(
@@ -216,7 +217,7 @@ class Compressor:
         return questions
 
     def why_no_rate(self, prompts: Sequence[Prompt], keeps: Sequence[float | None], number: int) -> str:
-        """Why prompt `number` has no keep rate in `keeps`, as `keeps` decides."""
+        """Why the method `keeps` gives prompt `number` no keep rate."""
         prompt, settings, worth = prompts[number], self.settings, self.worth
         tokens, own = len(prompt.tokens), self.keep if prompt.keep is None else prompt.keep
         if prompt.specprefill is False:
@@ -249,9 +250,9 @@ def why_in_full(question: Question) -> str | None:
 def compressor_of(
     settings: Any, opened: Opened, draft: Any, plan: Mapping[str, Any] = MappingProxyType({})
 ) -> Compressor:
-    """The compressor of a job, to the rate of the settings or, of `--keep auto`, of the job's plan.
+    """The compressor of a job, to the rate of the settings or, with `--keep auto`, of the job's plan.
 
-    Raises UsageError where the model is to pick tokens itself, and none of its layers can.
+    Raises UsageError where the model should pick tokens itself and none of its layers can.
     """
     from prefillcli.features.compress.draft import SelfDraft  # takes torch along
 
@@ -264,7 +265,7 @@ def compressor_of(
 def make_compressor(
     picker: Picker, compression: Compression, opened: Opened, keep: float, *, own: int | None = None
 ) -> Compressor:
-    """Compresses prompts for a model to the rate `keep`, by what the `picker` finds, which may be that of the model's
+    """Compresses prompts for a model to the rate `keep`, by the findings of the `picker`, which may use the model's
     `own` first layers."""
     worth = worth_of(compression, opened, own)
     return Compressor(
@@ -273,7 +274,7 @@ def make_compressor(
 
 
 def worth_of(compression: Compression, opened: Opened, own: int | None) -> WorthCompressing:
-    """Which prompts compression pays for, by a draft or by the model's `own` first layers."""
+    """Decides for which prompts compression pays, by a draft or by the model's `own` first layers."""
     draft = None if own is not None or opened.draft is None else opened.draft.config
     return WorthCompressing(compression, opened.files.config, draft, own_layers=own)
 
@@ -290,12 +291,12 @@ def worth_of(compression: Compression, opened: Opened, own: int | None) -> Worth
 
 
 RATES = (0.7, 0.5, 0.3, 0.2, 0.1)  # the keep rates that are tested, in this order, until one fails
-ALLOWED_FLIPS = 1  # the sample is so large that a rate with one flip passes
+ALLOWED_FLIPS = 1  # the sample is large enough for a rate with one flip to pass
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A keep rate, tried on the sample. `bound`: with 95 % confidence the flip rate is lower (one-sided, exact)."""
+    """A keep rate, tried on the sample. `bound`: the flip rate is lower with 95 % confidence (one-sided, exact)."""
 
     keep: float
     rows: int
@@ -305,7 +306,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class KeepChoice:
-    """The chosen rate, 1 if the first one tested failed, and the trials."""
+    """The chosen rate, which is 1 if the first tested one failed, and the trials."""
 
     keep: float
     trials: tuple[Trial, ...]
@@ -324,9 +325,9 @@ def choose_keep(
 ) -> KeepChoice:
     """Try keep rates on the `chosen` ones of the `prompts`, compressed together with all the others.
 
-    A row flips if its likeliest label is not that of the prompt in full. A rate passes if its flips are so few that
-    they prove a flip rate of at most `max_flips`. The last rate that passes before the first that fails is chosen;
-    one that compresses too few of these rows to fail or pass is left out.
+    A row flips if its likeliest label is not the whole prompt's. A rate passes if its flips are few enough to prove a
+    flip rate of at most `max_flips`. The last rate that passes before the first that fails is chosen; a rate that
+    compresses too few of these rows to fail or pass is left out.
     """
     needed = rows_for(max_flips)
     trials: list[Trial] = []
@@ -342,20 +343,20 @@ def choose_keep(
         flips = sum(int(label != own[number]) for label, number in zip(found, tried, strict=True))
         trials.append(Trial(keep, len(tried), flips, flip_bound(flips, len(tried))))
         if len(tried) < needed:
-            continue  # too few rows are worth compressing so little: this shows nothing
+            continue  # too few rows are worth compressing at this high rate: the trial shows nothing
         if trials[-1].bound > max_flips:
             break
         passed = keep
     return KeepChoice(passed, tuple(trials), needed)
 
 
-ALMOST_ALL = 0.95  # share of a window's tokens: a job with a keep rate that reads more gets a warning
+ALMOST_ALL = 0.95  # share of a window's tokens: a job with a keep rate that still reads more gets a warning
 
 
 class WindowCompressor:
     """Decides how the model reads the prompts of each window of a `scorer`.
 
-    Of `--keep auto` it chooses the rate, which is in the plan of the scorer from then on. `methods` are the rows that
+    With `--keep auto` it chooses the rate, which the plan of the scorer has from then on. `methods` are the rows that
     were scored before, by method.
     """
 
@@ -386,7 +387,7 @@ class WindowCompressor:
         return questions
 
     def _warn_of_little(self, questions: Sequence[Question], keeps: Sequence[float | None]) -> bool:
-        # Whether the model reads nearly all tokens of a window in spite of its keep rate; then say why on stderr.
+        # If the model reads nearly all tokens of a window in spite of its keep rate, say why on stderr.
         read, whole = (
             sum(each) for each in zip(*((r.most_kept, len(r.prompt.tokens)) for r in questions), strict=True)
         )
@@ -408,7 +409,7 @@ class WindowCompressor:
 
     def _check(self, estimates: Sequence[ImportanceEstimate]) -> None:
         # Raise PrefillError if the draft has failed on all rows so far: `ENOUGH_ROWS`, or those it is tried on. The
-        # rows of earlier windows are written. Without this the model would read the whole job in full.
+        # rows of earlier windows are written. Otherwise the model would read the whole job in full.
         before = self._methods
         if compressed_rows(before) or any(found.importance is not None for found in estimates):
             return
@@ -462,14 +463,14 @@ def _why_all(choice: KeepChoice, rows: int, max_flips: float) -> str:
     )
 
 
-# How prompts would be compressed, for forecasts: no draft is asked.
+# A forecast of how prompts would be compressed, without a draft.
 
 
 KEEP_RATES = (1.0, 0.5, 0.3, 0.2, 0.1)
 
 
 class KeptTokens(Foresight):
-    """The questions of prompts as if the draft found the first chunks of each the most important.
+    """The questions about prompts, as if the draft found the first chunks of each prompt the most important.
 
     Raises UsageError and ResourceError as loading would.
     """
@@ -517,8 +518,8 @@ class KeptTokens(Foresight):
         return self._depth + (1 - self._depth) * sum(question.most_kept for question in questions) / whole
 
     def _draft_lengths(self, prompts: Sequence[Prompt]) -> list[int | None]:
-        # How many tokens each prompt has for the draft; None for one that it cannot read. Asked of the same prompts
-        # for one rate after the other.
+        # The number of tokens that each prompt has for the draft; None for one that it cannot read. The same prompts
+        # come again for each rate.
         if self._translator is None:
             return [len(prompt.tokens) for prompt in prompts]
         if self._drafted[0] is not prompts:
@@ -536,7 +537,8 @@ def inspected(
     number: int,
     tick: Tick,
 ) -> ReadPrompt:
-    """How the prompt `number` of a window is compressed. The others have so many tokens in `shared` with it."""
+    """How the prompt `number` of a window is compressed. `shared` has the number of tokens that each prompt shares
+    with it."""
     prompt, compression = prompts[number], compressor.settings
     keeps = compressor.keeps(prompts)
     if keeps[number] is None:
@@ -548,8 +550,8 @@ def inspected(
     near = [tokens >= min(compression.select_chunk, len(prompt.tokens)) for tokens in common]
     if compression.per_row:
         near = [at == own for at in range(len(related))]
-    # The importance of those that are not `near` has no say in what is kept of the row: they share no whole chunk with
-    # it, or every row is selected by itself. The draft is spared them. Where they are compressed they still are so.
+    # Prompts that are not `near` do not affect the row's kept tokens: they share no whole chunk with it, or every row
+    # is selected by itself. So the draft does not read them. They still count as compressed if they would be.
     asked = [keep if close else None for keep, close in zip(rates, near, strict=True)]
     estimates = compressor.estimate(relatives, asked, tick)
     for at, prompt in enumerate(relatives):
@@ -593,7 +595,8 @@ def why_kept(
 class Neighbour(NamedTuple):
     """A prompt that is compressed together with another one.
 
-    It has so many `tokens`, of which the last `tail` are always kept; the two have the first `shared` in common.
+    It has this number of `tokens`. The last `tail` are always kept, and the first `shared` are the same in both
+    prompts.
     """
 
     tokens: int
@@ -606,7 +609,7 @@ class Neighbour(NamedTuple):
 
 
 def with_compression(prompts: list[Prompt], batch: RowBatch, errors: dict[int, RowError]) -> list[Prompt]:
-    """The prompts with what their rows say of compression; a row that says something else becomes an error."""
+    """The prompts with their rows' own settings of compression; a row with a wrong value becomes an error."""
     keeps, choices = batch.columns.get("keep"), batch.columns.get("specprefill")
     place = {row: at for at, row in enumerate(batch.rows.tolist())}
     done = []

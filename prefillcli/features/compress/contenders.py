@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from prefillcli.core.feature import LayerWalk, Material, Prompt
 
 
-# State drift: how far the final states of recurrent layers are from those of the whole prompt.
+# State drift: the distance of recurrent layers' final states from those of the whole prompt.
 #
-# A recurrent layer advances only at the tokens that it reads, so after a compressed prompt its state is another one
-# than after the whole prompt ("SpecPrefill on Unified Memory" leaves open by how much).
+# A recurrent layer advances only at the tokens that it reads, so its state after a compressed prompt differs from that
+# after the whole prompt ("SpecPrefill on Unified Memory" leaves open by how much).
 
 
 Int32Array = npt.NDArray[np.int32]
-DRIFT_ROWS = 8  # of each method: the first that it has compressed; both ways of reading them are walked once more
+DRIFT_ROWS = 8  # the first compressed prompts of each method; each is walked once more whole and once more compressed
 
 
 def state_drift(
@@ -78,7 +78,7 @@ def distance(states: Sequence[Tensor], whole: Sequence[Tensor]) -> float:
 
 
 class SmallModel:
-    """The draft that was loaded beside the model, and what it computes."""
+    """The draft that was loaded beside the model, and its operations."""
 
     def __init__(self, equipment: Equipment) -> None:
         opened, plan = equipment.opened, equipment.loaded.plan
@@ -88,7 +88,7 @@ class SmallModel:
         self._limits = Limits(**plan["draft"]["limits"]) if "draft" in plan else None
 
     def in_its_tokens(self, prompts: Sequence[Int32Array]) -> list[Int32Array]:
-        """Prompts that the draft has read, as it read them."""
+        """The prompts that the draft can read, in its own tokens."""
         if self._translator is None:
             return list(prompts)
         return [each.tokens for each in self._translator.translate(prompts) if not isinstance(each, str)]
@@ -109,8 +109,8 @@ def compressor_in(
 ) -> Compressor:
     """A compressor with the picker of this name.
 
-    `spans` gives a prompt's text and where its tokens lie in it, or None where the text does not give the tokens.
-    Raises UsageError where the model is to pick tokens itself, and none of its layers can.
+    `spans` gives a prompt's text and the places of its tokens there, or None where the text does not give the tokens.
+    Raises UsageError where the model should pick tokens itself and none of its layers can.
     """
     compression, opened = compression_of(equipment.settings), equipment.opened
     own = own_layers(compression, opened) if PICKERS[name].needs == "self" else None
@@ -151,7 +151,8 @@ def contenders(names: Collection[str], equipment: Equipment, material: Material)
 
 
 def _can_choose(name: str, equipment: Equipment, material: Material) -> bool:
-    # Whether the model has a layer that can choose tokens. Raises UsageError if a method needs it that was named.
+    # Whether the model has a layer that can choose tokens. Raises UsageError if a named method needs one and there is
+    # none.
     try:
         own_layers(compression_of(equipment.settings), equipment.opened)
     except UsageError as error:
@@ -164,7 +165,7 @@ def _can_choose(name: str, equipment: Equipment, material: Material) -> bool:
 
 @dataclass(slots=True)
 class PickedOnce:
-    """The estimates of a picker, for several keep rates. `tokens` are those that the draft computed."""
+    """The estimates of a picker, for several keep rates. `tokens` is the number that the draft computed."""
 
     wanted: list[bool] = field(default_factory=list)  # which prompts have a keep rate
     estimates: list[ImportanceEstimate] = field(default_factory=list)
@@ -173,7 +174,7 @@ class PickedOnce:
 
 
 class Compressed(Contender):
-    """The layer walk over what a picker keeps. `compressor` compresses as that of `prefill score` does.
+    """The layer walk over the tokens that a picker keeps. `compressor` works as that of `prefill score`.
 
     Contenders with the same `picked` share the estimates of their first runs.
     """
@@ -265,7 +266,7 @@ class _OwnLayers(Compressed):
         return cast("SelfDraft | GemFilter", self._compressor.picker).layer + 1
 
     def predictions(self, run: MethodRun) -> tuple[float, float] | None:
-        # As of `Contender`, with the first layers' share of all in place of a draft's operations.
+        # As in `Contender`, but with the first layers' share of all operations in place of a draft's.
         config, keep = self._equipment.config, self.keep or 1.0
         try:
             whole = sum(table5(config, len(question.prompt.tokens)).total for question in run.questions)
@@ -277,7 +278,7 @@ class _OwnLayers(Compressed):
         return 1 / (depth + again * keep), whole / (depth * whole + again * part)
 
     def _again(self, depth: float) -> float:
-        # Share of the layers that read what is kept.
+        # Share of the layers that read only the kept tokens.
         raise NotImplementedError
 
     def _summed(self, whole: Plan, part: Plan, tokens: int, *, skipped: int = 0) -> Cost:
@@ -292,7 +293,7 @@ class _OwnLayers(Compressed):
 
 
 class SelfDrafted(_OwnLayers):
-    """One pass: what the first layers keep goes on to the others."""
+    """One pass: the tokens that the first layers keep go on to the others."""
 
     def _read(self, prompts: Sequence[Prompt], keeps: Sequence[float | None], picked: PickedOnce) -> MethodRun:
         questions = self._compressor.select(prompts, keeps, picked.estimates)
@@ -317,7 +318,7 @@ class SelfDrafted(_OwnLayers):
 
 
 class Filtered(_OwnLayers):
-    """Two passes: the first layers read whole prompts, then all layers what they keep."""
+    """Two passes: the first layers read whole prompts, then all layers read the tokens that these keep."""
 
     def cost(self, run: MethodRun) -> Cost:
         part, whole = self._equipment.plan(run.questions), make_plan(run.drafted, self._equipment.limits)

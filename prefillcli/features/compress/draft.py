@@ -1,4 +1,4 @@
-"""The models that find the importance of tokens: a draft that walks prompts, or the model's own first layers."""
+"""The models that estimate the importance of tokens: a draft that walks prompts, or the model's own first layers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from prefillcli.prefill.walk import Thinned
 if TYPE_CHECKING:
     from prefillcli.core.feature import LayerWalk, Prompt
 
-# Importance: how much the draft's queries attend to each token of a prompt.
+# Importance: the attention of the draft's queries to each token of a prompt.
 #
 # For each layer, head and query: softmax in float32 of the query's scores over the prompt's keys, smoothed by
 # average pooling over tokens. Then the maximum over layers and heads is taken (SpecPrefill, section 3.2; pooling and
@@ -63,8 +63,8 @@ SCORE_BYTES = 64 << 20  # float32 scores at a time
 class PromptQueries:
     """A prompt and the queries that vote on its tokens.
 
-    `path` says where its keys lie, as (start, end) runs. Query i is row `queries[i]` of a watched layer. It sees the
-    first `sees[i]` of the keys; a window counts from its depth `depths[i]`.
+    `path` has the places of its keys, as (start, end) runs. Query i is row `queries[i]` of a watched layer. It sees
+    the first `sees[i]` keys; a window counts from its depth `depths[i]`.
     """
 
     path: list[tuple[int, int]]
@@ -152,7 +152,7 @@ def importance(
 ) -> Float32Array | None:
     """The importance of each token, float32 [tokens]; None where no layer had a vote.
 
-    With an `overlap` it is that of another tokenizer's tokens, and chunks are of those.
+    With an `overlap` tokens and chunks are those of another tokenizer.
 
     `rank`: every query ranks the chunks of `chunk` tokens by their mean votes, and a token's importance is 1 over the
     best rank that any query gives its chunk. A query that attends a little to many tokens then counts as much as one
@@ -174,16 +174,15 @@ def importance(
     return np.asarray(reduced.float().cpu().numpy(), np.float32)
 
 
-# The importance of a prompt's tokens, float32 [tokens], or why there is none; and the layers that voted.
+# The importance of a prompt's tokens, float32 [tokens], or the reason why there is none; and the layers that voted.
 Found = tuple[Float32Array | None, str | None, tuple[int, ...]]
 
 
 class Draft:
-    """A small model with the target's tokenizer, of which this is a walk that others may use between two estimates.
+    """A walk over a small model with the target's tokenizer. Others may use the walk between two estimates.
 
     Raises UsageError if none of its layers could vote. `limits` come from `models.law.draft_limits`. `max_length` is
-    the longest prompt that its position encoding takes.
-    `on_failure` is called with what a pack failed with.
+    the longest prompt that its position encoding takes. `on_failure` is called with the error of a failed pack.
     """
 
     def __init__(
@@ -196,7 +195,7 @@ class Draft:
         on_failure: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self.tokens = 0  # tokens computed so far
-        self.failure: BaseException | None = None  # what it failed with last
+        self.failure: BaseException | None = None  # its last error
         self.walk = walk
         self._settings = settings
         self._limits = limits
@@ -223,8 +222,8 @@ class Draft:
     ) -> list[ImportanceEstimate]:
         """One estimate for each prompt, int32 [tokens] each. A common prefix is computed once.
 
-        With `overlaps`, one for each prompt, the estimates are of the tokens of another tokenizer.
-        A failure concerns the prompts of one pack: they get it as their reason.
+        With `overlaps`, one for each prompt, the estimates are of the tokens of another tokenizer. A failure concerns
+        the prompts of one pack and becomes their reason.
         """
         estimates = [ImportanceEstimate(reason=self._refusal(tokens)) for tokens in prompts]
         able = [number for number, found in enumerate(estimates) if found.reason is None]
@@ -233,7 +232,7 @@ class Draft:
             try:
                 votes = self._votes(pack, tick)
                 found = {n: self._importance(own, overlaps[able[n]] if overlaps else None) for n, own in votes.items()}
-            except Exception as error:  # whatever it is, the rows can be read in full
+            except Exception as error:  # whatever the error, the rows can be read in full
                 self.failure = error
                 self._on_failure(error)
                 found = dict.fromkeys(pack.prompts, (None, FAILED, ()))
@@ -245,12 +244,12 @@ class Draft:
         return estimates
 
     def _attends(self) -> bool:
-        # Whether any layer attends, found out with a prompt of one token.
+        # Whether any layer attends, by a trial with a prompt of one token.
         (pack,) = make_plan([np.zeros(1, dtype=np.int32)], Limits(1, 1)).packs
         try:
             with closing(self.walk.watch(pack, [0])) as layers:
                 return next(layers, None) is not None
-        except Exception:  # it will fail on the rows too, which say so
+        except Exception:  # it will fail on the rows too, and they report it
             return True
 
     def _refusal(self, tokens: Int32Array) -> str | None:
@@ -269,7 +268,7 @@ class Draft:
         return (*_checked(found), tuple(prompt.voters))
 
     def _votes(self, pack: Pack, tick: Tick) -> dict[int, PromptQueries]:
-        # How the queries of each prompt of a pack have voted.
+        # The votes of the queries of each prompt of a pack.
         settings = self._settings
         tree = Tree(pack)
         paths = [tree.path(node) for node, _ in pack.reads]
@@ -307,18 +306,18 @@ def _checked(found: Float32Array | None) -> tuple[Float32Array | None, str | Non
     return (found, None) if np.isfinite(found).all() else (None, NOT_FINITE)
 
 
-# The model as its own draft: what its first layers attend to goes on to the others (FastKV, arXiv 2502.01068).
+# The model as its own draft: tokens that its first layers attend to go on to the others (FastKV, arXiv 2502.01068).
 #
-# The first layers compute all tokens. In the last of them, the last tokens of each prompt vote on its keys, as those
-# of a draft do in all its layers; the other layers compute the tokens that are kept, at their original positions.
+# The first layers compute all tokens. In the last of them, the last tokens of each prompt vote on its keys, as a
+# draft's do in all its layers. The other layers compute the kept tokens, at their original positions.
 
 
 @dataclass(frozen=True, slots=True)
 class SelfDraftRule:
-    """A `ThinningRule`: what each prompt's last tokens look at in its layer, and both ends.
+    """A `ThinningRule`: it keeps the tokens that each prompt's last tokens attend to in its layer, and both ends.
 
     `rates` has the keep rate of each prompt, and how many of its last tokens are always kept. The other prompts go on
-    whole, and with them what they share. Prompts of a read go on together, at the highest of their rates.
+    whole, shared tokens included. Prompts of a read go on together, at the highest of their rates.
     """
 
     layer: int
@@ -360,7 +359,7 @@ class SelfDraftRule:
         ]
 
     def _rate(self, pack: Pack, read: int) -> tuple[float, int] | None:
-        # The rate of a read and its last tokens that are always kept; None if it goes on whole.
+        # The rate of a read and the number of its last tokens that are always kept; None if it goes on whole.
         rates = [self.rates.get(prompt) for prompt in pack.reads[read][1]]
         able = [rate for rate in rates if rate is not None]
         if len(able) < len(rates):
@@ -381,7 +380,7 @@ class SelfDraftRule:
 
 @dataclass(frozen=True, slots=True)
 class SelfThinning(Thinning):
-    """After `layer`, by its number, the share `keep` of the tokens goes on, and always the `last` ones."""
+    """After `layer`, a number, the share `keep` of the tokens goes on, and always the `last` ones."""
 
     layer: int
     keep: float
@@ -403,11 +402,11 @@ class SelfThinning(Thinning):
         return SelfDraftRule(self.layer, self.settings, rates)
 
 
-# The model's own first layers: what they attend to goes on to the others.
+# The model's own first layers: tokens that they attend to go on to the others.
 
 
 class SelfDraft(Picker):
-    """Leaves the choice to the model, which makes it after `layer` . Estimates are empty."""
+    """Leaves the choice to the model, which makes it after `layer`. Estimates are empty."""
 
     method = "self-draft"
 
@@ -431,18 +430,18 @@ class SelfDraft(Picker):
         ]
 
 
-# The model's own first layers, before it reads: what they find goes through all layers.
+# The model's own first layers, in a pass of their own: the tokens that they find go through all layers.
 
 
 POOL = 5
 
 
 class GemFilter(RowPicker):
-    """The model walks the prompts up to `layer`, and reads what it kept of them from its first layer on.
+    """The model walks the prompts up to `layer`, and reads the tokens that it kept again from its first layer on.
 
-    Queries times keys of the last token, summed over the heads and averaged over `POOL` tokens, rank single tokens. As
-    all pickers here it keeps the ends too, and the positions, which the paper counts anew. `walking` gives a walk of
-    the model; `limits` are those of its packs.
+    Queries times keys of the last token, summed over the heads and averaged over `POOL` tokens, rank single tokens.
+    Like all pickers here it keeps the ends too. It keeps the positions as well, which the paper numbers anew.
+    `walking` gives a walk of the model; `limits` are those of its packs.
     """
 
     method = "gemfilter"

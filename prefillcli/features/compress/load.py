@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from prefillcli.features.compress.draft import Draft
     from prefillcli.jobs.runners.pool import Pool
 
-# A prompt is not mapped if the draft has no tokens for more than this share of its letters, white space aside.
+# A prompt is not mapped if the draft has no tokens for more than this share of its letters, apart from white space.
 UNREAD = 0.05
-_MOST = 255  # tokens of the draft that are looked at for one of the target
+_MOST = 255  # the most tokens of the draft that are compared with one of the target
 
 
 class Translation(NamedTuple):
@@ -52,9 +52,8 @@ class _Run(NamedTuple):
 
 
 class Translator:
-    """Maps prompts from the tokenizer `target` to the tokenizer `draft`, both of transformers.
-
-    That of the draft is one of the tokenizers library.
+    """Maps prompts from the tokenizer `target` to the tokenizer `draft`, both of transformers. The draft's is one of
+    the tokenizers library.
     """
 
     def __init__(self, target: Any, draft: Any) -> None:
@@ -68,7 +67,7 @@ class Translator:
         self._spellings = spelled if self._literal else {name: name for name in spelled}
 
     def lengths(self, prompts: Sequence[Int32Array]) -> list[int | None]:
-        """How many tokens of the draft each prompt has; None for one that it cannot read."""
+        """The number of draft tokens of each prompt; None for one that the draft cannot read."""
         return [None if isinstance(each, str) else len(each.tokens) for each in self.translate(prompts)]
 
     def translate(self, prompts: Sequence[Int32Array]) -> list[Translation | str]:
@@ -83,7 +82,7 @@ class Translator:
         return [self._mapped(text, places, own) for (text, places), own in zip(read, coded, strict=True)]
 
     def _begun(self, ids: list[int]) -> tuple[list[int], int]:
-        # A prompt, and how many tokens at its start stand before every text.
+        # A prompt, and the number of tokens at its start that stand before every text.
         starts = self._target.start_ids
         return ids, next((at for at, number in enumerate(ids) if number not in starts), len(ids))
 
@@ -104,10 +103,10 @@ class Translator:
         return text, np.array([[0, len(text)]], np.int32)
 
     def _texts(self, runs: Sequence[list[int]]) -> list[tuple[str, Int32Array]]:
-        # The text of each run of tokens, and where its tokens lie in it. The bytes of each token say it, if the
-        # tokens are bytes of the text. Else the tokenizer does, if it makes the same tokens of the text. It does not
-        # if the prompt was cut, or given in ids that no text leads to; then it is what each token adds to the text of
-        # those before it.
+        # The text of each run of tokens, and their places in it. If tokens are bytes of the text, these bytes give the
+        # places. Else the tokenizer does, if it makes the same tokens from the text. It does not if the prompt was
+        # cut, or given in ids that no text leads to. Then a token's place is the text that it adds to that of the
+        # tokens before it.
         texts = [self._target.decode(ids) for ids in runs]
         places = [self._places_by_bytes(ids, text) for ids, text in zip(runs, texts, strict=True)]
         others = [number for number, own in enumerate(places) if own is None] if self._target.has_offsets else []
@@ -134,7 +133,7 @@ class Translator:
         return np.stack([letter[starts], letter[ends - 1] + 1], axis=1).astype(np.int32)
 
     def _mapped(self, text: str, places: Int32Array, coded: EncodedText) -> Translation | str:
-        # `places` are those of the target's tokens, of which those before the text have (-1, 0).
+        # `places` are those of the target's tokens; tokens before the text have (-1, 0).
         own = coded.offsets.copy()
         before = int(np.argmax(own[:, 1] > 0)) if own.size and own[:, 1].any() else len(own)
         own[:before] = (-1, 0)
@@ -151,7 +150,7 @@ class Translator:
         return Translation(coded.ids, Overlap(first.astype(np.int32), width.astype(np.uint8)))
 
     def _unread(self, text: str, coded: EncodedText, own: Int32Array) -> float:
-        # The share of the letters of a text, white space aside, that lie in no token that the draft knows.
+        # The share of a text's letters, apart from white space, that lie in no token known to the draft.
         letters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         known = own[:, 0] >= 0
         if self._draft.unknown_id is not None:
@@ -176,7 +175,7 @@ def _can_be_literal(encoder: Encoder) -> bool:
 
 
 def _joined(start: int, parts: Sequence[tuple[str, Int32Array]]) -> tuple[str, Int32Array]:
-    # The text of a prompt, and where its tokens lie in it; of the first `start` tokens that is before it.
+    # The text of a prompt, and its tokens' places in it; the first `start` tokens lie before it.
     places = [np.full((start, 2), (-1, 0), np.int32)]
     length = 0
     for text, offsets in parts:
@@ -186,7 +185,7 @@ def _joined(start: int, parts: Sequence[tuple[str, Int32Array]]) -> tuple[str, I
 
 
 def _places_of(lengths: Sequence[int]) -> Int32Array:
-    # Places, [tokens, 2], of tokens with texts of these lengths. One without is a part of the letter behind it.
+    # Places, [tokens, 2], of tokens with texts of these lengths. A token without text is a part of the next letter.
     ends = np.cumsum(lengths, dtype=np.int32)
     starts = ends - np.array(lengths, np.int32)
     following = np.where(starts < ends, np.arange(len(ends)), len(ends) - 1)
@@ -194,7 +193,7 @@ def _places_of(lengths: Sequence[int]) -> Int32Array:
 
 
 def _apart(places: Int32Array) -> Float64Array:
-    # The same places where no two overlap: tokens with one end, as bytes of one letter, divide it among them.
+    # The same places without overlaps: tokens that end together, as bytes of one letter do, divide it among them.
     ends = places[:, 1]
     begins = np.flatnonzero(np.diff(ends, prepend=ends[0] - 1))
     counts = np.diff(begins, append=len(ends))
@@ -218,8 +217,8 @@ class SpecPrefill(Picker):
 
     Prompts that share a prefix keep the same tokens of it, so that it is still computed once.
 
-    With a `translator` the draft reads prompts in tokens of its own. A prompt that cannot be translated has the reason
-    in its estimate.
+    With a `translator` the draft reads prompts in tokens of its own. The estimate of a prompt that cannot be
+    translated has the reason.
     """
 
     method = "specprefill"
@@ -254,7 +253,7 @@ class SpecPrefill(Picker):
     def _estimated(
         self, translator: Translator, prompts: Sequence[Int32Array], tick: Tick
     ) -> list[ImportanceEstimate]:
-        # The seconds of a prompt have its share of the translation.
+        # A prompt's seconds include its share of the translation.
         begun = time.monotonic()
         translations = self._translated(translator, prompts)
         seconds = (time.monotonic() - begun) / max(1, sum(len(tokens) for tokens in prompts))
@@ -271,22 +270,22 @@ class SpecPrefill(Picker):
         # The prompts in the draft's tokens; where one fails, only that one does.
         try:
             return translator.translate(prompts)
-        except Exception as error:  # whatever a tokenizer raises, the rows can be read in full
+        except Exception as error:  # whatever error a tokenizer raises, the rows can be read in full
             self.failure = error
             if len(prompts) == 1:
                 return [FAILED]
             return [self._translated(translator, [tokens])[0] for tokens in prompts]
 
 
-# Share of the layers that read the whole prompt: FastKV takes 16 of 32, GemFilter 14 of 32 or 20 of 40.
+# The share of the layers that read the whole prompt: FastKV takes 16 of 32, GemFilter 14 of 32 or 20 of 40.
 DEPTH = 0.45
 
 
 def load_draft(models: Models[Any]) -> Draft | None:
-    """The draft that was loaded, at work; None where the model picks tokens itself, or nothing does.
+    """The loaded draft, ready to work; None where the model picks tokens itself, or nothing does.
 
-    The plan has what fits one of its packs. A warning names each of its failures once. Raises UsageError if the
-    model or the draft cannot do what is asked.
+    The plan has the limits of its packs. A warning names each of its failures once. Raises UsageError if the model or
+    the draft lacks an ability that the settings need.
     """
     from prefillcli.features.compress.draft import Draft
     from prefillcli.models.rehearsal import check_uses
@@ -322,7 +321,7 @@ def load_draft(models: Models[Any]) -> Draft | None:
 
 @dataclass(frozen=True, slots=True)
 class EstimateTask:
-    """Prompts, int32 [tokens] each, whose tokens a worker's draft is to find more or less important; `overlaps` as in
+    """Prompts, int32 [tokens] each, for a worker's draft to estimate their tokens' importance; `overlaps` as in
     `Draft.estimate`."""
 
     prompts: list[Int32Array]
@@ -341,7 +340,7 @@ class EstimateTask:
 
 @dataclass(frozen=True, slots=True)
 class Estimated:
-    """One estimate for each prompt. `failure` is what the draft failed with, if it did."""
+    """One estimate for each prompt. `failure` is the draft's error, if it failed."""
 
     estimates: list[ImportanceEstimate]
     draft_tokens: int
@@ -369,7 +368,7 @@ class RemoteDraft:
         plan = make_plan([prompts[number] for number in able], limits)
         parts = [([able[prompt] for prompt in pack.prompts], Plan([pack], 0)) for pack in plan.packs]
         if too_long := sorted(set(range(len(prompts))) - set(able)):
-            parts.append((too_long, Plan([], 0)))  # the draft says why
+            parts.append((too_long, Plan([], 0)))  # the draft gives the reason
         estimates: dict[int, ImportanceEstimate] = {}
 
         def took(part: int, result: Estimated | None, lost: Exception | None) -> None:
@@ -422,16 +421,17 @@ def translator_of(opened: Opened) -> Translator | None:
 
 
 def own_layers(compression: Compression, opened: Opened) -> int:
-    """After how many of its layers the model chooses tokens itself. Raises UsageError where none of them can."""
+    """The number of layers after which the model chooses tokens itself. Raises UsageError where none of them can."""
     return choosing_layers(opened.files.config, compression.self_layer, opened.max_length)
 
 
 def choosing_layers(config: Any, wanted: int | None, max_length: int) -> int:
-    """How many first layers of a model with this text configuration read the whole prompt; the last of them chooses.
+    """The number of first layers of a model with this text configuration that read the whole prompt; the last of them
+    chooses.
 
-    It must see whole prompts of `max_length` tokens: no sliding window. Where None is `wanted`, it is `DEPTH` of the
-    layers, or the nearest number that sees them (of two, the larger). Raises UsageError where `wanted` does not, or no
-    layer does.
+    It must see whole prompts of `max_length` tokens: no sliding window. If `wanted` is None, it is `DEPTH` of the
+    layers, or the nearest number whose last layer sees them (the larger of two). Raises UsageError where that of
+    `wanted` does not, or no layer does.
     """
     try:
         windows = Shape(config).windows

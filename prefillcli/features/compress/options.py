@@ -32,7 +32,7 @@ class Compression:
     # Queries are the prompt's last token and `lookahead - 1` tokens that the draft decodes greedily behind it.
     lookahead: int = 8
     query_window: int = 8  # so many of the prompt's last tokens are queries too
-    query_reduce: Reduce = "rank"  # how the votes of the queries are combined: see `importance`
+    query_reduce: Reduce = "rank"  # the way to combine the queries' votes: see `importance`
     pool: int = 13  # odd number of tokens over which importance is averaged; 1 for none
     select_chunk: int = 16  # tokens of a chunk, which are kept or dropped together
     # Prompts of at most so many tokens are read in full; auto: those for which the cost model predicts no gain.
@@ -41,8 +41,8 @@ class Compression:
     keep_last: int = 64  # tokens at the end that are always kept: the question
     # Keep all tokens behind the prefix that a prompt shares, unless they are more than its keep rate leaves of it.
     keep_private: bool = True
-    per_row: bool = False  # select for each row by itself, as in the paper, not once for a shared prefix
-    # Layers of a model that is its own draft which read whole prompts; None: by its depth.
+    per_row: bool = False  # select for each row separately, as in the paper, not once for a shared prefix
+    # The number of layers that read whole prompts, in a model that is its own draft; None: by its depth.
     self_layer: int | None = None
 
     @property
@@ -68,14 +68,14 @@ class Compression:
     def for_target(self, sliding_window: int | None) -> Compression:
         """These settings for a target with a sliding window of so many tokens, or with none.
 
-        The last window of a prompt is always kept, so that the target's sliding layers see before the answer what
-        they would have seen.
+        The last window of a prompt is always kept, so that the target's sliding layers see the same tokens before the
+        answer as in the whole prompt.
         """
         return replace(self, keep_last=max(self.keep_last, sliding_window or 0))
 
 
 def compression_of(settings: Any) -> Compression:
-    """The options of compression as the draft and the selection take them."""
+    """The options of compression, in the form for the draft and the selection."""
     names = {"per_row": "compress_per_row"}
     found = Compression(
         **{each.name: getattr(settings, names.get(each.name, each.name)) for each in fields(Compression)}
@@ -86,15 +86,16 @@ def compression_of(settings: Any) -> Compression:
 
 
 def keep_rate(settings: Any, plan: Mapping[str, Any]) -> float:
-    """A job's keep rate: given or, by its plan, chosen; 1 until it is."""
+    """A job's keep rate: the given one or the one that its plan has chosen; 1 until then."""
     return float(plan.get("keep", 1.0 if settings.keep == "auto" else settings.keep))
 
 
-# The ways to pick tokens: known by name before anything is imported or loaded.
+# The ways to pick tokens, known by name before anything is imported or loaded.
 
 
 class PickerKind(NamedTuple):
-    """A way to pick tokens. `name` is also what the output's column `method` says of a prompt that it compressed."""
+    """A way to pick tokens. `name` is also the value in the output's column `method` for a prompt that it
+    compressed."""
 
     name: str
     summary: str  # in the tables of `prefill bench`
@@ -345,9 +346,9 @@ class BenchOptions(CompressionOptions):
         )
 
     def compares(self, method: str) -> bool:
-        """Whether a method that drops tokens is compared: if it was named, or by default where there is a draft.
+        """Whether a method that drops tokens is compared: if one was named, or by default where there is a draft.
 
-        With `rationale` none is, but a draft that guesses tokens is loaded as if it would pick them.
+        With `rationale` none is, but a draft that guesses tokens is loaded as if it picked them.
         """
         if self.rationale:
             return method == "specprefill" and (not self.method or bool({"draft", "hierarchy"} & {*self.method}))

@@ -1,4 +1,4 @@
-"""Which tokens are kept.
+"""The selection of the tokens to keep.
 
 A prompt is cut into chunks of equal size, from its start. The `ceil(keep * chunks)` chunks with the largest mean
 importance are kept, and always the first tokens and the last ones (the question). The tokens behind the prefix that a
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
     from prefillcli.core.feature import Tick
 
 
-# Why prompts that should be compressed are read in full, and what pickers of tokens find.
+# The reasons why prompts that should be compressed are read in full, and the findings of pickers.
 
 
 NO_MEMORY, TOO_LONG, VOCABULARY = "draft_memory", "draft_length", "draft_vocabulary"
 NO_VOTE, NOT_FINITE, FAILED = "draft_window", "draft_not_finite", "draft_error"
 TEXT = "draft_text"
-ENOUGH_ROWS = 32  # rows that show that a draft is of no use if it has compressed none of them
+ENOUGH_ROWS = 32  # if a draft has compressed none of so many rows, it is of no use
 
 
 class Fallback(NamedTuple):
-    """A reason: what it means, and whether it is a fault of the draft and not of the prompt."""
+    """A reason: its meaning, and whether it is a fault of the draft rather than the prompt."""
 
     meaning: str
     fault: bool = False
@@ -66,7 +66,7 @@ FALLBACKS = {
 
 
 def compressed_rows(methods: Mapping[str, int]) -> int:
-    """Rows that were compressed, of the rows by method."""
+    """The number of compressed rows among the rows by method."""
     return sum(rows for method, rows in _readings(methods).items() if method != FULL and not is_fallback(method))
 
 
@@ -87,7 +87,7 @@ def fallbacks_of_useless_draft(methods: Mapping[str, int]) -> dict[str, int]:
 
 
 def _readings(methods: Mapping[str, int]) -> Counter[str]:
-    # The rows by how they were read: whether a row left early says nothing of the draft.
+    # The rows by the way of reading alone: an early exit tells nothing about the draft.
     readings: Counter[str] = Counter()
     for method, rows in methods.items():
         readings[reading_method(method)] += rows
@@ -102,7 +102,7 @@ class ImportanceEstimate:
     """How important a picker finds the tokens of a prompt.
 
     `importance` is float32 [tokens], of any scale; the tokens with the largest are kept first. It is None for a prompt
-    that is read in full. `reason`, one of `FALLBACKS`, says why if it should have been compressed.
+    that is read in full. If that one should have been compressed, `reason` is one of `FALLBACKS`.
     """
 
     importance: Float32Array | None = None
@@ -122,7 +122,7 @@ class Estimator(Protocol):
     ) -> list[ImportanceEstimate]:
         """One estimate for each prompt, int32 [tokens] each; with `overlaps` of the tokens of another tokenizer.
 
-        A failure concerns the prompts that were computed together: they get it as their reason."""
+        A failure concerns the prompts that were computed together and becomes their reason."""
 
     def close(self) -> None:
         """Let go of memory."""
@@ -139,8 +139,8 @@ class Picker(ABC):
     def estimate(self, prompts: Sequence[Prompt], tick: Tick) -> list[ImportanceEstimate]:
         """One estimate for each prompt.
 
-        `tick` is called with the tokens each step advanced by; it may raise to stop. What fails on a prompt becomes
-        the reason of its estimate.
+        `tick` is called with the tokens of each step; it may raise to stop. A failure on a prompt becomes the reason
+        in its estimate.
         """
 
     @abstractmethod
@@ -151,18 +151,18 @@ class Picker(ABC):
         keeps: Sequence[float | None],
         settings: Compression,
     ) -> Sequence[Int64Array | Thinning | None]:
-        """The kept tokens of prompts that are computed together: ascending indices, or None for a prompt in full; or
-        how the target chooses them itself.
+        """The kept tokens of prompts that are computed together: ascending indices, None for a prompt in full, or the
+        rule by which the target chooses them itself.
 
         A prompt is read in full without a keep rate in `keeps` and without importance in `estimates`. The first
-        `settings.keep_first` tokens and the last ones that `tails` tells are always kept.
+        `settings.keep_first` tokens and the last ones, as many as `tails` counts, are always kept.
         """
 
     def close(self) -> None:  # noqa: B027 - most have nothing
         """Let go of memory."""
 
 
-# Which tokens of a draft each token of the target overlaps, where the two have different tokenizers.
+# The draft's tokens that each token of the target overlaps, where the two have different tokenizers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class Overlap:
     def spread(self, votes: Tensor) -> Tensor:
         """Votes on the target's tokens, [queries, tokens], from those on the draft's, [queries, draft tokens].
 
-        A token has the largest vote on those that it overlaps.
+        A token gets the largest vote on the draft's tokens that it overlaps.
         """
         import torch  # the end of every job looks at the fallbacks that this module names
 
@@ -214,12 +214,12 @@ def ends(tokens: int, first: int, last: int) -> npt.NDArray[np.bool_]:
 
 
 def chunk_count(tokens: int, chunk: int) -> int:
-    """How many chunks of `chunk` tokens so many tokens make; the last one may be shorter."""
+    """The number of chunks of `chunk` tokens in so many tokens; the last one may be shorter."""
     return -(-tokens // chunk)
 
 
 def budget(keep: float, count: int) -> int:
-    """ceil(keep * count), where 0.3 of 10 are 3, also if 0.3 was a float32."""
+    """ceil(keep * count), safe from rounding: 0.3 of 10 are 3, even if 0.3 was a float32."""
     return ceil(Fraction(f"{keep:.6g}") * count)
 
 
@@ -259,7 +259,7 @@ class _Forest:
         return self.order[self._begin[id(node)] : self._end[id(node)]]
 
     def private(self) -> list[int]:
-        # For each prompt how many tokens it has behind the prefixes it shares. Duplicates share nothing.
+        # The number of tokens that each prompt has behind the prefixes it shares. Duplicates share nothing.
         found = [0] * len(self.prompts)
         stack = list(self.roots)
         while stack:
@@ -272,7 +272,7 @@ class _Forest:
 
 
 def full_prefixes(prompts: Sequence[TokenArray], in_full: Sequence[bool]) -> list[int]:
-    """For each prompt how many of its first tokens are computed anyway, for a prompt `in_full`."""
+    """The number of first tokens of each prompt that are computed anyway, for a prompt `in_full`."""
     reach = [0] * len(prompts)
     if any(in_full):
         forest = _Forest(prompts)
@@ -297,7 +297,7 @@ def select_all(
 ) -> list[Int64Array | None]:
     """The kept tokens of prompts that are computed together; None for those without a rate or without importance.
 
-    `lasts` says how many of each prompt's last tokens are always kept, where `tails` is not to say it.
+    `lasts` is the number of each prompt's last tokens that are always kept; None: `tails` decides it.
     """
     if all(keep is None for keep in keeps):
         return [None] * len(prompts)
@@ -314,10 +314,10 @@ def select_all(
 
 
 def tails(prompts: Sequence[TokenArray], keeps: Sequence[float | None], settings: Compression) -> list[int]:
-    """How many of each prompt's last tokens are always kept.
+    """The number of each prompt's last tokens that are always kept.
 
     With `keep_private` these are all tokens behind the longest prefix that it shares with another of the `prompts`,
-    unless they are more than its keep rate leaves of the whole prompt.
+    unless its keep rate allows fewer tokens for the whole prompt.
     """
     return _tails(_Forest(prompts), keeps, settings)
 
@@ -333,8 +333,8 @@ def _tails(forest: _Forest, keeps: Sequence[float | None], settings: Compression
 
 @dataclass(slots=True)
 class _ForestSelection:
-    """Selects from the roots of a forest downwards. Prompts without a rate in `keeps` are read in full; of the others
-    the last `tails` are always kept."""
+    """Selects from the roots of a forest downwards. Prompts without a rate in `keeps` are read in full; the last
+    `tails` tokens of the others are always kept."""
 
     forest: _Forest
     importances: Sequence[Float32Array | None]
@@ -407,8 +407,8 @@ class _ForestSelection:
 class RowPicker(Picker):
     """Keeps the first and last tokens that SpecPrefill always keeps, and of the others `ceil(keep * others)`.
 
-    That is as much as SpecPrefill keeps if what it always keeps is chosen as often as anything else. A prefix that
-    prompts share is not the same for all of them any more.
+    SpecPrefill keeps as many if the tokens that it always keeps are chosen as often as others. A prefix that prompts
+    share does not stay the same for all of them.
     """
 
     @abstractmethod
@@ -447,13 +447,13 @@ class RowPicker(Picker):
 
 
 def by_importance(importance: Float32Array) -> Int64Array:
-    """The tokens, the most important first and of equal ones the earlier; those of minus infinity are never kept."""
+    """The tokens, the most important first, and the earlier of equal ones; those of minus infinity are never kept."""
     order = np.argsort(-importance, kind="stable")
     return order[importance[order] > -np.inf]
 
 
 def fill(order: Int64Array, tokens: int, keep: float, *, first: int, last: int) -> Int64Array:
-    """Those of so many tokens that are kept, ascending: both ends, and of the others the first of `order`."""
+    """The kept ones of so many tokens, ascending: both ends, and the first of the others in `order`."""
     kept = ends(tokens, first, last)
     others = order[~kept[order]]
     kept[others[: budget(keep, len(others))]] = True
@@ -488,16 +488,16 @@ class Bm25(RowPicker):
 def sentence_importance(text: str, offsets: Sequence[tuple[int, int]]) -> Float32Array:
     """Minus the place of each token's sentence by BM25, float32 [tokens]; minus infinity where there is no sentence.
 
-    Sentences end at line ends and at ".", "!", "?"; the query is the last one that ends in such a mark, with what
-    follows it ("Answer:"). Of equal scores the earlier sentence comes first. `offsets` are the tokens' (start, end)
-    characters in `text`; those of special tokens may be (0, 0).
+    Sentences end at line ends and at ".", "!", "?"; the query is the last one that ends in such a mark, with the text
+    behind it ("Answer:"). Between equal scores the earlier sentence comes first. `offsets` are the tokens' (start,
+    end) characters in `text`; those of special tokens may be (0, 0).
     """
     sentences = split_sentences(text)
     if not sentences:
         return np.full(len(offsets), -np.inf, dtype=np.float32)
     query = next((n for n in range(len(sentences) - 1, -1, -1) if _ENDED.search(sentences[n])), len(sentences) - 1)
     scores = _bm25([_words(s) for s in sentences], _words("".join(sentences[query:])))
-    # A token belongs to the sentence of its last character: it may begin with the space before.
+    # A token belongs to the sentence of its last character: it may begin with the space before that.
     edges = np.cumsum([len(sentence) for sentence in sentences])
     characters = np.array([max(start, end - 1) for start, end in offsets])
     owner = np.minimum(np.searchsorted(edges, characters, side="right"), len(sentences) - 1)
@@ -506,7 +506,7 @@ def sentence_importance(text: str, offsets: Sequence[tuple[int, int]]) -> Float3
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of `text`, with the white space behind them; joined they are `text`.
+    """The sentences of `text`, with the white space behind them; joined they make up `text`.
 
     "310.40" is not split, "Dr. Haas" is.
     """
@@ -515,7 +515,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def _bm25(sentences: list[list[str]], query: list[str]) -> npt.NDArray[np.float32]:
-    # Lucene's BM25 of each sentence. Zeros where no word of the query is in any.
+    # Lucene's BM25 of each sentence; zeros if no sentence has a word of the query.
     query = sorted(set(query).intersection(*[{word for words in sentences for word in words}]))
     if not query:
         return np.zeros(len(sentences), dtype=np.float32)

@@ -1,4 +1,4 @@
-"""`--deterministic`: a row's score has the same bits whatever rows are beside it."""
+"""`--deterministic`: a row's score has the same bits, whatever rows are beside it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class DeterminismOptions(Settings):
-    """Whether scores have the same bits beside any other rows."""
+    """Whether scores keep their bits beside any other rows."""
 
     deterministic: bool = option(
         False,
@@ -25,7 +25,7 @@ class DeterminismOptions(Settings):
 
 
 class Determinism(Feature):
-    """The walk computes row by row. There is no key in its report: the option is among those that it has."""
+    """The walk computes row by row. The feature has no key of its own in the report, which lists the option."""
 
     order = 10
     options = {"score": DeterminismOptions, "inspect": DeterminismOptions}
@@ -39,7 +39,7 @@ class Determinism(Feature):
             raise UsageError(f"--deterministic: {each.reason}\n{each.remedy}, or leave --deterministic out")
 
     def _objections(self) -> Iterator[Objection]:
-        # Other options with which a row's score would depend on more than the row, or may.
+        # Other options that make a row's score depend on more than the row, or may do so.
         yield from filter(None, (each.uneven() for each in features_of(self.settings)))
         if self.settings.compile:
             yield Objection("compiled layers have kernels of their own for each size of chunk", "leave --compile out")
