@@ -111,6 +111,7 @@ def _pairs(start: int, length: int, window: int | None) -> float:
 
 
 def _triangle(tokens: int, window: int | None) -> float:
+    # The i-th token sees i keys, with a window at most `window`: a triangle, then a constant.
     ramp = min(tokens, window) if window else tokens
     return ramp * (ramp + 1) / 2 + (tokens - ramp) * ramp
 

@@ -48,11 +48,13 @@ def keys_with_positions(tokens: TokenArray, positions: TokenArray | None, varian
     256. After equal keys, equal keys have equal K,V."""
     if positions is None:
         positions = np.arange(len(tokens), dtype=np.int32)
+    # Position from bit 32, variant from bit 24, token id below.
     return (positions.astype(np.int64) << 32) | np.int64(variant << 24) | tokens
 
 
 def token_order(prompts: Sequence[KeyArray]) -> list[int]:
     """The order that sorts `prompts` lexicographically; equal prompts stay in their order."""
+    # Big-endian bytes compare as the unsigned numbers do.
     keys = [tokens.astype(f">u{tokens.itemsize}").tobytes() for tokens in prompts]
     return sorted(range(len(prompts)), key=keys.__getitem__)
 

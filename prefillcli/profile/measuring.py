@@ -440,6 +440,7 @@ def fit_costs(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> Floa
 
     `seconds` are above 0. Columns of very different size are scaled first.
     """
+    # Divided by its seconds, each row should give 1, and its residual is the relative error.
     weighted = np.asarray(rows, dtype=float) / np.asarray(seconds, dtype=float)[:, None]
     scale = np.abs(weighted).max(axis=0)
     scale[scale == 0] = 1.0

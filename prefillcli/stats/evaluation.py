@@ -55,6 +55,7 @@ def exact_interval(successes: float, trials: int, confidence: float = 0.95) -> I
     from scipy.special import betaincinv
 
     tail = (1 - confidence) / 2
+    # P(X >= k) = I_p(k, n - k + 1) for X ~ Binomial(n, p), so each bound is a quantile of a beta distribution.
     lower = 0.0 if successes == 0 else float(betaincinv(successes, trials - successes + 1, tail))
     return lower, exact_upper(successes, trials, tail)
 
@@ -63,6 +64,7 @@ def exact_upper(successes: float, trials: int, tail: float) -> float:
     """The share at which so many successes, or fewer, have the probability `tail`."""
     from scipy.special import betaincinv
 
+    # P(X <= k) = 1 - I_p(k + 1, n - k) for X ~ Binomial(n, p).
     return 1.0 if successes == trials else float(betaincinv(successes + 1, trials - successes, 1 - tail))
 
 
@@ -198,6 +200,7 @@ class Ranking:
             return None
         equal, equal_negatives = self._steps()
         above = self.true_positives - equal
+        # Over all pairs of a positive and a negative row: 2 if the positive one is above, 1 for a tie.
         return int((equal_negatives * (2 * above + equal)).sum()) / (2 * self.positives * self.negatives)
 
     def area_interval(self, confidence: float = 0.95) -> Interval | None:
@@ -215,6 +218,7 @@ class Ranking:
             return exact_interval(area * rarer, rarer, confidence)
         from scipy.special import expit, logit, ndtri
 
+        # By the delta method: the derivative of logit(A) is 1 / (A (1 - A)).
         reach = float(ndtri((1 + confidence) / 2)) * math.sqrt(variance) / (area * (1 - area))
         return float(expit(logit(area) - reach)), float(expit(logit(area) + reach))
 
@@ -230,6 +234,7 @@ class Ranking:
         """The threshold with the largest F1, the highest of equal ones; None without positive rows."""
         if not self.positives:
             return None
+        # 2 TP / (2 TP + FP + FN), as TP + FN are all positive rows.
         f1 = 2 * self.true_positives / (self.true_positives + self.false_positives + self.positives)
         return self._figures(int(f1.argmax()))
 
@@ -272,6 +277,7 @@ class Ranking:
         if min(self.positives, self.negatives) < 2:
             return 0.0
         equal, equal_negatives = self._steps()
+        # The share of negative rows below a positive one, and of positive rows above a negative one; ties count half.
         of_positives = (self.negatives - self.false_positives + equal_negatives / 2) / self.negatives
         of_negatives = (self.true_positives - equal / 2) / self.positives
         spread = float((equal * (of_positives - area) ** 2).sum()) / (self.positives - 1) / self.positives
@@ -756,6 +762,7 @@ def _calibration_errors(places: Int64Array, means: Float64Array) -> Figure:
     in_bin = (places[:, None] == np.unique(places)).astype(np.float64)
 
     def errors(positives: Int64Array, negatives: Int64Array) -> Float64Array:
+        # Sum of scores minus number of positive rows: over a bin, its rows times (mean score - share).
         excess = positives * (means[0] - 1) + negatives * means[1]
         rows = positives.sum(axis=1) + negatives.sum(axis=1)
         return np.asarray(np.abs(excess @ in_bin).sum(axis=1) / rows, np.float64)
@@ -908,6 +915,7 @@ def label_probabilities(logprobs: Float64Array, temperature: float = 1.0) -> Flo
     """
     with np.errstate(invalid="ignore"):
         sharp = logprobs / temperature
+        # Subtracting the maximum leaves the shares as they are and keeps exp from overflowing.
         weights = np.exp(sharp - sharp.max(axis=-1, keepdims=True, initial=-np.inf))
         shares: Float64Array = weights / weights.sum(axis=-1, keepdims=True)
     return shares
