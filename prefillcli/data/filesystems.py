@@ -40,7 +40,7 @@ def split_path(path: str) -> tuple[str, str]:
     return folder or slash or ".", name
 
 
-PATIENCE = 60.0  # seconds after its first try in which a request that fails may be sent again
+PATIENCE = 60.0  # seconds from the first try during which a failed request may be sent again
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 10.0
 
 _PASSING_STATUS = {408, 425, 429, 500, 502, 503, 504, 509}
@@ -137,7 +137,7 @@ def patiently(request: Callable[[], T]) -> T:
 
 @contextmanager
 def impatiently() -> Iterator[None]:
-    """For requests of this thread that may as well fail: they are sent once."""
+    """For requests of this thread whose failure does no harm: they are sent once."""
     before = _patience.set(0.0)
     try:
         yield
@@ -198,8 +198,8 @@ def is_local(filesystem: Any) -> bool:
 def filesystem_of(path: str) -> tuple[Any, str]:
     """The fsspec filesystem of a path or URL, and the path inside it.
 
-    Raises UsageError if no package for its protocol is installed. Protocols beside those of the object stores are then
-    tried through pyarrow (hdfs).
+    Raises UsageError if no package for its protocol is installed. Protocols other than those of the object stores are
+    then tried through pyarrow (hdfs).
     """
     if not is_url(path):
         return fsspec.filesystem("file"), _absolute(os.path.expanduser(path))

@@ -74,7 +74,7 @@ class Limits:
         return self.kept_tokens > 0 and not self.kept_packs
 
     def can_keep(self, pack: Pack) -> bool:
-        """Whether the K,V of all layers of this pack, made under `kept_packs`, can be kept."""
+        """Whether the K,V of all layers of this pack can be kept, if it was made for that."""
         return 0 < self.kept_size(pack.held_tokens + len(pack.tokens), len(pack.reads)) <= self.kept_tokens
 
     def for_texts(self) -> Limits:
@@ -300,7 +300,7 @@ def alone(key: Key, packs: dict[int, Pack]) -> Pack:
 # A pack split into smaller ones, for a device whose memory it does not fit.
 
 
-WORTH = 0.9  # a larger half than this share of the tokens is not worth computing the common prefix twice
+WORTH = 0.9  # a half with a larger share of the tokens does not pay for computing the common prefix twice
 NO_INDEX = -1  # the index of packs outside a plan: they keep nothing of their own
 
 

@@ -1,4 +1,4 @@
-"""The prompts that wait to be computed, and which of them a schedule takes next."""
+"""The prompts that wait to be computed, and the choice of the next ones by a schedule."""
 
 from __future__ import annotations
 

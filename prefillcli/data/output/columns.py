@@ -440,7 +440,7 @@ class RationaleTally:
     """The rows that are written about, and their tokens."""
 
     tokens: int = 0
-    finish_reasons: dict[str, int] = field(default_factory=dict)  # rows by why their text ends
+    finish_reasons: dict[str, int] = field(default_factory=dict)  # rows by the reason why their text ends
     sources: dict[str, int] = field(default_factory=dict)  # rows by the source of their text
 
     @property
@@ -517,7 +517,7 @@ class Tallies:
 
 
 def _sum(mine: Any, other: Any) -> Any:
-    # Both added up: records, dicts and tuples entry by entry; lists are joined.
+    # The sum of both: records, dicts and tuples are added entry by entry; lists are joined.
     if is_dataclass(mine) and not isinstance(mine, type):
         added = {each.name: _sum(getattr(mine, each.name), getattr(other, each.name)) for each in fields(mine)}
         return replace(mine, **added)
@@ -548,7 +548,7 @@ def _score_bins(rows: pa.Table) -> dict[str, tuple[int, ...]]:
     found = {}
     for name in _counted(rows["prediction"]):
         if f"value_{name}" in rows.column_names:
-            continue  # values are not from 0 to 1
+            continue  # values need not lie between 0 and 1
         scores = rows["score"].filter(pc.equal(rows["prediction"], name)).to_numpy()
         found[name] = tuple(np.histogram(scores, SCORE_BINS, (0, 1))[0].tolist())
     return found
@@ -637,7 +637,7 @@ _PLAIN = (str, int, float, bool)
 
 
 class AuditedExits(NamedTuple):
-    """Rows of the audit whose whole prompt gets the same label: their number, and how many left early and flipped by
+    """Audited rows whose whole prompts get the same label: their number, and how many left early and flipped by
     that."""
 
     rows: int

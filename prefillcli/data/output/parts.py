@@ -368,7 +368,7 @@ class PartIndex:
     def holds(self, window: int, rows: Int64Array) -> bool:
         """Whether every row of a window of the input, which has these rows, is in its parts.
 
-        Raises OutputConflictError if the parts are of other rows.
+        Raises OutputConflictError if the parts hold other rows.
         """
         found = self._windows.get(window)
         if found is None:

@@ -82,7 +82,7 @@ def is_merged(manifest: Manifest | None) -> TypeGuard[Manifest]:
 
 
 def _resumed(manifest: Manifest, job: Job, resume: bool, *, begun: bool, name: str) -> Manifest | None:
-    # The manifest, if it is this job's and it is to be resumed; None where nothing has `begun`. Raises otherwise.
+    # The manifest, if it is this job's and the job may resume; None if nothing has `begun`. Raises otherwise.
     different = job.differing(manifest.job)
     if not different and resume:
         return manifest
@@ -516,7 +516,7 @@ class Sink:
     def finished(self, window: int, rows: Int64Array) -> bool:
         """Whether every row of a window is in its parts; for `windows(skip=...)`.
 
-        Raises OutputConflictError if the parts are of other rows than the input's window.
+        Raises OutputConflictError if the parts hold other rows than the input's window.
         """
         return self.complete or self._parts.holds(window, rows)
 
