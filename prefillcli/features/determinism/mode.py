@@ -1,9 +1,9 @@
-"""Layers whose rows have the same bits whatever rows are beside them.
+"""Layers whose rows have the same bits, whatever rows are beside them.
 
 All but attention and recurrence is computed row by row. Three things make a row depend on others: products, whose
 order of additions follows from their shape; elements that are left over when threads share a tensor; and sums over a
 single row, which threads share. While the mode lasts, operators of these three kinds are computed in ways that do not
-depend on them. The others pass.
+depend on other rows. All other operators pass unchanged.
 
 Attention, recurrence and chunks are computed so that a token's bits depend on its path alone: the tokens of its prompt
 so far.
@@ -47,17 +47,17 @@ from prefillcli.prefill.walk import Arithmetic, ChunkCutter, cut_anywhere
 
 # Elementwise operators whose bits do not depend on where an element lies.
 #
-# On CPUs, torch computes elements in vectors. What is left over at the end of a thread's share it computes one by
-# one, and for some operators by another formula: silu, sigmoid and softplus in float32, rsqrt in bfloat16. So
-# elements are laid out so that nothing is left over, whatever the number of threads.
+# On CPUs, torch computes elements in vectors. It computes elements that are left over at the end of a thread's share
+# one by one, and for some operators by another formula: silu, sigmoid and softplus in float32, rsqrt in bfloat16. The
+# layout here leaves no elements over, whatever the number of threads.
 
 
-STEP = 64  # elements: two vectors of the widest kind, which is what torch computes at a time
+STEP = 64  # elements: two vectors of the widest kind, as many as torch computes at a time
 GRAIN = (
-    32768  # elements of a thread at least, in torch (at::internal::GRAIN_SIZE); for gelu there are always all threads
+    32768  # the fewest elements of a thread in torch (at::internal::GRAIN_SIZE); gelu always takes all threads
 )
 SMALL = 16384  # elements that one thread computes alone, whatever the operator
-#: Operators that round once, or not at all: one by one they give what they give in vectors.
+#: Operators that round once, or not at all: one by one they give the same bits as in vectors.
 EXACT = {
     "aten::mul", "aten::div", "aten::neg", "aten::abs", "aten::relu", "aten::relu6", "aten::clamp",
     "aten::clamp_min", "aten::clamp_max", "aten::maximum", "aten::minimum", "aten::fmax", "aten::fmin",
@@ -76,7 +76,7 @@ _SUMS = {"aten::add", "aten::sub", "aten::rsub"}
 def is_uneven(func: OpOverload) -> bool:
     """Whether an operator is elementwise and may compute some elements by another formula.
 
-    Elementwise is one that torch tags so and that gives one tensor. `aten::equal` is tagged too, and gives a bool.
+    Elementwise operators have torch's tag and give one tensor. `aten::equal` has the tag too, but gives a bool.
     """
     pointwise = torch.Tag.pointwise in func.tags and [str(each.type) for each in func._schema.returns] == ["Tensor"]
     return pointwise and _base(func) not in EXACT
@@ -85,7 +85,7 @@ def is_uneven(func: OpOverload) -> bool:
 def compute_evenly(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of an elementwise operator, computed in whole vectors.
 
-    All arguments are taken by the names that the operator's schema has for them, however they were given.
+    All arguments are taken by their names in the operator's schema, however they were given.
     """
     given = dict(zip([each.name for each in func._schema.arguments], args, strict=False)) | kwargs
     inputs = {name: each for name, each in given.items() if name != "out"}
@@ -111,14 +111,14 @@ def _laid_out_and_back(func: OpOverload, inputs: dict[str, Any], tensors: dict[s
 
 
 def _called(func: OpOverload, given: dict[str, Any]) -> Tensor:
-    # The operator of arguments by name, those that its schema has by place in their order.
+    # Calls the operator with arguments by name; those that its schema has by place go in their order.
     places = [each.name for each in func._schema.arguments if not each.kwarg_only and each.name in given]
     others = {name: value for name, value in given.items() if name not in places}
     return cast(Tensor, func(*(given[name] for name in places), **others))
 
 
 def _room(count: int) -> int:
-    # The fewest elements from `count` on whose share for each thread is a multiple of `STEP`.
+    # The smallest number of elements, `count` or more, of which each thread's share is a multiple of `STEP`.
     most, room = torch.get_num_threads(), count  # torch shares `room` elements among min(most, room / GRAIN) threads
     while True:
         shares = math.lcm(most, max(1, min(most, -(-room // GRAIN)))) if room > SMALL else 1
@@ -143,7 +143,7 @@ def _base(func: OpOverload) -> str:
 
 
 def _functional(func: OpOverload) -> OpOverload:
-    # The operator that gives a new tensor, of one that writes into another.
+    # The variant of an operator that gives a new tensor, for one that writes into another.
     packet = getattr(torch.ops.aten, _base(func).removeprefix("aten::"))
     name = func._overloadname
     name = "default" if name == "out" else name.removesuffix("_out")
@@ -151,31 +151,31 @@ def _functional(func: OpOverload) -> OpOverload:
 
 
 def _laid_out(each: Tensor, shape: torch.Size, room: int) -> Tensor:
-    # The elements in a row [room]; ones behind, of which every function is defined.
+    # The elements in a row [room], with ones behind them: every function is defined at one.
     found = each.new_ones(room)
     found[: math.prod(shape)].view(shape).copy_(each.expand(shape))
     return found
 
 
-# Products whose rows have the same bits whatever rows are beside them, and however many threads compute.
+# Products whose rows have the same bits, whatever rows are beside them and however many threads compute.
 #
-# A library chooses its way by the shape of a product and the number of threads. Whether two ways add up a row in the
-# same order is found out, not assumed: each product has tiles of a few rows, computed by one thread, that say which
-# bits a row has. What is computed faster, with more rows or threads, is compared with them in full when it is needed
-# for the first time. What differs is computed by one thread from then on, and if that differs too, in those tiles.
+# A library chooses its way by the shape of a product and the number of threads. Tests, not assumptions, decide whether
+# two ways add up a row in the same order: tiles of a few rows, computed by one thread, define the bits of each
+# product's rows. A faster way, with more rows or threads, is compared with them in full before its first use. If it
+# differs, one thread computes that product from then on, and if that differs too, it does so in those tiles.
 
 
-TILE_ROWS = {"cpu": 64}  # whose bits count; on CPUs few, as they are computed by one thread
+TILE_ROWS = {"cpu": 64}  # the rows of a tile, whose bits count; few on CPUs, as one thread computes them
 TILE_ROWS_ELSEWHERE = 256
-FEW_ROWS = 16  # on CPUs the number of rows is rounded up to a multiple of this below a tile, and of a tile above
+FEW_ROWS = 16  # CPUs: numbers of rows are rounded up to a multiple of this, above a tile to a multiple of tiles
 # Takes one tensor or several [..., rows, inputs], and gives [..., rows, outputs].
 Product = Callable[..., Tensor]
 
 
 class RowProducts:
-    """Products of rows with weights, and what has been found out about them.
+    """Products of rows with weights, and the findings about them.
 
-    Which way a product is computed depends on what agrees on this machine; which bits a row has does not.
+    The way to compute a product depends on which ways agree on this machine; the bits of a row do not.
     """
 
     def __init__(self) -> None:
@@ -185,9 +185,9 @@ class RowProducts:
     def compute(self, kind: Hashable, product: Product, *rows: Tensor, reference: Product | None = None) -> Tensor:
         """`product(*rows)`, for rows that may have any number.
 
-        `kind` says all that a library may choose a way by, beside the number of rows: operation, dtype, shapes and
-        strides. `reference` computes the same with weights that are not laid out for this product. Raises
-        ResourceError if not even tiles of one shape give a row the same bits at each place.
+        `kind` has everything by which a library may choose a way, besides the number of rows: operation, dtype, shapes
+        and strides. `reference` computes the same with weights in their original layout. Raises ResourceError if not
+        even tiles of one shape give a row the same bits at each place.
         """
         count = rows[0].shape[-2]
         if not count:
@@ -208,8 +208,8 @@ class RowProducts:
         return found[..., :count, :]
 
     def _found_out(self, kind: Hashable, product: Product, rows: tuple[Tensor, ...], reference: Product) -> int:
-        # With how many threads the product of so many rows has the bits of its tiles; 0 if with none.
-        rows = tuple(map(_random_like, rows))  # given ones may be few, and zeros below them show nothing
+        # The number of threads with which the product of so many rows has the bits of its tiles; 0: with no number.
+        rows = tuple(map(_random_like, rows))  # the given rows may be few, and zeros below them would prove nothing
         if kind not in self._tiled:
             _check_tiles(reference, rows)
             self._tiled.add(kind)
@@ -233,12 +233,12 @@ def _rounded(count: int, device: torch.device) -> int:
 
 
 def tile_rows(device: torch.device) -> int:
-    """The number of rows whose product says which bits they have. More rows are rounded up to a multiple of it."""
+    """The number of rows in a tile, whose product defines their bits. More rows are rounded up to a multiple of it."""
     return TILE_ROWS.get(device.type, TILE_ROWS_ELSEWHERE)
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:
-    # The rows and some below, `count` of them, contiguous. Those below are what lies there in memory, mostly the rest
+    # The rows and some below, `count` in all, contiguous. Those below are any numbers in memory there, mostly the rest
     # of another product, or zeros: no row depends on them.
     given, size = rows.shape[-2], (*rows.shape[:-2], count, rows.shape[-1])
     if given == count:
@@ -259,7 +259,7 @@ def _tiles(rows: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _in_tiles(product: Product, rows: tuple[Tensor, ...]) -> Tensor:
-    # The product by one thread in tiles of one shape: what its bits are.
+    # The product by one thread in tiles of one shape, which defines its bits.
     with computing_with(1):
         found = torch.cat([product(*tile) for tile in _tiles(rows)], dim=-2)
     return found[..., : rows[0].shape[-2], :]
@@ -298,12 +298,12 @@ def computing_with(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-NARROW = 16  # outputs: in float32, with fewer of them MKL computes some rows of a product in another order
+NARROW = 16  # outputs: with fewer of them MKL computes some rows of a float32 product in another order
 _Handler = Callable[["DeterministicMode", OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class DeterministicMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While this lasts, what torch computes of a row does not depend on others, nor on the number of threads."""
+    """While this lasts, torch's results for a row do not depend on other rows, nor on the number of threads."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -318,7 +318,7 @@ class DeterministicMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return handler(self, func, args, given)
         if is_uneven(func):
             return compute_evenly(func, args, given)
-        if _is_composite(func):  # what it is made of may be one of those
+        if _is_composite(func):  # an operator that it is made of may be one of those
             with self:
                 return func.decompose(*args, **given)
         return func(*args, **given)
@@ -334,7 +334,7 @@ def _name(func: OpOverload) -> str:
 
 
 def _kind(name: str, *given: Any) -> tuple[Any, ...]:
-    # All by which a library may choose how it computes a product, beside its rows.
+    # Everything by which a library may choose its way to compute a product, besides the rows.
     return (
         name,
         *((each.shape, each.stride(), each.dtype) if isinstance(each, Tensor) else each for each in given),
@@ -360,7 +360,7 @@ def _linear(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: d
 def _multiply(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # mm and bmm.
     rows, weight = args[:2]
-    if rows.shape[-1] == 1 or not rows.is_floating_point():  # nothing is added up, or exactly
+    if rows.shape[-1] == 1 or not rows.is_floating_point():  # there are no sums, or they are exact
         return func(*args, **kwargs)
     if _is_narrow(weight):
         wide = functional.pad(weight, (0, NARROW - weight.shape[-1]))
@@ -428,7 +428,7 @@ def _gated(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _reduce(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Threads would share the sum over a single row. With another row beside it they share the rows.
+    # Threads would share the sum over a single row. With another row beside it they share out the rows.
     values = args[0]
     if values.device.type != "cpu" or values.numel() < GRAIN or len(args) < 2 or args[1] is None:
         return func(*args, **kwargs)
@@ -441,7 +441,7 @@ def _reduce(mode: DeterministicMode, func: Any, args: tuple[Any, ...], kwargs: d
     return func(torch.cat([values, values], dim=others[0]), *args[1:], **kwargs).narrow(at, 0, 1)
 
 
-# Functions that take the place of operators, by the names of these.
+# Functions that replace operators, by the operators' names.
 _HANDLERS: dict[str, _Handler] = {
     "aten::linear": _linear,
     "aten::mm": _multiply,
@@ -459,10 +459,10 @@ _HANDLERS: dict[str, _Handler] = {
 
 
 # Attention: a query sees the keys of its path in blocks whose first depths are multiples of `KEYS`, in their order,
-# whatever nodes they lie in. All products have one shape for all of a model's calls: so many blocks of queries beside
-# each other, each of so many queries, padded. A block of keys of which a query sees nothing changes nothing of it: its
-# powers are 0, and the rest is multiplied by 1. What is left to the operators is that rows of a product and elements
-# do not depend on their places. `forest_attention.cpp` needs no such thing, and is taken where it is there.
+# whatever nodes they lie in. All products have one shape in all of a model's calls: a fixed number of blocks of
+# queries, each with a fixed number of queries, padded. A block of keys that a query does not see changes nothing: its
+# powers are 0, and earlier sums are multiplied by 1. The operators have to ensure only that rows of a product and
+# elements do not depend on their places. `forest_attention.cpp` does not need that, and is used where it is built.
 
 
 QUERIES = 32  # of a block, for each head
@@ -474,9 +474,9 @@ BLOCKS_ELSEWHERE = 64
 class _Together(NamedTuple):
     """Blocks of queries that are computed together.
 
-    `tokens` [blocks, QUERIES] are the queries' numbers, padded with each block's last one, and `valid` says which are
-    not padding. `depths` [blocks, QUERIES] are theirs. `places` and `key_depths` [steps, blocks, KEYS] are the keys of
-    each step, where they lie in the buffer and their depths; the latter are -1 where there is no such key.
+    `tokens` [blocks, QUERIES] are the queries' numbers, padded with each block's last one; `valid` marks those that
+    are no padding. `depths` [blocks, QUERIES] are theirs. `places` and `key_depths` [steps, blocks, KEYS] are the
+    places of each step's keys in the buffer, and their depths, -1 where there is no such key.
     """
 
     tokens: Tensor
@@ -532,7 +532,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, part: _Together, scoring:
         hidden |= (depths < 0)[:, None]
         of_heads = scores.view(count, kv_heads * groups, QUERIES, KEYS)
         of_heads.masked_fill_(hidden[:, None], -math.inf)
-        # An online softmax: powers are of scores less the highest so far, and sums so far fade as that one rises.
+        # An online softmax: powers are of scores minus the highest so far, and earlier sums are scaled down as that
+        # rises.
         highest = torch.maximum(top, scores.amax(dim=-1))
         shift = torch.where(highest == -math.inf, 0.0, highest)
         powers = torch.exp(scores - shift[..., None])
@@ -547,7 +548,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, part: _Together, scoring:
 
 
 def _steps(block: IntArray, runs: BlockArray) -> int:
-    # How many blocks of keys there are from the first to the last that a block of queries sees.
+    # The number of blocks of keys from the first to the last that a block of queries sees.
     first, end = _seen(block, runs)
     return -(-end // KEYS) - first // KEYS
 
@@ -570,7 +571,7 @@ def _together(blocks: BlockArray, runs: BlockArray, count: int, device: torch.de
     for at, block in enumerate(blocks):
         first, end = _seen(block, runs)
         base = first // KEYS * KEYS
-        index[at] = runs[block[3], 0]  # any key that is seen
+        index[at] = runs[block[3], 0]  # any visible key will do
         for start, stop, depth in runs[block[3] : block[4]].tolist():
             last = min(depth + stop - start, end)
             if depth < last:
@@ -586,13 +587,13 @@ def _together(blocks: BlockArray, runs: BlockArray, count: int, device: torch.de
 
 # Recurrent modules that read every path in the same pieces, so that a token's bits depend on its path alone.
 #
-# A piece is the tokens between two depths that are multiples of a step, and the last of a prompt is padded to as
-# many. So a module is always called for pieces of one length. Pieces of several paths are computed in one call where
-# each has the bits that it has alone, with one thread. Whether it has is found out for each number of pieces, when
-# it first comes up; else they are computed one by one.
+# A piece is the tokens between two depths that are multiples of a step, and the last of a prompt is padded to as many.
+# So a module is always called for pieces of one length. Pieces of several paths are computed in one call if each then
+# has the same bits as alone, with one thread. That is tested for each number of pieces at its first use; if it fails,
+# they are computed one by one.
 
 
-# Tokens of a piece. Half of them are computed again for a branch, on average; fewer make smaller products.
+# Tokens of a piece. A branch computes half of them again, on average; shorter pieces make smaller products.
 PIECE = 64
 TOGETHER = 16  # pieces in one call; a power of 2
 _agreed: dict[Hashable, bool] = {}
@@ -600,7 +601,8 @@ _agreed: dict[Hashable, bool] = {}
 
 @dataclass(slots=True)
 class _Reader:
-    """A run of a chunk's tokens that is read up to token `at`, where the `state` is; None: at a prompt's beginning."""
+    """A run of a chunk's tokens that is read up to token `at`, and the `state` there; None: at a prompt's
+    beginning."""
 
     run: NodeRun
     at: int
@@ -656,7 +658,7 @@ def _read_pieces(
 
 
 def _tokens(spans: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    # The tokens of spans [pieces, PIECE], padded with each span's last one, and which are not padding.
+    # The tokens of spans [pieces, PIECE], padded with each span's last one, and a mask of those that are no padding.
     starts, ends = (np.asarray(each)[:, None] for each in zip(*spans, strict=True))
     numbers = starts + np.arange(PIECE)[None]
     return on_device(np.minimum(numbers, ends - 1), device), on_device(numbers < ends, device)
@@ -665,7 +667,7 @@ def _tokens(spans: Sequence[tuple[int, int]], device: torch.device) -> tuple[Ten
 def _compute(
     call: ModuleCall, index: Tensor, valid: Tensor, before: Sequence[LinearAttentionLayer]
 ) -> list[LinearAttentionLayer]:
-    # Compute pieces `index` [pieces, PIECE], behind these states or at the beginning; give the states behind.
+    # Compute pieces `index` [pieces, PIECE], behind these states or at the beginning; return the states behind them.
     pieces = len(index)
     size = 1 << (pieces - 1).bit_length()
     asked = call.kind, size, tuple(index.shape[1:]), bool(before), torch.get_num_threads()
@@ -723,10 +725,10 @@ def cut_between_pieces(tree: Tree, tokens: int, most: int) -> list[tuple[int, in
 
 
 def chunk_cutter(layers: Sequence[nn.Module], device: torch.device) -> ChunkCutter:
-    """The way in which packs are cut for these layers.
+    """The way to cut packs for these layers.
 
-    Recurrent layers read whole pieces. For others, chunks are whole tiles, as products are: else most tensors would be
-    copied to be made longer.
+    Recurrent layers read whole pieces. For others, chunks are whole tiles, as products are: else most tensors would
+    have to be copied and padded.
     """
     if any(map(recurrent_modules, layers)):
         return cut_between_pieces
@@ -734,7 +736,7 @@ def chunk_cutter(layers: Sequence[nn.Module], device: torch.device) -> ChunkCutt
 
 
 def by_row() -> Arithmetic:
-    """How a walk computes for which a row's bits depend on the row alone."""
+    """The arithmetic of a walk in which a row's bits depend on the row alone."""
     return Arithmetic(
         mode=DeterministicMode(),
         prepare=partial(fused, always=True),  # whatever pays: which of two ways is taken depends on a chunk's size

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from prefillcli.core.feature import Job, Labels, Manifest, Opening, RunReport, Section, Window
 
 PANEL = "Evaluation"
-PLAN = "evaluation"  # where the plan of a shard has the `EvaluationPlan`, for `prefill merge`
+PLAN = "evaluation"  # the key of a shard's plan for the `EvaluationPlan`, which `prefill merge` reads
 TRUTH = Requirement(
     lambda s: s.truth is not None, "is for the evaluation, but there is none", "name the right answers with --truth"
 )

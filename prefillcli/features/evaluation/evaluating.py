@@ -1,4 +1,4 @@
-"""The evaluation of an output whose right answers are in one of its kept columns, and what a run says of it."""
+"""The evaluation of an output whose right answers are in one of its kept columns, and its part of a run's report."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ if TYPE_CHECKING:
     from prefillcli.core.feature import Opening, Window
 
 
-# The evaluation of a run, as `run.json` holds it: the figures, what the truth column holds, and rows to look at.
+# The evaluation of a run, as `run.json` holds it: the figures, the values of the truth column, and rows to look at.
 
 
 class TruthValue(BaseModel):
-    """A value of the truth column, and what it was taken for."""
+    """A value of the truth column, and the label that it was taken for."""
 
     value: str  # as JSON; untrusted
     label: str | None  # None: for no label
@@ -71,7 +71,7 @@ class EvaluatedRow(BaseModel):
     truth: str  # a label
     prediction: str
     probability: float  # of the prediction
-    text: str | None = None  # the end of what the model read, where it was asked for
+    text: str | None = None  # the end of the text that the model read, where it was asked for
 
 
 class CalibratedFigures(BaseModel):
@@ -86,7 +86,7 @@ class CalibratedFigures(BaseModel):
 
     @classmethod
     def of(cls, found: Evaluation) -> CalibratedFigures:
-        """Those of an evaluation of calibrated probabilities."""
+        """The figures of an evaluation of calibrated probabilities."""
         return cls(**{name: getattr(found, name) for name in cls.model_fields})
 
 
@@ -98,7 +98,7 @@ class RunEvaluation(Evaluation):
     truth_values: list[TruthValue] = Field(default_factory=list)  # the most frequent ones
     surest_wrong: list[EvaluatedRow] = Field(default_factory=list)  # the most probable predictions that are wrong
     near_threshold: list[EvaluatedRow] = Field(default_factory=list)  # the closest calls
-    threshold: float | None = None  # to which those are near; None where there are more than two labels
+    threshold: float | None = None  # the threshold that those are near; None with more than two labels
 
 
 MOST_ROWS = 20  # rows of each kind that are named
@@ -119,7 +119,7 @@ class EvaluationPlan:
     wanted_precision: float | None
     calibrated: bool  # whether the output has calibrated probabilities
     exits: bool = False  # whether its rows may have left early
-    values: bool = False  # whether its scores are values, of which the first label's rank the rows
+    values: bool = False  # whether its scores are values; those of the first label then rank the rows
 
     @classmethod
     def of_json(cls, content: Any) -> EvaluationPlan | None:
@@ -209,9 +209,9 @@ def require_labels(window: Window, plan: EvaluationPlan, *, json_text: bool) -> 
 
 
 def with_texts(evaluation: RunEvaluation, opening: Opening) -> RunEvaluation:
-    """The evaluation with the text of the rows that it names, for which the input is read again.
+    """The evaluation with the text of the rows that it names. The input is read again for these.
 
-    A text is the end of what the model read, without the beginning that all of these rows share.
+    A text is the end of the row's prompt, without the beginning that all of these rows share.
     """
     rows = [*evaluation.surest_wrong, *evaluation.near_threshold]
     named = {_name(row) for row in rows}
@@ -266,7 +266,7 @@ def _figures(pairs: ScoredTruth, scores: Float64Array, plan: EvaluationPlan) -> 
 
 
 def _threshold(figures: Evaluation) -> float | None:
-    # The threshold that is in use: the one of the wanted precision, else where the prediction changes.
+    # The threshold in use: the one for the wanted precision, else the one where the prediction changes.
     if len(figures.labels) > 2:
         return None
     wanted = figures.wanted_precision
@@ -307,9 +307,10 @@ _UNKNOWN = -1
 
 @dataclass(slots=True)
 class TruthCounts:
-    """Which values a column with right answers has."""
+    """The values of a column with right answers."""
 
-    # By value as JSON: its label's number, and the rows. Of very many that are no label the first ones.
+    # By value as JSON: its label's number, and the count of rows. Of very many values that are no label, only the
+    # first.
     values: dict[str, tuple[int | None, int]] = field(default_factory=dict)
 
     def add(self, value: str, label: int | None, rows: int) -> None:
@@ -321,11 +322,11 @@ class TruthCounts:
 class ScoredTruth:
     """The rows of an output that have a score and a known right answer."""
 
-    # The probability of the first label, or with more than two labels of every label [rows] or [rows, labels].
+    # The probability of the first label [rows], or with more than two labels of every label [rows, labels].
     scores: Float64Array
     calibrated: Float64Array | None  # the same after the calibration; None without one
     truth: Int64Array  # the number of the right label [rows]
-    places: Int64Array  # which rows of the output these are, counted from 0 [rows]
+    places: Int64Array  # their places in the output, counted from 0 [rows]
     without_truth: int  # rows that have a score, but no right answer that is a label
     errors: int  # rows without a score
     found: TruthCounts  # of all rows with a score
@@ -343,7 +344,7 @@ def read_scored_truth(target: Target, plan: EvaluationPlan) -> ScoredTruth:
     """
     labels, exits, calibrated = plan.names[:2] if plan.values else plan.names, plan.exits, plan.calibrated
     several = len(labels) > 2
-    # Those of rows that left early are not known, so an output of such rows has each label's score.
+    # The values of rows that left early are not known, so an output with such rows has each label's score.
     by_label = [f"{'score' if exits else 'logprob'}_{label}" for label in labels] if several else []
     calibrations = [f"probability_{label}" for label in labels] if several else ["probability"]
     scores: list[Float64Array] = []
@@ -396,7 +397,7 @@ def row_names(target: Target, places: Sequence[int], id_name: str | None) -> dic
 
 
 def _floats(column: pa.ChunkedArray, known: np.ndarray[Any, np.dtype[np.bool_]], null: float = 0.0) -> Float64Array:
-    # The numbers of known rows; of labels they may come as JSON text. JSON has no infinity: it is null there.
+    # The numbers of known rows; those of labels may come as JSON text. JSON has no infinity: it is null there.
     return np.asarray(column.cast(pa.float64()).fill_null(null).to_numpy()[known], np.float64)
 
 
@@ -468,7 +469,7 @@ def _row_text(found: RunEvaluation) -> str:
 
 
 def _truth_texts(found: RunEvaluation) -> Iterator[tuple[str, str]]:
-    # The labels that values of the column were taken for, where that is not plain to see.
+    # The labels that values of the column were taken for, where these do not look alike.
     other = [each for each in found.truth_values if each.label is None or each.value.strip('"') != each.label]
     if other:
         texts = [
@@ -542,7 +543,7 @@ def _rows_table(rows: list[EvaluatedRow]) -> TableRows | None:
 
 
 def reliability_plot(bins: list[ReliabilityBin], happens: str) -> Plot | None:
-    """Bars as high as the share of rows in which it `happens`, beside a diagonal; None without bins."""
+    """Bars as high as the share of rows in which the event `happens`, beside a diagonal; None without bins."""
     if not bins:
         return None
     boxes = [

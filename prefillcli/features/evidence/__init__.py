@@ -1,4 +1,4 @@
-"""`--evidence`: what the sections of a row's prompt contribute to its score."""
+"""`--evidence`: the contribution of each section of a row's prompt to its score."""
 
 from __future__ import annotations
 

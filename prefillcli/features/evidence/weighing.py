@@ -1,4 +1,4 @@
-"""The sections of a row's prompt: what the row scores without each of them, and what a run says of that."""
+"""The sections of a row's prompt: the row's score without each of them, and the part of a run's report on that."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # The sections of a prompt, and the prompt without each of them.
 
 
-MOST_SECTIONS = 32  # sections of a prompt. Of more, neighbours are joined.
+MOST_SECTIONS = 32  # the most sections of a prompt; if there are more, neighbours are joined
 _PARAGRAPHS = re.compile(r"\n(?:[^\S\n]*\n)+")
 _LINES = re.compile(r"\n")
 Values = Mapping[str, Any]
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Omission(NamedTuple):
-    """A section by its name, and the row's values without it."""
+    """A section by name, and the row's values without it."""
 
     name: str
     rest: dict[str, Any]
@@ -52,8 +52,8 @@ class _Passage(NamedTuple):
 def variable_sections(values: Values) -> list[Omission]:
     """The variables of a template that the row fills.
 
-    Left out, a variable is an empty text, or an empty list if it is a list. Where only one is filled, the paragraphs
-    of its text are sections too.
+    To leave a variable out makes it an empty text, or an empty list if it is a list. If only one is filled, the
+    paragraphs of its text are sections too.
     """
     filled = [name for name, value in values.items() if not _is_empty(value)]
     found = []
@@ -69,7 +69,7 @@ def variable_sections(values: Values) -> list[Omission]:
 def prompt_sections(values: Values, column: str, *, open_end: bool) -> list[Omission]:
     """The sections of the prompt in a column: turns of a chat, paragraphs of a text; token ids have none.
 
-    With an `open_end` the answer does not begin behind the text itself, so that its last line may be left out too.
+    With an `open_end` the answer does not begin directly behind the text, so its last line may be left out too.
     """
     value = values[column]
     if isinstance(value, str):
@@ -80,7 +80,7 @@ def prompt_sections(values: Values, column: str, *, open_end: bool) -> list[Omis
 
 
 def _turns(values: Values, column: str, messages: Sequence[dict[str, Any]]) -> list[Omission]:
-    # Each message of a chat, and each paragraph of the last one, which is what the model answers.
+    # Each message of a chat, and each paragraph of the last message, which the model answers.
     found = []
     last, said = messages[-1], len(messages) - 1
     if isinstance(text := last.get("content"), str):
@@ -99,7 +99,7 @@ def _turn(group: Sequence[int], messages: Sequence[dict[str, Any]]) -> str:
 
 
 def _passages(text: str, most: int, open_end: bool) -> list[_Passage]:
-    # Paragraphs of a text, at most so many; where only one can be left out, its lines. Nothing is the whole text.
+    # The paragraphs of a text, at most so many; if only one can be left out, its lines. No section is the whole text.
     # Without an `open_end` the last line stays.
     stop = len(text.rstrip())
     if not open_end:
@@ -116,7 +116,7 @@ def _passages(text: str, most: int, open_end: bool) -> list[_Passage]:
 
 
 def _spans(text: str, breaks: re.Pattern[str], stop: int) -> Iterator[tuple[int, int]]:
-    # Where the parts of a text start that are not white space alone, and where the next one does, up to `stop`.
+    # The start of each part of a text that is not white space alone, and the start of the next one, up to `stop`.
     ends = [match.end() for match in breaks.finditer(text)]
     starts = [start for start, end in zip([0, *ends], [*ends, len(text)], strict=True) if text[start:end].strip()]
     for start, end in pairwise([*starts, len(text)]):
@@ -125,7 +125,7 @@ def _spans(text: str, breaks: re.Pattern[str], stop: int) -> Iterator[tuple[int,
 
 
 def _left_out(text: str, passage: _Passage) -> str:
-    # A text without a passage. Without its end it has no white space before that either.
+    # A text without a passage. If that was its end, the white space before it goes as well.
     before, after = text[: passage.start], text[passage.stop :]
     return before.rstrip() + after if not after.strip() else before + after
 
@@ -135,7 +135,7 @@ def _without(values: Values, name: str, text: str, passage: _Passage, prefix: st
 
 
 def _groups(parts: Sequence[T], most: int) -> list[Sequence[T]]:
-    # The parts in their order, neighbours joined so that there are at most so many groups of about the same size.
+    # The parts in their order, with neighbours joined into at most so many groups of about the same size.
     count = min(len(parts), max(most, 1))
     return [parts[at * len(parts) // count : (at + 1) * len(parts) // count] for at in range(count)]
 
@@ -159,7 +159,7 @@ class AblatedPrompt(NamedTuple):
 class Ablation:
     """Leaves sections out of prompts that were made by `builder`, whose settings have `sections`.
 
-    It makes them by a builder of its own, so that another thread may go on with that one.
+    It has a builder of its own for that, so another thread may go on using the given one.
     """
 
     def __init__(self, builder: PromptBuilder, labels: Labels) -> None:
@@ -170,7 +170,7 @@ class Ablation:
     def of(self, prompt: Prompt) -> list[AblatedPrompt]:
         """A row's prompts, each without one section, in the order of the sections.
 
-        The end that the answer begins behind stays: what is left must end in the same token and have the same label
+        The end before the answer stays: the remaining prompt must end in the same token and have the same label
         tokens, unless a classification head reads it. Sections without which there is no prompt, or one that is an
         error, are left out of the list. Raises RendererClosed after `close`.
         """
@@ -224,7 +224,7 @@ def _batch(rows: Sequence[dict[str, Any]]) -> RowBatch:
 
 @dataclass(frozen=True)
 class Weighing(Further):
-    """Weighs the sections of prompts that `ablation` leaves out, by scores of this `temperature` and `measure`."""
+    """Weighs the sections that `ablation` leaves out of prompts, by scores of this `temperature` and `measure`."""
 
     ablation: Ablation
     temperature: float = 1.0
@@ -252,7 +252,7 @@ class Weighing(Further):
         return [replace(question, take=partial(take, place)) for place, question in fitting]
 
     def weigh(self, question: Question, scored: ScoredRow) -> WeighedRow:
-        """The prompts that have to be read for the evidence of a row that was read by this question."""
+        """The prompts to be read for the evidence of a row that was scored by this question."""
         return WeighedRow(self, question.prompt, scored)
 
     def score(self, numbers: Float64Array) -> float:
@@ -266,9 +266,9 @@ class Weighing(Further):
 class WeighedRow:
     """A row, scored without each of its sections.
 
-    There is one of the `questions` for each section: the prompt without it. Where the row's own answer is not of
-    the whole prompt and all layers, the last question is the whole prompt: like is compared with like. All are to be
-    read in full and to the last layer. There are none where the prompt has no sections.
+    Each section has one of the `questions`: the prompt without it. If the row's own answer does not come from the
+    whole prompt and all layers, the last question is the whole prompt, so that like is compared with like. All are
+    read in full and to the last layer. There are none if the prompt has no sections.
     """
 
     def __init__(self, evidence: Weighing, prompt: Prompt, scored: ScoredRow) -> None:
@@ -287,10 +287,11 @@ class WeighedRow:
         self._numbers[place] = answer.logprobs
 
     def effects(self) -> tuple[SectionEffect, ...]:
-        """By how much each section raises the score of the first label, the largest change first, ties in their order.
+        """The amount by which each section raises the score of the first label, the largest change first, ties in
+        their order.
 
-        Sections without an answer, or with one that is not a finite number, are left out; so are all where the whole
-        prompt has none.
+        Sections without an answer, or with one that is not a finite number, are left out; if the whole prompt has
+        none, all are.
         """
         scores = {place: self._evidence.score(numbers) for place, numbers in self._numbers.items()}
         whole = scores.get(len(self._sections), float("nan"))
@@ -319,7 +320,7 @@ class ShownRow(BaseModel):
     id: str | None
     score: float
     prediction: str | None
-    evidence: list[dict[str, Any]]  # sections, and by how much the score falls without them
+    evidence: list[dict[str, Any]]  # sections, and the amount by which the score falls without each
 
 
 class EvidenceUse(BaseModel):

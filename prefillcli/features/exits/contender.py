@@ -81,7 +81,7 @@ def class_flips(names: Sequence[str], full: Float64Array, early: Float64Array) -
 
 
 def learn_exits(equipment: Equipment, material: Material) -> EarlyExit | None:
-    """The method, learnt on prompts that are then no part of the material; None, with a note, without exits."""
+    """The method, learnt on prompts that then leave the material; None, with a note, if there are no exits."""
     settings = equipment.settings
     count = settings.exit_rows or rows_to_learn(settings.max_flips, len(equipment.labels.names))
     if material.made:

@@ -1,4 +1,4 @@
-"""The statistics of exits: layers and thresholds that calibration rows prove, and whether later rows contradict it."""
+"""The statistics of exits: layers and thresholds that calibration rows prove, and the test of them by later rows."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from prefillcli.models.shape import NoCostModel, keys_share
 from prefillcli.stats.evaluation import flip_bound, rows_for
 
 FALSE_ALARMS = 0.05
-_WIDTH = 2  # the rates that drift is looked for at spread over so many times the allowed one
+_WIDTH = 2  # the rates that drift is looked for at are on average about so many times the allowed one
 
 
 def drift_alarm(flips: int, rows: int, max_flips: float, false_alarms: float = FALSE_ALARMS) -> bool:
     """Whether `flips` of the `rows` seen so far show a flip rate above `max_flips`.
 
-    It may be asked after every row of a job: if the rate is never above `max_flips`, the probability that it ever says
-    yes is at most `false_alarms`. It depends on nothing but the counts. Raises as `drift_evidence`.
+    It may be called after every row of a job: if the rate is never above `max_flips`, the probability that it ever
+    returns True is at most `false_alarms`. It depends on the counts alone. Raises as `drift_evidence`.
     """
     return drift_evidence(flips, rows, max_flips) >= -math.log(false_alarms)
 
@@ -64,9 +64,9 @@ def drift_evidence(flips: int, rows: int, max_flips: float) -> float:
 
     It is the mixture of the likelihood ratios of all higher rates to `max_flips`, weighted by a beta distribution that
     is cut off there (Robbins, Annals of Mathematical Statistics 41, 1970). Each ratio, and so their mixture, is a
-    supermartingale for every rate that is allowed, and starts at 1. So by Ville's inequality (1939) the probability
-    that it ever reaches 1 / a is at most a. It also holds where the rate changes from row to row, as long as it stays
-    below `max_flips`. Raises ValueError unless 0 <= flips <= rows and 0 < max_flips < 1.
+    supermartingale for every allowed rate, and starts at 1. So by Ville's inequality (1939) the probability that it
+    ever reaches 1 / a is at most a. It also holds where the rate changes from row to row, as long as it stays below
+    `max_flips`. Raises ValueError unless 0 <= flips <= rows and 0 < max_flips < 1.
     """
     from scipy.special import betaln
 
@@ -85,13 +85,14 @@ def chance_of(flips: int, rows: int, rate: float) -> float:
     """The probability that as many of the `rows` flip, or more, at a flip `rate`: an exact binomial test."""
     from scipy.special import betainc
 
+    # the upper tail of a binomial distribution is an incomplete beta function: P(X >= k) = I_rate(k, n - k + 1)
     return 1.0 if flips == 0 else float(betainc(flips, rows - flips + 1, rate))
 
 
 def detectable_rate(rows: int, rate: float, false_alarms: float, power: float) -> float:
     """The smallest flip rate that so many rows tell from `rate` with the probability `power`.
 
-    They do if `chance_of` their flips is below `false_alarms`.
+    They tell it if `chance_of` their flips is below `false_alarms`.
     """
     from scipy.special import betaincinv
 
@@ -118,9 +119,8 @@ BoolArray = npt.NDArray[np.bool_]
 class CalibrationRows:
     """Rows of a job that were read in full.
 
-    `readings` are what they show after each observed layer, numbered from 0. `final` are the label log-probabilities
-    of the full read, float64 [rows, labels]. `weights` [rows] are the tokens that each row pays for by itself, one or
-    more.
+    `readings` are taken after each observed layer, numbered from 0. `final` are the label log-probabilities of the
+    full read, float64 [rows, labels]. `weights` [rows] are the tokens that each row pays for alone, one or more.
     """
 
     readings: Mapping[int, Readings]
@@ -148,7 +148,7 @@ class CalibrationRows:
         return CalibrationRows(readings, self.final[rows], self.weights[rows])
 
     def sound(self) -> BoolArray:
-        """Which rows have finite values only [rows]."""
+        """A mask of the rows with finite values only [rows]."""
         sound: BoolArray = np.ones(len(self), dtype=np.bool_)
         shown = [
             each for readings in self.readings.values() for each in (readings.hidden, readings.logits, readings.before)
@@ -159,10 +159,11 @@ class CalibrationRows:
 
 
 def halves(rows: CalibrationRows, seed: int, flips_of: FlipsOf = "each") -> tuple[CalibrationRows, CalibrationRows]:
-    """Two halves with half of each class, drawn with `seed`: a row's half depends on nothing but its class and luck.
+    """Two halves with half of each class, drawn with `seed`: a row's half depends on its class and luck alone.
 
-    Of an odd number the second half has one more. Where the flips of all rows are bounded together, all rows are one
-    class: the judged ones must be a plain random sample, whose shares of the labels are left to luck.
+    If a class has an odd number of rows, the second half has one more. Where the flips of all rows are bounded
+    together, all rows are one class: the judged ones must be a plain random sample, whose shares of the labels are
+    left to luck.
     """
     draws = np.random.default_rng(seed)
     fit: list[IntArray] = []
@@ -179,8 +180,8 @@ def class_numbers(truth: IntArray, flips_of: FlipsOf) -> IntArray:
     return truth if flips_of == "each" else np.zeros_like(truth)
 
 
-MOST_LAYERS = 12  # layers that are read of each row, at most
-_SPARE = 1.25  # rows that are read, over those that it takes if all answers are as frequent
+MOST_LAYERS = 12  # the most layers that are read of each row
+_SPARE = 1.25  # rows that are read, as a multiple of those needed if all answers are equally frequent
 
 
 def observed_layers(layers: int) -> tuple[int, ...]:
@@ -193,7 +194,7 @@ def observed_layers(layers: int) -> tuple[int, ...]:
 def calibration_rows(
     questions: Sequence[Question], answers: Sequence[Answer], layers: Sequence[int], labels: int
 ) -> CalibrationRows:
-    """Questions that were answered in full, with what `layers` show of them; each answer has `labels`."""
+    """Questions that were answered in full, with readings after `layers`; each answer has `labels`."""
 
     def joined(number: int) -> Readings:
         shown = [answer.readings[number] for answer in answers]
@@ -211,13 +212,14 @@ def calibration_rows(
 
 
 def rows_to_learn(max_flips: float, classes: int) -> int:
-    """How many rows prove the bound for each of the classes in spite of a flip, if all are as frequent."""
+    """The number of rows that prove the bound for each class in spite of a flip, if all classes are equally
+    frequent."""
     return round(2 * _SPARE * rows_for(max_flips, flips=1) * classes)
 
 
 def rows_for_rarest(counts: Int64Array, max_flips: float, most: int) -> int:
-    """How many rows it takes to prove the bound for the rarest answer, in spite of a flip, if so many of the rows so
-    far have each answer. At most `most`; no more than so far where these could not even prove it without a flip.
+    """The number of rows that prove the bound for the rarest answer in spite of a flip, by the counts of each answer
+    so far. At most `most`; no more than so far if even these would not prove it without a flip.
     """
     rows, rarest = int(counts.sum()), int(counts.min())
     if not rarest or 2 * rows_for(max_flips) * rows > most * rarest:
@@ -232,9 +234,9 @@ def rows_for_rarest(counts: Int64Array, max_flips: float, most: int) -> int:
 class ExitCosts:
     """Shares of one layer's work for one token.
 
-    `keys` is what it takes to store its K,V alone, as all tokens but the last do in the last layer. `repeated` is what
-    a peek does twice for tokens that stay: q, k and v. `regroup` is what it takes to lay a token that stays out anew.
-    `reading` is for a row, not for a token: its last token goes through the layer, norm, head and probe by itself.
+    `keys` is the work to store only its K,V, as the last layer does for all tokens but the last. `repeated` is the
+    work that a peek does twice for tokens that stay: q, k and v. `regroup` is the work to lay out a token that stays
+    anew. `reading` is for a row, not for a token: its last token goes through the layer, norm, head and probe alone.
     """
 
     keys: float = 0.04
@@ -246,7 +248,7 @@ class ExitCosts:
 def exit_costs(config: Any) -> ExitCosts:
     """The costs of exits for a model with this configuration.
 
-    A profile has measured it, but exits are the same with and without one.
+    A profile has measured them, but exits must be the same with and without one.
     """
     try:
         share = keys_share(config)
@@ -256,10 +258,10 @@ def exit_costs(config: Any) -> ExitCosts:
 
 
 class Work(NamedTuple):
-    """The cost of rows, the exits that they leave by, and which exits peek.
+    """The cost of rows, the exits that they take, and the exits that peek.
 
-    `share` is the work over that of rows that are all read in full. `left` [rows] numbers the exit that each row
-    leaves by, -1 where it goes on to the end. `peeks` and `leaving`, the share of all rows, have an entry for each
+    `share` is the work over that of rows that are all read in full. `left` [rows] has the number of the exit that each
+    row takes, -1 where it goes on to the end. `peeks` and `leaving`, the share of all rows, have an entry for each
     exit. `layers` is the mean number of layers that a token goes through.
     """
 
@@ -275,8 +277,8 @@ def work_of(
 ) -> Work:
     """The work for rows of which `decided` [exits, rows] may leave after `exit_layers`, numbered from 0.
 
-    Each row pays for `weights` [rows] tokens by itself, through so many `layers`. An exit peeks where that is cheaper:
-    who leaves is spared the layer except for its K,V, who stays does part of it twice.
+    Each row pays for `weights` [rows] tokens alone, through so many `layers`. An exit peeks where that is cheaper:
+    rows that leave skip the layer except for its K,V; rows that stay compute a part of it twice.
     """
     full = layers - 1 + costs.keys
     inside = np.ones(decided.shape[1], dtype=np.bool_)
@@ -302,18 +304,18 @@ def work_of(
     return Work((walked + float(paid.sum()) / total) / full, left, tuple(peeks), leaving, walked)
 
 
-# How low the thresholds may be: learn-then-test with exact bounds for each class of rows.
+# The lowest valid thresholds: learn-then-test with exact bounds for each class of rows.
 #
-# A *level* stands for all thresholds at once: the threshold of a label at an exit layer is the level times the
-# spread of what the probe there is off by. So a lower level lets more rows leave at every layer.
+# A *level* stands for all thresholds at once: the threshold of a label at an exit layer is the level times the spread
+# of the errors of the probe there. So a lower level lets more rows leave at every layer.
 #
-# A class are the rows that the model, read in full, answers with one label. Its flip rate at a level is the share of
+# A class consists of the rows that get one label when they are read in full. Its flip rate at a level is the share of
 # its rows that some exit layer sends away with another label. The levels are tested by fixed-sequence testing
 # (Angelopoulos et al., Learn then Test, 2021, arXiv 2110.01052, section 4.2): from the safest one down, each by an
-# exact binomial bound of the flip rate (Clopper and Pearson, Biometrika 26, 1934), until one fails. The order is
-# fixed before the judged rows are looked at. So the probability that the last level that passes has a higher flip
-# rate than allowed is at most 1 - confidence, however many levels are tried: to err, the first level that is too low
-# must pass, and that is one test.
+# exact binomial bound of the flip rate (Clopper and Pearson, Biometrika 26, 1934), until one fails. The order is fixed
+# before the judged rows are looked at. So the probability that the last level that passes has a higher flip rate than
+# allowed is at most 1 - confidence, however many levels are tried: to err, the first level that is too low must pass,
+# and that is one test.
 #
 # Each class has a sequence of its own, with its own rows. A label leaves at the largest of the levels of the *other*
 # classes: these are the rows that its exits can flip. That is valid for each class, because its flips only become
@@ -332,9 +334,9 @@ LEVELS: Final = tuple(float(level) for level in np.geomspace(64, 0.02, 405))
 
 
 class Level(NamedTuple):
-    """The last level that passed for a class, infinity if none did, with the flips there of how many rows.
+    """The last level that passed for a class, infinity if none did, with the flips and rows there.
 
-    `bound` is the upper bound of the flip rate there; `passed` levels have.
+    `bound` is the upper bound of the flip rate there; `passed` is the number of levels that passed.
     """
 
     level: float
@@ -345,7 +347,8 @@ class Level(NamedTuple):
 
 
 def endangered(levels: Float64Array, wrong: npt.NDArray[np.bool_]) -> Float64Array:
-    """The level [rows] at and below which some exit sends a row away with a wrong label; -infinity: none ever does.
+    """The level [rows] at and below which some exit sends a row away with a wrong label; -infinity where none ever
+    does.
 
     `levels` [exits, rows] are those at and below which the rows leave.
     """
@@ -355,7 +358,7 @@ def endangered(levels: Float64Array, wrong: npt.NDArray[np.bool_]) -> Float64Arr
 
 
 def lowest_level(danger: Float64Array, max_flips: float, confidence: float) -> Level:
-    """Test all levels with the rows of a class, which are `endangered` at and below `danger` [rows]."""
+    """Test all levels with the rows of a class, which are `endangered` at and below the levels `danger` [rows]."""
     rows, most = len(danger), most_flips(len(danger), max_flips, confidence)
     flips = rows - np.searchsorted(np.sort(danger), LEVELS, side="left")  # at each level; never fewer at the next
     passed = int(np.searchsorted(flips, most, side="right"))
@@ -367,7 +370,7 @@ def lowest_level(danger: Float64Array, max_flips: float, confidence: float) -> L
 
 @lru_cache(maxsize=1024)
 def most_flips(rows: int, max_flips: float, confidence: float) -> int:
-    """How many flips of the rows still prove a flip rate of at most `max_flips`; -1 if none do."""
+    """The most flips of the rows that still prove a flip rate of at most `max_flips`; -1 if not even 0 do."""
     flips = -1
     while flips + 1 < rows and flip_bound(flips + 1, rows, confidence) <= max_flips:
         flips += 1
@@ -375,7 +378,7 @@ def most_flips(rows: int, max_flips: float, confidence: float) -> int:
 
 
 def levels_of_labels(by_class: Sequence[Level], labels: int) -> tuple[float, ...]:
-    """At which level each of the labels leaves: the largest of the other classes', or that of the only class."""
+    """The level at which each label leaves: the largest of the other classes', or that of the only class."""
     if len(by_class) == 1:
         return (by_class[0].level,) * labels
     return tuple(
@@ -415,7 +418,7 @@ def short_of_rows(label: str | None, rows: int, total: int, max_flips: float, co
     return f"{said}, and {most}: about {2 * math.ceil(total * needed / rows):,} calibration rows in all"
 
 
-# Which layers rows may leave after: two-level scheduling (SpecEE, section 5) for rows that are all known before.
+# The choice of exit layers: two-level scheduling (SpecEE, section 5) for rows that are all known in advance.
 
 
 MOST_EXITS: Final = 6
@@ -423,12 +426,12 @@ WORTH: Final = 0.003  # share of the full read's work that one more exit must sa
 
 
 class Candidate(NamedTuple):
-    """A layer that may become an exit: its probe, and what rows show of it that were left out when it was fitted.
+    """A layer that may become an exit: its probe, and its quality on rows that were left out of the fit.
 
     `errors` are those of `fit_best`, `correlation` is that of predicted and final margins. It `knows` something if its
-    error is small enough beside what the mean answer is off by. `spread` is the root of the
-    mean square of what a predicted lead is off by. `label` [rows] is what each row is predicted to be, and `reach`
-    [rows] the lead in units of the spread: a row leaves at this level and below.
+    error is small enough beside that of the mean answer. `spread` is the root mean square of the errors of predicted
+    leads. `label` [rows] is the predicted label of each row, and `reach` [rows] the lead in units of the spread: a row
+    leaves at this level and below.
     """
 
     layer: int
@@ -442,7 +445,7 @@ class Candidate(NamedTuple):
 
 
 def candidate_of(fit: CalibrationRows, layer: int, seed: int) -> Candidate:
-    """The best probe for a layer. `fit` are rows to fit it to."""
+    """The best probe for a layer. `fit` has the rows to fit it to."""
     (probe, held_out), errors = fit_best(fit.readings[layer], fit.final, seed)
     final, lead = relative(fit.final), lead_of(held_out)
     two = np.take_along_axis(final, np.argsort(held_out, axis=1)[:, -2:], axis=1)
@@ -455,8 +458,7 @@ def candidate_of(fit: CalibrationRows, layer: int, seed: int) -> Candidate:
 def work_at(
     exits: Sequence[Candidate], levels: Sequence[float], fit: CalibrationRows, layers: int, costs: ExitCosts
 ) -> Work:
-    """The cost of the rows that exits were fitted to, each predicted as if it had been left out, at `levels`
-    [labels]."""
+    """The cost of the rows that exits were fitted to, each by a prediction that left it out, at `levels` [labels]."""
     at = np.asarray(levels)
     decided = np.stack([each.reach >= at[each.label] for each in exits])
     return work_of(decided, [each.layer for each in exits], fit.weights, layers, costs)
@@ -470,8 +472,8 @@ def choose_layers(
     """The exits that save most after their own cost, in the order of the layers; none if nothing saves enough.
 
     The levels are those that left-out rows of the fitting half allow, by the test that will judge the other half. A
-    layer whose probe knows nothing is no exit: a few rows could leave it by tossing a coin, and not flip too many.
-    Greedy: the best layer to add, until none saves enough more.
+    layer whose probe knows nothing is no exit: it could send away a few rows by the toss of a coin without too many
+    flips. Greedy: it adds the best layer until none saves enough more.
     """
     chosen: list[Candidate] = []
     least = 1.0
@@ -509,7 +511,8 @@ def _allowed(exits: Sequence[Candidate], fit: CalibrationRows, task: _Task) -> t
 
 
 def _correlation(predicted: Float64Array, final: Float64Array) -> float:
-    # The correlation of margins between the two labels that are likeliest over all rows; 0 where one does not vary.
+    # The correlation of margins between the two labels that are likeliest over all rows; 0 where a margin does not
+    # vary.
     two = np.argsort(final.mean(axis=0))[-2:]
     margins = [each[:, two[1]] - each[:, two[0]] for each in (predicted, final)]
     if min(float(np.std(each)) for each in margins) == 0:
@@ -525,7 +528,7 @@ _CURVE: Final = tuple(float(level) for level in np.geomspace(8, 0.25, 21))
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ExitCalibration:
-    """The exits of a job, None if there are none, and what was found."""
+    """The exits of a job, None if there are none, and the findings."""
 
     policy: ExitPolicy | None
     findings: ExitFindings
@@ -567,13 +570,13 @@ def calibrate_exits(
     costs: ExitCosts = ExitCosts(),
     flips_of: FlipsOf = "each",
 ) -> ExitCalibration:
-    """Fit probes and choose exit layers on one half of the rows, and prove on the other how low thresholds may be.
+    """Fit probes and choose exit layers on one half of the rows, and prove the lowest thresholds on the other.
 
     The model has so many `layers`. For each class, the rows that the full read answers with one of the `labels`, the
     probability that more than `max_flips` (a share) of the class leave with another label is at most 1 - `confidence`
     (the comment on levels says why). With `flips_of` all rows together it is one class. The halves are drawn with
-    `seed`, each with half of every class. Readings of
-    the last layer are not looked at. Raises ValueError unless 0 < max_flips < 1 and 0 < confidence < 1.
+    `seed`, each with half of every class. Readings of the last layer are ignored. Raises ValueError unless 0 <
+    max_flips < 1 and 0 < confidence < 1.
     """
     rows_for(max_flips, confidence=confidence)
     task = _Task(
@@ -600,7 +603,7 @@ def calibrate_exits(
     short = _short(task, judge)
     if not candidates:
         return _none(findings, "no layer before the last was observed")
-    # One class that proves nothing keeps the labels of the others in, but not its own.
+    # A class that proves nothing keeps rows with the other labels from leaving, but not those with its own.
     if len(fit) < _FEWEST or len(short) > (1 if flips_of == "each" else 0):
         return _none(findings, short[0] if short else f"{len(fit):,} rows are too few to fit probes to")
     found = [candidate_of(fit, layer, seed) for layer in candidates]
@@ -695,7 +698,7 @@ def _seen(exits: Sequence[Candidate], rows: CalibrationRows) -> tuple[IntArray, 
 
 
 def _work(exits: Sequence[Candidate], levels: Sequence[float], judge: CalibrationRows, task: _Task) -> Work:
-    # The cost of the judged rows at these levels [labels]. Nothing but the levels was chosen on these rows.
+    # The cost of the judged rows at these levels [labels]. Only the levels were chosen on these rows.
     said, reach = _seen(exits, judge)
     decided = reach >= np.asarray(levels)[said]
     return work_of(decided, [each.layer for each in exits], judge.weights, task.layers, task.costs)
@@ -740,7 +743,7 @@ def _curve(task: _Task, exits: Sequence[Candidate], judge: CalibrationRows) -> t
     return tuple(found)
 
 
-# Whether exits that were proven on an earlier night still hold: a test of some hundred fresh rows.
+# The check of exits that an earlier job has proven: a test on some hundred fresh rows.
 
 
 _POWER = 0.8
@@ -750,8 +753,8 @@ _POWER = 0.8
 class ClassRecheck:
     """The fresh rows that the full read answers with `label`.
 
-    `chance` is the probability of as many flips or more if the flip rate is the one that was allowed. A flip rate of
-    `detectable` is found in four of five checks with so many rows; None without rows.
+    `chance` is the probability of as many flips or more at the allowed flip rate. A flip rate of `detectable` is found
+    in four of five checks with so many rows; None without rows.
     """
 
     label: str
@@ -763,16 +766,16 @@ class ClassRecheck:
 
 @dataclass(frozen=True, slots=True)
 class ExitRecheck:
-    """Whether fresh rows contradict what was proven, and what they could have found.
+    """Whether fresh rows contradict the proof, and the deviations that they could have found.
 
-    `reason` says what contradicts it, None if nothing does. `leaving` is the share of the rows that leave.
+    `reason` names the contradiction; None: there is none. `leaving` is the share of the rows that leave.
     """
 
     ok: bool
     reason: str | None
     leaving: float
     classes: tuple[ClassRecheck, ...]
-    text: str  # what the check can and cannot find: a sentence
+    text: str  # a sentence on the deviations that the check can and cannot find
 
 
 def recheck_exits(
@@ -784,10 +787,10 @@ def recheck_exits(
 ) -> ExitRecheck:
     """Apply a policy to fresh rows that were read in full, with readings of its layers.
 
-    Some hundred rows cannot prove again that at most `max_flips` flip. So this is a test of the contrary: in each
-    class, whether there are more flips than that rate explains, by an exact binomial test. The probability that it
-    refuses exits which hold in all classes is at most 5 %; the classes share it. Raises KeyError if a layer of the
-    policy was not observed.
+    Some hundred rows cannot prove again that at most `max_flips` flip. So this tests the contrary: an exact binomial
+    test in each class whether there are more flips than that rate explains. The probability that it refuses exits that
+    hold in all classes is at most 5 %; the classes share it. Raises KeyError if a layer of the policy was not
+    observed.
     """
     names = tuple(labels) or tuple(f"label {number}" for number in range(rows.labels))
     names = names if flips_of == "each" else (ALL_ROWS,)
@@ -815,7 +818,7 @@ def recheck_exits(
 
 
 def _outcome(policy: ExitPolicy, rows: CalibrationRows) -> tuple[BoolArray, BoolArray]:
-    # Which rows leave, and which of these with another label than the full read's.
+    # The rows that leave, and those of them whose label differs from the full read's.
     left = np.zeros(len(rows), dtype=np.bool_)
     flipped = np.zeros(len(rows), dtype=np.bool_)
     for layer in policy.layers:

@@ -1,8 +1,8 @@
-"""The exits of a job: what it learns of them before its first window, what is done between layers, and when they end.
+"""The exits of a job: learning them before its first window, the work between layers, and their end.
 
-Some rows are read in full first, and looked at between layers. What is learnt stays in the work folder for when the
-job goes on, and is written beside the report for later jobs. In what a run reports, layers are numbered as users count
-them: a row that left after layer 16 went through 16 layers.
+Some rows are read in full first, with readings between layers. The learnt exits stay in the work folder in case the
+job is resumed, and are written beside the report for later jobs. In what a run reports, layers are numbered as users
+count them: a row that left after layer 16 went through 16 layers.
 """
 
 from __future__ import annotations
@@ -69,22 +69,23 @@ if TYPE_CHECKING:
 # The report of early exits: rows that they were learnt from, rows that left, layers spared and answers flipped.
 
 
-# Learnt by this job; taken from an earlier one; not there, for a `reason`; ended before the job, for a `reason`.
+# Learnt by this job; taken from an earlier one; none, for a `reason`; ended before the job did, for a `reason`.
 ExitStatus = Literal["calibrated", "reused", "none", "stopped"]
-KEPT_ALIVE = ("1", "2", "3-5", "6-10", ">10")  # how many rows a shared prefix went on for
+KEPT_ALIVE = ("1", "2", "3-5", "6-10", ">10")  # the number of rows for which a shared prefix went on
 
 
 class ProvableFlips(BaseModel):
     """The best that calibration rows could prove. It is known before any of them is read."""
 
-    rows: int  # that are to be read in full; half of them judge
-    judged: int  # judged rows behind each proof: those of each answer, if all are as frequent, or all
-    max_flips: float  # the smallest rate that so many prove without a flip, at the report's confidence
-    rows_needed: int  # judged rows behind each proof that --max-flips takes without a flip
+    rows: int  # rows that are to be read in full; half of them judge
+    judged: int  # judged rows behind each proof: all, or those of each answer if all are equally frequent
+    max_flips: float  # the smallest rate that so many rows prove without a flip, at the report's confidence
+    rows_needed: int  # judged rows that a proof of --max-flips takes without a flip
 
 
 def provable_flips(rows: int, max_flips: float, classes: int) -> ProvableFlips:
-    """The best that so many calibration rows prove: if all `classes` are as frequent, and none of their rows flips."""
+    """The best that so many calibration rows prove, if all `classes` are equally frequent and none of their rows
+    flips."""
     judged = rows // (2 * classes)
     return ProvableFlips(
         rows=rows,
@@ -95,7 +96,7 @@ def provable_flips(rows: int, max_flips: float, classes: int) -> ProvableFlips:
 
 
 def provable_text(found: ProvableFlips, classes: int, max_flips: float) -> str:
-    """One line that says it, and where that is too little, what would do."""
+    """One line that says it, and if that is too little, the number of rows that suffices."""
     each = f" of each of {classes} answers, if these are equally frequent" if classes > 1 else ""
     text = (
         f"--exit reads {found.rows:,} rows in full first, and half of them judge: {found.judged:,}{each}. Without a "
@@ -107,12 +108,12 @@ def provable_text(found: ProvableFlips, classes: int, max_flips: float) -> str:
     text += (
         f". --max-flips {max_flips:g} takes {found.rows_needed:,}{of_each}, {rows:,} rows of a job of twice as many"
     )
-    smallest = math.ceil(found.max_flips * 1e4) / 1e4  # rounded up, as no smaller one is proven
+    smallest = math.ceil(found.max_flips * 1e4) / 1e4  # rounded up, as no smaller rate is proven
     return text if smallest >= 1 else f"{text}; the smallest --max-flips that may be proven here is {smallest:g}"
 
 
 class AuditedLabel(BaseModel):
-    """Audited rows that the model, read in full, answers with a label. Of all attempts at the job."""
+    """Audited rows that get this label when they are read in full. Counts are of all attempts at the job."""
 
     label: str
     rows: int
@@ -128,11 +129,11 @@ class UsedExit(BaseModel):
 
     layer: int
     probe: str  # the kind of predictor
-    peek: bool  # whether only the last tokens went through the layer before it was decided who leaves
-    thresholds: dict[str, float | None]  # by label: how far it must be ahead; None where rows with it stay
-    expected: float  # share of the rows that leave here, as the calibration has it
-    rows: int = 0  # of the output, that left here
-    share: float | None = None  # of the scored rows, without those that exits were learnt from
+    peek: bool  # whether only the last tokens go through the layer before the rows that leave are chosen
+    thresholds: dict[str, float | None]  # by label: the lead that it needs; None where rows with it stay
+    expected: float  # share of the rows that leave here, by the calibration
+    rows: int = 0  # rows of the output that left here
+    share: float | None = None  # share of the scored rows, without those that exits were learnt from
 
 
 class LayerCount(BaseModel):
@@ -146,29 +147,29 @@ class ExitUse(BaseModel):
     """The exits of a run."""
 
     status: ExitStatus
-    reason: str | None = None  # why there are none, or none any more
-    reused: bool = False  # whether an earlier job has learnt them
-    stopped_window: int | None = None  # the first window without them
+    reason: str | None = None  # why there are no exits, or no longer
+    reused: bool = False  # whether an earlier job has learnt the exits
+    stopped_window: int | None = None  # the first window without exits
     max_flips: float
     flips_of: FlipsOf = "each"  # whose flips are bounded: the rows' of each label, or all rows'
     confidence: float = 0.95
     model_layers: int
     provable: ProvableFlips | None = None  # None where an earlier job has learnt the exits
     calibration_rows: int = 0  # read in full before the first window
-    learnt_rows: int = 0  # those of them that are rows of the output as they were read then
+    learnt_rows: int = 0  # those of them whose scores in the output are from that read
     classes: list[JudgedLabel] = Field(default_factory=list)
     layers: list[UsedExit] = Field(default_factory=list)
     by_layer: dict[str, LayerCount] = Field(default_factory=dict)  # the layers that rows went through, then "full"
     layers_saved: float | None = None  # share of the layers of computed tokens that exits spared this run
     predicted_gain: float | None = None  # by the calibration, for tokens that no two rows share
-    layers_gain: float | None = None  # by the layers that exits spared the packs of this run
+    layers_gain: float | None = None  # by the layers that exits saved in the packs of this run
     measured_gain: float | None = None  # of the same packs, in seconds
     kept_alive: dict[str, float] = Field(default_factory=dict)  # layers of shared tokens, by rows they went on for
     audited: list[AuditedLabel] = Field(default_factory=list)
     curve: list[GainPoint] = Field(default_factory=list)
 
     def take(self, counts: Counts) -> None:
-        """Take over what is known of the output's rows, those of earlier attempts included."""
+        """Take over the counts of the output's rows, including those of earlier attempts."""
         found = counts.tallies.exit_layers
         order = sorted(found, key=lambda name: (name == TO_THE_END, int(name) if name != TO_THE_END else 0))
         self.by_layer = {
@@ -435,7 +436,7 @@ EXITS = "exits"  # in the plan of a job
 ENDED = ("reason", "stopped_window")  # what the plan has there once drift has ended the exits
 FILE = "exits.json"  # in the work folder
 CHECKED_ROWS = 300
-MOST_BYTES = 1 << 30  # of readings in memory, where the number of rows is not asked for
+MOST_BYTES = 1 << 30  # bytes of readings in memory, unless the user sets the number of rows
 _SEED = 20_262
 
 
@@ -443,17 +444,17 @@ _SEED = 20_262
 class JobExits:
     """The exits of a job at work."""
 
-    policy: ExitPolicy | None  # None where rows do not leave: nothing could be proven, or the exits have ended
-    use: ExitUse  # what the run reports
+    policy: ExitPolicy | None  # None where no row leaves: nothing could be proven, or the exits have ended
+    use: ExitUse  # the exits in the run's report
     known: Mapping[int, ScoredRow] = field(default_factory=dict)  # rows by number that need not be read again
     regroup_cost: float | None = None
-    # Of the packs of this run: the seconds that they took and would have taken without exits, their layers in full
-    # for a token, and how many fewer they went through.
+    # Of the packs of this run: the seconds that they took and would have taken without exits; token-layers in full,
+    # and those saved.
     seconds: float = 0.0
     full_seconds: float = 0.0
     layers: float = 0.0
     skipped: float = 0.0
-    kept_alive: Counter[str] = field(default_factory=Counter)  # token-layers of shared prefixes, by how few rows
+    kept_alive: Counter[str] = field(default_factory=Counter)  # token-layers of shared prefixes, by number of rows
 
     def treatment(self, in_full: frozenset[int]) -> Treatment:
         """The treatment between layers. The prompts `in_full` go on to the end."""
@@ -462,7 +463,7 @@ class JobExits:
         return Treatment(EarlyExits(self.policy, in_full), self.regroup_cost)
 
     def add(self, pack: Pack, answers: Sequence[Answer]) -> None:
-        """Count what exits have spared a pack, by all of its answers."""
+        """Count the layers that exits saved in a pack, by all of its answers."""
         if self.policy is None or not answers:
             return
         left = {answer.prompt: answer.exit_layer for answer in answers}
@@ -474,7 +475,7 @@ class JobExits:
         self.kept_alive.update(carried_by_few(pack, through, self.use.model_layers))
 
     def watch(self, job: Job, window: int) -> None:
-        """End the exits after a `window` where the audited rows that are written show that too many answers flip."""
+        """End the exits after a `window` if the written audited rows show that too many answers flip."""
         if self.policy is None:
             return
         sink, use = job.sink, self.use
@@ -495,7 +496,8 @@ class JobExits:
         log.warning(f"--exit: {use.reason}; all further rows are read in full")
 
     def report(self, tokens: Any) -> ExitUse:
-        """What the run reports, with what its packs were spared; `tokens` (`report.run.Tokens`) are those of the run.
+        """The exits for the run's report, with the savings in its packs; `tokens` (`report.run.Tokens`) are those of
+        the run.
 
         The counts of the output are still missing: see `ExitUse.take`.
         """
@@ -510,14 +512,14 @@ class JobExits:
 
 
 def _layers_through(exit_layers: Sequence[int | None]) -> int | None:
-    # How many layers a read goes through, by the layers after which its prompts leave. None: all, because a read ends
-    # with its last prompt.
+    # The number of layers that a read goes through, by the layers after which its prompts leave. None means all: a
+    # read ends with its last prompt.
     numbers = [layer for layer in exit_layers if layer is not None]
     return max(numbers) + 1 if len(numbers) == len(exit_layers) else None
 
 
 def stored_exit_use(plan: Mapping[str, Any]) -> ExitUse | None:
-    """The exits of a job by its plan, without the gain, which is a run's own."""
+    """The exits of a job by its plan, without the gain, which each run has of its own."""
     stored = plan.get(EXITS, {})
     return _use_of(stored) if "use" in stored else None
 
@@ -544,14 +546,14 @@ class _ReadRows:
 
 @dataclass(frozen=True, slots=True)
 class ExitLearning:
-    """Learns the exits of a job, once. What it finds stays in the work folder, for when the job goes on."""
+    """Learns the exits of a job, once. They stay in the work folder in case the job is resumed."""
 
     job: Job
     engine: PlanEngine
-    given: ExitProfile | None  # what `--exit-profile` names
+    given: ExitProfile | None  # the profile that `--exit-profile` names
 
     def exits(self) -> JobExits:
-        """The exits. The tokens that learning them took in this run are counted in the job's recorder."""
+        """The exits. The job's recorder counts the tokens that learning them took in this run."""
         sink, found = self.job.sink, self._stored()
         if found is None:
             profile, known, use = self._learn()
@@ -559,7 +561,7 @@ class ExitLearning:
             data = json.dumps({"profile": profile.model_dump(mode="json"), "rows": rows}).encode()
             sink.work.put_bytes(FILE, data)
             before = sink.plan.get(EXITS, {})
-            ended = {name: before[name] for name in ENDED if name in before}  # by drift, and learnt again since
+            ended = {name: before[name] for name in ENDED if name in before}  # ended by drift, and learnt again since
             learnt = {"digest": hashlib.sha256(data).hexdigest(), "use": use.model_dump(mode="json")}
             sink.plan = sink.plan | {EXITS: learnt | ended}
             if self.job.report.report is not None and self.job.settings.exit_profile is None:
@@ -581,7 +583,7 @@ class ExitLearning:
         )
 
     def _stored(self) -> tuple[ExitProfile, list[ScoredRow]] | None:
-        # The profile that an earlier attempt at the job has learnt, and the rows that it has scored.
+        # The profile that an earlier attempt at the job learnt, and the rows that it scored.
         if "use" not in self.job.sink.plan.get(EXITS, {}):
             return None
         try:
@@ -597,14 +599,14 @@ class ExitLearning:
         return None
 
     def _learn(self) -> tuple[ExitProfile, list[ScoredRow], ExitUse]:
-        # Read some rows in full, and learn from them; of a given profile, whether it still holds. Returns the rows
+        # Read some rows in full and learn from them, or test whether a given profile still holds. Returns the rows
         # that need not be read again.
         settings, given, names = self.job.settings, self.given, self.job.labels.names
         config = self.job.opened.files.config
         depth: int = config.get_text_config().num_hidden_layers
         policy = None if given is None else given.policy
         layers = observed_layers(depth) if policy is None else policy.layers
-        # The best that the rows could prove. A given profile is only checked by them.
+        # The best that the rows could prove. They only check a given profile.
         provable = None
         if given is None:
             provable = provable_flips(min(self._count, len(self._rows()) // 2), settings.max_flips, self._classes)
@@ -661,7 +663,7 @@ class ExitLearning:
         return profile, known, use
 
     def _read_rows(self, layers: Sequence[int], provable: ProvableFlips | None) -> _ReadRows:
-        # Random rows of the job, read in full: so many as are asked for, but no more than half of its rows.
+        # Random rows of the job, read in full: as many as the user asks for, but no more than half of its rows.
         settings, classes, count = self.job.settings, self._classes, self._count
         rows = self._rows()
         drawn = rows[np.random.default_rng(_SEED).permutation(len(rows))[: len(rows) // 2]]
@@ -677,7 +679,7 @@ class ExitLearning:
         return read
 
     def _read(self, numbers: Int64Array, layers: Sequence[int], why: str) -> _ReadRows:
-        # The rows with these numbers, read in full, with what these layers show; those that fit the memory.
+        # The rows with these numbers that fit the memory, read in full, with readings after these layers.
         questions = self._questions(np.sort(numbers))
         if not questions:
             return _ReadRows([], [], 0)
@@ -697,7 +699,7 @@ class ExitLearning:
 
     @property
     def _count(self) -> int:
-        # How many rows are to be read at first, if half of the job's rows are so many.
+        # The number of rows to read at first, if half of the job has so many.
         if self.job.settings.exit_rows is not None:
             return int(self.job.settings.exit_rows)
         if self.given is not None:
@@ -706,7 +708,7 @@ class ExitLearning:
 
     @property
     def _classes(self) -> int:
-        # The number of kinds of rows whose flips are bounded.
+        # The number of classes of rows whose flips are bounded.
         return len(self.job.labels.names) if self.job.settings.flips_of == "each" else 1
 
     def _rows(self) -> Int64Array:

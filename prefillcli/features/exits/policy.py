@@ -1,13 +1,13 @@
-"""Exits: probes that predict a row's final answer from its readings at one layer, the rule who leaves, and its file.
+"""Exits: probes that predict a row's final answer from its readings at one layer, the rule for leaving, and its file.
 
 Three kinds are tried for each layer; cross-validation chooses:
 
 - `ridge` reads the hidden state, brought to unit length. It finds an answer before the model's own head can read it.
 - `affine` reads the label logits of the model's own norm and head: they need another scale and another offset at each
   layer ("tuned lens", Belrose et al. 2023, arXiv 2303.08112, in its smallest form).
-- `mlp` reads what SpecEE's predictor reads (arXiv 2504.08850, section 4.3): the label logits, their softmax among the
-  labels, and how the layer has changed that softmax; 512 hidden units with ReLU. SpecEE predicts whether to exit, this
-  one the final label logits."""
+- `mlp` reads the features of SpecEE's predictor (arXiv 2504.08850, section 4.3): the label logits, their softmax among
+  the labels, and how the layer has changed that softmax; 512 hidden units with ReLU. SpecEE predicts whether to exit;
+  this probe predicts the final label logits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Probe:
 
     @property
     def labels(self) -> int:
-        """How many labels it predicts."""
+        """The number of labels that it predicts."""
         last = fields(self)[-1].name  # type: ignore[arg-type]  # the bias of the labels
         return int(getattr(self, last).size)
 
@@ -50,7 +50,7 @@ class Probe:
         raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
-        """Its arrays, from which `probe_of` makes the same probe bit for bit."""
+        """Its arrays, from which `probe_of` restores the same probe bit for bit."""
         arrays = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         return {"kind": self.kind} | {
             name: {
@@ -121,7 +121,7 @@ def probe_of(written: Mapping[str, Any]) -> Probe:
 
 
 def unit_length(hidden: Float32Array) -> Float64Array:
-    """Hidden states [rows, hidden] of length 1; what is 0 stays 0."""
+    """Hidden states [rows, hidden] scaled to length 1; those of length 0 stay 0."""
     wide = hidden.astype(np.float64)
     lengths = np.linalg.norm(wide, axis=1, keepdims=True)
     return np.asarray(wide / np.where(lengths > 0, lengths, 1), np.float64)
@@ -170,15 +170,15 @@ def _check_shapes(probe: Probe) -> None:
         raise ValueError(f"the arrays of a probe {probe.kind} do not fit together")
 
 
-# Fitting probes to rows with final answers, and what they say of rows that they were not fitted to.
+# Fitting probes to rows with final answers, and their predictions for rows that they were not fitted to.
 
 
 # Ridge strengths that are tried, in units of the hidden states' total variance.
 STRENGTHS: Final = tuple(10.0**power for power in np.arange(-7, 1.1, 0.5))
-FOLDS = 5  # of the probes without a formula for leaving one out
+FOLDS = 5  # folds of the probes without a formula for leaving one out
 UNITS = 512  # as in SpecEE
 _NEAR = 1.25
-# A probe knows something if its error is at most this share of what the mean answer is off by.
+# A probe knows something if its error is at most this share of the mean answer's.
 KNOWS: Final = 0.9
 _DECAY = 1e-3  # of the network's weights
 _STEPS = 60  # of L-BFGS
@@ -187,8 +187,8 @@ IntArray = npt.NDArray[np.int64]
 
 
 class FittedProbe(NamedTuple):
-    """A probe, and the label logits that probes of its kind predict for rows that were left out, less their mean
-    [rows, labels]."""
+    """A probe, and the label logits that probes of its kind predict for left-out rows, less their mean [rows,
+    labels]."""
 
     probe: Probe
     held_out: Float64Array
@@ -197,10 +197,10 @@ class FittedProbe(NamedTuple):
 def fit_best(readings: Readings, final: Float64Array, seed: int) -> tuple[FittedProbe, dict[str, float]]:
     """The kind of probe with the smallest squared error on left-out rows, and the error of each kind.
 
-    `final` [rows, labels] are the final label log-probabilities. An error is the root of the mean square of what a
-    margin between two labels is off by. The network, which takes longest, is left out where the label logits that it
-    reads tell little, by themselves or beside the hidden state: where the affine probe does not know the answer, or
-    its error is more than 1.25 times that of the ridge.
+    `final` [rows, labels] are the final label log-probabilities. An error is the root mean square error of a margin
+    between two labels. The network takes longest. It is left out where the label logits that it reads tell little,
+    alone or compared with the hidden state: where the affine probe does not know the answer, or its error is more than
+    1.25 times that of the ridge.
     """
     target = relative(final)
     fits: dict[str, FittedProbe] = {}
@@ -218,9 +218,9 @@ def fit_best(readings: Readings, final: Float64Array, seed: int) -> tuple[Fitted
 def fit_ridge(readings: Readings, target: Float64Array, seed: int = 0) -> FittedProbe:
     """Ridge regression from hidden states to relative logits `target` [rows, labels], with a free intercept.
 
-    The strength is the one with the smallest squared error where each row is left out in turn. One decomposition of
-    the smaller Gram matrix, that of the rows (the dual form) or that of the hidden units, gives the fits of all
-    strengths and, by the diagonal of the hat matrix, exactly what they say of left-out rows.
+    The strength is the one with the smallest squared error when each row is left out in turn. One decomposition of the
+    smaller Gram matrix, that of the rows (the dual form) or that of the hidden units, gives the fits of all strengths
+    and, by the diagonal of the hat matrix, their exact predictions for left-out rows.
     """
     points = unit_length(readings.hidden)
     centre, mean = points.mean(axis=0), target.mean(axis=0)
@@ -291,7 +291,7 @@ def _decomposed(points: Float64Array) -> tuple[Float64Array, Float64Array]:
 
 
 def _folded(target: Float64Array, seed: int, predict: Callable[[IntArray, IntArray], Float64Array]) -> Float64Array:
-    # Predictions for all rows by `predict(rows to fit, rows left out)`, each left out once.
+    # Predictions for all rows by `predict(rows to fit, rows left out)`; each row is left out once.
     order = np.random.default_rng(seed).permutation(len(target))
     found = np.zeros_like(target)
     for fold in range(min(FOLDS, len(target))):
@@ -353,8 +353,8 @@ class ExitLayer:
     """A layer after which rows may leave.
 
     Layers are numbered from 0. A row leaves if the predicted logit of its likeliest label is ahead of the next one by
-    `thresholds` of that label or more; infinity: never. With `peek` only the last tokens go through the layer
-    before that is decided.
+    `thresholds` of that label or more; infinity: never. With `peek` only the last tokens go through the layer before
+    the decision.
     """
 
     layer: int
@@ -364,7 +364,7 @@ class ExitLayer:
 
 
 class Decisions(NamedTuple):
-    """Which rows are decided [rows], and the label log-probabilities, among the labels alone, that they leave with
+    """A mask of the decided rows [rows], and the log-probabilities, among the labels alone, with which they leave
     [rows, labels]."""
 
     decided: npt.NDArray[np.bool_]
@@ -372,7 +372,7 @@ class Decisions(NamedTuple):
 
 
 class Lead(NamedTuple):
-    """The likeliest label of each row, int64 [rows], and how far its logit is ahead of the next one [rows]."""
+    """The likeliest label of each row, int64 [rows], and the lead of its logit over the next one [rows]."""
 
     label: npt.NDArray[np.int64]
     ahead: Float64Array
@@ -420,7 +420,7 @@ class ExitPolicy:
         return Decisions(lead.ahead >= np.asarray(own.thresholds)[lead.label], predicted - total)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """The form from which `policy_of` makes the same policy. A threshold of infinity is null."""
+        """The form from which `policy_of` restores the same policy. A threshold of infinity is null."""
         return [
             {
                 "layer": each.layer,
@@ -454,10 +454,10 @@ def policy_of(written: Sequence[Mapping[str, Any]]) -> ExitPolicy:
     return ExitPolicy(exits)
 
 
-# The file of a job's exits: what a later job with the same model, labels and prompts may use again.
+# The file of a job's exits, which a later job with the same model, labels and prompts may use again.
 
 
-# Whose flips are bounded: those of the rows of each label, or of all rows together.
+# The rows whose flips are bounded: those of each label, or all rows together.
 FlipsOf = Literal["each", "all"]
 ALL_ROWS: Final = "all rows"  # the name of the only class where the flips of all rows are bounded together
 
@@ -470,14 +470,14 @@ class _Finding(BaseModel):
 
 
 class JudgedLabel(_Finding):
-    """Calibration rows that the model, read in full, answers with one label, or all rows; as reports have them."""
+    """Calibration rows that get one label when they are read in full, or all rows, in the form of reports."""
 
     label: str
     fitted: int  # rows that the probes were fitted to
     judged: int  # other rows, which the thresholds were tested on
     flips: int  # of the judged ones, at the thresholds in use
     bound: float  # exact upper bound of the flip rate, at the report's confidence; 1 where nothing is proven
-    rows_needed: int  # judged rows that it takes to prove the bound without a flip
+    rows_needed: int  # judged rows that prove the bound if none flips
 
     @property
     def proven(self) -> bool:
@@ -493,7 +493,7 @@ class ClassFinding(JudgedLabel):
 
 
 class ExitFinding(_Finding):
-    """An exit layer, numbered from 0, and what its probe is worth.
+    """An exit layer, numbered from 0, and the quality of its probe.
 
     `correlation` is that of predicted and final margins of left-out rows, and `errors` are the roots of the mean
     squared error of a margin by kind of probe. `thresholds` are by label, None where rows with that label stay.
@@ -510,7 +510,7 @@ class ExitFinding(_Finding):
 
 
 class GainPoint(_Finding):
-    """An estimate of what the judged rows would have done at one level for all labels. It proves nothing."""
+    """An estimate of the judged rows' exits at one level for all labels. It proves nothing."""
 
     leaving: float  # share of the rows
     flip_rate: float
@@ -528,7 +528,8 @@ class ExitFindings(_Finding):
     """All that a calibration of exits found.
 
     `reason` says why there are no exits. `layers` is the mean number of layers that a token of a judged row goes
-    through, and `gain` what reading in full costs over what exits cost, for tokens that a row does not share.
+    through, and `gain` the cost of reading in full divided by the cost with exits, for tokens that a row does not
+    share.
     """
 
     max_flips: float
@@ -538,7 +539,7 @@ class ExitFindings(_Finding):
     judged: int
     dropped: int = 0  # rows with values that are not finite
     classes: tuple[ClassFinding, ...] = ()
-    candidates: tuple[int, ...] = ()  # layers that exits were chosen among
+    candidates: tuple[int, ...] = ()  # layers from which exits were chosen
     exits: tuple[ExitFinding, ...] = ()
     layers: float | None = None
     gain: float | None = None
@@ -551,7 +552,8 @@ _AGAIN = "make one with prefill score --exit: it is written beside the report"
 
 
 class ExitProfile(BaseModel):
-    """The exits of a job, or why it has none, and whose they are. It has no date: the same rows make the same file.
+    """The exits of a job, or why it has none, and the identity of that job. It has no date: the same rows make the
+    same file.
 
     `model`, `prompt` and `label_tokens` are digests, `labels` the labels' names in their order. `layers` is the number
     of the model's layers. `exits` is a policy as `ExitPolicy.to_json` writes it.
@@ -644,17 +646,18 @@ def require_same_job(profile: ExitProfile, path: str, job: Mapping[str, Any]) ->
         )
 
 
-# The file of `--exit-profile`: read before anything loads, and held against the job that it is used in.
+# The file of `--exit-profile`: read before anything loads, and checked against the job that uses it.
 
 
 AGAIN = "leave it out: the exits are then learnt on rows of this job"
 
 
 def exit_profile_at(path: str) -> ExitProfile:
-    """The profile at a local path or URL. Raises UsageError if it is none, or not as a job wrote it."""
+    """The profile at a local path or URL. Raises UsageError for any other file, or one that was changed after a job
+    wrote it."""
     content, sealed = read_sealed("--exit-profile", path, AGAIN)
     profile = exit_profile_of(content, without_secrets(path))
-    if not sealed:  # it is what proves the bound on flips
+    if not sealed:  # the bound on flips rests on it
         raise UsageError(
             f"--exit-profile {without_secrets(path)}: it has no checksum: an older version of prefill or another "
             f"program wrote it\n{AGAIN}"
@@ -663,7 +666,8 @@ def exit_profile_at(path: str) -> ExitProfile:
 
 
 def job_of_exits(job: Job) -> dict[str, Any]:
-    """Whose the exits are that a job learns, by its fingerprint: what must be the same where they are used again."""
+    """The identity of a job for the exits that it learns, by its fingerprint: a job that uses them again must have the
+    same."""
     digests = job.report.fingerprint
     # Not the digest of all options of compression: an audit changes nothing that a model reads.
     kept: list[Any] = [each for feature in job.features for each in feature.read_as()]
@@ -681,9 +685,9 @@ def job_of_exits(job: Job) -> dict[str, Any]:
 
 
 def inspected_policy(path: str | None, opened: Opened, labels: Labels) -> ExitPolicy | None:
-    """The exits of a profile, for a row whose job may have had other prompts; None without a path or exits.
+    """The exits of a profile, for a row whose job may have other prompts; None without a path or exits.
 
-    Raises UsageError if it is no profile, or is one of another model or other labels.
+    Raises UsageError for a file that is no profile, or a profile of another model or other labels.
     """
     if path is None:
         return None
@@ -700,5 +704,5 @@ def inspected_policy(path: str | None, opened: Opened, labels: Labels) -> ExitPo
 
 
 def exits_path(report: str) -> str:
-    """Where what a job has learnt of exits goes: `data.scores.run.json` -> `data.scores.exit.json`."""
+    """The path of a job's exit profile: `data.scores.run.json` -> `data.scores.exit.json`."""
     return report.removesuffix(".json").removesuffix(".run") + ".exit.json"
