@@ -1,4 +1,4 @@
-"""The ways in which attention is computed, by name, and which of them are ruled out on a device."""
+"""The ways to compute attention, by name, and those that are ruled out on a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from prefillcli.runtime.user_cache import load_compiled, share_openmp
 
-#: Each way and what it is. "blocks" runs everywhere; where another is ruled out, blocks take its place.
+#: Each way with a description. "blocks" runs everywhere, and takes the place of a way that is ruled out.
 PATHS: dict[str, str] = {
     "blocks": "explicit scores in float32, some keys at a time",
     "flash-cpu": "PyTorch's flash attention for CPUs",
@@ -30,14 +30,14 @@ _ruled_out: dict[tuple[str, torch.device], str] = {}
 
 
 def rule_out(path: str, device: torch.device, why: str) -> None:
-    """Let no attention on `device` be computed this way in this process. Raises KeyError for an unknown one."""
+    """Rule out this way of attention on `device`, in this process. Raises KeyError for an unknown way."""
     if path not in PATHS:
         raise KeyError(path)
     _ruled_out[path, _plain(device)] = why
 
 
 def only_blocks(device: torch.device, why: str) -> None:
-    """Let attention on `device` be computed with explicit scores alone."""
+    """Compute attention on `device` with explicit scores alone."""
     for path in PATHS:
         if path != "blocks" and may_take(path, device):
             rule_out(path, device, why)
@@ -116,7 +116,7 @@ class Shift:
 
 
 def fast_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products are what this device is fast at: bfloat16 on a CPU with instructions for it."""
+    """Whether this device is fast at products: bfloat16 on a CPU with instructions for it."""
     cpu = device.type == "cpu" and dtype == torch.bfloat16
     return cpu and has_bfloat16_instructions() and may_take("products", device)
 
@@ -128,7 +128,7 @@ def has_bfloat16_instructions() -> bool:
 
 
 def _instructions() -> set[str]:
-    able: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not tell
+    able: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not say which
     return {name for name, there in able.items() if there}
 
 
@@ -143,8 +143,8 @@ def attend_by_products(
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over moved keys: the output and its log-sum-exp, shaped as in `attention.attend`.
 
-    All tensors are of one dtype; bfloat16 is what it is made for. `causal` needs as many keys as queries. `safe`: no
-    power of a score overflows.
+    All tensors have one dtype; this way is made for bfloat16. `causal` needs as many keys as queries. `safe`: no power
+    of a score overflows.
     """
     batch, heads, queries = query.shape[:3]
     kv_heads, keys = key.shape[1:3]
@@ -169,9 +169,9 @@ def attend_by_products(
 
 
 def _rows(query: Tensor, key: Tensor, value: Tensor, safe: bool, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    # Weighted sum of values, total weight and log-sum-exp, for queries `[sequences, heads, groups, tokens, width]`
-    # and K,V `[sequences, heads, tokens, width]`. `causal`: the queries' tokens are the last of the keys'. Scores are
-    # binary logarithms. All shapes are rounded up, because the library keeps what it prepares for each shape of a
+    # Weighted sum of values, total weight and log-sum-exp, for queries `[sequences, heads, groups, tokens, width]` and
+    # K,V `[sequences, heads, tokens, width]`. `causal`: the queries' tokens are the last of the keys'. Scores are
+    # binary logarithms. All shapes are rounded up, because the library caches its preparations for each shape of a
     # product.
     *shape, width = query.shape
     groups, tokens = shape[2:]
@@ -268,11 +268,11 @@ class ForestKernel:
     ) -> tuple[Tensor, Tensor]:
         """Attention of `query` [1, heads, tokens, width] over runs of `key` and `value` [1, kv heads, keys, width].
 
-        `blocks` int64 [blocks, 5]: the first query and how many there are, its depth, and which of the runs it sees
-        (first and end); at most `LANES` queries of all heads of a K,V head. `runs` int64 [runs, 3]: keys (start and
-        end) and the depth of the first; those of a block go on where the one before ends. A query sees keys up to its
-        own depth, and with a sliding `window` those of the last so many depths. Gives the output
-        [1, heads, tokens, width] and the natural log-sum-exp of the scaled scores float32 [1, heads, tokens].
+        `blocks` int64 [blocks, 5]: the first query, the number of queries, the first one's depth, and the runs that
+        the block sees (first and end); at most `LANES` queries of all heads of a K,V head. `runs` int64 [runs, 3]:
+        keys (start and end) and the depth of the first. Each run of a block goes on where the one before ends. A query
+        sees keys up to its own depth; a sliding `window` limits them to the last `window` depths. Gives the output [1,
+        heads, tokens, width] and the natural log-sum-exp of the scaled scores float32 [1, heads, tokens].
         """
         out, lse = room_for_output(query, value)
         sizes = np.array(
@@ -291,7 +291,7 @@ class ForestKernel:
 
 
 def takes(query: Tensor, value: Tensor, kv_heads: int) -> bool:
-    """Whether the kernel computes attention of these shapes and dtypes, where it is there."""
+    """Whether the kernel, where it is available, computes attention of these shapes and dtypes."""
     if query.device.type != "cpu" or query.dtype not in (torch.bfloat16, torch.float32):
         return False
     widths = query.shape[3], value.shape[3]
@@ -314,12 +314,12 @@ def compiled_kernel() -> ForestKernel | None:
 
 
 def forest_kernel() -> ForestKernel | None:
-    """The kernel, if it is there and is not ruled out."""
+    """The kernel, if it is available and not ruled out."""
     return compiled_kernel() if may_take("kernel", torch.device("cpu")) else None
 
 
 def has_kernel_instructions() -> bool:
-    """Whether the processor has what the kernel is compiled for."""
+    """Whether the processor has the instructions that the kernel is compiled for."""
     return {"avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16"} <= _instructions()
 
 
@@ -367,7 +367,8 @@ def attend(
 
 
 def longest_batched(device: torch.device, dtype: torch.dtype) -> int:
-    """Pieces of similar length with at most so many tokens are faster as one padded batch than one by one."""
+    """The largest number of tokens at which pieces of similar length are faster as one padded batch than one by
+    one."""
     if device.type == "cuda":
         return 1024
     return 256 if fast_products(device, dtype) else 64
@@ -408,7 +409,7 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
 
 
 def _widened(value: Tensor, width: int) -> Tensor:
-    # The values with zeros behind, as wide as the keys: what flash kernels want.
+    # The values, padded with zeros to the width of the keys, as flash kernels need them.
     return functional.pad(value, (0, width - value.shape[-1])) if value.shape[-1] < width else value
 
 
@@ -485,7 +486,8 @@ def _attend_in_blocks(
         if seen is not None:
             hidden = ~seen.expand(batch, 1, queries, -1).unsqueeze(2)
             scores.view(batch, kv_heads, -1, queries, hidden.shape[-1]).masked_fill_(hidden, -math.inf)
-        # An online softmax: powers are of scores less the highest so far, and what was summed fades as that one rises.
+        # An online softmax: powers are of scores less the highest so far. When a higher score comes, the sums so far
+        # are scaled down.
         new_top = torch.maximum(top, scores.amax(dim=-1))
         shift = torch.where(new_top == -math.inf, 0.0, new_top)
         scores.sub_(shift.unsqueeze(-1)).exp_()
@@ -511,8 +513,8 @@ def product(one: Tensor, other: Tensor) -> Tensor:
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge attention over further keys into `out` and `lse`, in place.
 
-    The share of the new part is exp(part_lse) / (exp(lse) + exp(part_lse)). A query that sees nothing of either stays
-    so.
+    The share of the new part is exp(part_lse) / (exp(lse) + exp(part_lse)). A query that sees nothing in either part
+    stays as it is.
     """
     # sigmoid(b - a) is exp(b) / (exp(a) + exp(b)), and does not overflow. Where both are -inf it is NaN: nothing is
     # added.

@@ -1,6 +1,6 @@
 """Each path of attention against explicit scores in float64, with the tensors on the device that will compute.
 
-What is attended to is what a walk meets: a node's own tokens, and two ancestors that are merged by their log-sum-exp.
+The cases are those of a walk: a node's own tokens, and two ancestors that are merged by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from prefillcli.prefill.layout import Chunk, KeyWindow, Tree
 
 GAP = 5  # keys between the ancestors and the tokens that nobody may see
 FACTOR = 3.0  # of the error that eager attention has in the same dtype
-#: What is allowed above that, of outputs around 1 and of their log-sum-exp.
+#: The difference allowed above that, for outputs around 1 and for their log-sum-exp.
 FLOORS = {torch.float32: (1e-5, 1e-4), torch.float16: (4e-3, 1e-2), torch.bfloat16: (3e-2, 3e-2)}
 LARGE = 200.0
 
@@ -105,7 +105,8 @@ class AttentionTrial(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """How far attention is from explicit scores: outputs, log-sum-exps, and the larger share of what is allowed."""
+    """How far attention is from explicit scores: outputs, log-sum-exps, and the larger of the two as a share of the
+    allowed difference."""
 
     out: float
     lse: float
@@ -147,7 +148,7 @@ def check_path(path: str, device: torch.device, dtype: torch.dtype) -> PathCheck
             found = _WAYS[path].attend(trial.to(device))
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # what an operator raises on a device that it does not know can be anything
+        except Exception as error:  # an operator may raise anything on a device that it does not know
             return PathCheck(path, name, "fails", f"{case.name}: {type(error).__name__}: {brief(error)}")
         errors.append((difference_of(found, trial), case))
     worst, case = max(errors, key=lambda pair: pair[0].share)
@@ -319,7 +320,8 @@ def _by_flex(trial: AttentionTrial) -> Attention:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a path is run: what a device lacks for it (None: nothing), which trials it takes, and its attention."""
+    """How a path is run: the reason why a device lacks it (None: it has it), the trials it takes, and its
+    attention."""
 
     lacks: Callable[[torch.device, torch.dtype], str | None]
     suits: Callable[[AttentionTrial], bool]

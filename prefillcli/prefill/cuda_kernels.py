@@ -1,13 +1,13 @@
 """Attention of many sequences of different lengths in one call of PyTorch's flash attention, on CUDA.
 
-A call takes queries in sequences. For each it is told where the keys start in the layer's buffer and how many there
-are, so runs of keys may lie anywhere and overlap. All own pieces of a chunk are one call, and what is left are few:
-one for each level of the tree. The tables of a chunk are made once, uploaded once, and used in all layers.
+A call takes queries in sequences. For each sequence it takes the start of the keys in the layer's buffer and their
+number, so runs of keys may lie anywhere and overlap. All own pieces of a chunk are one call. Few calls are left for
+the rest: one for each level of the tree. The tables of a chunk are made once, uploaded once, and used in all layers.
 
 A mask is aligned at the end of each sequence: its last query stands at its last key. Two kinds of sequences have one.
 A block of a node's tokens sees the node from its beginning (or the window's) to the block's end. Where a sliding
-window ends inside an ancestor, each token of a node sees one key less than the token before it: of as many keys as
-queries it sees those from its own place on. All other keys of ancestors are seen by whole sequences.
+window ends inside an ancestor, each token of a node sees one key less than the token before it: with as many keys as
+queries, it sees the keys from its own place on. All other keys of ancestors are seen by whole sequences.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ except ImportError:  # an older torch has the operator alone
 MOST_QUERIES = 512  # of a sequence: with one much longer than the others, most of a launch would be empty
 FEWEST_QUERIES = 2  # the longest sequence is said to have: with one, the operator stacks heads and needs no empty ones
 
-#: How many keys before and behind its own place a query sees; -1: all.
+#: The number of keys before and behind its own place that a query sees; -1: all.
 Sides = tuple[int, int]
 WHOLE: Sides = (-1, -1)
 CAUSAL: Sides = (-1, 0)
@@ -112,7 +112,7 @@ def flash_sequences(
 
 @cache
 def _has_public_operator() -> bool:
-    # Whether PyTorch's public operator can be told how many keys a sequence has.
+    # Whether PyTorch's public operator takes the number of keys of a sequence.
     return varlen_attn is not None and "seqused_k" in inspect.signature(varlen_attn).parameters
 
 
@@ -141,7 +141,7 @@ def attend_sequences(
 
 
 def sequence_tables(computed: Chunk | LastTokens, window: KeyWindow | None) -> list[SequenceTable]:
-    """The calls for what is computed, seen through a window or without one. They are made once."""
+    """The calls for the computed tokens, seen through a window or without one. They are made once."""
     at = (window, computed.ahead if isinstance(computed, LastTokens) else 0)
     if at not in computed.tables:
         if isinstance(computed, Chunk):
@@ -157,7 +157,7 @@ def sequence_tables(computed: Chunk | LastTokens, window: KeyWindow | None) -> l
 
 
 def own_sides(window: KeyWindow | None) -> Sides:
-    """What tokens see of their own node, where its keys begin with the part of an aligned window."""
+    """The keys of their own node that tokens see, where these begin with the part of an aligned window."""
     return CAUSAL if window is None or window.aligned else (window.size - 1, 0)
 
 
@@ -188,15 +188,15 @@ def _runs_of_queries(oldest: IntArray, first: int, end: int, step: int) -> Itera
 
 
 def _parts_of_run(span: Span, first: int, last: int, oldest: int, end: int, window: KeyWindow) -> Iterator[Seen]:
-    # What the queries `first:last` see of the span's first `end` keys; the first of them sees those from `oldest` on.
-    # Keys are counted from the span's first, so `oldest` may be negative.
+    # The keys among the span's first `end` that the queries `first:last` see; the first query sees those from `oldest`
+    # on. Keys are counted from the span's first, so `oldest` may be negative.
     count, k0 = last - first, span.k0
     if window.aligned:
         begin = max(oldest, 0)
         if begin < end:
             yield from _cut(first, last, k0 + begin, k0 + end)
         return
-    whole = max(oldest + count - 1, 0)  # from here on all of them see all
+    whole = max(oldest + count - 1, 0)  # from here on all queries see all keys
     if whole < end:
         yield Seen(WHOLE, first, last, k0 + whole, k0 + end)
     low, high = max(0, -oldest), min(count - 1, end - oldest)  # query `first + i` sees these keys from the i-th on
@@ -278,11 +278,11 @@ class _Call:
         )
 
 
-# Attention over a forest as one call of compiled flex attention, where flash attention has no answer.
+# Attention over a forest as one call of compiled flex attention, where flash attention does not apply.
 #
 # That is where scores have a soft cap, heads are wider than flash takes, or a GPU is too old for it. One mask says
-# what the queries of a chunk see of all keys of the layer's buffer, so ancestors, windows and triangles need no
-# parts to merge. Only the blocks of scores that something is seen of are computed.
+# which of the layer's keys each query of a chunk sees, so ancestors, windows and triangles need no parts to merge.
+# Blocks of scores without a visible key are not computed.
 
 
 BLOCK = 128  # queries, and keys, that are skipped or computed together
@@ -292,7 +292,7 @@ _OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 
 @dataclass(frozen=True, slots=True)
 class ForestMask:
-    """What some queries see of the first `keys` keys of the buffer, as flex attention takes it."""
+    """The keys among the buffer's first `keys` that some queries see, as flex attention takes them."""
 
     keys: int
     blocks: Any  # a BlockMask
@@ -307,7 +307,7 @@ def takes_flex(query: Tensor, value: Tensor, softcap: float | None) -> bool:
 
 
 def lacks_flex(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why flex attention is not there for this device and dtype; None if it is."""
+    """Why flex attention is unavailable for this device and dtype; None if it is available."""
     if device.type != "cuda" or dtype == torch.float32:
         return "for half precision on CUDA devices"
     return _lacks_compiler()
@@ -378,7 +378,7 @@ def compiled_flex() -> Callable[..., Any]:
 
 
 def mask_of(computed: Chunk | LastTokens, window: KeyWindow | None) -> ForestMask | None:
-    """`forest_mask` of what is computed, made once for all layers."""
+    """`forest_mask` of the computed tokens, made once for all layers."""
     at = ("flex", window, computed.ahead if isinstance(computed, LastTokens) else 0)
     if at not in computed.tables:
         tokens = np.arange(computed.start, computed.end) if isinstance(computed, Chunk) else computed.tokens
@@ -416,7 +416,8 @@ def _by_blocks(each: IntArray, reduce: np.ufunc) -> IntArray:
 
 
 def _listed(blocks: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[IntArray, IntArray]:
-    # How many blocks each row has, int32 [rows], and which, int32 [rows, blocks] with those first.
+    # The number of blocks in each row, int32 [rows], and their indices, int32 [rows, blocks], which come first in the
+    # row.
     which = np.argsort(~blocks, axis=1, kind="stable")
     return blocks.sum(axis=1).astype(np.int32), which.astype(np.int32)
 

@@ -1,6 +1,6 @@
 """The attention that layers call while a pack is walked.
 
-A chunk's queries see their own node causally, and of each ancestor all keys. Each part is a softmax of its own, and
+A chunk's queries see their own node causally, and all keys of each ancestor. Each part is a softmax of its own, and
 the parts are merged by their log-sum-exp: with sums `exp(a)` and `exp(b)`, the shares of their outputs are `exp(a)`
 and `exp(b)` over `exp(a) + exp(b)`, as in one softmax over both.
 """
@@ -78,7 +78,7 @@ def register() -> None:
 
 
 def leave_untraced() -> None:
-    """From now on torch.compile calls the forest attention as it is, and compiles what is around it."""
+    """From now on torch.compile leaves the forest attention as it is, and compiles the code around it."""
     AttentionInterface.register(ATTENTION, torch.compiler.disable(_attention))  # type: ignore[no-untyped-call]
 
 
@@ -101,7 +101,7 @@ class Scoring:
 
     @property
     def how(self) -> dict[str, Any]:
-        """What does not depend on which keys are seen."""
+        """The settings that do not depend on the visible keys."""
         return {"scale": self.scale, "softcap": self.softcap}
 
 
@@ -134,10 +134,10 @@ def attend_by_kernel(
 class ForestAttention:
     """Attention of one pack. Holds the K,V of one layer, [1, kv heads, tokens, width] each.
 
-    Before each call of a layer say what is computed: `chunk(...)` stores K,V and attends, with `keys_only` it leaves
-    the layer as soon as they are stored; `last_tokens(...)` attends from last tokens over K,V stored before. The
-    queries of the pack's tokens `watched` (ascending) are kept for `watched_layer`. A subclass may compute other
-    queries too, by overriding `receive` and `compute`. An `attend` takes the place of the fastest way of the device.
+    Before each call of a layer, choose its work. `chunk(...)` stores K,V and attends; with `keys_only` it leaves the
+    layer as soon as they are stored. `last_tokens(...)` attends from last tokens over K,V stored before. The queries
+    of the pack's tokens `watched` (ascending) are kept for `watched_layer`. A subclass may compute other queries too,
+    by overriding `receive` and `compute`. An `attend` takes the place of the fastest way of the device.
     """
 
     def __init__(self, tokens: int, watched: Sequence[int] = (), *, attend: Attend | None = None) -> None:
@@ -152,7 +152,7 @@ class ForestAttention:
         self._computed: Chunk | LastTokens  # by the next call of the layer
         self._keys_only = False
         self._held: Sequence[tuple[Tensor, Tensor]] = ()
-        self.calls = 0  # by the current layer call; more than one is no layer we know
+        self.calls = 0  # by the current layer call; no layer we know attends more than once
         self.attended = False  # whether the current layer has attention
         self.windows: set[KeyWindow] = set()  # that layers asked for
 
@@ -178,7 +178,7 @@ class ForestAttention:
         return taken
 
     def watched_layer(self, number: int) -> WatchedLayer:
-        """The current layer, of this `number`, with the queries kept of it."""
+        """The current layer, which has this `number`, with its kept queries."""
         return WatchedLayer(number, self.keys_values[0][0], torch.cat(self.queries, dim=1), self._scoring)
 
     def start_layer(self, held: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -227,7 +227,7 @@ class ForestAttention:
         s_aux: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        """What transformers calls. Returns `[1, tokens, heads, width]`."""
+        """The entry for transformers. Returns `[1, tokens, heads, width]`."""
         self.calls += 1
         self.attended = True
         strange = [name for name, given in others.items() if given is not None and name not in _HARMLESS]
@@ -255,7 +255,7 @@ class ForestAttention:
         return out.transpose(1, 2)
 
     def receive(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> None:
-        """Put aside what is needed of a call: a chunk's K,V. Raises KeysStored if no more is needed."""
+        """Store the K,V of a chunk's call. Raises KeysStored if no more is needed."""
         if isinstance(self._computed, Chunk):
             if self._attend is None and not self._by_kernel(query, key, value, scoring):
                 self.include_keys([*(keys for keys, _ in self._held), key], scoring)
@@ -265,7 +265,7 @@ class ForestAttention:
                 raise KeysStored
 
     def compute(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
-        """What the queries of a call see: output [1, heads, tokens, width] and log-sum-exp [1, heads, tokens]."""
+        """Attention of a call's queries: output [1, heads, tokens, width] and log-sum-exp [1, heads, tokens]."""
         computed = self._computed
         if self._attend is not None:
             return self._attend(computed, query, *self.keys_values, scoring)
@@ -297,7 +297,7 @@ class ForestAttention:
         self._held = ()
 
     def include_keys(self, keys: list[Tensor], scoring: Scoring) -> None:
-        """Let the layer's shift cover new keys; there is a shift only where products are fast."""
+        """Extend the layer's shift to new keys; only devices with fast products have a shift."""
         if scoring.softcap is not None or not fast_products(keys[-1].device, keys[-1].dtype):
             return
         if self.shift is None:
@@ -375,7 +375,7 @@ class ForestAttention:
         scoring: Scoring,
         shift: Shift | None,
     ) -> None:
-        # Add what the queries see of earlier pieces and ancestors to `out` and `lse`.
+        # Merge attention over earlier pieces and ancestors into `out` and `lse`.
         keys, values = self.keys_values
         for span in spans:
             at, run = slice(span.q0, span.q1), slice(span.k0, span.k1)

@@ -2,11 +2,11 @@
 
 A product is faster with weights in the layout that oneDNN computes in. It can also apply an activation, and multiply
 with another tensor, while its result is in a core's cache. torch's compiler uses the same operators. The layout is
-made when a layer's turn comes and lasts as long as its turn, so it takes memory for one layer.
+made for a layer's turn and lasts as long, so it takes memory for one layer.
 
-The modules stay what they are: during its turn a module is called through another function, which computes the same.
-A kind of MLP is fused only after a small instance of its class has agreed with its own forward. Results differ from
-the modules' in rounding alone: activations are not rounded to the dtype before they are multiplied.
+The modules stay unchanged: during its turn a module is called through another function, which computes the same. A
+kind of MLP is fused only after a small instance of its class has agreed with its own forward. Results differ from
+those of the modules in rounding alone: activations are not rounded to the dtype before they are multiplied.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ _ACTIVATIONS: dict[str, tuple[str, str]] = {
 }
 
 Forward = Callable[..., Any]
-# What makes a layer faster while it has its turn, for chunks of so many tokens.
+# A context that makes a layer faster during its turn, for chunks of so many tokens.
 Preparation = Callable[[nn.Module, int], AbstractContextManager[None]]
 
 
 def copy_pays(weights: int, outputs: int, chunk_tokens: int) -> bool:
     """Whether a layer's weights are copied into another layout for chunks of so many tokens.
 
-    `weights` are the numbers of its linear layers, `outputs` those that they give for one token. The copy is then
-    about as large as what the layer makes of a chunk, at most.
+    `weights` counts the numbers in its linear layers, `outputs` those that they compute for one token. The copy is
+    then at most about as large as the layer's outputs for a chunk.
     """
     return chunk_tokens >= LEAST_TOKENS and weights <= COPY_SHARE * outputs * chunk_tokens
 
 
 @contextmanager
 def fused(layer: nn.Module, chunk_tokens: int, *, always: bool = False) -> Iterator[None]:
-    """While this lasts, what can be fused of `layer` is, if it pays for chunks of `chunk_tokens` tokens.
+    """In this context the parts of `layer` that can be fused are, if that pays for chunks of `chunk_tokens` tokens.
 
-    With `always` it is fused for others, too, with weights as they are.
+    With `always` they are fused for other chunks too, with the weights in their own layout.
     """
     linear = [module for module in layer.modules() if _fits(module)]
     weights, outputs = (sum(numbers) for numbers in zip(*map(_sizes, linear), strict=True)) if linear else (0, 0)
@@ -89,7 +89,7 @@ def _fits(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 @contextmanager
 def called_through(module: nn.Module, forward: Forward) -> Iterator[None]:
-    """Let calls of `module` go to `forward`. One that is called through something else already is left alone."""
+    """Redirect calls of `module` to `forward`. A module whose calls are redirected already is left alone."""
     if "forward" in vars(module):
         yield
         return
@@ -176,7 +176,7 @@ def _difference(mlp: nn.Module) -> float:
 
 @cache
 def _operators_work() -> bool:
-    # Whether this torch has the operators, and they compute on this machine in both dtypes what is expected.
+    # Whether this torch has the operators, and their results are right on this machine in both dtypes.
     generator = torch.Generator().manual_seed(0)
     linear = nn.Linear(32, 48)
     with suppress(Exception), torch.inference_mode():  # an older torch, or one without oneDNN
@@ -199,14 +199,14 @@ def _close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
 
 # Layers that are called through torch.compile: norms, rotary encodings, activations and sums in fewer kernels.
 #
-# A layer's class is compiled once for all its layers and all lengths of chunks. Its attention is the walk's own and
-# is not traced, so a layer is four graphs: what is before and behind attention, in the layer and in its attention
-# module. What torch.compile does not understand of a layer is called as it is.
+# A layer's class is compiled once for all its layers and all lengths of chunks. Its attention is the walk's own and is
+# not traced, so a layer is four graphs: the code before and behind attention, in the layer and in its attention
+# module. Parts of a layer that torch.compile does not understand are called as they are.
 
 
 @contextmanager
 def compiled(layer: nn.Module, chunk_tokens: int) -> Iterator[None]:
-    """While this lasts, calls of `layer` go through what its class is compiled to, whatever `chunk_tokens` is."""
+    """In this context calls of `layer` go through its compiled class, whatever `chunk_tokens` is."""
     forward = MethodType(_compile(type(layer).forward), layer)
     with torch._dynamo.config.patch(suppress_errors=True), called_through(layer, forward):
         yield

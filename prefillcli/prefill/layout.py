@@ -1,8 +1,8 @@
 """Which query sees which key: a pack laid out for forest attention.
 
-One layer's K,V lie in one buffer: the held nodes first, then the pack's tokens in depth-first order. The
-queries of a chunk see their own node causally and each ancestor entirely. The descendants of a node are contiguous,
-so "all of them to the ancestor" is one `Span`; what is left are the triangles, the `pieces` of nodes in the chunk.
+One layer's K,V lie in one buffer: the held nodes first, then the pack's tokens in depth-first order. The queries of a
+chunk see their own node causally and each ancestor entirely. The descendants of a node are contiguous, so "all of them
+to the ancestor" is one `Span`. The triangles are left: the `pieces` of nodes in the chunk.
 
 A token's depth is the number of tokens before it on its path. Windows count depths (`key_window`).
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from prefillcli.plan.pack import Pack
 from prefillcli.prefill.attention import ROW_STEP, round_up
 
-# Local attention: what a query sees at most.
+# Local attention: a limit on the keys that a query sees.
 #
 # Depths are counted, not positions: where tokens were left out of a prompt, a window still covers as many tokens, as
 # in transformers and vLLM.
@@ -33,7 +33,8 @@ Depth = TypeVar("Depth", int, npt.NDArray[np.int64], Tensor)
 
 @dataclass(frozen=True, slots=True)
 class KeyWindow:
-    """A sliding window, the last `size` tokens with the query's own; or the part of `size` tokens that it is in.
+    """A sliding window (the last `size` tokens, the query's own included), or the aligned part of `size` tokens around
+    the query.
 
     The second is `aligned`: a path is cut into parts of `size` tokens, and no query sees beyond its part's beginning
     (chunked local attention).
@@ -55,7 +56,7 @@ def oldest_key(window: KeyWindow | None, depth: int) -> int:
 def query_blocks(window: KeyWindow | None, start: int, end: int, depth: int, most: int) -> Iterator[tuple[int, int]]:
     """Tokens `start:end` of one node, the first at `depth`, in blocks of at most `most`.
 
-    Those of a block are in one part of an aligned window.
+    All tokens of a block are in one part of an aligned window.
     """
     at = start
     while at < end:
@@ -70,7 +71,8 @@ def query_blocks(window: KeyWindow | None, start: int, end: int, depth: int, mos
 def layer_window(module: Any, sliding_window: int | None) -> KeyWindow | None:
     """The window of an attention module that passes this sliding window, or None.
 
-    Transformers cuts paths into parts by the mask alone, which is not made here. So the configuration is asked.
+    Transformers cuts paths into parts by the mask alone, which is not made here. So the window comes from the
+    configuration.
     """
     if sliding_window is not None:
         return KeyWindow(sliding_window)
@@ -81,7 +83,7 @@ def layer_window(module: Any, sliding_window: int | None) -> KeyWindow | None:
     return KeyWindow(module.config.attention_chunk_size, aligned=True)
 
 
-# Which runs of queries see which runs of keys.
+# Runs of queries with the runs of keys that they see.
 
 
 _Depths = npt.NDArray[np.int64]
@@ -103,7 +105,8 @@ class Span:
 
 
 class SpanSet:
-    """Collects what queries at these `depths` see: clips it to the window, joins what continues one another."""
+    """Collects the keys that queries at these `depths` see. Clips runs to the window, and joins runs that follow one
+    another."""
 
     def __init__(self, depths: _Depths, window: KeyWindow | None) -> None:
         self._depths = depths
@@ -119,7 +122,7 @@ class SpanSet:
             known.append(Span(q0, q1, k0, k1, k_depth))
 
     def merged(self) -> list[Span]:
-        """All spans; those of the same queries whose keys follow one another are one."""
+        """All spans. Spans of the same queries are joined where their keys follow one another."""
         by_queries: dict[tuple[int, int], list[Span]] = {}
         for spans in self._spans.values():
             for span in spans:
@@ -159,7 +162,7 @@ class SpanSet:
 IntArray = npt.NDArray[np.int64]
 
 GROUP_TOKENS = 16384  # padded tokens in one such batch
-MIN_BLOCK = 128  # under a window triangles are cut into blocks of its size; of a sliding one not below this
+MIN_BLOCK = 128  # a window cuts triangles into blocks of its size; a sliding window into blocks not smaller than this
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +187,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the queries of a chunk see, for full attention or through one window.
+    """The keys that the queries of a chunk see, for full attention or through one window.
 
     `pieces` are (start, end) in the chunk, each causal in itself; `groups` are the short ones.
     """
@@ -197,7 +200,8 @@ class View:
 @dataclass(frozen=True, slots=True)
 class OwnKeys:
     """How reads attend to their own nodes: `alone` one by one, as (read, start, end) in the buffer, the others in
-    groups of runs with the numbers of their reads [runs]. The window of those in `passed` shows nothing of their node.
+    groups of runs with the numbers of their reads [runs]. Reads in `passed` see nothing of their node through their
+    window.
     """
 
     passed: list[int]
@@ -209,7 +213,8 @@ Made = TypeVar("Made")
 
 
 def made_once(tables: dict[Any, Any], at: Any, make: Callable[[], Made]) -> Made:
-    """What `tables` has at a place, made when it is asked for first: all layers see the same of a chunk."""
+    """The entry of `tables` at a place, made on first use: in a chunk, the visible keys are the same for all
+    layers."""
     if at not in tables:
         tables[at] = make()
     found: Made = tables[at]
@@ -243,7 +248,7 @@ class Tree:
         )
 
     def path(self, node: int) -> list[tuple[int, int]]:
-        """What the end of `node` sees, as (start, end) in the buffer, root first."""
+        """The keys that the end of `node` sees, as (start, end) in the buffer, root first."""
         runs = []
         while True:
             runs.append((self.held + self.offsets[node], self.held + self.offsets[node + 1]))
@@ -254,7 +259,8 @@ class Tree:
         return runs[::-1]
 
     def path_with_depths(self, node: int) -> list[tuple[int, int, int]]:
-        """What the end of `node` sees, as (start, end) in the buffer and the depth of the first, root first."""
+        """The keys that the end of `node` sees, as (start, end) in the buffer and the depth of the first, root
+        first."""
         runs = [(self.held + self.offsets[node], self.held + self.offsets[node + 1], self.starts[node])]
         while (parent := self.parents[node]) >= 0:
             node = parent
@@ -278,14 +284,14 @@ class Tree:
 
 @dataclass(slots=True)
 class Chunk:
-    """Tokens `start:end` of the pack: what one call of a layer computes."""
+    """Tokens `start:end` of the pack, which one call of a layer computes."""
 
     tree: Tree
     start: int
     end: int
     device: torch.device
     batched: int  # pieces up to this length are batched
-    tables: dict[Any, Any] = field(default_factory=dict)  # what is made of this once, by what is seen
+    tables: dict[Any, Any] = field(default_factory=dict)  # tables made once for the chunk, by the visible keys
 
     @property
     def positions(self) -> IntArray:
@@ -301,11 +307,12 @@ class Chunk:
         return made_once(self.tables, "depths", lambda: on_device(self.depths, self.device))
 
     def view(self, window: KeyWindow | None) -> View:
-        """What is seen through a window, or without one."""
+        """The keys seen through a window, or without one."""
         return made_once(self.tables, ("view", window), lambda: self._look(window))
 
     def blocks(self, window: KeyWindow | None, rows: int) -> tuple[IntArray, IntArray]:
-        """What is seen, for `kernel.ForestKernel.attend`: blocks of at most `rows` tokens, and their runs of keys."""
+        """The visible keys, for `kernel.ForestKernel.attend`: blocks of at most `rows` tokens, and their runs of
+        keys."""
         return made_once(self.tables, ("blocks", window, rows), lambda: self._cut(window, rows))
 
     def _cut(self, window: KeyWindow | None, rows: int) -> tuple[IntArray, IntArray]:
@@ -328,14 +335,15 @@ class Chunk:
         return np.array(blocks, np.int64).reshape(-1, 5), np.array(runs, np.int64).reshape(-1, 3)
 
     def ancestors(self, window: KeyWindow | None) -> list[Span]:
-        """What the queries see of their nodes' ancestors."""
+        """The keys of their nodes' ancestors that the queries see."""
         spans = SpanSet(self.depths, window)
         for node in self.tree.nodes_over(self.start, self.end):
             self._add_ancestor(spans, node)
         return spans.merged()
 
     def own_blocks(self, window: KeyWindow | None, most: int) -> list[tuple[int, int, int, int]]:
-        """Blocks of at most `most` tokens of one node, as (start, end) in the chunk, and the keys that they see of it.
+        """Blocks of at most `most` tokens of one node, as (start, end) in the chunk, and the keys of the node that
+        they see.
 
         The keys are a run of the buffer; they end with the block, and the last query sees all that the window shows.
         """
@@ -350,7 +358,7 @@ class Chunk:
         return blocks
 
     def _add_ancestor(self, spans: SpanSet, node: int) -> None:
-        # What descendants see of a node, and what they and it see of held ones that it begins behind.
+        # The keys of a node that its descendants see, and the keys that it and they see of the held nodes before it.
         tree, a, b = self.tree, self.start, self.end
         first, last, below = tree.offsets[node], tree.offsets[node + 1], tree.ends[node]
         for k0, k1, depth in tree.attach[node]:
@@ -419,7 +427,8 @@ class LastTokens:
         return spans.merged()
 
     def blocks(self, window: KeyWindow | None, rows: int = 1) -> tuple[IntArray, IntArray]:
-        """What is seen, as a chunk says it, in blocks of one query: neighbours may be of different nodes."""
+        """The visible keys, in the form of `Chunk.blocks`, in blocks of one query: neighbours may belong to different
+        nodes."""
 
         def cut() -> tuple[IntArray, IntArray]:
             blocks: list[tuple[int, ...]] = []
@@ -434,7 +443,7 @@ class LastTokens:
         return made_once(self.tables, ("blocks", window, self.ahead), cut)
 
     def own(self, window: KeyWindow | None) -> list[tuple[int, int]]:
-        """Per read the keys of its own node, as (start, end) in the buffer."""
+        """For each read the keys of its own node, as (start, end) in the buffer."""
         tree = self.tree
         runs = []
         for node, depth in zip(self.nodes, self.depths.tolist(), strict=True):
