@@ -21,8 +21,7 @@ from prefillcli.prefill.layout import IntArray, split_evenly
 
 # Residual streams of several lanes, kept as one wide row for each token.
 #
-# Most models hand [1, tokens, hidden] from layer to layer. Some hand on several such streams, which their layers
-# mix.
+# Most models pass [1, tokens, hidden] from layer to layer. Some pass several such streams, which their layers mix.
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Lanes:
 
     @classmethod
     def of(cls, hidden: Tensor, tokens: int) -> Self:
-        """Those of `hidden`, which a layer takes for so many tokens. Raises UnsupportedModelError."""
+        """The lanes of `hidden`, a layer's input for so many tokens. Raises UnsupportedModelError."""
         shape = tuple(hidden.shape)
         if len(shape) == 3 and shape[:2] == (1, tokens):
             return cls()
@@ -49,13 +48,13 @@ class Lanes:
         raise UnsupportedModelError(f"the layers take {list(shape)} for {tokens} tokens, which the walk does not know")
 
     def fold(self, hidden: Tensor) -> Tensor:
-        """One row for each token, [1, tokens, lanes * hidden], of what layers take."""
+        """A layer's input as one row for each token, [1, tokens, lanes * hidden]."""
         if not self.count:
             return hidden
         return (hidden.permute(1, 2, 0, 3) if self.first else hidden).flatten(2)
 
     def unfold(self, rows: Tensor) -> Tensor:
-        """What layers take, of rows [1, tokens, lanes * hidden]."""
+        """A layer's input, made of rows [1, tokens, lanes * hidden]."""
         if not self.count:
             return rows
         lanes = rows.view(*rows.shape[:2], self.count, -1)
@@ -71,7 +70,7 @@ class Lanes:
 TRIAL_TOKENS = 7  # no number of lanes
 
 
-#: What is to happen where the model's forward calls the layer of this number, with this residual stream and arguments.
+#: Called in place of the layer of this number, with this residual stream and arguments.
 Reached = Callable[[int, Tensor, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -103,7 +102,7 @@ class WrongForm(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
-    """What a layer gives back: the residual stream alone, or a tuple of it and `others` more.
+    """A layer's output: the residual stream alone, or a tuple that begins with it and has `others` more.
 
     `carried` are those of the others that the next layer is called with: their number, and the position or name of
     that argument.
@@ -113,7 +112,7 @@ class OutputForm:
     carried: Mapping[int, int | str] = field(default_factory=dict)
 
     def give(self, hidden: Tensor, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """A layer's output, with what it was called with handed on."""
+        """A layer's output that passes on the arguments of its call."""
         if self.others is None:
             return hidden
         others: list[Any] = [None] * self.others
@@ -132,8 +131,8 @@ FORMS = (OutputForm(None), *(OutputForm(others) for others in range(4)))
 class TrialForward:
     """One forward with layers that change nothing, to see how the model calls them.
 
-    Raises WrongForm where it takes another form of output, and UnsupportedModelError where it cannot be cut into
-    layers.
+    Raises WrongForm for a model that takes another form of output, and UnsupportedModelError for one that cannot be
+    cut into layers.
     """
 
     def __init__(self, form: OutputForm) -> None:
@@ -146,7 +145,7 @@ class TrialForward:
 
     @property
     def form(self) -> OutputForm:
-        """The form, with what is carried from layer to layer."""
+        """The form, with the values that layers pass on."""
         return OutputForm(self._form.others, self._carried)
 
     def __call__(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -166,7 +165,7 @@ class TrialForward:
 
 
 class CallRecorder:
-    """Records what the layers are called with, as `recording`, for `layers` layers. Raises AllRecorded then."""
+    """Records the calls of `layers` layers, as `recording`. Then raises AllRecorded."""
 
     def __init__(self, form: OutputForm, lanes: Lanes, layers: int) -> None:
         self.recording = Recording()
@@ -247,13 +246,13 @@ def _by_length(forward: Callable[..., Tables], switch: int) -> Callable[..., Tab
 
 
 class DepthCache:
-    """Holds nothing, and says how many tokens are before each of some tokens at `depths`, less those of the call."""
+    """Holds nothing, and gives the number of tokens before each of the tokens at `depths`, less those of the call."""
 
     def __init__(self, depths: IntArray, device: torch.device) -> None:
         self._before = torch.as_tensor(depths - np.arange(len(depths)), device=device)
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """int64 [tokens], which gives depths when the tokens' numbers in the call are added."""
+        """int64 [tokens]; plus the tokens' numbers in the call, these are the depths."""
         return self._before
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *others: Any) -> tuple[Tensor, Tensor]:
@@ -293,7 +292,7 @@ class _LabelHead(nn.Module):
 
 
 def logit_bytes(device: torch.device, vocabulary: int) -> int:
-    """Bytes of the largest piece of logits on a device, which holds one token at least."""
+    """Bytes of the largest piece of logits on a device; a piece holds at least one token."""
     token = 4 * vocabulary
     if device.type != "cuda":
         return max(LOGIT_BYTES["cpu"], token)
@@ -303,9 +302,8 @@ def logit_bytes(device: torch.device, vocabulary: int) -> int:
 class ModelEnds:
     """A causal language model of transformers, or one with a classification head, without its decoder layers.
 
-    The logits of such a head are those of its classes. All is computed in `mode`. Until
-    `close`, stand-ins take the layers' places in the model. Raises UnsupportedModelError for a model whose layers are
-    not found.
+    Such a head gives the logits of its classes. All is computed in `mode`. Until `close`, stand-ins take the layers'
+    places in the model. Raises UnsupportedModelError if the layers are not found.
     """
 
     def __init__(self, model: PreTrainedModel, mode: AbstractContextManager[Any] | None = None) -> None:
@@ -328,12 +326,13 @@ class ModelEnds:
 
     @property
     def lanes(self) -> Lanes:
-        """The lanes of the residual stream, which is folded wherever it is outside the layers and the model's ends."""
+        """The lanes of the residual stream, which is folded everywhere outside the layers and the model's ends."""
         return self._manner.lanes
 
     @property
     def carried(self) -> Mapping[int, int | str]:
-        """What layers hand on beside the residual stream: its number in their output, and where the next takes it."""
+        """The values that layers pass on beside the residual stream: their numbers in the output, and where the next
+        layer takes them."""
         return {number: place for number, place in self._manner.form.carried.items() if place not in _CACHES}
 
     def record(
@@ -345,9 +344,9 @@ class ModelEnds:
         attention_mask: Tensor | None = None,
         use_cache: bool = False,
     ) -> Recording:
-        """What the model's own forward over `tokens` int64 [tokens] hands to its layers.
+        """The arguments that the model's own forward over `tokens` int64 [tokens] passes to its layers.
 
-        `cache` of transformers, which holds what comes before them, and `attention_mask` are handed to that forward.
+        That forward gets `attention_mask` and `cache`, a cache of transformers that holds the tokens before these.
         With `use_cache` it makes a cache where none is given. Without one, raises UnsupportedModelError where a layer
         needs more of the one before than the residual stream.
         """
@@ -368,8 +367,8 @@ class ModelEnds:
         raise UnsupportedModelError("the model's forward does not call all of its layers")
 
     def call(self, layer: nn.Module, rows: Tensor, call: LayerCall, depths: IntArray) -> Any:
-        """What a layer makes of rows [1, tokens, width] of the folded residual stream, of tokens at `depths`: such
-        rows, or what else the layer gives back first."""
+        """A layer's output for rows [1, tokens, width] of the folded residual stream, of tokens at `depths`: such
+        rows, or whatever the layer returns first."""
         args, kwargs = call
         if self._asked_for_depths:
             kwargs = {**kwargs, "past_key_values": DepthCache(depths, self.device)}
@@ -483,14 +482,14 @@ class ModelEnds:
 
 
 def last_row(logits: Tensor) -> Tensor:
-    """The logits of a prompt's last token, float32 [vocabulary], as a model's own forward over it gives them: for some
-    of its tokens, or by a classification head for the last one alone."""
+    """The logits of a prompt's last token, float32 [vocabulary], from the model's own forward over the prompt. That
+    forward gives logits for some of the tokens; a classification head gives them for the last one alone."""
     return logits.flatten(0, -2)[-1].float()
 
 
 @contextmanager
 def _some_padding(config: Any) -> Iterator[None]:
-    # While this lasts, the model takes some token for padding: without, it classifies one prompt at a time.
+    # In this context the model has a padding token: without one, it classifies one prompt at a time.
     before = getattr(config, "pad_token_id", None)
     config.pad_token_id = 0 if before is None else before
     try:
@@ -504,7 +503,7 @@ def _is_walked(index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _parameters(model: PreTrainedModel, prefix: str) -> frozenset[str]:
-    # The names of what a model's forward takes, or hands on to the module that holds its layers.
+    # The names of the arguments that a model's forward takes, or passes on to the module that holds its layers.
     module: nn.Module = model
     names: set[str] = set()
     for part in ("", *prefix.split(".")[:-2]):
@@ -518,7 +517,7 @@ def _parameters(model: PreTrainedModel, prefix: str) -> frozenset[str]:
     return frozenset(names)
 
 
-# What a model's forward hands to its layers, recorded chunk by chunk.
+# The arguments that a model's forward passes to its layers, recorded chunk by chunk.
 #
 # The same tensors (rotary tables, position ids) go to every layer, and live as long as the pack. Left where each
 # chunk's forward put them, they lie scattered between its temporaries, and the allocator cannot use the gaps again:
@@ -533,7 +532,7 @@ LayerCall = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(slots=True)
 class Recording:
-    """One forward over some tokens: what its layers were called with."""
+    """One forward over some tokens: the arguments of its layers."""
 
     first: Tensor | None = None
     # The arguments of each layer, but for the residual stream.
@@ -583,8 +582,8 @@ class SharedKeysValues(MutableMapping[Any, tuple[Tensor, Tensor]]):
 
 
 def lend_shared(calls: list[LayerCall], of_chunk: list[LayerCall], tokens: int) -> None:
-    """Let layers that attend over K,V of earlier ones be called by themselves with `calls`, for so many tokens whose
-    K,V are not used. `of_chunk` are the calls of any chunk of the pack."""
+    """Make it possible to call layers that attend over K,V of earlier ones by themselves, with `calls`: lend them K,V
+    for so many tokens, which are not used. `of_chunk` are the calls of any chunk of the pack."""
     for mapping, shared in zip(_mappings(calls), _mappings(of_chunk), strict=True):
         if not mapping and isinstance(shared, SharedKeysValues):
             for name, (keys, values) in shared.whole.items():
@@ -610,7 +609,8 @@ class CallBuffers:
         self._begun = 0  # tokens of the chunks so far
 
     def take_over(self, calls: list[list[LayerCall]], at: Tensor) -> None:
-        """Keep what layers have left for later ones of the tokens `at` of the pack, whose chunks had these calls."""
+        """Keep the K,V that layers have left for later ones, for the pack's tokens `at`, whose chunks had these
+        calls."""
         for mapping in _mappings([call for chunk in calls[:1] for call in chunk]):
             if isinstance(mapping, SharedKeysValues):
                 kept: dict[Any, tuple[Tensor, Tensor]] = {}
@@ -621,7 +621,7 @@ class CallBuffers:
                     kept[name] = keys[:, :, rows], values[:, :, rows]
 
     def keep(self, calls: list[LayerCall], chunk_tokens: int) -> list[LayerCall]:
-        """The same calls with their tensors moved to the buffers. What several layers share stays one."""
+        """The same calls with their tensors moved to the buffers. Tensors that layers share stay shared."""
         moved: dict[int, Tensor] = {}
         mappings: dict[int, SharedKeysValues] = {}
         start, self._begun = self._begun, self._begun + chunk_tokens
@@ -633,7 +633,7 @@ class CallBuffers:
                 return moved[id(value)]
             if isinstance(value, tuple | list):
                 return type(value)(move(part) for part in value)
-            if isinstance(value, MutableMapping) and not value:  # for what layers will leave there
+            if isinstance(value, MutableMapping) and not value:  # for the K,V that layers will leave there
                 if id(value) not in mappings:
                     if len(mappings) == len(self._shared):
                         self._shared.append({})
@@ -650,7 +650,7 @@ class CallBuffers:
     def _move(self, tensor: Tensor, number: int, chunk_tokens: int) -> Tensor:
         per_token, rest = divmod(tensor.numel(), chunk_tokens)
         if rest or not per_token:
-            return tensor  # not made of one piece for each token
+            return tensor  # not one entry for each token
         key = (number, tensor.dtype, per_token)
         if key not in self._buffers:
             self._buffers[key] = torch.empty(per_token * self._tokens, dtype=tensor.dtype, device=tensor.device)
@@ -689,7 +689,7 @@ class DecoderLayers:
 def decoder_layers(model: PreTrainedModel) -> DecoderLayers:
     """Where `model` keeps its decoder layers; its weights may be on the meta device.
 
-    Of all lists of modules that is the one with as many members as the configuration has layers; of several, the one
+    That is the list of modules with as many members as the configuration has layers; of several such lists, the one
     with the most weights. Raises UnsupportedModelError if there is none.
     """
     counts = _layer_counts(model.config)
@@ -727,7 +727,7 @@ def _layer_counts(config: Any) -> set[int]:
 
 
 def _lists_of_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    # The lists in a module whose members have parts of their own, but for those inside such members.
+    # The lists in a module whose members have submodules, but for the lists inside such members.
     for name, part in module.named_children():
         if isinstance(part, nn.ModuleList) and len(part) and all(any(each.children()) for each in part):
             yield module, name

@@ -1,10 +1,10 @@
 """Layers called behind a path's past, with a cache of transformers of the model's own kind.
 
-This walks what the forest attention does not cover: attention biases that depend on the distance of tokens, indexers
-that choose keys, layers that attend twice, caches of a family's own. A layer is called for the tokens of one node at a
-time. The cache that it gets holds what this layer keeps of the path before them; of all other layers it only tells how
-long the path is. Masks and biases are made by the model's own forward over these tokens, once more for each call, so
-that none of them outlives it.
+This walks the models that the forest attention does not cover: attention biases that depend on the distance of tokens,
+indexers that choose keys, layers that attend twice, caches of a family's own. A layer is called for the tokens of one
+node at a time. Its cache holds this layer's past on the path before them; of all other layers it only gives the length
+of the path. Masks and biases are made by the model's own forward over these tokens, once more for each call, so that
+none of them outlives it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def own_part(past: LayerPast, tokens: int) -> LayerPast:
 
 
 def lengthened(path: Path, part: LayerPast) -> Path:
-    """A path with one more part. Of those before, it needs only what grows token by token."""
+    """A path with one more part. Of the parts before, it needs only the tensors that grow token by token."""
     if not path:
         return (part,)
     bare = _changed(path[-1], lambda name, tensor: tensor if _grows(name, tensor) else None)
@@ -78,7 +78,7 @@ def moved(past: LayerPast, place: torch.device) -> LayerPast:
 
 
 def joined(path: Path, device: torch.device) -> LayerPast:
-    """What a layer knows at the end of a path, on `device`; not to be changed."""
+    """A layer's past at the end of a path, on `device`; not to be changed."""
     last = _changed(path[-1], lambda name, tensor: tensor.to(device))
     for number, entry in last.entries.items():
         window = getattr(entry, "sliding_window", None)
@@ -119,7 +119,7 @@ def _changed(past: LayerPast, change: Callable[[str, Tensor], Tensor | None]) ->
     return LayerPast(entries, {name: each(name, own) for name, own in past.lists.items()})
 
 
-SCORE_BYTES = 64 << 20  # of the scores of one call, in float32, and what is made of them
+SCORE_BYTES = 64 << 20  # of the scores of one call, in float32, and the tensors computed from them
 MIN_PIECE = 16  # tokens of a call, whatever its scores take
 NO_QUERIES = "the model is walked with its own cache, so the queries that would choose tokens are not seen"
 NO_DECODING = "the model is walked with its own cache, behind which no text is written; --engine hf writes texts"
@@ -140,12 +140,12 @@ class OwnCache:
         self._heads = score_heads(model)
 
     def pieces(self, seen: int, tokens: int) -> list[tuple[int, int]]:
-        """So many tokens behind `seen` others in pieces whose scores and masks stay small."""
+        """Cuts so many tokens behind `seen` others into pieces whose scores and masks stay small."""
         return split_evenly(tokens, max(MIN_PIECE, SCORE_BYTES // (8 * self._heads * (seen + tokens))))
 
     @property
     def carries(self) -> bool:
-        """Whether layers hand on more than the residual stream. Then a pack stays as it is laid out."""
+        """Whether layers pass on more than the residual stream. Then the layout of a pack does not change."""
         return bool(self._ends.carried)
 
     def embed(self, tokens: Tensor, positions: IntArray) -> Tensor:
@@ -158,8 +158,8 @@ class OwnCache:
         """A layer's output for `rows` [1, n, hidden] of a pack's tokens from `start` on, all of one path, and its past
         behind them.
 
-        `tokens` int64 are all of the pack's; `past` is what the layer keeps of those before `start` on the path. It
-        may be changed.
+        `tokens` int64 are all of the pack's; `past` is the layer's past of those before `start` on the path. It may be
+        changed.
         """
         at, seen = slice(start, start + rows.shape[1]), int(tree.depths[start])
         cache = self._cache(past, seen)
@@ -182,7 +182,7 @@ class OwnCache:
     def _with_carried(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], carried: list[Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # A layer's arguments with what the layer before has handed on.
+        # A layer's arguments with the values that the layer before has passed on.
         positional = list(args)
         for place, value in zip(self._ends.carried.values(), carried, strict=True):
             if isinstance(place, int):
@@ -192,7 +192,7 @@ class OwnCache:
         return tuple(positional), kwargs
 
     def _cache(self, past: LayerPast, seen: int) -> Cache:
-        # A cache with one layer's past, whose other entries tell that `seen` tokens are before.
+        # A cache with one layer's past. Its other entries report `seen` tokens.
         cache = copy.copy(self._blank)
         lists = {name: value for name, value in vars(self._blank).items() if isinstance(value, list)}
         for name, value in lists.items():
@@ -207,7 +207,7 @@ class OwnCache:
         return cache
 
     def _other_entries(self, seen: int) -> list[Any]:
-        # Entries of layers that have read `seen` tokens; they hold nothing of them.
+        # Entries that report `seen` tokens and hold nothing.
         if self._others[0] != seen:
             kinds: dict[Any, Any] = {}
             entries = []
@@ -237,7 +237,7 @@ class OwnCache:
 
 
 class OwnCacheLayer:
-    """One layer during its turn in the walk over a pack, with what it keeps of the pack's paths.
+    """One layer during its turn in the walk over a pack, with its past on the pack's paths.
 
     `kept` are nodes that later packs hold; `given` are the paths that roots begin behind.
     """
@@ -274,7 +274,7 @@ class OwnCacheLayer:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def end_of(self, node: int) -> tuple[LayerPast]:
-        """What a kept node's tokens have added."""
+        """The part that a kept node's tokens have added."""
         path = self._paths.end_of(node)
         length = self._tree.offsets[node + 1] - self._tree.offsets[node]
         return (own_part(joined(path, self._own.device), length),)
@@ -336,7 +336,7 @@ def _blank_cache(ends: ModelEnds) -> Cache:
 
 
 def score_heads(model: PreTrainedModel) -> int:
-    """For how many heads a layer's attention has scores in memory: one mask for all where they are not."""
+    """The number of heads whose scores a layer's attention has in memory; 1 where there is only one mask for all."""
     config = model.config.get_text_config()
     if config._attn_implementation == "sdpa":
         return 1
@@ -361,7 +361,7 @@ def _entry_numbers(layer: nn.Module, index: int) -> list[int]:
 
 
 def _read_before(blank: Any, tokens: int) -> Any:
-    # An entry like `blank` that tells that it has read so many tokens.
+    # An entry like `blank` that reports so many tokens.
     entry = copy.deepcopy(blank)
     if isinstance(entry, CacheLayerMixin):
         nothing = torch.zeros(1, 1, 1, 1).expand(1, 1, tokens, 1)

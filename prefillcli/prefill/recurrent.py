@@ -2,10 +2,10 @@
 
 Such a module reads tokens one after the other behind the state of those before. A chunk holds tokens of several nodes,
 so during its layer's turn the module is called for each node's tokens by themselves, behind the state that the
-parent's end left. What computes is the module's own forward, with a cache of transformers that holds this state. All
-else of the layer stays one call for the whole chunk.
+parent's end left. The module's own forward computes, with a cache of transformers that holds this state. The rest of
+the layer stays one call for the whole chunk.
 
-Tokens behind which nothing reads on leave no state, so those of many nodes are one call, padded on the right.
+Tokens that no node follows leave no state, so those of many nodes are one call, padded on the right.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def tensors_of(state: LinearAttentionLayer) -> list[Tensor]:
     return [each for own in (state.conv_states, state.recurrent_states) for each in own.values() if each is not None]
 
 
-# States of modules that read a path token by token: forked where a pack's tree forks, dropped when nobody needs
-# them.
+# States of modules that read a path token by token: forked where a pack's tree forks, and dropped as soon as possible.
 #
 # Recurrent modules and layers with a cache of their own read the tokens of one node at a time, behind the state that
-# the end of its parent left. A state is whatever they keep between two calls. States are those of one layer.
+# the end of its parent left. A state is everything that they keep between two calls. All states here belong to one
+# layer.
 
 
 State = TypeVar("State")
@@ -104,7 +104,7 @@ class PathStates(Generic[State]):
     """The states in a layer, by the node whose tokens they have read.
 
     `kept` are nodes whose last states are asked for at the end, with `end_of`. `given` are the states that roots begin
-    behind, where that is not nothing; they are not changed. `fork` makes a copy that can be changed.
+    behind, for roots that have some; they are not changed. `fork` makes a copy that can be changed.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class PathStates(Generic[State]):
             if parent >= 0:
                 self._children[parent] += 1
         self._states: dict[int, State] = {}
-        self._read: set[int] = set()  # nodes whose states are with somebody who reads them
+        self._read: set[int] = set()  # nodes whose states a reader holds
 
     def before(self, run: NodeRun) -> State | None:
         """The state that a run reads on from, to be changed; None at the beginning of a prompt."""
@@ -132,7 +132,7 @@ class PathStates(Generic[State]):
         return state if state is None or alone else self._fork(state)
 
     def read(self, run: NodeRun) -> State | None:
-        """`before`, not to be changed; nor does anything else change it."""
+        """`before`, not to be changed; nothing else changes it either."""
         self._read.add(self._tree.parents[run.node])
         return self._take(run)[0]
 
@@ -162,7 +162,7 @@ class PathStates(Generic[State]):
         return self._states[node]
 
 
-RUN_TOKENS = 512  # of one call; more are computed one part behind the other
+RUN_TOKENS = 512  # of one call; more tokens are computed in parts, one after the other
 STATE_BYTES = 64 << 20  # of the states in one call
 
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
@@ -190,8 +190,8 @@ class LayerRecurrence:
     """The recurrent modules of one layer, during its turn in the walk over a pack.
 
     `kept` are nodes whose last states are asked for; `given` are the states that roots begin behind, one of each
-    module. Before each call of the layer say with `chunk` which of the pack's tokens it computes. With `read` that
-    computes calls, instead of what is fastest.
+    module. Before each call of the layer, `chunk` sets the tokens of the pack that it computes. A `read` computes the
+    calls, in place of the fastest way.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class ModuleCall:
 
     @property
     def output(self) -> Any:
-        """What the module gives for the whole chunk."""
+        """The module's output for the whole chunk."""
         return self._outputs[0] if self._single else tuple(self._outputs)
 
     def compute(self, tokens: slice, state: LinearAttentionLayer) -> None:
@@ -303,7 +303,7 @@ class ModuleCall:
             place[0] = rows[:, 0]
 
     def compute_ends(self, runs: list[tuple[int, int, LinearAttentionLayer | None]]) -> None:
-        """Runs of tokens behind which nothing reads on: all with a state, or all without."""
+        """Runs of tokens that no node follows: all with a state, or all without."""
         states = {(start, end): state for start, end, state in runs}
         for group in group_runs([(start, end) for start, end, _ in runs], self.device):
             first, most = states[group.runs[0]], len(group.runs)
@@ -317,7 +317,7 @@ class ModuleCall:
 
     @property
     def kind(self) -> Hashable:
-        """All but the tokens by which a library may choose how it computes the module."""
+        """Everything but the tokens that may decide how a library computes the module."""
         weights = ((tuple(each.shape), each.dtype, each.device) for each in self._module.parameters())
         return type(self._module), tuple(weights)
 
@@ -363,7 +363,7 @@ class ModuleCall:
         return isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == (1, self._tokens)
 
     def _places(self, out: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        # The tensors of the output for the whole chunk, each with what a part gave for it.
+        # The tensors of the output for the whole chunk, each with the output of a part.
         self._single = isinstance(out, Tensor)
         parts = [out] if self._single else list(out)
         if not self._outputs:
@@ -417,11 +417,12 @@ def _short_scans(module: nn.Module, tokens: int) -> Iterator[None]:
         parts.chunk_size = size
 
 
-# Scans of Mamba's first version cannot begin with a state. They are linear in it, so what it adds is added here.
+# Scans of Mamba's first version cannot begin with a state. They are linear in it, so its contribution is added here.
 
 
 def _in_order(state: Tensor | None) -> Iterator[Tensor] | None:
-    # What each scan of a module's call begins with: some have one scan, some one for each of their heads.
+    # The state that each scan of a module's call begins with: some modules have one scan, some one for each of their
+    # heads.
     if state is None:
         return None
     return iter([state]) if state.dim() == 3 else (state[:, head] for head in count())
@@ -480,7 +481,7 @@ def _limited(step: Callable[..., Any], given: inspect.BoundArguments) -> Any:
 
 @cache
 def _go_through(kind: Any, name: str, through: Callable[[Callable[..., Any], inspect.BoundArguments], Any]) -> None:
-    # Let calls of the function that a module's class knows by this name go `through` another, with all arguments.
+    # Redirect calls of the function that a module's class knows by this name `through` another, with all arguments.
     home = sys.modules[kind.__module__]
     own = getattr(home, name, None)
     if own is None or hasattr(own, "goes_through"):
@@ -519,7 +520,7 @@ class BranchRecurrence:
 
     @contextmanager
     def calls(self, layer: nn.Module, branches: Sequence[int], counts: Sequence[int]) -> Iterator[None]:
-        """In this context the layer computes so many tokens of each of some branches, one branch after the other."""
+        """In this context the layer computes so many tokens of each branch, one branch after the other."""
         modules = (
             recurrent_modules(layer) if self._states else []
         )  # weights that are streamed come back in other modules

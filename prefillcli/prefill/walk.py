@@ -1,8 +1,8 @@
 """The layer walk: chunked prefill with its two loops interchanged.
 
 For each layer, for each chunk: the unmodified transformers layer is called on a slice of the residual stream, its
-output overwrites the slice, and only this layer's K,V exist. What the model does before its first layer (embedding,
-position encoding) and after its last (norm, head) is the model's own forward with stand-ins for the layers.
+output overwrites the slice, and only this layer's K,V exist. Before the first layer (embedding, position encoding) and
+after the last (norm, head), the model's own forward runs, with stand-ins for the layers.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from prefillcli.prefill.own_cache import (
 )
 from prefillcli.prefill.recurrent import LayerRecurrence, ReadRuns, recurrent_modules
 
-# Where a pack is cut into chunks, which are computed by one call of a layer each.
+# Where a pack is cut into chunks. One call of a layer computes one chunk.
 
 
-# Gives (start, end) of the chunks of a pack of so many tokens, for chunks of at most so many.
+# Gives (start, end) of each chunk, by the number of a pack's tokens and the most that a chunk may have.
 ChunkCutter = Callable[[Tree, int, int], list[tuple[int, int]]]
 
 
@@ -56,11 +56,11 @@ def cut_anywhere(tree: Tree, tokens: int, most: int, step: int = ROW_STEP) -> li
 class Arithmetic:
     """How a walk computes. A feature may bring one that is stricter than the fastest way of each device.
 
-    Kernels for packed weights know nothing of `mode`, and models that are walked with their own cache nothing of
-    `attend` and `read`: where that must not be, `no_packed_weights` and `no_own_cache` say so to the user.
+    Kernels for packed weights ignore `mode`, and models that are walked with their own cache ignore `attend` and
+    `read`. Where that must not happen, `no_packed_weights` and `no_own_cache` are the messages for the user.
     """
 
-    prepare: Preparation = fused  # through what layers are called
+    prepare: Preparation = fused  # the context in which layers are called
     # All of a model's forward but attention is computed in it.
     mode: AbstractContextManager[Any] = field(default_factory=nullcontext)
     attend: Attend | None = None
@@ -80,9 +80,9 @@ class LayerWalk:
     """A causal language model of transformers, walked layer by layer.
 
     `model` must be in eval mode and have the forest attention (`prefillcli.prefill.forest.ATTENTION`); one that has an
-    attention of transformers is walked with its own cache. Its layers stay what they are; while the walk exists,
-    stand-ins take their places. The layers that are called come from `layers`, by default the model's. `chunk_tokens`
-    are computed by one call of a layer. Of a pack, `offload_held` keeps what later ones hold in host memory, and
+    attention of transformers is walked with its own cache. Its layers stay unchanged; while the walk exists, stand-ins
+    take their places. The layers that are called come from `layers`, by default the model's. One call of a layer
+    computes `chunk_tokens`. With `offload_held` the K,V that later packs hold are kept in host memory, with
     `hidden_on_host` the residual stream.
     """
 
@@ -108,7 +108,7 @@ class LayerWalk:
 
     @property
     def keeps_ends(self) -> bool:
-        """Whether something is kept of a node that only what follows all of its tokens can read."""
+        """Whether a node's end is kept, which can be read only behind all of its tokens."""
         return self._own_cache is not None or any(map(recurrent_modules, self._ends.layers))
 
     def close(self) -> None:
@@ -128,9 +128,9 @@ class LayerWalk:
         """Walk `pack`; yield float32 logits [reads, vocabulary] in pieces, in the order of `pack.reads`.
 
         `tick` is called after each step with the number of tokens it advanced by, so that they add up to the pack's;
-        it may raise to stop the walk. K,V that later packs hold are kept for them. Reads that the rule `exits`
-        lets leave early get no logits. `done`, of the pack's nodes, counts the layers that they go through. The rule
-        `thinning` leaves tokens behind. What the layers leave is `kept`.
+        it may raise to stop the walk. K,V that later packs hold are kept for them. Reads that leave early by the rule
+        `exits` get no logits. `done` counts the layers that each of the pack's nodes goes through. The rule `thinning`
+        leaves tokens behind. `kept` takes the K,V and states of the layers.
         """
         if thinning is not None:
             self.check_queries()
@@ -171,7 +171,7 @@ class LayerWalk:
     ) -> Generator[WatchedLayer, None, None]:
         """Walk `pack`, which holds nothing, for the queries of its tokens `watched` (ascending), layer by layer.
 
-        A layer is valid until the next one is asked for. Those without attention are left out.
+        A layer is valid until the next one is taken. Layers without attention are left out.
         """
         self.check_queries()
         with ForestAttention(len(pack.tokens), watched, attend=self.arithmetic.attend) as attention:
@@ -179,7 +179,7 @@ class LayerWalk:
                 if attention.attended:
                     yield attention.watched_layer(number)
 
-    # The parts of a walk, also for what follows one.
+    # The parts of a walk, also for the work that follows one.
 
     def begin(self, pack: Pack, done: LayersDone | None = None, *, keep_ends: bool = False) -> WalkState:
         """`pack` before the first layer. `done` will count its nodes' layers; `keep_ends`: states at reads stay."""
@@ -213,8 +213,8 @@ class LayerWalk:
     ) -> Iterator[tuple[int, nn.Module]]:
         """Bring all chunks through one layer after the other.
 
-        Yields each layer with its number once its K,V are complete; it is in use until the next is asked for.
-        Reads leave as `exits` says, tokens as `thinning` does. Ends early when nothing is left to compute.
+        Yields each layer with its number once its K,V are complete; it is in use until the next is taken. Reads leave
+        by the rule `exits`, tokens by `thinning`. Ends early when nothing is left to compute.
         """
         for index in range(len(self.layers)):
             most = max(chunk.end - chunk.start for chunk in state.chunks)
@@ -317,7 +317,7 @@ class LayerWalk:
         return self._ends.label_logits(hidden, tokens)
 
     def regroup(self, state: WalkState, left: Remainder, attention: ForestAttention) -> None:
-        """Lay out anew what is left of `state.pack`, between two layers.
+        """Lay out the rest of `state.pack` anew, between two layers.
 
         Rows of the residual stream move to their new places, and keep their positions. Only these are computed then.
         """
@@ -359,7 +359,7 @@ class LayerWalk:
         return self._residual.pick(state.hidden, torch.as_tensor(state.last_tokens))[0]
 
     def start_layer(self, state: WalkState, index: int, layer: nn.Module, attention: ForestAttention) -> None:
-        """Begin a layer, with what is held of it."""
+        """Begin a layer, with the K,V and states held from earlier packs."""
         attention.start_layer(self._held.keys_values(index, state.pack))
         kept = state.asked_nodes
         if self._own_cache is not None:
@@ -372,7 +372,7 @@ class LayerWalk:
     def store_keys(
         self, state: WalkState, index: int, layer: nn.Module, attention: ForestAttention, tick: Tick
     ) -> None:
-        """A layer's K,V of all chunks, and nothing else of it; nothing at all of a layer without attention."""
+        """Compute a layer's K,V of all chunks, and nothing else; nothing at all of a layer without attention."""
         attends = True
         for chunk, call, rows in self._each_chunk(state, index):
             if attends:
@@ -398,8 +398,8 @@ class LayerWalk:
         *,
         through: int,
     ) -> None:
-        # Ask the rule at layer `index` which reads go on. Take out what only the others needed, where that pays.
-        # `through` layers are behind them.
+        # Ask the rule at layer `index` which reads go on. Take out the tokens that only the others needed, where that
+        # pays. The reads have gone through `through` layers.
         going = sorted(rule(index, state.reads, before, after))
         if not set(going) <= set(state.reads):
             raise ValueError("an exit rule lets reads go on that have left")
@@ -447,7 +447,7 @@ class LayerWalk:
 class WalkState:
     """A pack on its way through the layers.
 
-    Reads that have left are not in it any more; what only they needed goes on until the rest is laid out anew.
+    Reads that have left are not in it any more; tokens that only they needed go on until the rest is laid out anew.
     """
 
     whole: Pack  # as it was before the first layer
@@ -460,7 +460,7 @@ class WalkState:
     chunks: list[Chunk]
     calls: list[list[LayerCall]]  # of each chunk, of each layer
     hidden: Tensor  # the residual stream, [1, tokens, hidden]
-    keep_ends: bool = False  # the states behind the reads are asked for
+    keep_ends: bool = False  # the states behind the reads are wanted
     recurrence: LayerRecurrence | OwnCacheLayer = field(init=False)  # of the layer that is computed
 
     @property
@@ -469,7 +469,7 @@ class WalkState:
 
     @property
     def asked_nodes(self) -> list[int]:
-        """The nodes of what is left whose last states are asked for."""
+        """The nodes of the rest whose last states are wanted."""
         return self.held_nodes + ([node for node, _ in self.pack.reads] if self.keep_ends else [])
 
     @property
@@ -479,10 +479,11 @@ class WalkState:
 
 
 class Keeper(Protocol):
-    """Keeps what layers leave behind, for what follows a walk."""
+    """Keeps the K,V and states that layers leave, for the work that follows a walk."""
 
     def take(self, index: int, state: WalkState, attention: ForestAttention) -> None:
-        """Take over what layer `index` leaves, which all chunks have passed and last tokens were read of."""
+        """Take over the K,V and states of layer `index`, after all chunks have passed it and its last tokens were
+        read."""
 
 
 # Where the walk takes its layers from.
@@ -490,8 +491,8 @@ class Keeper(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PassSpeed:
-    """What one pass takes over layers that are elsewhere: `read_seconds` for the weights, and `token_seconds` for each
-    token's products with them, at the speed of a large product."""
+    """The time of one pass over layers that are elsewhere: `read_seconds` for the weights, and `token_seconds` for
+    each token's products with them, at the speed of a large product."""
 
     read_seconds: float
     token_seconds: float
@@ -508,8 +509,8 @@ class LayerSource:
     The walk uses one at a time, in ascending order, once for each pass over the model.
     """
 
-    # Of layers that are elsewhere: the bytes that they take on the device, at most, and those of other weights, which
-    # are there all the time; what was read so far, and how long the walk has waited for it.
+    # Of layers that are elsewhere: the most bytes that they take on the device, the bytes of other weights, which are
+    # always there, the bytes read so far, and how long the walk has waited for them.
     memory_bytes: int = 0
     resident_bytes: int = 0
     bytes_read: int = 0
@@ -522,7 +523,7 @@ class LayerSource:
         return len(self._layers)
 
     def measure_speed(self) -> PassSpeed | None:
-        """What a pass takes for its weights; None where they are on the device."""
+        """The time of a pass for its weights; None where they are on the device."""
         return None
 
     def expect(self, tokens: int, last: int) -> None:
@@ -534,13 +535,14 @@ class LayerSource:
         yield self._layers[index]
 
     def end_pass(self) -> None:
-        """No further layer is used in this pass; the next pass begins with the first. Also while one is in use."""
+        """No further layer is used in this pass; the next pass begins with the first. May be called while a layer is
+        in use."""
 
     def close(self) -> None:
         """No further layer is used."""
 
 
-REGROUP_LAYERS = 0.05  # what laying out a token anew takes, in layers of a token, where it was not measured
+REGROUP_LAYERS = 0.05  # the cost of laying out a token anew, in layers of a token, where it was not measured
 
 
 # Reads that leave between two layers, with the tokens that no other read needs.
@@ -549,13 +551,14 @@ REGROUP_LAYERS = 0.05  # what laying out a token anew takes, in layers of a toke
 class ExitRule(Protocol):
     """Which reads of a pack leave between two layers.
 
-    `regroup_cost` is what laying out the rest of a pack anew takes for each of its tokens, in layers of a token; until
-    it pays, tokens that nobody needs any more go on with the others. With 0 they never do.
+    `regroup_cost` is the cost of laying out the rest of a pack anew for each of its tokens, in layers of a token.
+    Until that pays, tokens that nobody needs any more go on with the others. With 0 they never do.
     """
 
     @property
     def layers(self) -> Collection[int]:
-        """The layers at which it is asked, counted from 0. The last one does not count: nothing is left to save."""
+        """The layers at which the rule is asked, counted from 0. The last one does not count: nothing is left to
+        save."""
 
     @property
     def regroup_cost(self) -> float: ...
@@ -563,15 +566,15 @@ class ExitRule(Protocol):
     def peeks(self, layer: int) -> bool:
         """Whether it is asked before the layer is computed for all tokens.
 
-        Then the last tokens alone go through it first. Its K,V are computed twice for what goes on.
+        Then the last tokens alone go through it first. Its K,V are computed twice for the tokens that go on.
         """
 
     def __call__(self, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> Sequence[int]:
         """Which of the `reads` go on, ascending.
 
-        `reads` are numbers in `pack.reads`, ascending, of those that are undecided; `before` and `after` the residual
-        stream at their last tokens before and after the layer, [reads, hidden]. One that is left out is decided: it is
-        not asked about again, and it gets no logits. A rule that returns all of them only looks on.
+        `reads` are numbers in `pack.reads`, ascending, of undecided reads; `before` and `after` are the residual
+        stream at their last tokens before and after the layer, [reads, hidden]. A read that is left out is decided:
+        the rule does not see it again, and it gets no logits. A rule that returns all reads only looks on.
         """
 
 
@@ -589,7 +592,7 @@ class Remainder:
 
     @property
     def in_order(self) -> bool:
-        """Whether no token is behind the place that it had."""
+        """Whether no token has moved behind its old place."""
         return bool((np.diff(self.tokens) > 0).all())
 
 
@@ -626,7 +629,7 @@ def remainder(pack: Pack, reads: Sequence[int], kept_nodes: Sequence[int]) -> Re
 
 
 class Thinned(NamedTuple):
-    """What goes on of a read: the numbers of its `tokens` in the pack, ascending, its last token among them.
+    """The part of a read that goes on: the numbers of its `tokens` in the pack, ascending, its last token among them.
 
     `reason` says why a prompt that was to be thinned goes on whole; None if it was not, or if it is thinner now.
     """
@@ -643,24 +646,26 @@ class ThinningRule(Protocol):
 
     @property
     def layer(self) -> int:
-        """After this layer, by its number, or the next that attends, tokens are left behind. It is not the last."""
+        """The number of the layer after which tokens are left behind (or after the next that attends). It is not the
+        last."""
 
     def of(self, prompts: Collection[int]) -> ThinningRule:
         """The rule for these prompts alone. The others go on whole."""
 
     def watched(self, pack: Pack, tree: Tree) -> Sequence[int]:
-        """The tokens whose queries it wants to see in that layer, ascending numbers in the pack.
+        """The tokens whose queries the rule needs in that layer, as ascending numbers in the pack.
 
-        A pack of which it wants to see none goes on whole.
+        A pack without such tokens goes on whole.
         """
 
     def __call__(self, pack: Pack, tree: Tree, layer: WatchedLayer) -> Sequence[Thinned]:
-        """What goes on of each read of the pack. `layer` has all keys, and the queries of the `watched` tokens."""
+        """The part of each read of the pack that goes on. `layer` has all keys, and the queries of the `watched`
+        tokens."""
 
 
 def thin_pack(pack: Pack, kept: Sequence[IntArray]) -> Remainder:
-    """The forest of what goes on of each read of `pack`; reads share what they keep of a prefix up to the first token
-    that one of them lacks. Behind it a token is there once for each of them. A node has the number of the one before
+    """The forest of the remaining parts of the reads of `pack`. Reads share the kept tokens of a prefix up to the
+    first token that one of them lacks. Behind it each read has its own tokens. A node has the number of the old node
     in which it ends.
 
     Raises ValueError if a read loses its last token, or if the pack holds something of other packs, or for them.
@@ -699,7 +704,7 @@ def thin_pack(pack: Pack, kept: Sequence[IntArray]) -> Remainder:
     return Remainder(thin, nodes, tokens)
 
 
-# Copies between a CUDA device and host memory, beside what the device computes.
+# Copies between a CUDA device and host memory, beside the device's computation.
 #
 # They run in a stream of their own, in order. Memory of the device belongs to the stream that computes: a tensor
 # that is copied is kept until that stream waits for its copy. So a process that is many layers ahead of the device
@@ -716,7 +721,7 @@ class CopyStream:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def start(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
-        """Copy `source` to `target`, once everything is done that the device has been given so far.
+        """Copy `source` to `target`, after all work that is queued on the device so far.
 
         Both must be contiguous, and the one on the device must live until `wait` for the returned event.
         """
@@ -727,7 +732,7 @@ class CopyStream:
         return copied
 
     def wait(self, copied: torch.cuda.Event) -> None:
-        """What the device is given from now on comes after this copy. The process itself does not wait."""
+        """Work queued on the device from now on comes after this copy. The process itself does not wait."""
         torch.cuda.current_stream(self._device).wait_event(copied)
 
     def finish(self) -> None:
@@ -744,7 +749,7 @@ class Leaving:
         self._groups: deque[list[tuple[Tensor, torch.cuda.Event]]] = deque()
 
     def begin(self) -> None:
-        """Begin a group. What is computed from now on comes after the copies of older ones."""
+        """Begin a group. Work queued from now on comes after the copies of older groups."""
         while len(self._groups) >= self._most:
             self._let_go()
         self._groups.append([])
@@ -754,7 +759,7 @@ class Leaving:
         self._groups[-1].append((source, self._copies.start(target, source)))
 
     def clear(self) -> None:
-        """What is computed from now on comes after all copies."""
+        """Work queued from now on comes after all copies."""
         while self._groups:
             self._let_go()
 
@@ -764,7 +769,7 @@ class Leaving:
 
 
 def copies_for(device: torch.device) -> CopyStream | None:
-    """What copies between host memory and a device; None where that is the same memory."""
+    """The copies between host memory and a device; None where that is the same memory."""
     return CopyStream(device) if device.type == "cuda" else None
 
 
@@ -796,7 +801,7 @@ class ResidualRows:
         return torch.empty(shape, dtype=like.dtype, device=self._home)
 
     def each(self, hidden: Tensor, spans: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
-        """The rows of each span, on the device; those of the next one are on their way meanwhile."""
+        """The rows of each span, on the device; the rows of the next span are copied meanwhile."""
         coming = [self._fetch(hidden, *span) for span in spans[:1]]
         try:
             for number in range(len(spans)):
@@ -879,7 +884,7 @@ class HeldParts:
         return all(key in parts for parts in self._layers)
 
     def drop_others(self, keep: Set[Key], layer: int | None = None) -> None:
-        """Drop what is not to be kept, of one layer or of all."""
+        """Drop the nodes that are not to be kept, of one layer or of all."""
         if layer is None:
             self._land()  # another pack begins
         for parts in self._layers if layer is None else [self._layers[layer]]:
@@ -887,7 +892,8 @@ class HeldParts:
                 del parts[key]
 
     def put_nodes(self, layer: int, state: WalkState, attention: ForestAttention) -> None:
-        """Keep a layer's part of the nodes of a pack that later packs hold, when all of it has passed; drop others."""
+        """Keep a layer's part of those nodes of a pack that later packs hold, once the whole pack has passed; drop
+        others."""
         pack = state.whole
         self.drop_others(pack.keep, layer)
         for at, key in zip(state.held_nodes, pack.kept_nodes.values(), strict=True):
@@ -931,8 +937,8 @@ class HeldParts:
         return found
 
     def paths(self, layer: int, pack: Pack) -> Mapping[int, Path]:
-        """What the model's own cache keeps in a layer of the paths that a pack's roots begin behind, by root. Raises
-        ValueError."""
+        """The past in the model's own cache, for a layer, of the paths that a pack's roots begin behind, by root.
+        Raises ValueError."""
         found = {}
         for root, above in enumerate(pack.attach):
             nodes = [pack.held[number] for number in above]
@@ -990,12 +996,12 @@ class HeldParts:
         return _Coming(layer, held, found, copied)
 
     def _forget(self, coming: _Coming | None) -> None:
-        # Let go of K,V that nobody has asked for, once their memory is not written any more.
+        # Release K,V that nobody has asked for, once their memory is not written any more.
         if coming is not None and coming.copied is not None and self._copies is not None:
             self._copies.wait(coming.copied)
 
     def _land(self) -> None:
-        # Wait for all copies, and let go of their memory on the device.
+        # Wait for all copies, and release their memory on the device.
         self._forget(self._next)
         self._given = self._next = None
         if self._leaving is not None:
