@@ -27,22 +27,22 @@ from prefillcli.prefill.walk import KeyValue, LayerWalk, Leaving, Tick, WalkStat
 
 # K,V of all layers, and the states behind the reads, of a pack that is written on after it was scored.
 #
-# While a pack is walked each layer hands over what is needed of it: its own buffer, so that the next layer gets new
-# room, or a copy in host memory, which leaves a CUDA device while the next layer is computed. Once the scores say
-# which reads are wanted, what only the others see is let go of, and `select` gives what lies on the paths of those
-# that are written on together.
+# While a pack is walked, each layer hands over its K,V and states: its own buffer, so that the next layer gets new
+# room, or a copy in host memory, which leaves a CUDA device while the next layer is computed. Once the scores show the
+# wanted reads, K,V that only the others see are released, and `select` gives those on the paths of the reads that are
+# written on together.
 
 
 # Layers of a CUDA device that are kept in host memory: they leave while the next layer is computed, and come back
 # for the rows that are written on.
 
 
-States = tuple[LinearAttentionLayer, ...]  # what the recurrent modules of a layer know at a place
+States = tuple[LinearAttentionLayer, ...]  # the states of a layer's recurrent modules at a place
 Name = TypeVar("Name")
 
 
 class HostLayers:
-    """Copies of layers between `device` and pinned host memory. Raises RuntimeError for one that has none.
+    """Copies of layers between `device` and pinned host memory. Raises RuntimeError for a device without it.
 
     On the host tokens come first, [tokens, kv heads, width], so that any run of them is contiguous.
     """
@@ -60,8 +60,8 @@ class HostLayers:
     def leave(
         self, both: KeyValue | None, states: Mapping[Name, States]
     ) -> tuple[KeyValue | None, dict[Name, States]]:
-        """What will be a layer's part on the host: K,V [1, kv heads, tokens, width], which may be overwritten from now
-        on, and states."""
+        """Start to copy a layer's part to the host: K,V [1, kv heads, tokens, width], which may be overwritten from
+        now on, and states."""
         self._leaving.begin()
         rows = [self._to_host(each[0].transpose(0, 1)) for each in both or ()]
         moved = {name: tuple(changed_state(each, self._to_host) for each in own) for name, own in states.items()}
@@ -70,7 +70,8 @@ class HostLayers:
     def fetch(
         self, both: KeyValue | None, runs: Sequence[tuple[int, int]], states: Sequence[States]
     ) -> tuple[KeyValue | None, list[States]]:
-        """What will be some runs of a layer's tokens on the device, and states; it is not there before `arrive`."""
+        """Start to copy some runs of a layer's tokens, and states, to the device; the copies are complete after
+        `arrive`."""
         moved = [tuple(changed_state(each, self._to_device) for each in own) for own in states]
         if both is None:
             return None, moved
@@ -87,7 +88,7 @@ class HostLayers:
         return (found[0], found[1]), moved
 
     def arrive(self) -> None:
-        """What the device is given from now on comes after all copies, and may use their memory again."""
+        """Work queued on the device from now on comes after all copies, and may use their memory again."""
         self._leaving.clear()
         if self._came is not None:
             self._copies.wait(self._came)
@@ -109,7 +110,7 @@ class HostLayers:
 
 # Tokens `start:end` of a buffer, and the number of tokens before the first on its path.
 Run = tuple[int, int, int]
-# A part of what reads see: a node of the pack by its number, or one that it holds by -1 less its number.
+# A part of the tokens that reads see: a node of the pack by its number, or a held node by -1 less its number.
 Part = int
 
 NEARLY_ALL = 0.9  # where more than this share of a pack's tokens is wanted, the rest is not worth a copy
@@ -126,10 +127,10 @@ class KeptLayer:
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """What is kept of the prompts of some rows, one for each wanted read, in the order in which they were asked for.
+    """The kept K,V and states of the prompts of some rows, one row for each wanted read, in the order of the request.
 
     `paths` are the runs of the layers' buffers that a row sees, root first. A row's prompt has `lengths` tokens; the
-    last one stands at the position of that number in `positions`.
+    last one stands at the row's position in `positions`.
     """
 
     paths: list[list[Run]]
@@ -150,10 +151,10 @@ class _TakenLayer:
 
 
 class KeptPack:
-    """What the layers of a walk leave of `pack`.
+    """The K,V and states that the layers of a walk leave of `pack`.
 
-    With `on_host` what a CUDA device computes is kept in host memory. Nothing is let go of before it was copied, so a
-    pack that is given up is to be released.
+    With `on_host` the results of a CUDA device are kept in host memory. Nothing is released before it was copied, so
+    whoever gives up a pack must release it.
     """
 
     def __init__(self, pack: Pack, *, on_host: bool = False) -> None:
@@ -183,7 +184,7 @@ class KeptPack:
         return self._pack.reads[read][0]
 
     def parts_of(self, read: int) -> dict[Part, int]:
-        """The parts of what a read sees, with their tokens."""
+        """The parts that a read sees, with their tokens."""
         return {part: self._length(part) for part in self._parts(self.end_of(read))}
 
     @property
@@ -193,9 +194,9 @@ class KeptPack:
 
     @torch.inference_mode()
     def drop_others(self, reads: Sequence[int]) -> None:
-        """Let go of what is not on the paths of these reads, one layer after the other.
+        """Release all parts that are not on the paths of these reads, one layer after the other.
 
-        On the host all stays until it is released: its memory was set aside for all of the pack.
+        On the host all parts stay until `release`: their memory was set aside for the whole pack.
         """
         if not reads:
             self.release()
@@ -218,9 +219,9 @@ class KeptPack:
 
     @torch.inference_mode()
     def select(self, reads: Sequence[int]) -> KeptRows:
-        """What lies on the paths of these reads: numbers in `pack.reads`, some may come twice."""
+        """The K,V and states on the paths of these reads: numbers in `pack.reads`, some may come twice."""
         ends = [self.end_of(read) for read in reads]
-        # Where parts begin, if that is the same in all layers: it is not where reads have left.
+        # Where parts begin, if that is the same in all layers. It is not the same where reads have left.
         first = self._layers[0].places
         in_place = not self._on_host and all(layer.places == first for layer in self._layers)
         layout = first if in_place else self._layout(reads)
@@ -248,7 +249,7 @@ class KeptPack:
         self._layers.clear()
 
     def _parts(self, node: int) -> list[Part]:
-        # What the end of a node sees, root first.
+        # The parts that the end of a node sees, root first.
         path = [node]
         while (parent := self._pack.parents[path[-1]]) >= 0:
             path.append(parent)
@@ -298,19 +299,19 @@ def _picked(whole: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
     return torch.cat([whole[:, :, start:end] for start, end in runs], dim=2)
 
 
-# Attention of new tokens over the kept K,V of their prompts and over what was read behind them.
+# Attention of new tokens over the kept K,V of their prompts and over the tokens read behind these.
 
 
 # New tokens behind several rows: which keys each of them sees.
 
 
 MOST_END = 256  # tokens of a prompt's end that are copied
-MOST_PADDED = 2  # times what is copied, if all rows are padded to the longest end
+MOST_PADDED = 2  # times the copied tokens, if all rows are padded to the longest end
 
 
 def private_ends(paths: Sequence[Sequence[Run]]) -> IntArray:
-    """Of how many tokens at the end of each row's prompt the K,V are copied to stand with what follows it: short ends
-    that no other row sees. Attention over all of them is then one call."""
+    """The number of tokens at the end of each row's prompt whose K,V are copied to stand with the tokens behind it:
+    short ends that no other row sees. Attention over all of these is then one call."""
     seen = Counter(run for path in paths for run in path)
     ends = np.asarray([path[-1][1] - path[-1][0] if path and seen[path[-1]] == 1 else 0 for path in paths])
     ends[ends > MOST_END] = 0
@@ -320,15 +321,15 @@ def private_ends(paths: Sequence[Sequence[Run]]) -> IntArray:
 
 
 def room_of_end(tokens: int) -> int:
-    """How much the copy of a prompt's end of so many tokens takes at most, with the padding that it is worth."""
+    """The most room that the copy of a prompt's end of so many tokens takes, with the padding that pays."""
     return MOST_PADDED * tokens if tokens <= MOST_END else 0
 
 
 class RowTokens:
     """Some new tokens of each of some rows, one row after the other.
 
-    `slots` are the rows' numbers, `counts` how many new tokens each has. Behind what it sees of the kept K,V, the runs
-    `paths[slot]` with `lengths[slot]` tokens, a row has `read[slot]` tokens by itself already.
+    `slots` are the rows' numbers, `counts` how many new tokens each has. A row sees the runs `paths[slot]` of the kept
+    K,V, `lengths[slot]` tokens. Behind them it already has `read[slot]` tokens by itself.
     """
 
     def __init__(
@@ -350,7 +351,7 @@ class RowTokens:
         self._row = np.repeat(np.arange(len(slots)), self.counts)  # of each token
         steps = np.arange(self.tokens) - np.repeat(self._ends - self.counts, self.counts)
         self._lengths = lengths[self.slots]
-        self._places: IntArray = read[self.slots][self._row] + steps  # among what the row has by itself
+        self._places: IntArray = read[self.slots][self._row] + steps  # among the tokens that the row has by itself
         self.own = int(self._places.max()) + 1
         self.depths: IntArray = self._lengths[self._row] + self._places
         self.slot_index = on_device(self.slots[self._row], device)
@@ -372,7 +373,8 @@ class RowTokens:
         return self._batch
 
     def spans(self, window: KeyWindow | None) -> list[tuple[Span, Tensor | None]]:
-        """What the tokens see of the prompts, and where a window hides some of it, bool [1, 1, queries, keys]."""
+        """The keys of the prompts that the tokens see; where a window hides some, with a mask, bool [1, 1, queries,
+        keys]."""
         if window not in self._spans:
             found = SpanSet(self.depths, window)
             starts = (self._ends - self.counts).tolist()
@@ -390,7 +392,8 @@ class RowTokens:
         return on_device(keys[None, :] >= oldest[:, None], self._device)[None, None]
 
     def visible(self, window: KeyWindow | None, groups: int) -> Tensor | None:
-        """What the padded batch sees of the first `own` tokens that rows have by themselves; None: all of it.
+        """The mask of the padded batch over the first `own` tokens that rows have by themselves; None: all are
+        visible.
 
         Bool [rows, 1, groups * longest, own]: `groups` heads of the queries, one behind the other, see the same.
         """
@@ -408,8 +411,8 @@ class RowTokens:
 
 
 def with_room(whole: Tensor | None, like: Tensor, rows: int, tokens: int, room: int) -> Tensor:
-    """K or V with room for so many tokens of each row: `whole` [rows, kv heads, room, width] where it has it, else a
-    copy of it with `room` for more. Where there is nothing yet, heads, width and dtype are those of `like`."""
+    """K or V with room for so many tokens of each row: `whole` [rows, kv heads, room, width] where it suffices, else a
+    copy with `room` for more. An empty one takes its heads, width and dtype from `like`."""
     if whole is not None and whole.shape[2] >= tokens:
         return whole
     grown = like.new_zeros(rows, like.shape[1], room, like.shape[3])
@@ -419,10 +422,10 @@ def with_room(whole: Tensor | None, like: Tensor, rows: int, tokens: int, room: 
 
 
 class OwnTokens:
-    """One layer's K,V of what each row has by itself: [rows, kv heads, room, width] each.
+    """One layer's K,V of the tokens that each row has by itself: [rows, kv heads, room, width] each.
 
-    These are the copied end of its prompt, of `ends[row]` tokens, and what was read behind it. `kept` are the layer's
-    K,V of the prompts, on the runs `paths`.
+    These are the copied end of its prompt, of `ends[row]` tokens, and the tokens read behind it. `kept` are the
+    layer's K,V of the prompts, on the runs `paths`.
     """
 
     def __init__(self, kept: KeyValue | None, paths: Sequence[Sequence[Run]], ends: IntArray) -> None:
@@ -479,11 +482,11 @@ class RowAttention(ForestAttention):
 
     @property
     def window(self) -> KeyWindow | None:
-        """What the layer that was called last sees at most, where it attends through a window."""
+        """The window of the layer that was called last, if it has one."""
         return self._scoring.window
 
     def begin_layer(self, kept: KeyValue | None, own: OwnTokens) -> None:
-        """The next call is of the layer with these K,V of the prompts, and of what follows them."""
+        """The next call is of the layer with these K,V of the prompts, and of the tokens behind them."""
         self.start_layer(())
         self._own, self.calls = own, 0
         self.keys, self.values = (None, None) if kept is None else kept
@@ -507,7 +510,7 @@ class RowAttention(ForestAttention):
 
 
 def _attend_own(tokens: RowTokens, query: Tensor, own: KeyValue, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    # Attention over what rows have by themselves: output [1, heads, tokens, width] and its log-sum-exp.
+    # Attention over the tokens that rows have by themselves: output [1, heads, tokens, width] and its log-sum-exp.
     heads, width = query.shape[1], query.shape[3]
     batch = tokens.batch
     rows = len(tokens.slots)
@@ -538,13 +541,14 @@ def _attend_together(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
 # The model's forward over new tokens behind kept prompts: several of each of some rows in one pass.
 
 
-# Queries of the newest tokens of rows, by layer: what a retrieval cache is chosen by.
+# Queries of the newest tokens of rows, by layer. A retrieval cache is chosen by them.
 
 
 @dataclass(slots=True)
 class NewestQueries:
-    """Those of a model's last pass over its rows: `queries` [heads, tokens, width] of each layer, None of one without
-    attention, and where each row's newest token is among them. `windows` are the layers', as far as they attend."""
+    """The queries of a model's last pass over its rows: `queries` [heads, tokens, width] of each layer, None for one
+    without attention, and the place of each row's newest token among them. `windows` are the layers', as far as they
+    attend."""
 
     windows: list[KeyWindow | None]
     queries: list[Tensor | None]
@@ -674,15 +678,15 @@ class KeptForward:
         return int(self._positions[self._slots[row]]) + 1
 
 
-# Which rows of a kept pack are written on together: as many as there is memory for.
+# The rows of a kept pack that are written on together: as many as memory allows.
 
 
-Row = tuple[int, Beginning]  # A read of a pack by its number, and what a text begins behind
+Row = tuple[int, Beginning]  # A read of a pack by its number, and the tokens that its text begins behind
 
 
 @dataclass(slots=True)
 class RowRoom:
-    """How many rows fit. What does not is learned from the device: `most_rows` is None until memory runs out.
+    """How many rows fit. The device shows how many do not: `most_rows` is None until memory runs out.
 
     While texts are written, the K,V of `most_tokens` tokens may be on the device, those of prompts included; None: of
     any number. A row counts `row_tokens` beside its tokens. No text goes beyond the `longest` places of the model.
@@ -694,7 +698,7 @@ class RowRoom:
     longest: int | None = None
 
     def of_text(self, beginning: Beginning, writing: Writing) -> float:
-        """What a row takes beside its prompt."""
+        """The tokens that a row counts beside its prompt."""
         return whole_steps(len(beginning.tokens) + writing.tokens + writing.speculation.tokens) + self.row_tokens
 
     def groups(
@@ -703,7 +707,7 @@ class RowRoom:
         """The numbers of the rows that are written together, those that share a prefix side by side.
 
         `rows` are numbered reads and beginnings. One pass over several rows reads at most `pass_tokens` tokens. A row
-        that does not fit alone is a group of its own where its prompt is on the device already; else it is left out.
+        that does not fit alone is left out, unless its prompt is on the device already: then it is a group by itself.
         """
         group: list[int] = []
         parts: dict[Part, int] = {}
@@ -735,7 +739,7 @@ class RowRoom:
         return self.most_tokens is not None and tokens > self.most_tokens
 
 
-# What guesses tokens for the rows of a forward, if anything does.
+# The drafter that guesses tokens for the rows of a forward, if there is one.
 MakeDrafter = Callable[[KeptForward], Drafter | None]
 
 
@@ -750,13 +754,12 @@ def write_behind(
     tick: Tick = lambda tokens: None,
     report: DecodingReport | None = None,
 ) -> list[Continuation | None]:
-    """What the model writes behind reads of the pack that `kept` has walked: one text for each of the rows, which are
-    given as (number of the read, beginning).
+    """Write behind reads of the pack that `kept` has walked: one text for each of the rows, which are given as (number
+    of the read, beginning).
 
-    Rows that do not fit in the `room` together are written one
-    group after the other, and so they are when memory runs out: then the room is smaller from there on. A row for
-    which there is no room alone has None. `tick` is called after each layer of a pass and may raise to stop. What
-    writing takes is added to the `report`. The pack is let go of.
+    Rows that do not fit in the `room` together are written one group after the other. When memory runs out, the room
+    is smaller from then on. A row that does not fit alone has None. `tick` is called after each layer of a pass and
+    may raise to stop. The cost of writing is added to the `report`. The pack is released.
     """
     report, room = report or DecodingReport(), room or RowRoom()
     begun = time.monotonic()
@@ -793,7 +796,7 @@ def _written_together(
     tick: Tick,
     report: DecodingReport,
 ) -> list[Continuation] | None:
-    # The texts of one group; None where memory runs out. Then all that it made is let go of with its frame.
+    # The texts of one group; None where memory runs out. Then everything that it made is released with its frame.
     try:
         forward = KeptForward(walk, kept.select([read for read, _ in rows]), tick)
         beginnings, drafter = [beginning for _, beginning in rows], make_drafter(forward)
@@ -812,7 +815,7 @@ def _let_go(device: torch.device) -> None:
 
 # Greedy decoding behind all reads of a pack in lock step, for the queries of the decoded tokens.
 #
-# This is SpecPrefill's lookahead: what the decoded tokens attend to is used, the tokens themselves are not. The
+# This is SpecPrefill's lookahead: the attention of the decoded tokens is used, the tokens themselves are not. The
 # pack's K,V in all layers are kept while it lasts, with those of the decoded tokens.
 
 

@@ -1,4 +1,4 @@
-"""Which drafters there are, and what each guesses by: known before anything is imported."""
+"""The drafters, and the source of each one's guesses: known before anything is imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prefillcli.plan.trie import TokenArray
 class DrafterKind:
     """A drafter by name: `guesses` says for people where its tokens come from.
 
-    One that `needs_draft` guesses with a draft model that has the tokens of the model.
+    With `needs_draft` it guesses with a draft model that has the tokens of the model.
     """
 
     name: str
@@ -40,7 +40,7 @@ FinishReason = Literal["stop", "length", "memory", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How tokens are guessed before the model reads them, several in one pass. No text depends on it.
+    """How tokens are guessed before the model reads them, several in one pass. The texts do not depend on it.
 
     `drafter` is a name of `prefillcli.decode.continuations`, or "off". At most `tokens` are guessed for
     one pass. The retrieval cache keeps `budget` tokens of each prompt, in chunks of `chunk`. The draft model keeps
@@ -55,7 +55,7 @@ class Speculation:
     recent: int = 240
 
     def kept_twice(self, prompt: int) -> int:
-        """How many tokens of a prompt of so many a retrieval cache keeps once more, at most."""
+        """The most tokens of a prompt of so many that a retrieval cache keeps a second time."""
         return self.budget if prompt > self.budget and self.drafter in ("retrieval", "hierarchy") else 0
 
 
@@ -83,10 +83,10 @@ class Writing:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What a text begins behind: the tokens of its prompt, as the model reads them, and of what follows the prompt.
+    """The tokens before a text: those of its prompt, as the model reads them, and those that follow the prompt.
 
-    `positions` int32 [prompt] are the places of the prompt's tokens; None: 0, 1, 2 ... What is written stands behind
-    the last of them. There is at least one of the `tokens`. `key` makes the noise.
+    `positions` int32 [prompt] are the places of the prompt's tokens; None: 0, 1, 2 ... The text stands behind the last
+    of them. `tokens` has at least one. The noise follows from `key`.
     """
 
     prompt: TokenArray
@@ -97,7 +97,7 @@ class Beginning:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A text: its tokens without the stop token, and why it ends there.
+    """A text: its tokens without the stop token, and the reason why it ends.
 
     `gap` is the smallest difference between the two best tokens, the stop token's choice included: of their logits, or
     of the numbers whose largest one is drawn. It is infinite where nothing was chosen.
@@ -110,7 +110,8 @@ class Continuation:
 
 @dataclass(slots=True)
 class DrafterCounts:
-    """What a drafter has guessed: `proposed` tokens in `rounds` for one row each, of which `accepted` were right."""
+    """Counts of a drafter's guesses: `proposed` tokens in `rounds` for one row each, of which `accepted` were
+    right."""
 
     rounds: int = 0
     proposed: int = 0
@@ -119,12 +120,12 @@ class DrafterCounts:
 
 @dataclass(slots=True)
 class DecodingReport:
-    """What writing has taken: `texts` of `tokens`, in `seconds`.
+    """The cost of writing: `texts` of `tokens`, in `seconds`.
 
     A pass of the model reads new tokens of several rows; `row_passes` counts it once for each of them, so that
     `row_passes / tokens` are the passes for one token of a row. `kept_prompts` had their K,V kept while they were
-    scored; `again_prompts` were read once more. `prompt_seconds` and `prompt_tokens` are what reading them again took.
-    `drafters` are by name; one that checks another's guesses has its own.
+    scored; `again_prompts` were read once more. `prompt_seconds` and `prompt_tokens` are the cost of reading them
+    again. `drafters` are by name; a drafter that checks another's guesses has counts of its own.
     """
 
     texts: int = 0
@@ -150,7 +151,7 @@ class DecodingReport:
 
 
 def sum_of(reports: Sequence[DecodingReport]) -> DecodingReport | None:
-    """The sum of what several engines have done; None of none."""
+    """The sum over several engines; None of none."""
     found = DecodingReport()
     for report in reports:
         found.add(report)

@@ -1,4 +1,5 @@
-"""What guesses tokens: prompt lookup, earlier texts of a job, a draft model, the model over a part of each prompt."""
+"""The drafters, which guess tokens: prompt lookup, earlier texts of a job, a draft model, the model over a part of
+each prompt."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from prefillcli.prefill.layout import IntArray, KeyWindow, made_once, on_device
 from prefillcli.prefill.recurrent import recurrent_modules
 from prefillcli.prefill.walk import KeyValue, LayerWalk
 
-# Prompt lookup: the tokens that followed the latest ones where they stood before, in the row's own prompt and text.
-# Text that quotes its input is guessed well, for next to nothing (transformers calls it prompt lookup decoding).
+# Prompt lookup: the tokens that followed an earlier occurrence of the latest ones, in the row's own prompt and text.
+# It guesses text that quotes its input well, for next to nothing (transformers: prompt lookup decoding).
 
 SHORTEST_MATCH = 2
 LONGEST_MATCH = 16
@@ -60,7 +61,7 @@ class _RowTokens:
         self._tokens = np.concatenate([*certain, np.empty(256, dtype=np.int32)])
 
     def upto(self, row: RowText) -> TokenArray:
-        # All tokens, int32 [tokens]: the text is taken as it is now, since guesses in it may have been taken back.
+        # All tokens, int32 [tokens]: taken from the text anew, since guesses in it may have been taken back.
         end = self._text + len(row.written)
         if end > len(self._tokens):
             self._tokens = np.concatenate([self._tokens, np.empty(len(row.written), dtype=np.int32)])
@@ -69,7 +70,7 @@ class _RowTokens:
 
 
 def continuation(tokens: TokenArray, most: int) -> list[int]:
-    """At most so many tokens that may follow `tokens`: those behind an earlier place that ends like them."""
+    """At most so many tokens that may follow `tokens`: those behind an earlier place with the same ending."""
     end = len(tokens)
     matches = np.flatnonzero(tokens[: end - 1] == tokens[-1])
     length = 1
@@ -83,7 +84,7 @@ def continuation(tokens: TokenArray, most: int) -> list[int]:
         return []
     start = int(matches[-1]) + 1
     guessed: list[int] = tokens[start : start + most].tolist()
-    for at in range(len(guessed), most):  # the match reaches the end: what repeats goes on
+    for at in range(len(guessed), most):  # the match reaches the end: the repetition goes on
         guessed.append(guessed[at - (end - start)])
     return guessed
 
@@ -164,7 +165,7 @@ class EarlierTexts:
         return self._most_frequent(places, min(most, LENGTH_PER_MATCH * matched)) if len(places) else []
 
     def _most_frequent(self, places: np.ndarray, most: int) -> list[int]:
-        # The continuation of the most of these places, token by token; the latest one of equals.
+        # The continuation that most of these places share, token by token; of equals the latest.
         guessed: list[int] = []
         first = len(places)
         while len(guessed) < most:
@@ -207,8 +208,8 @@ TEXT_STEP = 64  # tokens by which the room for text grows
 @dataclass(slots=True)
 class PassTokens:
     """The tokens of one pass, row by row: `rows` is the place of each token's row in the cache, `steps` its number
-    among the row's new ones. `before[place]` text tokens of a row were read earlier. A query at `depths` sees the
-    tokens up to its own."""
+    among the row's new ones. `before[place]` text tokens of a row were read earlier. A query, at its depth in
+    `depths`, sees the tokens up to its own."""
 
     rows: IntArray
     steps: IntArray
@@ -252,7 +253,7 @@ class PaddedLayer:
 
     @property
     def keys_values(self) -> KeyValue:
-        """All columns. There is something stored."""
+        """All columns. Something must be stored."""
         if self._both is None:
             raise RuntimeError("nothing was stored yet")
         return self._both
@@ -294,8 +295,8 @@ class PaddedLayer:
             self._both = self._both[0][at], self._both[1][at]
 
     def visible(self, new: PassTokens, window: KeyWindow | None, first: int, last: int) -> Tensor | None:
-        """What the queries of rows `first` to `last` see, bool [rows, 1, most, columns], up to the longest text; None
-        if they see all."""
+        """The mask of the queries of rows `first` to `last`, bool [rows, 1, most, columns], up to the longest text;
+        None if they see all."""
         at = (first, last, window, self.chosen, self.counts.tobytes(), window and self.depths.tobytes())
         return made_once(new.tables, at, lambda: self._visible(new, window, first, last))
 
@@ -338,7 +339,7 @@ DROP_SHARE = 0.5  # of the rows: when no more than these go on, the others' K,V 
 
 
 class PaddedForward:
-    """Reads what comes behind some chosen tokens of each row; `open` the rows first.
+    """Reads the tokens behind some chosen ones of each row; `open` the rows first.
 
     Where the model's layers keep states, or are walked with the model's own cache, raises UnsupportedModelError.
     """
@@ -492,7 +493,7 @@ def _attend(
     return attend_blockwise(query, keys, values, visible=visible, block=keys.shape[2], **scoring.how)
 
 
-LEAST_ROOM = 64  # tokens behind what is read first, before a sequence is full
+LEAST_ROOM = 64  # tokens behind the first reading, before a sequence is full
 
 
 @dataclass(slots=True)
@@ -569,8 +570,8 @@ class StreamingDrafter(Drafter):
         self._sequences.pop(row.number, None)
 
     def _unread(self, row: RowText, guesses: int) -> list[int]:
-        # The tokens that are to be read before so many are guessed; what the row does not have is forgotten. None
-        # where the draft model does not know a token.
+        # The tokens to read before so many are guessed; tokens that the row no longer has are forgotten. None where
+        # the draft model does not know a token.
         text = [*row.beginning.tokens, *row.written]
         kept = self._sequences.get(row.number)
         length = len(row.beginning.prompt) + len(text)
@@ -609,11 +610,11 @@ def _from(row: RowText, text: Sequence[int], start: int, end: int | None = None)
 # The model as its own drafter, over a small part of each prompt's K,V (TriForce, arXiv 2404.11912).
 #
 # The target's own layers read the text behind a retrieval cache: per layer and K,V head the chunks of the prompt that
-# the newest token attends to most. What they guess is checked over all K,V. A drafter of its own may guess for them in
+# the newest token attends to most. Their guesses are checked over all K,V. A drafter of its own may guess for them in
 # turn: then this is the paper's hierarchy (algorithm 1), where each level is the same loop over another forward pass.
 
 
-# Which tokens of a prompt a retrieval cache keeps (TriForce, arXiv 2404.11912, section 4.1).
+# The tokens of a prompt that a retrieval cache keeps (TriForce, arXiv 2404.11912, section 4.1).
 #
 # A layer's keys are cut into chunks. The newest token's query is scored against the mean key of each chunk, and the
 # best chunks stay. The queries that share a K,V head vote together. The first chunk and the latest tokens always
@@ -630,7 +631,7 @@ def latest_chunks(budget: int, chunk: int) -> int:
 
 
 def saves(tokens: int, budget: int, chunk: int) -> bool:
-    """Whether something is left out of a prompt of so many tokens, and the budget holds what always stays."""
+    """Whether the cache leaves out some of so many tokens, and the budget holds those that always stay."""
     return tokens > budget and budget // chunk > latest_chunks(budget, chunk) + 2
 
 
@@ -682,8 +683,8 @@ class RetrievalDrafter(Drafter):
     """Guesses with the model of `source` over `budget` tokens of each prompt, in chunks of `chunk` tokens.
 
     It has no guess for a row whose prompt is no longer than the budget, or if memory runs out. `inner` guesses
-    `inner_tokens` tokens for it in turn; what became of these is counted in `report`. Raises UnsupportedModelError for
-    recurrent layers.
+    `inner_tokens` tokens for it in turn; `report` counts their fate. Raises UnsupportedModelError for recurrent
+    layers.
     """
 
     name = "retrieval"
@@ -818,17 +819,16 @@ class RetrievalDrafter(Drafter):
 
 # TriForce's hierarchy (arXiv 2404.11912, algorithm 1): three levels.
 #
-# A cheap drafter guesses for the model over its retrieval cache, and what comes together there is checked by the
-# model over all K,V. All levels choose by the same noise, so each checks by comparing, and the text is that of the
-# last one.
+# A cheap drafter guesses for the model over its retrieval cache. The model over all K,V checks the tokens gathered
+# there. All levels choose by the same noise, so each checks by comparing, and the text is that of the last one.
 
 
 FIRST_LEVEL_TOKENS = 3  # that are guessed for one pass over the retrieval cache
 
 
 class HierarchyDrafter(Drafter):
-    """Guesses by `retrieval`, which has a drafter of its own, and by `beside` for the rows that retrieval leaves out:
-    their prompts are too short for it."""
+    """Guesses by `retrieval`, which has a drafter of its own, and by `beside` for rows whose prompts are too short for
+    retrieval."""
 
     name = "hierarchy"
 
@@ -869,7 +869,7 @@ class JobDrafters:
 
     def of(self, forward: KeptForward, writing: Writing, report: DecodingReport) -> Drafter | None:
         """The drafter of the rows of `forward`; None with "off", for a model with recurrent layers, which cannot
-        forget a wrong guess, and where a draft model is asked for and there is none: the text is the same without."""
+        forget a wrong guess, and where a required draft model is missing: the text is the same without."""
         speculation, chooser = writing.speculation, Chooser(writing.temperature, writing.seed)
         draft_model = self.draft
 

@@ -31,7 +31,7 @@ from prefillcli.decode.continuations import (
 # What lock-step decoding, its forward passes and its drafters have in common.
 
 
-# Rows by their numbers, each with tokens that follow what was read of it; no row twice, no row without tokens.
+# Rows by their numbers, each with the tokens that follow those already read; no row twice, no row without tokens.
 NewTokens = Sequence[tuple[int, Sequence[int]]]
 
 
@@ -47,16 +47,16 @@ class RowText:
 
     @property
     def position(self) -> int:
-        """The place of the next token, from 0: what its noise is made of."""
+        """The place of the next token, from 0. Its noise depends on it."""
         return len(self.written)
 
 
 class Forward(Protocol):
-    """A model that reads what comes behind the prompts of rows, and keeps the K,V of it."""
+    """A model that reads the tokens behind the prompts of rows, and keeps their K,V."""
 
     @property
     def can_forget(self) -> bool:
-        """Whether it can go back: a model with recurrent layers cannot, so nothing is guessed for it."""
+        """Whether it can go back. A model with recurrent layers cannot, so nothing is guessed for it."""
 
     def __call__(self, new: NewTokens) -> Iterator[Tensor]:
         """Read new tokens in one pass. Yields float32 logits [tokens, vocabulary] after each of them, in pieces: first
@@ -93,13 +93,14 @@ class Drafter:
         """The row has ended."""
 
 
-# Which token follows: the likeliest one, or one that is drawn by noise of the text's key and the token's place.
+# The choice of the next token: the likeliest one, or one drawn by noise that follows from the text's key and the
+# token's place.
 #
 # The token with the largest of `logits / temperature + noise`, with independent Gumbel noise, is a draw from the
-# softmax of `logits / temperature` (the Gumbel-max trick). Here the noise follows from the seed, the key and the
-# place alone, so the token is a function of the logits: it does not depend on the rows beside it, on an order, or on
-# what was guessed before. Two models that read the same text with the same noise mostly choose the same token, which
-# makes one a good drafter of the other (coupled drafting: arXiv 2408.07978).
+# softmax of `logits / temperature` (the Gumbel-max trick). Here the noise follows from the seed, the key and the place
+# alone, so the token is a function of the logits: it does not depend on the rows beside it, on an order, or on earlier
+# guesses. Two models that read the same text with the same noise mostly choose the same token, which makes one a good
+# drafter of the other (coupled drafting: arXiv 2408.07978).
 
 
 Float32Array = npt.NDArray[np.float32]
@@ -177,10 +178,10 @@ def write_texts(
     drafter: Drafter | None = None,
     report: DecodingReport | None = None,
 ) -> list[Continuation]:
-    """What `forward` writes behind each of the beginnings, whose prompts it has read. Row i is beginning i.
+    """Write with `forward` behind each of the beginnings, whose prompts it has read. Row i is beginning i.
 
-    A prompt, what follows it and its text take up at most the `longest` places of the model. Passes, tokens and
-    guesses are counted in `report`.
+    A prompt, its beginning and its text take up at most the `longest` places of the model. Passes, tokens and guesses
+    are counted in `report`.
     """
     report = report if report is not None else DecodingReport()
     chooser = chooser or Chooser(writing.temperature, writing.seed)
@@ -268,7 +269,7 @@ class LockStep:
                 self._drafter.checked(row, then, accepted)
 
     def has_read(self, row: RowText, tokens: int) -> None:
-        """So many tokens behind a row's prompt need not be read."""
+        """Take note that so many tokens behind a row's prompt are read already."""
         self._read[row.number] = tokens
 
     def rewind(self, row: RowText, written: int) -> None:
@@ -294,7 +295,8 @@ class LockStep:
         return [*first[read:], *row.written[max(0, read - len(first)) :]]
 
     def _guess(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:
-        # What the drafter guesses: a pass also writes a token of the model's own, so one less than may be written.
+        # The drafter's guesses, at most one less than the tokens to write: a pass also writes a token of the model's
+        # own.
         if self._drafter is None:
             return [[] for _ in rows]
         room = [min(self._guesses, tokens - 1) for tokens in most]

@@ -29,7 +29,7 @@ LabelTokens = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """What some rows show after a layer, at the last token of each prompt.
+    """Readings of some rows after a layer, at the last token of each prompt.
 
     `hidden` is the residual stream, float32 [rows, hidden]. `logits` are the labels' logits when the model's own norm
     and head read it, float64 [rows, labels], with the variants of a label summed in probability; `before` are those of
@@ -41,24 +41,24 @@ class Readings:
     before: npt.NDArray[np.float64]
 
     def row(self, number: int) -> Readings:
-        """Those of one of the rows, by itself."""
+        """The readings of one row alone."""
         own = slice(number, number + 1)
         return Readings(self.hidden[own].copy(), self.logits[own].copy(), self.before[own].copy())
 
 
 class LeavingRule(Protocol):
-    """Which prompts leave after which layers, numbered from 0. It can be pickled."""
+    """Decides which prompts leave after which layers, numbered from 0. It can be pickled."""
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """After which prompts may leave, ascending."""
+        """The layers after which prompts may leave, ascending."""
 
     def peeks(self, layer: int) -> bool:
-        """Whether only the prompts' last tokens go through the layer before it is decided who leaves."""
+        """Whether only the prompts' last tokens go through the layer before the decision."""
 
     def decide(self, layer: int, readings: Readings) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
-        """Which rows leave after a layer [rows], and the label log-probabilities, among the labels alone, that they
-        leave with [rows, labels]."""
+        """The rows that leave after a layer [rows], and their label log-probabilities among the labels alone [rows,
+        labels]."""
 
     def guess(self, layer: int, readings: Readings) -> tuple[npt.NDArray[np.float64], Sequence[float]]:
         """The final label logits that a layer predicts [rows, labels], and for each label how far it must be ahead for
@@ -70,8 +70,8 @@ class EarlyExits:
     """Where prompts are read before the last layer.
 
     With a `policy`, decided prompts leave after its layers. The prompts `in_full` go on to the end all the same, and
-    their answers say what they would have left with. Without a policy all prompts go on, and their answers have what
-    the `observed` layers show.
+    their answers hold the early answers too. Without a policy all prompts go on, and their answers hold the readings
+    of the `observed` layers.
     """
 
     policy: LeavingRule | None = None
@@ -89,7 +89,7 @@ class Continuations(Protocol):
         """Whether the prompts were scored before, and are read once more to be written on."""
 
     def wanted(self, answers: Sequence[Answer]) -> Mapping[int, Beginning]:
-        """What is written behind which of these prompts, by prompt."""
+        """The texts to write behind these prompts, by prompt."""
 
     def of(self, prompts: Collection[int]) -> Continuations:
         """The continuations of these prompts alone."""
@@ -97,11 +97,11 @@ class Continuations(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Treatment:
-    """What is done with the prompts of a pack, beside reading their labels. It can be pickled.
+    """The work on the prompts of a pack, beside reading their labels. It can be pickled.
 
     Engines that read layer by layer let prompts leave as `exits` say; `regroup_cost` is as in
-    `prefill.leaving.ExitRule`, None: what is usual. `thinning` says which tokens of prompts go no further.
-    `continuations` says which prompts are written on, and how.
+    `prefill.leaving.ExitRule`, None: the usual cost. `thinning` chooses the tokens of prompts that go no further.
+    `continuations` chooses the prompts that are written on, and how.
     """
 
     exits: EarlyExits | None = None
@@ -124,9 +124,9 @@ PLAIN = Treatment()  # every prompt goes through all layers as it is, and nothin
 
 
 class ThinnedPrompt(NamedTuple):
-    """What went on of a prompt: the indices of its tokens, int32 [kept], ascending.
+    """The part of a prompt that went on: the indices of its tokens, int32 [kept], ascending.
 
-    `reason` says why all of them did although some should not have.
+    `reason` says why all of them went on although some should not have.
     """
 
     kept: npt.NDArray[np.int32]
@@ -134,7 +134,8 @@ class ThinnedPrompt(NamedTuple):
 
 
 class EarlyAnswer(NamedTuple):
-    """What a prompt leaves with after a layer: label log-probabilities among the labels alone, float64 [labels]."""
+    """The answer of a prompt that leaves after a layer: label log-probabilities among the labels alone, float64
+    [labels]."""
 
     layer: int
     logprobs: npt.NDArray[np.float64]
@@ -142,15 +143,15 @@ class EarlyAnswer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an engine says of a prompt of a pack, and what that took.
+    """An engine's answer for a prompt of a pack, and the cost of it.
 
     `logprobs` are the label log-probabilities over the whole vocabulary, float64 [labels]; those of a prompt that has
-    left after `exit_layer` are among the labels alone. `early` is what a prompt that was read in full would have left
-    with. `computed_tokens` and `seconds` of all answers add up to what the engine has done, `skipped` to what exits
-    spared it, in layers of a token, and `full_seconds` to what it would have taken without exits; `shared_tokens` of
-    the prompt were computed once for several prompts. What a block took is in the answers of the packs that read it
-    first. `readings` are what the observed layers show, with one row each. `thinned` says what went on of a prompt
-    that may lose tokens. `continuation` is what was written behind the prompt, if it was wanted and there was room.
+    left after `exit_layer` are among the labels alone. `early` is the early answer of a prompt that was read in full.
+    Over all answers, `computed_tokens` and `seconds` add up to the engine's work, `skipped` to the work that exits
+    spared it, in layers of a token, and `full_seconds` to the time without exits. `shared_tokens` of the prompt were
+    computed once for several prompts. The cost of a block is in the answers of the packs that read it first.
+    `readings` are those of the observed layers, with one row each. `thinned` is the part that went on of a prompt that
+    may lose tokens. `continuation` is the text written behind the prompt, if it was wanted and there was room.
     `failure` says why there is no answer: memory ran out on this prompt alone. Then `logprobs` are NaN.
     """
 
@@ -171,11 +172,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class WeightsReport:
-    """How an engine keeps its weights, and what reading them has cost while packs ran.
+    """How an engine keeps its weights, and the cost of reading them while packs ran.
 
     `bytes` are those of the whole model in its dtype, `memory_bytes` those on the device at a time, at most.
     `weights_over_memory` is `bytes` over all memory of the device. In `seconds_waited` nothing was computed, because a
-    layer was not there yet. With `own_cache` the layers are called with the model's own attention and cache.
+    layer was still being read. With `own_cache` the layers are called with the model's own attention and cache.
     `quantisation` says for people how weights were quantised, and whether they are kept packed. `avoided_paths` are
     the ways to compute attention that are wrong on the device, and not taken.
     """
@@ -192,7 +193,7 @@ class WeightsReport:
 
     @classmethod
     def of_workers(cls, used: Sequence[WeightsReport]) -> WeightsReport | None:
-        """What several workers took together; None without any. Of their waiting, the longest."""
+        """The sum over several workers; None without any. Of their waiting, the longest."""
         if not used:
             return None
         return replace(
@@ -205,7 +206,7 @@ class WeightsReport:
 
 @dataclass(frozen=True, slots=True)
 class ReducedPacks:
-    """What an engine has done with since the device's memory ran out, which it did `failures` times.
+    """The smaller sizes that an engine has used since the device's memory ran out, which happened `failures` times.
 
     A layer takes at most `chunk_tokens` at a time; packs of more than `pack_tokens` are split (None: none).
     """
@@ -217,12 +218,12 @@ class ReducedPacks:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What a worker did in a run, and what that took.
+    """The work of a worker in a run, and its cost.
 
     `tokens` are computed ones. `seconds` are those in which it worked on packs, not waited. `host_bytes` and
     `device_bytes` are its peaks; `own_bytes` is its part of the host's memory at the end, with pages that several
-    processes share divided among them (proportional set size; None where the system does not tell). `threads` are the
-    fewest and the most that computed.
+    processes share divided among them (proportional set size; None where the system does not report it). `threads` are
+    the fewest and the most that computed.
     """
 
     number: int
@@ -239,8 +240,8 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class PoolUse:
-    """What the engines of a run have done: one in this process, or those of `workers`. None: they do not say, or it
-    did not happen."""
+    """The work of the engines of a run: one in this process, or those of `workers`. None: not reported, or it did not
+    happen."""
 
     weights: WeightsReport | None = None
     reduced: ReducedPacks | None = None
@@ -275,7 +276,7 @@ class Engine:
 
     limits: Limits
     whole_packs: bool
-    waits: bool  # it waits for other processes: a signal may end `answer` anywhere
+    waits: bool  # it waits for other processes, so a signal may end `answer` anywhere
 
     def answer(
         self,
@@ -284,11 +285,11 @@ class Engine:
         tick: Callable[[float], None],
         treatment: Treatment = PLAIN,
     ) -> Iterable[list[Answer]]:
-        """One answer for each prompt of `pack`, as they are ready: what comes together may be written together.
+        """One answer for each prompt of `pack`, as they are ready: answers that come together may be written together.
 
         `labels` gives a prompt's label tokens. `tick` is called with the tokens each step advanced by (they add up to
-        the pack's) and may raise to stop. The `treatment` asks for nothing that the engine cannot do.
-        Raises ResourceError if the engine cannot go on.
+        the pack's) and may raise to stop. The engine can do everything in the `treatment`. Raises ResourceError if the
+        engine cannot go on.
         """
         raise NotImplementedError
 
@@ -303,7 +304,7 @@ class Engine:
             yield from self.answer(pack, labels, tick, treatment)
 
     def holds(self, key: Key) -> bool:
-        """Whether the K,V that are held by this key are at hand, from a pack that was answered before."""
+        """Whether the K,V held by this key are at hand, from an earlier pack."""
         return False
 
     def weights_report(self) -> WeightsReport | None:
@@ -315,7 +316,7 @@ class Engine:
         return None
 
     def decoded(self) -> DecodingReport | None:
-        """What writing continuations has taken so far; None if nothing was written."""
+        """The cost of writing continuations so far; None if nothing was written."""
         return None
 
     def guess_with(self, draft: DraftModel) -> None:
@@ -326,14 +327,14 @@ class Engine:
 
 
 class LoadChoice(MemoryChoice, Protocol):
-    """What a job's options say of loading an engine."""
+    """A job's options for loading an engine."""
 
     @property
     def trust_remote_code(self) -> bool: ...
 
 
 class EngineChoice(DraftChoice, Protocol):
-    """What a job's options say of opening the models of an engine."""
+    """A job's options for opening the models of an engine."""
 
     @property
     def max_length(self) -> int | None: ...
@@ -349,11 +350,11 @@ class EngineChoice(DraftChoice, Protocol):
 class LoadRequest:
     """How an engine is to be loaded; each takes the fields that it needs.
 
-    `options` are those of the engine itself. `before` is the plan of an earlier attempt at the job, or empty; where it
-    is `planned`, it is another worker's of this attempt, and stands. A profile gives what was `measured` of the model.
-    `share` is the engine's part of the free memory: other workers take the rest. `placement` says what may be kept
-    outside the device, `arithmetic` how the layer walk computes (None: the fastest way). Texts of up to `text_tokens`,
-    with what comes before them and what is guessed, are written behind the prompts that `texts_of` names; 0: none are.
+    `options` are those of the engine itself. `before` is the plan of an earlier attempt at the job, or empty. With
+    `planned` it is the plan of another worker of this attempt, and binding. `measured` comes from a profile of the
+    model. `share` is the engine's part of the free memory: other workers take the rest. `placement` says which data
+    may be kept outside the device, `arithmetic` how the layer walk computes (None: the fastest way). Texts of up to
+    `text_tokens`, beginnings and guesses included, are written behind the prompts that `texts_of` names; 0: none are.
     The layer walk asks `plan_weights` how the weights are kept, when the draft is loaded (None: all on the device).
     """
 
@@ -378,9 +379,9 @@ AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)
 class Loaded(Generic[AnyEngine]):
     """An engine, ready to answer.
 
-    `plan` is what a resumed run must take over to cut the same packs; empty where the engine plans by itself.
-    `budget` is the number of bytes that packs may take, where prefill decides it. No pack takes less than
-    `pack_seconds`: so long are the weights read for it.
+    A resumed run must take over `plan` to cut the same packs; it is empty where the engine plans by itself. `budget`
+    is the number of bytes that packs may take, where prefill decides it. No pack takes less than `pack_seconds`, the
+    time to read the weights.
     """
 
     engine: AnyEngine
@@ -418,14 +419,14 @@ def sequences(pack: Pack) -> Iterator[tuple[int, TokenArray]]:
             yield prompt, tokens
 
 
-# Options that go to an engine as they are.
+# Options that go to an engine unchanged.
 
 
 def check_options(
     engine: str, options: Mapping[str, Any], known: Collection[str], taken: Mapping[str, str] = {}
 ) -> None:
-    """Raise UsageError for an option that is not `known`, with the nearest that is, and for one that is `taken`: what
-    an option of prefill, or prefill itself, decides."""
+    """Raise UsageError for an option that is not `known`, with the nearest known one, and for one that is `taken`: an
+    option of prefill, or prefill itself, decides it."""
     for key in options:
         if key in taken:
             raise UsageError(f"--engine-options {key}: {taken[key]}")

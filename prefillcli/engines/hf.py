@@ -1,4 +1,5 @@
-"""The plain transformers loop as an engine: one forward a prompt, nothing shared. What the others are held against."""
+"""The plain transformers loop as an engine: one forward a prompt, nothing shared. The other engines are compared with
+it."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.model_ends import embedding_device, last_row
 
-# Texts behind prompts by transformers' own `generate`: what the other ways of writing are held against.
+# Texts behind prompts by transformers' own `generate`. The other ways of writing are compared with it.
 
 
 def generate(
@@ -46,9 +47,9 @@ def generate(
     report: DecodingReport,
     tick: Callable[[float], None] = lambda tokens: None,
 ) -> list[Continuation]:
-    """Write behind each of these prompts, all in one batch. `report` counts what it took.
+    """Write behind each of these prompts, all in one batch. `report` counts the cost.
 
-    The batch is padded on the left, to its longest prompt. A prompt, what follows it and its text take at most
+    The batch is padded on the left, to its longest prompt. A prompt, its beginning and its text take at most
     `max_length` tokens. `tick` is called with 0 in each pass, and may raise to stop.
     """
     contexts = [np.concatenate([each.prompt, np.array(each.tokens, dtype=np.int32)]) for each in beginnings]
@@ -91,7 +92,7 @@ def generate(
 
 
 class _Choosing:
-    """Makes of logits the numbers whose largest one `generate` takes, and looks at the two best of them."""
+    """Turns logits into the numbers of which `generate` takes the largest, and looks at the two best."""
 
     def __init__(
         self, beginnings: Sequence[Beginning], room: Sequence[int], writing: Writing, tick: Callable[[float], None]
@@ -131,7 +132,7 @@ class _Choosing:
 
 @contextmanager
 def _no_other_settings(model: PreTrainedModel) -> Iterator[None]:
-    # Without what the model's own settings say of generation, such as a penalty for repetition.
+    # Without the model's own settings for generation, such as a penalty for repetition.
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:

@@ -28,7 +28,8 @@ def open_models(choice: EngineChoice) -> Opened:
 
 
 def load(request: LoadRequest) -> Loaded[TorchEngine]:
-    """As `Loader`. Packs are sized by what is free when the weights are there, unless `--memory` says it."""
+    """As `Loader`. Packs are sized by the memory that is free once the weights are loaded, unless `--memory` gives a
+    size."""
     opened, choice, placement = request.opened, request.choice, request.placement
     files, device, trust = opened.files, opened.device, choice.trust_remote_code
     arithmetic = request.arithmetic or FASTEST

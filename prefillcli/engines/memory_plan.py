@@ -1,4 +1,4 @@
-"""What fits one pack of the layer walk, and how much of a model goes through a layer at a time."""
+"""The size of packs of the layer walk, and of the chunks that go through a layer at a time."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from prefillcli.models.law import TextsOf
     from prefillcli.models.open import Opened
 
-REDUCED = "reduced"  # where the plan of a job says how large chunks and packs may be since memory ran out
-# Where the plan of a job that writes texts says whether K,V survive scoring, why, and for how many tokens and bytes
-# there is room.
+REDUCED = "reduced"  # the entry of a job's plan for the sizes of chunks and packs since memory ran out
+# The entry in the plan of a job that writes texts: whether K,V survive scoring, why, and the room for them in tokens
+# and bytes.
 TEXTS = "texts"
 # Seconds that a pack may take, by the profile where there is one: finished rows are written between packs.
 PACK_SECONDS = 60.0
 
 
 class MemoryChoice(Protocol):
-    """How much memory is to be used, and for what."""
+    """How much memory to use, and its purpose."""
 
     @property
     def memory(self) -> str | None: ...
@@ -37,7 +37,7 @@ class MemoryChoice(Protocol):
 
 
 class PlacementChoice(Protocol):
-    """What of a pack may be kept outside the device, and how the layers are called."""
+    """The parts of a pack that may be kept outside the device, and how the layers are called."""
 
     @property
     def hidden(self) -> Literal["auto", "device", "host"]: ...
@@ -57,18 +57,18 @@ RESIDENT = Placed()  # all on the device
 
 
 class Measured(Protocol):
-    """What was measured of a model on this machine."""
+    """Measurements of a model on this machine."""
 
     @property
     def token_bytes(self) -> float | None:
         """Bytes that a token of a pack took; None if that was not measured."""
 
     def tokens_within(self, seconds: float, *, most: int) -> int:
-        """Tokens of the largest pack, of at most `most`, that is computed within so many seconds."""
+        """The tokens of the largest pack, at most `most`, that can be computed within so many seconds."""
 
 
 def budget_of(choice: MemoryChoice, free: int | None) -> int:
-    """Bytes for packs: what `--memory` says, else a share of the `free` ones."""
+    """Bytes for packs: the size given by `--memory`, else a share of the `free` ones."""
     from prefillcli.models.law import FREE_SHARE
 
     return parse_size(choice.memory) if choice.memory else int((free or 0) * FREE_SHARE)
@@ -87,13 +87,13 @@ def plan_packs(
     texts_of: TextsOf = "all",
     share: float = 1.0,
 ) -> dict[str, Any]:
-    """What fits one pack of the model in `budget` bytes, as the part of a job's plan that says so.
+    """The limits of one pack of the model in `budget` bytes, as that part of a job's plan.
 
-    `measured` says what a token takes and how long a pack. Packs of less than `least_tokens` would wait for streamed
-    weights, so they are as large where they fit. With `own_cache` the model is walked so. Behind prompts texts of up
-    to `text_tokens` are written, with what comes before them and what is guessed; 0: none are. `texts_of` says behind
-    which, and `share` of the free host memory is for what they need outside of the device. Raises ResourceError where
-    not even a small prompt fits.
+    `measured` gives the bytes of a token and the time of a pack. Packs of less than `least_tokens` would wait for
+    streamed weights, so packs have at least as many where they fit. With `own_cache` the model is walked with its own
+    cache. Texts of up to `text_tokens`, beginnings and guesses included, are written behind prompts; 0: none are.
+    `texts_of` chooses these prompts, and the texts may take `share` of the free host memory. Raises ResourceError
+    where not even a small prompt fits.
     """
     from prefillcli.models.law import (
         PACK_TOKENS,
@@ -131,7 +131,7 @@ def plan_packs(
     limits = replace(limits, switch=length_switch(opened.files.config))
     asked = [choice.memory, choice.pack_tokens, choice.chunk_tokens, choice.prefix_kv]
     plan = {"asked": asked, "chunk_tokens": chunk_tokens, "limits": asdict(limits)}
-    if not text_tokens or own_cache:  # which keeps nothing that texts could be written behind
+    if not text_tokens or own_cache:  # which keeps no K,V to write texts behind
         return plan
     room = budget - law.constant(chunk_tokens, opened.device)
     offloaded = choice.prefix_kv == "offload"
@@ -146,7 +146,7 @@ def plan_packs(
 
 
 def limits_of(plan: Mapping[str, Any]) -> Limits:
-    """What fits one pack, by the plan of a job."""
+    """The limits of one pack, by the plan of a job."""
     return Limits(**plan["limits"])
 
 
@@ -158,9 +158,9 @@ def hidden_on_host(choice: PlacementChoice, device: torch.device, *, streamed: b
 
 
 def keep_plan(before: Mapping[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
-    """`plan`, or what an earlier attempt had planned: that stands, so that a resumed run cuts the same packs, unless
-    other limits were asked for or it does not fit any more. Unless other limits were asked for, it has what packs were
-    reduced to since memory ran out."""
+    """`plan`, or that of an earlier attempt. The earlier plan stands, so that a resumed run cuts the same packs,
+    unless other limits were asked for or it does not fit any more. Unless other limits were asked for, the result has
+    the sizes that packs were reduced to since memory ran out."""
     if before.get("asked") != plan["asked"]:
         return plan
     reduced = {REDUCED: before[REDUCED]} if REDUCED in before else {}

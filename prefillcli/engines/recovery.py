@@ -30,21 +30,21 @@ from prefillcli.runtime.memory import trim_heap
 
 AnswerPack = Callable[[Pack, Callable[[float], None]], list[Answer]]
 Unanswered = Callable[[int, str], Answer]  # the answer of a prompt that cannot be answered, for this reason
-# Keeps less than at the last try of a pack; says whether anything was kept of it.
+# Keeps less than at the last try of a pack; returns whether that try kept anything.
 KeepLess = Callable[[Pack], bool]
 
 
 class MemoryRecovery:
-    """Answers packs through a walk. One that does not fit is tried again, smaller, and so is all that follows.
+    """Answers packs through a walk. A pack that does not fit is tried again, smaller, and later packs are smaller too.
 
-    A prompt that does not even fit by itself, in the smallest chunks, is left without an answer. Packs after one that
-    was taken apart for that are as large as those before. `before` are the sizes that fitted an earlier attempt at the
-    job. K,V that a walk has let go of before it failed are computed again, from the packs that they came from.
+    A prompt that does not even fit by itself, in the smallest chunks, is left without an answer. A pack that was taken
+    apart for such a prompt does not make later packs smaller. `before` are the sizes that fitted an earlier attempt at
+    the job. K,V that a walk released before it failed are computed again, from the packs that they came from.
     """
 
     def __init__(self, walk: LayerWalk, before: Mapping[str, Any] | None = None) -> None:
         self._walk = walk
-        self._sources: dict[Key, Pack] = {}  # what computes each node that may be held
+        self._sources: dict[Key, Pack] = {}  # how to compute each node that may be held
         self._unheld: set[Key] = set()  # nodes that do not fit
         self.pack_tokens: int | None = None  # packs of more tokens are split; None before any was too large
         self._failures = 0
@@ -67,8 +67,8 @@ class MemoryRecovery:
         unanswered: Unanswered,
         keep_less: KeepLess = lambda pack: False,
     ) -> list[Answer]:
-        """The answers of a pack by `answer`, and `unanswered` for prompts that do not fit. What is kept for texts
-        becomes less before chunks and packs do. Raises ResourceError where not even a short prompt fits."""
+        """The answers of a pack by `answer`, and `unanswered` for prompts that do not fit. It reduces the K,V kept for
+        texts before chunks and packs. Raises ResourceError where not even a short prompt fits."""
         self._remember(pack)
         stays = pack.keep | {node.key for node in pack.held}
         sizes = self._walk.chunk_tokens, self.pack_tokens
@@ -117,7 +117,7 @@ class MemoryRecovery:
         return list(packs) if most is None else [part for pack in packs for part in split_pack(pack, most)]
 
     def _let_go(self, reason: str) -> None:
-        # Give back what nobody uses; say once that memory has run out.
+        # Give unused memory back; say once that memory has run out.
         gc.collect()
         device = self._walk.device
         if device.type == "cuda":
@@ -148,7 +148,8 @@ class MemoryRecovery:
         return True
 
     def _require_room(self, pack: Pack, answer: AnswerPack, stays: frozenset[Key], reason: str) -> None:
-        # Raise ResourceError where not even a short prompt fits: it is not that this one is too large.
+        # Raise ResourceError where not even a short prompt fits: then this prompt is not too large, memory is too
+        # small.
         device, chunk = self._walk.device, self._walk.chunk_tokens
         if not pack.reads:  # prompts can be read without it
             return
@@ -187,11 +188,11 @@ class MemoryRecovery:
                 fitting += self._fitting([part for part in parts if not part.reads])
                 fitting += [with_own_prefix(part, self._unheld, self._sources) for part in parts if part.reads]
             else:
-                self._unheld.add(_key(pack))  # it comes behind one that does not fit
+                self._unheld.add(_key(pack))  # it comes behind a prompt that does not fit
         return fitting
 
     def _remember(self, pack: Pack) -> None:
-        # How to compute what later packs hold of this one; what they do not hold is forgotten.
+        # Remember how to compute the nodes of this pack that later packs hold; forget the others.
         stays = pack.keep | {node.key for node in pack.held}
         self._sources = {key: source for key, source in self._sources.items() if key in stays}
         self._unheld &= stays
@@ -201,7 +202,8 @@ class MemoryRecovery:
             self._sources |= {key: alone(key, {pack.index: pack}) for key in pack.kept_nodes.values()}
 
     def _lost(self, todo: Sequence[Pack], stays: frozenset[Key], reason: str) -> list[Pack]:
-        # The packs that compute what `todo` holds and is not there any more, nor made by one of them.
+        # The packs that compute the nodes that `todo` holds, unless they are still there or one of these packs makes
+        # them.
         there = {each.block for each in todo}
 
         def source(key: Key) -> Pack | None:
@@ -220,14 +222,14 @@ class MemoryRecovery:
 
 
 def _key(pack: Pack) -> Key:
-    # What the node of a pack without reads is held by.
+    # The key by which the node of a pack without reads is held.
     if pack.block is None:
         raise ValueError("a pack that neither answers nor is held")
     return pack.block
 
 
 def _beginning(pack: Pack, stays: frozenset[Key]) -> Pack:
-    # A prompt of the pack's first tokens, which nobody asks about.
+    # A prompt of the pack's first tokens, whose answer nobody needs.
     tokens = pack.tokens[:MIN_CHUNK_TOKENS]
     return Pack(
         index=NO_INDEX,
@@ -252,7 +254,7 @@ class _Ticks:
         self._scale = 1.0
 
     def begin(self, todo: Sequence[Pack]) -> None:
-        # These packs are what is left.
+        # These packs are still to do.
         self._scale = max(self._left, 0.0) / max(sum(len(pack.tokens) for pack in todo), 1)
 
     def __call__(self, tokens: float) -> None:

@@ -1,4 +1,4 @@
-"""Which engines there are, what each can do, and the module that loads it: known before anything is imported."""
+"""The engines, their abilities, and the modules that load them: known before anything is imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prefillcli.runtime.extras import light_imports
 if TYPE_CHECKING:
     from prefillcli.engines.base import Loader
 
-#: What options of a job ask of an engine, and how that is said to the user.
+#: Abilities that a job's options need in an engine, and their names in messages to the user.
 Capability = Literal[
     "compression",
     "packs",
@@ -52,8 +52,8 @@ CAPABILITIES: dict[Capability, str] = {
 class EngineKind:
     """An engine by name. `module` is a `Loader`.
 
-    `instead` says how an option that it cannot obey is expressed there. `sizes` are those of its own options that
-    decide how much is computed at a time and where, not what: they are no part of the job's fingerprint.
+    `instead` says how that engine expresses an option that it cannot obey. `sizes` are those of its own options that
+    decide how much is computed at a time and where, but not the results: they are no part of the job's fingerprint.
     """
 
     name: str
@@ -128,7 +128,7 @@ ENGINES: dict[str, EngineKind] = {
 
 
 def refuse(engine: str, needs: Mapping[str, Capability]) -> None:
-    """Raise UsageError for the first of the options in `needs` that asks the engine for what it cannot do."""
+    """Raise UsageError for the first of the options in `needs` that the engine cannot obey."""
     kind = ENGINES[engine]
     for name, capability in needs.items():
         if capability in kind.can:
@@ -142,6 +142,6 @@ def refuse(engine: str, needs: Mapping[str, Capability]) -> None:
 
 
 def loader_of(engine: str) -> Loader:
-    """What opens and loads the engine of this name."""
+    """The module that opens and loads the engine of this name."""
     with light_imports():
         return cast("Loader", import_module(ENGINES[engine].module))

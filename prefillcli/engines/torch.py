@@ -126,7 +126,7 @@ class TorchEngine(Engine):
         return answers
 
     def _without_exits(self, exits: PromptExits, begun: float) -> float:
-        # Seconds that a pack would have taken if none had left, by the layers before the first exit.
+        # Seconds that a pack would have taken if no prompt had left, by the layers before the first exit.
         now = time.monotonic()
         if exits.first_asked is None:
             return now - begun
@@ -147,7 +147,7 @@ class TorchEngine(Engine):
         self._texts.drafters.draft = draft
 
     def _keep_less(self, treatment: Treatment, pack: Pack) -> bool:
-        # If this pack was kept, it is not any more, and later ones are if they are half as large.
+        # If this pack was kept, it no longer is. Later packs are kept if they are half as large.
         if treatment.continuations is None or not pack.reads or not self.limits.can_keep(pack):
             return False
         size = self.limits.kept_size(pack.held_tokens + len(pack.tokens), len(pack.reads))
@@ -198,18 +198,18 @@ def _answer(
 
 
 def _keys_share(config: Any) -> float:
-    # What computing only K,V costs of a layer; about what it is usually, for an architecture without a cost model.
+    # The cost of computing only K,V, as a share of a layer; a usual share for an architecture without a cost model.
     try:
         return keys_share(config)
     except NoCostModel:
         return USUAL_KEYS_SHARE
 
 
-# What is done with the prompts of a pack: some leave early, some lose tokens, behind some a text is written.
+# The treatment of a pack's prompts: some leave early, some lose tokens, behind some a text is written.
 
 
 class PromptExits:
-    """The `ExitRule` of a pack's prompts. `exits` says what is read of them, and who leaves."""
+    """The `ExitRule` of a pack's prompts. `exits` chooses their readings, and the prompts that leave."""
 
     def __init__(
         self,
@@ -222,8 +222,8 @@ class PromptExits:
         self.layers = exits.observed if exits.policy is None else exits.policy.layers
         self.regroup_cost = REGROUP_LAYERS if regroup_cost is None else regroup_cost
         self.going: Sequence[int] = range(len(pack.reads))  # numbers of the reads that go on
-        self.early: dict[int, EarlyAnswer] = {}  # what decided prompts have left with, or would have, by prompt
-        # What observed layers show of each prompt.
+        self.early: dict[int, EarlyAnswer] = {}  # of decided prompts, also of those that go on, by prompt
+        # The readings of the observed layers for each prompt.
         self.readings: dict[int, list[Readings]] = {prompt: [] for prompt in pack.prompts}
         self.first_asked: tuple[int, float] | None = None  # the first layer that was read, and when
         self._walk = walk
@@ -232,7 +232,7 @@ class PromptExits:
         self._exits = exits
 
     def peeks(self, layer: int) -> bool:
-        """Whether only the prompts' last tokens go through the layer before it is decided who leaves."""
+        """Whether only the prompts' last tokens go through the layer before the decision."""
         return self._exits.policy is not None and self._exits.policy.peeks(layer)
 
     def __call__(self, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> Sequence[int]:
@@ -262,7 +262,7 @@ class PromptExits:
         return prompt in self.early and prompt not in self._exits.in_full
 
     def _read(self, rows: list[int], prompts: list[int], before: Tensor, after: Tensor) -> Readings:
-        # What some prompts, whose last tokens are these rows of both tensors, show.
+        # The readings of some prompts, whose last tokens are these rows of both tensors.
         hidden = after[torch.as_tensor(rows, device=after.device)].float().cpu().numpy()
         own = [self._labels(prompt) for prompt in prompts]
         logits = np.empty((2, len(prompts), len(own[0])))
@@ -279,7 +279,7 @@ class PromptExits:
 class JobTexts:
     """Writes texts behind the prompts of packs whose K,V survive their scoring.
 
-    The `drafters` guess by what they have seen of all packs. No text is longer than `longest` tokens with its prompt.
+    The `drafters` guess by the texts of all packs so far. No text is longer than `longest` tokens with its prompt.
     """
 
     def __init__(self, limits: Limits, longest: int) -> None:
@@ -288,7 +288,7 @@ class JobTexts:
         self._room = RowRoom(limits.written_tokens or None, limits.row_tokens, longest=longest)
 
     def keep(self, walk: LayerWalk, pack: Pack, treatment: Treatment, limits: Limits) -> KeptPack | None:
-        """What keeps the K,V of a pack; None where nothing is written behind it, or they do not fit."""
+        """The keeper of a pack's K,V; None where nothing is written behind it, or they do not fit."""
         if treatment.continuations is None or not pack.reads or not limits.can_keep(pack):
             return None
         return KeptPack(pack, on_host=walk.device.type == "cuda")
@@ -330,7 +330,8 @@ class JobTexts:
 
 
 class PackThinning:
-    """A thinning rule at work on one pack. `found` has what goes on of each prompt, once the rule was asked."""
+    """A thinning rule at work on one pack. `found` has the part of each prompt that goes on, once the rule was
+    asked."""
 
     def __init__(self, rule: ThinningRule) -> None:
         self.found: dict[int, ThinnedPrompt] = {}

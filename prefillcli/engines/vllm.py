@@ -47,7 +47,7 @@ from prefillcli.plan.trie import TokenArray
 from prefillcli.runtime.extras import require_extra
 from prefillcli.runtime.log import stdout_to_stderr
 
-# What is asked of vLLM to score a prompt, and the numbers of the labels in what it answers.
+# The request to vLLM that scores a prompt, and the labels' numbers in its answer.
 
 
 class NextToken:
@@ -100,7 +100,7 @@ def _logprobs_of(output: Any) -> Any:
 
 
 class HeadOutputs:
-    """The outputs of a classification head, as they are."""
+    """The outputs of a classification head, unchanged."""
 
     arguments = {"runner": "pooling", "convert": "classify"}  # noqa: RUF012
 
@@ -124,7 +124,7 @@ class HeadOutputs:
         return numbers
 
 
-# Texts behind prompts by vLLM: its batches, its prefix cache, and its own speculation where it is set up for it.
+# Texts behind prompts by vLLM: its batches, its prefix cache, and its own speculation where that is set up.
 
 
 # vLLM's metrics, by the names of `DrafterCounts`.
@@ -175,7 +175,7 @@ class VllmTexts:
         return found
 
     def report(self) -> DecodingReport | None:
-        """What writing has taken so far; None if nothing was written. Reading prompts again is part of its seconds."""
+        """The cost of writing so far; None if nothing was written. Its seconds include reading prompts again."""
         if not self._report.texts:
             return None
         now = self._guesses()
@@ -194,7 +194,7 @@ class VllmTexts:
         report.again_prompts += not kept
 
     def _guesses(self) -> dict[str, int]:
-        # What vLLM has counted of its guesses since it started.
+        # vLLM's own counts of its guesses since it started.
         counts = dict.fromkeys(COUNTERS.values(), 0)
         if self._drafter is not None:
             for metric in self._engine.get_metrics():
@@ -204,7 +204,7 @@ class VllmTexts:
 
 
 def _parameters(writing: Writing, room: int, key: str) -> Any:
-    # What is asked for a text. vLLM draws with its own noise, from a seed that follows from the text's key.
+    # The request for a text. vLLM draws with its own noise, from a seed that follows from the text's key.
     from vllm import SamplingParams
 
     seed = int.from_bytes(blake2b(b"%d " % writing.seed + key.encode(), digest_size=8).digest(), "little") >> 1
@@ -238,14 +238,14 @@ def _gap(position: Mapping[int, Any]) -> float:
 
 
 _LOOK_SECONDS = 0.1
-#: Reads process ids until it is told to end; its input ends when the process that writes them does.
+#: Reads process ids until told to stop; its input also ends with the process that writes them.
 _LEASH = 'while read pid; do [ "$pid" = end ] && exit; pids="$pids $pid"; done; [ -z "$pids" ] || kill -KILL $pids'
 
 
 class Guard:
     """Kills the children that this process starts from now on if it dies, however it does.
 
-    Say `watch` when all have started, and `release` before they are ended in the usual way.
+    Call `watch` when all have started, and `release` before they are ended in the usual way.
     """
 
     def __init__(self) -> None:
@@ -281,7 +281,7 @@ class Guard:
         self._leash.communicate("end\n")
 
     def kill(self) -> None:
-        """End what a start that failed left behind; nothing after `release`."""
+        """End the processes that a failed start left behind; none after `release`."""
         self._stop_looking()
         if self._leash.stdin:
             self._leash.stdin.close()
@@ -305,7 +305,7 @@ class Guard:
         self._looker.join()
 
 
-#: Before vLLM is imported; what the environment says stands.
+#: Before vLLM is imported; settings in the environment stand.
 ENVIRONMENT = {
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_LOGGING_LEVEL": "WARNING",  # with --quiet ERROR, with --debug INFO
@@ -314,7 +314,7 @@ ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process would hold the lock on the output
     "USE_HUB_KERNELS": "NO",  # in vLLM's processes too, nothing is fetched but the model
 }
-#: Options of vLLM that prefill sets, and what to do instead.
+#: Options of vLLM that prefill sets, with the advice to give instead.
 TAKEN = {
     "model": "give --model",
     "tokenizer": "the prompts come as token ids",
@@ -332,7 +332,7 @@ QUEUE = 2  # requests that vLLM holds, in batches of the largest size: it always
 
 
 class PlaceChoice(Protocol):
-    """What a command's options say of where vLLM runs, and of its log."""
+    """A command's options for the place where vLLM runs, and for its log."""
 
     @property
     def device(self) -> str: ...
@@ -394,7 +394,7 @@ def load(request: LoadRequest) -> Loaded[VllmEngine]:
 
 
 def _cache_on_cpu(opened: Opened, options: Mapping[str, Any], share: float) -> dict[str, Any]:
-    # How large the K,V cache is where nothing says it: by itself vLLM asks for nearly all memory of the machine.
+    # The size of the K,V cache where no option gives it: by itself vLLM asks for nearly all memory of the machine.
     from prefillcli.runtime.memory import available_memory
 
     said = "gpu_memory_utilization" in options or os.environ.get("VLLM_CPU_KVCACHE_SPACE")
@@ -421,9 +421,9 @@ class VllmEngine(Engine):
     """Scores prompts with vLLM, which runs in processes of its own. Close it in any case.
 
     `model` is a directory, `max_length` the longest prompt in tokens, `options` are those of vLLM's `EngineArgs`. With
-    a `head` its outputs are read in the place of the next token's.
-    On CPUs say `kv_cache_memory_bytes`, or it asks for nearly all memory of the machine. While it is open, what is
-    printed to stdout goes to stderr. Raises UsageError or ResourceError.
+    a `head` its outputs are read in place of the next token's. On CPUs give `kv_cache_memory_bytes`, or vLLM asks for
+    nearly all memory of the machine. While it is open, output to stdout goes to stderr. Raises UsageError or
+    ResourceError.
     """
 
     whole_packs = False
@@ -483,8 +483,8 @@ class VllmEngine(Engine):
     ) -> Iterator[list[Answer]]:
         """As `Engine`. The time between two steps that answer is shared by computed tokens.
 
-        Where texts are written, as many prompts as vLLM holds are scored, then those of them that are wanted are
-        written on: while a request is scored, vLLM gives another one no log-probabilities of its text.
+        Where texts are written, as many prompts as vLLM holds are scored, then the wanted ones are written on: while
+        vLLM scores a request, it gives no log-probabilities for the text of another.
         """
         waiting = sequences(pack)
         step = len(pack.tokens) / len(pack.prompts)

@@ -61,10 +61,10 @@ class Lanes:
         return lanes.permute(2, 0, 1, 3).contiguous() if self.first else lanes
 
 
-# Stand-ins for decoder layers: the model's own forward runs over them, and they say what it hands to its layers.
+# Stand-ins for decoder layers: the model's own forward runs over them, and they record its calls.
 #
-# What a layer gives back differs from family to family: the residual stream, or a tuple that begins with it. Which
-# form a model's forward takes is found out by running it.
+# The output of a layer differs from family to family: the residual stream, or a tuple that begins with it. A trial run
+# finds the form that a model's forward takes.
 
 
 TRIAL_TOKENS = 7  # no number of lanes
@@ -240,9 +240,9 @@ def _by_length(forward: Callable[..., Tables], switch: int) -> Callable[..., Tab
     return tables
 
 
-# What a layer gets for a cache where it asks one how many tokens are before its own.
+# Stands in for the cache of a layer that asks it how many tokens are before its own.
 #
-# In a forest each token has a number of its own.
+# In a forest that number differs from token to token.
 
 
 class DepthCache:
@@ -523,8 +523,8 @@ def _parameters(model: PreTrainedModel, prefix: str) -> frozenset[str]:
 # chunk's forward put them, they lie scattered between its temporaries, and the allocator cannot use the gaps again:
 # with small chunks that costs as much as the residual stream. So they are copied into one buffer each.
 #
-# Some models have later layers attend over the keys and values of an earlier one. Those are handed on in a mapping
-# that every layer is called with. They are kept for the whole pack too.
+# Some models have later layers attend over the keys and values of an earlier one. Every layer gets those in a mapping.
+# They are kept for the whole pack too.
 
 
 LayerCall = tuple[tuple[Any, ...], dict[str, Any]]

@@ -25,11 +25,11 @@ from prefillcli.prefill.layout import IntArray, Tree, split_evenly
 from prefillcli.prefill.model_ends import ModelEnds
 from prefillcli.prefill.recurrent import NodeRun, PathStates, node_runs
 
-# What a cache of transformers keeps of one decoder layer at a path's end: K,V, window tails, indexer keys, states.
+# The part of a transformers cache that belongs to one decoder layer at a path's end: K,V, window tails, indexer keys,
+# states.
 #
-# What grows token by token is kept once, in parts: each holds what the tokens of one call have added. A path is the
-# parts of its calls, root first, and paths share those of their common beginning. For a call they are joined to what
-# the layer knows.
+# Tensors that grow token by token are kept once, in parts, one for each call. A path is the parts of its calls, root
+# first, and paths share those of their common beginning. For a call they are joined.
 
 
 #: Attributes of a cache's entries that grow by one piece for each token, along their dimension -2. Transformers
