@@ -1,1 +1,1 @@
-"""A model: found on disk, checked, loaded; its shape, and what that costs in memory and operations."""
+"""A model: found on disk, checked, loaded; its shape, and the cost of that in memory and operations."""

@@ -1,4 +1,4 @@
-"""A model without weights, on the meta device, and whether it is as large as the weights that are there for it."""
+"""A model without weights, on the meta device, and whether it is as large as the weights in its files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from prefillcli.models.files import read_header, weight_files
 from prefillcli.models.heads import ClassHead, auto_class
 from prefillcli.models.multimodal import TextPart
 
-# What transformers says while it loads.
+# Messages of transformers while it loads.
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def _is_no_fallback(record: logging.LogRecord) -> bool:
 
 
 def limit_cast_advice() -> None:
-    """Leave out what bitsandbytes says at each product of 8 bits: that it computes in float16."""
+    """Leave out the message of bitsandbytes at each product of 8 bits, that it computes in float16."""
     logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_no_cast)
 
 
@@ -60,13 +60,13 @@ def _is_no_cast(record: logging.LogRecord) -> bool:
     return "inputs will be cast" not in record.getMessage()
 
 
-_TIMES = 4  # what is built for a model's numbers: tied tensors are counted whenever they are assigned
+_TIMES = 4  # times a model's numbers that may be built: tied tensors are counted at each assignment
 _BESIDE = 1 << 27  # numbers that are in no file: tables of positions and masks
 _MODULES = 64  # for each tensor in the files
 
 
 def build_empty(whole: Any, head: ClassHead | None, part: TextPart | None, dtype: torch.dtype) -> PreTrainedModel:
-    """The model that is loaded with this configuration of transformers, or the text part of it, without weights."""
+    """The model that transformers loads with this configuration, or its text part, without weights."""
     with quiet_transformers(), torch.device("meta"):
         kind, config = (auto_class(head), whole) if part is None else (part.kind, part.config)
         build: Callable[..., PreTrainedModel] = kind.from_config if part is None else kind._from_config
@@ -76,11 +76,11 @@ def build_empty(whole: Any, head: ClassHead | None, part: TextPart | None, dtype
 def refuse_larger(
     file: Path, model: Callable[[], PreTrainedModel], tensors: Mapping[str, Mapping[str, Any]], *, packed: bool
 ) -> None:
-    """Build an empty model, and raise UsageError, as soon as it can, if it is larger than the tensors in its files.
+    """Build an empty model, and raise UsageError as early as possible if it is larger than the tensors in its files.
 
-    Its configuration is in `file`. Of `packed` tensors, each bit may be a number. That every tensor fits is found when
-    they are loaded: this bounds what is made of a configuration before that, in memory and time. What cannot be built
-    is told there, too.
+    Its configuration is in `file`. Of `packed` tensors, each bit may be a number. Loading checks that every tensor
+    fits. Before that, this bounds the memory and time that a configuration can take. Loading also reports models that
+    cannot be built.
     """
     numbers = sum(
         8 * (each["data_offsets"][1] - each["data_offsets"][0]) if packed else prod(each["shape"])
@@ -91,7 +91,7 @@ def refuse_larger(
             built = model()
     except UsageError:
         raise
-    except Exception:  # some families want a package, which other engines do without
+    except Exception:  # some families need a package, which other engines do without
         return
     own = {id(each): each.numel() for each in (*built.parameters(), *built.buffers())}
     if sum(own.values()) > numbers + numbers // 4 + _BESIDE:
@@ -100,9 +100,9 @@ def refuse_larger(
 
 @contextmanager
 def bounded(file: Path, numbers: int, tensors: int) -> Iterator[None]:
-    """What this thread builds inside may be a model of so many numbers in so many tensors, give or take.
+    """In this context this thread may build a model of about so many numbers in so many tensors.
 
-    What is built is described in `file`. Raises UsageError as soon as it is certainly larger.
+    `file` describes the model. Raises UsageError as soon as it is certainly larger.
     """
     left, thread = [_TIMES * numbers + _BESIDE, _MODULES * tensors + 10_000], get_ident()
 
@@ -137,8 +137,9 @@ def _too_large(file: Path, numbers: int) -> UsageError:
 
 # Whether a model and its weights belong together: each parameter has its tensor, and each tensor is taken.
 #
-# transformers says what it has loaded, and knows for some families which tensors need no place. Others that may be
-# left over are listed here, each with its reason. The scores would lack anything else, so the model is refused.
+# transformers reports the loaded tensors, and knows for some families which tensors need no place. Others that may be
+# left over are listed here, each with its reason. Any other tensor would be missing from the scores, so the model is
+# refused.
 
 
 _COMPUTED = (
@@ -164,7 +165,7 @@ def require_complete(
     """Raise UsageError if `model` has a parameter that no tensor filled, or its files a tensor that nothing takes, or
     if its configuration gives rotary frequencies that are not finite: kernels read those as anything.
 
-    `info` is what transformers says of loading it. The safetensors files are in `folder`, and `quantised` or not.
+    `info` is transformers' report on loading it. The safetensors files are in `folder`, `quantised` or not.
     """
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])

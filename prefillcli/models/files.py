@@ -1,4 +1,4 @@
-"""Safetensors files: their headers, and whether a directory holds the weights of the model that its config.json says.
+"""Safetensors files: their headers, and whether a directory holds the weights of the model in its config.json.
 
 Headers only are read, and no torch is needed. The checks raise UsageError that names the file."""
 
@@ -76,7 +76,7 @@ def read_tensors(folder: Path, files: Sequence[Path]) -> dict[str, Any]:
     """
     headers = {file.name: read_header(file) for file in files}
     index = folder / "model.safetensors.index.json"
-    if _WHOLE_FILE in headers:  # transformers loads this one, whatever else is there
+    if _WHOLE_FILE in headers:  # transformers loads this one, whatever other files there are
         headers = {_WHOLE_FILE: headers[_WHOLE_FILE]}
     elif index.is_file():
         headers = {place: headers[place] for place in _check_index(index, headers)}
@@ -88,7 +88,7 @@ def read_tensors(folder: Path, files: Sequence[Path]) -> dict[str, Any]:
 
 
 def check_weights(folder: Path, tensors: Mapping[str, Any], config: Any, *, quantised: bool) -> None:
-    """Refuse weights of a model other than `config`, the text model's configuration, says; `quantised` ones or not."""
+    """Refuse weights, `quantised` or not, of a model other than that of `config`, the text model's configuration."""
     for name, tensor in tensors.items():
         if tensor["dtype"] in _WHOLE_NUMBERS and name.endswith(".weight") and not quantised:
             raise UsageError(
@@ -184,7 +184,7 @@ def _range_of(name: str, tensor: dict[str, Any]) -> tuple[int, int, str]:
 
 
 def layer_number(name: str) -> int | None:
-    """The first number in a tensor's name: which layer it is of."""
+    """The first number in a tensor's name, which is that of its layer."""
     return next((int(part) for part in name.split(".") if part.isdecimal() and len(part) < 10), None)
 
 
@@ -275,7 +275,7 @@ def check_config(path: Path, longest: int | None = None) -> None:
 
 
 def check_generation_config(path: Path) -> None:
-    """Refuse a `generation_config.json` that is not a mapping; there need not be any."""
+    """Refuse a `generation_config.json` that is not a mapping; it may be missing."""
     if path.is_file() and not isinstance(read_json(path), dict):
         raise UsageError(f"{path}: not a JSON object")
 

@@ -1,4 +1,5 @@
-"""A model's directory or GGUF file: found, and checked by what its files say before any weight is read."""
+"""A model's directory or GGUF file: found, and checked by its files' headers and settings before any weight is
+read."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class ModelFiles:
     `part_of` is the family of a multimodal model of which only the text model is loaded, else None. `head` is the
     classification head that is read; None for the vocabulary's.
 
-    `quantised` is what config.json says of quantised weights, if they are.
+    `quantised` is the entry of config.json on quantised weights, if there is one.
 
     `path` is its directory. For a model in GGUF format, this is a directory that prefill keeps of it, with
     configuration and tokenizer, and with the weights once they are `saved` there.
@@ -64,7 +65,7 @@ class ModelFiles:
 
     @property
     def activation(self) -> Activation:
-        """What makes numbers of the model's outputs."""
+        """The kind of function that turns the model's outputs into numbers."""
         return "softmax" if self.head is None else self.head.activation
 
     @property
@@ -79,7 +80,7 @@ class ModelFiles:
 
     @property
     def max_length_apart(self) -> int:
-        """The same where long prompts share nothing with shorter ones."""
+        """The same, where long prompts share nothing with shorter ones."""
         return longest_prompt(self.config, apart=True)
 
 
@@ -91,8 +92,8 @@ def read_model_files(
     trust_remote_code: bool = False,
     head: HeadChoice = "auto",
 ) -> ModelFiles:
-    """Check that `path` holds a causal language model, or one with a classification head in the place of its own, as
-    `head` says; without reading weights.
+    """Check, without reading weights, that `path` holds a causal language model, or one with a classification head in
+    place of its own, by `head`.
 
     Raises UsageError for a directory that is none, UnsupportedModelError for an architecture that is refused.
     """
@@ -133,7 +134,7 @@ def read_model_files(
         folder = find_cached(gguf.cached_name(chosen)) or folder
     else:
         check_weights(folder, tensors, config, quantised=quantised is not None)
-        if type(whole).__module__.startswith("transformers."):  # a model's own code was told to be trusted
+        if type(whole).__module__.startswith("transformers."):  # the user trusts the model's own code
             model = partial(build_empty, whole, found, part, chosen)
             refuse_larger(folder / "config.json", model, tensors, packed=quantised is not None)
     part_of = None if part is None else whole.model_type
@@ -142,7 +143,7 @@ def read_model_files(
 
 @contextmanager
 def _described_by(file: Path) -> Iterator[None]:
-    # Errors in what is made of a configuration name its file: transformers' families raise any for wrong content.
+    # Errors from building a configuration name its file: transformers' families raise any error for wrong content.
     try:
         yield
     except PrefillError:

@@ -1,8 +1,8 @@
 """Models in GGUF format: opened without reading a weight, and their weights as numbers that torch computes with.
 
-transformers reads the file, which takes seconds for a small model and minutes for a large one. So what it makes of it
-is kept as an ordinary model folder: first configuration and tokenizer, then, once a
-job loads them, the weights in the dtype of the run.
+transformers reads the file, which takes seconds for a small model and minutes for a large one. So the result is kept
+as an ordinary model folder: first configuration and tokenizer, then, once a job loads them, the weights in the dtype
+of the run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from prefillcli.runtime import log
 from prefillcli.runtime.extras import require_extra
 from prefillcli.runtime.user_cache import cache_folder
 
-# The header of a GGUF file: what it says of the model, and where its tensors are. No tensor is read.
+# The header of a GGUF file: the model's settings, and the places of its tensors. No tensor is read.
 #
 # The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
@@ -52,7 +52,7 @@ _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MOST_DIMENSIONS = 4
 _KEPT_ITEMS = 4096  # of an array; vocabularies are longer, and are only counted
-_ALIGNMENT = 32  # bytes, where the file says nothing
+_ALIGNMENT = 32  # bytes, where the file does not set it
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What one file says. `fields` are its settings by name; of long arrays, the length. `raw` are the bytes of each
-    setting as they are in the file. The data begins at byte `data_start`."""
+    """The header of one file. `fields` are its settings by name; of long arrays, the length. `raw` are the bytes of
+    each setting in the file. The data begins at byte `data_start`."""
 
     path: Path
     size: int
@@ -90,7 +90,7 @@ class GgufHeader:
         return str(self.fields.get("general.architecture", ""))
 
     def setting(self, name: str) -> Any:
-        """A setting of the family, `block_count` for example; None where it is not there."""
+        """A setting of the family, `block_count` for example; None where it is missing."""
         return self.fields.get(f"{self.architecture}.{name}")
 
 
@@ -109,7 +109,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 class _NoGgufError(Exception):
-    """What is wrong with a file."""
+    """The fault in a file."""
 
 
 class _Cursor:
@@ -199,9 +199,9 @@ class _Cursor:
 
 
 def write_joined(parts: Sequence[GgufHeader], path: Path, *, data: bool) -> None:
-    """Join the parts of a model that is split in one file at `path`, which must not be there.
+    """Join the parts of a split model in one file at `path`, which must not exist yet.
 
-    Without `data` the tensors are holes in the file: it says what the model is, and takes no room on the disk.
+    Without `data` the tensors are holes in the file: it describes the model, and takes no room on the disk.
     """
     first = parts[0]
     settings = [raw for name, raw in first.raw.items() if not name.startswith("split.")]
@@ -246,11 +246,11 @@ def _copy(source: Any, target: Any, count: int) -> None:
 
 # Whether a GGUF file is whole, and whether transformers makes the model of it that the file describes.
 #
-# transformers takes over the settings of a file that it knows, and drops the others. A model that is read without
-# one of them gives wrong scores and no error, so it is refused here.
+# transformers takes over the settings of a file that it knows, and drops the others. A model read without one of its
+# settings gives wrong scores and no error, so it is refused here.
 
 
-# Least and most of the whole numbers of a family; some are lists with one for each layer.
+# The least and the largest value of a family's whole numbers; some are lists with one for each layer.
 _WHOLE = {
     "block_count": (1, 4096),
     "context_length": (1, 1 << 40),
@@ -264,7 +264,7 @@ _WHOLE = {
     "vocab_size": (1, 1 << 24),
 }
 
-_ROTARY_FACTORS = "rope_freqs.weight"  # what rotary frequencies are divided by, in Llama 3.1 and later
+_ROTARY_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies, in Llama 3.1 and later
 _AS_SAFETENSORS = "take the model as safetensors"
 
 
@@ -339,9 +339,9 @@ def _check_kind(part: GgufHeader, tensor: GgufTensor) -> None:
 
 
 def complete_config(parts: Sequence[GgufHeader], config: Any) -> None:
-    """Add to transformers' configuration of a model what it can be told and was not read.
+    """Add the settings that transformers did not read to its configuration of a model.
 
-    Raises UsageError for what it cannot be told.
+    Raises UsageError for settings that it has no place for.
     """
     header = parts[0]
     if config.model_type == "phi3" and header.setting("attention.sliding_window"):
@@ -367,7 +367,7 @@ def complete_config(parts: Sequence[GgufHeader], config: Any) -> None:
 
 def check_tensors(parts: Sequence[GgufHeader], config: Any, wanted: int, known: Collection[str]) -> None:
     """Refuse files with more or fewer numbers than the `wanted` ones of transformers' model, or with tensors whose
-    names are not among those that it has: `known` ones, with `.weight` at their end or without. Raises UsageError."""
+    names that model lacks: `known` are its names, with `.weight` at their end or without. Raises UsageError."""
     tensors = [each for part in parts for each in part.tensors if each.name != _ROTARY_FACTORS]
     names = (each.name for each in tensors)
     strange = [name for name in names if name not in known and name.removesuffix(".weight") not in known]
@@ -440,7 +440,7 @@ def _rotary_width(config: Any) -> float:
 _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")  # each family has one
 _EPSILON = _first("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 _EXPERTS = _first("num_experts", "num_local_experts", "n_routed_experts")
-# Settings of a file that change what the model computes, and where transformers' configuration has them.
+# Settings of a file that change the model's results, and their places in transformers' configuration.
 _SETTINGS: dict[str, Callable[[Any], Any]] = {
     "attention.sliding_window": _first("sliding_window"),
     **dict.fromkeys(_EPSILONS, _EPSILON),
@@ -457,10 +457,10 @@ _SETTINGS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# What was made of GGUF files, kept for the next start: folders in `$XDG_CACHE_HOME/prefillcli/gguf`.
+# Models made of GGUF files, kept for the next start: folders in `$XDG_CACHE_HOME/prefillcli/gguf`.
 #
-# A folder is made beside its place, written to the disk and renamed, under a lock: it is there as a whole or not at
-# all. It carries digests of its files, so that one that was damaged is made again.
+# A folder is made beside its place, written to the disk and renamed, under a lock: it is whole or absent. It carries
+# digests of its files, so that a damaged folder is made again.
 
 
 _PROOF = "prefillcli.digest"
@@ -480,7 +480,7 @@ def find_cached(name: str) -> Path | None:
 
 
 def make_cached(name: str, make: Callable[[Path], None], *, size: int) -> Path | None:
-    """The folder of this name, filled by `make` with about `size` bytes if it is not there.
+    """The folder of this name; if it is missing, `make` fills it with about `size` bytes.
 
     None, with a warning, if the cache has no room for it or cannot be written. Raises what `make` raises otherwise.
     """
@@ -514,7 +514,7 @@ def make_cached(name: str, make: Callable[[Path], None], *, size: int) -> Path |
 
 
 def make_once(make: Callable[[Path], None]) -> Path:
-    """A folder filled by `make`, which goes when this process ends."""
+    """A folder filled by `make`, removed when this process ends."""
     folder = tempfile.TemporaryDirectory(prefix="prefill-gguf-", ignore_cleanup_errors=True)
     make(Path(folder.name))
     _kept.append(folder)
@@ -557,7 +557,7 @@ def _locked(place: Path) -> Iterator[None]:
 
 _FORMAT = 2  # of what is cached
 _TOKENIZER_BYTES = 64 << 20  # a large one as files
-_SHARD = "2GB"  # of the cached weights: so much is copied in memory while it is written
+_SHARD = "2GB"  # of the cached weights, copied in memory at a time while they are written
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 _FULL = ("No space left on device", "Disk quota exceeded", "File too large")
 
@@ -566,7 +566,7 @@ _FULL = ("No space left on device", "Disk quota exceeded", "File too large")
 class GgufModel:
     """A model's GGUF files, checked. `origin` is the file or folder that the user named.
 
-    `contents` are the files as they were when they were opened, `digest` stands for what prefill makes of them.
+    `contents` are the files at the time of opening, `digest` stands for the model that prefill makes of them.
     """
 
     origin: Path
@@ -580,7 +580,7 @@ class GgufModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the file's numbers are computed in: as they are saved, or bfloat16 where they are quantised."""
+        """The dtype of the computation: that of the saved numbers, or bfloat16 where they are quantised."""
         kinds = {tensor.kind for tensor in self.tensors}
         if kinds <= _FLOATS.keys():
             return next((_FLOATS[kind] for kind in (30, 1) if kind in kinds), torch.float32)
@@ -607,13 +607,14 @@ def open_gguf(path: Path, files: Sequence[Path]) -> GgufModel:
 
 
 def describe_gguf(model: GgufModel) -> Path:
-    """A folder with the model's configuration and tokenizer. Raises UsageError for what transformers cannot read."""
+    """A folder with the model's configuration and tokenizer. Raises UsageError for files that transformers cannot
+    read."""
     make = partial(_describe, model)
     return make_cached(model.cached_name(), make, size=_TOKENIZER_BYTES) or make_once(make)
 
 
 def dequantise_gguf(model: GgufModel, folder: Path, dtype: torch.dtype) -> Path | None:
-    """A folder with the whole model in `dtype`, made if it is not there; None where the cache has no room for it.
+    """A folder with the whole model in `dtype`, made if it is missing; None where the cache has no room for it.
 
     `folder` is that of `describe_gguf`. Raises UsageError and ResourceError.
     """
@@ -624,7 +625,7 @@ def dequantise_gguf(model: GgufModel, folder: Path, dtype: torch.dtype) -> Path 
 def load_gguf(
     model: GgufModel, folder: Path, dtype: torch.dtype, attention: str | None
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model in memory, on the CPU, and what transformers says of loading it. `folder` as in `dequantise_gguf`.
+    """The model in memory, on the CPU, and transformers' report on loading it. `folder` as in `dequantise_gguf`.
 
     Raises UsageError, and OSError where the disk is full.
     """
@@ -655,7 +656,7 @@ def _describe(model: GgufModel, folder: Path) -> None:
             with torch.device("meta"), bounded(header.path, sum(held), len(held)):
                 empty = AutoModelForCausalLM.from_config(config)
             numbers = {id(each): each.numel() for each in empty.state_dict(keep_vars=True).values()}
-            # What transformers calls the tensors in a file of this model; those of joined experts lack `.weight`.
+            # transformers' names for the tensors in a file of this model; those of joined experts lack `.weight`.
             kind = reader.TENSOR_PROCESSORS.get(header.architecture, reader.TensorProcessor)
             known: dict[str, str] = reader.get_gguf_hf_weights_map(empty, kind(config=config.to_dict()))
             check_tensors(model.parts, config, sum(numbers.values()), known)
@@ -670,7 +671,8 @@ def _describe(model: GgufModel, folder: Path) -> None:
 
 
 def _begin_texts(tokenizer: Any, header: GgufHeader) -> None:
-    # Let the tokenizer begin texts with BOS where the file says so, which transformers does not read from GGUF.
+    # Make the tokenizer begin texts with BOS where the file has that setting, which transformers does not read from
+    # GGUF.
     begins = header.fields.get("tokenizer.ggml.add_bos_token", header.fields.get("tokenizer.ggml.model") == "llama")
     bos, number = tokenizer.bos_token, tokenizer.bos_token_id
     if not begins or bos is None or tokenizer("a")["input_ids"][:1] == [number]:
@@ -724,7 +726,7 @@ def _reading(model: GgufModel) -> Iterator[None]:
 
 @contextmanager
 def _whole_file(parts: Sequence[GgufHeader], *, data: bool = True) -> Iterator[Path]:
-    # The one file of a model, or one that its parts are joined in for as long as it is read.
+    # The one file of a model, or a file of its joined parts that exists as long as it is read.
     if len(parts) == 1:
         yield parts[0].path
         return

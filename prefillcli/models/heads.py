@@ -1,8 +1,8 @@
-"""Heads of sequence classification: which checkpoints have one, what its outputs mean, and the labels that they make.
+"""Heads of sequence classification: the checkpoints that have one, the meaning of the outputs, and their labels.
 
-transformers reads such a head at the last token of a prompt that is no padding. Its outputs become probabilities as
-in transformers' text-classification pipeline: by `problem_type`, else a logistic function of a single output, and a
-softmax over several ones. How numbers of labels follow from any model's outputs is here, too.
+transformers reads such a head at the last token of a prompt that is no padding. Its outputs become probabilities as in
+transformers' text-classification pipeline: by `problem_type`, else a logistic function of a single output, and a
+softmax over several ones. The numbers of labels are computed here too, from any model's outputs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from prefillcli.models.files import CLASSIFIER, read_header, weight_files
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.stats.evaluation import Measure
 
-# What is read of a model: what its configuration says, the next token, or a head's probabilities or values.
+# The outputs to read of a model: by its configuration, the next token, or a head's probabilities or values.
 HeadChoice = Literal["auto", "vocabulary", "probability", "value"]
-# What makes numbers of a model's outputs: log-probabilities, of all outputs or of each by itself, or nothing does.
+# The kind of function from a model's outputs to numbers: log-probabilities, of all outputs or of each by itself, or
+# none.
 Activation = Literal["softmax", "sigmoid", "none"]
 
 _WEIGHT = "score.weight"
@@ -37,7 +38,7 @@ _MOST_NAMED = 12  # classes, in a message
 
 @dataclass(frozen=True, slots=True)
 class ClassHead:
-    """A head of sequence classification: the names of its outputs, and what makes numbers of them."""
+    """A head of sequence classification: the names of its outputs, and the function that turns them into numbers."""
 
     classes: tuple[str, ...]
     activation: Activation
@@ -48,8 +49,7 @@ def find_head(folder: Path, config: Any, choice: HeadChoice, *, multimodal: bool
     """The head that is read of a checkpoint in a folder, by its transformers configuration and `--head`; None for the
     vocabulary's.
 
-    Raises UnsupportedModelError for heads that are not read, and UsageError where a head is asked for that is not
-    there.
+    Raises UnsupportedModelError for heads that are not supported, and UsageError where a required head is missing.
     """
     names = config.architectures or []
     if choice == "vocabulary":
@@ -90,7 +90,7 @@ def class_labels(head: ClassHead, labels: str | Sequence[str] | None) -> ClassLa
 
 
 def _of_one_output(head: ClassHead, given: Sequence[Label] | None) -> ClassLabels:
-    # Of a head with a single output. Its labels may have any names: one, and one for its complement.
+    # For a head with a single output. Its labels may have any names: one, and one for its complement.
     value = head.activation == "none"
     named = list(given or (Label(head.classes[0]),))
     if len(named) > (1 if value else 2):
@@ -122,7 +122,7 @@ def _of_classes(head: ClassHead, given: Sequence[Label] | None) -> ClassLabels:
 
 
 def _with_complement(number: int, named: Sequence[Label]) -> ClassLabels:
-    # A class that is right or not, and its complement, whose output stands under the complement of its number.
+    # A class that is right or not, and its complement, whose output has the complement of its number.
     labels = complementary(*named)
     found: LabelSet = ((number,), (~number,))
     return ClassLabels(labels, found, Measure.SHARES)
@@ -157,7 +157,7 @@ def _activation(config: Any, choice: HeadChoice) -> Activation:
     return "sigmoid" if kind == "multi_label_classification" or config.num_labels == 1 else "softmax"
 
 
-# What an engine makes of a model's outputs for a token: a number for each label.
+# From a model's outputs for a token to a number for each label.
 #
 # The outputs are logits of the vocabulary, or those of a classification head's classes. The numbers are their
 # log-probabilities, or values as they are.
@@ -196,7 +196,7 @@ def label_logits(outputs: Tensor, labels: LabelSet) -> npt.NDArray[np.float64]:
     parts = torch.split(logits, [len(variants) for variants in labels], dim=1)
     found = [torch.logsumexp(part, dim=1) for part in parts]
     for number, ids in enumerate(labels):
-        if ids[0] < 0:  # the complement of the output beside it, whose logit is this one's distance to 0
+        if ids[0] < 0:  # the complement: a softmax of x and 0 is the logistic function of x
             found[number] = torch.zeros_like(found[number])
     stacked: npt.NDArray[np.float64] = torch.stack(found, dim=1).numpy()
     return stacked
@@ -208,7 +208,7 @@ def output_numbers(labels: LabelSet) -> list[int]:
 
 
 def _output(logits: Tensor, number: int, activation: Activation) -> Tensor:
-    # One output of a head, or for ~number the probability that it is not, float64 [rows].
+    # One output of a head, or for ~number that of its complement, float64 [rows].
     value = logits[:, max(number, ~number)].cpu().double()
     if activation == "none":
         return value

@@ -1,8 +1,8 @@
-"""The sizes of a model as its own forward shows them, on the meta device, where tensors have shapes and no numbers.
+"""The sizes of a model, measured on its own forward on the meta device, where tensors have shapes and no numbers.
 
 Configurations of families differ in names and in what they leave out; their modules do not lie. A few hundred tokens
-go through the model as transformers builds it. What every layer allocates, multiplies, hands to attention and puts
-into its cache is written down. No weight is read, and no memory is taken."""
+go through the model as transformers builds it. Everything that a layer allocates, multiplies, passes to attention and
+puts into its cache is recorded. No weight is read, and no memory is taken."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from prefillcli.prefill.own_cache import JOINED_PATHS, SCORE_BYTES
 from prefillcli.prefill.recurrent import STATE_BYTES
 from prefillcli.runtime.memory import available_memory
 
-TOKENS = 512  # of the forward: whole chunks of what scans in chunks
+TOKENS = 512  # of the forward: whole chunks, for layers that scan in chunks
 # Operations of Mamba-1's scan for one number of the state and token, which are not products: 9 L D N in the count of
 # VMamba (arXiv 2401.10166, appendix), with L tokens, D channels and N states of each.
 SCAN_OPERATIONS = 9
@@ -45,7 +45,7 @@ _running: ContextVar[_Forward] = ContextVar("running_forward")  # each thread ha
 
 @dataclass(slots=True)
 class LayerSizes:
-    """What one layer does for one token: floating-point operations, and bytes in the model's dtype."""
+    """The cost of one layer for one token: floating-point operations, and bytes in the model's dtype."""
 
     before: float = 0.0  # operations up to attention
     behind: float = 0.0  # and after it; all of a layer without attention
@@ -55,21 +55,21 @@ class LayerSizes:
     attends: bool = False
     key_value: int = 0  # K,V of a token
     states: int = 0  # at the end of a path, whatever its length
-    transient: int = 0  # what is alive at once while it computes
+    transient: int = 0  # the bytes alive at once while it computes
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """A model of decoder layers, by one token of its forward."""
+    """The cost of a model of decoder layers for one token of its forward."""
 
     residual: int  # bytes of a token between two layers
-    arguments: int  # bytes of what layers are called with beside it: positions, their encodings, K,V that layers share
+    arguments: int  # bytes of the layers' other arguments: positions, their encodings, K,V that layers share
     layers: tuple[LayerSizes, ...]
     head: float  # operations outside of the layers
 
 
 class NoSizesError(Exception):
-    """The model cannot be built, or not be run, without numbers. The message says why."""
+    """The model cannot be built or run without numbers. The message says why."""
 
 
 _found: dict[tuple[str, str, torch.dtype], ModelSizes | str] = {}
@@ -97,7 +97,7 @@ def _sizes(config: Any, dtype: torch.dtype) -> ModelSizes | str:
                     model = AutoModelForCausalLM.from_config(
                         copy.deepcopy(config), dtype=dtype, attn_implementation=attention
                     )
-                model.config.pad_token_id = None  # looked for in what has no numbers
+                model.config.pad_token_id = None  # looked for in tensors without numbers
                 return _Forward(model.eval()).run()
         except Exception as error:  # of any family's modules
             why = f"{type(error).__name__}: {error}"
@@ -138,7 +138,7 @@ class _Forward:
             layer.register_forward_hook(self._end)
         for module in self._model.modules():
             if type(module).__name__.endswith("Experts"):
-                module.forward = self._experts(module)  # which tokens go where needs numbers
+                module.forward = self._experts(module)  # the routing of tokens needs numbers
         with self._live:
             out = self._model(input_ids=torch.zeros(1, TOKENS, dtype=torch.long, device="meta"), use_cache=True)
         self._read_cache(out)
@@ -213,7 +213,7 @@ class _Forward:
         return forward
 
     def _read_cache(self, out: Any) -> None:
-        # What the forward leaves for the tokens behind: K,V of tokens, and states.
+        # The bytes that the forward leaves for later tokens: K,V of tokens, and states.
         rest = 0
         for cache in _caches(out):
             layers = list(getattr(cache, "layers", ()))
@@ -233,7 +233,7 @@ class _Forward:
             own = [vars(module) for module in layer.modules()]
             states = [each for part in own for name, each in part.items() if "state" in name]
             sizes.states += sum(each.nbytes for each in states if isinstance(each, Tensor))
-        if rest:  # a family keeps them in its own way: what all layers keep is divided between them
+        if rest:  # a family keeps them in its own way: the total is divided between the layers
             self._outputs, self._skips = {}, False
             # A few tokens go through all layers once more: their caches are not longer for more tokens.
             out = self._model(input_ids=torch.zeros(1, 4, dtype=torch.long, device="meta"), use_cache=True)
@@ -247,7 +247,7 @@ def _caches(out: Any) -> list[Any]:
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its base has no types
-    """Bytes of the tensors that were made and are alive; `count` is told the operations of every product."""
+    """Bytes of the new tensors that are alive; `count` gets the operations of every product."""
 
     def __init__(self, count: Callable[[float, bool], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -292,7 +292,7 @@ def _scan_operations(layer: nn.Module) -> float:
 
 
 def _description(layer: nn.Module, number: int, config: Any) -> str:
-    # What tells layers apart that do not compute the same: their modules, sizes and settings.
+    # The differences between layers that do not compute the same: modules, sizes and settings.
     kinds = getattr(config, "layer_types", None) or ()
     said = [repr(kinds[number]) if number < len(kinds) else ""]
     for name, module in layer.named_modules():
@@ -311,7 +311,7 @@ def _left_for_later(arguments: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def _rest_bytes(cache: Any) -> int:
-    # Bytes of what a cache keeps outside of its `layers`.
+    # Bytes that a cache keeps outside of its `layers`.
     own = vars(cache) if getattr(cache, "layers", None) else {"all": cache}
     return sum(each.nbytes for each in _tensors({name: each for name, each in own.items() if name != "layers"}))
 
@@ -335,7 +335,7 @@ def _tensors(thing: Any) -> Iterator[Tensor]:
 PACK_TOKENS = {"cpu": 65_536, "cuda": 262_144, "mps": 65_536}
 CHUNK_TOKENS = {"cpu": 2048, "cuda": 8192, "mps": 2048}
 MIN_CHUNK_TOKENS = 64
-CHUNK_SHARE = 1 / 8  # of the budget, at most, for what a layer makes of one chunk
+CHUNK_SHARE = 1 / 8  # of the budget, at most, for a layer's tensors for one chunk
 FREE_SHARE = 0.7  # of the free memory, taken where no budget is given
 VOTES_SHARE = 0.25  # of a draft's budget, for the importance of tokens
 POSITION_BYTES = 8
@@ -344,7 +344,7 @@ HELD_SHARE = 0.5  # of the budget, at most, for K,V kept from pack to pack
 #: and on a GPU those that leave, those that were fetched and those that come.
 HELD_COPIES = {"cpu": 1, "cuda": 4, "mps": 4}
 OPEN_BRANCHES = 8  # nodes on a path whose states wait for what follows them
-ACTIVATION_COPIES = 2  # of what a layer's modules make: the walk gathers rows, and puts them back
+ACTIVATION_COPIES = 2  # of the output of a layer's modules: the walk gathers rows, and puts them back
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +355,7 @@ class MemoryLaw:
     key_value: int  # a token's K,V in one layer
     rotary: int  # a token's position, and its encoding
     layers: int
-    transient: int  # what a layer makes for one token of a chunk
+    transient: int  # a layer's tensors for one token of a chunk
     vocabulary: int
     weights: int = 0  # of a layer's linear parts
     outputs: int = 0  # numbers that those give for one token
@@ -374,14 +374,14 @@ class MemoryLaw:
 
     def with_hidden_on_host(self) -> MemoryLaw:
         """The law of a device that holds only the residual rows of a few chunks; the host holds them all."""
-        # Rows of a chunk are there three times: read ahead, computed, written back.
+        # Rows of a chunk exist three times: read ahead, computed, written back.
         return replace(self, residual=0, host=self.residual, transient=self.transient + 3 * self.residual)
 
     def with_own_cache(self) -> MemoryLaw:
         """The law of a model that is walked with its own attention and cache.
 
-        A token's K,V are in the parts of its path, in the paths that are joined, in the one that a call makes longer,
-        and once more where fewer heads of K,V are repeated for those of the queries.
+        A token's K,V are in the parts of its path, in the joined paths, in the path that a call makes longer, and once
+        more where fewer heads of K,V are repeated for those of the queries.
         """
         return replace(self, key_value=(JOINED_PATHS + 3) * self.key_value, scores=2 * SCORE_BYTES)
 
@@ -400,9 +400,9 @@ class MemoryLaw:
 
 def memory_law(config: Any, dtype: torch.dtype, classes: int | None = None) -> MemoryLaw:
     """The law for a transformers text configuration: by its settings for verified families, whose names are known;
-    else as the model's own forward shows it. Where that does not run without numbers, the settings are taken for those
-    of usual attention. With a classification head, a token has as many logits as there are `classes`. Raises
-    NoCostModel if the settings lack even the width of the model."""
+    else by the model's own forward. Where that does not run without numbers, the settings are read as those of usual
+    attention. With a classification head, a token has as many logits as there are `classes`. Raises NoCostModel if the
+    settings lack even the width of the model."""
     law = _vocabulary_law(config, dtype)
     return law if classes is None else replace(law, vocabulary=classes)
 
@@ -435,7 +435,8 @@ def _vocabulary_law(config: Any, dtype: torch.dtype) -> MemoryLaw:
 
 def _law_of(sizes: ModelSizes, config: Any, dtype: torch.dtype) -> MemoryLaw:
     largest = max(sizes.layers, key=lambda layer: layer.before + layer.behind)
-    # What attends without a cache of transformers keeps at most a row of the residual stream for K, and one for V.
+    # A layer that attends without a cache of transformers keeps at most a row of the residual stream for K, and one
+    # for V.
     key_values = [layer.key_value or 2 * sizes.residual * layer.attends for layer in sizes.layers]
     return MemoryLaw(
         residual=sizes.residual,
@@ -454,7 +455,8 @@ def _law_of(sizes: ModelSizes, config: Any, dtype: torch.dtype) -> MemoryLaw:
 
 
 def choose_chunk(law: MemoryLaw, budget: int, device: torch.device) -> int:
-    """Tokens of one call of a layer: what is fast on the device, halved until it takes a small part of the budget."""
+    """Tokens of one call of a layer: a number that is fast on the device, halved until it takes a small part of the
+    budget."""
     tokens = CHUNK_TOKENS[device.type]
     while tokens > MIN_CHUNK_TOKENS and law.transient * tokens > budget * CHUNK_SHARE:
         tokens //= 2
@@ -470,7 +472,7 @@ def pack_limits(
     pack_tokens: int | None = None,
     prefix_kv: str = "auto",
 ) -> Limits:
-    """What fits one pack in `budget` bytes. Raises ResourceError if not even a small prompt does."""
+    """The limits of one pack in `budget` bytes. Raises ResourceError if not even a small prompt fits."""
     if prefix_kv not in ("auto", "discard", "keep", "offload"):
         raise ValueError(f"{prefix_kv!r} is not a --prefix-kv: use auto, discard, keep or offload")
     room = budget - law.constant(chunk_tokens, device)
@@ -502,7 +504,7 @@ def pack_limits(
 def draft_limits(
     law: MemoryLaw, *, budget: int, device: torch.device, chunk_tokens: int, queries: int, all_layers: bool
 ) -> Limits:
-    """What fits one pack of a draft that is walked for the importance of tokens, with `queries` for each prompt.
+    """The limits of one pack of a draft that is walked for the importance of tokens, with `queries` for each prompt.
 
     With `all_layers` the K,V of every layer are kept until tokens are decoded. Importance takes a float32 for each
     token of each prompt and query. Nothing is held between packs. Raises ResourceError if nothing fits.
@@ -518,23 +520,23 @@ def draft_limits(
     return Limits(tokens=min(PACK_TOKENS[device.type], most), max_tokens=most, read_tokens=votes)
 
 
-# What of a budget is for texts behind prompts: K,V of all layers, while prompts are scored and while they are
-# written on.
+# The part of a budget for texts behind prompts: K,V of all layers, while prompts are scored and while they are written
+# on.
 #
 # A pack whose K,V are kept takes those of all layers beside the residual stream: on a CUDA device in host memory,
 # else in the budget itself. When it is scored, the residual stream is gone, and texts take its place.
 
 
-# Behind which prompts texts are written: all, or some by their scores. Later: what is kept of a pack cannot be used,
-# because who is wanted is known only after other packs, or because prompts are not read to the end as they are.
+# Behind which prompts texts are written: all, or some by their scores. Later: the K,V kept of a pack cannot be used,
+# because the wanted prompts are known only after other packs, or because prompts are not read to the end unchanged.
 TextsOf = Literal["all", "some", "later"]
 
 LEAST_KEPT = 16  # tokens of a pack; less is nothing
-HELD_BESIDE_KEPT = 1 / 8  # of the budget, at least, for what is held from pack to pack beside a pack that is kept
+HELD_BESIDE_KEPT = 1 / 8  # of the budget, at least, for K,V held from pack to pack beside a kept pack
 PINNED_ROUNDING = 2  # torch rounds the size of pinned memory up to a power of two
 LEAVING_LAYERS = 2  # whose K,V are on a CUDA device at a time: of the one that is computed, and a copy that leaves
-SOME_SHARE = 0.1  # of the prompts that texts are written behind, where only their scores tell
-PACK_OVERHEAD = 1 / 8  # what a pack costs beside its tokens, in chunks
+SOME_SHARE = 0.1  # of the prompts get texts, where only their scores decide
+PACK_OVERHEAD = 1 / 8  # the cost of a pack beside its tokens, in chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -555,9 +557,10 @@ def limits_with_texts(
     offloaded: bool = False,
     share: float = 1.0,
 ) -> Limits:
-    """Limits with room for texts of `text_tokens` each, in `room` bytes: the budget without what packs of any size
-    take. K,V that are held from pack to pack are in it, or `offloaded`. `share` is the part of the free host memory
-    that may be used, if K,V leave a device. `kept_tokens` is 0 where not even a small prompt fits with a text."""
+    """Limits with room for texts of `text_tokens` each, in `room` bytes: the budget less the fixed cost of packs of
+    any size. K,V that are held from pack to pack are in it, or `offloaded`. `share` is the part of the free host
+    memory that may be used, if K,V leave a device. `kept_tokens` is 0 where not even a small prompt fits with a
+    text."""
     held_here = 0 if offloaded else law.all_key_values
     on_host = device.type == "cuda"
     kept_token = law.token - law.key_value + (LEAVING_LAYERS * law.key_value if on_host else law.all_key_values)
@@ -586,9 +589,10 @@ def limits_with_texts(
 def keep_or_again(limits: Limits, *, chunk_tokens: int, least_tokens: int, texts_of: TextsOf) -> KeepOrAgain:
     """Whether packs are made so that they can be kept.
 
-    A pack costs its tokens and `PACK_OVERHEAD`, and one of less than `least_tokens` as much as one of so many, because
-    it waits for weights. Packs that can be kept are taken where scoring all prompts in them costs no more than scoring
-    them in packs of the usual size and reading those again, in small packs, that are wanted: all, or `SOME_SHARE`.
+    A pack costs its tokens and `PACK_OVERHEAD`. A pack of less than `least_tokens` costs as much as one of so many,
+    because it waits for weights. Scoring all prompts in packs that can be kept has one cost. The other is scoring them
+    in packs of the usual size, and reading the wanted ones (all, or `SOME_SHARE`) again in small packs. Packs are kept
+    if the first is no larger.
     """
     kept, usual = limits.kept_tokens, limits.tokens
     if not kept:

@@ -19,15 +19,15 @@ from prefillcli.models.rehearsal import prove_model, settle_paths
 from prefillcli.models.weights import Quantisation, plan_quantisation
 from prefillcli.prefill.forest import ATTENTION, register
 
-ROUNDED_TOLERANCE = 0.15  # of the largest logit, where a last bit may decide about a step of an activation
+ROUNDED_TOLERANCE = 0.15  # of the largest logit, where a last bit may decide a step of an activation
 
 
 def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Load the weights onto `device`, ready to be walked.
 
-    A family that is not verified is rehearsed, and on a device that the tests do not know any family: it has the
-    forest attention then, or one of transformers where it is walked with its own cache. Raises UnsupportedModelError
-    if its walk differs from its own eager forward both ways.
+    A family that is not verified is rehearsed; on a device that the tests do not know, every family is. The model then
+    has the forest attention, or one of transformers where it is walked with its own cache. Raises
+    UnsupportedModelError if both walks differ from its own eager forward.
     """
     register()
     limit_kernel_advice(device.type)
@@ -44,7 +44,8 @@ def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bo
 
 
 def _rehearsal_tolerance(files: ModelFiles, device: torch.device) -> float | None:
-    """What a quantised model's logits may differ by in a rehearsal, of the largest one; None where as usual."""
+    """The allowed difference of a quantised model's logits in a rehearsal, as a share of the largest; None: the usual
+    one."""
     quantisation = plan_quantisation(files.origin, files.quantised, device)
     return ROUNDED_TOLERANCE if quantisation is not None and quantisation.rounds_activations else None
 
@@ -52,8 +53,8 @@ def _rehearsal_tolerance(files: ModelFiles, device: torch.device) -> float | Non
 def load_weights(
     files: ModelFiles, device: torch.device, *, attention: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The model on `device` as transformers makes it, from safetensors or GGUF only; `attention` as it is called there
-    (None: what transformers takes by itself). Raises UsageError."""
+    """The model on `device`, built by transformers from safetensors or GGUF only. `attention` is transformers' name
+    for one (None: its own choice). Raises UsageError."""
     files = with_weights(files)
     quantisation = plan_quantisation(files.origin, files.quantised, device)
     with quiet_transformers():
@@ -74,7 +75,7 @@ def load_weights(
             )
         except KeyError:
             raise
-        except Exception as error:  # what transformers makes of wrong files: any type there is
+        except Exception as error:  # transformers raises any type for wrong files
             if out_of_resource(error) or isinstance(error, PrefillError):
                 raise
             if "ignore_mismatched_sizes" in str(error):
@@ -88,7 +89,7 @@ def load_weights(
 def _quantised_loading(
     files: ModelFiles, quantisation: Quantisation | None, device: torch.device, trust_remote_code: bool
 ) -> dict[str, Any]:
-    """What transformers is told besides, for the device and for a quantised checkpoint."""
+    """Further arguments to transformers, for the device and for a quantised checkpoint."""
     if quantisation is None:
         return {"device_map": {"": device}} if loads_onto(device) else {}
     limit_cast_advice()

@@ -1,7 +1,7 @@
 """The text model of a checkpoint that also has eyes or ears: only its weights are read.
 
-Where a family has a text class of its own, that is loaded. Else the whole class is, with nothing in the place of its
-towers: without an image, its forward does not call them.
+Where a family has a text class of its own, that class is loaded. Else the whole class is, without its towers: without
+an image, its forward does not call them.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from prefillcli.prefill.model_ends import decoder_layers
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """What is built of a multimodal model, and with which configuration."""
+    """The part of a multimodal model that is built, with its configuration."""
 
     kind: type[PreTrainedModel]
     config: Any
 
 
 def text_part(whole: Any) -> TextPart | None:
-    """What scores text in a multimodal model with this configuration; None for models of text alone, and where
-    transformers has no class that gives the next token."""
+    """The part that scores text in a multimodal model with this configuration; None for models of text alone, and
+    where transformers has no class that gives the next token."""
     text = whole.get_text_config()
     own_code = not type(whole).__module__.startswith("transformers.")
     if text is whole or own_code:
@@ -53,7 +53,7 @@ def text_part(whole: Any) -> TextPart | None:
 
 
 def load_text_part(folder: Path, dtype: torch.dtype, attention: str | None) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The text model of a checkpoint on the CPU, and what transformers says of the loading.
+    """The text model of a checkpoint on the CPU, and transformers' report on loading it.
 
     Raises UnsupportedModelError for quantised weights and for files whose names are not those of the text model.
     """
@@ -69,7 +69,7 @@ def load_text_part(folder: Path, dtype: torch.dtype, attention: str | None) -> t
         empty = part.kind._from_config(part.config, dtype=dtype)
     prefix = _prefix(empty)
     towers = _towers(empty) if part.config is whole else []
-    # Layers that only read images: the text model's forward leaves them out where there is none.
+    # Layers that only read images: the text model's forward skips them without an image.
     idle = frozenset(getattr(part.config.get_text_config(), "cross_attention_layers", None) or ())
     unread = (*towers, *(f"{decoder_layers(empty).prefix}{number}." for number in idle))
     wanted = {name: tensor for name, tensor in empty.state_dict().items() if not name.startswith(unread)}
@@ -89,7 +89,7 @@ def load_text_part(folder: Path, dtype: torch.dtype, attention: str | None) -> t
         attn_implementation=attention,
         output_loading_info=True,
     )
-    # What lies beside the decoder's own parts is of a tower, or of a head that is not read.
+    # Tensors beside the decoder's own parts belong to a tower, or to a head that is not read.
     inside = {name.removeprefix(prefix).partition(".")[0] for name in wanted if name.startswith(prefix)}
     unknown = info["unexpected_keys"]
     info["unexpected_keys"] = {name for name in unknown if name.startswith(tuple(f"{prefix}{own}." for own in inside))}
@@ -106,7 +106,7 @@ def load_text_part(folder: Path, dtype: torch.dtype, attention: str | None) -> t
 
 
 def _towers(model: PreTrainedModel) -> list[str]:
-    # The names of what is beside the decoder and the head, each with a dot at its end.
+    # The names of the modules beside the decoder and the head, each with a dot at its end.
     head = _name_of_head(model)
     kept = [_prefix(model).removesuffix("."), *([head] if head else [])]
     found = []
@@ -126,8 +126,8 @@ def _towers(model: PreTrainedModel) -> list[str]:
 
 def _names_in_files(folder: Path, model: PreTrainedModel, wanted: dict[str, Tensor]) -> dict[str, tuple[Path, str]]:
     # By the model's names, the files and the names there of the decoder's tensors and those of the head. Checkpoints
-    # have a decoder's tensors under one prefix, which other versions of transformers have called otherwise. The
-    # prefix is that under which most names and shapes are found.
+    # have a decoder's tensors under one prefix, whose name varies with the version of transformers. The prefix under
+    # which most names and shapes match is taken.
     prefix = _prefix(model)
     inner = {name.removeprefix(prefix): tuple(each.shape) for name, each in wanted.items() if name.startswith(prefix)}
     stored = {

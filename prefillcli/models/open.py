@@ -1,4 +1,4 @@
-"""A model and its draft as they lie on disk: found, checked, with the tokenizer; no weights are read."""
+"""A model and its draft on disk: found, checked, with the tokenizer; no weights are read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # these take seconds to import; wrong input should not wait f
 
 
 class ModelChoice(Protocol):
-    """Which model is to be opened, and where it will run."""
+    """The model to open, and the place where it will run."""
 
     @property
     def model(self) -> str | None: ...
@@ -45,7 +45,7 @@ class ModelChoice(Protocol):
 
 
 class DraftChoice(ModelChoice, Protocol):
-    """The same, with the draft model that is to be opened beside it, if any. One that `drafts_itself` needs none."""
+    """The same, with the draft model to open beside it, if any. A model that `drafts_itself` needs none."""
 
     @property
     def draft(self) -> str | None: ...
@@ -56,7 +56,7 @@ class DraftChoice(ModelChoice, Protocol):
 
 
 class LabelChoice(Protocol):
-    """Which labels are asked for, and whether somebody has: else they are the default."""
+    """The labels to score, and whether the user chose them: else they are the default."""
 
     @property
     def labels(self) -> str | Sequence[str]: ...
@@ -64,29 +64,31 @@ class LabelChoice(Protocol):
     def labels_given(self) -> bool: ...
 
 
-# Makes a model that variant of it; with None the model as it was loaded.
+# Turns a model into that variant of it; None gives the model as loaded.
 UseVariant = Callable[[str | None], None]
 
 
 class Variants(Protocol):
-    """What a model becomes before it reads: one variant for all rows, or several that take turns."""
+    """Variants of a model: one for all rows, or several that take turns."""
 
     @property
     def row_columns(self) -> RowColumns | None:
-        """The column that names each row's variant, and what notes it in prompts; None: there is one, for all rows."""
+        """The column that names each row's variant, and the function that notes it in prompts; None: one variant for
+        all rows."""
 
     def memory_bytes(self, device: torch.device) -> int:
         """Bytes of the device's memory that they take beside the model's weights."""
 
     def apply(self, model: PreTrainedModel) -> UseVariant | None:
-        """Change the loaded model for good, where one variant is for all rows; else return what exchanges them."""
+        """Change the loaded model for good where one variant is for all rows; else return the function that exchanges
+        variants."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
     """The files of a model and its draft, checked; no weights. `max_length` is the longest prompt in tokens.
 
-    `threads` are those of this process, where it is the one that computes.
+    `threads` are those of this process, if it computes itself.
     """
 
     files: ModelFiles
@@ -95,14 +97,14 @@ class Opened:
     draft: ModelFiles | None
     max_length: int
     threads: Threads | None = None
-    draft_tokenizer: Any = None  # the draft's tokenizer where it is another one than the model's
+    draft_tokenizer: Any = None  # the draft's tokenizer, where it differs from the model's
     variants: Variants | None = None
 
 
 def local_model(name: str, option: str) -> Path | None:
     """The directory or GGUF file of `name`; None for the name of a hub model.
 
-    Raises UsageError that names the `option` where nothing is there, or no model.
+    Raises UsageError that names the `option` where the path holds nothing, or no model.
     """
     path = Path(name).expanduser()
     if path.is_dir() and not gguf_parts(path):
@@ -225,7 +227,7 @@ def check_walkable(files: ModelFiles, advice: str) -> None:
 def check_loadable(files: ModelFiles, device: torch.device) -> None:
     """Raise UsageError or UnsupportedModelError for quantised weights that cannot be loaded on the device.
 
-    On stderr, say what becomes of those that can, where they are not computed with as they are.
+    For those that can be loaded, report on stderr if their weights are changed before use.
     """
     from prefillcli.models.weights import plan_quantisation
     from prefillcli.prefill.forest import UnsupportedModelError
@@ -262,7 +264,7 @@ def weights_of(opened: Opened, *, draft: bool = True) -> int:
 
 
 def refuse_what_cannot_fit(opened: Opened, *, draft: bool = True) -> None:
-    """Raise ResourceError if it is certain that the device has no room for the weights, those of the `draft` too."""
+    """Raise ResourceError if the device certainly has no room for the weights, those of the `draft` included."""
     from prefillcli.runtime.memory import loadable_memory
 
     need, most = weights_of(opened, draft=draft), loadable_memory(opened.device)
@@ -283,7 +285,7 @@ _VOCABULARIES = ("vocab.json", "added_tokens.json")
 _BESIDE = 1 << 16  # tokens beside twice those that the model embeds
 _TOKEN_BYTES = 256  # of such a file for each of them: with merges and blanks, large ones have 130
 
-#: What makes tokens of a text, in the files of the tokenizers library, and how to call it.
+#: The entries that tokenise a text, in the files of the tokenizers library, and their names for users.
 _PARTS = {
     "model": "merges or pieces",
     "normalizer": "normalisation",
@@ -294,8 +296,8 @@ _PARTS = {
 def load_tokenizer(folder: Path, *, embedded: int, trust_remote_code: bool, said: str) -> Any:
     """transformers' tokenizer of a folder, for a model that embeds so many tokens.
 
-    Raises UsageError that begins with what is `said`, and before anything is made of files whose vocabulary is out of
-    all proportion to the model: tables are made that are as long as its largest id.
+    Raises UsageError that begins with `said`. It refuses files whose vocabulary is out of all proportion to the model
+    before it loads them: the library makes tables as long as the largest id.
     """
     from transformers import AutoTokenizer
 
@@ -328,7 +330,7 @@ def _check_vocabulary(file: Path, most: int) -> None:
 
 
 def _vocabularies(content: Any) -> Iterator[Any]:
-    # Those of a `tokenizer.json`: a mapping or a list of tokens, and the added ones.
+    # The tokens of a `tokenizer.json`: a mapping or a list of tokens, and the added ones.
     if isinstance(content, dict):
         model, added = content.get("model"), content.get("added_tokens")
         yield model.get("vocab") if isinstance(model, dict) else None
@@ -337,10 +339,10 @@ def _vocabularies(content: Any) -> Iterator[Any]:
 
 
 def difference(target: Any, draft: Any) -> str | None:
-    """In what the content of two transformers tokenizers differs, or None.
+    """The difference in content between two transformers tokenizers, or None.
 
-    Compared are the vocabularies, with added tokens, and how they make tokens of text; names and paths do not count.
-    What is put before a text (BOS) does not either: the draft reads the target's tokens.
+    It compares the vocabularies, with added tokens, and the ways to tokenise text. Names and paths do not count. A
+    token put before a text (BOS) does not count either: the draft reads the target's tokens.
     """
     ours, theirs = target.get_vocab(), draft.get_vocab()
     if ours != theirs:

@@ -42,10 +42,10 @@ HALF = (torch.bfloat16, torch.float16)
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """While this lasts, the model computes in float32: each module's own weights are converted while it is called.
+    """In this context the model computes in float32: each module's own weights are converted while it is called.
 
     Afterwards, the weights are the tensors that they were. A module whose weights another one multiplies with raises
-    what torch says of two dtypes.
+    torch's error about two dtypes.
     """
     with ExitStack() as hooks:
         for module in model.modules():
@@ -66,7 +66,7 @@ def _conversion(module: nn.Module) -> tuple[Callable[..., None], Callable[..., N
 
     def convert(*_: Any) -> None:
         for tensor in _own(module):
-            if tensor.dtype in HALF:  # not one that a module around this one shares, and has converted
+            if tensor.dtype in HALF:  # unless a module around this one shares the tensor, and has converted it
                 converted.append((tensor, tensor.data))
                 tensor.data = tensor.data.float()
 
@@ -78,20 +78,20 @@ def _conversion(module: nn.Module) -> tuple[Callable[..., None], Callable[..., N
     return convert, restore
 
 
-#: Errors of logits in half precision that a walk may have, of those that the model's own forward has.
+#: The error of a walk's logits in half precision that is allowed, as a multiple of that of the model's own forward.
 HALF_PRECISION_FACTOR = 2.0
 _REHEARSAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
-#: What a configuration calls the number of tokens after which a layer sees less than the whole prompt.
+#: Settings of a configuration for the number of tokens after which a layer sees less than the whole prompt.
 _REACHES = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size", "index_topk")
-LONGEST_REACH = 128  # that a rehearsal's prompts pass; longer ones would take long
+LONGEST_REACH = 128  # the longest such number that a rehearsal's prompts pass; longer prompts would take long
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """How a model gives the logits of its own forward when it is walked.
+    """How a walk of a model gives the logits of its own forward.
 
-    With `own_cache` only its own attention and cache do, because of the `reason`. Without `gaps` it does so for whole
+    With `own_cache` only its own attention and cache do, because of the `reason`. Without `gaps` that holds for whole
     prompts alone, and not where tokens are left out.
     """
 
@@ -100,7 +100,7 @@ class Rehearsal:
     gaps: bool = True
 
     def set_attention(self, model: PreTrainedModel) -> None:
-        """Give the model the attention that it is walked with."""
+        """Set the model's attention to that of its walk."""
         if self.own_cache:
             set_own_attention(model)
         else:
@@ -124,8 +124,8 @@ def rehearse(
     levels, spread over chunks and packs, pass short windows, and one has gaps in its positions. Raises
     UnsupportedModelError if they differ both ways: a score that is silently wrong is worse than none.
 
-    The logits may differ by `tolerance` of the largest, or by what its dtype allows. `strictly` also bounds errors in
-    half precision by those that the model's own forward has, where no `tolerance` is given: both are compared with its
+    The logits may differ by `tolerance` of the largest, or by the bound for its dtype. Where no `tolerance` is given,
+    `strictly` also bounds errors in half precision by those of the model's own forward: both are compared with its
     forward in float32. That is for devices that the tests do not know.
 
     The weights of the model's layers come from `layers` where these are given. `rehearsal_of` finds the outcome again.
@@ -145,7 +145,7 @@ def rehearse(
     with suppress(*_ERRORS):  # some models cannot read a prompt with gaps themselves
         sparse = _own_forward(model, prompts[-1:], kept[-1:], layers)
     ways = [FOREST, Rehearsal(own_cache=True)]
-    if selects_keys(config):  # which short prompts may not show
+    if selects_keys(config):  # short prompts may not show this
         ways, reasons = ways[1:], ["some of its layers see a selection of the tokens"]
     for way in ways:
         way.set_attention(model)
@@ -169,13 +169,13 @@ def rehearse(
 
 
 def rehearsal_of(model: PreTrainedModel) -> Rehearsal:
-    """How a model was rehearsed; as a verified one if it was not."""
+    """The rehearsal of a model; that of a verified model if there was none."""
     return _rehearsals.get(model, FOREST)
 
 
 def check_uses(model: PreTrainedModel, *, drafts: str | None, compresses: bool) -> Rehearsal:
-    """How a model was rehearsed. Raises UsageError if it is to choose tokens, as the option `drafts`, and is walked
-    with its own cache, or if it `compresses` and reads whole prompts alone."""
+    """The rehearsal of a model. Raises UsageError if it must choose tokens, by the option `drafts`, and is walked with
+    its own cache, or if it `compresses` and reads whole prompts alone."""
     found, family = rehearsal_of(model), model.config.get_text_config().model_type
     if drafts is not None and found.own_cache:
         raise UsageError(
@@ -199,7 +199,7 @@ def _named(error: BaseException) -> str:
 
 
 def _prompts(config: Any) -> tuple[list[TokenArray], list[TokenArray | None]]:
-    # The prompts, and the positions that are kept of them, where that is not all.
+    # The prompts, and their kept positions, for those that do not keep all.
     rng, vocabulary = np.random.default_rng(0), int(config.vocab_size)
     reaches = [getattr(config, name, None) for name in _REACHES]
     reaches += (getattr(config, "compress_rates", None) or {}).values()
@@ -224,7 +224,7 @@ def _prompts(config: Any) -> tuple[list[TokenArray], list[TokenArray | None]]:
 
 @contextmanager
 def _layers_used(model: PreTrainedModel, source: LayerSource | None) -> Iterator[None]:
-    # While this lasts, the model's own forward takes the weights of its layers from `source`, one layer at a time.
+    # In this context the model's own forward takes the weights of its layers from `source`, one layer at a time.
     if source is None:
         yield
         return
@@ -328,7 +328,7 @@ def _compare(
         )
 
 
-# Whether a device computes what it should: checked once, remembered in the user's cache for later runs.
+# Whether a device computes correctly: checked once, remembered in the user's cache for later runs.
 
 
 FILE = "devices.json"
@@ -342,7 +342,7 @@ SLOW_TO_CHECK = frozenset({"flex"})
 
 
 class DeviceRecord:
-    """What is known of a device: which of its attention paths failed, and which families were rehearsed on it.
+    """The record of a device: the attention paths that failed, and the families that were rehearsed on it.
 
     `paths` has None, or why it failed, under PATH/DTYPE. `families` has, under FAMILY/DTYPE, whether only explicit
     blocks of scores agreed.
@@ -359,11 +359,11 @@ class DeviceRecord:
 
     @property
     def tested(self) -> bool:
-        """Whether the tests know such a device."""
+        """Whether the tests know this kind of device."""
         return self.key.kind in TESTED
 
     def save(self) -> bool:
-        """Remember it; gives whether the cache could be written. What others have found meanwhile stays."""
+        """Save it; returns whether the cache could be written. Findings that others saved meanwhile stay."""
         entries = self._kept.read()
         before: dict[str, Any] = entries.get(self.key.digest, {"paths": {}, "families": {}})
         entries[self.key.digest] = {
@@ -375,7 +375,7 @@ class DeviceRecord:
         return self._kept.write(dict(sorted(entries.items(), key=lambda item: -item[1]["time"])[:MOST]))
 
     def note(self, checks: Iterable[PathCheck]) -> None:
-        """Take note of checks; of paths that are not here there is nothing to remember."""
+        """Take note of checks, except for paths that this device lacks."""
         for check in checks:
             if check.status != "not here":
                 self.paths[f"{check.path}/{check.dtype}"] = None if check.status == "agrees" else str(check.why)
@@ -384,8 +384,8 @@ class DeviceRecord:
 def settle_paths(device: torch.device, dtype: torch.dtype) -> None:
     """Before a model of this `dtype` computes on `device`: no path is taken that differs from explicit scores.
 
-    What is not known yet of this device is checked and remembered. A path that is not taken is told on stderr. Raises
-    ResourceError where even explicit scores are wrong.
+    Paths not yet known on this device are checked and remembered. A path that is not taken is reported on stderr.
+    Raises ResourceError where even explicit scores are wrong.
     """
     record, name = DeviceRecord(device), str(dtype).removeprefix("torch.")
     quick = [path for path in CHECKED if path not in SLOW_TO_CHECK and may_take(path, device)]
@@ -415,9 +415,10 @@ def prove_model(
 ) -> None:
     """Before a model is walked: compare it with its own forward, unless that is known to agree.
 
-    It is known of verified families on devices that the tests know, and of those that have agreed on this device
-    before. Where a model does not agree on a device that the tests do not know, attention goes by explicit scores
-    alone. Raises UnsupportedModelError where it does not agree then either. `layers` and `tolerance` as in `rehearse`.
+    That is known for verified families on devices that the tests know, and for families that agreed on this device
+    before. Where a model does not agree on a device that the tests do not know, it is compared again with attention by
+    explicit scores alone. Raises UnsupportedModelError where it still does not agree. `layers` and `tolerance` as in
+    `rehearse`.
     """
     device, family = embedding_device(model), files.family
     record = DeviceRecord(device)
@@ -434,7 +435,7 @@ def prove_model(
         _go_by_blocks(family, device)
     if known is None or family not in VERIFIED:
         found, by_blocks = _rehearse_on_unknown(partial(once, strictly=True), family, device)
-        if found.gaps and not found.own_cache:  # else the next run must find out again how it is walked
+        if found.gaps and not found.own_cache:  # else the next run must rehearse it again
             record.families[name] = by_blocks
             record.save()
 

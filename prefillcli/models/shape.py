@@ -1,4 +1,4 @@
-"""Families and sizes of text models, by transformers' configuration: the one place that says what its settings mean.
+"""Families and sizes of text models, by transformers' configuration: the one place that interprets its settings.
 
 The memory law, the count of operations and the sliding windows follow from these.
 """
@@ -15,14 +15,14 @@ from prefillcli.errors import PrefillError, brief
 if TYPE_CHECKING:
     from prefillcli.plan.plan import Plan
 
-#: Kinds of layers, in a configuration's `layer_types`, by what a query in them sees.
+#: Kinds of layers, in a configuration's `layer_types`, by the keys that a query sees in them.
 SEE_ALL = frozenset({"full_attention", "attention", "hybrid", "indexed_attention"})
 SEE_A_WINDOW = frozenset({"sliding_attention", "hybrid_sliding"})
 DO_NOT_ATTEND = frozenset({"linear_attention", "mamba", "recurrent", "conv", "mlp", "moe", "sparse", "dense"})
 
 
 class NoCostModel(PrefillError):
-    """A configuration lacks a size, or has one that is not known here. The message names the family and the size."""
+    """A configuration lacks a size, or has an unknown one. The message names the family and the size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Mlp:
 def usual_settings(config: Any) -> Any:
     """The settings of a decoder with usual attention as wide as the model that `config` describes.
 
-    For families whose settings have other names: what is known of them is kept. Raises NoCostModel if the width of the
-    model is not.
+    For families whose settings have other names: the known ones are kept. Raises NoCostModel if the width of the model
+    is unknown.
     """
     shape = Shape(config)
     kept = {}
@@ -63,9 +63,9 @@ def usual_settings(config: Any) -> Any:
 
 
 class Shape:
-    """Sizes of a text configuration. Each is read when it is asked for, and raises NoCostModel if it is not there.
+    """Sizes of a text configuration. Each is read on use, and raises NoCostModel if it is missing.
 
-    What a configuration leaves out falls back as it does in transformers.
+    Missing settings have the defaults of transformers.
     """
 
     def __init__(self, config: Any) -> None:
@@ -154,8 +154,8 @@ class Shape:
         return value
 
     def _first(self, *names: str) -> int:
-        # The first of these settings that is there and is not 0 or None; else 0. Raises NoCostModel for one that is
-        # not a number: some families give one for each layer.
+        # The first of these settings that exists and is not 0 or None; else 0. Raises NoCostModel for one that is not
+        # a number: some families give one for each layer.
         for name in names:
             if value := getattr(self._config, name, None):
                 if not isinstance(value, int):
@@ -166,12 +166,12 @@ class Shape:
 
 # The cost model: floating-point operations of a prefill, and the speedup of SpecPrefill that they predict.
 #
-# The multiply-adds are those of table 5 of SpecPrefill (arXiv 2502.02789, appendix E), two operations each: MLP
-# 3BSDI, projections BSD^2(2 + 2H'/H), attention 2BS^2D, head BSDV. Here they are counted for the text configurations
-# of transformers, with heads of any width, experts and sliding windows. Norms, rotary embeddings, softmax and the
+# The multiply-adds are those of table 5 of SpecPrefill (arXiv 2502.02789, appendix E), two operations each: MLP 3BSDI,
+# projections BSD^2(2 + 2H'/H), attention 2BS^2D, head BSDV. Here they are counted for the text configurations of
+# transformers, with heads of any width, experts and sliding windows. Norms, rotary embeddings, softmax and the
 # embedding are left out. Verified families are counted by their settings; their MLPs are gated (three matrices).
-# Others are counted as their own forward multiplies (`models/law.py`). There all products behind attention
-# stand with the MLP, and those of layers without attention too. Scans in chunks (Mamba-2, gated delta nets) are
+# Others are counted as their own forward multiplies (`models/law.py`). In that count all products behind attention
+# belong to the MLP, and so do those of layers without attention. Scans in chunks (Mamba-2, gated delta nets) are
 # products, counted as transformers computes them over long prompts.
 
 
@@ -210,7 +210,7 @@ class _Layer:
 
     @property
     def keys(self) -> float:
-        # What is computed for a token where only K,V and states are asked for.
+        # Operations for a token where only K,V and states are needed.
         return self.mlp + self.inputs + self.output if self.recurs else self.inputs
 
 
@@ -381,7 +381,7 @@ VERIFIED = {
 
 _FOR_BOTH = "keeps its keys in a cache for encoders and decoders"
 _TOGETHER = "keeps the states of all layers together, in no cache of transformers"
-#: Families that cannot be walked layer by layer, and why. Other engines may score them.
+#: Families that cannot be walked layer by layer, with the reasons. Other engines may score them.
 UNWALKED = {
     "blt": "cuts bytes into patches with another model, and its layers read those",
     "cpmant": "puts learned tokens before each prompt",
@@ -458,7 +458,7 @@ def sees_nothing(text: Any) -> bool:
 
 
 def selects_keys(text: Any) -> bool:
-    """Whether layers see tokens that an indexer selects or compresses, of which an attention function is not told."""
+    """Whether layers see tokens that an indexer selects or compresses, which an attention function does not learn."""
     return bool(SELECTIVE_LAYERS.intersection(getattr(text, "layer_types", None) or ()))
 
 

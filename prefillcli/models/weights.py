@@ -1,4 +1,4 @@
-"""Quantised checkpoints: which formats there are, what each needs, and how its weights are kept on a device.
+"""Quantised checkpoints: the formats, the needs of each, and how its weights are kept on a device.
 
 transformers loads them, with help for GPTQ and AWQ (`packed_integers.py`). A format is known by the `quant_method` of
 config.json. Its weights stay packed where that device computes with them, or are unpacked to the model's dtype when
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # Weights of GPTQ and AWQ checkpoints, unpacked while transformers loads them.
 #
 # Both keep several small integers in each int32, with a scale and a zero point for a group of inputs. transformers
-# leaves them to a package that compiles kernels of its own. To unpack them none is needed: each weight is `(integer
+# leaves them to a package that compiles kernels of its own. Unpacking needs none: each weight is `(integer
 # - zero point) * scale`.
 
 
@@ -51,7 +51,7 @@ _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def why_not_unpacked(entry: Mapping[str, Any]) -> str | None:
-    """What keeps a GPTQ or AWQ checkpoint with this `quantization_config` from being unpacked; None if nothing."""
+    """Why a GPTQ or AWQ checkpoint with this `quantization_config` cannot be unpacked; None if it can."""
     method, bits = entry.get("quant_method"), entry.get("bits", 4)
     if method == "awq":
         version = str(entry.get("version", "gemm")).lower()
@@ -70,8 +70,8 @@ def unpack_gptq(
     """The weight float32 [outputs, inputs] of a GPTQ layer.
 
     `packed` is int32 [inputs * bits / 32, outputs], `zeros` int32 [groups, outputs * bits / 32], `scales` [groups,
-    outputs], `groups` the group of each input. `zero_offset` is what a zero point is larger by than what is saved.
-    Raises ValueError where the largest number is saved of one that is larger: programs read it in two ways.
+    outputs], `groups` the group of each input. A zero point is its saved number plus `zero_offset`. Raises ValueError
+    where that offset is not 0 and the largest number is saved: programs read it in two ways.
     """
     most = (1 << bits) - 1
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
@@ -169,7 +169,7 @@ class IntegerUnpacker(HfQuantizer):  # type: ignore[misc]
         return WeightConverter(source_patterns=sources, target_patterns=targets, operations=[unpack, *operations])
 
     def is_serializable(self) -> bool:
-        """Never: the model is not what the file was."""
+        """Never: the model differs from the file."""
         return False
 
     @property
@@ -186,9 +186,9 @@ class QuantisedFormat:
     """A format of quantised weights.
 
     `cpu` and `cuda` say how its weights are kept there, None where it does not run. `capability` is the least of a
-    CUDA device that computes with packed weights, for which `kernels` are needed as well; where these are missing, a
-    format that can be unpacked is. `extra` brings the packages that it needs everywhere, or `packages` names those
-    that are in no extra. `tested` devices are those on which the tests compare it with transformers. A format that
+    CUDA device that computes with packed weights, for which `kernels` are needed as well; without these, a format that
+    can be unpacked is unpacked. `extra` brings the packages that it needs everywhere, or `packages` names those that
+    are in no extra. `tested` devices are those on which the tests compare it with transformers. A format that
     transformers cannot load has a reason in `refused`.
     """
 
@@ -248,9 +248,9 @@ FORMATS: dict[str, QuantisedFormat] = {
 class Quantisation:
     """How the weights of a quantised checkpoint are kept on a device.
 
-    `changes` are what differs from the file's own entry in the configuration that it is loaded with. `warning` is for
-    the user: what scores depend on besides their row. `rounds_activations` says that layers round what goes into them,
-    so that the last bits of a number may decide about a whole step.
+    `changes` are the differences between the file's own entry and the configuration used to load it. `warning` tells
+    the user what scores depend on besides their row. With `rounds_activations` layers round their inputs, so that the
+    last bits of a number may decide a whole step.
     """
 
     format: QuantisedFormat
@@ -260,17 +260,17 @@ class Quantisation:
     rounds_activations: bool = False
 
     def describe(self, dtype: torch.dtype) -> str:
-        """For people: the format and what becomes of the weights."""
+        """For people: the format and the treatment of the weights."""
         if self.kept == "packed":
             return f"{self.format.name}, packed"
         return f"{self.format.name}, unpacked to {str(dtype).removeprefix('torch.')}"
 
 
 def plan_quantisation(origin: Path, entry: Mapping[str, Any] | None, device: torch.device) -> Quantisation | None:
-    """How the checkpoint at `origin` is loaded whose config.json has this `quantization_config`; None without one.
+    """How to load the checkpoint at `origin`, whose config.json has this `quantization_config`; None without one.
 
-    Raises UsageError where a package is missing or the device is another, UnsupportedModelError for formats that are
-    not known, that transformers cannot load, and whose scores depend on the rows that are computed with them.
+    Raises UsageError where a package is missing or the device is another. Raises UnsupportedModelError for formats
+    that are unknown, that transformers cannot load, or whose scores depend on the rows computed beside them.
     """
     if entry is None:
         return None
@@ -388,7 +388,7 @@ class WeightsPlan:
     def load(
         self, files: ModelFiles, device: torch.device, *, trust_remote_code: bool
     ) -> tuple[PreTrainedModel, LayerSource | None]:
-        """The model, ready to be walked, and where its layers come from if they are not there.
+        """The model, ready to be walked, and the source of its layers if they are not on the device.
 
         Raises UsageError, ResourceError or UnsupportedModelError.
         """
@@ -422,8 +422,8 @@ def weight_bytes(files: ModelFiles, device: torch.device) -> int:
 
 
 def plan_resident(opened: Opened, *, draft: bool = True) -> WeightsPlan:
-    """All weights on the device. Raises ResourceError where it is certain that it has no room for them, and with
-    `draft` for those of the draft beside them."""
+    """All weights on the device. Raises ResourceError if it certainly has no room for them, and with `draft` for those
+    of the draft beside them."""
     refuse_what_cannot_fit(opened, draft=draft)
     return WeightsPlan(sum(layer_bytes(opened.files, opened.device).values()), weights_of(opened, draft=False))
 
@@ -447,8 +447,8 @@ def layer_bytes(files: ModelFiles, device: torch.device) -> dict[int | None, int
 
 
 def _saved_tensors(files: ModelFiles, device: torch.device) -> Iterator[_SavedTensor]:
-    # The tensors in a model's files; of GGUF files as they will be in the cache, and of quantised weights that are
-    # unpacked on the device as they will be there.
+    # The tensors in a model's files; those of GGUF files in their cached form, and quantised weights that are unpacked
+    # in their form on the device.
     if files.gguf is not None and not files.saved:
         for each in files.gguf.tensors:
             yield _SavedTensor(each.name, files.dtype, each.numbers, each.numbers * files.dtype.itemsize)
@@ -464,7 +464,7 @@ def _saved_tensors(files: ModelFiles, device: torch.device) -> Iterator[_SavedTe
 
 
 def _unpacked_tensors(files: ModelFiles) -> Iterator[_SavedTensor]:
-    # The tensors of a quantised model once it is loaded; those that are whole in the files have their dtype there.
+    # The tensors of a quantised model after loading; tensors that are whole in the files keep their dtype.
     whole = {
         name: _FLOATS.get(tensor["dtype"])
         for path in weight_files(files.path)
