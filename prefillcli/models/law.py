@@ -358,7 +358,7 @@ class MemoryLaw:
     transient: int  # a layer's tensors for one token of a chunk
     vocabulary: int
     weights: int = 0  # of a layer's linear parts
-    outputs: int = 0  # numbers that those give for one token
+    outputs: int = 0  # numbers that these parts compute for one token
     size: int = 4  # bytes of a number
     beyond: int = 0  # a token's bytes that were measured and are none of these
     host: int = 0  # a token's bytes in host memory, where the residual stream is kept there
