@@ -1,4 +1,4 @@
-"""Gates: a finished output that is not what was expected of it ends with exit code 3."""
+"""Gates: a job whose finished output differs from the expected one ends with exit code 3."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DRIFT = Requirement(
 
 
 class GateOptions(Settings):
-    """When a finished output is not to be trusted."""
+    """The conditions under which a finished output is not to be trusted."""
 
     expect_rows: RowRange | None = option(
         None,
@@ -62,7 +62,7 @@ class GateOptions(Settings):
         return int(first or 0), int(last) if last else None
 
 
-# Whether a finished output is what was expected: its rows, its label mass, the distribution of its scores.
+# The comparison of a finished output with expectations: its rows, its label mass, the distribution of its scores.
 
 
 class Gate(BaseModel):
@@ -70,7 +70,7 @@ class Gate(BaseModel):
 
     name: Literal["expect_rows", "min_label_mass", "max_drift"]
     limit: str  # as it was given
-    value: float | None  # null where there is nothing to judge: then it is passed
+    value: float | None  # null where there is nothing to judge: the gate then passes
     passed: bool
     text: str
 
@@ -78,7 +78,7 @@ class Gate(BaseModel):
 class DriftUse(BaseModel):
     """The scores of an earlier run, with which those of this one are compared.
 
-    The report of this run remembers them: should it fail, the next attempt compares with them, not with what failed.
+    The report of this run keeps them: should it fail, the next attempt compares with them, not with the failed scores.
     """
 
     report: str  # where that run's report was
@@ -86,8 +86,8 @@ class DriftUse(BaseModel):
     fingerprint: dict[str, str] = Field(default_factory=dict)
     scores: list[int]  # its rows in each bin of `histograms.score`, over all predictions
     distance: float | None = None  # Kolmogorov-Smirnov; null until it is known
-    by_chance: float | None = None  # what it stays below 19 times of 20 if nothing has changed
-    before: DriftUse | None = None  # what that run was compared with
+    by_chance: float | None = None  # the distance stays below this 19 times out of 20 if nothing has changed
+    before: DriftUse | None = None  # the run with which that one was compared
 
 
 _CRITICAL = 1.358  # the 95 % point of Kolmogorov's distribution
@@ -166,7 +166,7 @@ def drift_reference(report: RunReport, path: str) -> DriftUse | None:
 
 
 def score_histogram(by_prediction: dict[str, list[int]]) -> list[int]:
-    """Rows in each of the bins of equal width from 0 to 1, whatever they are predicted to be."""
+    """Rows in each of the bins of equal width from 0 to 1, over all predictions."""
     from prefillcli.data.output.columns import SCORE_BINS
 
     return [sum(bins) for bins in zip(*by_prediction.values(), strict=True)] or [0] * SCORE_BINS

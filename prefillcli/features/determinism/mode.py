@@ -53,9 +53,7 @@ from prefillcli.prefill.walk import Arithmetic, ChunkCutter, cut_anywhere
 
 
 STEP = 64  # elements: two vectors of the widest kind, as many as torch computes at a time
-GRAIN = (
-    32768  # the fewest elements of a thread in torch (at::internal::GRAIN_SIZE); gelu always takes all threads
-)
+GRAIN = 32768  # the fewest elements of a thread in torch (at::internal::GRAIN_SIZE); gelu always takes all threads
 SMALL = 16384  # elements that one thread computes alone, whatever the operator
 #: Operators that round once, or not at all: one by one they give the same bits as in vectors.
 EXACT = {

@@ -29,11 +29,11 @@ class SinceUse(BaseModel):
     """The rows that were taken over from an earlier output."""
 
     output: str | None = None  # None where it is not known, as in a merge
-    rows: int = 0  # scored rows of the output that were, in all attempts
-    reason: str | None = None  # why none could be in this one
+    rows: int = 0  # scored rows of the output that were taken over, in all attempts
+    reason: str | None = None  # why none could be taken over in this attempt
 
 
-NOT_COMPARED = "input"  # the part of a fingerprint that may differ: what rows say is compared row by row
+NOT_COMPARED = "input"  # the part of a fingerprint that may differ: the contents of rows are compared row by row
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class FoundOutput:
 
     @property
     def stands(self) -> bool:
-        """Whether it is there as it was found, so that nothing has replaced it since."""
+        """Whether it is still there as it was found: nothing has replaced it since."""
         found = find_output(self.target.path, self.own)
         return isinstance(found, FoundOutput) and replace(found, remedy=self.remedy) == self
 
@@ -67,7 +67,7 @@ class FoundOutput:
 def find_output(path: str, own: str | None = None) -> FoundOutput | str:
     """The complete output at a path, or why its rows cannot be taken over. Raises UsageError for an unknown ending.
 
-    `own` is the path of the output that is to be written: while its job is not complete, an older one may be there.
+    `own` is the path of the output that is to be written: until its job is complete, an older output may be there.
     """
     target = Target.parse(path)
     if not target.exists():
@@ -124,7 +124,8 @@ class EarlierOutput:
         self._starts = np.cumsum([0, *sizes], dtype=np.int64)
 
     def take(self, window: Window) -> pa.Table | None:
-        """The results of those rows of a window that are here: row numbers, result columns, digests; None for none.
+        """The results of the rows of a window that this output has: row numbers, result columns, digests; None for
+        none.
 
         Their prompts are taken out of the window.
         """
@@ -196,8 +197,8 @@ class EarlierOutput:
 
 
 def _usable(table: pa.Table) -> pa.ChunkedArray:
-    # Whether each row may be taken over: it has a score and a digest, and lacks no number that its format cannot say.
-    # JSON has no infinity, and its null may be one.
+    # Whether each row may be taken over: it has a score and a digest, and lacks no number that its format cannot
+    # express. JSON has no infinity, and its null may stand for one.
     usable = pc.and_(pc.is_valid(table["score"]), pc.is_valid(table[DIGEST]))
     for name in table.column_names:
         if name.startswith(("logprob_", "value_")):
@@ -208,13 +209,13 @@ def _usable(table: pa.Table) -> pa.ChunkedArray:
 def find_earlier(
     settings: Any, output: str, fingerprint: dict[str, str]
 ) -> tuple[FoundOutput | None, SinceUse | None]:
-    """The output of `--since`, and what the report says of it; with `--retry-errors` the job's own.
+    """The output of `--since`, or the job's own with `--retry-errors`, and its entry in the report.
 
-    A warning names one that is missing or not complete: all rows are scored then. Raises OutputConflictError for
-    one that another job has written.
+    A warning names an output that is missing or not complete: all rows are scored then. Raises OutputConflictError for
+    an output of another job.
     """
     own = find_output(output, own=output) if _retries(settings, output) else ""
-    if not isinstance(own, str):  # whether this is the job that wrote it, the sink says
+    if not isinstance(own, str):  # the sink decides whether this is the job that wrote it
         return replace(own, remedy="give --overwrite"), SinceUse(output=output)
     if settings.since is None:
         return None, None
@@ -227,7 +228,7 @@ def find_earlier(
 
 
 def _retries(settings: Any, output: str) -> bool:
-    # Whether a job begins, or goes on, to score the error rows of its own complete output again.
+    # Whether a job begins or continues to score the error rows of its own complete output again.
     if settings.shard is not None or not (settings.resume or settings.retry_errors):
         return False
     with suppress(DamagedFileError, OutputConflictError):

@@ -1,4 +1,4 @@
-"""`--rationale`: texts behind scored rows, and `--rationale-when`: which rows more is asked about."""
+"""`--rationale`: texts behind scored rows, and `--rationale-when`: the rows with further questions."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ RETRIEVAL = Requirement(
 
 
 class WritingOptions(Settings):
-    """Whether something is written behind a prompt, and how."""
+    """Whether a text is written behind a prompt, and how."""
 
     rationale: int = option(
         0,

@@ -1,4 +1,4 @@
-"""`--rationale-when`: which rows are written about or weighed, once they are scored."""
+"""`--rationale-when`: the choice of scored rows to write about or weigh."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from prefillcli.errors import UsageError, brief, did_you_mean
 # A condition on the columns of an output, like `score > 0.4 and score < 0.6`, in the language of Jinja's
 # expressions.
 #
-# The language keeps comparisons and arithmetic: no calls, no attributes, and no filters but those of `_FILTERS`.
-# Jinja parses it; what is left of its tree is evaluated here. The values are those of a row that was scored and is not
+# The language has comparisons and arithmetic, but no calls, no attributes, and only the filters of `_FILTERS`. Jinja
+# parses it; this module evaluates the rest of its tree. The values are those of a row that was scored and is not
 # written yet.
 
 
@@ -69,7 +69,7 @@ _PLAIN_NODES = (
 
 
 class _Unknown:
-    """A value of a column whose kind is not known before its rows are read."""
+    """A value of a column of unknown kind: only its rows show that."""
 
 
 _UNKNOWN = _Unknown()
@@ -78,8 +78,8 @@ _UNKNOWN = _Unknown()
 class RowCondition:
     """A condition on the columns of a row. It can be pickled.
 
-    A comparison with null, or of values that cannot be compared, is false, and where null stands for true or false it
-    is false. Raises UsageError for a syntax error, and for what the language does not have; `option` is for messages.
+    A comparison with null, or of values that cannot be compared, is false, and null counts as false. Raises UsageError
+    for a syntax error, and for constructs that the language lacks; `option` is for messages.
     """
 
     def __init__(self, text: str, option: str = "--rationale-when") -> None:
@@ -100,13 +100,13 @@ class RowCondition:
         return RowCondition, (self.text, self._option)
 
     def __call__(self, values: Mapping[str, Any]) -> bool:
-        """Whether it is true of a row, whose values of `columns` are given: numbers, texts, true, false, None, lists
-        or mappings."""
+        """Whether it is true of a row with these values of `columns`: numbers, texts, true, false, None, lists or
+        mappings."""
         return _Evaluation(values).of(self._tree) is True
 
     def check(self, schema: pa.Schema, untyped: Collection[str] = ()) -> None:
-        """Raise UsageError for a column that `schema` does not have, for values that are not compared with one
-        another, and if it is not true or false. Columns of no known kind are `untyped`."""
+        """Raise UsageError for a column that `schema` does not have, for values that cannot be compared, and for a
+        condition that is not true or false. Columns of unknown kind are `untyped`."""
         for name in sorted(self.columns - set(schema.names)):
             raise UsageError(f"{self._option} {_short(self.text)!r}: {_why_not(name, schema.names)}")
         typical = {name: _UNKNOWN if name in untyped else _typical(schema.field(name).type) for name in self.columns}
@@ -122,7 +122,7 @@ class RowCondition:
 
 
 def _columns(node: nodes.Node, depth: int = 0) -> Iterator[str]:
-    # The columns of an expression. Raises TemplateSyntaxError for what the language does not have.
+    # The columns of an expression. Raises TemplateSyntaxError for constructs that the language lacks.
     if depth > _DEEPEST:
         raise TemplateSyntaxError(f"it is nested more than {_DEEPEST} deep", 1)
     if isinstance(node, nodes.Name):
@@ -205,8 +205,8 @@ class _Evaluation:
 
 
 class _Check(_Evaluation):
-    """The same with a typical value of each column. Raises TypeError for values of kinds that do not fit, also where
-    one side of `and` and `or` decides."""
+    """The same with a typical value of each column. Raises TypeError for kinds of values that do not fit, even where
+    one side of `and` or `or` decides."""
 
     def joined(self, node: nodes.BinExpr) -> Any:
         return all(self.negated(self.of(each)) for each in (node.left, node.right))
@@ -259,7 +259,7 @@ def _kind(value: Any) -> str:
 
 
 def _typical(kind: pa.DataType) -> Any:
-    # A value of a column of this type, as a row gives it.
+    # A typical value of a column of this type, as rows give it.
     if pa.types.is_boolean(kind):
         return True
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
@@ -283,9 +283,9 @@ def _short(text: str) -> str:
 
 
 def row_values(window: Window, rows: ResultRows, schema: OutputSchema, names: Set[str]) -> list[dict[str, Any]]:
-    """The values of the named columns, by name, for each of some rows of a window.
+    """The values of the named columns, by name, for each of these rows of a window.
 
-    Columns that are JSON text give the values that the text says, dates and times texts in ISO 8601.
+    Columns of JSON text give the values in the text; dates and times give text in ISO 8601.
     """
     found = rows.values(names)
     places = pa.array(np.searchsorted(window.rows, rows.numbers))

@@ -35,7 +35,7 @@ Walking = Callable[[], AbstractContextManager[LayerWalk]]
 
 @dataclass(slots=True)
 class TextRun:
-    """The texts, by prompt, and what writing them took."""
+    """The texts, by prompt, and the cost of writing them."""
 
     texts: dict[int, Continuation] = field(default_factory=dict)
     report: DecodingReport = field(default_factory=DecodingReport)
@@ -44,18 +44,18 @@ class TextRun:
 class TextMethod(ABC):
     """A way to score prompts and to write behind them, under its name."""
 
-    elsewhere = False  # it computes in other processes, so the memory of this one says nothing of it
+    elsewhere = False  # it computes in other processes, so this one's memory says nothing about it
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     @abstractmethod
     def run(self, task: TextTask) -> TextRun:
-        """Score all prompts and write behind them. This is what is timed."""
+        """Score all prompts and write behind them. The contest times this call."""
 
 
 class ScoredPack(NamedTuple):
-    """A pack that is scored, and what its prompts are written behind. `kept` are the K,V of its layers."""
+    """A scored pack, and the beginnings of its prompts' texts. `kept` are the K,V of its layers."""
 
     pack: Pack
     kept: KeptPack | None
@@ -121,8 +121,7 @@ def write_on(walk: LayerWalk, scored: ScoredPack, task: TextTask, drafters: JobD
 class GeneratedTexts(TextMethod):
     """Scores by the layer walk, then texts by transformers' `generate`, which reads the prompts again.
 
-    Of the prompts, longest first, so many are generated behind together as take `together` tokens with padding; at
-    least one is.
+    Prompts are batched longest first, as many as fit `together` tokens with padding; at least one.
     """
 
     def __init__(self, name: str, model: PreTrainedModel, walking: Walking, together: int) -> None:
@@ -181,9 +180,9 @@ class VllmTexts(TextMethod):
         return run
 
 
-# Prompt tokens of a padded batch: a mask of as many times the longest prompt must fit beside them.
+# Prompt tokens of a padded batch: a mask of that number times the longest prompt must fit beside them.
 PADDED_TOKENS = 32_768
-# The ways of transformers, and how many prompt tokens they generate behind together.
+# The ways of transformers, and the number of prompt tokens in one batch of each.
 TOGETHER = {"generate": 1, "generate-padded": PADDED_TOKENS}
 
 
@@ -209,7 +208,7 @@ def text_methods(
 
 
 def _writer(equipment: Equipment, material: Material) -> DraftModel | None:
-    # The draft as what guesses tokens; None if it has others than the model, or cannot: a note says why.
+    # The draft as a guesser of tokens; None, with a note, if its tokens are not the model's or it cannot guess.
     small = equipment.opened.draft
     if small is None or equipment.opened.draft_tokenizer is not None:
         return None

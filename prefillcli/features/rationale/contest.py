@@ -1,4 +1,4 @@
-"""`prefill bench --rationale`: the ways to write texts that it compares, and what it says of them."""
+"""`prefill bench --rationale`: the ways to write texts that it compares, and its report on them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from prefillcli.features.rationale.contenders import TextMethod, TextRun
     from prefillcli.runtime.clock import StepLog
 
-TEXT_REFERENCE = "plain"  # the way of writing that the others are compared with
+TEXT_REFERENCE = "plain"  # the way of writing with which the others are compared
 
 # The ways to write texts, each with a line for readers of the tables.
 TEXT_METHODS = {
@@ -41,7 +41,7 @@ TEXT_METHODS = {
 
 
 class Guesses(BaseModel):
-    """What a drafter guessed: `accepted` of the `proposed` tokens were right."""
+    """The guesses of a drafter: `accepted` of the `proposed` tokens were right."""
 
     proposed: int
     accepted: int
@@ -52,7 +52,7 @@ class TextMethodResult(BaseModel):
 
     method: str
     seconds: Range  # scores and texts
-    decode_seconds: Range  # of that, from the prompts in memory to the texts
+    decode_seconds: Range  # the part of these from the prompts in memory to the texts
     speedup: Range  # seconds of the reference over the method's, within a round
     decode_speedup: Range  # the same of decoding alone
     tokens_per_second: float  # written, by decoding alone
@@ -60,11 +60,11 @@ class TextMethodResult(BaseModel):
     guesses: dict[str, Guesses] = Field(default_factory=dict)  # by drafter
     peak_bytes: int | None = None  # above what was in use before, weights among it
     same_texts: int  # as the reference's
-    near_ties: int  # texts that are not, where the two best tokens of the reference's were once within 1e-4
+    near_ties: int  # other texts, if the reference's two best tokens were within 1e-4 at some point
 
     @property
     def times(self) -> tuple[Range, Range, Range, Range]:
-        """Seconds and speedup, in all and of decoding."""
+        """Seconds and speedup, in total and of decoding."""
         return self.seconds, self.speedup, self.decode_seconds, self.decode_speedup
 
 
@@ -173,18 +173,18 @@ TEXT_LEGEND = (
 )
 
 
-# What is written: up to so many tokens behind each prompt.
+# The texts to write: up to so many tokens behind each prompt.
 
 
-MOST_WORDS = 16  # tokens between a prompt and its text, at most
+MOST_WORDS = 16  # the most tokens between a prompt and its text
 
 
 @dataclass(frozen=True, slots=True)
 class TextTask:
     """Prompts that are scored and written on, in packs of these `limits`, whose K,V of all layers fit.
 
-    `beginning` says what is written behind a prompt, by its number and its label log-probabilities, float64 [labels].
-    A prompt, what follows it and its text take at most `longest` tokens.
+    `beginning` gives the beginning of a text, by the number of its prompt and its label log-probabilities, float64
+    [labels]. A prompt, what follows it and its text take at most `longest` tokens.
     """
 
     prompts: Sequence[Int32Array]
@@ -247,7 +247,7 @@ def _limits(equipment: Equipment, tokens: int) -> Limits:
     return Limits(tokens=min(budget.tokens, most), max_tokens=most, whole_nodes=budget.whole_nodes)
 
 
-# The ways against each other on one workload.
+# The contest of the ways on one workload.
 
 
 NEAR_TIE = 1e-4
@@ -276,8 +276,8 @@ def compare(
 ) -> TextResult:
     """Run every method once for its texts and memory, then `rounds` times in turn for its time; 0: the first run's.
 
-    After the first round none begins that would end more than `within` seconds after the first began. A method that
-    runs out of the device's memory is left out with a note. One of the methods is the reference.
+    After the first round no round begins if it would end more than `within` seconds after the first began. A method
+    that runs out of the device's memory is left out with a note. One of the methods is the reference.
     """
     from prefillcli.bench.contest import left_out_without_memory, timed_rounds, with_peak  # takes torch along
 
@@ -340,14 +340,14 @@ def _ratio(reference: Sequence[float], own: Sequence[float]) -> Range:
 
 
 def _agreement(texts: Mapping[int, Continuation], reference: Mapping[int, Continuation]) -> tuple[int, int]:
-    # How many texts are the reference's, and how many others differ where it has once come near another token.
+    # The number of texts that equal the reference's, and of others where the reference once came near another token.
     same = [prompt for prompt, text in texts.items() if text.tokens == reference[prompt].tokens]
     others = reference.keys() - set(same)
     return len(same), sum(reference[prompt].gap < NEAR_TIE for prompt in others)
 
 
 class WritingContest:
-    """Ways to write texts behind the same prompts, in the place of ways to score them."""
+    """Ways to write texts behind the same prompts, in place of ways to score them."""
 
     def __init__(self, settings: Any) -> None:
         self._settings = settings
@@ -365,7 +365,8 @@ class WritingContest:
     def run(
         self, material: Material, names: Sequence[str], equipment: Equipment, steps: StepLog, within: float
     ) -> TextResult:
-        """Compare these ways. No timed round begins that would end more than so many seconds after the first began."""
+        """Compare these ways. No timed round begins if it would end more than so many seconds after the first
+        began."""
         from prefillcli.features.rationale.contenders import text_methods  # takes torch along
 
         settings = self._settings

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WritablePrompt:
-    """A prompt that may be written on: how it is read, what makes its noise, and what stands behind it, by the label
-    that it gets."""
+    """A prompt that may get a text: how it is read, the source of its noise, and the text's beginning by predicted
+    label."""
 
     question: Question
     key: str
@@ -40,9 +40,9 @@ class WritablePrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChosenByScores:
-    """`Continuations` of the prompts of a pack whose scores decide who is wanted.
+    """`Continuations` of the prompts of a pack whose scores decide which rows are wanted.
 
-    `window` has the rows of the `candidates` alone, with the columns that the choice looks at.
+    `window` has only the rows of the `candidates`, with the columns that the choice reads.
     """
 
     writing: Writing
@@ -92,7 +92,7 @@ class Rationales(Further):
         return row.rationale is None
 
     def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Question]:
-        # Tokens that the model's own layers leave behind in a row are read as well to write about it.
+        # To write about a row, the model also reads the tokens of it that its own layers leave behind.
         question = row.question if row.question.thinning is None else Question(row.question.prompt)
         if limits.kept_size(len(question.tokens), 1) > limits.kept_tokens:
             self._take(row, question, UNREAD)
@@ -131,12 +131,12 @@ class Rationales(Further):
         return own
 
 
-UNREAD = Continuation((), "memory", float("inf"))  # of a prompt whose K,V of all layers do not fit
+UNREAD = Continuation((), "memory", float("inf"))  # reason for a prompt whose K,V of all layers do not fit
 FAILED = Continuation((), "error", float("inf"))
 
 
 def writing_of(settings: WritingOptions, opened: Opened, names: Sequence[str]) -> Writing | None:
-    """How the texts of a job are written whose labels have these names; None where none are. Raises UsageError for a
+    """How the texts of a job with labels of these names are written; None: there are none. Raises UsageError for a
     damaged model folder."""
     if not settings.rationale:
         return None
@@ -158,7 +158,7 @@ def writing_of(settings: WritingOptions, opened: Opened, names: Sequence[str]) -
     )
 
 
-# The report of rationales: their rows, and the time and tokens that they took.
+# The report of rationales: their rows, time and tokens.
 
 
 class DrafterUse(BaseModel):
@@ -166,7 +166,7 @@ class DrafterUse(BaseModel):
 
     rounds: int  # guesses for one row each
     proposed: int  # tokens
-    accepted: int  # of them, those that the model chose itself
+    accepted: int  # the guessed tokens that the model chose itself
     acceptance: float | None = None  # accepted over proposed; None where nothing was proposed
 
 
@@ -184,25 +184,25 @@ class WrittenRow(BaseModel):
 
 
 class RationaleUse(BaseModel):
-    """Rows and tokens are those of the output, all else is of this run."""
+    """Rows and tokens are those of the output; all else is of this run."""
 
     rows: int = 0  # that are written about
     tokens: int = 0  # of their texts
     evidence_rows: int = 0  # of --evidence
     finish_reasons: dict[str, int] = Field(default_factory=dict)  # rows by why their text ends
-    sources: dict[str, int] = Field(default_factory=dict)  # rows by what it was written from
-    kv: str | None = None  # kept while prompts are scored, or read again; None where no plan says it
+    sources: dict[str, int] = Field(default_factory=dict)  # rows by what their text was written from
+    kv: str | None = None  # kept while prompts are scored, or read again; None if no plan knows it
     kv_reason: str | None = None
-    kv_bytes: int | None = None  # that are kept at a time, at most
+    kv_bytes: int | None = None  # the most that are kept at a time
     speculation: str | None = None  # as it was asked for; None in a merge
-    kept_prompts: int = 0  # that had their K,V kept while they were scored
-    again_prompts: int = 0  # that were read once more
+    kept_prompts: int = 0  # rows whose K,V were kept while they were scored
+    again_prompts: int = 0  # rows that were read once more
     again_tokens: int = 0  # computed for that
     prefill_seconds: float = 0.0  # reading them once more
     decode_seconds: float = 0.0  # writing
     written_tokens: int = 0  # of this run
-    passes: int = 0  # of the model, over all rows that were written together
-    passes_per_token: float | None = None  # of the model, for one token of a row: 1 without speculation
+    passes: int = 0  # steps of the model, over all rows that were written together
+    passes_per_token: float | None = None  # steps of the model for one token of a row: 1 without speculation
     drafters: dict[str, DrafterUse] = Field(default_factory=dict)  # by level
     shown: list[WrittenRow] = Field(default_factory=list)  # with --show-text, the first ones
 
@@ -238,13 +238,13 @@ class RationaleUse(BaseModel):
         )
 
     def take_plan(self, plan: Mapping[str, Any]) -> None:
-        """Take over what a job's plan says of K,V behind which texts are written."""
+        """Take over the part of a job's plan on the K,V behind which texts are written."""
         texts = plan.get(TEXTS)
         if texts is not None:
             self.kv, self.kv_reason, self.kv_bytes = texts["kv"], texts["reason"], texts["bytes"]
 
     def take(self, counts: Counts) -> None:
-        """Take over what is known of the output's rows, those of earlier attempts included."""
+        """Take over the counts of the output's rows, including those of earlier attempts."""
         found = counts.tallies.rationales
         self.rows, self.tokens, self.evidence_rows = found.rows, found.tokens, counts.tallies.evidence
         self.finish_reasons, self.sources = dict(found.finish_reasons), dict(found.sources)
@@ -299,14 +299,14 @@ NO_REASON = "It is not the reason for the score: it is text that the model finds
 
 
 def rationale_text(rationale: Rationale, begins: str = "") -> str:
-    """The text behind the words that it goes on, or why there is none; safe to show."""
+    """The text with the words that it continues, or why there is none; safe to show."""
     if rationale.text is None:
         return f"nothing was written ({rationale.finish_reason})"
     return visible(f"{begins} {rationale.text.strip()}".strip())
 
 
 def rationale_facts(rationale: Rationale) -> str:
-    """How the text ended and what it was written from, in a line that is safe to show."""
+    """The end of the text and its source, in a line that is safe to show."""
     parts = [counted(rationale.tokens, "token"), f"ended: {rationale.finish_reason}", f"from: {rationale.source}"]
     if math.isfinite(rationale.gap):
         parts.append(f"smallest gap between the two best tokens: {rationale.gap:.3g}")

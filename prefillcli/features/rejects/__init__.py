@@ -1,4 +1,4 @@
-"""`--rejects`: the rows without a score once more, as the input has them, for who mends them."""
+"""`--rejects`: the rows without a score once more, as the input has them, for whoever repairs them."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ def check_rejects(path: str, source: Source) -> None:
 def write_rejects(path: str, source: Source, sink: Sink) -> None:
     """Write the error rows of a finished output to a file, which appears whole: number, input columns and error.
 
-    Rows that were skipped as the user asked are no errors. A value that cannot be read is null. The columns that are
-    read of `source` are others from now on. Raises PrefillError, and ContentChangedError if the input has changed.
+    Rows that were skipped as the user asked are no errors. A value that cannot be read is null. From now on `source`
+    reads other columns. Raises PrefillError, and ContentChangedError if the input has changed.
     """
     found = format_of(path)
     if found is None:
@@ -46,7 +46,7 @@ def write_rejects(path: str, source: Source, sink: Sink) -> None:
     as_text = source.kind == "jsonl" and file_format.json_text
     typed = source.kind == "jsonl" and not as_text
     carried = source.carried_schema
-    if typed:  # the types that hold the values which rows of JSON Lines have
+    if typed:  # the types for the values in rows of JSON Lines
         kinds: dict[str, set[str]] = defaultdict(set)
         for batch in source.rows(numbers):
             for name in batch.carried.column_names:

@@ -37,8 +37,8 @@ class StreamingOptions(Settings):
 
 
 class Streaming(Feature):
-    """Weights that may be streamed: with `auto` where they do not fit. It has no key in the report: `weights` is that
-    of every model."""
+    """Weights that may be streamed: with `auto` if they do not fit. It has no key of its own in the report: every
+    model has `weights` there."""
 
     order = 99
     options = {"score": StreamingOptions, "inspect": StreamingOptions}

@@ -1,9 +1,9 @@
 """Decoder layers whose weights are read from the model's files while others compute.
 
-Few layers have room in memory at a time. A thread reads the next ones into slots, which are buffers of one layer's
-size, and a layer's tensors are views of its slot. The walk uses layers in ascending order, once a pass, so the layer
-that is needed last is known: it makes room. Where there is room for more than two layers, some stay for good, spread
-evenly, so that the reads spread as well.
+Memory has room for few layers at a time. A thread reads the next ones into slots, which are buffers of one layer's
+size, and a layer's tensors are views of its slot. The walk uses layers in ascending order, once a pass, so it is known
+which layer is needed last: that one makes room. Where there is room for more than two layers, some stay for good,
+spread evenly, so that the reads spread as well.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from prefillcli.prefill.model_ends import decoder_layers
 from prefillcli.prefill.walk import LayerSource, PassSpeed
 from prefillcli.runtime import memory
 
-# Which bytes of a model's files are which numbers of its decoder layers.
+# The map from bytes of a model's files to numbers of its decoder layers.
 #
-# transformers renames tensors and joins those of experts when it loads a model. Here its own rules are applied to
-# the names alone, so that a layer can be read by itself, later and again.
+# transformers renames tensors and joins those of experts when it loads a model. Here its own rules are applied to the
+# names alone, so that a single layer can be read later, and repeatedly.
 
 
 _DTYPES = {
@@ -74,9 +74,9 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`count` numbers that lie side by side in a file and in a tensor of a layer, where `start` is the first.
+    """`count` numbers that lie side by side in a file and in a tensor of a layer; there the first is number `start`.
 
-    `expert` is the one that they belong to; None where all tokens need them.
+    `expert` is their expert; None where all tokens need them.
     """
 
     path: Path
@@ -99,8 +99,8 @@ class LayerFiles:
 
 @dataclass(slots=True)
 class Placement:
-    """What a model's files hold: the tensors of its decoder layers, the others that it has, and the names of those
-    that it does not have."""
+    """The contents of a model's files: the tensors of its decoder layers, its other tensors, and the names of those
+    that are not there."""
 
     layers: list[LayerFiles]
     others: list[Stored]
@@ -108,10 +108,10 @@ class Placement:
 
 
 def place_weights(folder: Path, model: PreTrainedModel) -> Placement:
-    """Where the weights of `model` are, which may be on the meta device: its tensors' names and shapes count.
+    """The places of the weights of `model`, which may be on the meta device: only its tensors' names and shapes count.
 
     Raises UsageError for files that lack some of a layer's tensors or have others, and UnsupportedModelError where
-    transformers makes a tensor of a layer from others in a way that is not known here.
+    transformers makes a layer's tensor from others in a way that is unknown here.
     """
     place = decoder_layers(model)
     prefix = place.prefix
@@ -244,7 +244,7 @@ def _is_of_experts(name: str) -> bool:
 # Reading numbers from a model's files, with a check that the files stay what they were.
 
 
-_STEP_BYTES = 16 << 20  # of one read: so long does stopping take
+_STEP_BYTES = 16 << 20  # of one read: stopping takes as long as one read
 _CONVERTED = 16_384  # numbers converted at a time: so few that torch starts no threads, which would slow the walk's
 
 
@@ -265,7 +265,7 @@ class WeightFiles:
     def read(self, path: Path, offset: int, dtype: torch.dtype, target: Tensor) -> None:
         """Fill `target` [numbers] on the CPU with numbers that are saved as `dtype` from byte `offset` on.
 
-        Raises ContentChangedError if the file ends before, ResourceError if it cannot be read.
+        Raises ContentChangedError if the file ends too early, ResourceError if it cannot be read.
         """
         if dtype == target.dtype:
             self._read_bytes(path, offset, target.view(torch.uint8))
@@ -278,7 +278,7 @@ class WeightFiles:
             part.copy_(saved)
 
     def require_unchanged(self, paths: Iterable[Path]) -> None:
-        """Raise ContentChangedError if one of these files was written to since it was opened."""
+        """Raise ContentChangedError if one of these files has changed since it was opened."""
         for path in paths:
             file, version = self._files[path]
             if _version(file) != version:
@@ -314,7 +314,7 @@ def _version(file: int) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-_ALIGNED = 64  # bytes: a cache line, and what torch's tensors begin at
+_ALIGNED = 64  # bytes: a cache line, and the alignment of torch's tensors
 _UNUSED_SHARE = 0.2  # experts are read when they are needed if more of them are likely to stay unused
 ROLLING_SLOTS = 2  # one layer computes, the next one is read
 _ROWS = 512  # of the product by which the speed of arithmetic is measured
@@ -323,22 +323,23 @@ _ROUNDS = 3
 
 @dataclass(eq=False, slots=True)
 class _Slot:
-    """A buffer for one layer, and what is in it."""
+    """A buffer for one layer, and its contents."""
 
     pinned: int | None = None  # the layer that stays in it for good
     buffer: Tensor | None = None  # uint8, on the device
     layer: int | None = None  # that is in it, or is being read
     loaded: bool = False
     missing: set[int] = field(default_factory=set)  # experts that are not read
-    used: Any = None  # CUDA event: what has used the buffer is done
+    used: Any = None  # CUDA event: all uses of the buffer are done
 
 
 class StreamedLayers(LayerSource):
     """A `prefillcli.prefill.walk.LayerSource` over files.
 
     `layers` are a model's decoder layers, with parameters on the meta device; `files` says where the numbers of each
-    are. At most `room` bytes of layers are on `device`, which must be enough for two, or for one if there is only one.
-    `resident_bytes` of other weights are there all the time. `experts_per_token` are those that a token is routed to.
+    are. At most `room` bytes of layers are on `device`: enough for two layers, or for one if the model has only one.
+    `resident_bytes` of other weights stay there all the time. `experts_per_token` is the number to which a token is
+    routed.
     """
 
     def __init__(
@@ -384,13 +385,14 @@ class StreamedLayers(LayerSource):
 
     @property
     def pass_bytes(self) -> int:
-        """What a pass over all layers reads, once the layers that stay are there."""
+        """The bytes that a pass over all layers reads, once the layers that stay are loaded."""
         stay = {slot.pinned for slot in self._slots}
         return sum(self.layer_bytes(index) for index in range(len(self)) if index not in stay)
 
     @property
     def numbers_per_token(self) -> float:
-        """Weights that a token is multiplied with in all layers: of the experts, those that it is routed to."""
+        """The weights with which a token is multiplied in all layers; of the experts, only those to which it is
+        routed."""
         return sum(
             piece.count * (1.0 if piece.expert is None else self._per_token / files.experts)
             for files in self._files
@@ -398,7 +400,7 @@ class StreamedLayers(LayerSource):
         )
 
     def layer_bytes(self, index: int) -> int:
-        """What a layer takes in the files."""
+        """The bytes of a layer in the files."""
         return sum(piece.count * piece.dtype.itemsize for piece in self._files[index].pieces)
 
     def measure_speed(self) -> PassSpeed:
@@ -462,7 +464,7 @@ class StreamedLayers(LayerSource):
         self._reader.close()
 
     def _wait_for(self, index: int) -> _Slot:
-        # The slot with layer `index`, which is in use from now on. Raises what reading it raised.
+        # The slot with layer `index`, which is in use from now on. Raises the error of reading it.
         begun = time.monotonic()
         with self._changed:
             if self._in_use is not None:
@@ -508,7 +510,7 @@ class StreamedLayers(LayerSource):
                 self._changed.notify_all()
 
     def _next(self) -> tuple[int, _Slot] | None:
-        # The layer to read next, and where to; None while all that have room are there.
+        # The layer to read next, and its slot; None while all layers that have room are loaded.
         held = {slot.layer for slot in self._slots}
         order = [(self._at + distance) % len(self) for distance in range(len(self))]
         layer = next((each for each in order if each not in held), None)
@@ -581,7 +583,7 @@ class StreamedLayers(LayerSource):
             yield self._layers[index].get_submodule(name).register_forward_pre_hook(before, with_kwargs=True)
 
     def _read_experts(self, arguments: Sequence[Any]) -> None:
-        # Read what is missing of the experts that the layer in use is about to call with these arguments.
+        # Read the missing ones of the experts that the layer in use is about to call with these arguments.
         slot = self._in_use
         if slot is None or slot.layer is None or slot.buffer is None or not slot.missing:
             return
@@ -603,16 +605,16 @@ class StreamedLayers(LayerSource):
 
 
 def spread(count: int, layers: int) -> list[int]:
-    """`count` of the layers 0 to `layers` - 1, as even as can be."""
+    """`count` of the layers 0 to `layers` - 1, as evenly spread as possible."""
     return [(2 * each + 1) * layers // (2 * count) for each in range(count)]
 
 
 def _lay_out(
     files: LayerFiles, device: torch.device
 ) -> tuple[dict[str, tuple[int, tuple[torch.Size, torch.dtype]]], int]:
-    # Where each tensor begins in a slot, its shape and dtype, and the bytes of them all. Products of float32 matrices
-    # on a CPU are rounded by where in a cache line a matrix begins. Resident weights are mapped files, so a tensor
-    # that is read as it is begins where it begins in its file.
+    # Where each tensor begins in a slot, its shape and dtype, and the bytes of them all. On a CPU, the rounding of
+    # float32 products depends on where in a cache line a matrix begins. Resident weights are mapped files, so a tensor
+    # that is read unchanged gets the same alignment here as in its file.
     parts: dict[str, list[Piece]] = {}
     for piece in files.pieces:
         parts.setdefault(piece.tensor, []).append(piece)
@@ -620,7 +622,7 @@ def _lay_out(
     for name, (shape, dtype) in files.tensors.items():
         first = parts[name][0]
         as_saved = device.type == "cpu" and first.dtype == dtype and _is_one_run(parts[name])
-        # Not every writer pads its header, so numbers may begin between two places that torch takes.
+        # Not every writer pads its header, so numbers may begin between two places that torch accepts.
         start = end + (first.offset % _ALIGNED if as_saved and first.offset % dtype.itemsize == 0 else 0)
         places[name] = (start, (shape, dtype))
         end = -(-(start + prod(shape) * dtype.itemsize) // _ALIGNED) * _ALIGNED
@@ -641,7 +643,7 @@ def _part(views: dict[str, Tensor], piece: Piece) -> Tensor:
 
 
 def _exchange(layer: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    # Put a tensor in the place of a layer's parameter or buffer; gives the one before.
+    # Replace a layer's parameter or buffer by a tensor; return the one before.
     inside, _, own = name.rpartition(".")
     module = layer.get_submodule(inside)
     places: dict[str, Any] = module._parameters if own in module._parameters else module._buffers
@@ -657,17 +659,18 @@ def _seconds(rows: torch.Tensor, weight: torch.Tensor) -> float:
     return time.monotonic() - begun
 
 
-# A model whose layers' weights stay in the files: whether it is one, in how much memory, and how it is loaded.
+# A model whose layers' weights stay in the files: the decision to stream it, its memory, and its loading.
 
 
-_STREAMED_SHARE = 1 / 4  # of the free memory, where no --weights-memory is given
+_STREAMED_SHARE = 1 / 4  # share of the free memory, where no --weights-memory is given
 _STREAMED_TO = ("cpu", "cuda")  # kinds of devices
 _ALIGNMENT_BYTES = 1 << 20  # for the gaps between the tensors of two layers
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedPlan(WeightsPlan):
-    """At most `taken` bytes of the weights are on the device: this process's `share` of what all may take."""
+    """At most `taken` bytes of the weights are on the device: this process's `share` of the bytes that all may
+    take."""
 
     share: float = 1.0
     mode = "stream"
@@ -682,11 +685,11 @@ class StreamedPlan(WeightsPlan):
 def plan_streamed(
     opened: Opened, weights_memory: str | None, *, always: bool, draft: bool, share: float
 ) -> StreamedPlan | None:
-    """In how much memory the weights are streamed; None where they are not.
+    """The memory in which the weights are streamed; None where they are not.
 
-    Unless they `always` are, they are streamed where they do not fit in the device's memory, or in `--weights-memory`,
-    if they can be. `draft` and `share` are as in `Feature.keep_weights`. Raises UsageError, and ResourceError where it
-    is certain that the device has no room.
+    Unless they `always` are, they are streamed, if possible, where they do not fit in the device's memory or in
+    `--weights-memory`. `draft` and `share` are as in `Feature.keep_weights`. Raises UsageError, and ResourceError
+    where the device certainly has no room.
     """
     sizes = layer_bytes(opened.files, opened.device)
     total, most = sum(sizes.values()), memory.loadable_memory(opened.device)
@@ -725,10 +728,10 @@ def load_streamed(
 ) -> tuple[PreTrainedModel, StreamedLayers]:
     """The model on `device` without the weights of its decoder layers, and the source that reads these from the files.
 
-    At most `memory` bytes of weights will be on the device, this process's `share` of what all may take. A family that
-    is not verified is rehearsed, which reads all weights several times. Raises ResourceError, with what it takes,
-    where the memory is too little; UnsupportedModelError for a model whose walk differs from its own forward, and for
-    files that cannot be read layer by layer.
+    At most `memory` bytes of weights will be on the device, this process's `share` of the bytes that all may take. A
+    family that is not verified is rehearsed, which reads all weights several times. Raises ResourceError, with the
+    memory that it takes, where this is too little; UnsupportedModelError for a model whose walk differs from its own
+    forward, and for files that cannot be read layer by layer.
     """
     register()
     limit_kernel_advice(device.type)
@@ -795,8 +798,8 @@ def _moved(
 def _load_around_layers(
     files: ModelFiles, attention: str, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, Placement]:
-    # The model on the CPU as transformers loads it with this `attention`, but for the tensors of decoder layers,
-    # which are on the meta device; and where those are. Raises UsageError.
+    # The model on the CPU as transformers loads it with this `attention`, but with the tensors of decoder layers on
+    # the meta device; and the places of these in the files. Raises UsageError.
     whole = AutoConfig.from_pretrained(files.path, trust_remote_code=trust_remote_code)
     if getattr(whole, "quantization_config", None) is not None:
         raise UnsupportedModelError(f"{files.path}: quantised weights cannot be read layer by layer")
@@ -840,7 +843,7 @@ def _load_around_layers(
 
 
 def _keep_buffers(layer: nn.Module, streamed: set[str], device: torch.device) -> None:
-    # Move buffers of a layer that are in no file to the device.
+    # Move those buffers of a layer to the device that are in no file.
     for prefix, module in layer.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and f"{prefix}.{name}".removeprefix(".") not in streamed:
