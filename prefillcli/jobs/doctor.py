@@ -1,4 +1,5 @@
-"""`prefill doctor`: what this machine has, what a run would use of it and why, and whether it computes right."""
+"""`prefill doctor`: this machine's equipment, the parts that a run would use and why, and whether it computes
+right."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from prefillcli.report.run import versions
 from prefillcli.report.section import TableRows, byte_size, numbers_table, pairs_table, stderr_console
 from prefillcli.runtime import cores, device_key, extras, log, memory, signals, user_cache
 
-# What `prefill doctor` has found: its JSON line, and its tables.
+# The findings of `prefill doctor`: its JSON line, and its tables.
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -33,7 +34,7 @@ CAPTION = "The largest error of an output around 1, for usual scores and for sco
 
 @dataclass
 class Diagnosis(Ended):
-    """What the last line on stdout says. Sizes are bytes; what this system does not tell is null."""
+    """The content of the last line on stdout. Sizes are bytes; values unknown on this system are null."""
 
     # The one that will be used: `name`, `kind`, `model`, `capability`, `driver`, `memory_bytes`, `free_bytes`.
     device: dict[str, Any] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class Diagnosis(Ended):
     versions: dict[str, str] = field(default_factory=dict)
     # Optional packages and their versions, null for one that is not installed.
     packages: dict[str, str | None] = field(default_factory=dict)
-    uses: dict[str, str] = field(default_factory=dict)  # what each of these is for
+    uses: dict[str, str] = field(default_factory=dict)  # the purpose of each of these
     threads: int = 0
     why_threads: str = ""
     # `budget_bytes` for activations and K,V before weights are there, and `why`.
@@ -81,7 +82,7 @@ def _print_diagnosis(found: Diagnosis) -> None:
 
 
 def _machine_lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
-    # What this machine has: a name and a text each.
+    # This machine's equipment: a name and a text each.
     device, cpu = found.device, found.cpu
     if device["kind"] != "cpu":
         capability = f", compute capability {device['capability']}" if device["capability"] else ""
@@ -102,7 +103,7 @@ def _machine_lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
 
 
 def _use_lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
-    # What will be used, and why.
+    # The parts that will be used, and why.
     others = f"; also here: {', '.join(found.others)}" if found.others else ""
     yield "--device", f"{found.device['name']} ({found.why_device}{others})"
     yield "--dtype", f"{found.dtype['advice']} ({found.dtype['why']})"
@@ -137,7 +138,7 @@ def _errors(usual: float, large: float | None) -> str:
 
 
 def _missing_lines(found: Diagnosis) -> Iterator[str]:
-    # What is wrong, and why paths for this kind of device cannot be taken.
+    # The faults, and why paths for this kind of device cannot be taken.
     for check in found.checks:
         if check["status"] in ("differs", "fails"):
             yield f"{check['path']} in {check['dtype']} is not used: {check['why']}"
@@ -150,7 +151,7 @@ def _missing_lines(found: Diagnosis) -> Iterator[str]:
 
 
 def _model_lines(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    # What would happen with a model.
+    # The expected run of a model.
     yield "model", f"{model['path']} ({model['family']}, {model['dtype']})"
     yield "walk", model["walk"]
     if model["weight_bytes"] is not None:
@@ -164,11 +165,11 @@ def _model_lines(model: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "longest", f"{model['longest_prompt']:,} tokens ({model['limited_by']})"
 
 
-#: Paths in the order in which attention takes them.
+#: Paths in the order in which attention tries them.
 _ORDER = ("kernel", "products", "varlen-flash", "flash-cuda", "flex", "flash-cpu", "blocks")
 #: Compute capabilities of CUDA devices on which torch computes a layer's experts as one product.
 FAST_GROUPED_PRODUCTS = {(9, 0), (10, 0)}
-#: Instruction sets that decide what is fast, as processors call them, and as people do.
+#: Instruction sets that matter for speed, as processors call them, and as people do.
 _INSTRUCTIONS = {
     "avx2": "AVX2",
     "avx512f": "AVX-512",
@@ -183,7 +184,7 @@ _INSTRUCTIONS = {
 
 
 def doctor_job(settings: DoctorSettings) -> dict[str, Any]:
-    """Check, remember what was found, and show it on stderr; return the summary for the last line on stdout.
+    """Check, remember the findings, and show them on stderr; return the summary for the last line on stdout.
 
     The exit code in the summary is 1 where a path of attention is wrong here, as runs have to go around it.
     """
@@ -224,7 +225,7 @@ def _examine(settings: DoctorSettings, found: Diagnosis, stop: signals.Stop) -> 
 
 
 def _check(device: torch.device, found: Diagnosis) -> None:
-    # Compare each path with explicit scores, remember the outcome, and rule out what differs.
+    # Compare each path with explicit scores, remember the outcome, and rule out paths that differ.
 
     attention.allow_all()
     record = DeviceRecord(device)
@@ -337,7 +338,7 @@ def _notes(device: torch.device) -> list[str]:
 
 
 def _with_model(settings: DoctorSettings, device: torch.device, found: Diagnosis) -> dict[str, Any]:
-    # What a run would do with the model of `--model`.
+    # The plan of a run with the model of `--model`.
     files, device = open_model(settings)
     facts: dict[str, Any] = {
         "path": str(files.origin),

@@ -133,7 +133,7 @@ def survey(
     """Read the windows that are `coming`, and plan them by `plans`.
 
     The windows are of the rows of the `opening`. `tick` is called with the rows and prompt tokens of each window, and
-    may raise. Raises what the job raises before it loads weights.
+    may raise. Raises the errors that the job raises before it loads weights.
     """
     found, clock = InputStatistics(), Clock()
     with coming as windows:

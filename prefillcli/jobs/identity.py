@@ -1,7 +1,7 @@
 """The identity of a job: all that changes a score, another column of a row, or which rows there are.
 
-Each option says what it changes. The fingerprint has all options that change one of these: some by the contents
-that they name, like a model's, all others by their value. So a new option is in it by itself.
+Each option declares what it changes. The fingerprint has all options that change one of these: some by the contents
+that they name, like a model's, all others by their value. So a new option joins it automatically.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ at their default, so that a job which does not use a new option is still the one
 
 
 class LocalModels:
-    """The contents of the folders that models are read from, from before anything of them is read.
+    """The contents of the models' folders, taken before anything is read from them.
 
-    Their hashing begins at once. A name on the hub has a folder only when it is opened, in `of`. Raises UsageError as
+    Hashing begins at once. A name on the hub gets its folder only when it is opened, in `of`. Raises UsageError as
     `local_models`.
     """
 
@@ -49,7 +49,7 @@ class LocalModels:
             contents.begin()
 
     def of(self, path: Path) -> ModelContents:
-        """Those of an opened model's folder or GGUF file."""
+        """The contents of an opened model's folder or GGUF file."""
         if path not in self._contents:
             self._contents[path] = ModelContents(path)
         return self._contents[path]
@@ -66,7 +66,7 @@ class LocalModels:
 
 
 def fingerprint(opening: Opening, models: LocalModels) -> dict[str, str]:
-    """Digests of all that makes the job, by part. Waits until the contents of the files are hashed.
+    """Digests of all parts of the job's identity, by part. Waits until the contents of the files are hashed.
 
     Raises ContentChangedError if a file has changed meanwhile; errors of reading pass through.
     """
@@ -96,7 +96,7 @@ def fingerprint(opening: Opening, models: LocalModels) -> dict[str, str]:
 
 
 def output_job(fingerprint: Mapping[str, str], settings: ScoreSettings) -> Job:
-    """The job as its output knows it, with the options that say which rows it scores: `prefill verify` reads them."""
+    """The job as its output records it, with the options that choose its rows: `prefill verify` reads them."""
     selection = {name: getattr(settings, name) for name in settings.changing("rows")}
     return Job(dict(fingerprint), selection, settings.id_column)
 

@@ -76,7 +76,7 @@ def _inspect(
     at_once: Callable[[], AbstractContextManager[None]],
     check: Callable[[], None],
 ) -> Inspection:
-    # Signals end what is done `at_once`; else `check` notices them. What is known of the row goes into the summary at
+    # Signals end work that is done `at_once`; else `check` notices them. Findings on the row go into the summary at
     # once. Raises UsageError where the row is not found, PrefillError where it is an error row.
     _check(settings)
     require_apart(settings)
@@ -162,7 +162,7 @@ def _inspect(
 def _answers(
     opening: Opening, loaded: Models[Any], question: Question, summary: Summary, tick: Tick
 ) -> tuple[Answer | None, Answer | None]:
-    # The answers to the prompt in full, if it fits, and compressed, if it is, with readings of every layer but the
+    # The answers to the prompt in full, if that fits, and compressed, if it is, with readings of every layer but the
     # last. Raises PrefillError.
     most = loaded.engine.limits.max_tokens
     wanted = [Question(question.prompt)] + ([question] if question.kept is not None else [])
@@ -187,8 +187,8 @@ def _further(
     scored: ScoredRow,
     tick: Tick,
 ) -> Sequence[Any]:
-    # What features say of a row that was read by this question, after further questions about it; the row takes the
-    # answers. Raises ResourceError if the engine cannot go on.
+    # The features' findings on a row that was read by this question, after further questions about it; the row takes
+    # the answers. Raises ResourceError if the engine cannot go on.
     labels = opening.labels
     label = further.choice.wanted(window, [scored]).get(scored.row)
     if label is None:
@@ -204,7 +204,7 @@ def _further(
 
 
 def _check(settings: InspectSettings) -> None:
-    # Raises UsageError for what is wrong whatever the input holds.
+    # Raises UsageError for mistakes that do not depend on the input.
     row = settings.row or ""
     if settings.id_column is None and not (row.isascii() and row.isdigit()):
         raise UsageError(f"--row {row}: a row's number counts from 0; for an id, name its column with --id-column")

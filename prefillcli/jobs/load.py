@@ -27,8 +27,8 @@ AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)
 class Models(Generic[AnyEngine]):
     """Models ready to work.
 
-    `plan` must be taken over by a resumed run, so that it cuts the same packs; `before` is that of an earlier attempt
-    that asked for the same, else empty. Where it is `planned`, another worker has made the plan for all.
+    A resumed run must take over the `plan`, so that it cuts the same packs. `before` is the plan of an earlier attempt
+    with the same settings, else empty. With `planned` another worker has made the plan for all.
     """
 
     engine: AnyEngine
@@ -48,7 +48,7 @@ class Models(Generic[AnyEngine]):
     _closing: ExitStack = field(default_factory=ExitStack)
 
     def draft_walk(self, chunk_tokens: int | None = None) -> LayerWalk:
-        """A walk over the draft, for all who need it in turn. Who needs it first says how many tokens a chunk has."""
+        """A walk over the draft, which all users share in turn. The first one sets the number of tokens of a chunk."""
         from prefillcli.models.law import choose_chunk, memory_law
         from prefillcli.prefill.walk import LayerWalk
 
@@ -85,7 +85,7 @@ def load_models(
     planned: bool = False,
     names: Sequence[str] = (),
 ) -> Models[Engine]:
-    """Load the weights and decide how much fits one pack.
+    """Load the weights and decide the size of a pack.
 
     Commands that have no choice of an engine take the layer walk, with all of a pack on the device. `before` is the
     plan of an earlier attempt, or empty. `share` and `planned` as in `LoadRequest`. `names` are those of the labels.

@@ -26,9 +26,9 @@ from prefillcli.runtime.clock import Phase
 
 @dataclass(slots=True)
 class Finished:
-    """Rows of a window that are finished since the last ones, and the tokens that took.
+    """Rows of a window that were finished since the last ones, and the tokens that this took.
 
-    `carried` are the blocks that the window hands to the next one; None where that is not said.
+    `carried` are the blocks that the window hands to the next one; None: these rows leave that open.
     """
 
     rows: list[ScoredRow] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Finished:
     carried: tuple[CarriedBlock, ...] | None = None
 
     def add(self, other: Finished) -> None:
-        """Rows that are finished as well, with their tokens."""
+        """Add more finished rows, with their tokens."""
         self.rows += other.rows
         self.errors |= other.errors
         self.tokens.add(other.tokens)
@@ -55,7 +55,7 @@ class PlannedWork(Protocol):
         """The prompts whose rows need no answer any more."""
 
     def treatment(self, pack: Pack) -> Treatment:
-        """The treatment of the prompts of a pack, beside reading their labels."""
+        """The treatment of the prompts of a pack, besides reading their labels."""
 
     def take(self, pack: Pack, answers: Sequence[Answer]) -> Finished:
         """The rows that these answers of a pack finish."""
@@ -64,7 +64,7 @@ class PlannedWork(Protocol):
         """The outcome for a row whose prompt cannot be answered."""
 
     def share(self, pack: Pack) -> tuple[float, float]:
-        """Rows and prompt tokens that progress counts for each of the pack's tokens."""
+        """The rows and prompt tokens that progress counts for each of the pack's tokens."""
 
 
 def failed_prompts(work: PlannedWork, unanswered: Sequence[Answer]) -> Finished:
@@ -78,10 +78,10 @@ def failed_prompts(work: PlannedWork, unanswered: Sequence[Answer]) -> Finished:
 class WindowWork:
     """The questions of a window: first the `ordinary` ones, then those of audited prompts in full.
 
-    Of the prompts that are `audited`, those that are compressed have a second question. Their rows wait in `scored` or
-    `audits` for their other half. The others are read to the end. Scored rows that are wanted for more than a score
-    wait in `wanted` until all packs are answered. Where they are `limited`, it is not known in advance which rows are,
-    or there is no room for the K,V that would be kept of packs.
+    `audited` prompts that are compressed have a second question. Their rows wait in `scored` or `audits` for their
+    other half. The other audited prompts are read to the end. Scored rows with further questions wait in `wanted`
+    until all packs are answered. With `limited` these rows are not known in advance, or there is no room to keep the
+    K,V of packs.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class WindowWork:
         self.limited = limited
         self._features = features
         self._in_limit = False
-        self._numbers = 0  # of packs, that later plans begin behind
+        self._numbers = 0  # blocks of packs, behind which later plans begin
         self._by_row = {question.prompt.row: question for question in questions}
 
     @property
@@ -182,7 +182,7 @@ class WindowWork:
         return len(ordinary) / len(pack.tokens), tokens / len(pack.tokens)
 
     def settle(self, rows: Sequence[ScoredRow], answers: Mapping[int, Answer]) -> list[ScoredRow]:
-        """Of rows that are scored, those that are finished; the others wait. `answers` by row may have their texts."""
+        """The finished ones of the scored rows; the others wait. `answers` by row may have their texts."""
         further = self.further
         if further is None or not rows:
             return list(rows)
@@ -209,8 +209,8 @@ class WindowWork:
         return self.settle(rows, {})
 
     def past_limit(self) -> list[WantedRow]:
-        """Take out the wanted rows that are past the job's limit; the others wait in the order of the input. To be
-        asked when all windows before are written; asked again, it takes none."""
+        """Take out the wanted rows past the job's limit; the others wait in the order of the input. To be called when
+        all earlier windows are written; another call takes none."""
         job = self.further
         self.wanted.sort(key=lambda each: each.scored.row)
         if job is None or job.limit is None or self._in_limit:
@@ -221,8 +221,8 @@ class WindowWork:
         return past
 
     def after(self, plan: Plan) -> list[Pack]:
-        """The packs of a plan that comes after this one and those that came after it. They keep the K,V that the next
-        window takes over."""
+        """The packs of a plan that follows this one and its earlier followers. They keep the K,V that the next window
+        takes over."""
         own = max((pack.index for pack in (*self.plan.given, *self.plan.packs)), default=-1)
         first = max(own + 1, self._numbers)
         self._numbers = first + len(plan.packs)
@@ -231,7 +231,7 @@ class WindowWork:
         return [replace(pack, keep=pack.keep | keys) for pack in packs]
 
     def _continuations(self, pack: Pack) -> Continuations | None:
-        """Which prompts of a pack are written on as soon as they are scored."""
+        """The prompts of a pack that get a text as soon as they are scored."""
         if self.further is None or self.limited:
             return None
         able = {
@@ -244,7 +244,7 @@ class WindowWork:
 
 
 GROUP_TOKENS = 4 << 20
-"""Tokens of the prompts that are asked about together, at most."""
+"""The most prompt tokens of questions that are asked together."""
 
 
 class FollowUp:
@@ -303,7 +303,7 @@ class FollowUp:
         return finished
 
     def fail(self, prompt: int, error: RowError) -> Finished:
-        """The row keeps its score, and goes without an answer to this question."""
+        """The row keeps its score, without an answer to this question."""
         return Finished(rows=self._answered(prompt, None))
 
     def share(self, pack: Pack) -> tuple[float, float]:
@@ -320,11 +320,12 @@ class FollowUp:
 def follow_up(
     work: WindowWork, limits: Limits, schedule: str, tick: Callable[[], None] = lambda: None
 ) -> FollowUp | None:
-    """The next questions about some of the wanted rows of a window whose packs are all answered; None if none is left.
+    """The next questions about some of a window's wanted rows, after all its packs are answered; None if none are
+    left.
 
-    The others wait for the next call: there may be many questions about a row. Where rows are limited, those that come
-    first in the input are taken, and the others are finished as they are. `tick` is called after each row, and may
-    raise to stop.
+    The others wait for the next call: there may be many questions about a row. Where rows are limited, the first ones
+    in the input are taken, and the others are finished as they are. `tick` is called after each row, and may raise to
+    stop.
     """
     further = work.further
     if further is None or not work.wanted:
@@ -345,10 +346,10 @@ def follow_up(
 class ScoringOptions:
     """How windows are scored.
 
-    `audit` says which compressed prompts are read in full as well, with `features` that flip answers which of all.
-    `further` are the questions about rows that are scored. `adjust_threads` is called often
-    while something is computed. `block_tokens` as in `make_plan`.
-    Where a feature says how prompts are read, `questions` is `Scorer.questions`.
+    `audit` chooses the compressed prompts that are also read in full; if `features` flip answers, it chooses among all
+    prompts. `further` are the questions about rows that are scored. `adjust_threads` is called often while something
+    is computed. `block_tokens` as in `make_plan`. Where a feature decides how prompts are read, `questions` is
+    `Scorer.questions`.
     """
 
     labels: Labels
@@ -365,15 +366,16 @@ class Listener(Protocol):
     """Hears how scoring a window goes. `step` may raise Interrupted to stop it."""
 
     def phase(self, name: Phase, *, waits: bool = False) -> AbstractContextManager[None]:
-        """Time spent on something. While it only `waits` for other processes, a signal may end it anywhere."""
+        """Time spent on a phase. While it only `waits` for other processes, a signal may end it anywhere."""
 
     def planned(self, packs: list[Pack], rows: int) -> None:
-        """So many rows will be computed as these packs."""
+        """So many rows will be computed in these packs."""
 
     def pack_begins(self, pack: Pack) -> None: ...
 
     def step(self, pack: Pack | None, rows: float, tokens: float, share: float) -> None:
-        """So many `rows` (also parts of one), prompt `tokens` and this `share` of the pack more are computed."""
+        """Progress: this many more `rows` (parts of one included) and prompt `tokens`, and this `share` of the
+        pack."""
 
     def pack_ends(self, pack: Pack) -> None: ...
 
@@ -390,9 +392,9 @@ def begin_window(
 ) -> tuple[WindowWork, Finished]:
     """The questions for the rows of `window` that are not `done`, and the rows that are finished without an answer.
 
-    `carried` are the blocks that the window before hands on, whether or not the engine still holds them. A row
-    that is read both ways is finished when both are answered. The
-    window's own error rows are not repeated. Of windows before, `rows_open` are not written yet.
+    `carried` are the blocks that the window before hands on, whether or not the engine still holds them. A row that is
+    read both ways is finished when both are answered. The window's own error rows are not repeated. `rows_open` is the
+    number of unwritten rows of earlier windows.
     """
     questions, finished = _questions(window, done, options, listener)
     known = {row: scored for each in options.features for row, scored in each.known().items()}
@@ -443,7 +445,7 @@ def _questions(
 
 
 def _fitting(questions: Sequence[Question], most: int) -> tuple[list[Question], dict[int, RowError]]:
-    """The questions that the memory budget holds, of at most `most` tokens; the others' rows are error rows."""
+    """The questions of at most `most` tokens, which the memory budget holds; the others' rows are error rows."""
     fitting, errors = [], {}
     for question in questions:
         tokens = len(question.tokens)
@@ -456,7 +458,7 @@ def _fitting(questions: Sequence[Question], most: int) -> tuple[list[Question], 
 
 
 def _audited(window: Window, questions: Sequence[Question], engine: PlanEngine, options: ScoringOptions) -> list[int]:
-    """Numbers of the questions whose prompts are read in full as well, or to the end where others may leave."""
+    """Numbers of the questions whose prompts are also read in full, or to the end where others may leave."""
     if options.audit is None:
         return []
     most = engine.limits.max_tokens
@@ -474,14 +476,14 @@ def _audited(window: Window, questions: Sequence[Question], engine: PlanEngine, 
 
 @dataclass(frozen=True, slots=True)
 class Granularity:
-    """How much of a job is read, scored and written together."""
+    """The amounts of a job that are read, scored and written together."""
 
     batch_rows: int = BATCH_ROWS
     window_rows: int = MAX_ROWS
     flush_seconds: float = 15.0
     """Finished rows are written at least this often, between two answers of the engine."""
     block_tokens: int = BLOCK_TOKENS
-    """A prefix of so many tokens and more is handed from one window to the next."""
+    """Prefixes of so many tokens or more are handed from one window to the next."""
 
 
 USUAL = Granularity()
@@ -509,14 +511,14 @@ class Receiver(Listener, Protocol):
         """All rows of a window are finished."""
 
     def written_if_stopped(self) -> AbstractContextManager[None]:
-        """Whatever stops the scoring inside, finished rows are kept."""
+        """Finished rows are kept, whatever stops the scoring inside."""
 
 
 class ScoringPool(PlanEngine, Protocol):
-    """Answers packs, and says to `Asked` how that goes: an engine in this process, or workers."""
+    """Answers packs, and reports progress to `Asked`: an engine in this process, or workers."""
 
     ahead: int
-    """Packs that wait for an engine at least, while there are more windows."""
+    """The fewest packs that wait for an engine while there are more windows."""
 
     @property
     def waiting(self) -> int:
@@ -533,7 +535,7 @@ class ScoringPool(PlanEngine, Protocol):
         """Answer the packs of a plan, behind those that were asked for before."""
 
     def pump(self, seconds: float, phase: Callable[..., AbstractContextManager[None]]) -> object:
-        """Compute, or wait for other processes, until there is news, at most so many seconds where others compute.
+        """Compute until there is news; where other processes compute, wait for them at most so many seconds.
 
         The time goes to a `phase` (`Listener.phase`). Raises Interrupted after a signal.
         """
@@ -575,7 +577,7 @@ class Asked:
         self._receiver.step(pack, rows * tokens, prompt_tokens * tokens, tokens / len(pack.tokens))
 
     def answered(self, pack: Pack, answers: Sequence[Answer], beside: int) -> None:
-        """Answers of a pack are there. So many tokens were computed beside those that the answers count."""
+        """Answers of a pack have come. So many tokens were computed besides those that the answers count."""
         finished = self.work.take(pack, answers)
         finished.tokens.computed += beside
         self._receiver.take(self._opened.window, finished)
@@ -611,17 +613,16 @@ class ScoringLoop:
         self.options = options
         self.receiver = receiver
         self.most_open = 0
-        """Windows that were open at a time, at most."""
+        """The most windows that were open at a time."""
         self._pool = pool
         self._written = written
         self._open: dict[int, _OpenWindow] = {}  # by the window's index, in the order of the input
         self._carried: tuple[int, Sequence[CarriedBlock]] = (-1, ())  # of the window that was planned last
 
     def score(self, windows: Iterator[Window], ready: Callable[[], bool] = lambda: True) -> None:
-        """Score all `windows`; `ready` tells whether the next one can be had at once.
+        """Score all `windows`; `ready` tells whether the next one is available at once.
 
-        As many are open as it takes for every engine to have something to do. Raises ResourceError if the pool cannot
-        go on.
+        Enough of them are open for every engine to have work. Raises ResourceError if the pool cannot go on.
         """
         pool, more = self._pool, True
         with self.receiver.written_if_stopped():
@@ -639,7 +640,7 @@ class ScoringLoop:
         receiver = self.receiver
         done = receiver.done(window.index)
         before, carried = self._carried
-        if before != receiver.window_before(window.index):  # that one was scored by an earlier run
+        if before != receiver.window_before(window.index):  # an earlier run scored that one
             carried = receiver.carried_into(window.index)
         self._pool.fit(max((len(prompt.tokens) for prompt in window.prompts), default=0))
         receiver.begin(window, done)
@@ -653,9 +654,9 @@ class ScoringLoop:
         self.go_on(opened)
 
     def go_on(self, opened: _OpenWindow) -> None:
-        """Where all of a window is answered so far, ask further questions about some of its rows, or end it.
+        """If everything about a window is answered, ask further questions about some of its rows, or end it.
 
-        Which of the wanted rows come first is known when all windows before are written.
+        The first of the wanted rows are known when all earlier windows are written.
         """
         if opened.left:
             return
@@ -709,7 +710,7 @@ class LocalPool:
 
     @property
     def limits(self) -> Limits:
-        """Those of the engine, which change when memory runs out."""
+        """The engine's limits, which change when memory runs out."""
         return self.engine.limits
 
     @property

@@ -23,7 +23,7 @@ from prefillcli.runtime.signals import Stop
 def merge_job(settings: MergeSettings) -> dict[str, Any]:
     """Merge; write `run.json` and its page whatever happens; return the summary for the last line on stdout.
 
-    Errors are told on stderr, and become the exit code in the summary.
+    Errors are reported on stderr, and become the exit code in the summary.
     """
     run_id = settings.run_id or log.new_run_id()
     with log.log_of(run_id, json_lines=settings.log_format == "json"):
@@ -65,7 +65,7 @@ def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -
             with clock.phase("read"), stop.at_once():
                 joined.open(overwrite=settings.overwrite)
         except (OutputExistsError, OutputConflictError, OutputBusyError):
-            report.report = None  # it would take the place of another run's
+            report.report = None  # it would replace another run's report
             raise
         if joined.merged is not None:
             counts = _merged_before(joined, joined.merged, report, clock)
@@ -95,7 +95,7 @@ def _merge(joined: JoinedShards, report: RunReport, clock: Clock, stop: Stop) ->
 
 
 def _merged_before(joined: JoinedShards, merged: Manifest, report: RunReport, clock: Clock) -> Counts:
-    """The counts of the output that an earlier merge has made. Remains of the shards are removed."""
+    """The counts of the output of an earlier merge. Remains of the shards are removed."""
     report.resumed = True
     report.shards, report.fingerprint = len(merged.merged), merged.job.fingerprint
     with clock.phase("read"):

@@ -24,11 +24,11 @@ from prefillcli.stats.evaluation import Measure
 
 
 class Opening:
-    """The input of a command, opened in the order in which mistakes are cheapest to tell: the rows, the models' files,
+    """The input of a command, opened in the order in which mistakes are cheapest to find: the rows, the models' files,
     how rows become prompts, and the features that the settings ask for.
 
-    `open_source`, then `open_models`. Close the builder. Columns of the input that are read beside those of the
-    prompts are `carried`; by default those that the output has, the id among them.
+    `open_source`, then `open_models`. Close the builder. `carried` are the input columns that are read besides those
+    of the prompts: by default those of the output, including the id.
     """
 
     source: Source
@@ -41,7 +41,7 @@ class Opening:
         """`JobOptions` of a command."""
         self.features = features_of(settings)
         self.common: Sequence[Prompt] = ()
-        """Prompts beside those of the rows, on which the results of all rows depend."""
+        """Prompts besides those of the rows, on which the results of all rows depend."""
         self.probabilities: Probabilities | None = None
         """Makes the calibrated probabilities of the rows."""
         self._carried = carried
@@ -49,15 +49,15 @@ class Opening:
 
     @property
     def carried(self) -> list[str]:
-        """Input columns that go to the output, those among them that are to name its folders."""
+        """Input columns that go to the output, including those that name its folders."""
         extra = [name for each in self.features for name in each.carried()]
         return list(dict.fromkeys(name for name in (*self._carried, *extra) if name is not None))
 
     def open_source(self) -> None:
         """Open the rows, and the template that makes prompts of them.
 
-        A wrong file, column, template or model folder is told here, before torch is imported, which takes seconds.
-        Raises UsageError or PrefillError as `Source` does.
+        A wrong file, column, template or model folder is reported here, before the import of torch, which takes
+        seconds. Raises UsageError or PrefillError as `Source` does.
         """
         settings = self.settings
         for each in self.features:
@@ -84,7 +84,7 @@ class Opening:
             self.open_rows()
 
     def use_models(self, opened: Opened, labels: Labels | None = None) -> None:
-        """Take these models, with `labels` that are known of them already."""
+        """Take these models, with their `labels` if these are known already."""
         self.opened = opened
         self.labels = answer_labels(opened, self.settings) if labels is None else labels
         self.labels_known()
@@ -103,7 +103,7 @@ class Opening:
     def new_builder(self, template: RowTemplate | None = None) -> PromptBuilder:
         """A builder of prompts for the rows of the source, which will read the columns for it. Raises UsageError.
 
-        Without a `template` that was compiled before, that of the settings is read.
+        Without a compiled `template`, that of the settings is read.
         """
         builder = self.make_builder(self.source.available, template)
         self.source.select(
@@ -147,14 +147,14 @@ class Opening:
         change: Callable[[Window], Window] | None = None,
         **choice: Any,
     ) -> Prefetcher[Window]:
-        """The windows of the rows, made ahead of the model in a thread, and there changed. `cancel` is that of
-        `Prefetcher`, others are those of `data.windows.windows`."""
+        """The windows of the rows, made and changed ahead of the model in a thread. `cancel` is that of `Prefetcher`;
+        the other arguments are those of `data.windows.windows`."""
         choice.setdefault("id_column", getattr(self.settings, "id_column", None))
         coming = windows(self.source, self.builder, self.labels, **choice)
         return Prefetcher(coming if change is None else map(change, coming), cancel=cancel)
 
     def check_first_rows(self) -> None:
-        """Raise what the first rows of the input would raise, before anything takes time."""
+        """Raise the errors of the input's first rows, before anything takes time."""
         with self.windows(size=WindowSize(rows=1)) as first:
             for window in first:
                 self.labels.check(window)
@@ -175,13 +175,13 @@ class Opening:
 
     @property
     def groups(self) -> Groups:
-        """The columns that the output has beside those of every output."""
+        """The columns that the output has besides those of every output."""
         named = frozenset(name for each in self.features for name in each.columns)
         return named | {"audit"} if getattr(self.settings, "audit", 0) else named
 
 
 def local_models(settings: JobOptions) -> list[Path]:
-    """The folders and GGUF files of the model, the draft and the features, where they are on this machine."""
+    """The folders and GGUF files on this machine of the model, the draft and the features."""
     found = [sample_model() if settings.model is None else local_model(settings.model, "--model")]
     if settings.draft is not None and settings.draft != SELF:
         found.append(local_model(settings.draft, "--draft"))
@@ -189,7 +189,7 @@ def local_models(settings: JobOptions) -> list[Path]:
 
 
 def require_shares(labels: Labels, command: str) -> None:
-    """Raise UsageError in a command that compares the probabilities of labels that exclude one another, for others."""
+    """Raise UsageError unless labels exclude one another, in a command that compares their probabilities."""
     if labels.measure is Measure.SHARES:
         return
     if labels.measure is Measure.CHANCES:

@@ -1,4 +1,5 @@
-"""The table of all paths that a run reads and writes: each written file has its own, and replaces its own kind."""
+"""The table of all paths that a run reads and writes: each written file has its own path, and replaces only its own
+kind."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from prefillcli.options.commands import MergeSettings, ScoreSettings
 from prefillcli.options.option import PathRole, Settings, details_of
 from prefillcli.report.section import page_of
 
-# The files that a run writes beside the scores: how one of an earlier run is known, which may be replaced.
+# The files that a run writes beside the scores, and the marks of an earlier run's files, which may be replaced.
 
 
 _PAGE = re.compile(rb"\s*<!doctype html>.*?<title>[^<]*\bprefill (score|bench|profile|inspect)\b", re.DOTALL)
@@ -88,15 +89,15 @@ def require_ours(path: str, kind: str, called: str, *, overwrite: bool | None) -
     )
 
 
-# Where output and report go if nobody says.
+# The default paths of output and report.
 
 
 _QUERY = re.compile(r"\?[^/]*=.*$")
 
 
 def default_output(first: str, *, partition: bool = False) -> str:
-    """`data.parquet` -> `data.scores.parquet`, beside it; for a directory or a glob beside the folder, where the
-    next run does not look; for a URL in the current folder. A partitioned output is a folder: `data.scores/`."""
+    """`data.parquet` -> `data.scores.parquet`, beside it; for a directory or a glob beside the folder, outside the
+    input of the next run; for a URL in the current folder. A partitioned output is a folder: `data.scores/`."""
     if "://" in first:
         first = _QUERY.sub("", without_secrets(first)).rstrip("/")
         first = split_path(first)[1] or "input"
@@ -120,7 +121,7 @@ def default_report(output: str) -> str:
 
 
 def report_path(output: str, report: str | None, shard: Shard | None) -> str:
-    """Where run.json goes; with a `shard` under a name of its own: `data.scores.shard-2-of-4.run.json`."""
+    """The path of run.json; a `shard` has a name of its own: `data.scores.shard-2-of-4.run.json`."""
     path = default_report(output) if report is None else report
     if shard is None:
         return path
@@ -129,13 +130,14 @@ def report_path(output: str, report: str | None, shard: Shard | None) -> str:
 
 
 def dry_run_report(output: str, report: str | None, shard: Shard | None = None) -> str:
-    """`data.scores.run.json` -> `data.scores.dry-run.json`, so that the report of a run stays."""
+    """`data.scores.run.json` -> `data.scores.dry-run.json`, so that a run's report is not replaced."""
     path = report_path(output, report, shard)
     return path.removesuffix(".json").removesuffix(".run") + ".dry-run.json"
 
 
 def require_json(output: str) -> None:
-    """Raise UsageError for a name that is not of a JSON file: a recipe or the environment may name the scores so."""
+    """Raise UsageError for a name that is not of a JSON file: a recipe or the environment may name the scores by
+    mistake."""
     if not output.endswith(".json"):
         raise UsageError(f"--output {output}: this names the JSON file, so end it in .json; the page goes beside it")
 
@@ -148,7 +150,7 @@ class PathUse:
     """A path of a run: a file, or a folder in which some names are read or written."""
 
     option: str
-    """Name of the option that it follows from."""
+    """Name of the option behind it."""
     called: str
     """For messages: `--report out.run.json`."""
     path: str
@@ -159,7 +161,7 @@ class PathUse:
     uses: Callable[[str], bool] = lambda inner: True
     """Whether a path below a folder is read or written with it."""
     holds: str = ""
-    """The path below a folder of a file that it has."""
+    """For a folder: the path inside it of a file that it contains."""
     output: bool = False
     """Whether it is the scores themselves, a file or a folder of parts."""
 
@@ -175,8 +177,8 @@ class PathUse:
 def require_apart(settings: Settings) -> None:
     """Raise UsageError unless everything that a run writes has a path of its own, and replaces only files that it may.
 
-    Nothing is written before. An output that is there, its job decides on; another file that is written is replaced if
-    it is of the same kind, or with `--overwrite`.
+    Nothing is written before. The job decides about an existing output. Any other written file replaces one of the
+    same kind, or any with `--overwrite`.
     """
     writes = list(_writes(settings))
     reads = list(_reads(settings, {use.place.system for use in writes}))
@@ -245,7 +247,7 @@ def _rows(name: str, given: str) -> Iterator[PathUse]:
     try:
         paths = [file.path for file in discover([given])[0]]
     except PrefillError:
-        paths = [given]  # the reader will say why it is wrong
+        paths = [given]  # the reader will report the error
     for path in paths:
         called = f"the input {path}" if name == "inputs" else f"{_flag(name)} {path}"
         yield PathUse(name, called, path, Place.of(path))
@@ -284,7 +286,7 @@ def _writes(settings: Settings) -> Iterator[PathUse]:
 
 
 def output_of(settings: ScoreSettings | MergeSettings) -> str:
-    """Where the scores go, as it was given or else beside the first input."""
+    """The path of the scores: the given one, or else one beside the first input."""
     if isinstance(settings, MergeSettings) or settings.output is not None:
         return settings.output or ""
     return default_output(settings.inputs[0], partition=settings.partition)
@@ -339,8 +341,8 @@ def _flag(name: str) -> str:
 
 
 def refuse_unlike_partitions(settings: ScoreSettings, keys: Sequence[str]) -> None:
-    """Raise UsageError if --partition is given and the output cannot have folders like those of the input, named
-    by these `keys`."""
+    """Raise UsageError if --partition is given and the output cannot have folders like the input's, named by these
+    `keys`."""
     if not settings.partition:
         return
     if not keys:

@@ -29,17 +29,18 @@ Predict = Callable[[Plan], float]
 
 
 class RemainingTime:
-    """Seconds to the end of a run: the prediction for the rest, scaled by how the first part kept to its own.
+    """Seconds to the end of a run: the prediction for the rest, scaled by the ratio of actual to predicted time so
+    far.
 
-    `rows` are all rows of the job, None if not known. Rows that are not planned yet are expected to take as long as
-    those that are. So many `workers` compute packs at a time.
+    `rows` are all rows of the job, None if not known. Rows without a plan yet are expected to take as long as planned
+    ones. So many `workers` compute packs at a time.
     """
 
     def __init__(self, predict: Predict, rows: int | None, workers: int = 1) -> None:
         self.ran = 0.0
         """Seconds that were predicted for the packs that are done."""
         self.least_pack = 0.0
-        """Seconds that a pack takes at least: in which its weights are read."""
+        """The fewest seconds that a pack takes: those of reading its weights."""
         self._predict = predict
         self._rows_left = rows
         self._workers = workers
@@ -93,7 +94,7 @@ class RemainingTime:
         return packs / self._workers + self._other * more
 
 
-# A warning where the model hardly ever answers with a label: scores then compare answers that it would not give.
+# A warning if the model hardly ever answers with a label: scores then compare answers that it would not give.
 
 
 LEAST_MASS = 1e-3
@@ -103,7 +104,7 @@ LEAST_MASS = 1e-3
 class LabelMassCheck:
     """Looks at the first window with rows that are read to the end, and warns once at most.
 
-    Classes of a head are all that it can say, so they have no such mass.
+    A head has no answers but its classes, so they have no such mass.
     """
 
     def __init__(self, labels: Labels) -> None:
@@ -151,7 +152,7 @@ class Recorder:
             quiet=job.settings.quiet,
             seconds_left=(lambda: None) if forecast is None else forecast.seconds_left,
         )
-        self._drafted = 0.0  # seconds of the draft that the forecast knows of
+        self._drafted = 0.0  # seconds of the draft that the forecast includes
         self._open: dict[
             int, tuple[Window, Finished]
         ] = {}  # finished rows that are not written, by the window's index
@@ -159,13 +160,13 @@ class Recorder:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, progress is shown, and other processes are told that this one is alive."""
+        """Inside, progress is shown, and other processes can see that this one is alive."""
         with self._progress, self._sink.signs_of_life(self._progress.pace):
             self._skip(self._sink.counts.total)
             yield
 
     def _skip(self, rows: int) -> None:
-        """Rows are there that this run does not compute."""
+        """Count rows that this run does not compute."""
         self._progress.resume(rows)
         if self._forecast is not None:
             self._forecast.skip(rows)

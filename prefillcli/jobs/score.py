@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def score_job(settings: ScoreSettings, granularity: Granularity = USUAL) -> dict[str, Any]:
     """Run the job; write `run.json` and its page whatever happens; return the summary for the last line on stdout.
 
-    Errors are told on stderr, and become the exit code in the summary. A dry run writes a report of its own.
+    Errors are reported on stderr, and become the exit code in the summary. A dry run writes a report of its own.
     """
     run_id = settings.run_id or log.new_run_id()
     with log.log_of(run_id, json_lines=settings.log_format == "json"):
@@ -90,7 +90,7 @@ class Job(Scorer):
         """The report of the run; nothing is read back from it."""
         self.output = output_of(settings)
         self.metrics_file: str | None = None
-        """Where metrics go, as soon as nothing else can be there."""
+        """The path of metrics, once it is certain that nothing else is there."""
         self._scored_before = 0  # rows that an earlier run has scored
         self._forecast: RemainingTime | None = None
 
@@ -99,7 +99,7 @@ class Job(Scorer):
         self.stop = stop
         report.output, report.shard = self.output, settings.shard
         with self.clock.phase("read"), stop.at_once():
-            require_apart(settings)  # before anything is written, the report of a failed run among it
+            require_apart(settings)  # before anything is written, even the report of a failed run
         report.report = report_path(self.output, settings.report, settings.shard_of)
         self.metrics_file = settings.metrics_file
         for each in self.features:
@@ -125,7 +125,7 @@ class Job(Scorer):
                     each.ended(self)
                 report.take(sink.counts)
                 failed = [text for each in self.features for text in each.judge(report)]
-            # A shard's share of errors says nothing of the whole: prefill merge judges that.
+            # A shard's share of errors tells nothing about the whole: prefill merge judges that.
             most = settings.max_error_rate if settings.shard is None else 1.0
             skip = settings.skip_empty and sink.empty_input
         conclude(report, sink.counts, max_error_rate=most, skip_empty=skip, failed=failed)
@@ -135,7 +135,7 @@ class Job(Scorer):
         with self.clock.phase("read"), self.stop.at_once():
             self.open_source()
             self.source.begin_hashing()
-            self.models = LocalModels(settings)  # before anything of them is read
+            self.models = LocalModels(settings)  # before anything is read from them
         with self.clock.phase("load"), self.stop.at_once():
             self.open_models()
 
@@ -194,7 +194,7 @@ class Job(Scorer):
                 self.pool.ask_for_reports()
             with self.clock.phase("write"):
                 self.require_unchanged(None)
-                (count,) = ended  # told at the end of the input
+                (count,) = ended  # reported at the end of the input
                 if settings.shard is not None:  # for prefill merge, which judges and evaluates the whole
                     sink.plan = sink.plan | {"max_error_rate": settings.max_error_rate}
                     for each in self.features:
@@ -226,12 +226,14 @@ class Job(Scorer):
             each.window_written(self, window)
 
     def require_unchanged(self, rows: Int64Array | None) -> None:
-        """Raise ContentChangedError unless the models and the sources of these rows (None: of all) are unchanged."""
+        """Raise ContentChangedError unless the models and the sources of these rows (None: of all rows) are
+        unchanged."""
         self.models.require_unchanged()
         self.source.require_unchanged(rows)
 
     def _find_profile(self) -> Profile | None:
-        """None without a profile that applies; it is told of one that does not, with a warning if it was asked for."""
+        """The profile that applies here, or None. A message tells of one that does not, as a warning if it was asked
+        for."""
         settings = self.settings
         profile, name, why = find_profile(settings, self.opened, self.report.fingerprint["model"])
         self.report.no_prediction = why
@@ -255,7 +257,8 @@ class Job(Scorer):
         self.stop.check()
 
     def fill_report(self) -> None:
-        """Put the numbers of the run into the report, however it ended. Steps that it did not reach stay None."""
+        """Put the numbers of the run into the report, however it ended. The numbers of steps that it did not reach
+        stay None."""
         report = self.report
         report.end(self.clock)
         sink: Sink | None = getattr(self, "sink", None)

@@ -39,13 +39,13 @@ class Scorer(Opening):
     beside: Mapping[type[Feature], Any] = MappingProxyType({})
     """The models and tables that features have loaded in this process: see `Feature.load`."""
     pack_seconds = 0.0
-    """No pack takes less: so long are the weights read for it."""
+    """The fewest seconds of a pack: those of reading the weights for it."""
     plan: Mapping[str, Any] = MappingProxyType({})
-    """All that attempts at a job must have in common, like the sizes of packs and anything learnt before the first
+    """Everything that attempts at a job must share, like the sizes of packs and findings from before the first
     window."""
 
     condition: Condition | None
-    """Which scored rows features ask more about; None: all."""
+    """The scored rows with further questions; None: all."""
 
     settings: ScoreSettings
 
@@ -53,7 +53,7 @@ class Scorer(Opening):
         super().__init__(settings, (settings.id_column, *filter(None, settings.keep_columns)))
         self.granularity = granularity
         self.loaded = ExitStack()
-        """Closed when all rows are scored, the models among it."""
+        """Resources to close when all rows are scored, including the models."""
         self.earlier: Mapping[str, Any] = {}
         """The plan of an earlier attempt, or of the rows before."""
 
@@ -76,7 +76,7 @@ class Scorer(Opening):
         require_label_uses(self)
 
     def windows(self, cancel: Callable[[], None] | None = None, **choice: Any) -> Prefetcher[Window]:
-        """As of every `Opening`, with the rows of the shard alone."""
+        """As in every `Opening`, but with the rows of the shard alone."""
         shard = self.settings.shard_of
         choice |= {
             "size": WindowSize(self.granularity.window_rows, batch_rows=self.granularity.batch_rows),
@@ -86,7 +86,7 @@ class Scorer(Opening):
 
     @property
     def engine(self) -> Engine | None:
-        """The engine, where it is in this process and loaded."""
+        """The engine, if it is loaded in this process."""
         return getattr(getattr(self, "pool", None), "engine", None)
 
     def load(self, *, profile: Profile | None = None, share: float = 1.0) -> None:
@@ -121,8 +121,8 @@ class Scorer(Opening):
         self.plan = {**plan, **{name: value for name, value in self.plan.items() if name in kept}}
 
     def _note_memory(self) -> None:
-        """Keep in the plan to which sizes the engine went down when memory ran out: no other attempt runs out of it
-        the same way."""
+        """Keep in the plan the sizes to which the engine went down when memory ran out, so that no other attempt runs
+        out of it the same way."""
         found = None if self.engine is None else self.engine.reduced()
         if found is not None and self.plan.get(REDUCED) != asdict(found):
             self.plan = {**self.plan, REDUCED: asdict(found)}
@@ -131,7 +131,7 @@ class Scorer(Opening):
         """Let the features learn from answers of the models, before the first window."""
         before = self.earlier
         for each in self.features:
-            learnt = each.learn(self, self.pool, before, tick)  # which may change the plan itself
+            learnt = each.learn(self, self.pool, before, tick)  # features may change the plan themselves
             self.plan = {**self.plan, **learnt}
         self.earlier = self.plan
 
@@ -144,7 +144,7 @@ class Scorer(Opening):
         self, prompts: Sequence[Prompt], tick: Tick, *, window: Window | None = None, done: Collection[int] = ()
     ) -> tuple[list[Question], int]:
         """How the model reads prompts that are planned together, and the tokens that another model has computed to
-        find that out. They may be those of a `window`, of which some rows are `done`."""
+        decide that. The prompts may be those of a `window`, of which some rows are `done`."""
         for each in self.features:
             if each.rewrites:
                 return each.questions(self, prompts, tick, window, done)
@@ -161,8 +161,8 @@ class Scorer(Opening):
     ) -> None:
         """Score windows, and give their rows to a receiver.
 
-        `ready` tells whether the next window can be had at once. Of the rows that more is asked about, `chosen` are
-        written so far. `written` as in `ScoringLoop`. Raises ResourceError if the models cannot go on.
+        `ready` tells whether the next window is available at once. `chosen` counts the rows with further questions
+        that are written so far. `written` as in `ScoringLoop`. Raises ResourceError if the models cannot go on.
         """
         rewritten = any(each.rewrites for each in self.features)
         further = FurtherQuestions.of(self, chosen)

@@ -1,4 +1,5 @@
-"""The shell of every job: it handles signals, and tells the report, stderr and the exit code how the job ended."""
+"""The shell of every job: it handles signals, and records the job's end in the report, on stderr and in the exit
+code."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from prefillcli.runtime.signals import Stop
 
 
 class Ending(Protocol):
-    """How a report tells the end of its run."""
+    """The end of a run, as reports have it."""
 
     status: Literal["complete", "failed", "interrupted"]
     exit_code: int
@@ -44,10 +45,10 @@ class Ended:
 def shell(
     report: Ending, *, debug: bool, resumable: bool = False, finish: Callable[[], None] = lambda: None
 ) -> Iterator[Stop]:
-    """For the body of a job: signals ask it to stop, and whatever error ends it goes into the `report`.
+    """For the body of a job: signals ask it to stop, and any error that ends it goes into the `report`.
 
-    `finish` writes the report, however the job ended. A signal that comes only then does not change how it ended,
-    unless `finish` hangs.
+    `finish` writes the report, however the job ended. A signal during `finish` does not change how it ended, unless
+    `finish` hangs.
     """
     with Stop() as stop:
         try:
@@ -66,7 +67,7 @@ def shell(
 def conclude(
     report: Ending, counts: Counts, *, max_error_rate: float, skip_empty: bool, failed: Sequence[str] = ()
 ) -> None:
-    """A run that came to its end. `failed` are sentences about an output that is not as expected."""
+    """A run that came to its end. `failed` are sentences about an output that differs from expectations."""
     report.status, report.exit_code = "complete", 0
     if counts.errors > max_error_rate * counts.total:
         codes = ", ".join(f"{code} {count:,}" for code, count in sorted(counts.errors_by_code.items()))

@@ -1,4 +1,4 @@
-"""`prefill status`: whether the job of an output runs, has stopped, or is complete, and how far it is."""
+"""`prefill status`: whether the job of an output runs, has stopped, or is complete, and its progress."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Status:
     """The last line on stdout."""
 
     output: str
-    status: str = "failed"  # `running`, `stopped`, `unmerged` or `complete`; `failed` if it cannot be told
+    status: str = "failed"  # `running`, `stopped`, `unmerged` or `complete`; `failed` if that cannot be found out
     exit_code: int = 0
     rows: dict[str, int | None] = field(default_factory=lambda: {"done": None, "total": None})
     rows_per_second: float | None = None
@@ -37,9 +37,9 @@ class Status:
 
 
 def status_job(output: str, *, quiet: bool = False) -> dict[str, Any]:
-    """Tell the state of an output's job on stderr; return the summary for the last line on stdout.
+    """Report the state of an output's job on stderr; return the summary for the last line on stdout.
 
-    Nothing is changed. An output that no job is known of is a usage error in the summary.
+    Nothing is changed. An output without a known job is a usage error in the summary.
     """
     status = Status(output)
     try:

@@ -1,4 +1,4 @@
-"""`prefill verify`: an output against its digests, its own rows, and the input that it says it was made of."""
+"""`prefill verify`: an output checked against its digests, its own rows, and the input that it names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prefillcli.jobs.shell import Ended, shell
 from prefillcli.runtime import log
 from prefillcli.stats.evaluation import Measure
 
-# Checks that an output is as its job wrote it, and was made of the input that it names.
+# Checks that an output is as its job wrote it, and was made from the input that it names.
 
 
 _MOST = 20  # problems that are named
@@ -43,7 +43,7 @@ class Verification:
         self._published = self._find_published()
 
     def run(self, inputs: Sequence[str] = ()) -> None:
-        """Check the output and, with `inputs`, that it was made of them. Raises UsageError for wrong inputs."""
+        """Check the output and, with `inputs`, that it was made from them. Raises UsageError for wrong inputs."""
         published = self._published
         if published is None:
             return
@@ -183,7 +183,7 @@ class Verification:
 
 
 def _with_unread(ids: list[Any], errors: pa.ChunkedArray) -> list[Any]:
-    # The ids, with `_UNREAD` for rows that were too large for their job to read: nothing says what theirs are.
+    # The ids, with `_UNREAD` for rows that were too large for their job to read: their ids are unknown.
     unread = pc.equal(errors, ErrorCode.ROW_TOO_LARGE.value)
     if not pc.any(unread).as_py():
         return ids
@@ -209,10 +209,10 @@ class Verified(Ended):
 
 
 def verify_job(output: str, inputs: Sequence[str] = (), *, quiet: bool = False) -> dict[str, Any]:
-    """Tell on stderr the problems of an output; return the summary for the last line on stdout.
+    """Report the problems of an output on stderr; return the summary for the last line on stdout.
 
-    Nothing is changed. With `inputs` the output must be of these. The exit code in the summary is 1 if anything is
-    wrong.
+    Nothing is changed. With `inputs` the output must be made from these. The exit code in the summary is 1 if anything
+    is wrong.
     """
     verified = Verified("complete", 0, output=output, inputs=list(inputs))
     with shell(verified, debug=False) as stop, stop.at_once():

@@ -147,7 +147,7 @@ class ScoreSettings(
             raise UsageError(f"{option}: {objection.reason}\n{objection.remedy}")
 
     def _joint(self, option: str) -> Iterator[Objection]:
-        # Why rows cannot be scored apart from the others of their job, as `option` would do.
+        # Why rows cannot be scored apart from the others of their job, as `option` asks.
         if self.audit:
             yield Objection("--audit draws from all rows", "audit a sample of the rows in a job of its own")
         found = [each.joint(option) for each in features_of(self)]
@@ -159,7 +159,8 @@ class ScoreSettings(
         return None if self.shard is None else Shard.parse(self.shard)
 
     def _engine_needs(self) -> dict[str, Capability]:
-        # The ability that the engine must have, by the option that needs it: those that are not at their default.
+        # The ability that the engine must have, by the option that needs it: only options that are not at their
+        # default.
         found: dict[str, Capability] = {}
         for name, field in type(self).model_fields.items():
             needed = details_of(type(self), name).needs

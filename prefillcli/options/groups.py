@@ -145,7 +145,7 @@ DEFAULT_TEMPLATE = "{{ label }} because"  # the beginning of a text behind a pro
 
 
 class DraftOptions(Settings):
-    """A small model beside the model, which some features ask."""
+    """A small model beside the model, which some features use."""
 
     draft: str | None = option(
         None,
@@ -289,7 +289,7 @@ class BudgetOptions(Settings):
 
 
 class MemoryOptions(BudgetOptions):
-    """How much is computed at a time, and in which order."""
+    """The amount that is computed at a time, and the order."""
 
     pack_tokens: int | None = option(
         None,
@@ -357,7 +357,7 @@ class RunOptions(Settings):
 
 
 class LogOptions(Settings):
-    """How a run is found again among others."""
+    """The marks by which a run is found among others."""
 
     log_format: Literal["text", "json"] = option(
         "text",

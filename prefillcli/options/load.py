@@ -23,7 +23,7 @@ from prefillcli.options.option import Settings, details_of
 AnySettings = TypeVar("AnySettings", bound=Settings)
 _From = Literal["recipe", "environment", "flag"]
 
-# Arguments that are given by their place, by field: their name on the help page, and a description.
+# Arguments given by position, by field: their name on the help page, and a description.
 _PLACES = {
     "inputs": ("INPUT", "a Parquet or JSONL file, a directory or a glob"),
     "output": ("OUTPUT", "what prefill score was given"),
@@ -98,7 +98,7 @@ def _refuse_other_bytes(value: Any, origin: str) -> None:
 
 
 class _Merged:
-    """The values given for each option: the last one wins. Remembers where it came from."""
+    """The values given for each option: the last one wins, with its origin."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -130,7 +130,7 @@ class _Merged:
     def is_mistake(self, name: str, kind: type[Settings], *, recipe_may_keep: bool) -> bool:
         """Whether it is the user's mistake that the option `name` has no effect.
 
-        Not in the environment, which is for all commands and runs. In a recipe, unless a flag is the reason.
+        In the environment it is none: that is for all commands and runs. In a recipe it is, unless a flag is the reason.
         """
         if self._from[name] != "recipe":
             return self._from[name] == "flag"
@@ -142,7 +142,7 @@ class _Merged:
             least = {} if place is None else {place: ("INPUT",) if place == "inputs" else "x"}
             return name in kind.model_validate(least | alone).ignored()
         except ValidationError:
-            return False  # the recipe is wrong by itself; a flag or the environment put it right
+            return False  # the recipe alone is wrong; a flag or the environment corrects it
 
 
 def _shown(value: object) -> str:
@@ -381,7 +381,7 @@ def read_recipe(path: str) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """The value that a YAML text stands for, made of plain values only.
+    """The value of a YAML text, made of plain values only.
 
     Raises ValueError for a text that is no YAML, has a key twice, values that its tags or digits do not allow, bytes,
     dates or sets, is nested too deeply, refers to itself, or stands for far more values than it has.
@@ -398,7 +398,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def _values(value: Any, counted: dict[int, int]) -> int:
-    # How many values there are in a value, itself included. `counted` has those of the lists and mappings so far.
+    # The number of values in a value, including itself. `counted` has those of the lists and mappings so far.
     if value is None or isinstance(value, str | int | float):
         return 1
     if not isinstance(value, list | dict):

@@ -46,7 +46,7 @@ Change = Literal["scores", "columns", "rows", "speed", "report", "files"]
 - columns: the other columns of a row, and the folder it goes to.
 - rows: which rows are scored.
 - speed: time and memory. Scores stay the same, but for rounding.
-- report: the figures that are measured and told, and the exit code.
+- report: the figures that are measured and reported, and the exit code.
 - files: which files are written, and whether existing ones are replaced.
 
 The first three make the job: see `prefillcli.jobs.identity`.
@@ -104,10 +104,10 @@ def option(
 
     `panel` is the part of the help page that shows it. `negative` is the flag that turns off an option that is on by
     default. `needs` names an ability that the engine must have if the option is given; options of compression need
-    that. `requires` is a condition on the other options without which this one has no effect and is refused. The first
-    of several that is not met is told. `off` is the value that asks for nothing, besides None and the default of a
-    switch. `path` says how a run uses the path that the option names; one that is read may be that of the written
-    option `same_as`. `field` goes to pydantic.
+    that. `requires` is a condition on the other options without which this one has no effect and is refused. The
+    message names the first of several that is not met. `off` is the value that asks for nothing, besides None and the
+    default of a switch. `path` says how a run uses the path that the option names; one that is read may be that of the
+    written option `same_as`. `field` goes to pydantic.
     """
     details = Details(
         changes=changes,
@@ -126,7 +126,8 @@ def option(
 
 
 def argument(default: Any, help: str, *, changes: Change, path: PathRole, **field: Any) -> Any:
-    """A field that is given on the command line by its place, without a flag. A `default` of ... must be given."""
+    """A field that is given on the command line by position, without a flag. With a `default` of ... it must be
+    given."""
     details = Details(changes=changes, path=path)
     return Field(default, description=help, json_schema_extra={"option": details}, **field)  # type: ignore[dict-item]
 
@@ -162,7 +163,7 @@ class Settings(BaseModel):
 
     @classmethod
     def given_by_place(cls) -> str | None:
-        """The field that the command line has without a flag, if there is one."""
+        """The field that the command line takes without a flag, if there is one."""
         names = [name for name in cls.model_fields if not details_of(cls, name).panel]
         return names[0] if names else None
 
@@ -171,7 +172,7 @@ class Settings(BaseModel):
 
     @classmethod
     def changing(cls, *what: Change) -> list[str]:
-        """Names of the options that change one of these."""
+        """Names of the options that change one of these things."""
         return [name for name in cls.model_fields if details_of(cls, name).changes in what]
 
     @classmethod

@@ -355,8 +355,9 @@ WARNED = {"draft": "draft", "compression": "compression", "engine": "engine"}
 
 
 def read_calibration(path: str, labels: Sequence[str] | None) -> Calibration:
-    """The calibration at a local path or URL, for a job with these labels; None if they are not known yet. Raises
-    UsageError for any other file.
+    """The calibration at a local path or URL, for a job with these labels; None if they are not known yet.
+
+    Raises UsageError for any other file.
     """
     again = "make it with prefill calibrate"
     content, _ = read_sealed("--calibration", path, again)  # a calibration written by hand has no seal

@@ -52,8 +52,9 @@ class _Run(NamedTuple):
 
 
 class Translator:
-    """Maps prompts from the tokenizer `target` to the tokenizer `draft`, both of transformers. The draft's is one of
-    the tokenizers library.
+    """Maps prompts from the tokenizer `target` to the tokenizer `draft`, both of transformers.
+
+    The draft's is one of the tokenizers library.
     """
 
     def __init__(self, target: Any, draft: Any) -> None:

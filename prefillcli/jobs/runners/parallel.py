@@ -1,4 +1,4 @@
-"""Begins the workers of a job, where its runner has them."""
+"""Starts the workers of a job, where its runner has them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from prefillcli.forecast.profile import Profile
 
 
-# Where the workers of a job run: the runners, by name.
+# The places where the workers of a job run: the runners, by name.
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerKind:
-    """A runner by name. `crew` makes its workers; none of them has begun. Raises UsageError or ResourceError."""
+    """A runner by name. `crew` makes its workers, none of them started. Raises UsageError or ResourceError."""
 
     name: str
     crew: Callable[[ScoreSettings, Opened], Crew]
@@ -67,7 +67,7 @@ def start_pool(
     profile: Profile | None,
     digests: Mapping[str, str],
 ) -> Pool:
-    """The workers of a job, of which one is ready. `before` as in `load_models`.
+    """The workers of a job; one of them is ready. `before` as in `load_models`.
 
     `digests` are those of the contents of the models' folders. Raises as loading a model does.
     """

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """All that a worker is begun with.
+    """All that a worker is started with.
 
-    `settings` are those of the job, with folders for the names of models. `share` is this worker's part of the memory
-    that is free on its machine. `plan` is that of an earlier attempt, or, where it is `planned`, of this one: another
-    worker has made it. `digests` are those of the folders' contents, where the worker may be on another machine.
+    `settings` are those of the job, with folders for the names of models. `share` is this worker's part of the free
+    memory of its machine. `plan` is that of an earlier attempt, or of this one if it is `planned`: another worker has
+    made it. `digests` are those of the folders' contents, where the worker may be on another machine.
     """
 
     number: int
@@ -83,7 +83,8 @@ class AnswerTask:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The answers of a pack. So many tokens were computed again for K,V that the worker did not have."""
+    """The answers of a pack, and the number of tokens that were computed again for K,V that the worker did not
+    have."""
 
     answers: list[Answer]
     refilled_tokens: int
@@ -104,7 +105,7 @@ class ReportTask:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """The work of a worker so far, with that of its texts."""
+    """The work of a worker so far, including that on its texts."""
 
     worker: WorkerReport
     decoded: DecodingReport | None
@@ -141,7 +142,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A worker could not start, or do its first task, for a reason that no other worker would change."""
+    """A worker could not start, or do its first task, for a reason that would stop any other worker too."""
 
     worker: int
     error: Exception
@@ -162,15 +163,15 @@ class Crew(Protocol):
     """Workers by number. Each does the tasks that it is sent in their order. Close it in any case."""
 
     size: int
-    """How many workers there may be."""
+    """The most workers."""
     digests_needed: bool
     """The workers may be on other machines, so they check the contents of their models' folders."""
 
     def start(self, spec: WorkerSpec) -> None:
-        """Begin the worker of this number, or begin it again after it was lost."""
+        """Start the worker of this number, or start it again after it was lost."""
 
     def send(self, worker: int, task: Task) -> None:
-        """Give a started worker one more task. If it is lost meanwhile, `wait` says so."""
+        """Give a started worker one more task. If it is lost meanwhile, `wait` reports that."""
 
     def wait(self, timeout: float) -> list[Event]:
         """The events since the last call, in order. Waits for one, at most so many seconds."""
@@ -180,7 +181,8 @@ class Crew(Protocol):
 
 
 class WorkerError(Exception):
-    """A worker failed, and not for lack of memory: an error in the program. Its traceback is attached as a note."""
+    """A worker failed for another reason than lack of memory: an error in the program. Its traceback is attached as a
+    note."""
 
 
 def portable(error: BaseException) -> Exception:
@@ -199,11 +201,11 @@ def portable(error: BaseException) -> Exception:
 
 
 MOST_LOSSES = 3
-"""Workers that may be lost on a task: it runs again twice."""
+"""The most workers that may be lost on a task: it runs again twice."""
 MOST_STARTS = 3
-"""Times in a row that a worker may be lost before it is ready."""
+"""The most times in a row that a worker may be lost before it is ready."""
 MOST_LOST = 20
-"""Workers that may be lost in a row without any task being done."""
+"""The most workers that may be lost in a row without any finished task."""
 
 
 @dataclass(eq=False, slots=True)
@@ -221,11 +223,11 @@ class Item:
 
     @property
     def tokens(self) -> int:
-        """Tokens that are computed for it, if its K,V are at hand."""
+        """Tokens to compute for it, if the K,V that it needs are at hand."""
         return len(self.task.work.pack.tokens) if isinstance(self.task, AnswerTask) else 0
 
     def lacks(self, held: frozenset[Key]) -> tuple[int, int]:
-        """Tokens that a worker with these K,V computes again for it, and, negative, those that it need not."""
+        """Tokens that a worker with these K,V computes again for it; negative: tokens that it need not compute."""
         refills = self.task.work.refills if isinstance(self.task, AnswerTask) else ()
         missing = sum(len(refill.tokens) for refill in refills if refill.block not in held)
         return missing, missing - sum(len(refill.tokens) for refill in refills)
@@ -241,11 +243,11 @@ class Item:
 
 @dataclass(eq=False, slots=True)
 class ItemGroup:
-    """Items that hold K,V of one another, in order: one worker does them, unless another has nothing else to do."""
+    """Items that use each other's K,V, in order: one worker does them, unless another has nothing else to do."""
 
     items: deque[Item]
     batch: int
-    """Groups of earlier batches are begun first."""
+    """Groups of earlier batches start first."""
     owner: int | None = None
 
     @property
@@ -255,20 +257,20 @@ class ItemGroup:
 
 @dataclass(slots=True)
 class _Seat:
-    """A worker, as far as it is known."""
+    """The dispatcher's knowledge of a worker."""
 
     ready: bool = False
     starts: int = 1
     sent: deque[Item] = field(default_factory=deque)
     held: frozenset[Key] = frozenset()
-    """The K,V that it will have when its tasks are done."""
+    """The K,V that the worker will have when its tasks are done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """News of an item: a `result`, `tokens` more of it computed, or the loss of its worker, and why.
 
-    `tokens` are negative where computed ones were lost with a worker. With `given_up` it will not run again.
+    `tokens` is negative where computed ones were lost with a worker. With `given_up` the item will not run again.
     """
 
     item: Item
@@ -281,7 +283,7 @@ class Outcome:
 class Dispatcher:
     """Gives tasks to the workers of a crew, and again to others where a worker is lost.
 
-    `spec` makes the specification of a worker, each time that it is begun.
+    `spec` makes the specification of a worker each time that it starts.
     """
 
     def __init__(self, crew: Crew, spec: Callable[[int], WorkerSpec]) -> None:
@@ -317,7 +319,7 @@ class Dispatcher:
         self._dispatch()
 
     def wait(self, timeout: float) -> tuple[list[Outcome], list[Ready]]:
-        """News of items, and the workers that are ready since. Waits at most so many seconds.
+        """News of items, and the workers that have become ready. Waits at most so many seconds.
 
         Raises the error of a worker that failed, and ResourceError where workers are lost over and over.
         """
@@ -362,7 +364,7 @@ class Dispatcher:
         return []
 
     def _replace(self, worker: int, why: str) -> list[Outcome]:
-        """Begin a lost worker again. Its first item runs again, or is given up; the others wait."""
+        """Start a lost worker again. Its first item runs again, or is given up; the others wait."""
         seat = self._seats[worker]
         items = [item for item in seat.sent if not isinstance(item.task, ReportTask)]
         outcomes = []
@@ -430,7 +432,7 @@ class Dispatcher:
         return own.items.popleft()
 
     def _take_over(self, worker: int, groups: Sequence[ItemGroup]) -> ItemGroup | None:
-        """The second half of the rest of the largest group, where that is worth computing its prefix again."""
+        """The second half of the rest of the largest group, if that is worth computing its prefix again."""
         largest = max(groups, key=lambda group: group.cost, default=None)
         if largest is None:
             return None
@@ -450,13 +452,13 @@ class Dispatcher:
 Cost = Callable[[Plan], float]
 """The predicted cost of a plan, in any unit."""
 AHEAD = 2
-"""Packs for each worker that wait at least, while there are more windows."""
-_POLL_SECONDS = 0.5  # between two looks for a signal
+"""The fewest packs that wait for each worker, while there are more windows."""
+_POLL_SECONDS = 0.5  # seconds between two checks for a signal
 _REPORT_SECONDS = 5.0
 
 
 class Pool:
-    """Workers that have begun, and the items they do. Close it in any case.
+    """Started workers, and the items they do. Close it in any case.
 
     It is a `PlanEngine`.
     """
@@ -480,8 +482,8 @@ class Pool:
     def begin(self, *, plans: bool, pack_tokens: int | None) -> None:
         """Begin the workers, and wait until one is ready.
 
-        Where the engine `plans` packs, the first worker does so for all, before the others begin. With `pack_tokens`
-        packs have no more than that, or twice the longest prompt: with many small packs, all workers end together.
+        If the engine `plans` packs, the first worker plans for all, before the others start. With `pack_tokens` packs
+        have no more tokens than that, or twice the longest prompt: with many small packs, all workers end together.
         Packs for streamed weights stay as they are planned.
         """
         first = 1 if plans else self.size
@@ -571,7 +573,7 @@ class Pool:
         return Item(task, self._cost(Plan([pack], 0)), took, partial(asked.begun, pack), losses)
 
     def _ask_one_by_one(self, asked: Asked, pack: Pack) -> None:
-        """Ask for each row of a pack alone: then a row that ends workers does no harm to the others."""
+        """Ask for each row of a pack alone: then a row that kills workers does not harm the others."""
         asked.split(pack, len(pack.prompts))
         for prompt in pack.prompts:
             (alone,) = self.numbered(plan_questions([asked.work.questions[prompt]], self.limits).packs)
@@ -645,10 +647,11 @@ class Pool:
         questions: Sequence[tuple[Any, Plan]],
         took: Callable[[int, Any, ResourceError | None], None],
     ) -> None:
-        """Have workers do what a feature asks, each question with the plan that is computed for it; returns when all
-        is done.
+        """Have workers do a feature's questions, each with the plan that is computed for it; returns when all are
+        done.
 
-        `took` is called with the number of a question and the result of `Feature.work`, or why workers are lost on it.
+        `took` is called with the number of a question and the result of `Feature.work`, or the reason why workers are
+        lost on it.
         """
         left = len(questions)
 

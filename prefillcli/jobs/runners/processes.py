@@ -26,10 +26,10 @@ _PRELOADED = [
     "prefillcli.jobs.runners.worker",
     "prefillcli.engines.loader",
 ]
-_TELL_SECONDS = 0.2  # between two messages on how far a worker is
+_TELL_SECONDS = 0.2  # seconds between two messages on a worker's progress
 ENGINE_DIED = 75
 """Exit code of a worker whose engine has died."""
-_END_SECONDS = 5.0  # for a worker that was told to end
+_END_SECONDS = 5.0  # seconds for a worker to end when it is asked to
 
 
 @dataclass(slots=True)
@@ -41,8 +41,8 @@ class _Process:
 class ProcessCrew:
     """Processes that end with this one, however it does.
 
-    On CUDA worker i has device i. On the CPU the cores are shared out evenly, or, where `threads` is a number, each
-    worker has so many threads.
+    On CUDA worker i has device i. On the CPU the cores are shared out evenly; if `threads` is a number, each worker
+    has so many threads.
     """
 
     digests_needed = False
@@ -110,7 +110,7 @@ class ProcessCrew:
         return cores, {"threads": threads if self._threads or not cores else "auto"}, {}
 
     def _receive(self, number: int) -> list[Event]:
-        """All that a worker has said by now."""
+        """All messages that a worker has sent by now."""
         worker, events = self._running[number], []
         try:
             while worker.pipe.poll():
@@ -160,14 +160,14 @@ def _work(pipe: Connection, spec: bytes, cores: Sequence[int], environment: Mapp
                 task = tasks.get()
                 pipe.send(("done", worker.run(task, _Teller(pipe))))
     except EngineDiedError:
-        os._exit(ENGINE_DIED)  # a worker that is begun again loads it again
+        os._exit(ENGINE_DIED)  # a worker that starts again loads it again
     except BaseException as error:
         with suppress(OSError):
             pipe.send(("failed", portable(error)))
 
 
 class _Teller:
-    """Sends how far a task is, now and then."""
+    """Sends the progress of a task now and then."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -182,7 +182,7 @@ class _Teller:
 
 
 def _listen(pipe: Connection, tasks: queue.SimpleQueue[Task]) -> None:
-    """Take tasks in; when the driver has gone, end this process wherever it is."""
+    """Receive tasks; when the driver has gone, end this process at any point."""
     try:
         while True:
             tasks.put(pipe.recv())
@@ -197,7 +197,7 @@ def _why_ended(code: int | None) -> str:
 
 
 def usable_devices(device: str) -> int | None:
-    """How many workers can have a device of this kind for themselves; None where cores are shared out."""
+    """The number of workers that can have a device of this kind for themselves; None where cores are shared out."""
     if device != "cuda":
         return None
     torch = sys.modules["torch"]

@@ -27,7 +27,7 @@ from prefillcli.runtime.cores import allowed
 from prefillcli.runtime.extras import require_extra
 from prefillcli.runtime.log import stdout_to_stderr
 
-# The Ray cluster that a job's actors run on: joined or begun, and the share of each actor.
+# The Ray cluster that a job's actors run on: joining or starting it, and the share of each actor.
 
 
 _STORE_BYTES = 256 << 20  # of a Ray of our own: tasks are some MB
@@ -43,7 +43,7 @@ _VARIABLES = {
 class RayCluster:
     """A cluster at an address, or a Ray of this machine's own, which ends with this process.
 
-    `resources` are those that every worker asks for, by the names that users know; those not given are chosen.
+    `resources` are those that every worker asks for, by the names that users know; missing ones are chosen here.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class RayCluster:
 
     @property
     def own(self) -> bool:
-        """Whether this Ray is begun for the job."""
+        """Whether this Ray is started for the job."""
         return self.address == "local"
 
     def join(self) -> None:
-        """Join or begin it. Raises ResourceError, and UsageError without Ray.
+        """Join or start it. Raises ResourceError, and UsageError without Ray.
 
-        Called by a thread that is not the main one, it leaves Python's handlers of signals alone.
+        Outside the main thread it leaves Python's signal handlers alone.
         """
         for name, value in {**_VARIABLES, **self._said()}.items():
             os.environ.setdefault(name, value)
@@ -143,7 +143,7 @@ class RayCluster:
         return found
 
     def _choice(self) -> dict[str, float]:
-        """Amounts by name, those that were not asked for included."""
+        """Amounts by name, including those that were not asked for."""
         nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
         asked = dict(self._asked)
         if "num_gpus" not in asked and self._device != "cpu":
@@ -168,8 +168,8 @@ _KNOWN = frozenset({"num_cpus", "num_gpus", "memory"})
 
 
 def even_part(nodes: Sequence[Mapping[str, float]], workers: int, gpus: float = 0.0) -> float:
-    """The most CPUs, whole ones, of which every worker can have as many, on machines with these resources; 1 if they
-    have no room for all workers. Each worker takes `gpus` as well."""
+    """The most whole CPUs that every worker can have on machines with these resources; 1 if they have no room for all
+    workers. Each worker takes `gpus` as well."""
     for cpus in range(int(max((node.get("CPU", 0.0) for node in nodes), default=0)), 0, -1):
         places = 0
         for node in nodes:
@@ -181,7 +181,7 @@ def even_part(nodes: Sequence[Mapping[str, float]], workers: int, gpus: float = 
 
 
 _END_SECONDS = 20.0  # for Ray to end
-_SILENCE = 15.0  # seconds of waiting for room before that is said
+_SILENCE = 15.0  # seconds of waiting for room before a message says so
 _KINDS: dict[str, Callable[[int, Any], Event]] = {"started": Started, "done": Done, "failed": Failed, "lost": Lost}
 
 
@@ -222,7 +222,7 @@ class RayCrew:
         self._patience = settings.ray_timeout
         self._quiet = settings.quiet
         self._actors: dict[int, _Actor] = {}
-        self._told: set[int] = set()  # workers of which it was said that there is no room
+        self._told: set[int] = set()  # workers whose lack of room was reported
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams = ExitStack()
@@ -296,13 +296,13 @@ class RayCrew:
             self._hear(actor, actor.handle.run.remote(stored), self._said)
 
     def _ask(self, actor: _Actor) -> None:
-        """Ask how far the actor is; it answers when it has something to say."""
+        """Ask for the actor's progress; it answers when there is any."""
         if not actor.lost:
             asked = actor.handle.advanced.options(concurrency_group=TELL).remote()
             self._hear(actor, asked, self._advanced)
 
     def _hear(self, actor: _Actor, answer: Any, take: Callable[[_Actor, Any], None]) -> None:
-        """Let `take` have the answer, in this thread, or note that the actor is lost."""
+        """Give the answer to `take`, in this thread, or note that the actor is lost."""
 
         def ready(future: Any) -> None:  # in a thread of Ray
             error = future.exception()
@@ -353,7 +353,7 @@ class RayCrew:
                 self._cluster.ray.kill(actor.handle)
 
     def _look_for_room(self) -> None:
-        """Say which workers wait for room; where none has any for long, the job cannot go on."""
+        """Report the workers that wait for room; if none gets any for long, the job cannot go on."""
         now, actors = time.monotonic(), list(self._actors.values())
         waiting = [actor for actor in actors if not actor.placed]
         since = min((actor.begun for actor in waiting), default=now)
@@ -376,7 +376,8 @@ class RayCrew:
 
 
 def take_signals_back() -> None:
-    """Let Python handle the signals that ask a run to stop. Ray has put a handler before it that ends the process."""
+    """Let Python handle the signals that ask a run to stop. Ray has replaced its handler by one that ends the
+    process."""
     if threading.current_thread() is threading.main_thread():
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.getsignal(signum))

@@ -1,4 +1,4 @@
-"""A worker: the models, loaded once, and the tasks that it does with them, one after the other."""
+"""A worker: the models, loaded once, and its tasks with them, one after the other."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Tell = Callable[[float], None]
 class Worker:
     """Lives in a process or an actor of its own. Close it in any case.
 
-    Raises PrefillError as opening and loading the models do; ContentChangedError if they are not those of the job.
+    Raises PrefillError as opening and loading the models do, and ContentChangedError if they are not those of the job.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -83,7 +83,7 @@ class Worker:
             self._seconds += time.monotonic() - begun
 
     def close(self) -> None:
-        """Let go of memory, and of other processes."""
+        """Free memory, and end other processes."""
         self._models.close()
 
     def _answer(self, task: AnswerTask, tell: Tell) -> Answered:
@@ -161,7 +161,7 @@ if TYPE_CHECKING:  # takes torch along
     from prefillcli.jobs.runners.worker import Worker
 
 TELL = "tell"
-"""The concurrency group of `advanced`, which is asked while a task runs."""
+"""The concurrency group of `advanced`, which is called while a task runs."""
 _ASLEEP = 5.0  # seconds that `advanced` waits at most
 
 
@@ -196,7 +196,7 @@ class WorkerActor:
         return _answer("done", lambda: self._done(task))
 
     def advanced(self) -> tuple[int, float]:
-        """Tokens that have been computed since this was asked last, and of which task: the first is 1.
+        """Tokens that have been computed since the last call, and the number of their task: the first is 1.
 
         Waits a while until there are any.
         """
@@ -224,7 +224,7 @@ class WorkerActor:
 
 
 def memory_share(device: str) -> float:
-    """The part of its machine's memory that is this actor's: as much as it has of the CPUs, or of a GPU.
+    """This actor's share of its machine's memory: its share of the CPUs, or of a GPU.
 
     1 in a process that is no actor.
     """
@@ -242,7 +242,7 @@ def memory_share(device: str) -> float:
 def _answer(name: str, work: Callable[[], object]) -> bytes:
     try:
         return pickle.dumps((name, work()))
-    except EngineDiedError:  # a worker that is begun again loads it again
+    except EngineDiedError:  # a worker that starts again loads it again
         return pickle.dumps(("lost", "ended because its engine had died"))
     except BaseException as error:
         return pickle.dumps(("failed", portable(error)))
