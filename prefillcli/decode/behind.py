@@ -180,7 +180,7 @@ class KeptPack:
         self._layers.append(_TakenLayer(both, state.tree.held + len(state.tokens), held | own, states))
 
     def end_of(self, read: int) -> int:
-        """The node that a read ends. In the order of these numbers, reads that share most stand side by side."""
+        """The node that a read ends. In the order of these numbers, reads that share most are neighbours."""
         return self._pack.reads[read][0]
 
     def parts_of(self, read: int) -> dict[Part, int]:
@@ -271,7 +271,7 @@ class KeptPack:
         return places
 
     def _runs(self, layer: _TakenLayer, wanted: dict[Part, int]) -> list[tuple[int, int]]:
-        # The tokens `start:end` of a layer that these parts are, in the order of their new places.
+        # The tokens `start:end` of a layer that make up these parts, in the order of their new places.
         joined: list[tuple[int, int]] = []
         for part in wanted:
             start = layer.places[part]
@@ -459,7 +459,7 @@ class OwnTokens:
             self.keys, self.values = self.keys[at], self.values[at]
 
     def of(self, tokens: RowTokens) -> KeyValue:
-        """Those of the rows that have new tokens, up to the last of these, [rows, kv heads, tokens, width] each."""
+        """The K,V of the rows that have new tokens, up to the last of these, [rows, kv heads, tokens, width] each."""
         if self.keys is None or self.values is None:
             raise RuntimeError("nothing was read behind the prompts")
         if len(tokens.slots) == self._rows and (tokens.slots[1:] > tokens.slots[:-1]).all():

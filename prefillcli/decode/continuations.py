@@ -33,8 +33,8 @@ DRAFTERS: dict[str, DrafterKind] = {
 }
 
 
-# Why a text ends: at a stop token, at its greatest length (or the model's), or unbegun, for want of memory or because
-# the engine failed whenever it began.
+# Why a text ends: at a stop token, at its greatest length (or the model's), or before it began, for lack of memory or
+# because the engine failed at each attempt.
 FinishReason = Literal["stop", "length", "memory", "error"]
 
 

@@ -341,7 +341,7 @@ DROP_SHARE = 0.5  # of the rows: when no more than these go on, the others' K,V 
 class PaddedForward:
     """Reads the tokens behind some chosen ones of each row; `open` the rows first.
 
-    Where the model's layers keep states, or are walked with the model's own cache, raises UnsupportedModelError.
+    Raises UnsupportedModelError where the model's layers keep states, or are walked with the model's own cache.
     """
 
     can_forget = True
@@ -359,7 +359,7 @@ class PaddedForward:
     def open(self, rows: Sequence[int], chosen: Sequence[int] | None = None) -> None:
         """Read these rows from now on, and none of those before.
 
-        Before its text each layer keeps `chosen[layer]` tokens of a row, at most; none where this is None.
+        Before a row's text each layer keeps at most `chosen[layer]` tokens; none where this is None.
         """
         self._rows = {row: place for place, row in enumerate(rows)}
         self._read, self._positions, self._depths = (np.zeros(len(rows), dtype=np.int64) for _ in range(3))

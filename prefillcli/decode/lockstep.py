@@ -28,7 +28,7 @@ from prefillcli.decode.continuations import (
     Writing,
 )
 
-# What lock-step decoding, its forward passes and its drafters have in common.
+# The types that lock-step decoding, its forward passes and its drafters share.
 
 
 # Rows by their numbers, each with the tokens that follow those already read; no row twice, no row without tokens.
@@ -37,7 +37,7 @@ NewTokens = Sequence[tuple[int, Sequence[int]]]
 
 @dataclass(slots=True)
 class RowText:
-    """A row that is written on: `number` is its place among the rows that began together."""
+    """A row and its text: `number` is its place among the rows that began together."""
 
     number: int
     beginning: Beginning
@@ -63,7 +63,7 @@ class Forward(Protocol):
         those of the first row's tokens, in their order."""
 
     def forget(self, row: int, tokens: int) -> None:
-        """Forget the last `tokens` that were read of a row: they were guessed wrong."""
+        """Forget the last `tokens` read of a row: they were wrong guesses."""
 
     def drop(self, rows: Collection[int]) -> None:
         """These rows have ended."""
@@ -111,7 +111,7 @@ _NUMBERS_REMEMBERED = 1 << 24
 
 
 class Choices(NamedTuple):
-    """Chosen tokens, and by how much each was larger than the second best of the numbers that were compared."""
+    """Chosen tokens, and the lead of each over the second best of the compared numbers."""
 
     tokens: list[int]
     gaps: list[float]
@@ -213,7 +213,7 @@ def _most_tokens(beginning: Beginning, tokens: int, longest: int | None) -> int:
 
 
 class LockStep:
-    """Writes on rows, pass by pass: a level of speculation over a model's forward pass.
+    """Writes texts of rows, pass by pass: a level of speculation over a model's forward pass.
 
     At most `guesses` tokens of the `drafter` are read in a pass for each row; none by a model that cannot forget them.
     Passes and guesses are counted in `report`.

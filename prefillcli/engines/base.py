@@ -1,4 +1,4 @@
-"""What a job asks of an engine."""
+"""The interface between a job and an engine."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class LeavingRule(Protocol):
         labels]."""
 
     def guess(self, layer: int, readings: Readings) -> tuple[npt.NDArray[np.float64], Sequence[float]]:
-        """The final label logits that a layer predicts [rows, labels], and for each label how far it must be ahead for
-        a row to leave; infinity: never."""
+        """The final label logits that a layer predicts [rows, labels], and for each label the lead that it needs for a
+        row to leave; infinity: never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Continuations(Protocol):
     def writing(self) -> Writing: ...
     @property
     def again(self) -> bool:
-        """Whether the prompts were scored before, and are read once more to be written on."""
+        """Whether the prompts were scored before, and are read once more for their texts."""
 
     def wanted(self, answers: Sequence[Answer]) -> Mapping[int, Beginning]:
         """The texts to write behind these prompts, by prompt."""
@@ -258,7 +258,7 @@ class PlanEngine(Protocol):
 
     @property
     def whole_packs(self) -> bool:
-        """A pack is one pass over the model: a resumed run makes the same packs again. Else it plans what is left."""
+        """A pack is one pass over the model: a resumed run makes the same packs again. Else it plans the rest."""
 
     def answer_all(
         self,
@@ -323,7 +323,7 @@ class Engine:
         """This model may guess the tokens of continuations."""
 
     def close(self) -> None:
-        """Let go of memory, and of other processes."""
+        """Release memory, and end other processes."""
 
 
 class LoadChoice(MemoryChoice, Protocol):

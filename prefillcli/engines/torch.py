@@ -179,7 +179,8 @@ def _answer(
     slower: float,
     exits: PromptExits | None,
 ) -> Answer:
-    # The answer of a prompt that was `seconds` long computed, without exits `slower` times as long.
+    # The answer of a prompt whose computation took `seconds`, and would have taken `slower` times as long without
+    # exits.
     prompt = part.prompt
     early = None if exits is None else exits.early.get(prompt)
     left = early if exits is not None and exits.has_left(prompt) else None

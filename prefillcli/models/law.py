@@ -224,7 +224,7 @@ class _Forward:
                 for each in _tensors(layer):
                     if any(each is one for one in pair):
                         continue
-                    if TOKENS in each.shape:  # what selects keys
+                    if TOKENS in each.shape:  # tensors that select keys, one for each token
                         sizes.key_value += each.nbytes // TOKENS
                     else:
                         sizes.states += each.nbytes
@@ -343,7 +343,7 @@ HELD_SHARE = 0.5  # of the budget, at most, for K,V kept from pack to pack
 #: Copies of one layer's K,V that a token takes on the device while its K,V are in host memory: the ones that are used,
 #: and on a GPU those that leave, those that were fetched and those that come.
 HELD_COPIES = {"cpu": 1, "cuda": 4, "mps": 4}
-OPEN_BRANCHES = 8  # nodes on a path whose states wait for what follows them
+OPEN_BRANCHES = 8  # nodes on a path whose states wait for later nodes
 ACTIVATION_COPIES = 2  # of the output of a layer's modules: the walk gathers rows, and puts them back
 
 

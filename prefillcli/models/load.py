@@ -95,7 +95,7 @@ def _quantised_loading(
     limit_cast_advice()
     config = AutoConfig.from_pretrained(files.path, trust_remote_code=trust_remote_code)
     config.quantization_config = {**config.quantization_config, **quantisation.changes}
-    # Packed weights must not be moved, and transformers would take a CUDA device where there is one.
+    # Packed weights must not be moved, and transformers would take a CUDA device if it found one.
     return {"config": config} | ({"device_map": {"": device}} if quantisation.kept == "packed" else {})
 
 

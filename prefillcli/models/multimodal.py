@@ -1,4 +1,4 @@
-"""The text model of a checkpoint that also has eyes or ears: only its weights are read.
+"""The text model of a checkpoint that also reads images or sound: only its weights are read.
 
 Where a family has a text class of its own, that class is loaded. Else the whole class is, without its towers: without
 an image, its forward does not call them.

@@ -336,7 +336,7 @@ MOST = 64  # devices that are remembered
 # Kinds of devices on which the tests compare the verified families with their own forward.
 TESTED = frozenset({"cpu"})
 
-# Paths that the doctor alone checks, because they are compiled for that. Rehearsals cover them for runs that take
+# Paths that the doctor alone checks, because they are compiled for that. For runs that take them, rehearsals cover
 # them.
 SLOW_TO_CHECK = frozenset({"flex"})
 
@@ -382,7 +382,7 @@ class DeviceRecord:
 
 
 def settle_paths(device: torch.device, dtype: torch.dtype) -> None:
-    """Before a model of this `dtype` computes on `device`: no path is taken that differs from explicit scores.
+    """Before a model of this `dtype` computes on `device`: rule out the paths that differ from explicit scores.
 
     Paths not yet known on this device are checked and remembered. A path that is not taken is reported on stderr.
     Raises ResourceError where even explicit scores are wrong.

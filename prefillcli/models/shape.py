@@ -450,8 +450,8 @@ def refusal(whole: Any, text: Any, *, causal: bool) -> str | None:
 
 
 def sees_nothing(text: Any) -> bool:
-    """Whether layers have a sliding window of no token: transformers then masks all, and each kernel makes something
-    else of that."""
+    """Whether layers have a sliding window of no token: transformers then masks all, and kernels differ in their
+    results for that."""
     known = hasattr(type(text), "sliding_window")  # others keep the entry, and do not read it
     slides = "sliding_attention" in (getattr(text, "layer_types", None) or ["sliding_attention"])
     return known and slides and getattr(text, "sliding_window", None) == 0

@@ -110,7 +110,7 @@ class Shift:
         return self.query * self.key <= SAFE
 
     def taken(self, query: Tensor) -> Tensor:
-        """By how much moving the keys has lowered the queries' scores, float32 `[1, heads, tokens]`."""
+        """The amount by which moving the keys has lowered the queries' scores, float32 `[1, heads, tokens]`."""
         offset = self.offset.repeat_interleave(query.shape[1] // self.offset.shape[1], dim=1)
         return torch.matmul(query.float(), offset.transpose(2, 3)).squeeze(3).mul_(-math.log(2))
 

@@ -130,7 +130,7 @@ class PathCheck:
 def check_path(path: str, device: torch.device, dtype: torch.dtype) -> PathCheck:
     """Compare a path with explicit scores in all cases that it takes. Raises KeyError for an unknown path.
 
-    A path that is ruled out already differs, for the reason that was given then.
+    A path that is already ruled out counts as different, for the reason given then.
     """
     name = str(dtype).removeprefix("torch.")
     lacks = _WAYS[path].lacks(device, dtype)
@@ -206,7 +206,7 @@ def make_trial(case: AttentionCase, dtype: torch.dtype) -> AttentionTrial:
 
 
 def difference_of(found: Attention, trial: AttentionTrial) -> Difference:
-    """How far the attention of a trial, on any device, is from explicit scores in float64 on the CPU."""
+    """The difference between the attention of a trial, on any device, and explicit scores in float64 on the CPU."""
     wanted, eager = _explicit(trial.case, trial.query.dtype)
     floors, shares, errors = FLOORS[trial.query.dtype], [], []
     for each, exact, usual, floor in zip(found, wanted, eager, floors, strict=True):

@@ -60,9 +60,9 @@ class Seen(NamedTuple):
 class SequenceTable:
     """The sequences of one call, which has the queries `first:end` of a chunk.
 
-    `queries` int32 [sequences + 1]: where the queries of each start, counted from `first`, and where the last end.
-    `keys` int32 [sequences + 1]: where its keys start in the buffer (the last number means nothing). `lengths` int32
-    [sequences]: how many keys it has; 0 in the `gaps`, where queries see nothing in this call.
+    `queries` int32 [sequences + 1]: the start of each sequence's queries, counted from `first`, and the end of the
+    last. `keys` int32 [sequences + 1]: the start of its keys in the buffer (the last number means nothing). `lengths`
+    int32 [sequences]: the number of its keys; 0 in the `gaps`, where queries see nothing in this call.
     """
 
     first: int

@@ -197,7 +197,7 @@ class ForestAttention:
         self._watched = tokens
 
     def resize(self, tokens: int) -> None:
-        """From the next layer on there are `tokens` tokens, those of held nodes included."""
+        """From the next layer on the pack has `tokens` tokens, those of held nodes included."""
         self._tokens = tokens
         self.keys = self.values = None
 

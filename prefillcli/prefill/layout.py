@@ -508,7 +508,7 @@ def group_runs(runs: list[tuple[int, int]], device: torch.device) -> list[Group]
 
 
 def on_device(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """The numbers as a tensor. To CUDA they are copied from pinned memory, and nobody waits for them."""
+    """The numbers as a tensor. To CUDA they are copied from pinned memory, without waiting."""
     tensor = torch.from_numpy(np.ascontiguousarray(numbers))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 

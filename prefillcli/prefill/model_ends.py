@@ -1,4 +1,4 @@
-"""What a model does before its first layer and after its last: its own forward, with stand-ins for the layers."""
+"""A model before its first layer and after its last: its own forward, with stand-ins for the layers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from prefillcli.prefill.layout import IntArray, split_evenly
 class Lanes:
     """How a model's layers take the residual stream.
 
-    `count` lanes come as [1, tokens, lanes, hidden], or with `first` as [lanes, 1, tokens, hidden]. With `count` 0
-    there is one stream, [1, tokens, hidden].
+    `count` lanes come as [1, tokens, lanes, hidden], or with `first` as [lanes, 1, tokens, hidden]. `count` 0: one
+    stream, [1, tokens, hidden].
     """
 
     count: int = 0
@@ -75,7 +75,7 @@ Reached = Callable[[int, Tensor, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class StandIn(nn.Module):
-    """Takes a decoder layer's place in the model: has its attributes, and hands its calls on."""
+    """Takes a decoder layer's place in the model: has its attributes, and passes its calls on."""
 
     def __init__(self, layer: nn.Module, reached: Callable[[Tensor, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class CallRecorder:
 
 
 class Injection:
-    """Gives back rows [1, tokens, width] of a folded residual stream, whatever the layers are called with."""
+    """Returns rows [1, tokens, width] of a folded residual stream, whatever the layers' arguments."""
 
     def __init__(self, form: OutputForm, lanes: Lanes, rows: Tensor) -> None:
         self._form, self._hidden = form, lanes.unfold(rows)

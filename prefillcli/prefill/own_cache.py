@@ -54,7 +54,7 @@ def fork_past(past: LayerPast) -> LayerPast:
 
 
 def own_part(past: LayerPast, tokens: int) -> LayerPast:
-    """The part that the last `tokens` tokens have added, with all else that is known at their end."""
+    """The part that the last `tokens` tokens have added, with everything else that the cache holds at their end."""
 
     def part(name: str, tensor: Tensor) -> Tensor:
         if not _grows(name, tensor):

@@ -338,7 +338,7 @@ class ModuleCall:
     def _forward_rows(
         self, pick: Callable[[Tensor], Tensor], shape: tuple[int, ...], state: LinearAttentionLayer | None
     ) -> Any:
-        # The module's own forward over some of the rows that it was given: `shape` is their (runs, tokens).
+        # The module's own forward over some of its input's rows: `shape` is their (runs, tokens).
         given = {name: pick(value) if self._is_rows(value) else value for name, value in self._given.items()}
         given[self._cache] = None if state is None else _OneLayer(state)
         begins = None

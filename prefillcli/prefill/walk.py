@@ -136,7 +136,7 @@ class LayerWalk:
             self.check_queries()
         if kept is not None:
             self.check_decoding()
-        self._held.drop_others(pack.keep | {node.key for node in pack.held})  # what another plan has left
+        self._held.drop_others(pack.keep | {node.key for node in pack.held})  # the nodes that another plan has left
         state, hidden = self.begin(pack, done, keep_ends=kept is not None), None
         with ForestAttention(pack.held_tokens + len(pack.tokens), attend=self.arithmetic.attend) as attention:
             for index, layer in self.through_layers(state, attention, tick, exits, thinning):
@@ -182,7 +182,8 @@ class LayerWalk:
     # The parts of a walk, also for the work that follows one.
 
     def begin(self, pack: Pack, done: LayersDone | None = None, *, keep_ends: bool = False) -> WalkState:
-        """`pack` before the first layer. `done` will count its nodes' layers; `keep_ends`: states at reads stay."""
+        """The state of `pack` before the first layer. `done` will count its nodes' layers; `keep_ends`: states at
+        reads stay."""
         tokens = torch.as_tensor(pack.tokens, dtype=torch.long)
         tree = Tree(pack)
         chunks = self._chunks(tree, len(tokens))
@@ -303,7 +304,7 @@ class LayerWalk:
         return torch.cat(rows, dim=1)[:, torch.as_tensor(np.argsort(in_order), device=self.device)]
 
     def record(self, tokens: Tensor, positions: IntArray) -> Recording:
-        """What the model's own forward over `tokens` int64 [tokens] hands to its layers."""
+        """The arguments that the model's own forward over `tokens` int64 [tokens] passes to its layers."""
         return self._ends.record(tokens, positions)
 
     def logits(self, hidden: Tensor) -> Iterator[Tensor]:
@@ -451,7 +452,7 @@ class WalkState:
     """
 
     whole: Pack  # as it was before the first layer
-    pack: Pack  # what is left of it
+    pack: Pack  # those of its parts that still go on
     reads: Sequence[int]  # number of each of its reads in the whole pack, ascending
     nodes: Sequence[int]  # of each of its nodes
     done: LayersDone  # of the whole pack's nodes
@@ -564,7 +565,7 @@ class ExitRule(Protocol):
     def regroup_cost(self) -> float: ...
 
     def peeks(self, layer: int) -> bool:
-        """Whether it is asked before the layer is computed for all tokens.
+        """Whether the rule is asked before the layer is computed for all tokens.
 
         Then the last tokens alone go through it first. Its K,V are computed twice for the tokens that go on.
         """
@@ -582,8 +583,8 @@ class ExitRule(Protocol):
 class Remainder:
     """The rest of a pack.
 
-    `pack` counts its nodes anew and keeps nothing; `nodes` are the numbers that they had before, `tokens` int64 [n]
-    those of its tokens. Both are ascending where tokens leave with the reads that needed them.
+    `pack` counts its nodes anew and keeps nothing; `nodes` are their old numbers, `tokens` int64 [n] the old numbers
+    of its tokens. Both are ascending where tokens leave with the reads that needed them.
     """
 
     pack: Pack
@@ -717,7 +718,7 @@ class CopyStream:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An empty tensor in host memory that the device reads and writes by itself."""
+        """An empty tensor in pinned host memory, which the device reads and writes by itself."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def start(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
@@ -833,7 +834,7 @@ class ResidualRows:
             self._copies.wait(copied)
 
     def _fetch(self, hidden: Tensor, start: int, end: int) -> tuple[Tensor, torch.cuda.Event | None]:
-        # Rows on the device, and the event after which they are there.
+        # Rows on the device, and the event after which they are complete.
         source = hidden[:, start:end]
         if self._copies is None:
             return source.to(self._device), None
@@ -871,7 +872,7 @@ class HeldParts:
         self._copies = copies_for(device) if offload else None
         self._leaving = None if self._copies is None else Leaving(self._copies, 1)
         self._leaves: int | None = None  # the layer whose K,V left last
-        self._given: _Coming | None = None  # what was asked for last
+        self._given: _Coming | None = None  # the last request
         self._next: _Coming | None = None
 
     def clear(self) -> None:
