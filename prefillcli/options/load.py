@@ -130,7 +130,7 @@ class _Merged:
     def is_mistake(self, name: str, kind: type[Settings], *, recipe_may_keep: bool) -> bool:
         """Whether it is the user's mistake that the option `name` has no effect.
 
-        In the environment it is none: that is for all commands and runs. In a recipe it is, unless a flag is the reason.
+        Not in the environment, which is for all commands and runs. In a recipe it is, unless a flag is the reason.
         """
         if self._from[name] != "recipe":
             return self._from[name] == "flag"

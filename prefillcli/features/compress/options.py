@@ -99,7 +99,7 @@ class PickerKind(NamedTuple):
 
     name: str
     summary: str  # in the tables of `prefill bench`
-    needs: Literal["draft", "self", "text"] | None  # besides the tokens: a draft, the model's own layers, the text
+    needs: Literal["draft", "self", "text"] | None  # what it needs: a draft, the model's own layers, the text
     random: bool = False  # whether it draws at random
 
 

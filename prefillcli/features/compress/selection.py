@@ -341,7 +341,7 @@ class _ForestSelection:
     keeps: Sequence[float | None]
     tails: Sequence[int]
     settings: Compression
-    path: list[Int64Array] = field(default_factory=list)  # what each node above keeps for all prompts below it
+    path: list[Int64Array] = field(default_factory=list)  # the tokens that each node above keeps for all below it
 
     def kept(self) -> list[Int64Array | None]:
         """The kept tokens of each prompt; None for those that are read in full."""

@@ -639,7 +639,7 @@ def _read_pieces(
         run = reader.run
         to_depth = tree.starts[run.node] - tree.offsets[run.node]
         end = min(run.end, floor_to(reader.at + to_depth, PIECE) + PIECE - to_depth)
-        if end - reader.at < PIECE and (end < run.end or states.needed(run)):  # what is no piece of a plan with steps
+        if end - reader.at < PIECE and (end < run.end or states.needed(run)):  # no whole piece of a plan with steps
             reader.state = reader.state or LinearAttentionLayer(number_of_states=MOST_STATES)
             call.compute(slice(reader.at - first, end - first), reader.state)
             reader.at = end
@@ -737,7 +737,7 @@ def by_row() -> Arithmetic:
     """The arithmetic of a walk in which a row's bits depend on the row alone."""
     return Arithmetic(
         mode=DeterministicMode(),
-        prepare=partial(fused, always=True),  # whatever pays: which of two ways is taken depends on a chunk's size
+        prepare=partial(fused, always=True),  # even at a loss: else a chunk's size decides between two ways
         attend=attend_by_path,
         read=read_in_pieces,
         cutter=chunk_cutter,

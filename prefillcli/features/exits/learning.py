@@ -164,7 +164,7 @@ class ExitUse(BaseModel):
     predicted_gain: float | None = None  # by the calibration, for tokens that no two rows share
     layers_gain: float | None = None  # by the layers that exits saved in the packs of this run
     measured_gain: float | None = None  # of the same packs, in seconds
-    kept_alive: dict[str, float] = Field(default_factory=dict)  # layers of shared tokens, by rows they went on for
+    kept_alive: dict[str, float] = Field(default_factory=dict)  # layers of shared tokens, by the rows they served
     audited: list[AuditedLabel] = Field(default_factory=list)
     curve: list[GainPoint] = Field(default_factory=list)
 

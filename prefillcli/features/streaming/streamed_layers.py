@@ -245,7 +245,7 @@ def _is_of_experts(name: str) -> bool:
 
 
 _STEP_BYTES = 16 << 20  # of one read: stopping takes as long as one read
-_CONVERTED = 16_384  # numbers converted at a time: so few that torch starts no threads, which would slow the walk's
+_CONVERTED = 16_384  # numbers converted at a time: too few for torch to start threads, which would slow the walk's
 
 
 class WeightFiles:
