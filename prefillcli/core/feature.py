@@ -100,7 +100,7 @@ class Foresight(ABC):
 
 
 class Contest(Protocol):
-    """What `prefill bench` compares on the same prompts."""
+    """Methods that `prefill bench` compares on the same prompts."""
 
     def names(self) -> Sequence[str]:
         """The methods to compare. Raises UsageError."""
@@ -114,7 +114,7 @@ class Contest(Protocol):
         """
 
     def next(self) -> str:
-        """What to run next."""
+        """Advice on the next command to run."""
 
 
 class Command(NamedTuple):
@@ -363,7 +363,8 @@ class Feature:
         """`prefill merge` has made an output of shards."""
 
     def judge(self, report: RunReport) -> Sequence[str]:
-        """Sentences on how a finished output differs from what was expected: the run ends with exit code 3."""
+        """Sentences on how a finished output differs from the expected one. Any of them ends the run with exit code
+        3."""
         return ()
 
     def inspected(

@@ -127,7 +127,7 @@ class Adapters(Feature):
     def identity(self, opening: Opening, values: dict[str, Any], models: LocalModels) -> Mapping[str, str]:
         from prefillcli.data.proof import hash_value
 
-        for name in AdapterOptions.model_fields:  # what they stand for is hashed here
+        for name in AdapterOptions.model_fields:  # the contents of these folders are hashed here
             del values[name]
         contents = [(name, models.of(Path(path))) for name, path in _paths(opening.opened).items()]
         adapters = [[name, files.model(), files.tokenizer()] for name, files in contents]

@@ -123,7 +123,7 @@ class ExchangedAdapters:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    # Silences warnings of PEFT and of the packages that it looks for: what matters among them raises an error here.
+    # Silences warnings of PEFT and of the packages that it looks for: those that matter become errors here.
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

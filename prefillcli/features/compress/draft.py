@@ -513,7 +513,7 @@ def final_states(walk: LayerWalk, question: Question, limits: Limits) -> dict[in
 
 
 def _carried(end: LinearAttentionLayer | LayerPast) -> list[Tensor]:
-    # The recurrent states among what a layer keeps; K,V are none.
+    # The recurrent ones of a layer's states, without K,V.
     entries = end.entries.values() if isinstance(end, LayerPast) else [end]
     return [tensor for each in entries if isinstance(each, LinearAttentionLayer) for tensor in state_tensors(each)]
 

@@ -115,7 +115,7 @@ class Estimator(Protocol):
     """A draft model, or several at work in other processes."""
 
     tokens: int  # computed so far
-    failure: BaseException | None  # what it failed with last
+    failure: BaseException | None  # its last error
 
     def estimate(
         self, prompts: Sequence[TokenArray], tick: Tick, overlaps: Sequence[Overlap] | None = None
@@ -133,7 +133,7 @@ class Picker(ABC):
 
     method: str  # in the output's column `method`, for the prompts that it compressed: its name in `PICKERS`
     tokens = 0  # that models have computed for it so far
-    failure: BaseException | None = None  # what it failed with last
+    failure: BaseException | None = None  # its last error
 
     @abstractmethod
     def estimate(self, prompts: Sequence[Prompt], tick: Tick) -> list[ImportanceEstimate]:

@@ -43,7 +43,7 @@ EXIT_METHOD = Requirement(
 
 
 class ExitOptions(Settings):
-    """Whether rows leave early, and what decides when they may."""
+    """Whether rows leave early, and the rule that allows it."""
 
     exit: bool = option(
         False,

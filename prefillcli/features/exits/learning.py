@@ -1,7 +1,7 @@
 """The exits of a job: learning them before its first window, the work between layers, and their end.
 
 Some rows are read in full first, with readings between layers. The learnt exits stay in the work folder in case the
-job is resumed, and are written beside the report for later jobs. In what a run reports, layers are numbered as users
+job is resumed, and are written beside the report for later jobs. In the report of a run, layers are numbered as users
 count them: a row that left after layer 16 went through 16 layers.
 """
 
@@ -433,7 +433,7 @@ def _kept_alive(found: Mapping[str, float]) -> list[Bar]:
 
 
 EXITS = "exits"  # in the plan of a job
-ENDED = ("reason", "stopped_window")  # what the plan has there once drift has ended the exits
+ENDED = ("reason", "stopped_window")  # the plan's value there once drift has ended the exits
 FILE = "exits.json"  # in the work folder
 CHECKED_ROWS = 300
 MOST_BYTES = 1 << 30  # bytes of readings in memory, unless the user sets the number of rows

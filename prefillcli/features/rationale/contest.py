@@ -58,7 +58,7 @@ class TextMethodResult(BaseModel):
     tokens_per_second: float  # written, by decoding alone
     passes_per_token: float | None  # of the model over a row
     guesses: dict[str, Guesses] = Field(default_factory=dict)  # by drafter
-    peak_bytes: int | None = None  # above what was in use before, weights among it
+    peak_bytes: int | None = None  # above the memory in use before, which includes weights
     same_texts: int  # as the reference's
     near_ties: int  # other texts, if the reference's two best tokens were within 1e-4 at some point
 
@@ -184,7 +184,7 @@ class TextTask:
     """Prompts that are scored and written on, in packs of these `limits`, whose K,V of all layers fit.
 
     `beginning` gives the beginning of a text, by the number of its prompt and its label log-probabilities, float64
-    [labels]. A prompt, what follows it and its text take at most `longest` tokens.
+    [labels]. A prompt, its text and the tokens between them take at most `longest` tokens.
     """
 
     prompts: Sequence[Int32Array]
@@ -255,7 +255,7 @@ NEAR_TIE = 1e-4
 
 @dataclass(slots=True)
 class _Entrant:
-    """A method with what its first run gave, and the seconds of each round: in all, and of decoding alone."""
+    """A method with the result of its first run, and the seconds of each round: in total, and of decoding alone."""
 
     method: TextMethod
     run: TextRun
@@ -388,6 +388,6 @@ class WritingContest:
             )
 
     def next(self) -> str:
-        """What to run next."""
+        """Advice on the next command to run."""
         rationale = f"--rationale {self._settings.rationale}"
         return f"prefill score with {rationale} writes behind all rows, --rationale-when behind some"

@@ -241,7 +241,7 @@ def _is_of_experts(name: str) -> bool:
     return "experts" in name.split(".")[-2:-1]
 
 
-# Reading numbers from a model's files, with a check that the files stay what they were.
+# Reading numbers from a model's files, with a check that the files do not change.
 
 
 _STEP_BYTES = 16 << 20  # of one read: stopping takes as long as one read
