@@ -363,8 +363,7 @@ class Feature:
         """`prefill merge` has made an output of shards."""
 
     def judge(self, report: RunReport) -> Sequence[str]:
-        """Sentences on how a finished output differs from the expected one. Any of them ends the run with exit code
-        3."""
+        """Sentences on how a finished output differs from the expected one; any of them makes the exit code 3."""
         return ()
 
     def inspected(

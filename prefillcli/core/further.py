@@ -125,7 +125,7 @@ class FurtherQuestions:
         return None if self.choice.condition is None else self.choice.condition.limit
 
     def has_room(self, rows: int) -> bool:
-        """Whether the limit has room for so many more rows."""
+        """Whether the limit has room for this many more rows."""
         return self.limit is None or self.chosen() + rows <= self.limit
 
     def close(self) -> None:

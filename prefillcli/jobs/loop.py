@@ -595,7 +595,7 @@ class Asked:
         self.ended(pack)
 
     def split(self, pack: Pack, count: int) -> None:
-        """The prompts of a pack are answered by so many other packs."""
+        """This number of other packs answer the pack's prompts."""
         self._receiver.pack_ends(pack)
         self._opened.left += count - 1
 

@@ -74,7 +74,7 @@ def _shown(status: Status) -> dict[str, Any]:
 
 
 def _add_up(shards: Sequence[Status], count: int, status: Status) -> None:
-    # The state of a job of so many shards, of which these have begun.
+    # The state of a job of this many shards, of which these have begun.
     states = {each.status for each in shards}
     status.status = "running" if "running" in states else "stopped"
     if states == {"complete"} and len(shards) == count:

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 # The cost of picking and gathering tokens, as a share of the model's operations over the whole prompt: up to 0.03 in
 # docs/benchmarks.md, 0.03 to 0.30 in the paper, on unified memory.
 OVERHEAD = 0.05
-# Where the cost model does not know an architecture, compression is assumed to pay above so many tokens.
+# Where the cost model does not know an architecture, compression is assumed to pay above this number of tokens.
 UNKNOWN_ABOVE = 8192
 
 

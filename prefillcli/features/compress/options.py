@@ -31,11 +31,11 @@ class Compression:
 
     # Queries are the prompt's last token and `lookahead - 1` tokens that the draft decodes greedily behind it.
     lookahead: int = 8
-    query_window: int = 8  # so many of the prompt's last tokens are queries too
+    query_window: int = 8  # this many of the prompt's last tokens are queries too
     query_reduce: Reduce = "rank"  # the way to combine the queries' votes: see `importance`
     pool: int = 13  # odd number of tokens over which importance is averaged; 1 for none
     select_chunk: int = 16  # tokens of a chunk, which are kept or dropped together
-    # Prompts of at most so many tokens are read in full; auto: those for which the cost model predicts no gain.
+    # Prompts of at most this many tokens are read in full; auto: those for which the cost model predicts no gain.
     compress_above: int | Literal["auto"] = "auto"
     keep_first: int = 4  # tokens at the start that are always kept: attention sinks
     keep_last: int = 64  # tokens at the end that are always kept: the question
@@ -66,7 +66,7 @@ class Compression:
         return max(self.keep_last, self.window)
 
     def for_target(self, sliding_window: int | None) -> Compression:
-        """These settings for a target with a sliding window of so many tokens, or with none.
+        """These settings for a target with a sliding window of this many tokens, or with none.
 
         The last window of a prompt is always kept, so that the target's sliding layers see the same tokens before the
         answer as in the whole prompt.

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 NO_MEMORY, TOO_LONG, VOCABULARY = "draft_memory", "draft_length", "draft_vocabulary"
 NO_VOTE, NOT_FINITE, FAILED = "draft_window", "draft_not_finite", "draft_error"
 TEXT = "draft_text"
-ENOUGH_ROWS = 32  # if a draft has compressed none of so many rows, it is of no use
+ENOUGH_ROWS = 32  # a draft that has compressed none of this many rows is of no use
 
 
 class Fallback(NamedTuple):
@@ -206,7 +206,7 @@ def select(importance: Float32Array, keep: float, *, chunk: int, first: int, las
 
 
 def ends(tokens: int, first: int, last: int) -> npt.NDArray[np.bool_]:
-    """Which of so many tokens are the `first` or the `last` ones, bool [tokens]."""
+    """A mask of the `first` and the `last` ones of this many tokens, bool [tokens]."""
     kept = np.zeros(tokens, dtype=np.bool_)
     kept[:first] = True
     kept[max(0, tokens - last) :] = True
@@ -214,7 +214,7 @@ def ends(tokens: int, first: int, last: int) -> npt.NDArray[np.bool_]:
 
 
 def chunk_count(tokens: int, chunk: int) -> int:
-    """The number of chunks of `chunk` tokens in so many tokens; the last one may be shorter."""
+    """The number of chunks of `chunk` tokens in this many tokens; the last one may be shorter."""
     return -(-tokens // chunk)
 
 
@@ -453,7 +453,7 @@ def by_importance(importance: Float32Array) -> Int64Array:
 
 
 def fill(order: Int64Array, tokens: int, keep: float, *, first: int, last: int) -> Int64Array:
-    """The kept ones of so many tokens, ascending: both ends, and the first of the others in `order`."""
+    """The kept ones of this many tokens, ascending: both ends, and the first of the others in `order`."""
     kept = ends(tokens, first, last)
     others = order[~kept[order]]
     kept[others[: budget(keep, len(others))]] = True

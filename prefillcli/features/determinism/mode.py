@@ -284,7 +284,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def computing_with(count: int) -> Iterator[None]:
-    """While this lasts, so many threads compute."""
+    """While this lasts, this many threads compute."""
     before = torch.get_num_threads()
     if count == before:
         yield

@@ -90,9 +90,9 @@ def chance_of(flips: int, rows: int, rate: float) -> float:
 
 
 def detectable_rate(rows: int, rate: float, false_alarms: float, power: float) -> float:
-    """The smallest flip rate that so many rows tell from `rate` with the probability `power`.
+    """The smallest flip rate that this many rows distinguish from `rate` with the probability `power`.
 
-    They tell it if `chance_of` their flips is below `false_alarms`.
+    They do so if `chance_of` their flips is below `false_alarms`.
     """
     from scipy.special import betaincinv
 
@@ -572,11 +572,11 @@ def calibrate_exits(
 ) -> ExitCalibration:
     """Fit probes and choose exit layers on one half of the rows, and prove the lowest thresholds on the other.
 
-    The model has so many `layers`. For each class, the rows that the full read answers with one of the `labels`, the
-    probability that more than `max_flips` (a share) of the class leave with another label is at most 1 - `confidence`
-    (the comment on levels says why). With `flips_of` all rows together it is one class. The halves are drawn with
-    `seed`, each with half of every class. Readings of the last layer are ignored. Raises ValueError unless 0 <
-    max_flips < 1 and 0 < confidence < 1.
+    The model has this number of `layers`. For each class, the rows that the full read answers with one of the
+    `labels`, the probability that more than `max_flips` (a share) of the class leave with another label is at most 1 -
+    `confidence` (the comment on levels says why). With `flips_of` all rows together it is one class. The halves are
+    drawn with `seed`, each with half of every class. Readings of the last layer are ignored. Raises ValueError unless
+    0 < max_flips < 1 and 0 < confidence < 1.
     """
     rows_for(max_flips, confidence=confidence)
     task = _Task(

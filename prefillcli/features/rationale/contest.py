@@ -210,7 +210,7 @@ class TextTask:
 
 
 def text_task(equipment: Equipment, material: Material, tokens: int) -> TextTask:
-    """To write up to so many tokens behind each prompt, after the label that it gets.
+    """The task of writing up to this many tokens behind each prompt, after its predicted label.
 
     Prompts whose K,V of all layers do not fit are left out of the material, with a note.
     """

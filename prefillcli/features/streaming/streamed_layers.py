@@ -420,7 +420,8 @@ class StreamedLayers(LayerSource):
         )
 
     def expect(self, tokens: int, last: int) -> None:
-        """The next pass is over so many tokens, and in the last layer over `last`: few tokens leave experts unused."""
+        """The next pass is over this many tokens, and in the last layer over `last`: few tokens leave experts
+        unused."""
         with self._changed:
             self._tokens = (tokens, last)
 

@@ -126,7 +126,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Advanced:
-    """A worker has computed so many tokens more of its first task."""
+    """A worker has computed this many more tokens of its first task."""
 
     worker: int
     tokens: float
@@ -174,7 +174,7 @@ class Crew(Protocol):
         """Give a started worker one more task. If it is lost meanwhile, `wait` reports that."""
 
     def wait(self, timeout: float) -> list[Event]:
-        """The events since the last call, in order. Waits for one, at most so many seconds."""
+        """The events since the last call, in order. Waits for one, at most this many seconds."""
 
     def close(self) -> None:
         """End all workers, at once."""

@@ -349,7 +349,7 @@ class RayCrew:
         actor = self._actors.pop(number, None)
         if actor is not None:
             actor.lost = True
-            with suppress(Exception):  # it has died by itself
+            with suppress(Exception):  # it has died of its own accord
                 self._cluster.ray.kill(actor.handle)
 
     def _look_for_room(self) -> None:
