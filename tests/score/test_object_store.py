@@ -215,7 +215,12 @@ def test_credentials_that_expire_stop_the_run_and_new_ones_finish_it(
 def test_of_two_jobs_at_one_time_one_wins(
     bucket: Bucket, run: Run, expected: list[dict[str, Any]], s3_server: S3Server
 ) -> None:
-    jobs = [run("o.parquet", "--resume", seconds_per_pack=0.3, log=f"{name}.") for name in ("a", "b")]
+    hold = Hold("prefillcli.data.output.store:exclusive_put")
+    jobs = [run("o.parquet", "--resume", seconds_per_pack=0.3, log=f"{name}.", hold=hold) for name in ("a", "b")]
+    for job in jobs:
+        job.wait_until_held()
+    for job in jobs:
+        job.let_go()
     codes = [job.end() for job in jobs]
     assert sorted(codes) == [0, 5]
     assert "in use by process" in jobs[codes.index(5)].stderr
