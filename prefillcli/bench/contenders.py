@@ -91,23 +91,22 @@ class Equipment:
         """Label log-probabilities [prompts, labels] by transformers' own forward, prompt by prompt."""
         self.model.set_attn_implementation("sdpa")
         logits = (last_logits(self.model, prompt.tokens) for prompt in prompts)
-        sets = [self.labels.sets[prompt.labels] for prompt in prompts]
-        rows = zip(logits, sets, strict=True)
-        return np.concatenate([label_numbers(row[None], [0], [own], self._activation) for row, own in rows])
+        rows = zip(logits, prompts, strict=True)
+        return np.concatenate(
+            [label_numbers(row[None], [0], [own.labels.first], self._activation) for row, own in rows]
+        )
 
     def walk(self, groups: Sequence[Sequence[Question]]) -> Float64Array:
         """Label log-probabilities [questions, labels] by the layer walk; questions share within their group."""
         with self.walking() as walk:
             engine = self._engine(walk)
-            return np.concatenate(
-                [answer(engine, questions, self.labels.sets, schedule=self._schedule) for questions in groups]
-            )
+            return np.concatenate([answer(engine, questions, schedule=self._schedule) for questions in groups])
 
     def answers(self, questions: Sequence[Question], treatment: Treatment = PLAIN) -> list[Answer]:
         """The layer walk's answers to questions that are planned together, with the actions between layers."""
         with self.walking() as walk:
             engine = self._engine(walk)
-            return answer_questions(engine, questions, self.labels.sets, schedule=self._schedule, treatment=treatment)
+            return answer_questions(engine, questions, schedule=self._schedule, treatment=treatment)
 
     def _engine(self, walk: LayerWalk) -> TorchEngine:
         return TorchEngine(walk, limits=self.limits, activation=self._activation)
@@ -243,11 +242,10 @@ class VllmMethod(Contender):
 
     def run(self, prompts: Sequence[Prompt]) -> MethodRun:
         questions = [Question(prompt) for prompt in prompts]
-        sets = self._equipment.labels.sets
         self.engine.forget()
         packs = plan_questions(questions, self.engine.limits).packs
         found: dict[int, Answer] = {}
-        for answers in self.engine.answer_all(packs, lambda i: sets[questions[i].prompt.labels], lambda tokens: None):
+        for answers in self.engine.answer_all(packs, lambda i: questions[i].prompt.labels, lambda tokens: None):
             found |= {each.prompt: each for each in answers}
         in_order = [found[number] for number in range(len(questions))]
         return MethodRun(

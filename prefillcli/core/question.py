@@ -21,7 +21,7 @@ from prefillcli.data.rows import (
     Window,
     early_exit_method,
 )
-from prefillcli.engines.base import PLAIN, Answer, LabelTokens, PlanEngine, Treatment
+from prefillcli.engines.base import PLAIN, Answer, PlanEngine, Treatment
 from prefillcli.errors import ResourceError
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Limits, Pack
@@ -79,6 +79,11 @@ class Question:
         return self.prompt.tokens if self.kept is None else self.prompt.tokens[self.kept]
 
     @property
+    def size(self) -> int:
+        """How many tokens are computed for it: those, and the ones of its labels behind them."""
+        return len(self.tokens) + self.prompt.labels.tokens
+
+    @property
     def positions(self) -> Int32Array | None:
         """Their positions in the prompt, int32 [kept]; None where all are read."""
         return None if self.kept is None else self.kept.astype(np.int32)
@@ -92,7 +97,7 @@ class Question:
     def most_kept(self) -> int:
         """The most tokens that the last layers read: some chosen ones may be among those that are kept anyway."""
         tokens = len(self.tokens)
-        return tokens if self.thinning is None else self.thinning.most_kept(tokens)
+        return self.size if self.thinning is None else self.thinning.most_kept(tokens) + self.prompt.labels.tokens
 
 
 def plan_questions(
@@ -116,6 +121,7 @@ def plan_questions(
         schedule,
         planned_positions(questions, limits),
         variants=planned_variants(questions),
+        labels=[each.prompt.labels for each in questions],
         carried=carried,
         block_tokens=block_tokens,
     )
@@ -123,7 +129,10 @@ def plan_questions(
 
 def planned_positions(questions: Sequence[Question], limits: Limits) -> list[TokenArray | None]:
     """The positions that each question's tokens are planned with."""
-    return [marked_positions(each.positions, len(each.tokens), limits.switch) for each in questions]
+    return [
+        marked_positions(each.positions, len(each.tokens), limits.switch, each.prompt.labels.depth)
+        for each in questions
+    ]
 
 
 def planned_variants(questions: Sequence[Question]) -> list[str | None]:
@@ -155,7 +164,6 @@ def kept_tokens(question: Question, answer: Answer) -> int:
 def answer_questions(
     engine: PlanEngine,
     questions: Sequence[Question],
-    labels: Sequence[LabelTokens],
     tick: Tick = lambda tokens: None,
     schedule: str = "prefix-tree",
     treatment: Treatment = PLAIN,
@@ -164,7 +172,7 @@ def answer_questions(
     found: dict[int, Answer] = {}
     plan = plan_questions(questions, engine.limits, schedule)
     treatment = replace(treatment, thinning=thinning_of(dict(enumerate(questions))))
-    for answers in engine.answer_all(plan.packs, lambda i: labels[questions[i].prompt.labels], tick, treatment):
+    for answers in engine.answer_all(plan.packs, lambda i: questions[i].prompt.labels, tick, treatment):
         found |= {each.prompt: each for each in require_answered(answers)}
     return [found[number] for number in range(len(questions))]
 
@@ -180,21 +188,20 @@ def require_answered(answers: Sequence[Answer]) -> Sequence[Answer]:
 def answer(
     engine: PlanEngine,
     questions: Sequence[Question],
-    labels: Sequence[LabelTokens],
     tick: Tick = lambda tokens: None,
     schedule: str = "prefix-tree",
 ) -> npt.NDArray[np.float64]:
-    """Label log-probabilities, float64 [questions, labels]; `labels` are `Labels.sets`, which the prompts refer to.
+    """Label log-probabilities, float64 [questions, labels], of prompts with equally many labels.
 
     `tick` as in `Engine.answer`. Raises ResourceError if the engine cannot go on.
     """
-    return np.stack([each.logprobs for each in answer_questions(engine, questions, labels, tick, schedule)])
+    return np.stack([each.logprobs for each in answer_questions(engine, questions, tick, schedule)])
 
 
 def _joined(questions: Sequence[Question], limits: Limits, schedule: str) -> Plan:
     """The plans of groups that share no pack, one after the other."""
     packs: list[Pack] = []
-    unique = 0
+    unique = behind = 0
     limits = replace(limits, held_tokens=0)
     for group, own in _groups(questions, limits):
         some = [questions[number] for number in group]
@@ -204,12 +211,14 @@ def _joined(questions: Sequence[Question], limits: Limits, schedule: str) -> Pla
             schedule,
             planned_positions(some, limits),
             variants=planned_variants(some),
+            labels=[each.prompt.labels for each in some],
         )
         for pack in plan.packs:
             reads = [(node, tuple(group[prompt] for prompt in prompts)) for node, prompts in pack.reads]
             packs.append(replace(pack.shifted(len(packs) - pack.index), reads=reads))
         unique += plan.unique_tokens
-    return Plan(packs, unique)
+        behind += plan.behind_tokens
+    return Plan(packs, unique, behind_tokens=behind)
 
 
 def _groups(questions: Sequence[Question], limits: Limits) -> Iterator[tuple[list[int], Limits]]:
@@ -247,7 +256,7 @@ def _small_groups(
     kept = 0
     for at in token_order([questions[number].tokens for number in numbers]):
         question = questions[numbers[at]]
-        if len(question.tokens) > half:
+        if question.size > half:
             yield [numbers[at]], limits
             continue
         if group and kept + question.most_kept > half:

@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from prefillcli.errors import UsageError
+from prefillcli.plan.behind import LabelSet
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -75,7 +76,10 @@ class ErrorCode(StrEnum):
     )
     NULL_ID = "null_id", "the id is null or missing"
     DUPLICATE_ID = "duplicate_id", "an earlier row has the same id"
-    LABEL_NOT_ONE_TOKEN = "label_not_one_token", "after this prompt, a label is not exactly one token"
+    INVALID_LABELS = (
+        "invalid_labels",
+        "after this prompt, a label has no tokens of its own, or unknown ones, or begins another label",
+    )
     WORKER_LOST = "worker_lost", "the worker process ended each time that it scored this row, at last by itself"
     NONFINITE_SCORE = "nonfinite_score", "the model returned a score that is not a finite number"
 
@@ -136,7 +140,7 @@ class Prompt:
 
     row: int
     tokens: Int32Array  # token ids, int32 [tokens]
-    labels: int  # index into `Labels.sets`: the label tokens that may follow this prompt
+    labels: LabelSet  # the tokens of the labels that may follow this prompt
     truncated: bool = False
     keep: float | None = None  # the row's own keep rate
     specprefill: bool | None = None  # the row's own choice of whether it is compressed
@@ -201,8 +205,8 @@ class ScoredRow:
     """The answer of an engine for a row."""
 
     row: int
-    # Log-probability of every label over the whole vocabulary, its variants summed [labels]; of a row that left
-    # early, among the labels alone.
+    # Log-probability of every label over the whole vocabulary, its variants summed, divided by its size if its set has
+    # sizes [labels]; of a row that left early, among the labels alone.
     logprobs: Float64Array
     shared_tokens: int
     computed_tokens: int

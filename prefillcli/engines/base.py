@@ -14,6 +14,7 @@ from prefillcli.engines.memory_plan import REDUCED as REDUCED
 from prefillcli.engines.memory_plan import RESIDENT, Measured, MemoryChoice, PlacementChoice
 from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.models.open import DraftChoice, Opened
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.trie import TokenArray
 
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from prefillcli.models.law import TextsOf
     from prefillcli.models.weights import WeightsPlan
     from prefillcli.prefill.walk import Arithmetic, ThinningRule
-
-#: For each label the token ids whose probabilities it sums.
-LabelTokens = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,17 +139,26 @@ class EarlyAnswer(NamedTuple):
     logprobs: npt.NDArray[np.float64]
 
 
+class ReadTokens(NamedTuple):
+    """The log-probability of each token of a label set, one label after the other, float64 [tokens], and whether every
+    token is the likeliest one: what greedy decoding would write."""
+
+    logprobs: npt.NDArray[np.float64]
+    greedy: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """An engine's answer for a prompt of a pack, and the cost of it.
 
-    `logprobs` are the label log-probabilities over the whole vocabulary, float64 [labels]; those of a prompt that has
-    left after `exit_layer` are among the labels alone. `early` is the early answer of a prompt that was read in full.
+    `logprobs` are the label log-probabilities over the whole vocabulary, float64 [labels], divided by the labels'
+    sizes where their set has some; those of a prompt that has left after `exit_layer` are among the labels alone. `early` is the early answer of a prompt that was read in full.
     Over all answers, `computed_tokens` and `seconds` add up to the engine's work, `skipped` to the work that exits
     spared it, in layers of a token, and `full_seconds` to the time without exits. `shared_tokens` of the prompt were
     computed once for several prompts. The cost of a block is in the answers of the packs that read it first.
     `readings` are those of the observed layers, with one row each. `thinned` is the part that went on of a prompt that
     may lose tokens. `continuation` is the text written behind the prompt, if it was wanted and there was room.
+    `by_token` has the numbers of single tokens, of a label set that wants them.
     `failure` says why there is no answer: memory ran out on this prompt alone. Then `logprobs` are NaN.
     """
 
@@ -167,6 +174,7 @@ class Answer:
     readings: tuple[Readings, ...] = ()
     thinned: ThinnedPrompt | None = None
     continuation: Continuation | None = None
+    by_token: ReadTokens | None = None
     failure: str | None = None
 
 
@@ -263,7 +271,7 @@ class PlanEngine(Protocol):
     def answer_all(
         self,
         packs: Sequence[Pack],
-        labels: Callable[[int], LabelTokens],
+        labels: Callable[[int], LabelSet],
         tick: Callable[[float], None],
         treatment: Treatment = PLAIN,
     ) -> Iterator[list[Answer]]:
@@ -281,13 +289,13 @@ class Engine:
     def answer(
         self,
         pack: Pack,
-        labels: Callable[[int], LabelTokens],
+        labels: Callable[[int], LabelSet],
         tick: Callable[[float], None],
         treatment: Treatment = PLAIN,
     ) -> Iterable[list[Answer]]:
         """One answer for each prompt of `pack`, as they are ready: answers that come together may be written together.
 
-        `labels` gives a prompt's label tokens. `tick` is called with the tokens each step advanced by (they add up to
+        `labels` gives a prompt's labels. `tick` is called with the tokens each step advanced by (they add up to
         the pack's) and may raise to stop. The engine can do everything in the `treatment`. Raises ResourceError if the
         engine cannot go on.
         """
@@ -296,7 +304,7 @@ class Engine:
     def answer_all(
         self,
         packs: Sequence[Pack],
-        labels: Callable[[int], LabelTokens],
+        labels: Callable[[int], LabelSet],
         tick: Callable[[float], None],
         treatment: Treatment = PLAIN,
     ) -> Iterator[list[Answer]]:

@@ -20,9 +20,9 @@ from prefillcli.engines.base import (
     Answer,
     Engine,
     EngineChoice,
-    LabelTokens,
     Loaded,
     LoadRequest,
+    ReadTokens,
     Treatment,
     check_options,
     sequences,
@@ -31,6 +31,7 @@ from prefillcli.models import open as models
 from prefillcli.models.heads import Activation, label_numbers
 from prefillcli.models.load import load_weights
 from prefillcli.models.open import Opened, UseVariant
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.model_ends import embedding_device, last_row
@@ -197,7 +198,7 @@ class HfEngine(Engine):
     def answer(
         self,
         pack: Pack,
-        labels: Callable[[int], LabelTokens],
+        labels: Callable[[int], LabelSet],
         tick: Callable[[float], None],
         treatment: Treatment = PLAIN,
     ) -> Iterator[list[Answer]]:
@@ -206,9 +207,15 @@ class HfEngine(Engine):
         step = len(pack.tokens) / len(pack.prompts)
         for prompt, tokens in sequences(pack):
             begun = time.monotonic()
-            logits = last_logits(self.model, tokens)[None]
-            (logprobs,) = label_numbers(logits, [0], [labels(prompt)], self._activation)
-            answer = Answer(prompt, logprobs, 0, len(tokens), time.monotonic() - begun)
+            own, by_token, computed = labels(prompt), None, len(tokens)
+            if own.single is not None:
+                logits = last_logits(self.model, tokens)[None]
+                (logprobs,) = label_numbers(logits, [0], [own.single], self._activation)
+            else:
+                values, greedy, computed = sequence_logprobs(self.model, tokens, own.sequences)
+                logprobs = own.logprobs(values)
+                by_token = ReadTokens(values, greedy) if own.by_token else None
+            answer = Answer(prompt, own.divided(logprobs), 0, computed, time.monotonic() - begun, by_token=by_token)
             yield [self._written_on(answer, treatment, tick)]
             tick(step)
 
@@ -233,6 +240,30 @@ class HfEngine(Engine):
 
     def close(self) -> None:
         del self.model
+
+
+def sequence_logprobs(
+    model: PreTrainedModel, tokens: TokenArray, sequences: Sequence[TokenArray]
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], bool, int]:
+    """The log-probabilities of the tokens of all `sequences` behind a prompt, float64 [tokens]; whether each token is
+    the likeliest one; and the tokens that this has computed: one forward for each sequence but its last token."""
+    device = embedding_device(model)
+    behind = {each[:-1].tobytes(): each[:-1] for each in sequences if len(each) > 1} or {b"": tokens[:0]}
+    found: dict[bytes, Tensor] = {}
+    for name, before in behind.items():
+        ids = torch.as_tensor(np.concatenate([tokens, before]), dtype=torch.long, device=device)[None]
+        with torch.inference_mode():
+            logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(before) + 1).logits
+        found[name] = logits[0, -len(before) - 1 :].float().log_softmax(dim=-1)
+    found.setdefault(b"", next(iter(found.values()))[:1])
+    values, greedy = [], True
+    for each in sequences:
+        own = found[each[:-1].tobytes()]
+        at = torch.as_tensor(each, dtype=torch.long, device=own.device)[:, None]
+        values.append(own.gather(1, at)[:, 0].double().cpu().numpy())
+        greedy = greedy and bool((own.argmax(dim=-1) == at[:, 0]).all())
+    computed = len(tokens) * len(behind) + sum(map(len, behind.values()))
+    return np.concatenate(values), greedy, computed
 
 
 def last_logits(model: PreTrainedModel, tokens: TokenArray) -> Tensor:

@@ -22,8 +22,8 @@ from prefillcli.engines.base import (
     EarlyAnswer,
     EarlyExits,
     Engine,
-    LabelTokens,
     Readings,
+    ReadTokens,
     ReducedPacks,
     ThinnedPrompt,
     Treatment,
@@ -33,6 +33,7 @@ from prefillcli.engines.recovery import MemoryRecovery
 from prefillcli.models.heads import Activation, label_logits, label_numbers, output_numbers
 from prefillcli.models.open import UseVariant
 from prefillcli.models.shape import NoCostModel, keys_share
+from prefillcli.plan.behind import LabelSet, Places, with_labels
 from prefillcli.plan.pack import Account, Key, LayersDone, Limits, Pack, account
 from prefillcli.prefill.forest import WatchedLayer
 from prefillcli.prefill.layout import Tree
@@ -72,7 +73,7 @@ class TorchEngine(Engine):
     def answer(
         self,
         pack: Pack,
-        labels: Callable[[int], LabelTokens],
+        labels: Callable[[int], LabelSet],
         tick: Callable[[float], None],
         treatment: Treatment = PLAIN,
     ) -> Iterator[list[Answer]]:
@@ -92,33 +93,28 @@ class TorchEngine(Engine):
         yield found
 
     def _answer(
-        self, pack: Pack, labels: Callable[[int], LabelTokens], tick: Callable[[float], None], treatment: Treatment
+        self, pack: Pack, labels: Callable[[int], LabelSet], tick: Callable[[float], None], treatment: Treatment
     ) -> list[Answer]:
         begun = time.monotonic()
         if self._use_variant is not None:
             self._use_variant(pack.variant)
+        pack, places = with_labels(pack, labels)
         self.walk.layers.expect(len(pack.tokens), len(pack.reads))
         exits, done = None, LayersDone.none(pack)
         if treatment.exits is not None and pack.reads:
             exits = PromptExits(self.walk, pack, labels, treatment.exits, treatment.regroup_cost)
         thinning = None if treatment.thinning is None else PackThinning(treatment.thinning)
         kept = self._texts.keep(self.walk, pack, treatment, self.limits)
-        logprobs: dict[int, npt.NDArray[np.float64]] = {}
-        at = 0
+        reading = PackReading(pack, places, labels, self._activation)
         for logits in self.walk.read_logits(pack, tick, exits, done, thinning, kept):
-            going = range(len(pack.reads)) if exits is None else exits.going
-            reads = [pack.reads[read] for read in going[at : at + len(logits)]]
-            at += len(logits)
-            prompts = [(row, prompt) for row, (_, numbers) in enumerate(reads) for prompt in numbers]
             with self.walk.arithmetic.mode:
-                found = label_numbers(
-                    logits, [row for row, _ in prompts], [labels(prompt) for _, prompt in prompts], self._activation
-                )
-            logprobs.update(zip((prompt for _, prompt in prompts), found, strict=True))
+                reading.take(logits, range(len(pack.reads)) if exits is None else exits.going)
+        reading.end()
         seconds = time.monotonic() - begun + self._block_seconds
         self._block_seconds = 0.0 if pack.reads else seconds
         slower = self._without_exits(exits, begun) / seconds if exits is not None else 1.0
-        answers = [_answer(part, logprobs, seconds * part.share, slower, exits) for part in account(pack, done)]
+        parts = account(pack, done, lambda prompt: labels(prompt).tokens)
+        answers = [_answer(part, reading, seconds * part.share, slower, exits) for part in parts]
         if kept is not None:
             answers = self._texts.write(self.walk, kept, pack, treatment, answers, seconds, tick)
         if thinning is not None:
@@ -174,7 +170,7 @@ class TorchEngine(Engine):
 
 def _answer(
     part: Account,
-    logprobs: Mapping[int, npt.NDArray[np.float64]],
+    reading: PackReading,
     seconds: float,
     slower: float,
     exits: PromptExits | None,
@@ -186,7 +182,7 @@ def _answer(
     left = early if exits is not None and exits.has_left(prompt) else None
     return Answer(
         prompt=prompt,
-        logprobs=logprobs[prompt] if left is None else left.logprobs,
+        logprobs=reading.logprobs[prompt] if left is None else left.logprobs,
         shared_tokens=part.shared_tokens,
         computed_tokens=part.computed_tokens,
         seconds=seconds,
@@ -195,6 +191,7 @@ def _answer(
         skipped=0.0 if exits is None else part.skipped,
         full_seconds=seconds * slower,
         readings=() if exits is None else tuple(exits.readings[prompt]),
+        by_token=reading.by_token.get(prompt),
     )
 
 
@@ -204,6 +201,86 @@ def _keys_share(config: Any) -> float:
         return keys_share(config)
     except NoCostModel:
         return USUAL_KEYS_SHARE
+
+
+class PackReading:
+    """The numbers of a pack's labels, from pieces of its logits.
+
+    `logprobs` has them by prompt once the pieces with its tokens are there, those of longer labels after `end`.
+    """
+
+    def __init__(
+        self, pack: Pack, places: Mapping[int, Places], labels: Callable[[int], LabelSet], activation: Activation
+    ) -> None:
+        self.logprobs: dict[int, npt.NDArray[np.float64]] = {}
+        self.by_token: dict[int, ReadTokens] = {}
+        self._pack, self._places, self._labels, self._activation = pack, places, labels, activation
+        self._at = 0  # rows of logits so far
+        self._starts: npt.NDArray[np.int64] = np.empty(0, np.int64)  # the first row of each read that goes on
+        self._reads: Sequence[int] = ()
+        # Of all tokens of longer labels, by their rows: the row, the token, its place among those of all prompts.
+        self._rows = self._tokens = self._order = np.empty(0, np.int64)
+        self._values: npt.NDArray[np.float64] = np.empty(0)
+        self._best: npt.NDArray[np.bool_] = np.empty(0, bool)
+        self._prompts: list[int] = []
+
+    def take(self, logits: Tensor, going: Sequence[int]) -> None:
+        """The next rows of float32 logits [rows, vocabulary]. `going` are the reads that have not left."""
+        if not self._at:
+            self._lay_out(going)
+        first, self._at = self._at, self._at + len(logits)
+        low, high = np.searchsorted(self._starts, (first, self._at)).tolist()
+        prompts = [
+            (int(self._starts[at]) - first, prompt, single)
+            for at in range(low, high)
+            for prompt in self._pack.reads[self._reads[at]][1]
+            if (single := self._labels(prompt).single) is not None
+        ]
+        if prompts:
+            rows, numbers, sets = (list(each) for each in zip(*prompts, strict=True))
+            for prompt, own in zip(numbers, label_numbers(logits, rows, sets, self._activation), strict=True):
+                self.logprobs[prompt] = self._labels(prompt).divided(own)
+        low, high = np.searchsorted(self._rows, (first, self._at)).tolist()
+        if low < high:
+            at = torch.as_tensor(self._rows[low:high] - first, device=logits.device)
+            tokens = torch.as_tensor(self._tokens[low:high], device=logits.device)
+            top, likeliest = logits.max(dim=-1)
+            # The log-sum-exp less its largest term, which float32 holds more exactly than the whole.
+            rest = torch.exp(logits - top[:, None]).sum(dim=-1).cpu().double().log()
+            values = logits[at, tokens].cpu().double() - top[at].cpu().double()
+            order = self._order[low:high]
+            self._values[order] = (values - rest[at.cpu()]).numpy()
+            self._best[order] = (likeliest[at] == tokens).cpu().numpy()
+
+    def end(self) -> None:
+        """All pieces are taken."""
+        at = 0
+        for prompt in self._prompts:
+            labels, count = self._labels(prompt), len(self._places[prompt].rows)
+            values, best = self._values[at : at + count], self._best[at : at + count]
+            at += count
+            self.logprobs[prompt] = labels.divided(labels.logprobs(values))
+            if labels.by_token:
+                self.by_token[prompt] = ReadTokens(values, bool(best.all()))
+
+    def _lay_out(self, going: Sequence[int]) -> None:
+        pack, offsets = self._pack, self._pack.offsets
+        lengths = [1 + sum(offsets[node + 1] - offsets[node] for node in pack.behind_read(read)) for read in going]
+        self._starts = np.cumsum([0, *lengths], dtype=np.int64)[:-1]
+        self._reads = going
+        found = [
+            (prompt, start + self._places[prompt].rows, self._places[prompt].tokens)
+            for read, start in zip(going, self._starts, strict=True)
+            for prompt in pack.reads[read][1]
+            if prompt in self._places
+        ]
+        if found:
+            self._prompts = [prompt for prompt, _, _ in found]
+            rows = np.concatenate([rows for _, rows, _ in found])
+            self._order = np.argsort(rows, kind="stable")
+            self._rows = rows[self._order]
+            self._tokens = np.concatenate([tokens for _, _, tokens in found])[self._order].astype(np.int64)
+            self._values, self._best = np.empty(len(rows)), np.empty(len(rows), bool)
 
 
 # The treatment of a pack's prompts: some leave early, some lose tokens, behind some a text is written.
@@ -216,7 +293,7 @@ class PromptExits:
         self,
         walk: LayerWalk,
         pack: Pack,
-        labels: Callable[[int], LabelTokens],
+        labels: Callable[[int], LabelSet],
         exits: EarlyExits,
         regroup_cost: float | None,
     ) -> None:
@@ -265,7 +342,7 @@ class PromptExits:
     def _read(self, rows: list[int], prompts: list[int], before: Tensor, after: Tensor) -> Readings:
         # The readings of some prompts, whose last tokens are these rows of both tensors.
         hidden = after[torch.as_tensor(rows, device=after.device)].float().cpu().numpy()
-        own = [self._labels(prompt) for prompt in prompts]
+        own = [self._labels(prompt).first for prompt in prompts]
         logits = np.empty((2, len(prompts), len(own[0])))
         for tokens in dict.fromkeys(own):
             at = [number for number, each in enumerate(own) if each == tokens]

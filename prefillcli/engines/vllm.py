@@ -30,7 +30,6 @@ from prefillcli.engines.base import (
     Continuations,
     Engine,
     EngineChoice,
-    LabelTokens,
     Loaded,
     LoadRequest,
     Treatment,
@@ -42,6 +41,7 @@ from prefillcli.models import open as models
 from prefillcli.models.find import with_weights
 from prefillcli.models.heads import ClassHead
 from prefillcli.models.open import Opened
+from prefillcli.plan.behind import LabelSet, LabelTokens
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.trie import TokenArray
 from prefillcli.runtime.extras import require_extra
@@ -478,7 +478,7 @@ class VllmEngine(Engine):
     def answer(
         self,
         pack: Pack,
-        labels: Callable[[int], LabelTokens],
+        labels: Callable[[int], LabelSet],
         tick: Callable[[float], None],
         treatment: Treatment = PLAIN,
     ) -> Iterator[list[Answer]]:
@@ -499,7 +499,7 @@ class VllmEngine(Engine):
     def _score(
         self,
         waiting: Iterator[tuple[int, TokenArray]],
-        labels: Callable[[int], LabelTokens],
+        labels: Callable[[int], LabelSet],
         tick: Callable[[float], None],
         step: float,
     ) -> Iterator[list[Answer]]:
@@ -510,7 +510,7 @@ class VllmEngine(Engine):
             with self._asking(tick):
                 for prompt, tokens in islice(waiting, self._room - len(lengths)):
                     self._engine.add_request(
-                        str(prompt), {"prompt_token_ids": tokens.tolist()}, self._reader.asked(labels(prompt))
+                        str(prompt), {"prompt_token_ids": tokens.tolist()}, self._reader.asked(labels(prompt).first)
                     )
                     lengths[str(prompt)] = len(tokens)
                 outputs = [output for output in self._engine.step() if output.finished] if lengths else []
@@ -544,14 +544,14 @@ class VllmEngine(Engine):
             raise UsageError(f"vLLM does not take a prompt or the labels: {brief(error)}") from error
 
     def _answers(
-        self, outputs: list[Any], lengths: dict[str, int], labels: Callable[[int], LabelTokens], seconds: float
+        self, outputs: list[Any], lengths: dict[str, int], labels: Callable[[int], LabelSet], seconds: float
     ) -> list[Answer]:
         cached = [output.num_cached_tokens or 0 for output in outputs]
         computed = [lengths.pop(output.request_id) - own for output, own in zip(outputs, cached, strict=True)]
         return [
             Answer(
                 prompt=int(output.request_id),
-                logprobs=self._reader.numbers(output, labels(int(output.request_id))),
+                logprobs=self._reader.numbers(output, labels(int(output.request_id)).first),
                 shared_tokens=shared,
                 computed_tokens=own,
                 seconds=seconds * own / sum(computed),

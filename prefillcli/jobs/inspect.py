@@ -166,15 +166,15 @@ def _answers(
     # last. Raises PrefillError.
     most = loaded.engine.limits.max_tokens
     wanted = [Question(question.prompt)] + ([question] if question.kept is not None else [])
-    able = [each for each in wanted if len(each.tokens) <= most]
+    able = [each for each in wanted if each.size <= most]
     if not able:
-        detail = f"{len(question.tokens)} tokens; the memory budget holds {most}"
+        detail = f"{question.size} tokens; the memory budget holds {most}"
         raise no_score(question.prompt.row, summary.id, RowError(ErrorCode.EXCEEDS_MEMORY, detail))
     if len(able) < len(wanted):
         log.warning(f"the memory budget holds {most:,} tokens: the prompt is not read in full")
     layers = opening.opened.files.config.get_text_config().num_hidden_layers
     observing = Treatment(EarlyExits(observed=tuple(range(layers - 1))))
-    found = answer_questions(loaded.engine, able, opening.labels.sets, tick, treatment=observing)
+    found = answer_questions(loaded.engine, able, tick, treatment=observing)
     return found[0] if able[0].kept is None else None, found[-1] if able[-1].kept is not None else None
 
 
@@ -189,7 +189,6 @@ def _further(
 ) -> Sequence[Any]:
     # The features' findings on a row that was read by this question, after further questions about it; the row takes
     # the answers. Raises ResourceError if the engine cannot go on.
-    labels = opening.labels
     label = further.choice.wanted(window, [scored]).get(scored.row)
     if label is None:
         return ()
@@ -197,10 +196,10 @@ def _further(
     follow = FollowUp(window, [row], further, engine.limits, "prefix-tree")
     for pack in follow.plan.packs:
         for answers in engine.answer(
-            pack, lambda number: labels.sets[follow.questions[number].prompt.labels], tick, follow.treatment(pack)
+            pack, lambda number: follow.questions[number].prompt.labels, tick, follow.treatment(pack)
         ):
             follow.take(pack, answers)
-    return list(filter(None, (each.answers_shown(row, labels.names) for each in opening.features)))
+    return list(filter(None, (each.answers_shown(row, opening.labels.names) for each in opening.features)))
 
 
 def _check(settings: InspectSettings) -> None:

@@ -11,10 +11,10 @@ from typing import Protocol
 from prefillcli.core.feature import Feature
 from prefillcli.core.further import FurtherQuestions, GivenContinuations, WantedRow
 from prefillcli.core.question import AuditDraw, Question, kept_tokens, plan_questions, scored_row, thinning_of
-from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import BATCH_ROWS, ErrorCode, Float64Array, RowError, ScoredRow, Window
 from prefillcli.data.windows import MAX_ROWS
-from prefillcli.engines.base import PLAIN, Answer, Continuations, Engine, LabelTokens, PlanEngine, PoolUse, Treatment
+from prefillcli.engines.base import PLAIN, Answer, Continuations, Engine, PlanEngine, PoolUse, Treatment
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.blocks import BLOCK_TOKENS, CarriedBlock
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import Plan, packs_to_run
@@ -352,7 +352,6 @@ class ScoringOptions:
     `Scorer.questions`.
     """
 
-    labels: Labels
     schedule: str
     block_tokens: int = 0
     questions: Callable[..., tuple[list[Question], int]] | None = None
@@ -448,7 +447,7 @@ def _fitting(questions: Sequence[Question], most: int) -> tuple[list[Question], 
     """The questions of at most `most` tokens, which the memory budget holds; the others' rows are error rows."""
     fitting, errors = [], {}
     for question in questions:
-        tokens = len(question.tokens)
+        tokens = question.size
         if tokens <= most:
             fitting.append(question)
         else:
@@ -466,7 +465,7 @@ def _audited(window: Window, questions: Sequence[Question], engine: PlanEngine, 
     able = [
         number
         for number, question in enumerate(questions)
-        if (question.compressed or flips) and len(question.prompt.tokens) <= most
+        if (question.compressed or flips) and Question(question.prompt).size <= most
     ]
     return options.audit.draw(window, able)
 
@@ -557,7 +556,6 @@ class Asked:
 
     def __init__(self, loop: ScoringLoop, opened: _OpenWindow, rows: int) -> None:
         self.work = opened.work
-        self.label_sets = loop.options.labels.sets
         self._loop = loop
         self._receiver = loop.receiver
         self._opened = opened
@@ -746,9 +744,7 @@ class LocalPool:
         # Tokens of a block are counted here, whether or not they are charged to a row of another pack.
         beside = len(pack.tokens) if pack.block is not None else -pack.charged_tokens
         answers = iter(
-            self.engine.answer(
-                pack, lambda i: asked.label_sets[questions[i].prompt.labels], tick, asked.work.treatment(pack)
-            )
+            self.engine.answer(pack, lambda i: questions[i].prompt.labels, tick, asked.work.treatment(pack))
         )
         try:
             while True:
@@ -774,7 +770,7 @@ class LocalPool:
     def answer_all(
         self,
         packs: Sequence[Pack],
-        labels: Callable[[int], LabelTokens],
+        labels: Callable[[int], LabelSet],
         tick: Callable[[float], None],
         treatment: Treatment = PLAIN,
     ) -> Iterator[list[Answer]]:

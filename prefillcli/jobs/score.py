@@ -170,7 +170,7 @@ class Job(Scorer):
             self.builder.close,
             skip=sink.finished,
             ended=ended.append,
-            change=sink.digests(self.labels, columns, self.common),
+            change=sink.digests(columns, self.common),
         )
         total = self.source.selected_rows if settings.shard is None else None
         self.recorder = Recorder(self, total, self._forecast)

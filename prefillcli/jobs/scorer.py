@@ -167,7 +167,6 @@ class Scorer(Opening):
         rewritten = any(each.rewrites for each in self.features)
         further = FurtherQuestions.of(self, chosen)
         options = ScoringOptions(
-            labels=self.labels,
             schedule=self.settings.schedule,
             block_tokens=0 if rewritten else self.granularity.block_tokens,
             questions=self.questions if rewritten else None,

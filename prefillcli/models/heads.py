@@ -19,9 +19,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from prefillcli.data.prompts.labels import ClassLabels, Label, LabelSet, complementary, parse_labels
+from prefillcli.data.prompts.labels import ClassLabels, Label, complementary, parse_labels
 from prefillcli.errors import UsageError
 from prefillcli.models.files import CLASSIFIER, read_header, weight_files
+from prefillcli.plan.behind import LabelTokens
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.stats.evaluation import Measure
 
@@ -124,7 +125,7 @@ def _of_classes(head: ClassHead, given: Sequence[Label] | None) -> ClassLabels:
 def _with_complement(number: int, named: Sequence[Label]) -> ClassLabels:
     # A class that is right or not, and its complement, whose output has the complement of its number.
     labels = complementary(*named)
-    found: LabelSet = ((number,), (~number,))
+    found: LabelTokens = ((number,), (~number,))
     return ClassLabels(labels, found, Measure.SHARES)
 
 
@@ -164,30 +165,33 @@ def _activation(config: Any, choice: HeadChoice) -> Activation:
 
 
 def label_numbers(
-    logits: Tensor, rows: list[int], labels: list[LabelSet], activation: Activation = "softmax"
-) -> npt.NDArray[np.float64]:
-    """The number of each label, float64 [answers, labels].
+    logits: Tensor, rows: list[int], labels: list[LabelTokens], activation: Activation = "softmax"
+) -> list[npt.NDArray[np.float64]]:
+    """For each answer the number of each label, float64 [labels].
 
     Answer i reads row `rows[i]` of `logits` (float32 [reads, outputs]) for `labels[i]`. With a softmax they are
     log-probabilities over all outputs; those of a label's tokens are summed in probability. Else each label has one
     output.
     """
     total = torch.logsumexp(logits, dim=-1) if activation == "softmax" else torch.zeros(len(logits))
-    result = np.empty((len(rows), len(labels[0])), dtype=np.float64)
+    result = [np.empty(len(own)) for own in labels]
     for tokens in set(labels):
         answers = [i for i, own in enumerate(labels) if own == tokens]
         at = torch.as_tensor([rows[i] for i in answers], device=logits.device)
         own, before = logits[at], total.to(logits.device)[at].cpu().double()
+        numbers = np.empty((len(answers), len(tokens)))
         for number, ids in enumerate(tokens):
             if activation == "softmax":
                 found = torch.logsumexp(own[:, list(ids)].cpu().double(), dim=-1) - before
             else:
                 found = _output(own, ids[0], activation)
-            result[answers, number] = found.numpy()
+            numbers[:, number] = found.numpy()
+        for answer, each in zip(answers, numbers, strict=True):
+            result[answer] = each
     return result
 
 
-def label_logits(outputs: Tensor, labels: LabelSet) -> npt.NDArray[np.float64]:
+def label_logits(outputs: Tensor, labels: LabelTokens) -> npt.NDArray[np.float64]:
     """Logits of labels that exclude one another, variants summed in probability, float64 [rows, labels].
 
     `outputs` float32 [rows, tokens] are those of all the labels' tokens, in their order.
@@ -202,7 +206,7 @@ def label_logits(outputs: Tensor, labels: LabelSet) -> npt.NDArray[np.float64]:
     return stacked
 
 
-def output_numbers(labels: LabelSet) -> list[int]:
+def output_numbers(labels: LabelTokens) -> list[int]:
     """The outputs of a model that labels are read from."""
     return [max(token, ~token) for variants in labels for token in variants]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from prefillcli.data.prompts.builder import RowColumns
-from prefillcli.data.prompts.labels import Labels, parse_labels
+from prefillcli.data.prompts.labels import Labels, Normalisation, parse_labels
 from prefillcli.data.proof import gguf_parts
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
 from prefillcli.models.files import check_files, find_weights, read_json, refuse_code_elsewhere, sample_model
@@ -62,6 +62,10 @@ class LabelChoice(Protocol):
     def labels(self) -> str | Sequence[str]: ...
     @property
     def labels_given(self) -> bool: ...
+    @property
+    def label_norm(self) -> Normalisation: ...
+    @property
+    def label_end(self) -> str | None: ...
 
 
 # Turns a model into that variant of it; None gives the model as loaded.
@@ -208,7 +212,7 @@ def _other_tokenizer(tokenizer: Any, own: Any, choice: DraftChoice) -> Any:
 def answer_labels(opened: Opened, choice: LabelChoice) -> Labels:
     """The labels of a job: tokens of the vocabulary, or classes of the model's head. Raises UsageError."""
     if opened.files.head is None:
-        return Labels(opened.tokenizer, parse_labels(choice.labels))
+        return Labels(opened.tokenizer, parse_labels(choice.labels), norm=choice.label_norm, end=choice.label_end)
     from prefillcli.models.heads import class_labels
 
     return class_labels(opened.files.head, choice.labels if choice.labels_given else None)

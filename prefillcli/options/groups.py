@@ -265,8 +265,19 @@ class PromptOptions(Settings):
 
     labels: LabelTexts = option(
         "Yes,No",
-        "Answers, the positive one first; 'Yes= Yes|yes|YES' sums variants. Of a classification head, classes.",
+        "Answers of any length, the positive one first; 'Yes= Yes|yes|YES' sums variants. Of a classification head, "
+        "classes.",
         ANSWERS, changes="scores", metavar="LABELS",
+    )  # fmt: skip
+    label_norm: Literal["none", "tokens", "bytes"] = option(
+        "none",
+        "Divides a label's log-probability by its tokens or bytes before labels are compared.",
+        ANSWERS, changes="scores", metavar="none|tokens|bytes",
+    )  # fmt: skip
+    label_end: str | None = option(
+        None,
+        "Ends every label: a text, or eos, the model's end token. Needed where one label begins another.",
+        ANSWERS, changes="scores", metavar="TEXT|eos",
     )  # fmt: skip
     temperature: float = option(
         1.0, "Divides the label logits.", ANSWERS, changes="scores", metavar="T", gt=0, allow_inf_nan=False

@@ -8,7 +8,7 @@ again.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -132,6 +132,10 @@ class Pack:
     # The key of the only node of a pack without reads: a block, or a node that another worker needs too.
     block: Key | None = None
     variant: str | None = None  # the variant of the model that computes it; None: the model itself
+    # For each read the nodes behind it, in order, whose tokens are read for the same prompts; empty: there are none.
+    behind: tuple[tuple[int, ...], ...] = ()
+    # The numbers of its own nodes before others were put behind them, by which `keep` has them; empty: unchanged.
+    moved: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def prompts(self) -> list[int]:
@@ -159,7 +163,11 @@ class Pack:
         if self.block is not None:
             return {0: self.block}
         own = (key for key in self.keep if not isinstance(key, str))
-        return {key[1]: key for key in own if key[0] == self.index}
+        return {self.moved.get(key[1], key[1]): key for key in own if key[0] == self.index}
+
+    def behind_read(self, read: int) -> tuple[int, ...]:
+        """The nodes behind a read, of this number, whose tokens are read too."""
+        return self.behind[read] if self.behind else ()
 
     def shifted(self, by: int) -> Pack:
         """The same pack with its number and those of the packs that it needs raised."""
@@ -491,8 +499,11 @@ class Account:
     skipped: float = 0.0
 
 
-def account(pack: Pack, done: LayersDone | None = None) -> list[Account]:
-    """One account for each prompt answered in `pack`. `done` says which layers of it were computed, by default all."""
+def account(
+    pack: Pack, done: LayersDone | None = None, behind: Callable[[int], int] = lambda prompt: 0
+) -> list[Account]:
+    """One account for each prompt answered in `pack`. `done` says which layers of it were computed, by default all.
+    `behind` gives the tokens behind a prompt that are read for it."""
     below = [0] * len(pack.parents)
     for node, prompts in pack.reads:
         below[node] += len(prompts)
@@ -512,9 +523,16 @@ def account(pack: Pack, done: LayersDone | None = None) -> list[Account]:
     charged: set[int] = set()
     charged_above: set[int] = set()  # held nodes
     accounts = []
-    for node, prompts in pack.reads:
+    for read, (node, prompts) in enumerate(pack.reads):
+        own = list(pack.behind_read(read))
+        left = sum(lengths[number] for number in own)
+        costs, spare = (sum(each[number] for number in own) for each in (work, spared))
+        most = sum(map(behind, prompts)) if own else 0
         for prompt in prompts:
-            computed, skipped = 0, 0.0
+            computed = min(behind(prompt), left) if own else 0  # the first prompts pay for tokens that they share
+            left -= computed
+            part = behind(prompt) / most if most else 0.0
+            skipped = spare * part
             step = node
             while step >= 0 and step not in charged:
                 charged.add(step)
@@ -525,7 +543,7 @@ def account(pack: Pack, done: LayersDone | None = None) -> list[Account]:
                     computed += sum(pack.held[number].length for number in above if number not in charged_above)
                     charged_above.update(above)
                 step = pack.parents[step]
-            accounts.append(Account(prompt, shared[node], computed, fair[node], skipped))
+            accounts.append(Account(prompt, shared[node], computed, fair[node] + costs * part, skipped))
     return accounts
 
 

@@ -9,6 +9,7 @@ from itertools import repeat
 import numpy as np
 
 from prefillcli.plan import SCHEDULES, WaitingPrompts
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.blocks import (
     NO_COVER,
     Block,
@@ -28,8 +29,10 @@ from prefillcli.plan.trie import (
     TrieNode,
     build_forest,
     dissolve_small_nodes,
+    every_node,
     forest_tokens,
     keys_with_positions,
+    split_ends,
     token_order,
 )
 
@@ -139,15 +142,16 @@ def cut_packs(
     positions: Sequence[TokenArray | None],
     cover: Cover = NO_COVER,
     variants: Sequence[str | None] | None = None,
+    labels: Sequence[LabelSet] = (),
 ) -> list[Pack]:
-    """Fill packs with the prompts of the queue as they come. `positions` and `variants` as in `make_plan`.
+    """Fill packs with the prompts of the queue as they come. `positions`, `variants` and `labels` as in `make_plan`.
 
     Every prompt is answered in exactly one pack. A prompt longer than `limits.tokens` gets a pack of its own; the
     caller keeps out prompts longer than `limits.max_tokens`. Between packs the prefix cache keeps nodes that waiting
     prompts begin with, the most recently used ones first. Nodes that lie in blocks by `cover` are read from these; a
     block is computed in a pack of its own before the first pack that reads it, unless it is given.
     """
-    return _Cutter(queue, prompts, limits, positions, cover, variants or [None] * len(prompts)).cut()
+    return _Cutter(queue, prompts, limits, positions, cover, variants or [None] * len(prompts), labels).cut()
 
 
 def given_packs(
@@ -165,8 +169,11 @@ def given_packs(
 class _OpenPack:
     """A pack being filled. It holds the nodes in blocks with which its prompts begin."""
 
-    def __init__(self, cover: Cover, limits: Limits, held: Sequence[TrieNode] = ()) -> None:
+    def __init__(
+        self, cover: Cover, limits: Limits, labels: Sequence[LabelSet], held: Sequence[TrieNode] = ()
+    ) -> None:
         self._cover = cover
+        self._labels = labels
         self.held = {id(node): node for node in held}
         self.held_tokens = limits.held_size(node.length for node in held)  # outside of blocks
         self.added: dict[int, TrieNode] = {}
@@ -182,21 +189,30 @@ class _OpenPack:
         nodes = [node for node in above if not any(id(node) in each for each in at_hand)]
         return nodes if id(end) in self.added else [*nodes, end]
 
+    def tokens_with(self, path: Sequence[TrieNode]) -> int:
+        # Tokens that the pack computes with this prompt.
+        return (
+            self.tokens
+            + sum(node.length for node in self.missing(path))
+            + behind_tokens(path[-1].ending, self._labels)
+        )
+
     def kept_with(self, path: Sequence[TrieNode]) -> tuple[int, int]:
         # Tokens of the pack with this prompt, held ones included, and the number of nodes where its prompts end.
         covered = [node for node in path[:-1] if id(node) in self._cover.nodes and id(node) not in self.held]
         new = [*self.missing(path), *covered]
         held = sum(node.length for node in self.held.values())
-        return self.tokens + held + sum(node.length for node in new), len(self.ends) + 1
+        own = sum(node.length for node in new) + behind_tokens(path[-1].ending, self._labels)
+        return self.tokens + held + own, len(self.ends) + 1
 
     def add(self, path: Sequence[TrieNode]) -> list[TrieNode]:
         # Take a prompt in; returns the nodes that are computed for it.
+        self.tokens = self.tokens_with(path)
         new = self.missing(path)
         self.added.update((id(node), node) for node in new)
         self.held.update((id(node), node) for node in path[:-1] if id(node) in self._cover.nodes)
         self.blocks |= self._cover.blocks_above(path)
         self.ends.append(path[-1])
-        self.tokens += sum(node.length for node in new)
         self.read_tokens += path[-1].end
         return new
 
@@ -210,8 +226,10 @@ class _Cutter:
         positions: Sequence[TokenArray | None],
         cover: Cover,
         variants: Sequence[str | None],
+        labels: Sequence[LabelSet] = (),
     ) -> None:
         self._queue = queue
+        self._labels = labels
         self._prompts = prompts
         self._limits = limits
         self._positions = positions
@@ -223,7 +241,7 @@ class _Cutter:
         self._first_index = len(self._at_hand)
         self._packs: list[Pack] = []
         self._answering = 0  # of these packs
-        self._open = _OpenPack(cover, limits)
+        self._open = _OpenPack(cover, limits, labels)
         self._used: dict[int, int] = {}  # id(node) -> when a prompt used it last, counted in prompts
         self._keys: dict[int, tuple[int, int]] = {}  # id(node) -> the pack that computed it last, and its number there
         self._charged = {id(node) for node in cover.within(self._at_hand)}  # nodes in blocks
@@ -249,7 +267,7 @@ class _Cutter:
             return False
         if limits.read_tokens is not None and filled.read_tokens + path[-1].end > limits.read_tokens:
             return False
-        tokens = filled.tokens + sum(node.length for node in filled.missing(path))
+        tokens = filled.tokens_with(path)
         blocks = self._at_hand | filled.blocks | self._cover.blocks_above(path)
         blocks_held = self._held_size(blocks)
         room = limits.held_tokens - blocks_held
@@ -275,7 +293,7 @@ class _Cutter:
         self._queue.held([*covered, *keep])
         self._add_pack(keep, blocks)
         self._at_hand = blocks
-        self._open = _OpenPack(self._cover, self._limits, keep)
+        self._open = _OpenPack(self._cover, self._limits, self._labels, keep)
         return path
 
     def _cache(self, blocks_held: int) -> list[TrieNode]:
@@ -304,8 +322,8 @@ class _Cutter:
         return keep
 
     def _fits_alone(self, path: Sequence[TrieNode], held: Sequence[TrieNode], blocks: dict[str, Block]) -> bool:
-        filled, limits = _OpenPack(self._cover, self._limits, held), self._limits
-        tokens = sum(node.length for node in filled.missing(path))
+        filled, limits = _OpenPack(self._cover, self._limits, self._labels, held), self._limits
+        tokens = filled.tokens_with(path)
         blocks = blocks | self._cover.blocks_above(path)
         stays = filled.held_tokens + self._held_size(blocks)
         alone, with_held = limits.kept_size(path[-1].end, 1), limits.kept_size(*filled.kept_with(path))
@@ -436,6 +454,7 @@ class Plan:
     """Packs of a window, in the order of the run, and the tokens that they share.
 
     `unique_tokens` is the size of the trie of all prompts without given blocks: the least that must be computed.
+    `behind_tokens`, which it counts too, are those of labels behind their prompts; packs do not have them yet.
     `given` are the packs of the blocks that the window before has handed on, which run only if their K,V are lost.
     `carried` are the blocks for the next window.
     """
@@ -444,10 +463,11 @@ class Plan:
     unique_tokens: int
     given: list[Pack] = field(default_factory=list)
     carried: tuple[CarriedBlock, ...] = ()
+    behind_tokens: int = 0
 
     @property
     def computed_tokens(self) -> int:
-        return sum(len(pack.tokens) for pack in self.packs)
+        return sum(len(pack.tokens) for pack in self.packs) + self.behind_tokens
 
 
 def make_plan(
@@ -457,6 +477,7 @@ def make_plan(
     positions: Sequence[TokenArray | None] | None = None,
     *,
     variants: Sequence[str | None] | None = None,
+    labels: Sequence[LabelSet] = (),
     carried: Sequence[CarriedBlock] = (),
     block_tokens: int = 0,
 ) -> Plan:
@@ -467,13 +488,16 @@ def make_plan(
     are not at hand: computed in the same pack, or held in the prefix cache. `positions` are ascending, one for each
     token of a prompt; None where they count from 0. Tokens are shared only at the same positions. `variants` name the
     variant that reads each prompt; None: no prompt has one. A pack has prompts of one variant, and the packs of a
-    variant come one after the other.
+    variant come one after the other. `labels` are what is read behind each prompt; none: nothing longer than a token.
 
     `carried` are the blocks that the plan of the window before carries. A prefix of at least `block_tokens` at this
     window's end is cut into blocks; with 0 there are none.
     """
     cases = [(schedule, limits)]
-    return next(make_plans(prompts, cases, positions, variants=variants, carried=[carried], block_tokens=block_tokens))
+    found = make_plans(
+        prompts, cases, positions, variants=variants, labels=labels, carried=[carried], block_tokens=block_tokens
+    )
+    return next(found)
 
 
 def make_plans(
@@ -482,6 +506,7 @@ def make_plans(
     positions: Sequence[TokenArray | None] | None = None,
     *,
     variants: Sequence[str | None] | None = None,
+    labels: Sequence[LabelSet] = (),
     carried: Iterable[Sequence[CarriedBlock]] = repeat(()),
     block_tokens: int = 0,
 ) -> Iterator[Plan]:
@@ -491,14 +516,21 @@ def make_plans(
     """
     positions = positions or [None] * len(prompts)
     variants = variants or [None] * len(prompts)
-    window = _Prompts(prompts, positions, variants)
+    labels = labels if any(own.tokens for own in labels) else ()
+    window = _Prompts(prompts, positions, variants, labels)
     for (schedule, limits), before in zip(cases, carried, strict=False):
         blocks = window.blocks(limits, before, block_tokens)
-        roots, cover = window.forest(blocks, whole=limits.whole_nodes, step=limits.state_step)
+        roots, cover = window.forest(blocks, limits)
         given = given_packs(blocks.given, prompts, positions, variants)
-        packs = cut_packs(Queue(roots, schedule, window.groups), prompts, limits, positions, cover, variants)
+        packs = cut_packs(Queue(roots, schedule, window.groups), prompts, limits, positions, cover, variants, labels)
         unique = window.unique_tokens - sum(len(pack.tokens) for pack in given)
-        yield Plan(packs, unique, given, tuple((block.end, block.key) for block in blocks.carried))
+        following = tuple((block.end, block.key) for block in blocks.carried)
+        yield Plan(packs, unique, given, following, window.behind_tokens)
+
+
+def behind_tokens(prompts: Sequence[int], labels: Sequence[LabelSet]) -> int:
+    """The tokens behind prompts that end alike; a label set that several of them have counts once."""
+    return sum(own.tokens for own in {labels[prompt] for prompt in prompts}) if labels else 0
 
 
 def packs_to_run(plan: Plan, done: Iterable[int], at_hand: Container[Key | None] = ()) -> list[Pack]:
@@ -524,10 +556,12 @@ class _Prompts:
         prompts: Sequence[TokenArray],
         positions: Sequence[TokenArray | None],
         variants: Sequence[str | None],
+        labels: Sequence[LabelSet] = (),
     ) -> None:
         self._prompts = prompts
         self._positions = positions
         self._variants = variants
+        self._labels = labels
         # The group of each prompt: the prompts of one variant. Empty if there is only one variant.
         self.groups = _groups_of(variants)
         self._keys: Sequence[KeyArray] = prompts
@@ -541,13 +575,14 @@ class _Prompts:
         if self.groups:
             self._order.sort(key=self.groups.__getitem__)
         roots = build_forest(self._keys, self._order)
-        self.unique_tokens = forest_tokens(roots)
+        self.behind_tokens = sum(behind_tokens(node.ending, labels) for node in every_node(roots)) if labels else 0
+        self.unique_tokens = forest_tokens(roots) + self.behind_tokens
         last = len(prompts) - 1
         self._shared = {
             whole: shared_ends(roots, self._keys, last, whole=whole) if prompts else [] for whole in (False, True)
         }
         alone = dissolve_small_nodes(roots), NO_COVER
-        self._forests = {(NO_COVER.blocks.ends, whole, 0): alone for whole in (False, True)}
+        self._forests = {(NO_COVER.blocks.ends, whole, 0, 0): alone for whole in (False, True)} if not labels else {}
 
     def blocks(self, limits: Limits, carried: Sequence[CarriedBlock], block_tokens: int) -> WindowBlocks:
         # The blocks that fit within the limits beside any single prompt.
@@ -560,10 +595,11 @@ class _Prompts:
         ends = self._variants[0], self._variants[-1]
         return find_blocks(self._prompts, self._positions, shared, int(room), carried, block_tokens, limits, ends)
 
-    def forest(self, blocks: WindowBlocks, *, whole: bool = False, step: int = 0) -> tuple[list[TrieNode], Cover]:
-        # The forest with small nodes dissolved, split at the ends of blocks; with `whole` each block is one node, and
-        # with a `step` nodes are aligned to it.
-        name = blocks.ends, whole, step
+    def forest(self, blocks: WindowBlocks, limits: Limits) -> tuple[list[TrieNode], Cover]:
+        # The forest with small nodes dissolved, split at the ends of blocks; with `whole_nodes` each block is one
+        # node, and with a `state_step` nodes are aligned to it.
+        whole, step, room = limits.whole_nodes, limits.state_step, limits.tokens // 2 if self._labels else 0
+        name = blocks.ends, whole, step, room
         if name not in self._forests:
             roots = build_forest(self._keys, self._order)
             cover = cover_nodes(roots, self._keys, blocks, whole=whole)
@@ -571,8 +607,13 @@ class _Prompts:
                 align_nodes(roots, step)
             roots = dissolve_small_nodes(roots, fixed=cover.nodes)
             order_siblings(roots, cover)
+            if room:
+                split_ends(roots, self._tokens_behind, room, fixed=cover.nodes, whole=step > 0)
             self._forests[name] = roots, cover
         return self._forests[name]
+
+    def _tokens_behind(self, prompts: Sequence[int]) -> int:
+        return behind_tokens(prompts, self._labels)
 
 
 def _groups_of(variants: Sequence[str | None]) -> list[int]:
@@ -599,12 +640,13 @@ def _groups_of(variants: Sequence[str | None]) -> list[int]:
 LONG = 1 << 30  # is added to the positions of such prompts
 
 
-def marked_positions(positions: TokenArray | None, tokens: int, switch: int) -> TokenArray | None:
+def marked_positions(positions: TokenArray | None, tokens: int, switch: int, behind: int = 0) -> TokenArray | None:
     """The positions of a prompt of so many tokens (None: 0, 1, 2, ...), marked if it is longer than `switch`.
 
-    A prompt that has lost tokens is as long as its last position says. With `switch` 0 no prompt is marked.
+    A prompt that has lost tokens is as long as its last position says; so many tokens `behind` it count too. With
+    `switch` 0 no prompt is marked.
     """
-    last = tokens - 1 if positions is None else int(positions[-1])
+    last = (tokens - 1 if positions is None else int(positions[-1])) + behind
     if not switch or last < switch:
         return positions
     own = np.arange(tokens, dtype=np.int32) if positions is None else positions.astype(np.int32)

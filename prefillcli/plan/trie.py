@@ -8,7 +8,7 @@ offers (each prompt with the one before it).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,6 +169,42 @@ def dissolve_small_nodes(
         if node.parent:
             push(node.parent)
     return roots
+
+
+def split_ends(
+    roots: list[TrieNode],
+    behind: Callable[[Sequence[int]], int],
+    room: int,
+    *,
+    fixed: Container[int] = (),
+    whole: bool = False,
+) -> None:
+    """Let prompts that end at the same node, with more than `room` tokens `behind` them, end at several, in place.
+
+    Each of these nodes is the last token alone, so that the tokens before it can be held; with `whole`, and for nodes
+    whose id() is in `fixed`, it is a copy of the node.
+    """
+    for node in every_node(roots):
+        groups: list[list[int]] = []
+        for prompt in node.ending:
+            if groups and behind([*groups[-1], prompt]) <= room:
+                groups[-1].append(prompt)
+            else:
+                groups.append([prompt])
+        if len(groups) < 2:
+            continue
+        if whole or id(node) in fixed or node.length == 1:
+            siblings = node.parent.children if node.parent else roots
+            ends = [TrieNode(node.prompt, node.start, node.end, node.parent, ending=group) for group in groups[1:]]
+            at = siblings.index(node) + 1
+            siblings[at:at] = ends
+            node.ending = groups[0]
+        else:
+            node.end -= 1
+            ends = [TrieNode(node.prompt, node.end, node.end + 1, node, ending=group) for group in groups]
+            ends[0].children, node.children, node.ending = node.children, ends, []
+            for child in ends[0].children:
+                child.parent = ends[0]
 
 
 # How many prompts share each part of a forest.

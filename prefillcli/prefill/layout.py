@@ -387,22 +387,23 @@ class Chunk:
 
 @dataclass(slots=True)
 class LastTokens:
-    """The last tokens of prompts, one query for each, or queries that stand `ahead` tokens behind them.
+    """Single tokens, most of them the last ones of prompts: one query for each, or queries that stand `ahead` tokens
+    behind them.
 
-    They see whole nodes, their own included: `ancestors(window)` and, as runs of the buffer, `own(window)` (empty
-    where the window has passed the node).
+    They see the nodes above their own, `ancestors(window)`, and of their own the tokens up to themselves:
+    `own(window)` as runs of the buffer, empty where the window has passed the node.
     """
 
     tree: Tree
-    nodes: list[int]  # the node that each read ends
+    tokens: IntArray  # their numbers in the pack [reads]
     device: torch.device
     ahead: int = 0
     tables: dict[Any, Any] = field(default_factory=dict)  # as a chunk's
 
     @property
-    def tokens(self) -> IntArray:
-        """The number of each of these tokens in the pack."""
-        return np.asarray([self.tree.offsets[node + 1] - 1 for node in self.nodes])
+    def nodes(self) -> list[int]:
+        """The node of each."""
+        return [bisect_right(self.tree.offsets, token) - 1 for token in self.tokens.tolist()]
 
     @property
     def depths(self) -> IntArray:
@@ -435,7 +436,8 @@ class LastTokens:
             runs: list[tuple[int, int, int]] = []
             for query, (node, depth) in enumerate(zip(self.nodes, self.depths.tolist(), strict=True)):
                 first, oldest = len(runs), oldest_key(window, depth)
-                seen = self.tree.path_with_depths(node)
+                *above, (start, end, at) = self.tree.path_with_depths(node)
+                seen = [*above, (start, min(end, start + depth - self.ahead + 1 - at), at)]
                 runs += [run for each in seen if (run := _without_older(each, oldest)) is not None]
                 blocks.append((query, 1, depth, first, len(runs)))
             return np.array(blocks, np.int64), np.array(runs, np.int64)
@@ -446,8 +448,8 @@ class LastTokens:
         """For each read the keys of its own node, as (start, end) in the buffer."""
         tree = self.tree
         runs = []
-        for node, depth in zip(self.nodes, self.depths.tolist(), strict=True):
-            first, last = tree.offsets[node], tree.offsets[node + 1]
+        for node, token, depth in zip(self.nodes, self.tokens.tolist(), self.depths.tolist(), strict=True):
+            first, last = tree.offsets[node], token + 1
             first = min(first + max(0, oldest_key(window, depth) - tree.starts[node]), last)
             runs.append((tree.held + first, tree.held + last))
         return runs

@@ -27,7 +27,7 @@ from prefillcli.prefill.attention import ROW_STEP, longest_batched
 from prefillcli.prefill.forest import Attend, ForestAttention, KeysStored, UnsupportedModelError, WatchedLayer
 from prefillcli.prefill.fusion import Preparation, fused
 from prefillcli.prefill.layout import Chunk, IntArray, KeyWindow, LastTokens, Tree, split_evenly
-from prefillcli.prefill.model_ends import CallBuffers, LayerCall, ModelEnds, Recording, lend_shared
+from prefillcli.prefill.model_ends import HEAD_ROWS, CallBuffers, LayerCall, ModelEnds, Recording, lend_shared
 from prefillcli.prefill.own_cache import (
     NO_DECODING,
     NO_QUERIES,
@@ -125,7 +125,8 @@ class LayerWalk:
         thinning: ThinningRule | None = None,
         kept: Keeper | None = None,
     ) -> Iterator[Tensor]:
-        """Walk `pack`; yield float32 logits [reads, vocabulary] in pieces, in the order of `pack.reads`.
+        """Walk `pack`; yield float32 logits [reads, vocabulary] in pieces, in the order of `pack.reads`: of each the
+        last token, and then the tokens behind it that are read.
 
         `tick` is called after each step with the number of tokens it advanced by, so that they add up to the pack's;
         it may raise to stop the walk. K,V that later packs hold are kept for them. Reads that leave early by the rule
@@ -141,7 +142,7 @@ class LayerWalk:
         with ForestAttention(pack.held_tokens + len(pack.tokens), attend=self.arithmetic.attend) as attention:
             for index, layer in self.through_layers(state, attention, tick, exits, thinning):
                 self._held.put_nodes(index, state, attention)
-                if index == len(self.layers) - 1 and state.reads:
+                if index == len(self.layers) - 1 and state.reads and not state.reads_all:
                     hidden = self.read_last(state, layer, attention)
                 if kept is not None:
                     kept.take(index, state, attention)
@@ -150,6 +151,11 @@ class LayerWalk:
             self._held.drop_others(pack.keep)
         if hidden is not None:
             yield from self.logits(hidden)
+        elif state.reads_all and state.reads:
+            # Many tokens are read: their rows are not all copied at a time.
+            at = torch.as_tensor(state.read_tokens)
+            for start, end in split_evenly(len(at), HEAD_ROWS):
+                yield from self.logits(self._residual.pick(state.hidden, at[start:end]))
 
     def holds(self, key: Key) -> bool:
         """Whether all layers' parts of a node are kept under this key."""
@@ -258,7 +264,7 @@ class LayerWalk:
 
         The last layer computes only K,V, unless it is recurrent or called with the model's own cache.
         """
-        if index == len(self.layers) - 1 and not state.recurrence:
+        if index == len(self.layers) - 1 and not state.recurrence and not state.reads_all:
             # Nothing reads the last layer's output but the head, which needs the prompts' last tokens alone.
             self.store_keys(state, index, layer, attention, tick)
             return
@@ -287,15 +293,17 @@ class LayerWalk:
     def read_last(self, state: WalkState, layer: nn.Module, attention: ForestAttention, index: int = -1) -> Tensor:
         """A layer's output for the prompts' last tokens alone, [1, reads, hidden]; its K,V must be complete.
 
-        `index` is the layer's, by default that of the last one. A recurrent layer has computed them already.
+        `index` is the layer's, by default that of the last one, which also reads the tokens behind these. A recurrent
+        layer has computed them already.
         """
         if state.recurrence:
-            return self._at_last_tokens(state)[None]
-        in_order = np.argsort([node for node, _ in state.pack.reads], kind="stable")  # neighbours have one ancestor
-        nodes = [state.pack.reads[at][0] for at in in_order]
+            tokens = state.read_tokens if index < 0 else state.last_tokens
+            return self._residual.pick(state.hidden, torch.as_tensor(tokens))
+        tokens = state.read_tokens if index < 0 else state.last_tokens
+        in_order = np.argsort(tokens, kind="stable")  # neighbours have one ancestor
         rows = []
-        for start, end in split_evenly(len(nodes), self.chunk_tokens):
-            last = LastTokens(state.tree, nodes[start:end], self.device)
+        for start, end in split_evenly(len(tokens), self.chunk_tokens):
+            last = LastTokens(state.tree, tokens[in_order[start:end]], self.device)
             at = torch.as_tensor(last.tokens)
             recording = self.record(state.tokens[at], state.tree.positions[last.tokens])
             lend_shared(recording.calls, state.calls[0], len(at))
@@ -478,6 +486,25 @@ class WalkState:
         """The token that each read ends with."""
         return np.asarray([self.pack.offsets[node + 1] - 1 for node, _ in self.pack.reads], dtype=np.int64)
 
+    @property
+    def read_tokens(self) -> IntArray:
+        """The same, and the tokens behind each that are read."""
+        if not self.pack.behind:
+            return self.last_tokens
+        offsets, found = self.pack.offsets, []
+        for last, own in zip(self.last_tokens.tolist(), self.pack.behind, strict=True):
+            found.append(np.array([last], dtype=np.int64))
+            if own:  # they stand one after the other
+                found.append(np.arange(offsets[own[0]], offsets[own[-1] + 1], dtype=np.int64))
+        return np.concatenate(found) if found else self.last_tokens
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether so many tokens are read that the last layer computes all of them, like the layers before."""
+        lengths = np.diff(self.pack.offsets)
+        behind = lengths[[node for own in self.pack.behind for node in own]]
+        return len(behind) > 0 and (int(behind.max()) > LONGEST_BEHIND or behind.sum() > READ_SHARE * lengths.sum())
+
 
 class Keeper(Protocol):
     """Keeps the K,V and states that layers leave, for the work that follows a walk."""
@@ -543,6 +570,10 @@ class LayerSource:
         """No further layer is used."""
 
 
+#: Longer runs behind prompts, or a larger share of a pack, are read in whole chunks: alone, each token would be one
+#: query over its run.
+LONGEST_BEHIND = 64
+READ_SHARE = 0.25
 REGROUP_LAYERS = 0.05  # the cost of laying out a token anew, in layers of a token, where it was not measured
 
 
@@ -602,7 +633,7 @@ def remainder(pack: Pack, reads: Sequence[int], kept_nodes: Sequence[int]) -> Re
 
     Kept are the nodes whose K,V later packs hold: they go through every layer even if their reads have left.
     """
-    needed: set[int] = set()
+    needed: set[int] = {node for read in reads for node in pack.behind_read(read)}
     for end in [*(pack.reads[read][0] for read in reads), *kept_nodes]:
         node = end
         while node >= 0 and node not in needed:
@@ -622,6 +653,9 @@ def remainder(pack: Pack, reads: Sequence[int], kept_nodes: Sequence[int]) -> Re
         attach=[pack.attach[node] for node in nodes],
         reads=[(number[pack.reads[read][0]], pack.reads[read][1]) for read in reads],
         held=pack.held,
+        behind=tuple(tuple(number[node] for node in own) for own in map(pack.behind_read, reads))
+        if pack.behind
+        else (),
     )
     return Remainder(left, nodes, tokens)
 
@@ -676,6 +710,8 @@ def thin_pack(pack: Pack, kept: Sequence[IntArray]) -> Remainder:
     ends = [pack.offsets[node + 1] - 1 for node, _ in pack.reads]
     if any(not len(own) or own[-1] != end for own, end in zip(kept, ends, strict=True)):
         raise ValueError("a read goes on with its last token")
+    lengths = [pack.offsets[node + 1] - pack.offsets[node] for node, _ in pack.reads]
+    moved: dict[int, int] = {}  # nodes behind reads
     reads_of_node: dict[int, list[int]] = {}
     runs: list[IntArray] = []
     starts: list[int] = []
@@ -688,6 +724,12 @@ def thin_pack(pack: Pack, kept: Sequence[IntArray]) -> Remainder:
         starts.append(node.start)
         parents.append(parent)
         reads_of_node[number] = node.ending
+        for read in node.ending:
+            for old in pack.behind_read(read):
+                moved[old] = len(runs)
+                runs.append(np.arange(pack.offsets[old], pack.offsets[old + 1], dtype=np.int64))
+                starts.append(node.end + pack.starts[old] - pack.starts[pack.reads[read][0]] - lengths[read])
+                parents.append(moved.get(pack.parents[old], number))
         stack.extend((child, number) for child in reversed(node.children))
     end_of = {read: node for node, reads in reads_of_node.items() for read in reads}
     tokens: IntArray = np.concatenate(runs) if runs else np.empty(0, dtype=np.int64)
@@ -700,6 +742,7 @@ def thin_pack(pack: Pack, kept: Sequence[IntArray]) -> Remainder:
         parents=parents,
         attach=[()] * len(runs),
         reads=[(end_of[read], prompts) for read, (_, prompts) in enumerate(pack.reads)],
+        behind=tuple(tuple(moved[node] for node in own) for own in pack.behind),
     )
     nodes = [bisect_right(pack.offsets, int(run[-1])) - 1 for run in runs]
     return Remainder(thin, nodes, tokens)

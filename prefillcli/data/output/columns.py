@@ -106,15 +106,17 @@ class ResultRows:
             if not good
         }
         results = [scored for scored, good in zip(results, finite.tolist(), strict=True) if good]
+        by_row = {prompt.row: prompt for prompt in window.prompts}
         numbers = np.array(sorted([scored.row for scored in results] + list(errors)), np.int64)
-        prompts = {prompt.row: prompt for prompt in window.prompts}
         return cls(
             numbers=numbers,
-            prompts=[prompts.get(row) for row in numbers.tolist()],
+            prompts=[by_row.get(row) for row in numbers.tolist()],
             errors=[errors.get(row) for row in numbers.tolist()],
             scored=results,
             places=np.searchsorted(numbers, np.array([scored.row for scored in results], np.int64)),
-            logprobs=logprobs[finite],
+            logprobs=np.array([by_row[each.row].labels.whole(each.logprobs) for each in results], np.float64).reshape(
+                -1, len(schema.labels)
+            ),
             scores=scores[finite],
             audited=[
                 None if each.audit is None else label_scores(each.audit, temperature, measure) for each in results

@@ -28,7 +28,6 @@ from pydantic import TypeAdapter
 from prefillcli.data.output.columns import DIGEST, ROW, TAKEN_OVER, Counts, ResultRows
 from prefillcli.data.output.store import Store
 from prefillcli.data.output.target import Job, write_parquet
-from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.proof import JOB_KEY, require_seal
 from prefillcli.data.rows import Int64Array, Prompt, Window, id_texts, to_python
 from prefillcli.errors import DamagedFileError, OutputConflictError, PrefillError, brief
@@ -49,14 +48,12 @@ class RowDigests:
 
     def __init__(
         self,
-        labels: Labels,
         *,
         id_column: str | None,
         json_carried: bool,
         columns: Sequence[str] = (),
         common: Sequence[Prompt] = (),
     ) -> None:
-        self._labels = labels
         self._id_column = id_column
         self._json = json_carried
         self._columns = sorted(columns)
@@ -75,7 +72,13 @@ class RowDigests:
         return window
 
     def _of(self, prompt: Prompt, own: Iterable[Any]) -> bytes:
-        rest = [*own, self._labels.sets[prompt.labels], prompt.truncated, prompt.keep, prompt.specprefill]
+        rest = [
+            *own,
+            prompt.labels.single or prompt.labels.as_lists(),
+            prompt.truncated,
+            prompt.keep,
+            prompt.specprefill,
+        ]
         text = json.dumps([*rest, prompt.variant, prompt.made_of], sort_keys=True, default=_plain).encode()
         found = hashlib.blake2b(self._common, digest_size=SIZE)
         found.update(b"%d " % len(text) + text)

@@ -26,7 +26,6 @@ from prefillcli.data.output.columns import ROW, Counts, Group, OutputSchema, Pro
 from prefillcli.data.output.parts import PartIndex, PartInfo, RowDigests, WindowRows
 from prefillcli.data.output.store import Heartbeat, LocalStore, Lock, Store, make_folder, open_store, walk_folder
 from prefillcli.data.output.target import NAME, OLD, SUCCESS, Job, Manifest, Published, Target, is_partition, replaced
-from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.proof import JOB_KEY, Digesting
 from prefillcli.data.reading.discovery import Partitions
 from prefillcli.data.rows import Int64Array, Prompt, RowError, ScoredRow, Window, is_error
@@ -436,12 +435,11 @@ class Sink:
             raise
         return sink
 
-    def digests(self, labels: Labels, columns: Collection[str], common: Sequence[Prompt]) -> RowDigests:
+    def digests(self, columns: Collection[str], common: Sequence[Prompt]) -> RowDigests:
         """The recorder of row digests, which also depend on the rows' values in those of these `columns` that the
         output has."""
         schema = self.schema
         return RowDigests(
-            labels,
             id_column=schema.id_name,
             json_carried=schema.json_carried,
             columns=[each for each in columns if each in schema.carried.names],

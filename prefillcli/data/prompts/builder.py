@@ -12,10 +12,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from prefillcli.data.prompts.encoding import Encoder, Marks, NotLiteral, not_literal, protect
-from prefillcli.data.prompts.labels import LabelError, Labels, tail_of
+from prefillcli.data.prompts.labels import Following, LabelError, Labels, tail_of
 from prefillcli.data.prompts.templates import ChatTemplate, Message, RowTemplate, messages_of
 from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, Int32Array, Prompt, RowBatch, RowError, row_too_large
 from prefillcli.errors import UsageError
+from prefillcli.plan.behind import LabelSet
 
 OnLong = Literal["error", "truncate-left", "truncate-middle", "skip"]
 
@@ -134,6 +135,7 @@ def prompt_column(named: str, available: Sequence[str]) -> str:
 
 
 _TAIL_TOKENS = 16
+NO_LABELS = LabelSet(())
 GROUP_CHARS = 16 << 20  # characters of prompts that are tokenised together
 
 
@@ -364,22 +366,38 @@ class PromptBuilder:
                 errors[each.row] = fitted
                 continue
             truncated = len(fitted) < len(tokens[each.row])
-            prompts[each.row] = Prompt(each.row, fitted, labels=-1, truncated=truncated)
+            prompts[each.row] = Prompt(each.row, fitted, labels=NO_LABELS, truncated=truncated)
             end = tail_of(each.text or self._encoder.decode(fitted[-_TAIL_TOKENS:]))
             tails[each.marks is not None][each.row] = end
-        found: dict[int, int | LabelError] = {}
+        found: dict[int, Following | LabelError] = {}
         for literal, ends in tails.items():
             if ends:
                 found |= zip(ends, labels.resolve_all(list(ends.values()), literal=literal), strict=True)
         done = []
         for row, prompt in prompts.items():
-            index = found[row]
-            if isinstance(index, LabelError):
-                errors[row] = RowError(ErrorCode.LABEL_NOT_ONE_TOKEN, str(index).replace("\n", "; "))
+            try:
+                self._follow(prompt, found[row])
+            except LabelError as error:
+                errors[row] = RowError(ErrorCode.INVALID_LABELS, str(error).replace("\n", "; "))
             else:
-                prompt.labels = index
-                done.append(prompt)
+                fitted = self._fit(prompt.tokens, prompt.labels.depth)
+                if isinstance(fitted, RowError):
+                    errors[row] = fitted
+                else:
+                    prompt.truncated = prompt.truncated or len(fitted) < len(prompt.tokens)
+                    prompt.tokens = fitted
+                    done.append(prompt)
         return done
+
+    def _follow(self, prompt: Prompt, following: Following | LabelError) -> None:
+        # Give a prompt its labels, and these the tokens at its end that they begin with. Raises LabelError.
+        if isinstance(following, LabelError):
+            raise following
+        if moved := len(following.moved):
+            if len(prompt.tokens) <= moved or prompt.tokens[-moved:].tolist() != list(following.moved):
+                raise LabelError("the white space at the prompt's end is not tokenised as its text alone")
+            prompt.tokens = prompt.tokens[:-moved]
+        prompt.labels = following.labels
 
     def _respelled(self, raw: list[RawPrompt], errors: dict[int, RowError]) -> list[RawPrompt]:
         # The same, with text that can be encoded literally where the data has the text of a control token.
@@ -408,12 +426,13 @@ class PromptBuilder:
                 found |= zip((each.row for each in chosen), ids, strict=True)
         return found
 
-    def _fit(self, tokens: Int32Array) -> Int32Array | RowError:
+    def _fit(self, tokens: Int32Array, behind: int = 0) -> Int32Array | RowError:
+        # The tokens of a prompt that has so many more `behind` it.
         if len(tokens) == 0:
             return RowError(ErrorCode.EMPTY_PROMPT, "the tokenizer makes no token of the prompt")
         if self._may_exceed_vocabulary and int(tokens.max()) >= self.settings.vocab_size:
             return not_in_vocabulary(int(tokens.max()), self.settings.vocab_size)
-        return fit(tokens, self.settings.max_length, self.settings.on_long, self._encoder.start_ids)
+        return fit(tokens, self.settings.max_length - behind, self.settings.on_long, self._encoder.start_ids)
 
 
 def _groups(raw: Iterable[RawPrompt], most: int) -> Iterator[list[RawPrompt]]:

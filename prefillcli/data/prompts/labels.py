@@ -1,4 +1,4 @@
-"""The answers a model may give: the one token that stands for each after a prompt, or a class of its head."""
+"""The answers a model may give: the tokens of each after a prompt, or a class of the model's head."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from prefillcli.data.prompts.encoding import Encoder
-from prefillcli.data.rows import ErrorCode, Window
+from prefillcli.data.rows import ErrorCode, Int32Array, Window
 from prefillcli.errors import UsageError
+from prefillcli.plan.behind import LabelSet, LabelTokens
 from prefillcli.stats.evaluation import Measure
-
-LabelSet = tuple[tuple[int, ...], ...]  # token ids of every label's variants
 
 _TAIL_CHARS = 32
 _MIN_TAIL_CHARS = 6
@@ -22,7 +24,7 @@ _BREAKS = ("\n", '"', "(")  # texts after which a word begins without a space be
 
 
 class LabelError(UsageError):
-    """A label is not one token."""
+    """A label cannot follow a prompt."""
 
 
 class Label(NamedTuple):
@@ -122,18 +124,42 @@ def tail_of(text: str) -> str:
     return end
 
 
+class Following(NamedTuple):
+    """What may follow a prompt: its labels, and the tokens at the prompt's end that these begin with instead."""
+
+    labels: LabelSet
+    moved: tuple[int, ...] = ()
+
+
+Normalisation = Literal["none", "tokens", "bytes"]
+#: As `--label-end`: the tokenizer's own token for the end of a text.
+EOS = "eos"
+
+
 class Labels:
-    """Finds the tokens of the labels after any prompt; equal sets of tokens are stored once. Threads may share it."""
+    """Finds the tokens of the labels after any prompt. Threads may share it.
+
+    With an `end`, each label ends in this text, or in the tokenizer's end token (`eos`). Scores are made of the
+    log-probabilities divided by the labels' numbers of tokens or bytes if `norm` says so. Raises UsageError.
+    """
 
     measure = Measure.SHARES  # the meaning of an engine's numbers for the labels
 
-    def __init__(self, tokenizer: Any, labels: Sequence[Label]) -> None:
+    def __init__(
+        self, tokenizer: Any, labels: Sequence[Label], *, norm: Normalisation = "none", end: str | None = None
+    ) -> None:
         self.labels = tuple(labels)
         self.names: tuple[str, ...] = tuple(label.name for label in labels)
-        self.sets: list[LabelSet] = []  # grows as prompts are seen; `Prompt.labels` points into it
         self._encoder = Encoder(tokenizer)
-        self._index: dict[LabelSet, int] = {}
-        self._memo: OrderedDict[tuple[str, bool], int | LabelError] = OrderedDict()
+        self._norm = norm
+        self._end = end
+        self._end_ids: list[int] = []
+        if end == EOS:
+            if (eos := getattr(tokenizer, "eos_token_id", None)) is None:
+                raise UsageError("--label-end eos: the tokenizer has no end token\ngive a text, like '.'")
+            self._end, self._end_ids = None, [int(eos)]
+        self._known: dict[LabelSet, LabelSet] = {}  # equal sets are stored once
+        self._memo: OrderedDict[tuple[str, bool], Following | LabelError] = OrderedDict()
         self._alone: dict[str, list[int]] = {}
         self._resolving = threading.Lock()
 
@@ -157,11 +183,11 @@ class Labels:
     def check(self, window: Window) -> None:
         """Raise the LabelError if the labels fail after every prompt of the job's first window."""
         for error in window.errors.values():
-            if not window.prompts and error.code == ErrorCode.LABEL_NOT_ONE_TOKEN:
+            if not window.prompts and error.code == ErrorCode.INVALID_LABELS:
                 raise LabelError(error.detail)
 
-    def resolve_all(self, tails: Sequence[str], *, literal: bool = False) -> list[int | LabelError]:
-        """For every tail (see `tail_of`) an index into `sets`, or why a label is not one token there.
+    def resolve_all(self, tails: Sequence[str], *, literal: bool = False) -> list[Following | LabelError]:
+        """For every tail (see `tail_of`) the tokens of the labels after it, or why a label cannot follow it.
 
         `literal`: the tails are of prompts as `Controls.respell` writes them.
         """
@@ -175,19 +201,23 @@ class Labels:
                 self._memo.popitem(last=False)
         return result
 
-    def _resolve_new(self, tails: Sequence[str], literal: bool) -> list[int | LabelError]:
+    def _resolve_new(self, tails: Sequence[str], literal: bool) -> list[Following | LabelError]:
         # Tokenise every tail, alone and before every spelling, in one batch.
         controls = self._encoder.controls
         spellings = [s for label in self.labels for s in label.variants or (f" {label.name}", label.name)]
         ends = ["", *(controls.respell(spelling) if literal else spelling for spelling in spellings)]
         ids = iter(self._encode([tail + end for tail in tails for end in ends], literal))
-        found: list[int | LabelError] = []
+        found: list[Following | LabelError] = []
         for tail in tails:
             base = next(ids)
             follow = {spelling: self._following(base, next(ids), spelling) for spelling in spellings}
+            shown = controls.shown(tail) if literal else tail
             try:
-                shown = controls.shown(tail) if literal else tail
-                found.append(self._set_index(self._choose(shown, base, follow)))
+                chosen = self._single_tokens(shown, base, follow)
+                if chosen is None:
+                    found.append(self._sequences(tail, base, self.labels, literal=literal))
+                else:
+                    found.append(Following(self._interned(LabelSet.of(chosen), self.labels)))
             except LabelError as error:
                 found.append(error)
         return found
@@ -209,52 +239,108 @@ class Labels:
                 candidates.append(whole[len(base) :])
         return min(candidates, key=len, default=[])
 
-    def _choose(self, tail: str, base: list[int], follow: dict[str, list[int]]) -> LabelSet:
-        bare = tail[-1:].isspace() or not base or base[-1] in self._encoder.special_ids
-        chosen: list[tuple[int, ...]] = []
+    def _is_bare(self, tail: str, base: Sequence[int]) -> bool:
+        # Whether a word that follows has no space of its own before it.
+        return tail[-1:].isspace() or not base or base[-1] in self._encoder.special_ids
+
+    def _single_tokens(self, tail: str, base: list[int], follow: dict[str, list[int]]) -> list[list[int]] | None:
+        # The tokens of labels that are all one token; None if one is longer, or has an end.
+        if self._end is not None or self._end_ids:
+            return None
+        bare = self._is_bare(tail, base)
+        chosen: list[list[int]] = []
         owner: dict[int, str] = {}
         for label in self.labels:
-            if label.variants is not None:
-                ids = [self._one_token(label, variant, follow[variant], tail) for variant in label.variants]
-            else:
+            spellings = label.variants
+            if spellings is None:
                 spaced = f" {label.name}"
-                take_spaced = not bare and self._is_one_token(follow[spaced])
-                spelling = spaced if take_spaced else label.name
-                if not bare and not self._is_one_token(follow[spelling]):
-                    spelling = spaced  # neither fits: the message shows the usual spelling
-                ids = [self._one_token(label, spelling, follow[spelling], tail)]
+                spellings = (spaced if not bare and self._is_one_token(follow[spaced]) else label.name,)
+            if not all(self._is_one_token(follow[spelling]) for spelling in spellings):
+                return None
+            ids = [follow[spelling][0] for spelling in spellings]
             for number in ids:
                 if owner.setdefault(number, label.name) != label.name:
-                    token = self._encoder.tokens([number])[0]
-                    raise LabelError(
-                        f"labels {owner[number]!r} and {label.name!r} are the same token {token!r}\n"
-                        "choose labels (or variants) that the tokenizer tells apart"
-                    )
-            chosen.append(tuple(dict.fromkeys(ids)))
-        return tuple(chosen)
+                    raise _alike(owner[number], label.name, self._encoder.tokens([number]))
+            chosen.append(list(dict.fromkeys(ids)))
+        return chosen
 
     def _is_one_token(self, ids: list[int]) -> bool:
         return len(ids) == 1 and ids[0] != self._encoder.unknown_id
 
-    def _one_token(self, label: Label, spelling: str, ids: list[int], tail: str) -> int:
-        if self._is_one_token(ids):
-            return ids[0]
-        tokens = self._encoder.tokens(ids)
-        what = f"{len(ids)} tokens {tokens}" if len(ids) != 1 else f"unknown to the tokenizer ({tokens[0]})"
-        raise LabelError(
-            f"label {label.name!r} is not one token: after a prompt that ends in {tail[-20:]!r}, "
-            f"{spelling!r} is {what}\n"
-            f"choose another label, or name the spellings to look at: --labels '{label.name}= Yes|yes,...'"
-        )
+    def _sequences(self, tail: str, base: list[int], labels: Sequence[Label], *, literal: bool) -> Following:
+        # Labels of any length, by the rule of lm-evaluation-harness (`TemplateLM._encode_pair`): white space at the
+        # prompt's end goes to the labels, whose tokens are those of the whole text behind those of the prompt.
+        controls = self._encoder.controls
+        stripped = tail.rstrip()
+        bare = self._is_bare(tail, base)
+        spellings = [
+            label.variants or (label.name if bare or label.name[:1].isspace() else f" {label.name}",)
+            for label in labels
+        ]
+        texts = [spelling + (self._end or "") for own in spellings for spelling in own]
+        texts = [controls.respell(text) if literal else text for text in texts]
+        before, *wholes = self._encode([stripped, *(tail + text for text in texts)], literal)
+        if not before or base[: len(before)] != before:  # the white space is part of a token that begins before it
+            before = base
+        found = iter(wholes)
+        ends = np.array(self._end_ids, np.int32)
+        sequences = [[np.array([*next(found)[len(before) :], *ends], np.int32) for _ in own] for own in spellings]
+        self._require_distinct(labels, sequences, controls.shown(tail) if literal else tail)
+        chosen = LabelSet(tuple(tuple(_without_longer(own)) for own in sequences))
+        return Following(self._interned(chosen, labels), tuple(base[len(before) :]))
 
-    def _set_index(self, chosen: LabelSet) -> int:
-        index = self._index.setdefault(chosen, len(self.sets))
-        if index == len(self.sets):
-            self.sets.append(chosen)
-        return index
+    def _require_distinct(self, labels: Sequence[Label], sequences: Sequence[Sequence[Int32Array]], tail: str) -> None:
+        # Raise LabelError for a label without tokens, with an unknown one, or which begins another label.
+        ends = len(self._end_ids)
+        known: dict[bytes, int] = {}
+        for number, own in enumerate(sequences):
+            for tokens in own:
+                if len(tokens) <= ends:
+                    raise LabelError(
+                        f"label {labels[number].name!r} has no tokens of its own after a prompt "
+                        f"that ends in {tail[-20:]!r}"
+                    )
+                if self._encoder.unknown_id is not None and self._encoder.unknown_id in tokens:
+                    raise LabelError(
+                        f"label {labels[number].name!r} has a token that is unknown to the tokenizer "
+                        f"({self._encoder.tokenizer.unk_token})\nchoose another label"
+                    )
+                other = known.setdefault(tokens.tobytes(), number)
+                if other != number:
+                    raise _alike(labels[other].name, labels[number].name, self._encoder.tokens(tokens.tolist()))
+        for number, own in enumerate(sequences):
+            for tokens in own:
+                for length in range(1, len(tokens)):
+                    other = known.get(tokens[:length].tobytes(), number)
+                    if other != number:
+                        raise LabelError(
+                            f"label {labels[other].name!r} begins label {labels[number].name!r}, and its probability "
+                            "holds the other's\ntell them apart by an end: --label-end eos, or a text"
+                        )
+
+    def _interned(self, chosen: LabelSet, labels: Sequence[Label]) -> LabelSet:
+        if self._norm == "bytes":
+            sizes = tuple(float(len((label.variants or (label.name,))[0].strip().encode()) or 1) for label in labels)
+            chosen = replace(chosen, sizes=sizes)
+        elif self._norm == "tokens" and chosen.single is None:
+            chosen = replace(chosen, sizes=tuple(float(len(own[0])) for own in chosen.spellings))
+        return self._known.setdefault(chosen, chosen)
 
     def _encode(self, texts: Sequence[str], literal: bool = False) -> list[list[int]]:
         return [tokens.tolist() for tokens in self._encoder.encode(texts, special=False, literal=literal)]
+
+
+def _alike(one: str, other: str, tokens: Sequence[str]) -> LabelError:
+    what = f"token {tokens[0]!r}" if len(tokens) == 1 else f"tokens {list(tokens)}"
+    return LabelError(
+        f"labels {one!r} and {other!r} are the same {what}\nchoose labels (or variants) that the tokenizer tells apart"
+    )
+
+
+def _without_longer(spellings: Sequence[Int32Array]) -> list[Int32Array]:
+    # The spellings of a label that no other one begins: a longer one's probability is part of the other's.
+    texts = {each.tobytes(): each for each in spellings}
+    return [own for own in texts.values() if not any(own[:length].tobytes() in texts for length in range(1, len(own)))]
 
 
 class ClassLabels(Labels):
@@ -264,12 +350,13 @@ class ClassLabels(Labels):
     probability is 1 minus that of the output.
     """
 
-    def __init__(self, labels: Sequence[Label], outputs: LabelSet, measure: Measure) -> None:
+    def __init__(self, labels: Sequence[Label], outputs: LabelTokens, measure: Measure) -> None:
         self.labels = tuple(labels)
         self.names = tuple(label.name for label in labels)
-        self.sets = [outputs]
+        self.outputs = outputs
         self.measure = measure
+        self._following_all = Following(LabelSet.of(outputs))
 
-    def resolve_all(self, tails: Sequence[str], *, literal: bool = False) -> list[int | LabelError]:
+    def resolve_all(self, tails: Sequence[str], *, literal: bool = False) -> list[Following | LabelError]:
         """The one set of labels for each prompt, however it ends."""
-        return [0] * len(tails)
+        return [self._following_all] * len(tails)

@@ -32,6 +32,7 @@ from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.sandbox import compile_template
 from prefillcli.data.rows import ErrorCode, RowError
 from prefillcli.errors import ResourceError, UsageError, brief, did_you_mean
+from prefillcli.plan.behind import LabelSet
 from prefillcli.runtime.memory import resident_memory_of
 
 # Whether this system enforces a limit of a process's address space.
@@ -422,22 +423,22 @@ _WORD = "x"  # before a text that follows a prompt's last word
 
 
 class Beginnings:
-    """The tokens after which a text begins, by the prompt's set of label tokens and the label that it got.
+    """The tokens after which a text begins, by the prompt's labels and the one that it got.
 
     `texts` are the template's texts for each label, from `rationale_texts`.
     """
 
     def __init__(self, tokenizer: Any, labels: Labels, texts: Mapping[str, str]) -> None:
         self._encoder = Encoder(tokenizer)
-        self._labels = labels
+        self._names = labels.names
         self._texts = [texts[name].strip() for name in labels.names]
-        self._known: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._known: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
 
-    def tokens(self, labels: int, label: int) -> tuple[int, ...]:
-        """The tokens after a prompt with this number of `Labels.sets` that got this label; at least one token."""
-        key = labels, label
+    def tokens(self, labels: LabelSet, label: int) -> tuple[int, ...]:
+        """The tokens after a prompt with these labels that got this one; at least one token."""
+        key = tuple(labels.spellings[label][0].tolist()), label
         if key not in self._known:
-            self._known[key] = self._encoded(self._labels.sets[labels][label][0], label)
+            self._known[key] = self._encoded(key[0], label)
         return self._known[key]
 
     def text(self, beginning: Sequence[int], tokens: Sequence[int]) -> str:
@@ -445,14 +446,14 @@ class Beginnings:
         before, whole = self._decode(beginning), self._decode([*beginning, *tokens])
         return (whole[len(before) :] if whole.startswith(before) else self._decode(tokens)).strip()
 
-    def _encoded(self, token: int, label: int) -> tuple[int, ...]:
-        # A label's own token, as it is scored, and the tokens after it. A text that does not begin with the label
+    def _encoded(self, own: tuple[int, ...], label: int) -> tuple[int, ...]:
+        # A label's own tokens, as it is scored, and the tokens after it. A text that does not begin with the label
         # follows a space if the label does.
-        text, name = self._texts[label], self._labels.names[label]
+        text, name = self._texts[label], self._names[label]
         if text.startswith(name):
-            return (token, *self._following(name, text[len(name) :]))
-        # Whether the token brings the space before a word.
-        spaced = self._encoder.decode([*self._ids(_WORD), token])[len(_WORD) :].startswith(" ")
+            return (*own, *self._following(name, text[len(name) :]))
+        # Whether its tokens bring the space before a word.
+        spaced = self._encoder.decode([*self._ids(_WORD), *own])[len(_WORD) :].startswith(" ")
         return tuple(self._following(_WORD, f" {text}") if spaced else self._ids(text))
 
     def _following(self, before: str, text: str) -> list[int]:

@@ -480,7 +480,7 @@ def contextual_calibration(opening: Opening, engine: PlanEngine, tick: Tick) -> 
             f"{OPTION}: the prompt without content has {too_long:,} tokens; the memory budget holds "
             f"{engine.limits.max_tokens:,}\ngive more --memory"
         )
-    logprobs = answer(engine, questions, labels.sets, tick)
+    logprobs = answer(engine, questions, tick)
     if not np.isfinite(logprobs.max(axis=1)).all() or np.isnan(logprobs).any():
         raise PrefillError(f"{OPTION}: the model's answer is not a finite number: {logprobs.tolist()}")
     return content_free_calibration(labels.names, logprobs)

@@ -26,7 +26,6 @@ from prefillcli.data.rows import (
     Window,
     is_fallback,
 )
-from prefillcli.engines.base import LabelTokens
 from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
 from prefillcli.features.compress.load import SpecPrefill, own_layers, plan_draft, translator_of
 from prefillcli.features.compress.options import Compression, compression_of, keep_rate
@@ -319,7 +318,6 @@ def choose_keep(
     prompts: Sequence[Prompt],
     estimates: Sequence[ImportanceEstimate],
     chosen: Sequence[int],
-    labels: Sequence[LabelTokens],
     max_flips: float,
     tick: Tick = lambda tokens: None,
 ) -> KeepChoice:
@@ -334,12 +332,12 @@ def choose_keep(
     passed = 1.0
     if len(chosen) < needed:
         return KeepChoice(1.0, (), needed)
-    full = answer(engine, [Question(prompts[number]) for number in chosen], labels, tick).argmax(axis=1)
+    full = answer(engine, [Question(prompts[number]) for number in chosen], tick).argmax(axis=1)
     for keep in RATES:
         questions = compressor.select(prompts, compressor.keeps(prompts, keep), estimates)
         tried = [number for number in chosen if questions[number].compressed]
         own = dict(zip(chosen, full.tolist(), strict=True))
-        found = answer(engine, [questions[number] for number in tried], labels, tick).argmax(axis=1) if tried else []
+        found = answer(engine, [questions[number] for number in tried], tick).argmax(axis=1) if tried else []
         flips = sum(int(label != own[number]) for label, number in zip(found, tried, strict=True))
         trials.append(Trial(keep, len(tried), flips, flip_bound(flips, len(tried))))
         if len(tried) < needed:
@@ -435,14 +433,12 @@ class WindowCompressor:
         able = [
             number
             for number, keep in enumerate(wanted)
-            if keep is not None and prompts[number].keep is None and len(prompts[number].tokens) <= most
+            if keep is not None and prompts[number].keep is None and Question(prompts[number]).size <= most
         ]
         if not able:
             return  # a later window may have rows to compress
         chosen = draw(able, self._settings.audit or rows_for(max_flips, ALLOWED_FLIPS), window.index)
-        choice = choose_keep(
-            self.compressor, scorer.pool, prompts, estimates, chosen, scorer.labels.sets, max_flips, tick
-        )
+        choice = choose_keep(self.compressor, scorer.pool, prompts, estimates, chosen, max_flips, tick)
         self.compressor.keep, self._chooses = choice.keep, False
         scorer.plan = {**scorer.plan, "keep": choice.keep, "keep_auto": asdict(choice)}
         if choice.keep == 1:

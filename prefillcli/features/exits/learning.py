@@ -687,10 +687,9 @@ class ExitLearning:
             log.info(f"{len(questions):,} rows are read in full first, {why}")
         plan = plan_questions(questions, self.engine.limits, self.job.settings.schedule)
         treatment = Treatment(EarlyExits(observed=tuple(layers)), thinning=thinning_of(dict(enumerate(questions))))
-        sets = self.job.labels.sets
         found: dict[int, Answer] = {}
         for answers in self.engine.answer_all(
-            plan.packs, lambda i: sets[questions[i].prompt.labels], self.job.tick, treatment
+            plan.packs, lambda i: questions[i].prompt.labels, self.job.tick, treatment
         ):
             found |= {answer.prompt: answer for answer in answers if answer.failure is None}
         answered = sorted(found)

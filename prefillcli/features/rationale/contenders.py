@@ -76,7 +76,7 @@ def scored_packs(walk: LayerWalk, task: TextTask, *, keep: bool) -> Iterator[Sco
         beginnings = {}
         for read, (_, prompts) in enumerate(pack.reads):
             for prompt in prompts:
-                (logprobs,) = label_numbers(logits, [read], [task.labels(prompt)])
+                (logprobs,) = label_numbers(logits, [read], [task.labels(prompt).first])
                 beginnings[prompt] = task.beginning(prompt, logprobs)
         yield ScoredPack(pack, kept, beginnings)
         if kept is not None:

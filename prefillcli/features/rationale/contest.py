@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import torch
 
     from prefillcli.core.feature import Answer, Equipment, Material
-    from prefillcli.engines.base import LabelTokens
     from prefillcli.features.rationale.contenders import TextMethod, TextRun
+    from prefillcli.plan.behind import LabelSet
     from prefillcli.runtime.clock import StepLog
 
 TEXT_REFERENCE = "plain"  # the way of writing with which the others are compared
@@ -188,7 +188,7 @@ class TextTask:
     """
 
     prompts: Sequence[Int32Array]
-    labels: Callable[[int], LabelTokens]
+    labels: Callable[[int], LabelSet]
     beginning: Callable[[int, Float64Array], Beginning]
     writing: Writing
     limits: Limits
@@ -227,7 +227,7 @@ def text_task(equipment: Equipment, material: Material, tokens: int) -> TextTask
 
     return TextTask(
         prompts=[prompt.tokens for prompt in prompts],
-        labels=lambda number: labels.sets[prompts[number].labels],
+        labels=lambda number: prompts[number].labels,
         beginning=beginning,
         writing=Writing(tokens, stop_tokens(equipment.opened.files)),
         limits=limits,

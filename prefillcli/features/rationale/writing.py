@@ -94,7 +94,7 @@ class Rationales(Further):
     def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Question]:
         # To write about a row, the model also reads the tokens of it that its own layers leave behind.
         question = row.question if row.question.thinning is None else Question(row.question.prompt)
-        if limits.kept_size(len(question.tokens), 1) > limits.kept_tokens:
+        if limits.kept_size(question.size, 1) > limits.kept_tokens:
             self._take(row, question, UNREAD)
             return ()
 

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from prefillcli.core.feature import Feature
 from prefillcli.core.question import plan_questions
 from prefillcli.decode.continuations import DecodingReport, sum_of
-from prefillcli.engines.base import PLAIN, Answer, LabelTokens, PoolUse, Treatment, WeightsReport, WorkerReport
+from prefillcli.engines.base import PLAIN, Answer, PoolUse, Treatment, WeightsReport, WorkerReport
 from prefillcli.engines.memory_plan import Measured
 from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
 from prefillcli.options.commands import ScoreSettings
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import FreePack, Key, Limits, Pack, free_packs, groups_of
 from prefillcli.plan.plan import Plan
 from prefillcli.runtime import log
@@ -70,13 +71,13 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class AnswerTask:
-    """A pack to answer. `labels` are the sets of label tokens, `sets` says which of them a prompt has.
+    """A pack to answer. `labels` are the label sets of its prompts, `sets` says which of them a prompt has.
 
     `treatment` says how the prompts are read besides.
     """
 
     work: FreePack
-    labels: tuple[LabelTokens, ...]
+    labels: tuple[LabelSet, ...]
     sets: Mapping[int, int]
     treatment: Treatment = PLAIN
 
@@ -567,9 +568,7 @@ class Pool:
             elif outcome.given_up:
                 self._ask_one_by_one(asked, pack)
 
-        task = answer_task(
-            each, lambda prompt: asked.label_sets[questions[prompt].prompt.labels], asked.work.treatment(pack)
-        )
+        task = answer_task(each, lambda prompt: questions[prompt].prompt.labels, asked.work.treatment(pack))
         return Item(task, self._cost(Plan([pack], 0)), took, partial(asked.begun, pack), losses)
 
     def _ask_one_by_one(self, asked: Asked, pack: Pack) -> None:
@@ -616,7 +615,7 @@ class Pool:
     def answer_all(
         self,
         packs: Sequence[Pack],
-        labels: Callable[[int], LabelTokens],
+        labels: Callable[[int], LabelSet],
         tick: Callable[[float], None],
         treatment: Treatment = PLAIN,
     ) -> Iterator[list[Answer]]:
@@ -669,8 +668,8 @@ class Pool:
             self.pump()
 
 
-def answer_task(work: FreePack, labels: Callable[[int], LabelTokens], treatment: Treatment = PLAIN) -> AnswerTask:
-    """The task of a pack, with the label tokens that its prompts have, and how these are treated."""
+def answer_task(work: FreePack, labels: Callable[[int], LabelSet], treatment: Treatment = PLAIN) -> AnswerTask:
+    """The task of a pack, with the labels of its prompts, and how these are treated."""
     own = {prompt: labels(prompt) for prompt in work.pack.prompts}
     sets = tuple(dict.fromkeys(own.values()))
     return AnswerTask(work, sets, {prompt: sets.index(each) for prompt, each in own.items()}, treatment.of(own))

@@ -30,6 +30,7 @@ from prefillcli.jobs.runners.pool import (
     portable,
 )
 from prefillcli.models.open import answer_labels
+from prefillcli.plan.behind import LabelSet
 from prefillcli.runtime.extras import quiet_imports
 from prefillcli.runtime.memory import peak_memory, prepare_allocator, proportional_memory
 
@@ -138,8 +139,8 @@ class Worker:
             self._threads.adjust()
 
 
-def _no_labels(_prompt: int) -> tuple[tuple[int, ...], ...]:
-    return ()
+def _no_labels(_prompt: int) -> LabelSet:
+    return LabelSet(())
 
 
 def _require_contents(spec: WorkerSpec) -> None:

@@ -1,0 +1,198 @@
+"""What is read behind prompts: the token sequences of their labels, as branches of the forest.
+
+A label of one token needs nothing behind its prompt. Of a longer one all tokens but the last are computed behind it,
+and each token is read where the one before it ends. Labels that begin alike share these tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from prefillcli.plan.pack import Pack
+from prefillcli.plan.trie import TokenArray, TrieNode, build_forest, forest_tokens, token_order
+
+#: For each label the token ids whose probabilities it sums.
+LabelTokens = tuple[tuple[int, ...], ...]
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class LabelSet:
+    """The token sequences of each label behind a prompt. It can be pickled, and equal ones are equal keys.
+
+    `spellings` has for each label its spellings, int32 [tokens] each. A label's probability is the sum of theirs, and
+    a spelling's is the product over its tokens. Outputs of a head stand for tokens: ~number is the complement of an
+    output. With `by_token` the numbers of single tokens are wanted too. `sizes` are what the labels'
+    log-probabilities are divided by for their scores; None: they are not.
+    """
+
+    spellings: tuple[tuple[TokenArray, ...], ...]
+    by_token: bool = False
+    sizes: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(cls, tokens: Sequence[Sequence[int | Sequence[int]]]) -> LabelSet:
+        """Labels by the tokens, or sequences of tokens, of each of their spellings."""
+        return cls(tuple(tuple(np.array(each, np.int32).reshape(-1) for each in own) for own in tokens))
+
+    def __len__(self) -> int:
+        return len(self.spellings)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, LabelSet) and self.key == other.key)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """Everything that distinguishes it from others."""
+        return (tuple(tuple(each.tobytes() for each in own) for own in self.spellings), self.by_token, self.sizes)
+
+    @cached_property
+    def sequences(self) -> list[TokenArray]:
+        """The spellings of all labels, one after the other."""
+        return [each for own in self.spellings for each in own]
+
+    @cached_property
+    def single(self) -> LabelTokens | None:
+        """The tokens of labels that are read at their prompt's last token alone; None for others."""
+        if self.by_token or any(len(each) != 1 for each in self.sequences):
+            return None
+        return tuple(tuple(int(each[0]) for each in own) for own in self.spellings)
+
+    @cached_property
+    def first(self) -> LabelTokens:
+        """The first token of each spelling."""
+        return self.single or tuple(tuple(dict.fromkeys(int(each[0]) for each in own)) for own in self.spellings)
+
+    def as_lists(self) -> list[object]:
+        """Everything that distinguishes it from others, for JSON."""
+        return [[[each.tolist() for each in own] for own in self.spellings], self.by_token, self.sizes]
+
+    @cached_property
+    def tokens(self) -> int:
+        """The tokens that are computed behind a prompt."""
+        behind = [each[:-1] for each in self.sequences if len(each) > 1]
+        if len(behind) < 2:
+            return sum(map(len, behind))
+        return forest_tokens(build_forest(behind, token_order(behind)))
+
+    @cached_property
+    def depth(self) -> int:
+        """The most tokens that follow a prompt's last one."""
+        return max((len(each) - 1 for each in self.sequences), default=0)
+
+    def logprobs(self, values: FloatArray) -> FloatArray:
+        """The labels' log-probabilities, float64 [labels], from those of the tokens of all `sequences`. They are not
+        divided yet."""
+        ends = np.cumsum([len(each) for each in self.sequences])
+        sums = np.array([values[end - len(each) : end].sum() for each, end in zip(self.sequences, ends, strict=True)])
+        ends = np.cumsum([len(own) for own in self.spellings])
+        found = [sums[end - len(own) : end] for own, end in zip(self.spellings, ends, strict=True)]
+        return np.array([np.logaddexp.reduce(own) for own in found])
+
+    def divided(self, logprobs: FloatArray) -> FloatArray:
+        """Log-probabilities [labels] divided by the labels' `sizes`."""
+        return logprobs if self.sizes is None else logprobs / self.sizes
+
+    def whole(self, divided: FloatArray) -> FloatArray:
+        """The log-probabilities [labels] that were `divided`."""
+        return divided if self.sizes is None else divided * self.sizes
+
+
+class Places(NamedTuple):
+    """Where the tokens of a label set's `sequences` are read, and what they are: both [tokens].
+
+    `rows` count the tokens that are read for a prompt: 0 is its last token, the others are behind it.
+    """
+
+    rows: npt.NDArray[np.int64]
+    tokens: TokenArray
+
+
+def with_labels(pack: Pack, labels: Callable[[int], LabelSet]) -> tuple[Pack, Mapping[int, Places]]:
+    """A pack with the tokens of its prompts' labels behind them, and for each prompt the places of these labels.
+
+    Prompts whose labels are all single tokens have no places; without others it is the same pack.
+    """
+    sets = {prompt: labels(prompt) for prompt in pack.prompts}
+    if all(each.single is not None for each in sets.values()):
+        return pack, {}
+    branches = {node: _Branches([sets[prompt] for prompt in prompts]) for node, prompts in pack.reads}
+    places = {
+        prompt: Places(rows, np.concatenate(sets[prompt].sequences))
+        for node, prompts in pack.reads
+        for prompt, rows in zip(prompts, branches[node].rows, strict=True)
+        if sets[prompt].single is None
+    }
+    runs: list[TokenArray] = []
+    positions: list[TokenArray] = []
+    starts: list[int] = []
+    parents: list[int] = []
+    number: dict[int, int] = {-1: -1}
+    behind: dict[int, tuple[int, ...]] = {}
+    for node, parent in enumerate(pack.parents):
+        own = slice(pack.offsets[node], pack.offsets[node + 1])
+        number[node] = len(runs)
+        runs.append(pack.tokens[own])
+        positions.append(pack.positions[own])
+        starts.append(pack.starts[node])
+        parents.append(number[parent])
+        if node in branches:
+            first, depth, last = len(runs), pack.starts[node] + len(runs[-1]), int(positions[-1][-1])
+            for above, start, tokens in branches[node].nodes:
+                runs.append(tokens)
+                positions.append(np.arange(last + 1 + start, last + 1 + start + len(tokens), dtype=np.int32))
+                starts.append(depth + start)
+                parents.append(number[node] if above < 0 else first + above)
+            behind[node] = tuple(range(first, len(runs)))
+    attach: list[tuple[int, ...]] = [()] * len(runs)
+    for node, held in enumerate(pack.attach):
+        attach[number[node]] = held
+    longer = replace(
+        pack,
+        tokens=np.concatenate(runs),
+        positions=np.concatenate(positions),
+        offsets=[0, *np.cumsum([len(run) for run in runs]).tolist()],
+        starts=starts,
+        parents=parents,
+        attach=attach,
+        reads=[(number[node], prompts) for node, prompts in pack.reads],
+        behind=tuple(behind[node] for node, _ in pack.reads),
+        moved=number,
+    )
+    return longer, places
+
+
+class _Branches:
+    """What the labels of prompts with the same last token have behind it, each shared beginning once.
+
+    `nodes` are (node above or -1, tokens before it, its tokens), depth first; `rows` are the `Places.rows` of each
+    set.
+    """
+
+    def __init__(self, sets: Sequence[LabelSet]) -> None:
+        found = {each[:-1].tobytes(): each[:-1] for own in sets for each in own.sequences if len(each) > 1}
+        sequences = list(found.values())
+        self.nodes: list[tuple[int, int, TokenArray]] = []
+        rows: dict[bytes, npt.NDArray[np.int64]] = {b"": np.zeros(1, np.int64)}
+        read = 1  # the prompt's own last token is row 0
+        stack: list[tuple[TrieNode, int, npt.NDArray[np.int64]]] = [
+            (root, -1, rows[b""]) for root in reversed(build_forest(sequences, token_order(sequences)))
+        ]
+        while stack:
+            node, above, before = stack.pop()
+            number = len(self.nodes)
+            self.nodes.append((above, node.start, sequences[node.prompt][node.start : node.end]))
+            path = np.concatenate([before, np.arange(read, read + node.length)])
+            read += node.length
+            rows.update((sequences[each].tobytes(), path) for each in node.ending)
+            stack.extend((child, number, path) for child in reversed(node.children))
+        self.rows = [np.concatenate([rows[each[:-1].tobytes()] for each in own.sequences]) for own in sets]

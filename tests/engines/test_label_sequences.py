@@ -1,0 +1,110 @@
+"""Labels of any length against the model's own eager forward, one label at a time."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from prefillcli.core.question import Question, answer_questions
+from prefillcli.data.rows import Int32Array, Prompt
+from prefillcli.engines.hf import HfEngine
+from prefillcli.engines.torch import TorchEngine
+from prefillcli.plan.behind import LabelSet
+from prefillcli.plan.pack import Limits
+from prefillcli.prefill.forest import ATTENTION, register
+from prefillcli.prefill.walk import LayerWalk
+from tests.prefill.families import FAMILIES, VOCABULARY, make_model
+
+#: Of float32, beside the rounding of sums of many tokens (`rtol`).
+SAME = {"atol": 1e-5, "rtol": 5e-7}
+
+
+@cache
+def model_of(family: str) -> nn.Module:
+    register()
+    return make_model(family)
+
+
+@cache
+def log_softmax(family: str, tokens: tuple[int, ...]) -> torch.Tensor:
+    model = model_of(family)
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].double().log_softmax(-1)
+
+
+def expected(family: str, prompt: Int32Array, labels: LabelSet) -> np.ndarray:
+    found = []
+    for spellings in labels.spellings:
+        sums = []
+        for own in spellings:
+            logprobs = log_softmax(family, (*prompt.tolist(), *own.tolist()))[len(prompt) - 1 : -1]
+            sums.append(float(logprobs[torch.arange(len(own)), torch.from_numpy(own).long()].sum()))
+        found.append(np.logaddexp.reduce(sums))
+    return np.array(found)
+
+
+def random_labels(rng: np.random.Generator) -> LabelSet:
+    """Labels of 1 to 40 tokens, many of which begin alike, and some of which begin others."""
+    trunk = rng.integers(3, VOCABULARY, 40)
+    labels = []
+    for _ in range(rng.integers(2, 6)):
+        spellings = []
+        for _ in range(rng.integers(1, 3)):
+            own = rng.integers(3, VOCABULARY, rng.choice([1, 1, 2, 3, 8, 40]))
+            shared = min(int(rng.integers(0, 20)), len(own) - 1)
+            spellings.append([*trunk[:shared].tolist(), *own[shared:].tolist()])
+        labels.append(spellings)
+    return LabelSet.of(labels)
+
+
+def random_prompts(rng: np.random.Generator) -> list[Prompt]:
+    """Prompts with shared prefixes, some equal, some that begin others; with label sets of their own, or shared ones."""
+    history = rng.integers(3, VOCABULARY, 60)
+    sets = [random_labels(rng) for _ in range(3)] + [LabelSet.of([[5], [9, 11]])]
+    prompts: list[Prompt] = []
+    for row in range(12):
+        tokens = np.concatenate([history[: rng.integers(0, 60)], rng.integers(3, VOCABULARY, rng.integers(1, 30))])
+        if prompts and rng.random() < 0.3:
+            other = prompts[rng.integers(len(prompts))].tokens
+            tokens = other if rng.random() < 0.5 else other[: len(other) // 2 + 1]
+        prompts.append(Prompt(row, tokens.astype(np.int32), sets[rng.integers(len(sets))]))
+    return prompts
+
+
+def engine_for(family: str, limits: Limits) -> TorchEngine:
+    model = model_of(family)
+    model.set_attn_implementation(ATTENTION)
+    return TorchEngine(LayerWalk(model, chunk_tokens=48), limits=limits)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", *(pytest.param(name, marks=pytest.mark.matrix) for name in FAMILIES)]
+)
+@given(seed=st.integers(0, 10**6), most=st.integers(120, 2000), held=st.sampled_from([0, 100]))
+def test_labels_of_any_length_get_their_log_probabilities(family: str, seed: int, most: int, held: int) -> None:
+    prompts = random_prompts(np.random.default_rng(seed))
+    limits = Limits(tokens=most, max_tokens=10**6, held_tokens=held, held_cost=1.0 if held else 0.0)
+    engine = engine_for(family, limits)
+    try:
+        answers = answer_questions(engine, [Question(prompt) for prompt in prompts])
+    finally:
+        engine.close()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        np.testing.assert_allclose(answer.logprobs, expected(family, prompt.tokens, prompt.labels), **SAME)
+
+
+@given(seed=st.integers(0, 10**6))
+def test_the_plain_loop_gives_the_same(seed: int) -> None:
+    prompts = random_prompts(np.random.default_rng(seed))[:3]
+    model = model_of("llama")
+    model.set_attn_implementation("eager")
+    answers = answer_questions(HfEngine(model, max_length=4096), [Question(prompt) for prompt in prompts])
+    for prompt, answer in zip(prompts, answers, strict=True):
+        np.testing.assert_allclose(answer.logprobs, expected("llama", prompt.tokens, prompt.labels), **SAME)
