@@ -30,6 +30,7 @@ from prefillcli.jobs.runners.pool import Pool, WorkerSpec
 from prefillcli.models.law import PACK_TOKENS
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan
@@ -37,12 +38,6 @@ from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.signals import Stop
 
 _VOCABULARY = 32_000
-
-
-class _NoLabels:
-    """The labels of prompts that nobody reads."""
-
-    sets = (((1,), (2,)),)
 
 
 class _NoSink:
@@ -90,7 +85,7 @@ def _windows(rows: int, workload: str) -> Iterator[Window]:
     tokens = WORKLOADS[workload](np.random.default_rng(0))
     for index, start in enumerate(range(0, rows, MAX_ROWS)):
         numbers = np.arange(start, min(start + MAX_ROWS, rows))
-        prompts = [Prompt(int(row), next(tokens), 0) for row in numbers]
+        prompts = [Prompt(int(row), next(tokens), LabelSet(())) for row in numbers]
         yield Window(index, numbers, prompts, {}, pa.table({}))
 
 
@@ -108,7 +103,6 @@ def share_out(rows: int, workers: int, pack_tokens: int, workload: str) -> Balan
     """Plan and dispatch a job of so many rows to simulated workers."""
     crew = SimulatedCrew(workers, limits=Limits(PACK_TOKENS["cuda"], 1 << 30, held_tokens=1 << 20))
     settings = load_settings(ScoreSettings, {"inputs": ["rows.parquet"], "quiet": True}, environment={})
-    labels = _NoLabels()
     with Stop() as stop:
         pool = Pool(
             crew, WorkerSpec(0, settings), lambda spec, number: WorkerSpec(number, settings),
@@ -116,11 +110,11 @@ def share_out(rows: int, workers: int, pack_tokens: int, workload: str) -> Balan
         )  # fmt: skip
         pool.begin(plans=True, pack_tokens=pack_tokens)
         job: Any = SimpleNamespace(
-            sink=_NoSink(), clock=Clock(), stop=stop, settings=settings, labels=labels, probabilities=None,
+            sink=_NoSink(), clock=Clock(), stop=stop, settings=settings, labels=None, probabilities=None,
             granularity=USUAL, require_unchanged=lambda rows: None,
         )  # fmt: skip
         recorder = Recorder(job)
-        options = ScoringOptions(labels, "prefix-tree", BLOCK_TOKENS)  # type: ignore[arg-type]
+        options = ScoringOptions("prefix-tree", BLOCK_TOKENS)
         scoring = ScoringLoop(pool, options, recorder)
         scoring.score(_windows(rows, workload), lambda: True)
     least = (sum(crew.busy) - crew.refilled) / workers

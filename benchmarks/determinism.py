@@ -35,6 +35,7 @@ from prefillcli.features.determinism.mode import by_row
 from prefillcli.models.find import read_model_files
 from prefillcli.models.law import CHUNK_TOKENS, PACK_TOKENS
 from prefillcli.models.load import load_model
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
@@ -42,7 +43,7 @@ from prefillcli.prefill.walk import FASTEST, LayerWalk
 from prefillcli.profile.children import prompts_with_histories, random_prompt
 from recipes.real_model import real_model
 
-LABELS = ((5,), (7,))
+LABELS = LabelSet.of([[5], [7]])
 
 Prompts = Sequence[TokenArray]
 

@@ -33,6 +33,7 @@ from prefillcli.data.rows import Prompt
 from prefillcli.features.compress.contenders import state_drift
 from prefillcli.features.compress.options import Compression
 from prefillcli.models.shape import Shape, prefill_flops
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION, register
@@ -63,7 +64,7 @@ def measure_speed(family: Family, tokens: int, keep: float, rounds: int) -> dict
     settings = Compression(compress_above=0)
     r = prefill_flops(draft.config, tokens).total / prefill_flops(target.config, tokens).total
     with closing(compressor_for(draft, settings, target_window=Shape(target.config).sliding_window)) as compressor:
-        rows = [Prompt(0, prompts[0], labels=0)]
+        rows = [Prompt(0, prompts[0], LabelSet(()))]
         (estimate,) = compressor.estimate(rows, [keep], lambda done: None)
         kept = compressed_walk(target, compressor, prompts, keep)[1][0]
         seconds = interleaved(
@@ -130,7 +131,7 @@ def measure_answers(keep: float, rows: int) -> list[dict[str, Any]]:
 def _compressed(draft: PreTrainedModel, prompts: Sequence[TokenArray], keep: float) -> tuple[list[Question], Votes]:
     """The prompts, compressed, and which of the draft's layers voted."""
     with closing(compressor_for(draft, Compression(compress_above=0))) as compressor:
-        rows = [Prompt(number, own, labels=0) for number, own in enumerate(prompts)]
+        rows = [Prompt(number, own, LabelSet(())) for number, own in enumerate(prompts)]
         keeps = compressor.keeps(rows, keep)
         estimates = compressor.estimate(rows, keeps, lambda done: None)
         voters = sorted({number + 1 for each in estimates for number in each.voters})

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import typer
 from rich.console import Console
@@ -67,7 +68,7 @@ def layer_counts(case: LaunchCase, *, reads: bool = False, dtype: torch.dtype = 
     batched = longest_batched(DEVICE, dtype)
     with fake_cuda() as counts:
         chunks = [Chunk(tree, start, end, DEVICE, batched) for start, end in split_evenly(total, CHUNK)]
-        last = LastTokens(tree, sorted(node for node, _ in pack.reads), DEVICE)
+        last = LastTokens(tree, np.array(sorted(pack.offsets[node + 1] - 1 for node, _ in pack.reads)), DEVICE)
         with ForestAttention(pack.held_tokens + total) as attention:
             for _ in range(2):
                 counts.launches.clear()

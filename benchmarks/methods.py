@@ -15,6 +15,7 @@ from prefillcli.features.compress.load import SpecPrefill, Translator
 from prefillcli.features.compress.options import Compression
 from prefillcli.features.compress.selection import Estimator
 from prefillcli.models.law import CHUNK_TOKENS, PACK_TOKENS
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan, packs_to_run
@@ -112,7 +113,7 @@ def compressed_walk(
     model: PreTrainedModel, compressor: Compressor, prompts: Sequence[TokenArray], keep: float
 ) -> tuple[torch.Tensor, list[int]]:
     """Draft, selection and walk over what is kept. Float32 [prompts, vocabulary], and each prompt's kept tokens."""
-    rows = [Prompt(number, tokens, labels=0) for number, tokens in enumerate(prompts)]
+    rows = [Prompt(number, tokens, LabelSet(())) for number, tokens in enumerate(prompts)]
     compressor.keep = keep
     requests = compressor.compress(rows)
     logits = layer_walk(

@@ -33,6 +33,7 @@ from prefillcli.decode.drafters import JobDrafters
 from prefillcli.decode.lockstep import write_texts
 from prefillcli.features.rationale.contenders import GeneratedTexts, TextRun, scored_packs
 from prefillcli.features.rationale.contest import TextTask
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION, register
@@ -115,7 +116,7 @@ def _material(
 def _task(prompts: list[TokenArray], words: tuple[int, ...], writing: Writing) -> TextTask:
     return TextTask(
         prompts=prompts,
-        labels=lambda number: ((5,), (6,)),
+        labels=lambda number: LabelSet.of([[5], [6]]),
         beginning=lambda number, logprobs: Beginning(prompts[number], words, str(number)),
         writing=writing,
         limits=Limits(sum(map(len, prompts)), sum(map(len, prompts))),

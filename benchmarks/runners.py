@@ -20,13 +20,14 @@ import torch
 from benchmarks.memory import tree_memory
 from benchmarks.methods import plain_loop
 from benchmarks.padded import padded_batches
-from prefillcli.engines.base import Engine, LabelTokens
+from prefillcli.engines.base import Engine
 from prefillcli.models.heads import label_numbers
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
 
 #: Two labels of one token each. To random weights their meaning does not matter.
-LABELS: LabelTokens = ((5,), (7,))
+LABELS = LabelSet.of([[5], [7]])
 SAMPLE_SECONDS = 0.02  # between two looks at a contender's memory
 Scores = npt.NDArray[np.float64]
 Method = Callable[[], Scores]
@@ -194,7 +195,7 @@ def _transformers_model(model: Path, dtype: str) -> Any:
 
 
 def _logprobs(logits: torch.Tensor) -> Scores:
-    return label_numbers(logits, list(range(len(logits))), [LABELS] * len(logits))
+    return np.stack(label_numbers(logits, list(range(len(logits))), [LABELS.first] * len(logits)))
 
 
 def _share(logprobs: Scores) -> Scores:

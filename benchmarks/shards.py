@@ -32,6 +32,7 @@ from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Prompt, ScoredRow, Window
 from prefillcli.data.windows import Dealer, ShardRows, WindowSize, windows
 from prefillcli.models.files import sample_model
+from prefillcli.plan.behind import LabelSet
 
 WINDOW = 4_096
 TEMPLATE = "{{ history }}{{ post }} Answer:"
@@ -121,7 +122,7 @@ def _write_shard(output: str, shard: Shard, windows: int) -> None:
         for index in range(windows):
             whole = np.arange(index * WINDOW, (index + 1) * WINDOW)
             rows = whole[shard.number - 1 :: shard.count]
-            prompts = [Prompt(row, np.zeros(9, np.int32), 0) for row in rows.tolist()]
+            prompts = [Prompt(row, np.zeros(9, np.int32), LabelSet(())) for row in rows.tolist()]
             scores = [ScoredRow(row, logprobs, 0, 9, 9, 0.1) for row in rows.tolist()]
             carried = pa.table({"": pa.nulls(len(rows))}).select([])
             sink.write(Window(index, rows, prompts, {}, carried, whole), scores, {}, temperature=1.0)

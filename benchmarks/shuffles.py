@@ -23,11 +23,11 @@ import typer
 from transformers import AutoTokenizer, PreTrainedModel
 
 from benchmarks.console import log
-from prefillcli.engines.base import LabelTokens
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
 from prefillcli.plan import SCHEDULES
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
@@ -76,7 +76,7 @@ def summary(scores: npt.NDArray[np.float64]) -> dict[str, Any]:
 
 
 def score_shuffled(
-    model: PreTrainedModel, prompts: Sequence[TokenArray], labels: LabelTokens, drawn: Mapping[str, Any]
+    model: PreTrainedModel, prompts: Sequence[TokenArray], labels: LabelSet, drawn: Mapping[str, Any]
 ) -> npt.NDArray[np.float64]:
     """The probability of the first of two labels for each prompt, in packs and chunks as `drawn`."""
     torch.set_num_threads(drawn["threads"])
@@ -107,7 +107,7 @@ def main(
     model, tokenizer = load_model(files, torch.device("cpu")), AutoTokenizer.from_pretrained(real_model())
     asked = [chosen.asked.replace("REVIEW", each.text) for each in reviews("Test")[:rows]]
     prompts = [np.asarray(tokenizer(text).input_ids, np.int32) for text in asked]
-    labels = tuple((int(tokenizer(f" {label}").input_ids[-1]),) for label in chosen.labels)
+    labels = LabelSet.of([[int(tokenizer(f" {label}").input_ids[-1])] for label in chosen.labels])
     rng, found = np.random.default_rng(seed), np.full((shuffles, len(prompts)), np.nan)
     for number in range(shuffles):
         order = rng.permutation(len(prompts))[: at_once or None]

@@ -27,9 +27,10 @@ from rich.table import Table
 
 from benchmarks.console import log
 from benchmarks.models import random_llama
+from prefillcli.plan.behind import LabelSet
 
 PROMPT_TOKENS = 512
-LABELS = ((5,), (7,))
+LABELS = LabelSet.of([[5], [7]])
 RESIDENT, STREAMED = "resident", "stream"
 
 

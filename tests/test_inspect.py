@@ -35,6 +35,7 @@ from prefillcli.jobs import inspect
 from prefillcli.jobs.score import score_job
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
+from prefillcli.plan.behind import LabelSet
 from prefillcli.report.inspection import CommonPrefix, Inspection, shared_prefixes
 
 SAMPLES = Path(__file__).parent.parent / "samples"
@@ -244,7 +245,7 @@ def test_fallback_is_told(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tokens_kept_for_others_say_so() -> None:
-    prompt = Prompt(0, np.arange(100, dtype=np.int32), labels=0)
+    prompt = Prompt(0, np.arange(100, dtype=np.int32), LabelSet(()))
     kept = np.r_[0:2, 10:20, 30:38, 60:70, 95:100]
     question = Question(prompt, kept, "specprefill")
     # one row in full shares 14 tokens, one of 45 tokens shares 40: its own end begins at its token 35

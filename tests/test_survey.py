@@ -39,6 +39,7 @@ from prefillcli.jobs.recorder import RemainingTime
 from prefillcli.models.find import read_model_files
 from prefillcli.models.weights import weight_bytes
 from prefillcli.plan import SCHEDULES
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan, make_plans
 from prefillcli.plan.trie import build_forest, shared_nodes, token_order
@@ -54,7 +55,7 @@ some_prompts = st.lists(
 
 
 def window_of(prompts: list[np.ndarray], first_row: int = 0, errors: dict[int, RowError] | None = None) -> Window:
-    numbered = [Prompt(first_row + number, tokens, 0) for number, tokens in enumerate(prompts)]
+    numbered = [Prompt(first_row + number, tokens, LabelSet(())) for number, tokens in enumerate(prompts)]
     rows = np.arange(first_row, first_row + len(prompts) + len(errors or {}))
     return Window(0, rows, numbered, errors or {}, pa.table({}))
 

@@ -173,7 +173,7 @@ def test_scores_do_not_depend_on_the_number_of_threads() -> None:
     for threads in (1, 2, 4):
         torch.set_num_threads(threads)
         logits = layer_walk(model, prompts, 64)
-        logprobs = label_numbers(logits, list(range(len(prompts))), [((5, 6), (7,))] * len(prompts))
+        logprobs = np.stack(label_numbers(logits, list(range(len(prompts))), [((5, 6), (7,))] * len(prompts)))
         scores[threads] = 1 / (1 + np.exp(logprobs[:, 1] - logprobs[:, 0]))
     assert np.ptp(scores[1]) > 1e-3, "rows must differ enough to tell a wrong one"
     for threads in (2, 4):

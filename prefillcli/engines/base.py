@@ -152,7 +152,8 @@ class Answer:
     """An engine's answer for a prompt of a pack, and the cost of it.
 
     `logprobs` are the label log-probabilities over the whole vocabulary, float64 [labels], divided by the labels'
-    sizes where their set has some; those of a prompt that has left after `exit_layer` are among the labels alone. `early` is the early answer of a prompt that was read in full.
+    sizes where their set has some; those of a prompt that has left after `exit_layer` are among the labels alone.
+    `early` is the early answer of a prompt that was read in full.
     Over all answers, `computed_tokens` and `seconds` add up to the engine's work, `skipped` to the work that exits
     spared it, in layers of a token, and `full_seconds` to the time without exits. `shared_tokens` of the prompt were
     computed once for several prompts. The cost of a block is in the answers of the packs that read it first.

@@ -118,7 +118,8 @@ def _inspect(
         summary.method, summary.kept_tokens = question.method, len(question.tokens)
         answers = _answers(opening, loaded, question, summary, tick)
         views = [
-            None if own is None else AnswerView.of(labels.names, own.logprobs, settings.temperature) for own in answers
+            None if own is None else AnswerView.of(labels.names, prompt.labels, own.logprobs, settings.temperature)
+            for own in answers
         ]
         full, compressed = answers
         shown = compressed or full  # as a job reads the row

@@ -104,7 +104,7 @@ LEAST_MASS = 1e-3
 class LabelMassCheck:
     """Looks at the first window with rows that are read to the end, and warns once at most.
 
-    A head has no answers but its classes, so they have no such mass.
+    A head has no answers but its classes, so they have no such mass. That of longer labels is small in any case.
     """
 
     def __init__(self, labels: Labels) -> None:
@@ -112,11 +112,16 @@ class LabelMassCheck:
         self._window: int | None = None
         self._masses: list[float] = []
 
-    def take(self, window: int, rows: Iterable[ScoredRow]) -> None:
-        """Rows of the window with this index are scored."""
-        if self._looks and self._window in (None, window):
-            self._masses += [float(label_mass(each.logprobs)) for each in rows if each.exit_layer is None]
-            self._window = window if self._masses else None
+    def take(self, window: Window, rows: Iterable[ScoredRow]) -> None:
+        """Rows of this window are scored."""
+        if self._looks and self._window in (None, window.index):
+            labels = {prompt.row: prompt.labels for prompt in window.prompts}
+            self._masses += [
+                float(label_mass(labels[each.row].whole(each.logprobs)))
+                for each in rows
+                if each.exit_layer is None and not labels[each.row].depth
+            ]
+            self._window = window.index if self._masses else None
 
     def end(self, window: int) -> None:
         """All rows of a window are scored."""
@@ -200,7 +205,7 @@ class Recorder:
         self.tokens.add(finished.tokens)
         self._progress.advance(len(finished.errors))
         self._open[window.index][1].add(finished)
-        self._label_mass.take(window.index, finished.rows)
+        self._label_mass.take(window, finished.rows)
         if finished.rows and time.monotonic() - self._flushed > self._job.granularity.flush_seconds:
             for each, unwritten in list(self._open.values()):
                 if unwritten.rows:

@@ -189,7 +189,7 @@ class ReceivedRows:
 
     def end(self, window: Window) -> None:
         scorer, rows = self._scorer, self._finished.rows
-        self._label_mass.take(window.index, rows)
+        self._label_mass.take(window, rows)
         self._label_mass.end(window.index)
         temperature, probabilities = scorer.settings.temperature, scorer.probabilities
         done = ResultRows.of(window, rows, self._finished.errors, scorer.schema(), temperature, probabilities)

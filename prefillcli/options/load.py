@@ -196,6 +196,8 @@ class ScorerOptions(TypedDict, total=False):
     literal: bool
     max_row_bytes: str | int | None
     labels: str | Sequence[str]
+    label_norm: Literal["none", "tokens", "bytes"]
+    label_end: str | None
     temperature: float
     calibration: StrPath | None
     calibrate_with: str | Sequence[str]

@@ -24,6 +24,7 @@ from prefillcli.data.prompts.encoding import Encoder, token_texts
 from prefillcli.data.rows import Prompt, RowError, ScoredRow
 from prefillcli.engines.base import LeavingRule, Readings
 from prefillcli.errors import PrefillError
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.trie import common_prefix
 from prefillcli.report.section import (
     Cell,
@@ -329,9 +330,11 @@ class AnswerView:
     prediction: str
 
     @classmethod
-    def of(cls, names: Sequence[str], logprobs: npt.NDArray[np.float64], temperature: float) -> AnswerView:
-        """The answer from label log-probabilities [labels]."""
-        shares = label_probabilities(logprobs, temperature)
+    def of(
+        cls, names: Sequence[str], labels: LabelSet, divided: npt.NDArray[np.float64], temperature: float
+    ) -> AnswerView:
+        """The answer from log-probabilities of labels [labels], divided by their sizes where these have some."""
+        shares, logprobs = label_probabilities(divided, temperature), labels.whole(divided)
         return cls(
             logprobs=dict(zip(names, logprobs.tolist(), strict=True)),
             score=float(shares[0]),

@@ -36,6 +36,7 @@ from prefillcli.models.shape import (
     walk_flops,
 )
 from prefillcli.options.commands import BenchSettings
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.profile.children import random_prompt
@@ -239,20 +240,20 @@ def test_texts_give_the_tokens_they_were_made_of() -> None:
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     text = "New post: Ünïcode, 3 min.\nWould Anna read this? Answer:"
     ids = np.array(tokenizer(text)["input_ids"], np.int32)
-    found = spans_of(tokenizer, [Prompt(7, ids, 0)])
+    found = spans_of(tokenizer, [Prompt(7, ids, LabelSet(()))])
     assert found is not None
     spans = found[7]
     assert spans.text.endswith(text)
     assert spans.offsets.shape == (len(ids), 2)
     assert "".join(spans.text[a:b] for a, b in spans.offsets[-2:].tolist()).strip().endswith(":")
-    assert spans_of(object(), [Prompt(0, ids, 0)]) is None
+    assert spans_of(object(), [Prompt(0, ids, LabelSet(()))]) is None
 
 
 def test_ids_that_no_text_leads_to_have_no_spans() -> None:
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     pieces = tokenizer.convert_tokens_to_ids(list("Answer"))
     assert None not in pieces
-    assert spans_of(tokenizer, [Prompt(0, np.array(pieces, np.int32), 0)]) is None
+    assert spans_of(tokenizer, [Prompt(0, np.array(pieces, np.int32), LabelSet(()))]) is None
 
 
 @pytest.mark.sampled(1)

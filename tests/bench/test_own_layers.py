@@ -49,7 +49,7 @@ def operations(path: Path, layers: range, lengths: list[int]) -> float:
 
 
 def test_one_pass_answers_from_what_its_first_layers_keep(stage: tuple[Equipment, Material]) -> None:
-    equipment, material = stage
+    _, material = stage
     found = method(stage, "self-draft")
     assert isinstance(found, SelfDrafted)
     run = found.run(material.prompts)
@@ -58,7 +58,7 @@ def test_one_pass_answers_from_what_its_first_layers_keep(stage: tuple[Equipment
         assert question.method == "self-draft"
         assert question.kept is not None
         logits = by_hand(model.eval(), question.prompt.tokens, question.kept, LAYERS - 1).log_softmax(-1)
-        yes = equipment.labels.sets[question.prompt.labels][0]
+        yes = question.prompt.labels.first[0]
         assert logprobs[0] == pytest.approx(float(logits[list(yes)].logsumexp(0)), abs=1e-3)
 
 

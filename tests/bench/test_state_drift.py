@@ -24,6 +24,7 @@ from prefillcli.bench.report import (
 from prefillcli.core.question import Question
 from prefillcli.data.rows import Prompt
 from prefillcli.features.compress.contenders import DRIFT_ROWS, state_drift
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
@@ -40,7 +41,7 @@ def questions(rows: int = 3) -> list[Question]:
     for row in range(rows):
         tokens = rng.integers(3, VOCABULARY, 150 + 40 * row).astype(np.int32)
         kept = np.sort(rng.choice(len(tokens), len(tokens) // 4, replace=False))
-        found.append(Question(Prompt(row, tokens, labels=0), kept, "random"))
+        found.append(Question(Prompt(row, tokens, LabelSet(())), kept, "random"))
     return found
 
 

@@ -16,6 +16,7 @@ from prefillcli.cli import app
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, DrafterCounts, Writing
 from prefillcli.features.rationale.contenders import TextMethod, TextRun
 from prefillcli.features.rationale.contest import TextResult, TextTask, compare, quick_text_table
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 
 SMALL = ("--rows", "3", "--tokens", "150", "--rounds", "1", "--dtype", "float32")
@@ -90,7 +91,12 @@ class Scripted(TextMethod):
 def test_texts_guesses_and_near_ties_are_counted() -> None:
     prompts = [np.arange(5, dtype=np.int32) for _ in range(3)]
     task = TextTask(
-        prompts, lambda _: ((1,), (2,)), lambda n, _: Beginning(prompts[n], (1,), ""), Writing(2), Limits(9, 9), 99
+        prompts,
+        lambda _: LabelSet.of([[1], [2]]),
+        lambda n, _: Beginning(prompts[n], (1,), ""),
+        Writing(2),
+        Limits(9, 9),
+        99,
     )
     plain = [Continuation((1, 2), "length", gap) for gap in (1.0, 0.5e-4, 0.5)]
     other = [plain[0], Continuation((1, 3), "length", 0.0), Continuation((2,), "stop", 1.0)]

@@ -24,6 +24,7 @@ from prefillcli.features.compress.draft import Draft, GemFilter, SelfDraft
 from prefillcli.features.compress.load import SpecPrefill
 from prefillcli.features.compress.options import PICKERS, Compression
 from prefillcli.features.compress.selection import Bm25, Ends, Picker, RandomChunks
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
@@ -82,7 +83,7 @@ def unrelated(counts: Sequence[int]) -> list[Prompt]:
     tokens = [rng.integers(10, VOCABULARY, count).astype(np.int32) for count in counts]
     for number, own in enumerate(tokens):
         own[0] = 3 + number
-    return [Prompt(number, own, labels=0) for number, own in enumerate(tokens)]
+    return [Prompt(number, own, LabelSet(())) for number, own in enumerate(tokens)]
 
 
 def picker(name: str, how: Compression) -> Picker:

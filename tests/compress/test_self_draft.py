@@ -19,6 +19,7 @@ from prefillcli.features.compress.draft import SelfDraftRule, SelfThinning
 from prefillcli.features.compress.load import choosing_layers
 from prefillcli.features.compress.options import Compression
 from prefillcli.features.compress.selection import NO_VOTE
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, WatchedLayer
@@ -196,7 +197,7 @@ def test_a_layer_that_does_not_see_the_whole_prompt_is_not_taken() -> None:
 def questions_of(prompts: list[Tokens], keeps: list[float | None], how: Compression) -> list[Question]:
     own = [None if keep is None else SelfThinning(1, keep, LAST, how) for keep in keeps]
     return [
-        Question(Prompt(number, tokens, 0), thinning=each)
+        Question(Prompt(number, tokens, LabelSet(())), thinning=each)
         for number, (tokens, each) in enumerate(zip(prompts, own, strict=True))
     ]
 

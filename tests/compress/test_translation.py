@@ -19,6 +19,7 @@ from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.rows import Prompt
 from prefillcli.features.compress.load import SpecPrefill, Translation, Translator
 from prefillcli.features.compress.selection import FAILED, FALLBACKS, TEXT, Float32Array, ImportanceEstimate, Overlap
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.trie import TokenArray
 
 TEXTS = [
@@ -278,7 +279,7 @@ class FoundBefore:
 
 
 def rows(prompts: Sequence[TokenArray]) -> list[Prompt]:
-    return [Prompt(row, tokens, labels=0) for row, tokens in enumerate(prompts)]
+    return [Prompt(row, tokens, LabelSet(())) for row, tokens in enumerate(prompts)]
 
 
 def test_prompts_that_cannot_be_read_leave_the_others_their_own_estimates() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from prefillcli.data.prompts.labels import LabelError, Labels, tail_of
+from prefillcli.plan.behind import LabelSet
 
 
-def resolve(labels: Labels, prompt: str) -> int:
-    """Index into `labels.sets` after a prompt. Raises LabelError."""
+def resolve(labels: Labels, prompt: str) -> LabelSet:
+    """The labels after a prompt. Raises LabelError."""
     (found,) = labels.resolve_all([tail_of(prompt)])
     if isinstance(found, LabelError):
         raise found
-    return found
+    return found.labels

@@ -19,6 +19,7 @@ from prefillcli.data.output.columns import OutputSchema
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.output.target import Job
 from prefillcli.data.rows import Prompt, RowError, ScoredRow, Window
+from prefillcli.plan.behind import LabelSet
 
 LABELS = ("Yes", "No", "Maybe")
 FINGERPRINT = {"input": "i", "model": "m", "tokenizer": "t", "template": "p", "labels": "l", "settings": "s"}
@@ -46,7 +47,11 @@ def make_window(index: int, rows: list[int], bad: tuple[int, ...] = (), json_tex
     return Window(
         index,
         np.array(rows, np.int64),
-        [Prompt(row, np.arange(row % 7 + 1, dtype=np.int32), 0, row % 3 == 0) for row in rows if row not in bad],
+        [
+            Prompt(row, np.arange(row % 7 + 1, dtype=np.int32), LabelSet(()), row % 3 == 0)
+            for row in rows
+            if row not in bad
+        ],
         dict.fromkeys(bad, TOO_LONG),
         pa.table({"id": ids, "kept": pa.array(kept, pa.string() if json_text else pa.int64())}),
     )

@@ -24,8 +24,9 @@ from tokenizers import (
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
-from prefillcli.data.prompts.labels import Labels, parse_labels
+from prefillcli.data.prompts.labels import Following, Labels, parse_labels
 from prefillcli.data.rows import RowBatch
+from prefillcli.plan.behind import LabelSet
 
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
@@ -152,8 +153,8 @@ def build(tokenizer: Any, columns: dict[str, list[Any]], **options: Any) -> tupl
 class AnyLabels:
     """Takes every prompt."""
 
-    def resolve_all(self, tails: list[str], *, literal: bool = False) -> list[int]:
-        return [0] * len(tails)
+    def resolve_all(self, tails: list[str], *, literal: bool = False) -> list[Following]:
+        return [Following(LabelSet(()))] * len(tails)
 
 
 parts = st.sampled_from(

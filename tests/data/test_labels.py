@@ -1,4 +1,4 @@
-"""Labels: how they are written, and which one token each of them is after a prompt."""
+"""Labels: how they are written, and which tokens each of them is after a prompt."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from prefillcli.data.prompts.labels import Label, LabelError, Labels, parse_labels, tail_of
 from prefillcli.data.rows import RowError, Window
 from prefillcli.errors import UsageError
+from prefillcli.plan.behind import LabelTokens
 from tests.data.labels import resolve
 
 
@@ -70,9 +71,9 @@ def ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def chosen(tokenizer: Any, prompt: str, labels: str = "Yes,No") -> tuple[tuple[int, ...], ...]:
-    found = Labels(tokenizer, parse_labels(labels))
-    return found.sets[resolve(found, prompt)]
+def chosen(tokenizer: Any, prompt: str, labels: str = "Yes,No") -> LabelTokens | None:
+    """The tokens of labels of one token each; None of others."""
+    return resolve(Labels(tokenizer, parse_labels(labels)), prompt).single
 
 
 ALL = ["byte_level", "llama3_like", "metaspace", "llama2_like", "word_level"]
@@ -141,8 +142,8 @@ def test_variants_of_a_label_that_are_one_token_count_once(word_level: Any) -> N
 
 def test_equal_sets_are_stored_once(tokenizer: Any) -> None:
     labels = Labels(tokenizer, parse_labels("Yes,No"))
-    indices = [resolve(labels, f"prompt {number} {PROMPT}") for number in range(50)]
-    assert len({labels.sets[index] for index in indices}) == len(labels.sets) == len(set(indices))
+    found = [resolve(labels, f"prompt {number} {PROMPT}") for number in range(50)]
+    assert len({id(each) for each in found}) == len(set(found))
     assert labels.names == ("Yes", "No")
 
 
@@ -151,12 +152,22 @@ def test_different_ends_of_prompts_give_different_sets(byte_level: Any) -> None:
     assert resolve(labels, "Answer:") != resolve(labels, "Answer:\n")
 
 
-def test_a_label_of_several_tokens_is_refused_with_its_tokens(tokenizer: Any) -> None:
-    with pytest.raises(LabelError, match="'Absolutely'") as caught:
-        chosen(tokenizer, PROMPT, "Absolutely,No")
+@pytest.mark.parametrize("name", ["byte_level", "llama3_like", "metaspace", "llama2_like"])
+def test_a_label_of_several_tokens_is_all_of_them(name: str, request: pytest.FixtureRequest) -> None:
+    tokenizer = request.getfixturevalue(name)
+    found = resolve(Labels(tokenizer, parse_labels("Absolutely,No")), PROMPT)
+    before = ids(tokenizer, PROMPT)
+    wanted = [ids(tokenizer, f"{PROMPT} {name}")[len(before) :] for name in ("Absolutely", "No")]
+    assert [own.tolist() for (own,) in found.spellings] == wanted
+    assert len(wanted[0]) > 1
+
+
+def test_a_label_that_begins_another_is_refused_with_advice(byte_level: Any) -> None:
+    with pytest.raises(LabelError, match="'Yes' begins label 'Yes, sir'") as caught:
+        chosen(byte_level, PROMPT, r"Yes,Yes\, sir")
     assert caught.value.exit_code == 2
     assert str(caught.value).count("\n") < 3
-    assert "--labels" in str(caught.value)
+    assert "--label-end" in str(caught.value)
 
 
 def test_a_label_unknown_to_the_vocabulary_is_refused(word_level: Any) -> None:
@@ -171,7 +182,7 @@ def test_two_labels_on_one_token_are_refused(word_level: Any) -> None:
 
 def test_check_refuses_labels_that_fail_after_every_prompt(byte_level: Any) -> None:
     labels = Labels(byte_level, parse_labels("Yes,No"))
-    error = RowError("label_not_one_token", "label 'Yes' is not one token")
+    error = RowError("invalid_labels", "label 'Yes' has no tokens of its own")
     window = Window(0, np.arange(2), [], {0: error, 1: RowError("null_prompt", "")}, pa.table({}))
     with pytest.raises(LabelError, match="'Yes'"):
         labels.check(window)
@@ -210,7 +221,7 @@ def test_the_short_tail_decides_like_the_whole_prompt(family: Family, parts: lis
         for yes, no in (("Yes", "No"), (" Yes", " No")):
             if yes in expected and no in expected:
                 found = Labels(tokenizer, [Label("a", (yes,)), Label("b", (no,))])
-                assert found.sets[resolve(found, prompt)] == ((expected[yes],), (expected[no],))
+                assert resolve(found, prompt).single == ((expected[yes],), (expected[no],))
 
 
 @given(st.text())

@@ -238,14 +238,30 @@ def test_a_cut_prompt_is_flagged(byte_level: Any, on_long: str) -> None:
     assert prompts[0].labels == prompts[1].labels
 
 
+@pytest.mark.parametrize("on_long", ["truncate-left", "truncate-middle", "error"])
+def test_the_tokens_of_labels_count_for_the_length(byte_level: Any, on_long: str) -> None:
+    text = "word " * 10 + "Answer:"
+    label = byte_level(" very satisfied", add_special_tokens=False)["input_ids"]
+    whole = len(byte_level(text)["input_ids"]) + len(label) - 1
+    for length, cut in ((whole, False), (whole - 1, True), (len(label), True), (len(label) - 1, True)):
+        prompts, errors = build(
+            byte_level, batch_of(prompt=[text]), max_length=length, on_long=on_long, labels="very satisfied,no"
+        )
+        if not cut or (on_long.startswith("truncate") and length >= len(label)):
+            assert prompts[0].truncated == cut
+            assert len(prompts[0].tokens) + len(label) - 1 == length
+        else:
+            assert errors[0].code == "prompt_too_long"
+
+
 def test_a_skipped_prompt_has_its_own_code(byte_level: Any) -> None:
     _, errors = build(byte_level, batch_of(prompt=["word " * 50]), max_length=20, on_long="skip")
     assert errors[0].code == "skipped_too_long"
 
 
 def test_labels_that_fail_are_an_error_of_the_row(byte_level: Any) -> None:
-    _, errors = build(byte_level, batch_of(prompt=["Answer:"]), labels="Absolutely,No")
-    assert errors[0].code == "label_not_one_token"
+    _, errors = build(byte_level, batch_of(prompt=["Answer:"]), labels="Yes,Yes sir")
+    assert errors[0].code == "invalid_labels"
     assert "\n" not in errors[0].detail
 
 

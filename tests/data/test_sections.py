@@ -278,4 +278,3 @@ def test_sections_are_left_out_while_another_thread_makes_prompts(chat_tokenizer
     assert beside == [alone] * len(beside)
     assert len(made) == 3
     assert all(each == made[0] for each in made)
-    assert len(labels.sets) == 1

@@ -23,6 +23,7 @@ from prefillcli.data.output import parts
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.rows import Int64Array, Prompt, RowError, ScoredRow, Window
 from prefillcli.errors import OutputConflictError, PrefillError, ResourceError, UsageError
+from prefillcli.plan.behind import LabelSet
 from prefillcli.runtime import file_calls
 from tests.data.outputs import (
     BAD,
@@ -66,7 +67,9 @@ def test_json_lines_input_gives_typed_parquet_and_the_same_json(output: str) -> 
 
 
 def test_without_an_id_column_there_is_the_row_number(output: str) -> None:
-    window = Window(0, np.array([4, 9]), [Prompt(4, np.arange(2, dtype=np.int32), 0)], {9: TOO_LONG}, pa.table({}))
+    window = Window(
+        0, np.array([4, 9]), [Prompt(4, np.arange(2, dtype=np.int32), LabelSet(()))], {9: TOO_LONG}, pa.table({})
+    )
     window.carried = pa.table({"": pa.nulls(2)}).select([])
     with open_sink(output, id_name=None, carried=pa.schema([])) as sink:
         sink.write(window, [scored(4)], {}, temperature=1.0)

@@ -15,6 +15,7 @@ from torch import nn
 
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.plan import SCHEDULES
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan, packs_to_run
 from prefillcli.prefill.forest import ATTENTION, register
@@ -29,7 +30,7 @@ FAMILIES: dict[str, Mapping[str, Any]] = {
     "nemotron_h": RECURRENT["nemotron_h"],
 }  # fmt: skip
 #: Many tokens, so that the bits of many logits are seen, and two labels of several.
-LABELS = (*((token,) for token in range(3, 67)), (70, 71, 72), (80, 90, 100, 110, 120))
+LABELS = LabelSet.of([*([token] for token in range(3, 67)), [70, 71, 72], [80, 90, 100, 110, 120]])
 MOST_THREADS = 3
 
 

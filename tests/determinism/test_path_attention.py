@@ -118,7 +118,9 @@ def attended(layer: Layer, given: list[Prompt], limits: Limits, chunk_tokens: in
                 attention.chunk(Chunk(tree, start, end, CPU, 64))
                 take("chunk", paths[start:end], attention(module, *layer.of(paths[start:end]), None, **how))
             reads = [node for node, _ in pack.reads]
-            attention.last_tokens(LastTokens(tree, reads, CPU))
+            attention.last_tokens(
+                LastTokens(tree, np.array([pack.offsets[node + 1] - 1 for node in reads], np.int64), CPU)
+            )
             last = [ends[node] for node in reads]
             take("last token", last, attention(module, *layer.of(last), None, **how))
     return found

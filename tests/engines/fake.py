@@ -16,7 +16,6 @@ from prefillcli.engines.base import (
     Answer,
     Engine,
     EngineChoice,
-    LabelTokens,
     Loaded,
     LoadRequest,
     Treatment,
@@ -24,6 +23,7 @@ from prefillcli.engines.base import (
 )
 from prefillcli.engines.registry import EngineKind
 from prefillcli.models.open import Opened
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits, Pack
 
 KIND = EngineKind("fake", "tests.engines.fake", frozenset())
@@ -75,7 +75,7 @@ class FakeEngine(Engine):
     def answer(
         self,
         pack: Pack,
-        labels: Callable[[int], LabelTokens],
+        labels: Callable[[int], LabelSet],
         tick: Callable[[float], None],
         treatment: Treatment = PLAIN,
     ) -> Iterator[list[Answer]]:
@@ -92,6 +92,9 @@ class FakeEngine(Engine):
         pass
 
 
-def logprobs(tokens: list[int], labels: LabelTokens) -> Any:
+def logprobs(tokens: list[int], labels: LabelSet) -> Any:
     """What the engine says of a prompt."""
-    return np.log([(1 + crc32(repr((tokens, label)).encode()) % 1000) / 3000 for label in labels])
+    sequences = [each.tolist() for each in labels.sequences]
+    read = [[*tokens, *each[:end]] for each in sequences for end in range(1, len(each) + 1)]
+    values = np.log([(1 + crc32(repr(each).encode()) % 1000) / 3000 for each in read])
+    return labels.divided(labels.logprobs(values))

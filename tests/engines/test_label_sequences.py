@@ -21,8 +21,10 @@ from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import FAMILIES, VOCABULARY, make_model
 
-#: Of float32, beside the rounding of sums of many tokens (`rtol`).
-SAME = {"atol": 1e-5, "rtol": 5e-7}
+#: Of float32, beside the rounding of sums of many tokens.
+RELATIVE = 5e-7
+#: A soft cap rounds scores of 50 units by up to 3e-6.
+ABSOLUTE = {"gemma2": 3e-5}
 
 
 @cache
@@ -65,7 +67,7 @@ def random_labels(rng: np.random.Generator) -> LabelSet:
 
 
 def random_prompts(rng: np.random.Generator) -> list[Prompt]:
-    """Prompts with shared prefixes, some equal, some that begin others; with label sets of their own, or shared ones."""
+    """Prompts with shared prefixes, some equal, some that begin others; some share a label set."""
     history = rng.integers(3, VOCABULARY, 60)
     sets = [random_labels(rng) for _ in range(3)] + [LabelSet.of([[5], [9, 11]])]
     prompts: list[Prompt] = []
@@ -97,7 +99,8 @@ def test_labels_of_any_length_get_their_log_probabilities(family: str, seed: int
     finally:
         engine.close()
     for prompt, answer in zip(prompts, answers, strict=True):
-        np.testing.assert_allclose(answer.logprobs, expected(family, prompt.tokens, prompt.labels), **SAME)
+        wanted = expected(family, prompt.tokens, prompt.labels)
+        np.testing.assert_allclose(answer.logprobs, wanted, rtol=RELATIVE, atol=ABSOLUTE.get(family, 1e-5))
 
 
 @given(seed=st.integers(0, 10**6))
@@ -107,4 +110,5 @@ def test_the_plain_loop_gives_the_same(seed: int) -> None:
     model.set_attn_implementation("eager")
     answers = answer_questions(HfEngine(model, max_length=4096), [Question(prompt) for prompt in prompts])
     for prompt, answer in zip(prompts, answers, strict=True):
-        np.testing.assert_allclose(answer.logprobs, expected("llama", prompt.tokens, prompt.labels), **SAME)
+        wanted = expected("llama", prompt.tokens, prompt.labels)
+        np.testing.assert_allclose(answer.logprobs, wanted, rtol=RELATIVE, atol=1e-5)

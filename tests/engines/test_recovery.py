@@ -17,6 +17,7 @@ from prefillcli.decode.continuations import Beginning, Speculation, Writing
 from prefillcli.engines.base import Answer, EarlyExits, Treatment
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import ResourceError
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits, Pack, free_packs, split_pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION
@@ -24,7 +25,7 @@ from prefillcli.prefill.walk import HeldParts, LayerWalk
 from tests.prefill.test_walk import NO, ONE_PACK, YES, Prompt, mixed, model_of, three_levels, tokens, wanted
 
 HELD = Limits(110, 10**6, held_tokens=10**6)
-LABELS = ((YES,), (NO,))
+LABELS = LabelSet.of([[YES], [NO]])
 
 Fails = Callable[[int, int], bool]  # by the number of a layer's call, and its tokens
 

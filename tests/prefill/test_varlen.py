@@ -114,11 +114,15 @@ def test_each_query_sees_each_key_of_its_path_and_window_once(prompts, plan, win
             check_reads(tree, pack, window)
 
 
+def last_tokens(tree: Tree, nodes: list[int]) -> LastTokens:
+    return LastTokens(tree, np.array([tree.offsets[node + 1] - 1 for node in nodes]), CPU)
+
+
 def check_reads(tree: Tree, pack: Pack, window: KeyWindow | None) -> None:
     nodes = sorted(node for node, _ in pack.reads)
     if not nodes:
         return
-    last = LastTokens(tree, nodes, CPU)
+    last = last_tokens(tree, nodes)
     for last.ahead in (0, 3):  # three tokens decoded behind the reads move the window on
         found = seen_by_definition(sequence_tables(last, window))
         assert found == Counter(seen_on_paths(tree, nodes, last.depths.tolist(), window))
@@ -138,7 +142,7 @@ def test_own_pieces_are_one_call_and_each_level_is_another() -> None:
     assert levels == 3
     assert len(sequence_tables(Chunk(tree, 0, len(pack.tokens), CPU, 1), None)) == levels
     nodes = sorted(node for node, _ in pack.reads)
-    assert len(sequence_tables(LastTokens(tree, nodes, CPU), None)) == levels
+    assert len(sequence_tables(last_tokens(tree, nodes), None)) == levels
 
 
 def test_a_long_prompt_is_one_call_a_chunk_in_blocks_of_queries() -> None:

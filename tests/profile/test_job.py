@@ -94,7 +94,7 @@ def test_the_budget_of_the_measurements_is_that_of_the_plan(model: Path) -> None
         (("nowhere.parquet",), "nowhere.parquet"),
         (("in.parquet", "--prompt-column", "nope"), "nope"),
         (("in.parquet", "--template", "{{ nope }}"), "nope"),
-        (("in.parquet", "--labels", "certainly not one token,No"), "certainly not one token"),
+        (("in.parquet", "--labels", "No,No way"), "begins label 'No way'"),
         (("in.parquet", "--keep", "0.2"), "needs --draft"),
         (("in.parquet", "--keep", "auto"), "for a whole job"),
         (("in.parquet", "--limit", "3", "--sample", "3"), "one of them"),

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from benchmarks.balance import WORKLOADS, share_out
 from benchmarks.simulated_crew import SimulatedCrew
-from prefillcli.engines.base import LabelTokens
 from prefillcli.errors import ResourceError
 from prefillcli.jobs.runners.pool import MOST_LOSSES, AnswerTask, Dispatcher, Item, Outcome, WorkerSpec, answer_task
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import FreePack, Limits, free_packs, groups_of
 from prefillcli.plan.plan import make_plan
 
@@ -22,8 +22,8 @@ def spec(number: int) -> WorkerSpec:
     return WorkerSpec(number, load_settings(ScoreSettings, {"inputs": ["rows.parquet"]}, environment={}))
 
 
-def labels(_prompt: int) -> LabelTokens:
-    return ((1,), (2,))
+def labels(_prompt: int) -> LabelSet:
+    return LabelSet.of([[1], [2]])
 
 
 class Work:

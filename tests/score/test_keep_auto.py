@@ -176,7 +176,7 @@ def chosen_keep(source: FlipsByRate, rows: int, allowed: float, monkeypatch: pyt
     """What `choose_keep` takes where each rate flips as `source` says."""
     rate: list[float] = []
 
-    def answers(engine: Any, requests: Any, labels: Any, tick: Any) -> Any:
+    def answers(engine: Any, requests: Any, tick: Any) -> Any:
         flips = source.flips(rate[-1], rows) if rate else 0
         return np.eye(2)[(np.arange(rows) < flips).astype(int)]
 
@@ -189,7 +189,5 @@ def chosen_keep(source: FlipsByRate, rows: int, allowed: float, monkeypatch: pyt
 
     monkeypatch.setattr(compressor, "answer", answers)
     monkeypatch.setattr(compressor, "Question", lambda prompt: prompt)
-    found = compressor.choose_keep(
-        cast(Any, Compressor()), cast(Any, None), [None] * rows, [], range(rows), [], allowed
-    )  # type: ignore[list-item]
+    found = compressor.choose_keep(cast(Any, Compressor()), cast(Any, None), [None] * rows, [], range(rows), allowed)  # type: ignore[list-item]
     return found.keep

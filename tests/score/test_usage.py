@@ -59,7 +59,7 @@ def assert_refused(summary: dict, stderr: str, *named: str, code: int = 2) -> No
         ({"id_column": "score"}, ["--id-column", "score"]),
         ({"labels": "Yes"}, ["--labels", "'Yes'"]),
         ({"labels": "Yes,Yes"}, ["--labels", "'Yes'"]),
-        ({"labels": "Yes,Perhaps"}, ["'Perhaps'", "not one token"]),
+        ({"labels": "Yes,Yes sir"}, ["'Yes'", "begins label 'Yes sir'", "--label-end"]),
         ({"labels": "Yes= Yes,No= Yes"}, ["'Yes'", "'No'", "same token"]),
         ({"chat": True}, ["--chat", "no chat template"]),
         ({"system": "Be brief."}, ["--system"]),

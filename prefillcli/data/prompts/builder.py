@@ -432,6 +432,9 @@ class PromptBuilder:
             return RowError(ErrorCode.EMPTY_PROMPT, "the tokenizer makes no token of the prompt")
         if self._may_exceed_vocabulary and int(tokens.max()) >= self.settings.vocab_size:
             return not_in_vocabulary(int(tokens.max()), self.settings.vocab_size)
+        if behind >= self.settings.max_length:
+            detail = f"{behind} tokens of labels behind it, the limit is {self.settings.max_length}"
+            return RowError(ErrorCode.PROMPT_TOO_LONG, detail)
         return fit(tokens, self.settings.max_length - behind, self.settings.on_long, self._encoder.start_ids)
 
 

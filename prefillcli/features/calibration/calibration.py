@@ -474,13 +474,14 @@ def contextual_calibration(opening: Opening, engine: PlanEngine, tick: Tick) -> 
     no number."""
     labels = opening.labels
     questions = [Question(prompt) for prompt in opening.common]
-    too_long = max(len(question.tokens) for question in questions)
+    too_long = max(question.size for question in questions)
     if too_long > engine.limits.max_tokens:
         raise UsageError(
             f"{OPTION}: the prompt without content has {too_long:,} tokens; the memory budget holds "
             f"{engine.limits.max_tokens:,}\ngive more --memory"
         )
-    logprobs = answer(engine, questions, tick)
+    answers = answer(engine, questions, tick)
+    logprobs = np.stack([each.prompt.labels.whole(own) for each, own in zip(questions, answers, strict=True)])
     if not np.isfinite(logprobs.max(axis=1)).all() or np.isnan(logprobs).any():
         raise PrefillError(f"{OPTION}: the model's answer is not a finite number: {logprobs.tolist()}")
     return content_free_calibration(labels.names, logprobs)
