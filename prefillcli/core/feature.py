@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # the nouns of the hooks: features import them from here, for
     from prefillcli.data.output.columns import Group as Group
     from prefillcli.data.output.columns import OutputSchema as OutputSchema
     from prefillcli.data.output.target import Manifest as Manifest
+    from prefillcli.data.prompts.builder import PromptBuilder as PromptBuilder
+    from prefillcli.data.prompts.builder import PromptSettings as PromptSettings
     from prefillcli.data.prompts.builder import RowColumns as RowColumns
     from prefillcli.data.prompts.labels import Labels as Labels
     from prefillcli.data.rows import Prompt as Prompt
@@ -222,6 +224,17 @@ class Feature:
 
     def starting(self) -> None:
         """Before anything is opened: raise UsageError for options that are wrong whatever the input holds."""
+
+    def labels(self, opened: Opened) -> Labels | None:
+        """What is asked behind each prompt; None: the labels of the job's options."""
+        return None
+
+    def prompt_builder(
+        self, opening: Opening, settings: PromptSettings, available: Sequence[str]
+    ) -> PromptBuilder | None:
+        """The builder of prompts for rows with the `available` columns, which may make several of a row; None: the
+        usual one."""
+        return None
 
     def source_opened(self, opening: Opening) -> None:
         """The input is open. Torch is not imported yet: raise UsageError for every mistake that shows already."""

@@ -321,4 +321,5 @@ def scored_row(question: Question, answer: Answer, *, audited: bool = False) -> 
         method=method_of(question, answer) if layer is None else early_exit_method(method_of(question, answer)),
         exit_layer=None if layer is None else layer + 1,
         audit=audit,
+        by_token=answer.by_token,
     )

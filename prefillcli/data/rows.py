@@ -141,6 +141,8 @@ class Prompt:
     row: int
     tokens: Int32Array  # token ids, int32 [tokens]
     labels: LabelSet  # the tokens of the labels that may follow this prompt
+    part: int = 0  # its number among the prompts of its row
+    later: bool = False  # whether it is asked only once the other answers about the row are known
     truncated: bool = False
     keep: float | None = None  # the row's own keep rate
     specprefill: bool | None = None  # the row's own choice of whether it is compressed
@@ -200,6 +202,14 @@ class SectionEffect(NamedTuple):
     change: float
 
 
+class ReadTokens(NamedTuple):
+    """The log-probability of each token of a label set, one label after the other, float64 [tokens], and whether every
+    token is the likeliest one: what greedy decoding would write."""
+
+    logprobs: Float64Array
+    greedy: bool
+
+
 @dataclass(slots=True)
 class ScoredRow:
     """The answer of an engine for a row."""
@@ -219,9 +229,30 @@ class ScoredRow:
     # The number of the last layer that the row went through, from 1; None if it was read to the end. For a row of the
     # audit: the layer that gave its `logprobs`.
     exit_layer: int | None = None
+    # Of a row with several prompts, the answers to each in their order, without those that were not asked for.
+    # `logprobs` are those of the first then, and the costs are theirs together.
+    parts: tuple[ScoredRow | None, ...] = ()
+    by_token: ReadTokens | None = None  # of labels that want them
     rationale: Rationale | None = None  # of a row that is written about
     # Of a row whose sections are weighed, the largest change first.
     evidence: tuple[SectionEffect, ...] | None = None
+
+
+def joined_row(parts: Sequence[ScoredRow | None]) -> ScoredRow:
+    """A row with several prompts, of the answers to each, the first included; None: it was not asked for."""
+    asked = [each for each in parts if each is not None]
+    first = asked[0]
+    return ScoredRow(
+        row=first.row,
+        logprobs=first.logprobs,
+        shared_tokens=sum(each.shared_tokens for each in asked),
+        computed_tokens=sum(each.computed_tokens for each in asked),
+        kept_tokens=sum(each.kept_tokens for each in asked),
+        seconds=sum(each.seconds for each in asked),
+        method=first.method,
+        exit_layer=first.exit_layer,
+        parts=tuple(parts),
+    )
 
 
 FULL, EARLY_EXIT = "full", "early-exit"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from prefillcli.data.rows import ReadTokens
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Writing
 from prefillcli.engines.memory_plan import REDUCED as REDUCED
 from prefillcli.engines.memory_plan import RESIDENT, Measured, MemoryChoice, PlacementChoice
@@ -139,24 +140,16 @@ class EarlyAnswer(NamedTuple):
     logprobs: npt.NDArray[np.float64]
 
 
-class ReadTokens(NamedTuple):
-    """The log-probability of each token of a label set, one label after the other, float64 [tokens], and whether every
-    token is the likeliest one: what greedy decoding would write."""
-
-    logprobs: npt.NDArray[np.float64]
-    greedy: bool
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
     """An engine's answer for a prompt of a pack, and the cost of it.
 
     `logprobs` are the label log-probabilities over the whole vocabulary, float64 [labels], divided by the labels'
     sizes where their set has some; those of a prompt that has left after `exit_layer` are among the labels alone.
-    `early` is the early answer of a prompt that was read in full.
-    Over all answers, `computed_tokens` and `seconds` add up to the engine's work, `skipped` to the work that exits
-    spared it, in layers of a token, and `full_seconds` to the time without exits. `shared_tokens` of the prompt were
-    computed once for several prompts. The cost of a block is in the answers of the packs that read it first.
+    `early` is the early answer of a prompt that was read in full. Over all answers, `computed_tokens` and `seconds` add
+    up to the engine's work, `skipped` to the work that exits spared it, in layers of a token, and `full_seconds` to the
+    time without exits. `shared_tokens` of the prompt were computed once for several prompts. The cost of a block is in
+    the answers of the packs that read it first.
     `readings` are those of the observed layers, with one row each. `thinned` is the part that went on of a prompt that
     may lose tokens. `continuation` is the text written behind the prompt, if it was wanted and there was room.
     `by_token` has the numbers of single tokens, of a label set that wants them.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
+from prefillcli.data.rows import ReadTokens
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Writing
 from prefillcli.decode.lockstep import Chooser
 from prefillcli.engines.base import (
@@ -22,7 +23,6 @@ from prefillcli.engines.base import (
     EngineChoice,
     Loaded,
     LoadRequest,
-    ReadTokens,
     Treatment,
     check_options,
     sequences,

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from prefillcli.data.rows import ReadTokens
 from prefillcli.decode.behind import KeptPack, RowRoom, write_behind
 from prefillcli.decode.continuations import DecodingReport
 from prefillcli.decode.drafters import DraftModel, JobDrafters
@@ -23,7 +24,6 @@ from prefillcli.engines.base import (
     EarlyExits,
     Engine,
     Readings,
-    ReadTokens,
     ReducedPacks,
     ThinnedPrompt,
     Treatment,

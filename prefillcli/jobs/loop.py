@@ -11,7 +11,7 @@ from typing import Protocol
 from prefillcli.core.feature import Feature
 from prefillcli.core.further import FurtherQuestions, GivenContinuations, WantedRow
 from prefillcli.core.question import AuditDraw, Question, kept_tokens, plan_questions, scored_row, thinning_of
-from prefillcli.data.rows import BATCH_ROWS, ErrorCode, Float64Array, RowError, ScoredRow, Window
+from prefillcli.data.rows import BATCH_ROWS, ErrorCode, Float64Array, Prompt, RowError, ScoredRow, Window, joined_row
 from prefillcli.data.windows import MAX_ROWS
 from prefillcli.engines.base import PLAIN, Answer, Continuations, Engine, PlanEngine, PoolUse, Treatment
 from prefillcli.plan.behind import LabelSet
@@ -75,6 +75,14 @@ def failed_prompts(work: PlannedWork, unanswered: Sequence[Answer]) -> Finished:
     return finished
 
 
+_Key = tuple[int, int]
+"""Row and number of a prompt."""
+
+
+def _key(prompt: Prompt) -> _Key:
+    return prompt.row, prompt.part
+
+
 class WindowWork:
     """The questions of a window: first the `ordinary` ones, then those of audited prompts in full.
 
@@ -98,14 +106,14 @@ class WindowWork:
         self.ordinary = len(questions)
         compressed = [number for number in audited if questions[number].compressed]
         self.questions = questions + [Question(questions[number].prompt) for number in compressed]
-        self.audited = {questions[number].prompt.row for number in compressed}
+        self.audited = {_key(questions[number].prompt) for number in compressed}
         second = range(self.ordinary, len(self.questions))
         self.in_full = frozenset(second) | frozenset(audited).difference(compressed)
         """The questions that no exit may end."""
         self.done = set(done)
         """Numbers of the rows that need no answer any more."""
-        self.scored: dict[int, ScoredRow] = {}
-        self.audits: dict[int, Float64Array] = {}
+        self.scored: dict[_Key, ScoredRow] = {}
+        self.audits: dict[_Key, Float64Array] = {}
         self.wanted: list[WantedRow] = []
         self.plan = Plan([], 0)
         self.window = window
@@ -114,7 +122,13 @@ class WindowWork:
         self._features = features
         self._in_limit = False
         self._numbers = 0  # blocks of packs, behind which later plans begin
-        self._by_row = {question.prompt.row: question for question in questions}
+        self._by_row = {question.prompt.row: question for question in reversed(questions)}
+        self._asked = Counter(question.prompt.row for question in questions)
+        """Prompts of each row."""
+        self._last = {prompt.row: prompt.part for prompt in window.prompts}
+        """The number of each row's last prompt, whether or not it is asked now."""
+        self._parts: dict[int, dict[int, ScoredRow]] = {}
+        """Of rows with several prompts, the answers so far."""
 
     @property
     def done_prompts(self) -> list[int]:
@@ -146,40 +160,57 @@ class WindowWork:
             row = question.prompt.row
             if row in self.done:
                 continue  # computed again only for the K,V that a later pack holds
+            key = _key(question.prompt)
             if answer.prompt >= self.ordinary:
                 finished.tokens.audit += answer.computed_tokens
-                self.audits[row] = answer.logprobs
+                self.audits[key] = answer.logprobs
             else:
                 finished.tokens.prompt += len(question.prompt.tokens)
                 finished.tokens.kept += kept_tokens(question, answer)
                 finished.tokens.shared += answer.shared_tokens
-                self.scored[row] = scored_row(question, answer, audited=answer.prompt in self.in_full)
+                self.scored[key] = scored_row(question, answer, audited=answer.prompt in self.in_full)
                 texts[row] = answer
-            if row in self.scored and (row in self.audits or row not in self.audited):
-                scored = self.scored.pop(row)
-                scored.audit = self.audits.pop(row, scored.audit)
-                complete.append(scored)
+            if key in self.scored and (key in self.audits or key not in self.audited):
+                scored = self.scored.pop(key)
+                scored.audit = self.audits.pop(key, scored.audit)
+                complete += self._whole(scored, question.prompt.part)
         finished.rows += self.settle(complete, texts)
         return finished
 
+    def _whole(self, scored: ScoredRow, part: int) -> list[ScoredRow]:
+        """The row that the answer to one of its prompts completes; none where others are missing."""
+        row = scored.row
+        if self._last.get(row, 0) == 0:
+            return [scored]
+        found = self._parts.setdefault(row, {})
+        found[part] = scored
+        if len(found) < self._asked[row]:
+            return []
+        del self._parts[row]
+        return [joined_row([found.get(number) for number in range(self._last[row] + 1)])]
+
     def fail(self, prompt: int, error: RowError) -> Finished:
         """A prompt that cannot be answered makes its row an error row; where only its audit fails, there is none."""
-        row = self.questions[prompt].prompt.row
+        own = self.questions[prompt].prompt
+        row, key = own.row, _key(own)
         if row in self.done:
             return Finished()
         if prompt >= self.ordinary:
-            self.audited.discard(row)
-            scored = self.scored.pop(row, None)
-            return Finished() if scored is None else Finished(rows=self.settle([scored], {}))
+            self.audited.discard(key)
+            scored = self.scored.pop(key, None)
+            return Finished() if scored is None else Finished(rows=self.settle(self._whole(scored, own.part), {}))
         self.done.add(row)
-        self.scored.pop(row, None)
-        self.audits.pop(row, None)
+        self._parts.pop(row, None)
+        for each in [each for each in (*self.scored, *self.audits) if each[0] == row]:
+            self.scored.pop(each, None)
+            self.audits.pop(each, None)
         return Finished(errors={row: error})
 
     def share(self, pack: Pack) -> tuple[float, float]:
         ordinary = [i for i in pack.prompts if i < self.ordinary]
-        tokens = sum(len(self.questions[i].prompt.tokens) for i in ordinary)
-        return len(ordinary) / len(pack.tokens), tokens / len(pack.tokens)
+        prompts = [self.questions[i].prompt for i in ordinary]
+        rows = sum(1 / self._asked[prompt.row] for prompt in prompts)
+        return rows / len(pack.tokens), sum(len(prompt.tokens) for prompt in prompts) / len(pack.tokens)
 
     def settle(self, rows: Sequence[ScoredRow], answers: Mapping[int, Answer]) -> list[ScoredRow]:
         """The finished ones of the scored rows; the others wait. `answers` by row may have their texts."""
@@ -433,12 +464,13 @@ def _questions(
     window: Window, done: set[int], options: ScoringOptions, listener: Listener
 ) -> tuple[list[Question], Finished]:
     """How the model will read the prompts of a window, and the tokens that a draft computed to decide that."""
+    prompts = [prompt for prompt in window.prompts if not prompt.later]
     if options.questions is None:
-        return [Question(prompt) for prompt in window.prompts], Finished()
+        return [Question(prompt) for prompt in prompts], Finished()
     options.adjust_threads()
     with listener.phase("draft"):
         questions, tokens = options.questions(
-            window.prompts, lambda tokens: listener.step(None, 0, 0, 0), window=window, done=done
+            prompts, lambda tokens: listener.step(None, 0, 0, 0), window=window, done=done
         )
     return questions, Finished(tokens=Tokens(draft=tokens))
 
@@ -453,7 +485,7 @@ def _fitting(questions: Sequence[Question], most: int) -> tuple[list[Question], 
         else:
             detail = f"{tokens} tokens; the memory budget holds {most}"
             errors[question.prompt.row] = RowError(ErrorCode.EXCEEDS_MEMORY, detail)
-    return fitting, errors
+    return [each for each in fitting if each.prompt.row not in errors], errors
 
 
 def _audited(window: Window, questions: Sequence[Question], engine: PlanEngine, options: ScoringOptions) -> list[int]:
@@ -467,7 +499,13 @@ def _audited(window: Window, questions: Sequence[Question], engine: PlanEngine, 
         for number, question in enumerate(questions)
         if (question.compressed or flips) and Question(question.prompt).size <= most
     ]
-    return options.audit.draw(window, able)
+    drawn = {questions[number].prompt.row for number in options.audit.draw(window, _firsts(questions, able))}
+    return [number for number in able if questions[number].prompt.row in drawn]
+
+
+def _firsts(questions: Sequence[Question], numbers: Sequence[int]) -> list[int]:
+    """The first of these questions about each row."""
+    return list({questions[number].prompt.row: number for number in reversed(numbers)}.values())[::-1]
 
 
 # The loop.

@@ -86,7 +86,10 @@ class Opening:
     def use_models(self, opened: Opened, labels: Labels | None = None) -> None:
         """Take these models, with their `labels` if these are known already."""
         self.opened = opened
-        self.labels = answer_labels(opened, self.settings) if labels is None else labels
+        if labels is None:
+            asked = (each.labels(opened) for each in self.features)
+            labels = next(filter(None, asked), None) or answer_labels(opened, self.settings)
+        self.labels = labels
         self.labels_known()
         for each in self.features:
             each.models_opened(self)
@@ -107,7 +110,7 @@ class Opening:
         """
         builder = self.make_builder(self.source.available, template)
         self.source.select(
-            columns=builder.columns,
+            columns=builder.needed,
             carried=self.carried,
             optional=builder.optional,
             max_row_bytes=builder.max_row_bytes,
@@ -119,26 +122,25 @@ class Opening:
         settings, opened = self.settings, self.opened
         files = opened.files
         named = (each.row_columns() for each in self.features)
-        return PromptBuilder(
-            opened.tokenizer,
-            PromptSettings(
-                prompt_column=settings.prompt_column,
-                template=settings.template,
-                chat=settings.chat,
-                system=settings.system,
-                max_length=min(settings.max_length or opened.max_length, opened.max_length),
-                on_long=settings.on_long,
-                vocab_size=files.config.vocab_size,
-                literal=settings.literal,
-                max_row_bytes=parse_size(settings.max_row_bytes) if settings.max_row_bytes else None,
-                row_columns=tuple(filter(None, (*named, opened.variants.row_columns if opened.variants else None))),
-                classifies=files.head is not None,
-                padding=None if files.head is None else files.head.padding,
-                sections=any(each.takes_prompts_apart for each in self.features),
-            ),
-            available,
-            template=template,
+        made = PromptSettings(
+            prompt_column=settings.prompt_column,
+            template=settings.template,
+            chat=settings.chat,
+            system=settings.system,
+            max_length=min(settings.max_length or opened.max_length, opened.max_length),
+            on_long=settings.on_long,
+            vocab_size=files.config.vocab_size,
+            literal=settings.literal,
+            max_row_bytes=parse_size(settings.max_row_bytes) if settings.max_row_bytes else None,
+            row_columns=tuple(filter(None, (*named, opened.variants.row_columns if opened.variants else None))),
+            classifies=files.head is not None,
+            label_columns=self.labels.columns,
+            padding=None if files.head is None else files.head.padding,
+            sections=any(each.takes_prompts_apart for each in self.features),
         )
+        own = (each.prompt_builder(self, made, available) for each in self.features)
+        found = next(filter(None, own), None)
+        return found or PromptBuilder(opened.tokenizer, made, available, template=template)
 
     def windows(
         self,

@@ -128,7 +128,7 @@ class TableScorer(Scorer):
             self.builder = builder = self.make_builder(rows.available)
         for each in self.features:
             each.check_columns(rows.available)
-        rows.select(columns=builder.columns, optional=builder.optional, max_row_bytes=builder.max_row_bytes)
+        rows.select(columns=builder.needed, optional=builder.optional, max_row_bytes=builder.max_row_bytes)
         if not self._checked:
             for each in self.features:
                 each.rows_opened(self)

@@ -70,12 +70,14 @@ class ResultRows:
     """Rows of a window that have a score or an error, ascending by row: the data of their columns."""
 
     numbers: Int64Array  # row numbers [rows]
-    prompts: list[Prompt | None]  # None where the row has no prompt [rows]
+    prompts: list[Prompt | None]  # None where the row has no prompt; the first of several [rows]
+    prompt_tokens: list[int | None]  # of all its prompts [rows]
     errors: list[RowError | None]  # None where the row has a score [rows]
     scored: list[ScoredRow]  # the engine's answers to the rows that have a score [scored]
     places: Int64Array  # where these are among all rows [scored]
     # Log-probability of every label over the whole vocabulary, or over all classes; of rows that left early, among
-    # the labels alone. Of a head that gives values, the value of every label [scored, labels].
+    # the labels alone. Of a head that gives values, the value of every label [scored, labels]. Where rows have labels
+    # of their own, -inf fills the places behind them.
     logprobs: Float64Array
     # Score of every label: mostly its probability among the labels, after the temperature [scored, labels].
     scores: Float64Array
@@ -84,6 +86,8 @@ class ResultRows:
     schema: OutputSchema
     # Calibrated probability of every label [scored, labels]; None where nothing is calibrated.
     calibrated: Float64Array | None = None
+    # The same rows with the answers to each of the schema's questions.
+    questions: list[ResultRows] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -96,34 +100,54 @@ class ResultRows:
         probabilities: Probabilities | None = None,
     ) -> ResultRows:
         """Made of some rows of a window. A result that is not a finite number becomes an error."""
-        results, measure = sorted(results, key=lambda scored: scored.row), schema.measure
-        logprobs = np.array([scored.logprobs for scored in results], np.float64).reshape(-1, len(schema.labels))
-        scores = label_scores(logprobs, temperature, measure)
-        finite = np.isfinite(scores[:, 0])
-        errors = errors | {
-            scored.row: RowError(ErrorCode.NONFINITE_SCORE, f"{_KINDS[measure]} {scored.logprobs.tolist()}")
-            for scored, good in zip(results, finite.tolist(), strict=True)
-            if not good
+        results = sorted(results, key=lambda scored: scored.row)
+        schemas = schema.questions or (schema,)
+        wrong = {
+            each.row: RowError(ErrorCode.NONFINITE_SCORE, f"{_KINDS[own.measure]} {answer.logprobs.tolist()}")
+            for each in results
+            for own, answer in zip(schemas, each.parts if schema.questions else (each,), strict=True)
+            if answer is not None and not np.isfinite(label_scores(answer.logprobs, temperature, own.measure)[0])
         }
-        results = [scored for scored, good in zip(results, finite.tolist(), strict=True) if good]
-        by_row = {prompt.row: prompt for prompt in window.prompts}
-        numbers = np.array(sorted([scored.row for scored in results] + list(errors)), np.int64)
-        return cls(
-            numbers=numbers,
-            prompts=[by_row.get(row) for row in numbers.tolist()],
-            errors=[errors.get(row) for row in numbers.tolist()],
-            scored=results,
-            places=np.searchsorted(numbers, np.array([scored.row for scored in results], np.int64)),
-            logprobs=np.array([by_row[each.row].labels.whole(each.logprobs) for each in results], np.float64).reshape(
-                -1, len(schema.labels)
-            ),
-            scores=scores[finite],
-            audited=[
-                None if each.audit is None else label_scores(each.audit, temperature, measure) for each in results
-            ],
-            schema=schema,
-            calibrated=None if probabilities is None else probabilities(logprobs[finite]),
-        )
+        errors = errors | wrong
+        results = [each for each in results if each.row not in wrong]
+        numbers = np.array(sorted([each.row for each in results] + list(errors)), np.int64)
+        prompts: dict[int, list[Prompt]] = {}
+        for prompt in window.prompts:
+            prompts.setdefault(prompt.row, []).append(prompt)
+
+        def made(schema: OutputSchema, results: Sequence[ScoredRow], part: int) -> ResultRows:
+            own = {prompt.row: prompt for all_parts in prompts.values() for prompt in all_parts if prompt.part == part}
+            sets = [own[each.row].labels for each in results]
+            most = max([len(schema.labels), *(len(each) for each in sets)])
+            logprobs = np.full((len(results), most), -np.inf)
+            divided = logprobs.copy()
+            for row, (each, labels) in enumerate(zip(results, sets, strict=True)):
+                logprobs[row, : len(each.logprobs)] = labels.whole(each.logprobs)
+                divided[row, : len(each.logprobs)] = each.logprobs
+            return cls(
+                numbers=numbers,
+                prompts=[own.get(row) for row in numbers.tolist()],
+                prompt_tokens=[
+                    sum(len(each.tokens) for each in prompts.get(row, ())) or None for row in numbers.tolist()
+                ],
+                errors=[errors.get(row) for row in numbers.tolist()],
+                scored=list(results),
+                places=np.searchsorted(numbers, np.array([each.row for each in results], np.int64)),
+                logprobs=logprobs,
+                scores=label_scores(divided, temperature, schema.measure),
+                audited=[
+                    None if each.audit is None else label_scores(each.audit, temperature, schema.measure)
+                    for each in results
+                ],
+                schema=schema,
+                calibrated=None if probabilities is None else probabilities(divided),
+            )
+
+        rows = made(schema, results, 0)
+        for number, own in enumerate(schema.questions):
+            answers = [answer for each in results if (answer := each.parts[number]) is not None]
+            rows.questions.append(made(own, answers, number))
+        return rows
 
     def arrays(self) -> list[pa.Array]:
         """The columns of `OutputSchema.results` for these rows."""
@@ -169,10 +193,23 @@ class Column(NamedTuple):
     least_labels: int = 0  # only an output with so many labels has it
     # Only an output whose labels have one of these measures has it.
     measures: tuple[Measure, ...] = tuple(Measure)
+    of_answer: bool = False  # whether an output with several questions has one for each
+    labels: tuple[str, ...] | None = None  # those of the question that it is for; None: those of the output
 
     def names(self, labels: Sequence[str]) -> list[str]:
         """The name of the column, or one name for each label."""
+        labels = labels if self.labels is None else self.labels
         return [self.name.replace("<label>", label) for label in labels] if "<label>" in self.name else [self.name]
+
+
+def _of_question(column: Column, number: int, schema: OutputSchema) -> Column:
+    # The column for the answers to one of several questions.
+    return column._replace(
+        name=f"{schema.name}.{column.name}",
+        values=lambda rows: column.values(rows.questions[number]),
+        counted=False,
+        labels=schema.labels,
+    )
 
 
 def _best(rows: ResultRows, scores: Iterable[Float64Array | None]) -> list[str | None]:
@@ -222,31 +259,42 @@ _WRITTEN: Any = {"group": "rationales", "conditional": False}
 
 # In the order of the output, after the id and the columns that are carried from the input.
 COLUMNS = (
-    Column("score", pa.float64(), lambda rows: rows.of_scored(rows.scores[:, 0]), counted=True),
-    Column("probability", pa.float64(), lambda rows: _calibrated(rows)[:, 0], group="calibrated"),
+    Column("score", pa.float64(), lambda rows: rows.of_scored(rows.scores[:, 0]), counted=True, of_answer=True),
+    Column("probability", pa.float64(), lambda rows: _calibrated(rows)[:, 0], group="calibrated", of_answer=True),
     Column(
         "logprob_<label>",
         pa.float64(),
         lambda rows: _full_only(rows, rows.logprobs),
         measures=(Measure.SHARES, Measure.CHANCES),
+        of_answer=True,
     ),
-    Column("value_<label>", pa.float64(), lambda rows: rows.of_scored(rows.logprobs), measures=(Measure.VALUES,)),
-    Column("probability_<label>", pa.float64(), _calibrated, group="calibrated", least_labels=3),
+    Column(
+        "value_<label>",
+        pa.float64(),
+        lambda rows: rows.of_scored(rows.logprobs),
+        measures=(Measure.VALUES,),
+        of_answer=True,
+    ),
+    Column("probability_<label>", pa.float64(), _calibrated, group="calibrated", least_labels=3, of_answer=True),
     Column(
         "score_<label>",
         pa.float64(),
         lambda rows: rows.of_scored(rows.scores),
         group="exits",
         least_labels=3,
+        of_answer=True,
     ),
     Column(
         "label_mass",
         pa.float64(),
         lambda rows: _full_only(rows, label_mass(rows.logprobs)),
         measures=(Measure.SHARES,),
+        of_answer=True,
     ),
-    Column("prediction", pa.string(), lambda rows: rows.of_scored(_best(rows, rows.scores)), counted=True),
-    Column("prompt_tokens", pa.int64(), lambda rows: [p and len(p.tokens) for p in rows.prompts], counted=True),
+    Column(
+        "prediction", pa.string(), lambda rows: rows.of_scored(_best(rows, rows.scores)), counted=True, of_answer=True
+    ),
+    Column("prompt_tokens", pa.int64(), lambda rows: rows.prompt_tokens, counted=True),
     Column("shared_tokens", pa.int64(), _of_result("shared_tokens"), conditional=False),
     Column("kept_tokens", pa.int64(), _of_result("kept_tokens")),
     Column("computed_tokens", pa.int64(), _of_result("computed_tokens"), counted=True, conditional=False),
@@ -280,6 +328,7 @@ COLUMNS = (
         lambda rows: rows.of_scored([None if p is None else p[0] for p in rows.audited]),
         group="audit",
         conditional=False,
+        of_answer=True,
     ),
     Column(
         "audit_prediction",
@@ -287,6 +336,7 @@ COLUMNS = (
         lambda rows: rows.of_scored(_best(rows, rows.audited)),
         group="audit",
         conditional=False,
+        of_answer=True,
     ),
     Column("rationale", pa.string(), _of_rationale("text"), **_WRITTEN),
     Column("rationale_tokens", pa.int64(), _of_rationale("tokens"), **_WRITTEN),
@@ -354,6 +404,10 @@ class OutputSchema:
     truth: str | None = None  # the carried column with the right answers
     groups: Groups = frozenset()  # the groups of further columns, beside those of every output
     measure: Measure = Measure.SHARES  # the meaning of the labels' numbers
+    # Of an output with several questions about each row, the columns of each, under its `name`; `labels` and `measure`
+    # are those of the first then, as is the column `score`.
+    questions: tuple[OutputSchema, ...] = ()
+    name: str = ""
 
     def require_distinct(self) -> None:
         """Raise UsageError if a carried column has the name of another column of the output."""
@@ -396,13 +450,22 @@ class OutputSchema:
     @property
     def columns(self) -> list[Column]:
         """The columns that scoring adds; of some there is one for each label."""
-        return [
+        found = [
             column
             for column in COLUMNS
             if (column.group is None or column.group in self.groups)
             and len(self.labels) >= column.least_labels
             and self.measure in column.measures
         ]
+        if not self.questions:
+            return found
+        answers = [
+            _of_question(column, number, own)
+            for number, own in enumerate(self.questions)
+            for column in own.columns
+            if column.of_answer
+        ]
+        return [found[0], *answers, *(column for column in found if not column.of_answer)]
 
     @property
     def results(self) -> pa.Schema:

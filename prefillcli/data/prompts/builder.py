@@ -93,6 +93,8 @@ class PromptSettings:
     row_columns: tuple[RowColumns, ...] = ()  # further columns in which rows may describe their prompts
     # Whether a classification head reads the prompt: text becomes no chat unless `chat` says so, and no answer begins.
     classifies: bool = False
+    # Columns with a row's own labels: `Labels.columns`.
+    label_columns: tuple[str, ...] = ()
     padding: int | None = None  # the token that such a head takes for padding where it ends a prompt
     # Whether prompts note their rows' values, so that sections of them can be left out.
     sections: bool = False
@@ -165,8 +167,10 @@ class PromptBuilder:
         self.template = template if settings.template is None or template else RowTemplate(settings.template)
         # The column with the prompt, where there is no template.
         self.column = prompt_column(settings.prompt_column, available)
-        # The columns that `build` needs.
+        # The columns that prompts are made of.
         self.columns: tuple[str, ...] = self.template.columns if self.template else (self.column,)
+        # Those, and the ones of labels: what `build` needs of a row.
+        self.needed: tuple[str, ...] = tuple(dict.fromkeys((*self.columns, *settings.label_columns)))
         # Columns that `build` uses where they exist.
         self.optional: tuple[str, ...] = tuple(name for each in settings.row_columns for name in each.names)
         if self.template is None:
@@ -208,7 +212,7 @@ class PromptBuilder:
             texts = self._with_chats_rendered(group, errors)
             rendered = time.perf_counter()
             self.render_seconds += rendered - started
-            prompts += self._prompts(texts, labels, errors)
+            prompts += self._prompts(texts, labels, batch, errors)
             started = time.perf_counter()
             self.tokenize_seconds += started - rendered
         for each in self.settings.row_columns:
@@ -353,7 +357,9 @@ class PromptBuilder:
                 done.append(each._replace(text=text))
         return done
 
-    def _prompts(self, raw: list[RawPrompt], labels: Labels, errors: dict[int, RowError]) -> list[Prompt]:
+    def _prompts(
+        self, raw: list[RawPrompt], labels: Labels, batch: RowBatch, errors: dict[int, RowError]
+    ) -> list[Prompt]:
         raw = self._respelled(raw, errors)
         tokens = self._tokens(raw)
         prompts: dict[int, Prompt] = {}
@@ -372,7 +378,9 @@ class PromptBuilder:
         found: dict[int, Following | LabelError] = {}
         for literal, ends in tails.items():
             if ends:
-                found |= zip(ends, labels.resolve_all(list(ends.values()), literal=literal), strict=True)
+                at = np.searchsorted(batch.rows, list(ends)) if labels.columns else ()
+                own = [[batch.columns[name][place] for name in labels.columns] for place in at]
+                found |= zip(ends, labels.resolve_all(list(ends.values()), literal=literal, values=own), strict=True)
         done = []
         for row, prompt in prompts.items():
             try:

@@ -144,6 +144,7 @@ class Labels:
     """
 
     measure = Measure.SHARES  # the meaning of an engine's numbers for the labels
+    columns: tuple[str, ...] = ()  # of the input, whose values `resolve_all` needs
 
     def __init__(
         self, tokenizer: Any, labels: Sequence[Label], *, norm: Normalisation = "none", end: str | None = None
@@ -186,10 +187,13 @@ class Labels:
             if not window.prompts and error.code == ErrorCode.INVALID_LABELS:
                 raise LabelError(error.detail)
 
-    def resolve_all(self, tails: Sequence[str], *, literal: bool = False) -> list[Following | LabelError]:
+    def resolve_all(
+        self, tails: Sequence[str], *, literal: bool = False, values: Sequence[Sequence[Any]] = ()
+    ) -> list[Following | LabelError]:
         """For every tail (see `tail_of`) the tokens of the labels after it, or why a label cannot follow it.
 
-        `literal`: the tails are of prompts as `Controls.respell` writes them.
+        `literal`: the tails are of prompts as `Controls.respell` writes them. `values` are those of the row's
+        `columns`, for each tail.
         """
         keys = [(tail, literal) for tail in tails]
         with self._resolving:
@@ -357,6 +361,8 @@ class ClassLabels(Labels):
         self.measure = measure
         self._following_all = Following(LabelSet.of(outputs))
 
-    def resolve_all(self, tails: Sequence[str], *, literal: bool = False) -> list[Following | LabelError]:
+    def resolve_all(
+        self, tails: Sequence[str], *, literal: bool = False, values: Sequence[Sequence[Any]] = ()
+    ) -> list[Following | LabelError]:
         """The one set of labels for each prompt, however it ends."""
         return [self._following_all] * len(tails)
