@@ -146,10 +146,10 @@ class Answer:
 
     `logprobs` are the label log-probabilities over the whole vocabulary, float64 [labels], divided by the labels'
     sizes where their set has some; those of a prompt that has left after `exit_layer` are among the labels alone.
-    `early` is the early answer of a prompt that was read in full. Over all answers, `computed_tokens` and `seconds` add
-    up to the engine's work, `skipped` to the work that exits spared it, in layers of a token, and `full_seconds` to the
-    time without exits. `shared_tokens` of the prompt were computed once for several prompts. The cost of a block is in
-    the answers of the packs that read it first.
+    `early` is the early answer of a prompt that was read in full. Over all answers, `computed_tokens` and `seconds`
+    add up to the engine's work, `skipped` to the work that exits spared it, in layers of a token, and `full_seconds`
+    to the time without exits. `shared_tokens` of the prompt were computed once for several prompts. The cost of a
+    block is in the answers of the packs that read it first.
     `readings` are those of the observed layers, with one row each. `thinned` is the part that went on of a prompt that
     may lose tokens. `continuation` is the text written behind the prompt, if it was wanted and there was room.
     `by_token` has the numbers of single tokens, of a label set that wants them.
