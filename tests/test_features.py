@@ -35,6 +35,7 @@ ASKED = {
     "incremental": ["--since", "none.jsonl"],
     "rationale": ["--rationale", "4", "--rationale-when", "score > 0.4"],
     "evidence": ["--evidence"],
+    "questions": ["--questions", "questions.yaml"],
     "rejects": ["--rejects", "rejects.jsonl"],
     "streaming": ["--weights", "stream"],
 }
@@ -85,6 +86,8 @@ def make_folder(folder: Path) -> Path:
     answers = ["Yes" if at % 2 else "No" for at in range(ROWS)]
     prompts = [f"Is {at} an odd number?" for at in range(ROWS)]
     write_parquet(str(folder / "in.parquet"), prompt=prompts, answer=answers)
+    question = "{name: odd, text: '? Answer:', labels: [Yes, No]}"
+    (folder / "questions.yaml").write_text(f"document: '{{{{ prompt }}}}'\nquestions: [{question}]\n")
     return folder
 
 

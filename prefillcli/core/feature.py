@@ -236,6 +236,14 @@ class Feature:
         usual one."""
         return None
 
+    def prompt_columns(self) -> Sequence[str] | None:
+        """The columns that prompts are made of; None: those of the job's template or prompt column."""
+        return None
+
+    def answers(self, opening: Opening) -> Sequence[OutputSchema]:
+        """The columns of the answers to each of several questions about a row; none: there is one question."""
+        return ()
+
     def source_opened(self, opening: Opening) -> None:
         """The input is open. Torch is not imported yet: raise UsageError for every mistake that shows already."""
 

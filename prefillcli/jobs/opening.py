@@ -65,8 +65,9 @@ class Opening:
         source = Source.open(settings.inputs, limit=settings.limit, sample=settings.sample, seed=settings.seed)
         self.source = source
         template = self._template = None if settings.template is None else RowTemplate(settings.template)
-        columns = template.columns if template else [prompt_column(settings.prompt_column, source.available)]
-        source.select(columns=columns, carried=self.carried)
+        own = template.columns if template else (prompt_column(settings.prompt_column, source.available),)
+        named = (each.prompt_columns() for each in self.features)
+        source.select(columns=next(filter(None, named), own), carried=self.carried)
         for each in self.features:
             each.check_columns(source.available)
         local_models(settings)
@@ -173,6 +174,7 @@ class Opening:
             truth=next(filter(None, truths), None),
             groups=self.groups,
             measure=self.labels.measure,
+            questions=tuple(answer for each in self.features for answer in each.answers(self)),
         )
 
     @property

@@ -115,7 +115,7 @@ class LabelMassCheck:
     def take(self, window: Window, rows: Iterable[ScoredRow]) -> None:
         """Rows of this window are scored."""
         if self._looks and self._window in (None, window.index):
-            labels = {prompt.row: prompt.labels for prompt in window.prompts}
+            labels = {prompt.row: prompt.labels for prompt in window.prompts if prompt.part == 0}
             self._masses += [
                 float(label_mass(labels[each.row].whole(each.logprobs)))
                 for each in rows

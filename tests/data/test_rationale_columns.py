@@ -14,13 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import TypeAdapter
 
+from prefillcli.core.condition import RowChoice, RowCondition, row_values
 from prefillcli.core.further import Choice
 from prefillcli.data.output import Shard
 from prefillcli.data.output.columns import COLUMNS, Counts, Group, OutputSchema, RationaleTally, ResultRows
 from prefillcli.data.output.sink import of_schema, to_schema
 from prefillcli.data.output.target import Target
 from prefillcli.data.rows import Rationale, ScoredRow, SectionEffect, Window
-from prefillcli.features.rationale.condition import RowChoice, RowCondition, row_values
 from prefillcli.features.rationale.writing import written_rows
 from tests.data.outputs import LABELS, finished, make_window, open_sink, read, scored
 from tests.data.test_joined_shards import merge, open_shard, own_rows

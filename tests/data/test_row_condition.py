@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefillcli.core.condition import RowCondition
 from prefillcli.errors import UsageError
-from prefillcli.features.rationale.condition import RowCondition
 
 SCHEMA = pa.schema(
     [

@@ -145,7 +145,8 @@ class ResultRows:
 
         rows = made(schema, results, 0)
         for number, own in enumerate(schema.questions):
-            answers = [answer for each in results if (answer := each.parts[number]) is not None]
+            chosen = numbers.tolist() if own.when is None else own.when(rows)
+            answers = [answer for each in results if (answer := each.parts[number]) is not None and each.row in chosen]
             rows.questions.append(made(own, answers, number))
         return rows
 
@@ -408,6 +409,8 @@ class OutputSchema:
     # are those of the first then, as is the column `score`.
     questions: tuple[OutputSchema, ...] = ()
     name: str = ""
+    # Of a question, the numbers of the rows of which it is asked, by the answers to earlier ones; None: all.
+    when: Callable[[ResultRows], Set[int]] | None = None
 
     def require_distinct(self) -> None:
         """Raise UsageError if a carried column has the name of another column of the output."""
@@ -610,7 +613,9 @@ def _exit_layers(scored: pa.Table) -> dict[str, LayerRows]:
 
 
 def _score_bins(rows: pa.Table) -> dict[str, tuple[int, ...]]:
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
+    if "prediction" not in rows.column_names:  # rows with several questions
+        return found
     for name in _counted(rows["prediction"]):
         if f"value_{name}" in rows.column_names:
             continue  # values need not lie between 0 and 1

@@ -12,6 +12,7 @@ from prefillcli.options.option import BENCH, RATIONALES, Settings, option
 from prefillcli.options.requirements import Requirement
 
 if TYPE_CHECKING:
+    from prefillcli.core.condition import RowChoice
     from prefillcli.core.feature import (
         Choice,
         Counts,
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
         WantedRow,
     )
     from prefillcli.decode.continuations import Writing
-    from prefillcli.features.rationale.condition import RowChoice
     from prefillcli.features.rationale.contest import WritingContest
     from prefillcli.features.rationale.writing import Rationales, WrittenRow
 
@@ -185,7 +185,7 @@ class Rationale(Feature):
 
     def starting(self) -> None:
         if getattr(self.settings, "rationale_when", None) is not None:
-            from prefillcli.features.rationale.condition import RowCondition
+            from prefillcli.core.condition import RowCondition
 
             RowCondition(self.settings.rationale_when)
         if self.settings.rationale:
@@ -244,7 +244,7 @@ class Rationale(Feature):
     def condition(self, schema: OutputSchema) -> RowChoice | None:
         if getattr(self.settings, "rationale_when", None) is None:
             return None
-        from prefillcli.features.rationale.condition import RowChoice, RowCondition
+        from prefillcli.core.condition import RowChoice, RowCondition
 
         return RowChoice(RowCondition(self.settings.rationale_when), schema, self.settings.rationale_limit)
 

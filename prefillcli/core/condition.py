@@ -1,4 +1,4 @@
-"""`--rationale-when`: the choice of scored rows to write about or weigh."""
+"""Conditions on the columns of scored rows: which rows are written about, weighed or asked more."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from prefillcli.errors import UsageError, brief, did_you_mean
 # A condition on the columns of an output, like `score > 0.4 and score < 0.6`, in the language of Jinja's
 # expressions.
 #
-# The language has comparisons and arithmetic, but no calls, no attributes, and only the filters of `_FILTERS`. Jinja
-# parses it; this module evaluates the rest of its tree. The values are those of a row that was scored and is not
-# written yet.
+# The language has comparisons and arithmetic, but no calls, and only the filters of `_FILTERS`; `tone.score` is the
+# column of that name. Jinja parses it; this module evaluates the rest of its tree. The values are those of a row that
+# was scored and is not written yet.
 
 
 _DEEPEST = 200  # levels of an expression: Python's stack has room for their evaluation
@@ -127,6 +127,8 @@ def _columns(node: nodes.Node, depth: int = 0) -> Iterator[str]:
         raise TemplateSyntaxError(f"it is nested more than {_DEEPEST} deep", 1)
     if isinstance(node, nodes.Name):
         yield node.name
+    elif isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name):
+        yield _dotted(node)
     elif isinstance(node, nodes.Getitem):
         if not isinstance(node.node, nodes.Name) or node.node.name != _HOLDER or not isinstance(node.arg, nodes.Const):
             raise TemplateSyntaxError(f"only {_HOLDER}['name'] may have brackets", 1)
@@ -144,6 +146,11 @@ def _columns(node: nodes.Node, depth: int = 0) -> Iterator[str]:
             yield from _columns(child, depth + 1)
 
 
+def _dotted(node: nodes.Getattr) -> str:
+    # The column of a question's answer, whose name has a dot.
+    return f"{cast(nodes.Name, node.node).name}.{node.attr}"
+
+
 class _Evaluation:
     """Evaluates expressions for a row; a value that is not defined is null."""
 
@@ -155,6 +162,8 @@ class _Evaluation:
             return node.value
         if isinstance(node, nodes.Name):
             return self._values[node.name]
+        if isinstance(node, nodes.Getattr):
+            return self._values[_dotted(node)]
         if isinstance(node, nodes.Getitem):
             return self._values[str(cast(nodes.Const, node.arg).value)]
         if isinstance(node, nodes.List | nodes.Tuple):

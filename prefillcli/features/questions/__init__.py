@@ -1,0 +1,113 @@
+"""`--questions`: several questions about each row, whose document is computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from prefillcli.core.feature import Feature, Objection, features_of
+from prefillcli.errors import UsageError
+from prefillcli.options.option import ANSWERS, Settings, option
+
+if TYPE_CHECKING:
+    from prefillcli.core.feature import (
+        Labels,
+        LocalModels,
+        Opened,
+        Opening,
+        OutputSchema,
+        PromptBuilder,
+        PromptSettings,
+    )
+
+# Options whose place the file takes.
+_REPLACED = {
+    "labels": "each question has its labels in the file",
+    "template": "the file has the templates",
+    "prompt_column": "the templates of the file name the columns",
+}
+
+
+class QuestionOptions(Settings):
+    """Whether several questions are asked about each row."""
+
+    questions: str | None = option(
+        None,
+        "YAML file of several questions about each row: columns NAME.score, NAME.prediction, ... for each. What the "
+        "questions share is computed once.",
+        ANSWERS, changes="scores", metavar="PATH", path="file",
+    )  # fmt: skip
+
+
+class Questions(Feature):
+    """The questions of a job."""
+
+    order = 4
+    options = {"score": QuestionOptions}
+
+    @classmethod
+    def asked(cls, settings: QuestionOptions) -> bool:
+        return settings.questions is not None
+
+    def check(self) -> None:
+        settings = self.settings
+        for name, why in _REPLACED.items():
+            if name in settings.model_fields_set:
+                raise UsageError(f"--{name.replace('_', '-')}: {why}\nleave it out, or --questions")
+        others = [each for each in features_of(settings) if each is not self and type(each) is not type(self)]
+        refused = {
+            "--exit": any(each.between_layers() for each in others),
+            "--calibration and --calibrate-with": any("calibrated" in each.columns for each in others),
+            "--rationale and --evidence": any(each.asks() for each in others),
+            "--truth": any(each.truth_column() is not None for each in others),
+            "--audit": bool(settings.audit),
+        }
+        for option_, given in refused.items():
+            if given:
+                raise UsageError(
+                    f"--questions cannot be combined with {option_}, which know one answer to a row\n"
+                    "leave that out, or ask one question with --template and --labels"
+                )
+
+    def joint(self, option: str) -> Objection | None:
+        if option != "--since":
+            return None
+        return Objection("a row's results depend on all its questions", "score all rows again")
+
+    def starting(self) -> None:
+        from prefillcli.features.questions.file import read_questions
+
+        self._file = read_questions(self.settings.questions)
+
+    def prompt_columns(self) -> Sequence[str]:
+        from prefillcli.features.questions.asking import compiled
+
+        self._templates = compiled(self._file)
+        return tuple(dict.fromkeys(name for each in self._templates for name in each.columns))
+
+    def labels(self, opened: Opened) -> Labels:
+        from prefillcli.features.questions.asking import QuestionLabels
+
+        if opened.files.head is not None:
+            raise UsageError(
+                "--questions: the model's classification head is read, which has one answer to a text\n"
+                "read the next token with --head vocabulary"
+            )
+        return QuestionLabels(opened.tokenizer, self._file, self.settings)
+
+    def answers(self, opening: Opening) -> Sequence[OutputSchema]:
+        from prefillcli.features.questions.asking import schemas
+
+        return schemas(self._file)
+
+    def prompt_builder(self, opening: Opening, settings: PromptSettings, available: Sequence[str]) -> PromptBuilder:
+        from prefillcli.features.questions.asking import QuestionsBuilder
+
+        return QuestionsBuilder(opening.opened.tokenizer, settings, available, self._file, self._templates)
+
+    def identity(self, opening: Opening, values: dict[str, Any], models: LocalModels) -> Mapping[str, str]:
+        values.pop("questions")
+        return {"questions": self._file.digest}
+
+
+FEATURE = Questions

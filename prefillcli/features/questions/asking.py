@@ -1,0 +1,101 @@
+"""Prompts and labels of several questions about each row."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from prefillcli.data.output.columns import OutputSchema
+from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.data.prompts.labels import Labels
+from prefillcli.data.prompts.templates import RowTemplate
+from prefillcli.data.rows import Prompt, RowBatch, RowError
+from prefillcli.errors import UsageError
+from prefillcli.features.questions.file import QuestionFile
+
+
+class QuestionLabels(Labels):
+    """The labels of the first question, and those of `each` one."""
+
+    def __init__(self, tokenizer: Any, file: QuestionFile, settings: Any) -> None:
+        norm, end = settings.label_norm, settings.label_end
+        super().__init__(tokenizer, file.questions[0].labels, norm=norm, end=end)
+        self.each = (self, *(Labels(tokenizer, own.labels, norm=norm, end=end) for own in file.questions[1:]))
+
+
+def schemas(file: QuestionFile) -> tuple[OutputSchema, ...]:
+    """The columns of the answers to each question."""
+    return tuple(each.schema for each in file.questions)
+
+
+def compiled(file: QuestionFile) -> list[RowTemplate]:
+    """The template of each question. Raises UsageError, which names the question."""
+    found = []
+    for each in file.questions:
+        try:
+            found.append(RowTemplate(each.template))
+        except UsageError as error:
+            for own in found:
+                own.close()
+            raise UsageError(f"--questions: question {each.name!r}: {error}") from None
+    return found
+
+
+class QuestionsBuilder(PromptBuilder):
+    """Makes a prompt of each row for each question: `Prompt.part` is the question's number.
+
+    It makes those of the first question itself. Raises UsageError as `PromptBuilder` does.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        settings: PromptSettings,
+        available: Sequence[str],
+        file: QuestionFile,
+        templates: Sequence[RowTemplate],
+    ) -> None:
+        first, *others = [replace(settings, template=each.text) for each in templates]
+        super().__init__(tokenizer, first, available, template=templates[0])
+        self._file = file
+        self._rest = [
+            PromptBuilder(tokenizer, own, available, template=template)
+            for own, template in zip(others, templates[1:], strict=True)
+        ]
+        found = [name for each in self._rest for name in each.needed]
+        self.needed = tuple(dict.fromkeys((*self.needed, *found)))
+
+    def fingerprint(self) -> str:
+        parts = [super().fingerprint(), *(each.fingerprint() for each in self._rest)]
+        return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+    def build(self, batch: RowBatch, labels: Labels) -> tuple[list[Prompt], dict[int, RowError]]:
+        """The prompts of a batch, ascending by row and part. An error of any question is one of its row."""
+        own = labels.each if isinstance(labels, QuestionLabels) else (labels,)
+        errors = dict(batch.errors)
+        prompts: list[Prompt] = []
+        made = [super().build(batch, own[0])]
+        made += [builder.build(batch, each) for builder, each in zip(self._rest, own[1:], strict=True)]
+        for part, (found, wrong) in enumerate(made):
+            for prompt in found:
+                prompt.part = part
+            prompts += found
+            for row, error in wrong.items():
+                if row not in errors:
+                    name = self._file.questions[part].name
+                    errors[row] = error._replace(detail=f"question {name}: {error.detail}")
+        prompts = [prompt for prompt in prompts if prompt.row not in errors]
+        prompts.sort(key=lambda prompt: (prompt.row, prompt.part))
+        self.render_seconds += sum(each.render_seconds for each in self._rest)
+        self.tokenize_seconds += sum(each.tokenize_seconds for each in self._rest)
+        for each in self._rest:
+            each.render_seconds = each.tokenize_seconds = 0.0
+        return prompts, errors
+
+    def close(self) -> None:
+        """Stop rendering and tokenising for good, in whatever thread."""
+        super().close()
+        for each in self._rest:
+            each.close()

@@ -1,0 +1,153 @@
+"""The file of `--questions`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from prefillcli.core.condition import RowCondition
+from prefillcli.data.filesystems import read_given
+from prefillcli.data.output.columns import OutputSchema, ResultRows
+from prefillcli.data.prompts.labels import Label, parse_labels
+from prefillcli.errors import UsageError, brief, did_you_mean, without_secrets
+from prefillcli.options.groups import LabelTexts
+from prefillcli.options.load import parse_yaml
+
+_MOST_BYTES = 1 << 20
+
+
+class QuestionEntry(BaseModel):
+    """A question as the file has it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1)
+    labels: LabelTexts
+    text: str | None = None  # Jinja text behind the document
+    template: str | None = None  # Jinja text in the place of document and text
+    when: str | None = None  # a condition on the answers to earlier questions
+
+
+class _Content(BaseModel):
+    # The whole file.
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    document: str | None = None
+    questions: tuple[QuestionEntry, ...] = Field(min_length=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Holds:
+    """Finds the rows for which a condition holds. It can be pickled."""
+
+    condition: RowCondition
+
+    def __call__(self, rows: ResultRows) -> frozenset[int]:
+        found = rows.values(self.condition.columns)
+        pairs = zip(rows.numbers.tolist(), zip(*found.values(), strict=True), strict=True)
+        return frozenset(row for row, values in pairs if self.condition(dict(zip(found, values, strict=True))))
+
+
+@dataclass(frozen=True, slots=True)
+class AskedQuestion:
+    """A question: the template of its whole prompt, its labels, and the rows of which it is asked (None: all)."""
+
+    name: str
+    template: str
+    labels: tuple[Label, ...]
+    when: Holds | None
+
+    @property
+    def schema(self) -> OutputSchema:
+        """The columns of its answers."""
+        return OutputSchema(labels=tuple(each.name for each in self.labels), name=self.name, when=self.when)
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionFile:
+    """The questions of a file, and the digest of all that it says."""
+
+    questions: tuple[AskedQuestion, ...]
+    digest: str
+
+
+def read_questions(path: str) -> QuestionFile:
+    """The file at a path or URL. Raises UsageError, which names the file, the key and the nearest known one."""
+    shown = f"--questions {without_secrets(path)}"
+    raw = read_given("--questions", path, most=_MOST_BYTES)
+    try:
+        loaded = parse_yaml(raw.decode())
+    except ValueError as error:
+        raise UsageError(f"{shown}: not valid YAML: {brief(error)}") from None
+    if not isinstance(loaded, dict):
+        raise UsageError(f"{shown}: it must be a mapping with the keys {', '.join(_Content.model_fields)}")
+    try:
+        content = _Content.model_validate(loaded)
+    except ValidationError as error:
+        raise UsageError(f"{shown}: {_why(error, loaded)}") from None
+    done: list[AskedQuestion] = []
+    for each in content.questions:
+        done.append(_checked(each, content.document, done, shown))
+    if content.document is not None and all(each.template is not None for each in content.questions):
+        raise UsageError(f"{shown}: document is not used, as each question has a template of its own\nleave it out")
+    parts = [[each.name, each.template, each.labels, each.when and each.when.condition.text] for each in done]
+    return QuestionFile(tuple(done), hashlib.sha256(json.dumps(parts).encode()).hexdigest())
+
+
+def _checked(entry: QuestionEntry, document: str | None, before: Sequence[AskedQuestion], shown: str) -> AskedQuestion:
+    where = f"{shown}: question {entry.name!r}"
+    if not entry.name.isidentifier():
+        raise UsageError(f"{where}: a name has letters, digits and underscores, and begins with no digit")
+    if entry.name in {each.name for each in before}:
+        raise UsageError(f"{where}: the name is given twice")
+    if (entry.text is None) == (entry.template is None):
+        what = "neither text nor template" if entry.text is None else "both text and template"
+        raise UsageError(f"{where}: it has {what}\ngive text, behind the document, or a template of its own")
+    if entry.text is not None and document is None:
+        raise UsageError(f"{where}: text stands behind the document, but the file has no document")
+    try:
+        labels = parse_labels(entry.labels)
+    except UsageError as error:
+        raise UsageError(f"{where}: {str(error).replace('--labels', 'labels', 1)}") from None
+    when = None if entry.when is None else _condition(entry.when, f"{where}: when", before)
+    return AskedQuestion(entry.name, entry.template or f"{document}{entry.text}", labels, when)
+
+
+def _condition(text: str, where: str, before: Sequence[AskedQuestion]) -> Holds:
+    # A condition on the answers to the questions before.
+    condition = RowCondition(text, where)
+    known = OutputSchema(labels=("",), questions=tuple(each.schema for each in before)).conditional if before else []
+    names = [field.name for field in known if "." in field.name]
+    for column in sorted(condition.columns):
+        if column not in names:
+            raise UsageError(
+                f"{where} {text!r}: no earlier question gives {column}{did_you_mean(column, names)}\n"
+                "a condition uses answers to questions above, like relevant.score or tone.prediction"
+            )
+    condition.check(known)
+    return Holds(condition)
+
+
+def _why(error: ValidationError, loaded: dict[Any, Any]) -> str:
+    # The first fault of a file, with its place.
+    first = error.errors()[0]
+    place: tuple[int | str, ...] = first["loc"][:3]
+    said, key = "", str(place[-1])
+    if len(place) > 1 and place[0] == "questions":
+        number = int(place[1])
+        entry = loaded["questions"][number]
+        name = entry.get("name") if isinstance(entry, dict) else None
+        said = f"question {name!r}: " if isinstance(name, str) else f"question number {number + 1}: "
+        key = str(place[2]) if len(place) > 2 else ""
+    if first["type"] == "extra_forbidden":
+        known = list((QuestionEntry if said else _Content).model_fields)
+        return f"{said}unknown key {key!r}{did_you_mean(key, known)}\nthere are {', '.join(known)}"
+    if first["type"] == "missing":
+        return f"{said}the key {key!r} is missing"
+    reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return f"{said}{key}: {reason}" if key else f"{said}{reason}"

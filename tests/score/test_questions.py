@@ -1,0 +1,265 @@
+"""Several questions about each row: the answers of transformers' eager forward, the document computed once."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from prefillcli.errors import UsageError
+from tests.score.jobs import TOLERANCE, read_output, read_report, score, write_jsonl, write_parquet
+from tests.score.processes import Command, Hold, cut_small_windows
+
+TEXTS = [f"The brown fox number {at} saw {'a quick ' * (at % 5)}dog." for at in range(30)]
+FILE = """
+document: "{{ text }}"
+questions:
+  - name: fox
+    text: "\\nIs it a fox? Answer:"
+    labels: [Yes, No]
+  - name: tone
+    text: "\\nThe dog was"
+    labels: [very quick, not quick at all, brown]
+    when: "fox.score > 0.5"
+  - name: kind
+    template: "{{ kind }}: {{ text }}\\nAnswer:"
+    labels: "Yes= Yes|yes,No"
+"""
+#: The texts that the file puts behind each document, and the spellings of labels.
+ASKED = {
+    "fox": ("{text}\nIs it a fox? Answer:", {"Yes": [" Yes"], "No": [" No"]}),
+    "tone": ("{text}\nThe dog was", {name: [f" {name}"] for name in ("very quick", "not quick at all", "brown")}),
+    "kind": ("{kind}: {text}\nAnswer:", {"Yes": [" Yes", "yes"], "No": [" No"]}),
+}
+
+
+class Eager:
+    """A model under transformers' own eager forward."""
+
+    def __init__(self, path: Path) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(path)
+        self._model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+
+    def ids(self, text: str) -> list[int]:
+        return self._tokenizer(text)["input_ids"]
+
+    @cache  # noqa: B019 - one lives as long as the tests
+    def logprob(self, prompt: str, label: str) -> float:
+        before, whole = self.ids(prompt), self.ids(prompt + label)
+        assert whole[: len(before)] == before
+        with torch.inference_mode():
+            logits = self._model(input_ids=torch.tensor([whole]), use_cache=False).logits[0].double()
+        places = range(len(before), len(whole))
+        return sum(float(logits[at - 1].log_softmax(-1)[whole[at]]) for at in places)
+
+    def answer(self, prompt: str, labels: dict[str, list[str]]) -> dict[str, float]:
+        """The log-probability of each label."""
+        return {
+            name: math.log(sum(math.exp(self.logprob(prompt, own)) for own in spellings))
+            for name, spellings in labels.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def eager(model: Path) -> Eager:
+    return Eager(model)
+
+
+def make_input(**more: Any) -> Path:
+    Path("q.yaml").write_text(FILE)
+    kinds = ["fable" if at % 3 else "news" for at in range(len(TEXTS))]
+    return write_parquet("in.parquet", **{"text": TEXTS, "kind": kinds, "id": range(len(TEXTS))} | more)
+
+
+def assert_answered(rows: list[dict[str, Any]], eager: Eager) -> None:
+    """All rows of `make_input` have the reference's answers, those by condition where it holds."""
+    assert len(rows) == len(TEXTS)
+    held = 0
+    for at, row in enumerate(rows):
+        assert row["error"] is None, row["error_detail"]
+        assert row["score"] == row["fox.score"]
+        for name, (prompt, labels) in ASKED.items():
+            if name == "tone" and row["fox.score"] <= 0.5:
+                assert {row[key] for key in row if key.startswith("tone.")} == {None}
+                continue
+            held += name == "tone"
+            wanted = eager.answer(prompt.format(text=TEXTS[at], kind="fable" if at % 3 else "news"), labels)
+            for label, logprob in wanted.items():
+                assert abs(row[f"{name}.logprob_{label}"] - logprob) < 1e-4
+            shares = {label: math.exp(logprob) for label, logprob in wanted.items()}
+            assert abs(row[f"{name}.label_mass"] - sum(shares.values())) < TOLERANCE
+            assert abs(row[f"{name}.score"] - next(iter(shares.values())) / sum(shares.values())) < TOLERANCE
+            assert row[f"{name}.prediction"] == max(shares, key=shares.__getitem__)
+    assert 0 < held < len(rows), "the condition must choose some rows, and leave others out"
+
+
+@pytest.mark.parametrize("engine", ["torch", "hf"])
+def test_each_question_gets_the_answer_of_the_eager_forward(model: Path, eager: Eager, engine: str) -> None:
+    assert score(make_input(), model=model, questions="q.yaml", engine=engine)["exit_code"] == 0
+    assert_answered(read_output("out.parquet"), eager)
+
+
+@pytest.mark.parametrize("flags", [{"workers": 2}, {"deterministic": True}, {"pack_tokens": 64}, {"schedule": "fifo"}])
+def test_the_answers_do_not_depend_on_how_they_are_computed(model: Path, eager: Eager, flags: dict[str, Any]) -> None:
+    assert score(make_input(), model=model, questions="q.yaml", **flags)["exit_code"] == 0
+    assert_answered(read_output("out.parquet"), eager)
+
+
+def unique_tokens(sequences: list[list[int]]) -> int:
+    """The nodes of the trie of these sequences."""
+    return len({tuple(each[:end]) for each in sequences for end in range(1, len(each) + 1)})
+
+
+def test_a_document_is_computed_once_for_all_its_questions(model: Path, eager: Eager) -> None:
+    assert score(make_input(), model=model, questions="q.yaml")["exit_code"] == 0
+    asked = []
+    for at, text in enumerate(TEXTS):
+        for prompt, labels in ASKED.values():
+            whole = prompt.format(text=text, kind="fable" if at % 3 else "news")
+            asked += [eager.ids(whole)] + [eager.ids(whole + own)[:-1] for each in labels.values() for own in each]
+    tokens = read_report()["tokens"]
+    assert tokens["unique"] == unique_tokens(asked)
+    assert tokens["computed"] <= 1.01 * tokens["unique"]  # a shared beginning of very few tokens may be computed twice
+    assert tokens["prompt"] == sum(row["prompt_tokens"] for row in read_output("out.parquet"))
+
+
+def test_kept_columns_ids_and_json_lines(model: Path, eager: Eager) -> None:
+    make_input()
+    kinds = ["fable" if at % 3 else "news" for at in range(len(TEXTS))]
+    rows = [
+        {"text": text, "kind": kind, "id": f"r{at}"} for at, (text, kind) in enumerate(zip(TEXTS, kinds, strict=True))
+    ]
+    source = write_jsonl("in.jsonl", rows)
+    flags = {"id_column": "id", "keep_columns": "kind", "output": "out.jsonl"}
+    assert score(source, model=model, questions="q.yaml", **flags)["exit_code"] == 0
+    found = read_output("out.jsonl")
+    assert [(row["id"], row["kind"]) for row in found] == [(row["id"], row["kind"]) for row in rows]
+    assert_answered(found, eager)
+
+
+def test_an_error_of_one_question_is_one_of_its_row(model: Path) -> None:
+    long = ["fox " * 300 if at == 4 else text for at, text in enumerate(TEXTS)]
+    make_input(text=long)
+    Path("q.yaml").write_text(FILE.replace("{{ kind }}: {{ text }}", "{{ kind }}{{ text * 8 if id == 4 else text }}"))
+    done = score("in.parquet", model=model, questions="q.yaml", max_error_rate=0.1)
+    assert done["exit_code"] == 0
+    rows = read_output("out.parquet")
+    assert [row["row"] for row in rows if row["error"]] == [4]
+    assert rows[4]["error"] == "prompt_too_long"
+    assert rows[4]["error_detail"].startswith("question kind: ")
+    assert {value for key, value in rows[4].items() if "." in key} == {None}
+
+
+def test_a_killed_job_goes_on_and_loses_nothing(model: Path, eager: Eager, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_small_windows(monkeypatch)
+    make_input()
+    words = ["score", "in.parquet", "-m", model, "--questions", "q.yaml", "-o", "out.parquet", "--pack-tokens", 128]
+    command = Command(*words, hold=Hold("prefillcli.engines.torch:TorchEngine.answer", 9))
+    command.wait_until_held()
+    assert list(Path("out.parquet.prefill").glob("part-*.parquet"))
+    command.kill()
+    flags = {"questions": "q.yaml", "pack_tokens": 128, "resume": True}
+    assert score("in.parquet", model=model, **flags)["exit_code"] == 0
+    assert read_report()["resumed"]
+    assert_answered(read_output("out.parquet"), eager)
+    # another file is another job, whatever its name is
+    Path("q.yaml").write_text(FILE.replace("[very quick, ", "[so quick, "))
+    assert score("in.parquet", model=model, **flags)["exit_code"] == 4
+    Path("q.yaml").write_text(FILE.replace("Is it a fox?", "Is it the fox?"))
+    assert score("in.parquet", model=model, **flags)["exit_code"] == 4
+    Path("q.yaml").write_text(FILE.replace("> 0.5", "> 0.4"))
+    assert score("in.parquet", model=model, **flags)["exit_code"] == 4
+
+
+def test_shards_make_the_same_output(model: Path, eager: Eager) -> None:
+    from prefillcli.jobs.merge import merge_job
+    from prefillcli.options.commands import MergeSettings
+    from prefillcli.options.load import load_settings
+
+    make_input()
+    for shard in ("1/2", "2/2"):
+        assert score("in.parquet", model=model, questions="q.yaml", shard=shard)["exit_code"] == 0
+    settings = load_settings(MergeSettings, {"output": "out.parquet", "quiet": True}, environment={})
+    assert merge_job(settings)["exit_code"] == 0
+    assert_answered(read_output("out.parquet"), eager)
+
+
+ONE = "- {name: fox, text: '?', labels: [Yes, No]}"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- a", "it must be a mapping with the keys document, questions"),
+        ("document: [", "not valid YAML"),
+        (f"document: d\nquestion:\n{ONE}", "the key 'questions' is missing"),
+        (f"document: d\nquestions:\n{ONE}\ndocumnt: x", "unknown key 'documnt'; did you mean 'document'?"),
+        ("document: d\nquestions: []", "questions: "),
+        ("document: d\nquestions: [{name: a, text: b}]", "question 'a': the key 'labels' is missing"),
+        ("document: d\nquestions: [{text: b, labels: [Yes, No]}]", "question number 1: the key 'name' is missing"),
+        ("document: d\nquestions: [{name: a, text: b, labls: [Yes, No], labels: 'Yes,No'}]", "did you mean 'labels'?"),
+        ("document: d\nquestions: [{name: a, text: b, labels: []}]", "question 'a': labels (): at least two"),
+        ("document: d\nquestions: [{name: a, text: b, labels: [Yes]}]", "at least two labels"),
+        ("document: d\nquestions: [{name: a, text: b, labels: [Yes, Yes]}]", "label 'Yes' is given twice"),
+        ("document: d\nquestions: [{name: a b, text: b, labels: [Yes, No]}]", "question 'a b': a name has letters"),
+        (f"document: d\nquestions:\n{ONE}\n{ONE}", "question 'fox': the name is given twice"),
+        ("questions: [{name: a, text: b, labels: [Yes, No]}]", "the file has no document"),
+        ("document: d\nquestions: [{name: a, labels: [Yes, No]}]", "neither text nor template"),
+        ("document: d\nquestions: [{name: a, text: b, template: c, labels: [Yes, No]}]", "both text and template"),
+        ("document: d\nquestions: [{name: a, template: '{{ b }}', labels: [Yes, No]}]", "document is not used"),
+        (
+            f"document: d\nquestions:\n{ONE}\n- {{name: a, text: b, labels: [Yes, No], when: fx.score > 0.5}}",
+            "no earlier question gives fx.score; did you mean 'fox.score'?",
+        ),
+        (
+            "document: d\nquestions: [{name: a, text: b, labels: [Yes, No], when: a.score > 0.5}]",
+            "no earlier question gives a.score",
+        ),
+        (
+            f"document: d\nquestions:\n{ONE}\n- {{name: a, text: b, labels: [Yes, No], when: fox.prediction > 0.5}}",
+            "question 'a': when 'fox.prediction > 0.5': a text is compared with a number",
+        ),
+        ("document: '{{ d'\nquestions: [{name: a, text: b, labels: [Yes, No]}]", "question 'a': "),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_place(
+    model: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    make_input()
+    Path("q.yaml").write_text(text)
+    assert score("in.parquet", model=model, questions="q.yaml")["exit_code"] == 2
+    error = capsys.readouterr().err
+    assert "--questions" in error
+    assert said in error
+    assert error.count("\n") <= 3
+
+
+def test_a_column_that_the_input_lacks_is_named(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_input()
+    Path("q.yaml").write_text(FILE.replace("{{ kind }}", "{{ kimd }}"))
+    assert score("in.parquet", model=model, questions="q.yaml")["exit_code"] == 2
+    assert "kimd" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"labels": "a,b"},
+        {"template": "{{ text }}"},
+        {"prompt_column": "text"},
+        {"exit": True},
+        {"rationale": 4},
+        {"evidence": True},
+        {"calibrate_with": "N/A"},
+        {"truth": "kind"},
+        {"since": "before.parquet"},
+    ],
+)
+def test_options_about_one_question_are_refused(model: Path, flags: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="questions"):
+        score(make_input(), model=model, questions="q.yaml", **flags)
