@@ -32,6 +32,7 @@ ASKED = {
     "exits": ["--exit", "--max-flips", "0.9"],
     "evaluation": ["--truth", "answer"],
     "gates": ["--expect-rows", "24"],
+    "likelihood": ["--target-column", "answer"],
     "incremental": ["--since", "none.jsonl"],
     "rationale": ["--rationale", "4", "--rationale-when", "score > 0.4"],
     "evidence": ["--evidence"],

@@ -236,8 +236,9 @@ class Feature:
         usual one."""
         return None
 
-    def prompt_columns(self) -> Sequence[str] | None:
-        """The columns that prompts are made of; None: those of the job's template or prompt column."""
+    def prompt_columns(self, available: Sequence[str]) -> Sequence[str] | None:
+        """The columns that prompts of rows with the `available` ones are made of; None: those of the job's template or
+        prompt column."""
         return None
 
     def answers(self, opening: Opening) -> Sequence[OutputSchema]:

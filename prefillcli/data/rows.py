@@ -80,6 +80,7 @@ class ErrorCode(StrEnum):
         "invalid_labels",
         "after this prompt, a label has no tokens of its own, or unknown ones, or begins another label",
     )
+    INVALID_TARGET = "invalid_target", "the target is null, empty, no text, or has no tokens of its own"
     WORKER_LOST = "worker_lost", "the worker process ended each time that it scored this row, at last by itself"
     NONFINITE_SCORE = "nonfinite_score", "the model returned a score that is not a finite number"
 
@@ -230,7 +231,7 @@ class ScoredRow:
     # audit: the layer that gave its `logprobs`.
     exit_layer: int | None = None
     # Of a row with several prompts, the answers to each in their order, without those that were not asked for.
-    # `logprobs` are those of the first then, and the costs are theirs together.
+    # `logprobs` are those of the first then, or of the text whose pieces they read, and the costs are theirs together.
     parts: tuple[ScoredRow | None, ...] = ()
     by_token: ReadTokens | None = None  # of labels that want them
     rationale: Rationale | None = None  # of a row that is written about
@@ -239,12 +240,17 @@ class ScoredRow:
 
 
 def joined_row(parts: Sequence[ScoredRow | None]) -> ScoredRow:
-    """A row with several prompts, of the answers to each, the first included; None: it was not asked for."""
+    """A row with several prompts, of the answers to each, the first included; None: it was not asked for. Where all of
+    them were read token by token, they are the pieces of one text, whose log-probability is their sum."""
     asked = [each for each in parts if each is not None]
-    first = asked[0]
+    first, by_token = asked[0], None
+    logprobs, read = first.logprobs, [each.by_token for each in asked if each.by_token is not None]
+    if len(read) == len(parts):  # one text in pieces
+        logprobs = np.sum([each.logprobs for each in asked], axis=0)
+        by_token = ReadTokens(np.concatenate([each.logprobs for each in read]), all(each.greedy for each in read))
     return ScoredRow(
         row=first.row,
-        logprobs=first.logprobs,
+        logprobs=logprobs,
         shared_tokens=sum(each.shared_tokens for each in asked),
         computed_tokens=sum(each.computed_tokens for each in asked),
         kept_tokens=sum(each.kept_tokens for each in asked),
@@ -252,6 +258,7 @@ def joined_row(parts: Sequence[ScoredRow | None]) -> ScoredRow:
         method=first.method,
         exit_layer=first.exit_layer,
         parts=tuple(parts),
+        by_token=by_token,
     )
 
 

@@ -66,7 +66,7 @@ class Opening:
         self.source = source
         template = self._template = None if settings.template is None else RowTemplate(settings.template)
         own = template.columns if template else (prompt_column(settings.prompt_column, source.available),)
-        named = (each.prompt_columns() for each in self.features)
+        named = (each.prompt_columns(source.available) for each in self.features)
         source.select(columns=next(filter(None, named), own), carried=self.carried)
         for each in self.features:
             each.check_columns(source.available)
@@ -206,7 +206,7 @@ def require_shares(labels: Labels, command: str) -> None:
 def require_label_uses(opening: Opening) -> None:
     """Raise UsageError for the first option that has no meaning for numbers of the labels' kind."""
     settings, labels = opening.settings, opening.labels
-    if labels.measure is Measure.SHARES:
+    if labels.measure in (Measure.SHARES, Measure.LIKELIHOOD):  # features of the latter have refused what they cannot
         return
     asked = [name for each in opening.features for name in each.meaningless(labels)]
     if settings.temperature != 1.0:

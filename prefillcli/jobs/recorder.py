@@ -19,7 +19,7 @@ from prefillcli.plan.plan import Plan
 from prefillcli.report.run import Tokens
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Phase, Progress
-from prefillcli.stats.evaluation import label_mass
+from prefillcli.stats.evaluation import Measure, label_mass
 
 if TYPE_CHECKING:
     from prefillcli.jobs.score import Job
@@ -104,11 +104,12 @@ LEAST_MASS = 1e-3
 class LabelMassCheck:
     """Looks at the first window with rows that are read to the end, and warns once at most.
 
-    A head has no answers but its classes, so they have no such mass. That of longer labels is small in any case.
+    A head has no answers but its classes, and a target no others: they have no such mass. That of longer labels is
+    small in any case.
     """
 
     def __init__(self, labels: Labels) -> None:
-        self._looks = not isinstance(labels, ClassLabels)
+        self._looks = labels.measure is Measure.SHARES and not isinstance(labels, ClassLabels)
         self._window: int | None = None
         self._masses: list[float] = []
 

@@ -28,6 +28,7 @@ _MOST = 20  # problems that are named
 #: Ids or row numbers, scores and errors of some rows.
 Batch = tuple[list[Any], pa.ChunkedArray, pa.ChunkedArray]
 
+_NUMBERS = (Measure.VALUES, Measure.LIKELIHOOD)  # whose scores are no probabilities
 _UNREAD = object()  # in place of the id of a row that was not read
 
 
@@ -90,7 +91,7 @@ class Verification:
         # The ids or row numbers of the output, batch by batch, while the rows are checked.
         last = -1
         for ids, scores, errors in self._batches(published):
-            self._check_results(scores, errors, values=published.job.fingerprint.get(MEASURE) == Measure.VALUES)
+            self._check_results(scores, errors, values=published.job.fingerprint.get(MEASURE) in _NUMBERS)
             if published.job.id_name is None:
                 if any(b <= a for a, b in zip([last, *ids], ids, strict=False)):
                     self._add(f"rows are out of order or repeated near row {ids[0]}")

@@ -198,6 +198,9 @@ class ScorerOptions(TypedDict, total=False):
     labels: str | Sequence[str]
     label_norm: Literal["none", "tokens", "bytes"]
     label_end: str | None
+    target_column: str | None
+    token_logprobs: bool
+    stride: int | None
     temperature: float
     calibration: StrPath | None
     calibrate_with: str | Sequence[str]

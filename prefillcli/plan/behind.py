@@ -29,12 +29,14 @@ class LabelSet:
     `spellings` has for each label its spellings, int32 [tokens] each. A label's probability is the sum of theirs, and
     a spelling's is the product over its tokens. Outputs of a head stand for tokens: ~number is the complement of an
     output. With `by_token` the numbers of single tokens are wanted too. `sizes` are what the labels'
-    log-probabilities are divided by for their scores; None: they are not.
+    log-probabilities are divided by for their scores; None: they are not. `text_bytes` are those of the one text that
+    is its label, in UTF-8; 0: it has labels of all rows.
     """
 
     spellings: tuple[tuple[TokenArray, ...], ...]
     by_token: bool = False
     sizes: tuple[float, ...] | None = None
+    text_bytes: int = 0
 
     @classmethod
     def of(cls, tokens: Sequence[Sequence[int | Sequence[int]]]) -> LabelSet:
@@ -53,7 +55,11 @@ class LabelSet:
     @cached_property
     def key(self) -> tuple[object, ...]:
         """Everything that distinguishes it from others."""
-        return (tuple(tuple(each.tobytes() for each in own) for own in self.spellings), self.by_token, self.sizes)
+        return (tuple(tuple(each.tobytes() for each in own) for own in self.spellings), *self._rest)
+
+    @property
+    def _rest(self) -> tuple[object, ...]:
+        return (self.by_token, self.sizes, *((self.text_bytes,) if self.text_bytes else ()))
 
     @cached_property
     def sequences(self) -> list[TokenArray]:
@@ -74,7 +80,7 @@ class LabelSet:
 
     def as_lists(self) -> list[object]:
         """Everything that distinguishes it from others, for JSON."""
-        return [[[each.tolist() for each in own] for own in self.spellings], self.by_token, self.sizes]
+        return [[[each.tolist() for each in own] for own in self.spellings], *self._rest]
 
     @cached_property
     def tokens(self) -> int:

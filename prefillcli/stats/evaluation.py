@@ -896,10 +896,12 @@ class Measure(StrEnum):
     SHARES = "shares"  # Log-probabilities of labels that exclude one another
     CHANCES = "chances"  # Log-probabilities of labels, each of which may be right independently of the others
     VALUES = "values"  # any numbers
+    LIKELIHOOD = "likelihood"  # the log-probability of a text of the row
 
 
 def label_scores(numbers: Float64Array, temperature: float = 1.0, measure: Measure = Measure.SHARES) -> Float64Array:
-    """The score of each label, float64 [..., labels]: a probability, or the number itself if it is a value.
+    """The score of each label, float64 [..., labels]: a probability, or the number itself if it is a value or a
+    likelihood.
 
     Only shares have a `temperature`; see `label_probabilities`.
     """

@@ -26,6 +26,7 @@ from prefillcli.data.rows import (
     Float64Array,
     Int64Array,
     Prompt,
+    ReadTokens,
     RowError,
     ScoredRow,
     Window,
@@ -47,9 +48,9 @@ _LONGEST = 200  # characters of an id or a detail
 
 
 # The groups of columns that an output may have beside those of every output: the scores of an audit, calibrated
-# probabilities, where rows left the model early, which adapter read each row, texts written after rows, and the
-# contributions of the sections of prompts.
-Group = Literal["audit", "calibrated", "exits", "adapters", "rationales", "evidence"]
+# probabilities, where rows left the model early, which adapter read each row, texts written after rows, the
+# contributions of the sections of prompts, and the log-probabilities of single tokens.
+Group = Literal["audit", "calibrated", "exits", "adapters", "rationales", "evidence", "token_logprobs"]
 Groups = frozenset[Group]
 
 
@@ -62,6 +63,7 @@ _KINDS = {
     Measure.SHARES: "label log-probabilities",
     Measure.CHANCES: "label log-probabilities",
     Measure.VALUES: "label values",
+    Measure.LIKELIHOOD: "log-probability",
 }
 
 
@@ -246,6 +248,28 @@ def _gaps(rows: ResultRows) -> ObjectArray:
     return rows.of_scored([own.gap if own is not None and math.isfinite(own.gap) else None for own in found])
 
 
+def _of_target(value: Callable[[ReadTokens], Any]) -> Callable[[ResultRows], ObjectArray]:
+    # A value of the tokens that were read one by one.
+    return lambda rows: rows.of_scored([each.by_token and value(each.by_token) for each in rows.scored])
+
+
+def _token_logprobs(rows: ResultRows) -> ObjectArray:
+    found = np.full(len(rows.numbers), None, object)
+    for place, each in zip(rows.places.tolist(), rows.scored, strict=True):
+        found[place] = each.by_token and each.by_token.logprobs
+    return found
+
+
+def _target_bytes(rows: ResultRows) -> list[int | None]:
+    errors = zip(rows.prompts, rows.errors, strict=True)
+    return [None if prompt is None or error is not None else prompt.labels.text_bytes for prompt, error in errors]
+
+
+def _bits_per_byte(rows: ResultRows) -> ObjectArray:
+    sizes = np.array(_target_bytes(rows), object)[rows.places].astype(np.float64)
+    return rows.of_scored(-rows.logprobs[:, 0] / math.log(2) / sizes)
+
+
 def _evidence(rows: ResultRows) -> ObjectArray:
     found = np.full(len(rows.numbers), None, object)
     for place, each in zip(rows.places.tolist(), rows.scored, strict=True):
@@ -256,6 +280,7 @@ def _evidence(rows: ResultRows) -> ObjectArray:
 
 # The contribution of each section of a prompt, the largest change first.
 EVIDENCE = pa.list_(pa.struct([("section", pa.string()), ("change", pa.float64())]))
+_TARGET: Any = {"counted": True, "measures": (Measure.LIKELIHOOD,)}
 _WRITTEN: Any = {"group": "rationales", "conditional": False}
 
 # In the order of the output, after the id and the columns that are carried from the input.
@@ -285,6 +310,19 @@ COLUMNS = (
         least_labels=3,
         of_answer=True,
     ),
+    Column("logprob", pa.float64(), lambda rows: rows.of_scored(rows.logprobs[:, 0]), **_TARGET),
+    Column("target_tokens", pa.int64(), _of_target(lambda read: len(read.logprobs)), **_TARGET),
+    Column("target_bytes", pa.int64(), _target_bytes, **_TARGET),
+    Column("greedy", pa.bool_(), _of_target(lambda read: read.greedy), **_TARGET),
+    Column("bits_per_byte", pa.float64(), _bits_per_byte, measures=(Measure.LIKELIHOOD,)),
+    Column(
+        "token_logprobs",
+        pa.list_(pa.float64()),
+        _token_logprobs,
+        measures=(Measure.LIKELIHOOD,),
+        group="token_logprobs",
+        conditional=False,
+    ),
     Column(
         "label_mass",
         pa.float64(),
@@ -293,7 +331,12 @@ COLUMNS = (
         of_answer=True,
     ),
     Column(
-        "prediction", pa.string(), lambda rows: rows.of_scored(_best(rows, rows.scores)), counted=True, of_answer=True
+        "prediction",
+        pa.string(),
+        lambda rows: rows.of_scored(_best(rows, rows.scores)),
+        counted=True,
+        measures=(Measure.SHARES, Measure.CHANCES, Measure.VALUES),
+        of_answer=True,
     ),
     Column("prompt_tokens", pa.int64(), lambda rows: rows.prompt_tokens, counted=True),
     Column("shared_tokens", pa.int64(), _of_result("shared_tokens"), conditional=False),
@@ -517,6 +560,16 @@ class RationaleTally:
 
 
 @dataclass
+class LikelihoodTally:
+    """The texts whose likelihood is asked for."""
+
+    logprob: float = 0.0  # of all together
+    tokens: int = 0
+    bytes: int = 0
+    greedy: int = 0  # texts that greedy decoding would write
+
+
+@dataclass
 class Tallies:
     """Numbers and texts only, so that they survive JSON unchanged."""
 
@@ -532,6 +585,8 @@ class Tallies:
     # The texts that were written; empty for an output without rationales.
     rationales: RationaleTally = field(default_factory=RationaleTally)
     evidence: int = 0  # rows whose sections were weighed
+    # The texts whose likelihood is asked for; empty for an output with labels.
+    likelihood: LikelihoodTally = field(default_factory=LikelihoodTally)
     mass_rows: int = 0  # scored rows with a label mass
     mass_sum: float = 0.0  # their label masses together
     # Slowest first: row, id, seconds, prompt_tokens, computed_tokens, method.
@@ -579,6 +634,11 @@ class Tallies:
             tokens = pc.sum(rows["rationale_tokens"]).as_py() or 0
             reasons, sources = _counted(rows["finish_reason"]), _counted(rows["rationale_source"])
             found.rationales = RationaleTally(tokens, reasons, sources)
+        if "target_tokens" in names:
+            sums = [
+                pc.sum(scored[name]).as_py() or 0 for name in ("logprob", "target_tokens", "target_bytes", "greedy")
+            ]
+            found.likelihood = LikelihoodTally(*sums)
         if "evidence" in names:
             found.evidence = len(rows) - rows["evidence"].null_count
         return found
@@ -614,7 +674,7 @@ def _exit_layers(scored: pa.Table) -> dict[str, LayerRows]:
 
 def _score_bins(rows: pa.Table) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
-    if "prediction" not in rows.column_names:  # rows with several questions
+    if "prediction" not in rows.column_names:  # rows with several questions, or without labels
         return found
     for name in _counted(rows["prediction"]):
         if f"value_{name}" in rows.column_names:

@@ -386,7 +386,7 @@ class PromptBuilder:
             try:
                 self._follow(prompt, found[row])
             except LabelError as error:
-                errors[row] = RowError(ErrorCode.INVALID_LABELS, str(error).replace("\n", "; "))
+                errors[row] = RowError(error.code, str(error).replace("\n", "; "))
             else:
                 fitted = self._fit(prompt.tokens, prompt.labels.depth)
                 if isinstance(fitted, RowError):
@@ -441,7 +441,7 @@ class PromptBuilder:
         if self._may_exceed_vocabulary and int(tokens.max()) >= self.settings.vocab_size:
             return not_in_vocabulary(int(tokens.max()), self.settings.vocab_size)
         if behind >= self.settings.max_length:
-            detail = f"{behind} tokens of labels behind it, the limit is {self.settings.max_length}"
+            detail = f"{behind} tokens of labels or a target behind it, the limit is {self.settings.max_length}"
             return RowError(ErrorCode.PROMPT_TOO_LONG, detail)
         return fit(tokens, self.settings.max_length - behind, self.settings.on_long, self._encoder.start_ids)
 

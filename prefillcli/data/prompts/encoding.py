@@ -275,11 +275,15 @@ class Controls:
         """
         if self._names is None:
             return False
-        if self._names.search(text) or (joined and next(self._open_ends(text), None) is not None):
+        if self._names.search(text) or (joined and self.opens(text)):
             return True
         return self._normalize is not None and bool(
             self._normalized_names and self._normalized_names.search(self._normalize(_printable(text)))
         )
+
+    def opens(self, text: str) -> bool:
+        """Whether the end of `text` begins like a control token."""
+        return next(self._open_ends(text), None) is not None
 
     def protect(self, text: str, marks: Marks) -> str:
         """`text` with stand-ins, in which the tokenizer finds no control token, whatever follows it."""

@@ -24,7 +24,11 @@ _BREAKS = ("\n", '"', "(")  # texts after which a word begins without a space be
 
 
 class LabelError(UsageError):
-    """A label cannot follow a prompt."""
+    """A label cannot follow a prompt, whose row gets the error `code`."""
+
+    def __init__(self, detail: str, code: ErrorCode = ErrorCode.INVALID_LABELS) -> None:
+        super().__init__(detail)
+        self.code = code
 
 
 class Label(NamedTuple):

@@ -79,7 +79,7 @@ class Questions(Feature):
 
         self._file = read_questions(self.settings.questions)
 
-    def prompt_columns(self) -> Sequence[str]:
+    def prompt_columns(self, available: Sequence[str]) -> Sequence[str]:
         from prefillcli.features.questions.asking import compiled
 
         self._templates = compiled(self._file)

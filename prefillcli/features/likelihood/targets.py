@@ -1,0 +1,233 @@
+"""Targets: the tokens of a row's text behind its prompt, and the windows of whole documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from prefillcli.data.prompts.builder import (
+    DEFAULT_COLUMN,
+    PromptBuilder,
+    PromptSettings,
+    not_in_vocabulary,
+    prompt_column,
+    text_error,
+)
+from prefillcli.data.prompts.encoding import Encoder, NotLiteral, not_literal
+from prefillcli.data.prompts.labels import Following, Label, LabelError, Labels
+from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, Int32Array, Prompt, RowBatch, RowError
+from prefillcli.errors import UsageError
+from prefillcli.plan.behind import LabelSet
+from prefillcli.stats.evaluation import Measure
+
+_TOGETHER = 512  # texts that are tokenised at a time
+_NO_PROMPT = (ErrorCode.NULL_PROMPT, ErrorCode.EMPTY_PROMPT)
+
+
+def has_prompts(settings: Any, available: Sequence[str]) -> bool:
+    """Whether rows with these columns have prompts in front of their targets."""
+    if settings.template is not None or settings.prompt_column != DEFAULT_COLUMN:
+        return True
+    column = prompt_column(settings.prompt_column, available)
+    return column in available and column != settings.target_column
+
+
+Item = TypeVar("Item")
+
+
+def _groups(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    # Those whose texts are tokenised together.
+    return (items[at : at + _TOGETHER] for at in range(0, len(items), _TOGETHER))
+
+
+class Part(NamedTuple):
+    """A text to tokenise; `literal`: it is as `Controls.respell` writes it."""
+
+    text: str
+    literal: bool
+
+
+class Targets(Labels):
+    """The one label of each prompt: the text of its row's `column`. With `literal` no part of it becomes a control
+    token."""
+
+    measure = Measure.LIKELIHOOD
+
+    def __init__(self, tokenizer: Any, column: str, *, literal: bool) -> None:
+        self.labels = (Label("target"),)
+        self.names = ("target",)
+        self.columns = (column,)
+        self._encoder = Encoder(tokenizer)
+        self._literal = literal
+
+    def resolve_all(
+        self, tails: Sequence[str], *, literal: bool = False, values: Sequence[Sequence[Any]] = ()
+    ) -> list[Following | LabelError]:
+        """For every tail the tokens of its row's text, by the rule of lm-evaluation-harness
+        (`TemplateLM._encode_pair`): white space at the prompt's end goes to the target, whose tokens are those of the
+        whole text behind those of the prompt."""
+        found: list[Following | LabelError] = []
+        asked: list[tuple[int, int, list[Part]]] = []  # place, bytes, what is tokenised
+        for at, (tail, (value,)) in enumerate(zip(tails, values, strict=True)):
+            wrong = self.error(value)
+            parts = [] if wrong else self._parts(tail, value, literal=literal)
+            if isinstance(parts, RowError):
+                wrong = parts
+            elif wrong is None:
+                asked.append((at, len(value.encode()), parts))
+            found.append(LabelError(wrong.detail, wrong.code) if wrong else LabelError(""))
+        for group in _groups(asked):
+            ids = iter(self.encode([part for *_, parts in group for part in parts]))
+            for at, size, _ in group:
+                found[at] = _following(next(ids), next(ids), next(ids), size)
+        return found
+
+    def _parts(self, tail: str, target: str, *, literal: bool) -> list[Part] | RowError:
+        # A tail, the same without white space at its end, and with the target.
+        controls = self._encoder.controls
+        own = literal or self.needs_literal(target, tail)
+        try:
+            before = controls.respell(tail) if own and not literal and controls.literal_backend else tail
+        except NotLiteral as error:
+            return not_literal(error)
+        return [Part(each, own) for each in (before, before.rstrip(), before + target)]
+
+    def needs_literal(self, target: str, tail: str = "") -> bool:
+        """Whether the tokenizer might find a control token in a target of the data, behind this text."""
+        controls = self._encoder.controls
+        return self._literal and (controls.may_be_in(target, joined=False) or controls.opens(tail))
+
+    def encode(self, parts: Sequence[Part]) -> list[Int32Array | RowError]:
+        """The tokens of texts, without those that stand before every text."""
+        found: list[Int32Array | RowError] = [RowError(ErrorCode.INVALID_TARGET, "")] * len(parts)
+        for literal in (False, True):
+            places = [at for at, part in enumerate(parts) if part.literal == literal]
+            try:
+                ids = self._encoder.encode([parts[at].text for at in places], special=False, literal=literal)
+            except NotLiteral as error:
+                for at in places:
+                    found[at] = not_literal(error)
+            else:
+                for at, own in zip(places, ids, strict=True):
+                    found[at] = own
+        return found
+
+    def error(self, value: Any) -> RowError | None:
+        """Why a value is no target."""
+        if not isinstance(value, str):
+            what = "null" if value is None else f"{type(value).__name__}, not text"
+            return RowError(ErrorCode.INVALID_TARGET, f"the target is {what}")
+        if not value:
+            return RowError(ErrorCode.INVALID_TARGET, "the target is empty")
+        return text_error(value, "the target", MAX_ROW_BYTES)
+
+
+def _following(base: Any, before: Any, whole: Any, size: int) -> Following | LabelError:
+    # The target of a prompt with the tokens `base`, and `before` without the white space at its end.
+    if not len(before) or base[: len(before)].tolist() != before.tolist():
+        before = base  # the white space is part of a token that begins before it
+    tokens = whole[len(before) :]
+    if not len(tokens):
+        return LabelError("the target has no tokens of its own behind the prompt", ErrorCode.INVALID_TARGET)
+    return Following(target_set(tokens, size), tuple(base[len(before) :].tolist()))
+
+
+def target_set(tokens: Int32Array, text_bytes: int) -> LabelSet:
+    """The label set of a text with these tokens and bytes. Sets of targets are not stored: hardly two are equal."""
+    return LabelSet(((np.ascontiguousarray(tokens),),), by_token=True, text_bytes=text_bytes)
+
+
+def rolling_windows(
+    tokens: Int32Array, start: int, most: int, stride: int | None = None
+) -> Iterator[tuple[Int32Array, Int32Array]]:
+    """The windows of a document: the tokens before those that are predicted, and these, disjoint.
+
+    The rule of lm-evaluation-harness (`get_rolling_token_windows` and `make_disjoint_window`): a window computes at
+    most so many tokens. The first one begins with the token `start` and predicts all of its own. Later ones predict
+    `stride` tokens each (`most` - context_len + 1 there), behind as many before them as there is room for.
+    """
+    first = tokens[:most]
+    yield np.array([start], np.int32), first
+    done = len(first)
+    while done < len(tokens):
+        end = min(done + (stride or most), len(tokens))
+        yield tokens[end - most - 1 : done], tokens[done:end]
+        done = end
+
+
+class TargetBuilder(PromptBuilder):
+    """Makes prompts of rows with targets. A row with an empty prompt, and each row without `prompts`, has a whole
+    document, of which each window is a prompt."""
+
+    def __init__(
+        self, tokenizer: Any, settings: PromptSettings, available: Sequence[str], *, stride: int | None, prompts: bool
+    ) -> None:
+        if stride is not None and stride > settings.max_length:
+            raise UsageError(f"--stride {stride}: a window holds {settings.max_length} tokens\ngive fewer")
+        super().__init__(tokenizer, settings, available)
+        self._prompts_too = prompts
+        self._stride = stride
+        start = tokenizer.bos_token_id
+        self._start: int | None = tokenizer.eos_token_id if start is None else start
+        if not prompts:
+            self.columns, self.column = (), ""
+            self.needed = settings.label_columns
+
+    def build(self, batch: RowBatch, labels: Labels) -> tuple[list[Prompt], dict[int, RowError]]:
+        """As in every builder; prompts of a row are in their order."""
+        if self._prompts_too:
+            prompts, errors = super().build(batch, labels)
+        else:
+            prompts, errors = [], dict(batch.errors)
+        rows = batch.rows.tolist()
+        whole = [
+            (at, row)
+            for at, row in enumerate(rows)
+            if row not in batch.errors
+            and (not self._prompts_too or (row in errors and errors[row].code in _NO_PROMPT))
+        ]
+        if whole and isinstance(labels, Targets):
+            documents = self._documents(whole, batch, labels, errors)
+            for each in self.settings.row_columns:
+                documents = each.take(documents, batch, errors)
+            prompts = sorted([*prompts, *documents], key=lambda prompt: (prompt.row, prompt.part))
+        return prompts, errors
+
+    def _documents(
+        self, places: Sequence[tuple[int, int]], batch: RowBatch, labels: Targets, errors: dict[int, RowError]
+    ) -> list[Prompt]:
+        # The prompts of rows without one of their own.
+        found: list[Prompt] = []
+        values = [(row, batch.columns[labels.columns[0]][at]) for at, row in places]
+        for group in _groups(values):
+            self.require_open()
+            errors |= {row: wrong for row, value in group if (wrong := labels.error(value))}
+            texts = [(row, value) for row, value in group if labels.error(value) is None]
+            parts = [Part(text, labels.needs_literal(text)) for _, text in texts]
+            for (row, text), tokens in zip(texts, labels.encode(parts), strict=True):
+                wrong = tokens if isinstance(tokens, RowError) else self._wrong(tokens)
+                if wrong is not None:
+                    errors[row] = wrong
+                else:
+                    errors.pop(row, None)
+                    found += self._windows(row, tokens, len(text.encode()))
+        return found
+
+    def _wrong(self, tokens: Int32Array) -> RowError | None:
+        if not len(tokens):
+            return RowError(ErrorCode.INVALID_TARGET, "the tokenizer makes no token of the target")
+        if int(tokens.max()) >= self.settings.vocab_size:
+            return not_in_vocabulary(int(tokens.max()), self.settings.vocab_size)
+        if self._start is None:
+            return RowError(
+                ErrorCode.EMPTY_PROMPT, "the prompt is empty, and the tokenizer has no token that begins or ends texts"
+            )
+        return None
+
+    def _windows(self, row: int, tokens: Any, size: int) -> Iterator[Prompt]:
+        # The first window stands for the bytes of the whole document.
+        windows = rolling_windows(tokens, int(self._start or 0), self.settings.max_length, self._stride)
+        for part, (before, predicted) in enumerate(windows):
+            yield Prompt(row, before, target_set(predicted, 0 if part else size), part=part)
