@@ -27,6 +27,8 @@ ROOT = Path(__file__).parent.parent
 RECIPES, SAMPLES = ROOT / "recipes", ROOT / "samples"
 NIGHTLY, CRONTAB, DAG = RECIPES / "prefill-nightly.sh", RECIPES / "crontab.example", RECIPES / "airflow_dag.py"
 ROWS = {"labeling": 2000, "post_recommendation": 240, "credit_verification": 40, "rationale": 400}
+# Recipes with a file of questions: how many these are.
+QUESTIONS = {"quality": 8, "moderation": 12, "queries": 12}
 OPTIONS = {"--" + name.replace("_", "-") for name in ScoreSettings.model_fields} | {"--recipe"}
 DAY = "2026-01-01"
 FIELD = r"(?:\*|\d+(?:-\d+)?(?:,\d+)*)(?:/\d+)?"
@@ -37,7 +39,7 @@ FIELD = r"(?:\*|\d+(?:-\d+)?(?:,\d+)*)(?:/\d+)?"
 def test_every_recipe_is_tested() -> None:
     # Their models are no samples: tests/test_rerank_recipe.py, tests/score/test_adapters.py.
     elsewhere = {"rerank", "adapters"}
-    assert {path.stem for path in RECIPES.glob("*.yaml")} == ROWS.keys() | elsewhere
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == ROWS.keys() | QUESTIONS.keys() | elsewhere
 
 
 @pytest.mark.sampled(1)
@@ -68,6 +70,30 @@ def test_a_recipe_runs_from_the_root_and_finds_the_answers(
         assert all({each["section"] for each in row["evidence"]} == {"text", "subject"} for row in uncertain)
     if name == "post_recommendation":
         assert report["tokens"]["computed"] < 0.2 * report["tokens"]["prompt"]  # histories are shared
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_recipe_asks_all_its_questions_and_reads_each_document_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    output = tmp_path / "scores.parquet"
+    words = ["score", "--recipe", f"recipes/{name}.yaml", "-o", str(output), "--quiet", "--limit", "400"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.stderr
+    scores = pq.read_table(output)
+    assert len(scores) == 400
+    assert scores["error"].null_count == 400
+    assert sum(column.endswith(".score") for column in scores.column_names) == QUESTIONS[name]
+    report = json.loads((tmp_path / "scores.run.json").read_text())
+    assert report["tokens"]["computed"] < 0.5 * report["tokens"]["prompt"]
+    if name == "queries":  # which are the sample's own
+        known = [row for row in scores.to_pylist() if f"{row['subject']}.score" in row]
+        right = [row[f"{row['subject']}.prediction"] == row["answer"] for row in known]
+        assert len(known) > 40
+        assert sum(right) / len(right) > 0.95
 
 
 @pytest.mark.slow
