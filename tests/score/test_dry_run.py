@@ -147,9 +147,9 @@ def test_the_last_line_and_the_tables(model: Path) -> None:
 
 def test_a_failed_dry_run_has_its_line_and_report_too(model: Path) -> None:
     source = write_parquet("in.parquet", prompt=texts(4))
-    done = prefill("score", source, "-m", model, "--dry-run", "--labels", "Yes,hippopotamus")
+    done = prefill("score", source, "-m", model, "--dry-run", "--labels", "Yes,Yes sir")
     assert done.exit_code == 2
-    assert "hippopotamus" in last_line(done.stdout)["error"]
+    assert "begins label 'Yes sir'" in last_line(done.stdout)["error"]
     assert read_report("in.scores.dry-run.json")["status"] == "failed"
     assert prefill("score", source, "-m", model, "--dry-run", "--memory", "1MiB").exit_code == 5
 
