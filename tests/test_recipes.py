@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -37,9 +38,25 @@ FIELD = r"(?:\*|\d+(?:-\d+)?(?:,\d+)*)(?:/\d+)?"
 
 
 def test_every_recipe_is_tested() -> None:
-    # Their models are no samples: tests/test_rerank_recipe.py, tests/score/test_adapters.py.
-    elsewhere = {"rerank", "adapters"}
+    # The models of two are no samples: tests/test_rerank_recipe.py, tests/score/test_adapters.py.
+    elsewhere = {"rerank", "adapters", "perplexity"}
     assert {path.stem for path in RECIPES.glob("*.yaml")} == ROWS.keys() | QUESTIONS.keys() | elsewhere
+
+
+def test_the_recipe_for_perplexity_reads_each_token_of_a_corpus_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    output = tmp_path / "perplexity.parquet"
+    words = ["--recipe", "recipes/perplexity.yaml", "-o", str(output), "--limit", "50", "--quiet"]
+    done = CliRunner().invoke(app, ["score", *words])
+    assert done.exit_code == 0, done.stderr
+    rows = pq.read_table(output).to_pylist()
+    texts = pq.read_table(SAMPLES / "labeling.parquet")["text"].to_pylist()[:50]
+    assert [row["target_bytes"] for row in rows] == [len(text.encode()) for text in texts]
+    use = json.loads((tmp_path / "perplexity.run.json").read_text())["likelihood"]
+    tokens = sum(row["target_tokens"] for row in rows)
+    assert use["perplexity"] == pytest.approx(math.exp(-sum(row["logprob"] for row in rows) / tokens))
 
 
 @pytest.mark.sampled(1)
