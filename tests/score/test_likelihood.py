@@ -16,6 +16,7 @@ from prefillcli.errors import UsageError
 from prefillcli.jobs.verify import verify_job
 from tests.score import jobs
 from tests.score.jobs import Reference, read_output, read_report, score, write_jsonl, write_parquet
+from tests.score.test_shards import merge
 
 LONG = "The quick brown fox saw a dog. " * 9
 PROMPTS = ["The fox:", "The fox:", "The fox: \n", "A dog says", LONG, "The fox:"]
@@ -220,3 +221,30 @@ def test_options_of_labels_are_refused(options: dict[str, Any], model: Path) -> 
     write_parquet("in.parquet", prompt=["A"], target=["B"])
     with pytest.raises(UsageError, match="--target-column"):
         score("in.parquet", model=model, target_column="target", **options)
+
+
+def test_the_next_night_takes_documents_over_whose_windows_are_all_the_same(model: Path) -> None:
+    options = {"model": model, "target_column": "text", "max_length": "16", "id_column": "id"}
+    write_parquet("in.parquet", id=["a", "b", "c"], text=[LONG, LONG + "A", "A"])
+    score("in.parquet", "first.parquet", **options)
+    write_parquet("in.parquet", id=["a", "b", "c"], text=[LONG, LONG + "B", "A"])
+    found = score("in.parquet", since="first.parquet", **options)
+    assert found["exit_code"] == 0, found
+    assert read_report()["since"]["rows"] == 2
+    first, rows = read_output("first.parquet"), read_output("out.parquet")
+    assert [own["logprob"] == other["logprob"] for own, other in zip(rows, first, strict=True)] == [True, False, True]
+
+
+def test_workers_and_shards_report_the_same(model: Path) -> None:
+    write_parquet("in.parquet", text=[LONG[: 20 + 7 * at] for at in range(12)])
+    options = {"model": model, "target_column": "text", "max_length": "16", "deterministic": True}
+    score("in.parquet", "whole.parquet", **options)
+    wanted = read_report("whole.run.json")["likelihood"]
+    score("in.parquet", "workers.parquet", workers="2", **options)
+    for number in (1, 2):
+        assert score("in.parquet", "merged.parquet", shard=f"{number}/2", **options)["exit_code"] == 0
+    assert merge("merged.parquet")["exit_code"] == 0
+    for name in ("workers", "merged"):
+        assert read_report(f"{name}.run.json")["likelihood"] == pytest.approx(wanted)
+        for own, other in zip(read_output(f"{name}.parquet"), read_output("whole.parquet"), strict=True):
+            assert own["logprob"] == other["logprob"]

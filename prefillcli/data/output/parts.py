@@ -43,7 +43,8 @@ class RowDigests:
 
     A row's results depend on its id (or number), its tokens, the labels after them, whether they were cut, its own
     keep rate and adapter, the values that its sections are made of, and its values in the carried `columns`, by which
-    rows are chosen. Everything else that they depend on is the same for all rows: the job's fingerprint, and `common`.
+    rows are chosen. Of a row with several prompts they depend on all of these. Everything else that they depend on is
+    the same for all rows: the job's fingerprint, and `common`.
     """
 
     def __init__(
@@ -69,6 +70,14 @@ class RowDigests:
         for prompt in window.prompts:
             place = places[prompt.row]
             prompt.digest = self._of(prompt, [names[place], *(column[place] for column in values)])
+        several: dict[int, list[Prompt]] = {}
+        for prompt in window.prompts:
+            several.setdefault(prompt.row, []).append(prompt)
+        for own in several.values():
+            if len(own) > 1:
+                found = hashlib.blake2b(b"".join(each.digest or b"" for each in own), digest_size=SIZE).digest()
+                for each in own:
+                    each.digest = found
         return window
 
     def _of(self, prompt: Prompt, own: Iterable[Any]) -> bytes:

@@ -129,7 +129,7 @@ class EarlierOutput:
 
         Their prompts are taken out of the window.
         """
-        asked = [prompt for prompt in window.prompts if prompt.digest is not None]
+        asked = [prompt for prompt in window.prompts if prompt.digest is not None and prompt.part == 0]
         keys = np.frombuffer(b"".join(prompt.digest or b"" for prompt in asked), np.uint64)[::2]
         at = np.minimum(np.searchsorted(self._keys, keys), max(len(self._keys) - 1, 0))
         hits = np.flatnonzero(self._keys[at] == keys) if len(self._keys) else np.empty(0, np.int64)

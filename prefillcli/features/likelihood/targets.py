@@ -172,8 +172,8 @@ class TargetBuilder(PromptBuilder):
         start = tokenizer.bos_token_id
         self._start: int | None = tokenizer.eos_token_id if start is None else start
         if not prompts:
-            self.columns, self.column = (), ""
-            self.needed = settings.label_columns
+            self.columns = self.needed = settings.label_columns
+            self.column = ""
 
     def build(self, batch: RowBatch, labels: Labels) -> tuple[list[Prompt], dict[int, RowError]]:
         """As in every builder; prompts of a row are in their order."""
