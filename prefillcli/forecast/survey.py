@@ -25,6 +25,7 @@ from prefillcli.engines.memory_plan import TEXTS, budget_of, plan_packs
 from prefillcli.errors import ResourceError
 from prefillcli.models.open import Opened
 from prefillcli.plan import SCHEDULES
+from prefillcli.plan.behind import with_labels
 from prefillcli.plan.blocks import BLOCK_TOKENS, CarriedBlock
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plans
@@ -482,7 +483,7 @@ class Alternatives:
         plans = self._plans(fitting, cases, tuple(self._carried))
         share = self._layers(fitting)
         for number, (cost, plan) in enumerate(zip(self.plans, plans, strict=True)):
-            self._charge(cost, plan, share)
+            self._charge(cost, plan, share, fitting)
             self._carried[number] = plan.carried
             own = plan if cost.chosen else own
         if self.texts is not None:
@@ -500,7 +501,7 @@ class Alternatives:
         cost.compressed_rows += sum(question.compressed for question in fitting)
         cost.kept_tokens += sum(question.most_kept for question in fitting)
         plan = plan or next(self._plans(fitting, [(self._schedule, self._own)]))
-        self._charge(cost, plan, self._layers(fitting))
+        self._charge(cost, plan, self._layers(fitting), fitting)
 
     def _questions(self, prompts: Sequence[Prompt], keep: float) -> list[Question]:
         if self._foresight is None:
@@ -508,7 +509,7 @@ class Alternatives:
         return self._foresight.questions(prompts, keep)
 
     def _fitting(self, questions: Sequence[Question]) -> list[Question]:
-        return [question for question in questions if len(question.tokens) <= self._own.max_tokens]
+        return [question for question in questions if question.size <= self._own.max_tokens]
 
     def _plans(
         self,
@@ -524,6 +525,7 @@ class Alternatives:
             cases,
             planned_positions(questions, cases[0][1]),
             variants=planned_variants(questions),
+            labels=[each.prompt.labels for each in questions],
             carried=carried,
             block_tokens=self._block_tokens,
         )
@@ -531,11 +533,12 @@ class Alternatives:
     def _layers(self, questions: Sequence[Question]) -> float:
         return 1.0 if self._foresight is None else self._foresight.layers(questions)
 
-    def _charge(self, cost: PlanCost | KeepCost, plan: Plan, share: float) -> None:
+    def _charge(self, cost: PlanCost | KeepCost, plan: Plan, share: float, questions: Sequence[Question]) -> None:
         if isinstance(cost, PlanCost):
             cost.packs += len(plan.packs)
         cost.computed_tokens += plan.computed_tokens
         if self._profile is not None:
-            cost.seconds = (cost.seconds or 0.0) + share * self._profile.seconds(plan)
+            packs = [with_labels(pack, lambda i: questions[i].prompt.labels)[0] for pack in plan.packs]
+            cost.seconds = (cost.seconds or 0.0) + share * self._profile.seconds(replace(plan, packs=packs))
             if self._price_per_hour is not None:
                 cost.price = cost.seconds / 3600 * self._price_per_hour

@@ -235,6 +235,14 @@ def test_the_next_night_takes_documents_over_whose_windows_are_all_the_same(mode
     assert [own["logprob"] == other["logprob"] for own, other in zip(rows, first, strict=True)] == [True, False, True]
 
 
+def test_a_dry_run_counts_the_tokens_of_targets(model: Path) -> None:
+    write_parquet("in.parquet", prompt=[LONG, LONG, ""], target=[" Yes", " No no", LONG])
+    options = {"model": model, "target_column": "target", "max_length": "64", "on_long": "truncate-left"}
+    planned = score("in.parquet", dry_run=True, **options)
+    score("in.parquet", **options)
+    assert planned["computed_tokens"] == sum(row["computed_tokens"] for row in read_output("out.parquet"))
+
+
 def test_workers_and_shards_report_the_same(model: Path) -> None:
     write_parquet("in.parquet", text=[LONG[: 20 + 7 * at] for at in range(12)])
     options = {"model": model, "target_column": "text", "max_length": "16", "deterministic": True}
