@@ -25,7 +25,6 @@ from prefillcli.engines.memory_plan import TEXTS, budget_of, plan_packs
 from prefillcli.errors import ResourceError
 from prefillcli.models.open import Opened
 from prefillcli.plan import SCHEDULES
-from prefillcli.plan.behind import with_labels
 from prefillcli.plan.blocks import BLOCK_TOKENS, CarriedBlock
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plans
@@ -538,7 +537,7 @@ class Alternatives:
             cost.packs += len(plan.packs)
         cost.computed_tokens += plan.computed_tokens
         if self._profile is not None:
-            packs = [with_labels(pack, lambda i: questions[i].prompt.labels)[0] for pack in plan.packs]
-            cost.seconds = (cost.seconds or 0.0) + share * self._profile.seconds(replace(plan, packs=packs))
+            whole = plan.with_labels(lambda prompt: questions[prompt].prompt.labels)
+            cost.seconds = (cost.seconds or 0.0) + share * self._profile.seconds(whole)
             if self._price_per_hour is not None:
                 cost.price = cost.seconds / 3600 * self._price_per_hour

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 
 import numpy as np
 
 from prefillcli.plan import SCHEDULES, WaitingPrompts
-from prefillcli.plan.behind import LabelSet
+from prefillcli.plan.behind import LabelSet, with_labels
 from prefillcli.plan.blocks import (
     NO_COVER,
     Block,
@@ -468,6 +468,10 @@ class Plan:
     @property
     def computed_tokens(self) -> int:
         return sum(len(pack.tokens) for pack in self.packs) + self.behind_tokens
+
+    def with_labels(self, labels: Callable[[int], LabelSet]) -> Plan:
+        """The same with the tokens of each prompt's labels in the packs, as the layer walk computes them."""
+        return replace(self, packs=[with_labels(pack, labels)[0] for pack in self.packs], behind_tokens=0)
 
 
 def make_plan(
