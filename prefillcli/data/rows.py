@@ -238,6 +238,11 @@ class ScoredRow:
     # Of a row whose sections are weighed, the largest change first.
     evidence: tuple[SectionEffect, ...] | None = None
 
+    @property
+    def answers(self) -> tuple[ScoredRow | None, ...]:
+        """The answers to each of its prompts, in their order."""
+        return self.parts or (self,)
+
 
 def joined_row(parts: Sequence[ScoredRow | None]) -> ScoredRow:
     """A row with several prompts, of the answers to each, the first included; None: it was not asked for. Where all of

@@ -107,7 +107,7 @@ class ResultRows:
         wrong = {
             each.row: RowError(ErrorCode.NONFINITE_SCORE, f"{_KINDS[own.measure]} {answer.logprobs.tolist()}")
             for each in results
-            for own, answer in zip(schemas, each.parts if schema.questions else (each,), strict=True)
+            for own, answer in zip(schemas, each.answers if schema.questions else (each,), strict=True)
             if answer is not None and not np.isfinite(label_scores(answer.logprobs, temperature, own.measure)[0])
         }
         errors = errors | wrong
@@ -148,7 +148,9 @@ class ResultRows:
         rows = made(schema, results, 0)
         for number, own in enumerate(schema.questions):
             chosen = numbers.tolist() if own.when is None else own.when(rows)
-            answers = [answer for each in results if (answer := each.parts[number]) is not None and each.row in chosen]
+            answers = [
+                answer for each in results if (answer := each.answers[number]) is not None and each.row in chosen
+            ]
             rows.questions.append(made(own, answers, number))
         return rows
 
