@@ -153,7 +153,9 @@ def build(tokenizer: Any, columns: dict[str, list[Any]], **options: Any) -> tupl
 class AnyLabels:
     """Takes every prompt."""
 
-    def resolve_all(self, tails: list[str], *, literal: bool = False) -> list[Following]:
+    columns = ()
+
+    def resolve_all(self, tails: list[str], *, literal: bool = False, values: object = ()) -> list[Following]:
         return [Following(LabelSet(()))] * len(tails)
 
 
