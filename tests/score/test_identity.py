@@ -84,6 +84,7 @@ OTHER: dict[str, Any] = {
     "rejects": "rejects.jsonl",
     "keep": 0.25,
     "prompt_column": "text",
+    "target_column": "text",
     "template": "{{ text }}",
     "labels": "No,Yes",
     "dtype": "bfloat16",
@@ -110,9 +111,9 @@ BESIDE: dict[str, dict[str, Any]] = {
     "partition": {"inputs": ("day=1", "day=2")},
 }
 #: Other contents are another job: tests/data/test_fingerprints.py, tests/score/test_calibrated.py. Code of the model:
-#: below. Adapters: tests/score/test_adapters.py.
+#: below. Adapters: tests/score/test_adapters.py. Questions: tests/score/test_questions.py.
 FILES = {"inputs", "model", "revision", "draft", "trust_remote_code", "calibration", "exit_profile"}
-FILES |= {"adapter", "adapter_column"}
+FILES |= {"adapter", "adapter_column", "questions"}
 
 
 @pytest.fixture(autouse=True)
