@@ -48,7 +48,7 @@ def make_window(index: int, rows: list[int], bad: tuple[int, ...] = (), json_tex
         index,
         np.array(rows, np.int64),
         [
-            Prompt(row, np.arange(row % 7 + 1, dtype=np.int32), LabelSet(()), row % 3 == 0)
+            Prompt(row, np.arange(row % 7 + 1, dtype=np.int32), LabelSet(()), truncated=row % 3 == 0)
             for row in rows
             if row not in bad
         ],
