@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from prefillcli.data.rows import ReadTokens
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, DrafterCounts, Writing
 from prefillcli.engines.base import (
     PLAIN,
@@ -58,12 +59,14 @@ class NextToken:
     def __init__(self) -> None:
         self._params: dict[LabelTokens, Any] = {}
 
-    def asked(self, labels: LabelTokens) -> Any:
-        """The parameters of a request."""
+    def asked(self, labels: LabelTokens, **more: Any) -> Any:
+        """The parameters of a request; `more` are further ones."""
         from vllm import SamplingParams
 
+        ids = [token for label in labels for token in label]
+        if more:
+            return SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=ids, detokenize=False, **more)
         if labels not in self._params:
-            ids = [token for label in labels for token in label]
             self._params[labels] = SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=ids, detokenize=False)
         return self._params[labels]
 
@@ -79,10 +82,10 @@ class WholeVocabulary:
 
     arguments = {"max_logprobs": -1}  # noqa: RUF012
 
-    def asked(self, labels: LabelTokens) -> Any:
+    def asked(self, labels: LabelTokens, **more: Any) -> Any:
         from vllm import SamplingParams
 
-        return SamplingParams(max_tokens=1, temperature=0, logprobs=-1, flat_logprobs=True, detokenize=False)
+        return SamplingParams(max_tokens=1, temperature=0, logprobs=-1, flat_logprobs=True, detokenize=False, **more)
 
     def numbers(self, output: Any, labels: LabelTokens) -> npt.NDArray[np.float64]:
         found = _logprobs_of(output)
@@ -107,7 +110,7 @@ class HeadOutputs:
     def __init__(self, head: ClassHead) -> None:
         self._head = head
 
-    def asked(self, labels: LabelTokens) -> Any:
+    def asked(self, labels: LabelTokens, **more: Any) -> Any:
         from vllm import PoolingParams
 
         return PoolingParams(task="classify", use_activation=False)
@@ -122,6 +125,54 @@ class HeadOutputs:
         (found,) = label_numbers(outputs, [0], [labels], self._head.activation)
         numbers: npt.NDArray[np.float64] = found
         return numbers
+
+
+class LabelRequests:
+    """The requests for a prompt's labels: one for each sequence of tokens before the last token of a spelling.
+
+    vLLM gives the log-probabilities of the tokens inside a request (`prompt_logprobs`), and of those that follow it.
+    """
+
+    def __init__(self, labels: LabelSet) -> None:
+        self.labels = labels
+        #: What is computed behind the prompt, and the tokens that are read after it.
+        self.asked: list[tuple[list[int], LabelTokens]] = [([], labels.single)] if labels.single is not None else []
+        self.computed_tokens = 0
+        self.seconds = 0.0
+        self.outputs: dict[int, Any] = {}
+        if not self.asked:
+            after: dict[tuple[int, ...], dict[int, None]] = {}
+            for *before, last in (each.tolist() for each in labels.sequences):
+                after.setdefault(tuple(before), {})[last] = None
+            self.asked = [(list(before), tuple((token,) for token in last)) for before, last in after.items()]
+
+    def answer(self, prompt: int, reader: NextToken | WholeVocabulary | HeadOutputs) -> Answer:
+        """Made of the `outputs` of all that was `asked`."""
+        single, by_token = self.labels.single, None
+        if single is not None:
+            logprobs = reader.numbers(self.outputs[0], single)
+        else:
+            found: dict[tuple[int, ...], tuple[list[float], bool]] = {}
+            for number, (before, after) in enumerate(self.asked):
+                output = self.outputs[number]
+                inside = output.prompt_logprobs[len(output.prompt_token_ids) - len(before) :] if before else []
+                own = [place[token] for place, token in zip(inside, before, strict=True)]
+                likeliest = all(each.rank == 1 for each in own)
+                for (last,), value in zip(after, reader.numbers(output, after).tolist(), strict=True):
+                    values = [*(each.logprob for each in own), value]
+                    found[*before, last] = (values, likeliest and output.outputs[0].token_ids[0] == last)
+            read = [found[tuple(each.tolist())] for each in self.labels.sequences]
+            tokens = np.array([value for own, _ in read for value in own])
+            logprobs = self.labels.logprobs(tokens)
+            by_token = ReadTokens(tokens, all(greedy for _, greedy in read)) if self.labels.by_token else None
+        return Answer(
+            prompt=prompt,
+            logprobs=self.labels.divided(logprobs),
+            shared_tokens=min(output.num_cached_tokens or 0 for output in self.outputs.values()),
+            computed_tokens=self.computed_tokens,
+            seconds=self.seconds,
+            by_token=by_token,
+        )
 
 
 # Texts behind prompts by vLLM: its batches, its prefix cache, and its own speculation where that is set up.
@@ -504,23 +555,29 @@ class VllmEngine(Engine):
         step: float,
     ) -> Iterator[list[Answer]]:
         # The answers to prompts; `tick` is called with `step` for each.
-        lengths: dict[str, int] = {}  # of the prompts that vLLM holds
-        begun = time.monotonic()
+        held: dict[int, LabelRequests] = {}  # the prompts that vLLM holds
+        begun, free = time.monotonic(), self._room
         while True:
             with self._asking(tick):
-                for prompt, tokens in islice(waiting, self._room - len(lengths)):
-                    self._engine.add_request(
-                        str(prompt), {"prompt_token_ids": tokens.tolist()}, self._reader.asked(labels(prompt).first)
-                    )
-                    lengths[str(prompt)] = len(tokens)
-                outputs = [output for output in self._engine.step() if output.finished] if lengths else []
-            if not lengths:
+                while free > 0 and (following := next(waiting, None)):
+                    prompt, tokens = following
+                    held[prompt] = LabelRequests(labels(prompt))
+                    for number, (before, after) in enumerate(held[prompt].asked):
+                        given = {"prompt_token_ids": [*tokens.tolist(), *before]}
+                        inside = {"prompt_logprobs": 0} if before else {}
+                        self._engine.add_request(f"{prompt} {number}", given, self._reader.asked(after, **inside))
+                        free -= 1
+                outputs = [output for output in self._engine.step() if output.finished] if held else []
+            if not held:
                 return
+            answers = []
             if outputs:
+                free += len(outputs)
                 now = time.monotonic()
-                yield self._answers(outputs, lengths, labels, now - begun)
+                if answers := self._answers(outputs, held, now - begun):
+                    yield answers
                 begun = now
-            tick(step * len(outputs))
+            tick(step * len(answers))
 
     def _written_on(
         self, answers: list[Answer], continuations: Continuations, tick: Callable[[float], None]
@@ -543,21 +600,19 @@ class VllmEngine(Engine):
         except ValueError as error:
             raise UsageError(f"vLLM does not take a prompt or the labels: {brief(error)}") from error
 
-    def _answers(
-        self, outputs: list[Any], lengths: dict[str, int], labels: Callable[[int], LabelSet], seconds: float
-    ) -> list[Answer]:
-        cached = [output.num_cached_tokens or 0 for output in outputs]
-        computed = [lengths.pop(output.request_id) - own for output, own in zip(outputs, cached, strict=True)]
-        return [
-            Answer(
-                prompt=int(output.request_id),
-                logprobs=self._reader.numbers(output, labels(int(output.request_id)).first),
-                shared_tokens=shared,
-                computed_tokens=own,
-                seconds=seconds * own / sum(computed),
-            )
-            for output, shared, own in zip(outputs, cached, computed, strict=True)
-        ]
+    def _answers(self, outputs: list[Any], held: dict[int, LabelRequests], seconds: float) -> list[Answer]:
+        # The answers to prompts whose last requests are among these `outputs` of a step.
+        computed = [len(output.prompt_token_ids) - (output.num_cached_tokens or 0) for output in outputs]
+        answers = []
+        for output, own in zip(outputs, computed, strict=True):
+            prompt, number = map(int, output.request_id.split())
+            requests = held[prompt]
+            requests.outputs[number] = output
+            requests.computed_tokens += own
+            requests.seconds += seconds * own / sum(computed)
+            if len(requests.outputs) == len(requests.asked):
+                answers.append(held.pop(prompt).answer(prompt, self._reader))
+        return answers
 
     def _wake(self) -> None:
         self._engine.engine_core.outputs_queue.put(self._dead())

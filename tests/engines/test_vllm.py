@@ -31,13 +31,20 @@ except ImportError:
 
 from prefillcli.bench.bench_job import bench_job
 from prefillcli.bench.report import BenchReport
+from prefillcli.core.question import Question, answer_questions
+from prefillcli.data.rows import Prompt
 from prefillcli.decode.continuations import Beginning, Writing
 from prefillcli.engines.base import Answer
-from prefillcli.engines.hf import HfEngine
+from prefillcli.engines.hf import HfEngine, last_logits
+from prefillcli.engines.torch import TorchEngine
 from prefillcli.models.law import PACK_TOKENS
 from prefillcli.options.commands import BenchSettings
+from prefillcli.plan.behind import LabelSet
+from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from tests.engines.written import Given, answers
+from prefillcli.prefill.forest import ATTENTION, register
+from prefillcli.prefill.walk import LayerWalk
+from tests.engines.written import LABELS, Given, answers
 from tests.score.jobs import Reference, read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.models import save_model
 
@@ -144,6 +151,42 @@ def test_variants_of_a_label_are_summed_over_the_whole_vocabulary(started: list[
         wanted = reference.answer(text, ((" Yes", "Yes", "yes"), (" No",)))
         assert abs(row["score"] - wanted.score) < FLOAT32
         assert abs(row["label_mass"] - wanted.label_mass) < FLOAT32
+
+
+def test_labels_of_several_tokens_are_those_of_the_walk_and_of_the_plain_loop(
+    shared: Any, llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(5)
+    trunk = rng.integers(3, 300, 12).tolist()
+    unlike = [rng.integers(3, 300, 12).tolist() for _ in range(4)]
+    history = rng.integers(3, 300, 90)
+    prompts = [np.append(history[: 20 * number], [7, 8, 9 + number]).astype(np.int32) for number in range(5)]
+    hf = HfEngine(AutoModelForCausalLM.from_pretrained(llama).eval(), max_length=2048)
+    likeliest = int(last_logits(hf.model, np.append(prompts[4], trunk[:5]).astype(np.int32)).argmax())
+    sets = [
+        LabelSet.of([[trunk], [[*trunk[:5], *unlike[0][:4]]], [unlike[1][0]]]),  # they part inside
+        LabelSet.of([[trunk[:1]], [[*trunk[:3], 4], [*trunk[:3], 5]], [[*trunk[:3], 6, 7]]]),  # they part at the end
+        replace(LabelSet.of([[unlike[2]], [unlike[3][:7]]]), sizes=(12.0, 7.0)),
+        LabelSet.of([[8], [9, 10]]),
+        replace(LabelSet.of([[[*trunk[:5], likeliest]]]), by_token=True),
+    ]
+    register()
+    model = AutoModelForCausalLM.from_pretrained(llama, attn_implementation=ATTENTION).eval()
+    walk = TorchEngine(LayerWalk(model, chunk_tokens=64), limits=Limits(tokens=1 << 20, max_tokens=2048))
+    questions = [
+        Question(Prompt(row, own, labels)) for row, (own, labels) in enumerate(zip(prompts, sets, strict=True))
+    ]
+    shared.forget()
+    found, wanted, others = (answer_questions(each, questions) for each in (shared, hf, walk))
+    largest = 0.0
+    for own, one, other in zip(found, wanted, others, strict=True):
+        largest = max(largest, *np.abs(own.logprobs - one.logprobs), *np.abs(own.logprobs - other.logprobs))
+    read, plain = found[4].by_token, wanted[4].by_token
+    largest = max(largest, *np.abs(read.logprobs - plain.logprobs))
+    with capsys.disabled():
+        print(f" {largest:.1e}", end="")
+    assert read.greedy == plain.greedy
+    assert largest < 1e-5
 
 
 # ----------------------------------------------------------------------------------------------------------- texts
@@ -440,13 +483,9 @@ def processes(pid: int) -> list[Any]:
 
 
 def test_the_engine_is_easy_to_call(shared: Any, llama: Path) -> None:
-    from prefillcli.plan.plan import make_plan
-
     prompts = [np.array([5, 6, 7, own], dtype=np.int32) for own in range(20, 30)]
     (pack,) = make_plan(prompts, shared.limits).packs
-    found = {
-        own.prompt: own.logprobs for each in shared.answer(pack, lambda i: ((8,), (9, 10)), print) for own in each
-    }
+    found = {own.prompt: own.logprobs for each in shared.answer(pack, lambda _: LABELS, print) for own in each}
     reference = Reference(llama)
     for number, prompt in enumerate(prompts):
         probabilities = reference._probabilities(tuple(prompt.tolist()))

@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from prefillcli.decode.continuations import Beginning, Writing
 from prefillcli.engines.base import Answer, Treatment
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.plan import make_plan
 
-LABELS = ((8,), (9, 10))
+LABELS = LabelSet.of([[8], [9, 10]])
 
 
 @dataclass(frozen=True)
