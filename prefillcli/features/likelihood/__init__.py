@@ -90,7 +90,7 @@ class Likelihood(Feature):
             )
         if settings.engine == "vllm":
             raise UsageError(
-                "--target-column: the vllm engine reads one token behind a prompt\nuse --engine torch, or hf"
+                "--target-column is for the engines torch and hf\nleave --engine out, or give --engine hf"
             )
 
     def check_columns(self, available: Sequence[str]) -> None:
