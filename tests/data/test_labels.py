@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from prefillcli.data.prompts.labels import Label, LabelError, Labels, parse_labels, tail_of
@@ -262,3 +262,40 @@ def test_a_right_answer_is_a_label_a_spelling_of_it_or_a_truth_value(
     assert [known.is_positive(answer) for answer in wrong] == [False] * len(wrong)
     for answer in (*unknown, None, float("nan"), float("inf")):
         assert known.is_positive(answer) is None
+
+
+def harness_tokens(tokenizer: Any, context: str, continuation: str) -> list[int]:
+    """The continuation's tokens as lm-evaluation-harness has them (`TemplateLM._encode_pair`)."""
+    spaces = len(context) - len(context.rstrip())
+    if spaces > 0:
+        continuation = context[-spaces:] + continuation
+        context = context[:-spaces]
+    return ids(tokenizer, context + continuation)[len(ids(tokenizer, context)) :]
+
+
+@pytest.mark.parametrize("name", ALL)
+@given(data=st.data())
+def test_longer_labels_have_the_tokens_of_the_harness(
+    name: str, data: st.DataObject, request: pytest.FixtureRequest
+) -> None:
+    tokenizer = request.getfixturevalue(name)
+    words = st.sampled_from(["Yes", "No", "user", "topic", "history"])
+    prompt = PROMPT + data.draw(st.sampled_from(["", " ", "\n", "\n\n", "  "]))
+    phrases = st.lists(words, min_size=2, max_size=4).map(" ".join)
+    names = data.draw(st.lists(phrases, min_size=2, max_size=3, unique=True))
+    assume(not any(one != other and other.startswith(one) for one in names for other in names))
+    found = resolve(Labels(tokenizer, [Label(each) for each in names]), prompt)
+    space = "" if prompt[-1].isspace() else " "
+    assert [own.tolist() for own in found.sequences] == [
+        harness_tokens(tokenizer, prompt, space + each) for each in names
+    ]
+
+
+def test_a_label_that_begins_another_needs_an_end(byte_level: Any) -> None:
+    labels = [Label("Yes"), Label("Yes user")]
+    with pytest.raises(LabelError, match="--label-end"):
+        resolve(Labels(byte_level, labels), PROMPT)
+    found = resolve(Labels(byte_level, labels, end="."), PROMPT)
+    assert [own.tolist() for own in found.sequences] == [
+        harness_tokens(byte_level, PROMPT, f" {label.name}.") for label in labels
+    ]
