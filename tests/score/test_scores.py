@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.score.jobs import (
@@ -206,3 +207,17 @@ def test_the_same_prompt_twice_has_the_same_score(model: Path) -> None:
     score(write_parquet("in.parquet", prompt=prompts + prompts), model=model)
     found = [row["score"] for row in read_output("out.parquet")]
     assert found[:5] == found[5:]
+
+
+@pytest.mark.parametrize("norm", ["none", "tokens", "bytes"])
+def test_scores_are_of_log_probabilities_divided_by_the_lengths_of_labels(model: Path, norm: str) -> None:
+    names = ["Yes No", "No"]
+    lengths = {"none": [1, 1], "tokens": [2, 1], "bytes": [len(name.encode()) for name in names]}[norm]
+    score(write_parquet("in.parquet", prompt=texts(6)), model=model, labels=names, label_norm=norm)
+    reference = Reference(model)
+    for row, text in zip(read_output("out.parquet"), texts(6), strict=True):
+        found = np.array([row[f"logprob_{name}"] for name in names])
+        assert found[1] == pytest.approx(float(reference.answer(text, (("Yes",), (" No",))).logprobs[1]), abs=1e-4)
+        share = np.exp(found / lengths)
+        assert row["score"] == pytest.approx(share[0] / share.sum(), abs=1e-6)
+        assert row["prediction"] == names[int(share.argmax())]
