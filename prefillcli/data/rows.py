@@ -142,8 +142,6 @@ class Prompt:
     row: int
     tokens: Int32Array  # token ids, int32 [tokens]
     labels: LabelSet  # the tokens of the labels that may follow this prompt
-    part: int = 0  # its number among the prompts of its row
-    later: bool = False  # whether it is asked only once the other answers about the row are known
     truncated: bool = False
     keep: float | None = None  # the row's own keep rate
     specprefill: bool | None = None  # the row's own choice of whether it is compressed
@@ -152,6 +150,8 @@ class Prompt:
     made_of: dict[str, Any] | None = None
     # The digest of everything that the row's results depend on, where a later job may take them over.
     digest: bytes | None = None
+    part: int = 0  # its number among the prompts of its row
+    later: bool = False  # whether it is asked only once the other answers about the row are known
 
 
 @dataclass(slots=True)

@@ -118,14 +118,14 @@ class ResultRows:
             prompts.setdefault(prompt.row, []).append(prompt)
 
         def made(schema: OutputSchema, results: Sequence[ScoredRow], part: int) -> ResultRows:
-            own = {prompt.row: prompt for all_parts in prompts.values() for prompt in all_parts if prompt.part == part}
-            sets = [own[each.row].labels for each in results]
-            most = max([len(schema.labels), *(len(each) for each in sets)])
+            own = {prompt.row: prompt for prompt in window.prompts if prompt.part == part}
+            most = max([len(schema.labels), *(len(each.logprobs) for each in results)])
             logprobs = np.full((len(results), most), -np.inf)
             divided = logprobs.copy()
-            for row, (each, labels) in enumerate(zip(results, sets, strict=True)):
-                logprobs[row, : len(each.logprobs)] = labels.whole(each.logprobs)
-                divided[row, : len(each.logprobs)] = each.logprobs
+            for row, each in enumerate(results):
+                count, prompt = len(each.logprobs), own.get(each.row)
+                divided[row, :count] = each.logprobs
+                logprobs[row, :count] = each.logprobs if prompt is None else prompt.labels.whole(each.logprobs)
             return cls(
                 numbers=numbers,
                 prompts=[own.get(row) for row in numbers.tolist()],
