@@ -97,7 +97,7 @@ class Question:
     def most_kept(self) -> int:
         """The most tokens that the last layers read: some chosen ones may be among those that are kept anyway."""
         tokens = len(self.tokens)
-        return self.size if self.thinning is None else self.thinning.most_kept(tokens) + self.prompt.labels.tokens
+        return tokens if self.thinning is None else self.thinning.most_kept(tokens)
 
 
 def plan_questions(
@@ -259,11 +259,12 @@ def _small_groups(
         if question.size > half:
             yield [numbers[at]], limits
             continue
-        if group and kept + question.most_kept > half:
+        own = question.most_kept + question.prompt.labels.tokens
+        if group and kept + own > half:
             yield sorted(group), small
             group, kept = [], 0
         group.append(numbers[at])
-        kept += question.most_kept
+        kept += own
     if group:
         yield sorted(group), small
 

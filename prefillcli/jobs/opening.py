@@ -206,7 +206,11 @@ def require_shares(labels: Labels, command: str) -> None:
 def require_label_uses(opening: Opening) -> None:
     """Raise UsageError for the first option that has no meaning for numbers of the labels' kind."""
     settings, labels = opening.settings, opening.labels
-    if labels.measure in (Measure.SHARES, Measure.LIKELIHOOD):  # features of the latter have refused what they cannot
+    if labels.measure in (
+        Measure.SHARES,
+        Measure.CHOICES,
+        Measure.LIKELIHOOD,
+    ):  # features of the latter have refused what they cannot
         return
     asked = [name for each in opening.features for name in each.meaningless(labels)]
     if settings.temperature != 1.0:

@@ -30,13 +30,14 @@ class LabelSet:
     a spelling's is the product over its tokens. Outputs of a head stand for tokens: ~number is the complement of an
     output. With `by_token` the numbers of single tokens are wanted too. `sizes` are what the labels'
     log-probabilities are divided by for their scores; None: they are not. `text_bytes` are those of the one text that
-    is its label, in UTF-8; 0: it has labels of all rows.
+    is its label, in UTF-8; 0: it has labels of all rows. `texts` are the labels of a row that has its own.
     """
 
     spellings: tuple[tuple[TokenArray, ...], ...]
     by_token: bool = False
     sizes: tuple[float, ...] | None = None
     text_bytes: int = 0
+    texts: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, tokens: Sequence[Sequence[int | Sequence[int]]]) -> LabelSet:
@@ -59,7 +60,12 @@ class LabelSet:
 
     @property
     def _rest(self) -> tuple[object, ...]:
-        return (self.by_token, self.sizes, *((self.text_bytes,) if self.text_bytes else ()))
+        own = [each for each in (self.text_bytes, self.texts) if each]
+        return (self.by_token, self.sizes, *own)
+
+    def with_texts(self, texts: Sequence[str]) -> LabelSet:
+        """The same with the texts of the labels."""
+        return replace(self, texts=tuple(texts))
 
     @cached_property
     def sequences(self) -> list[TokenArray]:

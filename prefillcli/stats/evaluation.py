@@ -896,6 +896,7 @@ class Measure(StrEnum):
     SHARES = "shares"  # Log-probabilities of labels that exclude one another
     CHANCES = "chances"  # Log-probabilities of labels, each of which may be right independently of the others
     VALUES = "values"  # any numbers
+    CHOICES = "choices"  # Log-probabilities of the row's own labels, which exclude one another
     LIKELIHOOD = "likelihood"  # the log-probability of a text of the row
 
 
@@ -905,7 +906,7 @@ def label_scores(numbers: Float64Array, temperature: float = 1.0, measure: Measu
 
     Only shares have a `temperature`; see `label_probabilities`.
     """
-    if measure is Measure.SHARES:
+    if measure in (Measure.SHARES, Measure.CHOICES):
         return label_probabilities(numbers, temperature)
     return np.asarray(np.exp(numbers), np.float64) if measure is Measure.CHANCES else numbers
 

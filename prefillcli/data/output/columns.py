@@ -63,6 +63,7 @@ _KINDS = {
     Measure.SHARES: "label log-probabilities",
     Measure.CHANCES: "label log-probabilities",
     Measure.VALUES: "label values",
+    Measure.CHOICES: "log-probabilities of choices",
     Measure.LIKELIHOOD: "log-probability",
 }
 
@@ -250,6 +251,24 @@ def _gaps(rows: ResultRows) -> ObjectArray:
     return rows.of_scored([own.gap if own is not None and math.isfinite(own.gap) else None for own in found])
 
 
+def _lists(rows: ResultRows, values: Float64Array) -> ObjectArray:
+    # A list of each row's own numbers, of `values` [scored, labels].
+    found = np.full(len(rows.numbers), None, object)
+    for place, each, own in zip(rows.places.tolist(), rows.scored, values, strict=True):
+        found[place] = own[: len(each.logprobs)]
+    return found
+
+
+def _indices(scores: Iterable[Float64Array | None]) -> list[int | None]:
+    return [None if each is None else int(each.argmax()) for each in scores]
+
+
+def _choice_texts(rows: ResultRows) -> ObjectArray:
+    prompts = [rows.prompts[place] for place in rows.places.tolist()]
+    chosen = zip(prompts, _indices(rows.scores), strict=True)
+    return rows.of_scored([None if p is None or at is None else p.labels.texts[at] for p, at in chosen])
+
+
 def _of_target(value: Callable[[ReadTokens], Any]) -> Callable[[ResultRows], ObjectArray]:
     # A value of the tokens that were read one by one.
     return lambda rows: rows.of_scored([each.by_token and value(each.by_token) for each in rows.scored])
@@ -283,6 +302,8 @@ def _evidence(rows: ResultRows) -> ObjectArray:
 # The contribution of each section of a prompt, the largest change first.
 EVIDENCE = pa.list_(pa.struct([("section", pa.string()), ("change", pa.float64())]))
 _TARGET: Any = {"counted": True, "measures": (Measure.LIKELIHOOD,)}
+_CHOICES: Any = {"measures": (Measure.CHOICES,), "conditional": False}
+_NUMBERED = (Measure.SHARES, Measure.CHANCES, Measure.VALUES)
 _WRITTEN: Any = {"group": "rationales", "conditional": False}
 
 # In the order of the output, after the id and the columns that are carried from the input.
@@ -312,6 +333,10 @@ COLUMNS = (
         least_labels=3,
         of_answer=True,
     ),
+    Column("scores", pa.list_(pa.float64()), lambda rows: _lists(rows, rows.scores), **_CHOICES),
+    Column("logprobs", pa.list_(pa.float64()), lambda rows: _lists(rows, rows.logprobs), **_CHOICES),
+    Column("prediction", pa.int64(), lambda rows: rows.of_scored(_indices(rows.scores)), counted=True, **_CHOICES),
+    Column("prediction_text", pa.string(), _choice_texts, **_CHOICES),
     Column("logprob", pa.float64(), lambda rows: rows.of_scored(rows.logprobs[:, 0]), **_TARGET),
     Column("target_tokens", pa.int64(), _of_target(lambda read: len(read.logprobs)), **_TARGET),
     Column("target_bytes", pa.int64(), _target_bytes, **_TARGET),
@@ -337,7 +362,7 @@ COLUMNS = (
         pa.string(),
         lambda rows: rows.of_scored(_best(rows, rows.scores)),
         counted=True,
-        measures=(Measure.SHARES, Measure.CHANCES, Measure.VALUES),
+        measures=_NUMBERED,
         of_answer=True,
     ),
     Column("prompt_tokens", pa.int64(), lambda rows: rows.prompt_tokens, counted=True),
@@ -377,11 +402,15 @@ COLUMNS = (
         of_answer=True,
     ),
     Column(
+        "audit_prediction", pa.int64(), lambda rows: rows.of_scored(_indices(rows.audited)), group="audit", **_CHOICES
+    ),
+    Column(
         "audit_prediction",
         pa.string(),
         lambda rows: rows.of_scored(_best(rows, rows.audited)),
         group="audit",
         conditional=False,
+        measures=_NUMBERED,
         of_answer=True,
     ),
     Column("rationale", pa.string(), _of_rationale("text"), **_WRITTEN),
@@ -676,7 +705,8 @@ def _exit_layers(scored: pa.Table) -> dict[str, LayerRows]:
 
 def _score_bins(rows: pa.Table) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
-    if "prediction" not in rows.column_names:  # rows with several questions, or without labels
+    if "prediction" not in rows.column_names or pa.types.is_integer(rows.schema.field("prediction").type):
+        # Rows with several questions, with choices of their own, or without labels.
         return found
     for name in _counted(rows["prediction"]):
         if f"value_{name}" in rows.column_names:

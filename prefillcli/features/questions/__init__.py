@@ -56,7 +56,7 @@ class Questions(Feature):
                 raise UsageError(f"--{name.replace('_', '-')}: {why}\nleave it out, or --questions")
         others = [each for each in features_of(settings) if each is not self and type(each) is not type(self)]
         refused = {
-            "--exit": any(each.between_layers() for each in others),
+            "--exit": any(each.flips and not each.rewrites for each in others),
             "--calibration and --calibrate-with": any("calibrated" in each.columns for each in others),
             "--rationale and --evidence": any(each.asks() for each in others),
             "--truth": any(each.truth_column() is not None for each in others),
