@@ -27,6 +27,7 @@ ROWS = 24
 ASKED = {
     "adapters": ["--adapter", "lora"],
     "determinism": ["--deterministic"],
+    "choices": ["--choices-column", "choices"],
     "compress": ["--keep", "0.3", "--draft", str(sample_draft()), "--compress-above", "0"],
     "calibration": ["--template", "{{ prompt }}", "--calibrate-with", "N/A"],
     "exits": ["--exit", "--max-flips", "0.9"],
@@ -86,7 +87,8 @@ def make_folder(folder: Path) -> Path:
     shutil.copytree(adapter(), folder / "lora")
     answers = ["Yes" if at % 2 else "No" for at in range(ROWS)]
     prompts = [f"Is {at} an odd number?" for at in range(ROWS)]
-    write_parquet(str(folder / "in.parquet"), prompt=prompts, answer=answers)
+    choices = [["Yes it is", "No"]] * ROWS
+    write_parquet(str(folder / "in.parquet"), prompt=prompts, answer=answers, choices=choices)
     question = "{name: odd, text: '? Answer:', labels: [Yes, No]}"
     (folder / "questions.yaml").write_text(f"document: '{{{{ prompt }}}}'\nquestions: [{question}]\n")
     return folder

@@ -56,7 +56,8 @@ def test_the_manual_lists_the_columns_in_their_order() -> None:
     cells = re.findall(r"^\| (.*?) \| .+ \|$", table, re.MULTILINE)
     names = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
     of_questions = [name for name in names if name.startswith("<name>.")]
-    assert [name for name in names if name not in of_questions] == ["row", *(column.name for column in COLUMNS)]
+    listed = dict.fromkeys(name for name in names if name not in of_questions)
+    assert list(listed) == ["row", *dict.fromkeys(column.name for column in COLUMNS)]  # some have one of several types
 
 
 def test_counting_needs_no_other_columns_than_those_that_say_so() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prefillcli import Scorer
 from prefillcli.errors import UsageError
 from prefillcli.jobs.verify import verify_job
 from tests.score.jobs import Reference, read_output, score, write_jsonl, write_parquet
@@ -115,3 +116,10 @@ def test_an_end_tells_choices_apart_that_begin_alike(model: Path) -> None:
     (row,) = read_output("o.jsonl")
     assert row["error"] is None
     assert math.isclose(sum(row["scores"]), 1.0)
+
+
+def test_a_scorer_takes_rows_with_choices(model: Path, reference: Reference) -> None:
+    with Scorer(model=model, choices_column="choices") as scorer:
+        found = scorer.score(ROWS)
+    for row, own in zip(ROWS, found.to_pylist(), strict=True):
+        np.testing.assert_allclose(own["logprobs"], expected(reference, row), atol=1e-5, rtol=1e-6)
