@@ -1,0 +1,143 @@
+"""`python -m benchmarks.answers`: answers of several tokens, and several questions a row, under a real model.
+
+`sentences` scores real reviews by sentence-long labels, with every norm, and prints the AUC of each. `questions` asks
+ten questions about each document and one, and compares tokens and seconds. `choices` compares four sentence-long
+choices behind a shared context with a plain transformers loop. A line of JSON goes to stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import typer
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.spread import Spread
+from prefillcli.bench.contest import interleaved
+from prefillcli.core.question import Question, answer_questions
+from prefillcli.data.prompts.labels import Label, LabelError, Labels, tail_of
+from prefillcli.data.rows import Prompt
+from prefillcli.engines.hf import sequence_logprobs
+from prefillcli.engines.torch import TorchEngine
+from prefillcli.models.law import CHUNK_TOKENS, PACK_TOKENS
+from prefillcli.plan.pack import Limits
+from prefillcli.prefill.forest import ATTENTION, register
+from prefillcli.prefill.walk import LayerWalk
+from recipes.choose_prompt import first_short
+from recipes.real_model import real_model, reviews
+
+SENTENCES = ("the patient was helped by it", "the patient was harmed by it")
+CHOICES = (*SENTENCES, "the patient felt no difference at all", "the patient did not take it")
+TOPICS = ("pain", "sleep", "skin", "mood", "weight", "infection", "birth control", "headache", "nausea", "the price")
+app = typer.Typer(add_completion=False)
+
+
+def prefill(folder: Path, rows: dict[str, list[Any]], *options: str) -> dict[str, Any]:
+    """The report of a `prefill score` job over these rows; the output is `out.parquet` in the folder."""
+    pq.write_table(pa.table(rows), folder / "in.parquet")
+    command = ["score", "in.parquet", "-o", "out.parquet", "--overwrite", "--quiet", "--no-chat", *options]
+    model = ["--model", str(real_model().resolve())]
+    subprocess.run([sys.executable, "-m", "prefillcli", *command, *model], cwd=folder, check=True, stdout=2)  # noqa: S603
+    report: dict[str, Any] = json.loads((folder / "out.run.json").read_text())
+    return report
+
+
+@app.command()
+def sentences(rows: int = 200) -> None:
+    """The AUC of sentence-long labels, with and without a norm, beside labels of one token."""
+    found: dict[str, float] = {}
+    few = reviews("Test")[:rows]
+    shown = first_short(reviews("Train"), 2)
+    for name, (good, bad), norms in (
+        ("one token", ("positive", "negative"), ("none",)),
+        ("sentence", SENTENCES, ("none", "tokens", "bytes")),
+    ):
+        words, asked = {"positive": good, "negative": bad}, {"one token": "Sentiment:", "sentence": "In short,"}[name]
+        examples = "".join(f"Review: {each.text}\n{asked} {words[each.sentiment]}\n\n" for each in shown)
+        prompts = [f"{examples}Review: {each.text}\n{asked}" for each in few]
+        truth = [words[each.sentiment] for each in few]
+        for norm in norms:
+            with TemporaryDirectory() as folder:
+                data = {"prompt": prompts, "truth": truth}
+                options = ("--labels", f"{good},{bad}", "--label-norm", norm, "--truth", "truth", "--dtype", "float32")
+                found[f"{name}, {norm}"] = prefill(Path(folder), data, *options)["evaluation"]["auc"]["value"]
+    typer.echo(json.dumps({"rows": len(few), "auc": found}))
+
+
+@app.command()
+def questions(documents: int = 4, tokens: int = 2000, rounds: int = 3) -> None:
+    """Ten questions about each document and one, in turn."""
+    tokenizer = AutoTokenizer.from_pretrained(real_model())
+    ids = tokenizer("\n\n".join(each.text for each in reviews("Test")))["input_ids"]
+    texts = [tokenizer.decode(ids[at * tokens : (at + 1) * tokens]) for at in range(documents)]
+    asked = [
+        {"name": f"topic{at}", "text": f"\n\nIs this about {topic}? Answer:", "labels": ["Yes", "No"]}
+        for at, topic in enumerate(TOPICS)
+    ]
+    seconds: dict[int, list[float]] = {1: [], 10: []}
+    computed: dict[int, int] = {}
+    with TemporaryDirectory() as name:
+        for _ in range(rounds):
+            for count in (1, 10):
+                content = {"document": "{{ text }}", "questions": asked[:count]}
+                Path(name, "questions.yaml").write_text(yaml.safe_dump(content))
+                report = prefill(Path(name), {"text": texts}, "--questions", "questions.yaml")
+                seconds[count].append(report["seconds"]["model"])
+                computed[count] = report["tokens"]["computed"]
+    ratios = [ten / one for one, ten in zip(seconds[1], seconds[10], strict=True)]
+    typer.echo(
+        json.dumps({"computed": computed, "seconds": seconds, "tokens": computed[10] / computed[1], "time": ratios})
+    )
+
+
+@app.command()
+def choices(rows: int = 8, examples: int = 12, rounds: int = 3) -> None:
+    """Four sentence-long choices behind a shared context, and one forward of transformers for each."""
+    folder = real_model()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    words = dict(zip(("positive", "negative"), SENTENCES, strict=True))
+    shown = first_short(reviews("Train"), examples)
+    context = "".join(f"Review: {each.text}\nIn short, {words[each.sentiment]}\n\n" for each in shown)
+    texts = [f"{context}Review: {each.text[:200]}\nIn short," for each in reviews("Test")[:rows]]
+    labels = Labels(tokenizer, [Label(each) for each in CHOICES])
+    prompts = []
+    for row, (text, following) in enumerate(
+        zip(texts, labels.resolve_all([tail_of(each) for each in texts]), strict=True)
+    ):
+        if isinstance(following, LabelError):
+            raise following
+        prompts.append(Prompt(row, np.array(tokenizer(text)["input_ids"], np.int32), following.labels))
+    register()
+
+    def plain() -> np.ndarray:
+        model.set_attn_implementation("sdpa")
+        return np.array(
+            [own.labels.logprobs(sequence_logprobs(model, own.tokens, own.labels.sequences)[0]) for own in prompts]
+        )
+
+    def walked() -> np.ndarray:
+        model.set_attn_implementation(ATTENTION)
+        with closing(LayerWalk(model, chunk_tokens=CHUNK_TOKENS["cpu"])) as walk:
+            engine = TorchEngine(walk, limits=Limits(PACK_TOKENS["cpu"], 1 << 30))
+            return np.array([each.logprobs for each in answer_questions(engine, [Question(own) for own in prompts])])
+
+    difference = float(np.abs(plain() - walked()).max())
+    times = interleaved({"plain": plain, "walk": walked}, rounds)
+    spread = Spread.of([a / b for a, b in zip(times["plain"], times["walk"], strict=True)])
+    typer.echo(json.dumps({"seconds": times, "ratio": str(spread), "difference": difference}))
+
+
+if __name__ == "__main__":
+    app()
