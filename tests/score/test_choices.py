@@ -65,7 +65,7 @@ def test_each_row_has_the_log_probabilities_of_its_own_choices(
     assert verify_job(output)["problems"] == []
 
 
-def test_norms_divide_as_the_harness_does(model: Path, reference: Reference) -> None:
+def test_the_norm_divides_by_the_bytes_of_each_choice(model: Path, reference: Reference) -> None:
     write_jsonl("d.jsonl", ROWS)
     score("d.jsonl", "o.jsonl", model=model, choices_column="choices", label_norm="bytes")
     for row, own in zip(ROWS, read_output("o.jsonl"), strict=True):
