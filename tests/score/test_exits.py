@@ -560,3 +560,25 @@ def test_no_row_can_prove_nothing_and_enough_rows_are_enough() -> None:
     enough = exit_learning.provable_flips(1196, 0.01, 2)
     assert enough.max_flips <= 0.01 < exit_learning.provable_flips(1195, 0.01, 2).max_flips
     assert exit_learning.provable_text(enough, 2, 0.01).endswith("prove at most 1.00% flips")
+
+
+def test_rows_with_longer_labels_leave_by_the_first_tokens_that_differ(deep_model: Path) -> None:
+    write_jsonl("in.jsonl", [{"prompt": prompt} for prompt in prompts()])
+    labels = {"labels": "n=n fox,t=t dog", "label_norm": "tokens"}
+    score("in.jsonl", "full.jsonl", model=deep_model, dtype="float32", **labels)
+    found = score("in.jsonl", "out.jsonl", model=deep_model, **EXITS | labels)
+    assert found["exit_code"] == 0, found
+    rows = list(zip(read_output("full.jsonl"), read_output("out.jsonl"), strict=True))
+    for full, own in rows:
+        if own["exit_layer"] is None:
+            assert own["score"] == pytest.approx(full["score"], abs=1e-5)
+    left = [(full["prediction"], own["prediction"]) for full, own in rows if own["exit_layer"] is not None]
+    assert len(left) > ROWS / 8
+    assert sum(full != own for full, own in left) <= FLIPS * len(left)
+
+
+def test_labels_that_begin_with_the_same_token_are_refused(deep_model: Path) -> None:
+    write_jsonl("in.jsonl", [{"prompt": prompt} for prompt in prompts(40)])
+    found = score("in.jsonl", model=deep_model, **EXITS | {"labels": "fox n,fox t"})
+    assert found["exit_code"] == 2
+    assert "begin with the same token" in found["error"]

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         ScoredRow,
         Section,
         Treatment,
+        Window,
     )
     from prefillcli.features.exits.learning import JobExits
     from prefillcli.features.exits.policy import ExitProfile
@@ -178,6 +179,15 @@ class Exits(Feature):
             from prefillcli.features.exits.policy import job_of_exits, require_same_job
 
             require_same_job(self.profile, self.settings.exit_profile, job_of_exits(job))
+
+    def first_window(self, job: Job, window: Window) -> None:
+        for prompt in window.prompts:
+            first = [set(own) for own in prompt.labels.first]
+            if len(set().union(*first)) < sum(map(len, first)):
+                raise UsageError(
+                    "--exit: two labels begin with the same token after a prompt: the logits behind it, by which rows "
+                    "leave, do not tell them apart\nleave --exit out, or choose labels whose first tokens differ"
+                )
 
     def learn(
         self, opening: Opening, engine: PlanEngine, plan: Mapping[str, Any], tick: Callable[[float], None]
