@@ -21,6 +21,7 @@ from rich.table import Table
 
 from benchmarks.console import log
 from benchmarks.simulated_crew import SimulatedCrew
+from prefillcli.data.prompts.labels import ClassLabels, Label
 from prefillcli.data.rows import Int32Array, Prompt, Window
 from prefillcli.data.windows import MAX_ROWS
 from prefillcli.jobs.loop import USUAL, ScoringLoop, ScoringOptions
@@ -36,8 +37,11 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.signals import Stop
+from prefillcli.stats.evaluation import Measure
 
 _VOCABULARY = 32_000
+#: Outputs of a head, whose probability nobody looks at.
+_CLASSES = ClassLabels([Label("Yes"), Label("No")], ((0,), (1,)), Measure.SHARES)
 
 
 class _NoSink:
@@ -110,7 +114,7 @@ def share_out(rows: int, workers: int, pack_tokens: int, workload: str) -> Balan
         )  # fmt: skip
         pool.begin(plans=True, pack_tokens=pack_tokens)
         job: Any = SimpleNamespace(
-            sink=_NoSink(), clock=Clock(), stop=stop, settings=settings, labels=None, probabilities=None,
+            sink=_NoSink(), clock=Clock(), stop=stop, settings=settings, labels=_CLASSES, probabilities=None,
             granularity=USUAL, require_unchanged=lambda rows: None,
         )  # fmt: skip
         recorder = Recorder(job)

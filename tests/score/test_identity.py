@@ -84,6 +84,7 @@ OTHER: dict[str, Any] = {
     "rejects": "rejects.jsonl",
     "keep": 0.25,
     "prompt_column": "text",
+    "choices_column": "text",
     "target_column": "text",
     "template": "{{ text }}",
     "labels": "No,Yes",
