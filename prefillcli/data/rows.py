@@ -151,7 +151,6 @@ class Prompt:
     # The digest of everything that the row's results depend on, where a later job may take them over.
     digest: bytes | None = None
     part: int = 0  # its number among the prompts of its row
-    later: bool = False  # whether it is asked only once the other answers about the row are known
 
 
 @dataclass(slots=True)

@@ -464,13 +464,12 @@ def _questions(
     window: Window, done: set[int], options: ScoringOptions, listener: Listener
 ) -> tuple[list[Question], Finished]:
     """How the model will read the prompts of a window, and the tokens that a draft computed to decide that."""
-    prompts = [prompt for prompt in window.prompts if not prompt.later]
     if options.questions is None:
-        return [Question(prompt) for prompt in prompts], Finished()
+        return [Question(prompt) for prompt in window.prompts], Finished()
     options.adjust_threads()
     with listener.phase("draft"):
         questions, tokens = options.questions(
-            prompts, lambda tokens: listener.step(None, 0, 0, 0), window=window, done=done
+            window.prompts, lambda tokens: listener.step(None, 0, 0, 0), window=window, done=done
         )
     return questions, Finished(tokens=Tokens(draft=tokens))
 
