@@ -76,7 +76,7 @@ def sentences(rows: int = 200) -> None:
 
 
 @app.command()
-def questions(documents: int = 4, tokens: int = 2000, rounds: int = 3) -> None:
+def questions(documents: int = 3, tokens: int = 2000, rounds: int = 3) -> None:
     """Ten questions about each document and one, in turn."""
     tokenizer = AutoTokenizer.from_pretrained(real_model())
     ids = tokenizer("\n\n".join(each.text for each in reviews("Test")))["input_ids"]
@@ -102,7 +102,7 @@ def questions(documents: int = 4, tokens: int = 2000, rounds: int = 3) -> None:
 
 
 @app.command()
-def choices(rows: int = 8, examples: int = 12, rounds: int = 3) -> None:
+def choices(rows: int = 6, examples: int = 8, rounds: int = 3) -> None:
     """Four sentence-long choices behind a shared context, and one forward of transformers for each."""
     folder = real_model()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
