@@ -30,7 +30,10 @@ ABSOLUTE = {"gemma2": 3e-5}
 @cache
 def model_of(family: str) -> nn.Module:
     register()
-    return make_model(family)
+    sizes = FAMILIES[family]
+    experts = sizes.get("num_experts", sizes.get("num_local_experts"))
+    # All experts work: of nearly equal ones, the last bit would choose.
+    return make_model(family, **{} if experts is None else {"num_experts_per_tok": experts})
 
 
 @cache
