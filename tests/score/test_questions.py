@@ -257,6 +257,8 @@ def test_a_column_that_the_input_lacks_is_named(model: Path, capsys: pytest.Capt
         {"evidence": True},
         {"calibrate_with": "N/A"},
         {"truth": "kind"},
+        {"choices_column": "kind"},
+        {"target_column": "kind"},
         {"since": "before.parquet"},
     ],
 )

@@ -61,6 +61,7 @@ class Questions(Feature):
             "--rationale and --evidence": any(each.asks() for each in others),
             "--truth": any(each.truth_column() is not None for each in others),
             "--audit": bool(settings.audit),
+            "--choices-column": getattr(settings, "choices_column", None) is not None,
         }
         for option_, given in refused.items():
             if given:
