@@ -188,7 +188,7 @@ class HfEngine(Engine):
         activation: Activation = "softmax",
         use_variant: UseVariant | None = None,
     ) -> None:
-        self.limits = Limits(tokens=1 << 62, max_tokens=max_length, kept_tokens=1 << 62)
+        self.limits = Limits(tokens=1 << 62, max_tokens=1 << 62, kept_tokens=1 << 62)
         self._max_length = max_length
         self.model = model
         self._activation = activation

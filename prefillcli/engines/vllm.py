@@ -494,7 +494,7 @@ class VllmEngine(Engine):
         with _imported():
             from vllm import EngineArgs, LLMEngine
             from vllm.v1.engine.exceptions import EngineDeadError
-        self.limits = Limits(tokens=1 << 62, max_tokens=max_length, kept_tokens=1 << 62)
+        self.limits = Limits(tokens=1 << 62, max_tokens=1 << 62, kept_tokens=1 << 62)
         self._dead: type[Exception] = EngineDeadError
         speculates = bool((options or {}).get("speculative_config"))
         self._reader = HeadOutputs(head) if head else WholeVocabulary() if speculates else NextToken()

@@ -107,7 +107,8 @@ def test_the_prompt_is_computed_once_for_all_its_choices(model: Path, reference:
 def test_options_that_know_the_labels_of_all_rows_are_refused(model: Path, options: dict[str, Any]) -> None:
     write_jsonl("d.jsonl", [{**row, "right": 0} for row in ROWS])
     with pytest.raises(UsageError, match="choices-column"):
-        score("d.jsonl", "o.jsonl", model=model, choices_column="choices", **options)
+        found = score("d.jsonl", "o.jsonl", model=model, choices_column="choices", **options)
+        assert found["exit_code"] == 0, found
 
 
 def test_an_end_tells_choices_apart_that_begin_alike(model: Path) -> None:
@@ -123,3 +124,16 @@ def test_a_scorer_takes_rows_with_choices(model: Path, reference: Reference) -> 
         found = scorer.score(ROWS)
     for row, own in zip(ROWS, found.to_pylist(), strict=True):
         np.testing.assert_allclose(own["logprobs"], expected(reference, row), atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["torch", "hf"])
+def test_a_prompt_may_be_as_long_as_its_longest_choice_allows(model: Path, reference: Reference, engine: str) -> None:
+    row = {"prompt": "The dog and the fox:", "choices": ["was helped by it", "No, never"]}
+    pairs = [encoded_pair(reference, row["prompt"], f" {choice}") for choice in row["choices"]]
+    longest = max(len(before) + len(behind) - 1 for before, behind in pairs)
+    write_jsonl("d.jsonl", [row])
+    for most, error in ((longest, None), (longest - 1, "prompt_too_long")):
+        options = {"engine": engine, "max_length": most, "overwrite": True, "max_error_rate": 1.0}
+        found = score("d.jsonl", "o.jsonl", model=model, choices_column="choices", **options)
+        assert found["exit_code"] == 0, found
+        assert [own["error"] for own in read_output("o.jsonl")] == [error]

@@ -120,7 +120,7 @@ class ResultRows:
 
         def made(schema: OutputSchema, results: Sequence[ScoredRow], part: int) -> ResultRows:
             own = {prompt.row: prompt for prompt in window.prompts if prompt.part == part}
-            most = max([len(schema.labels), *(len(each.logprobs) for each in results)])
+            most = max([len(schema.labels), 1, *(len(each.logprobs) for each in results)])
             logprobs = np.full((len(results), most), -np.inf)
             divided = logprobs.copy()
             for row, each in enumerate(results):
