@@ -107,8 +107,7 @@ def test_the_prompt_is_computed_once_for_all_its_choices(model: Path, reference:
 def test_options_that_know_the_labels_of_all_rows_are_refused(model: Path, options: dict[str, Any]) -> None:
     write_jsonl("d.jsonl", [{**row, "right": 0} for row in ROWS])
     with pytest.raises(UsageError, match="choices-column"):
-        found = score("d.jsonl", "o.jsonl", model=model, choices_column="choices", **options)
-        assert found["exit_code"] == 0, found
+        score("d.jsonl", "o.jsonl", model=model, choices_column="choices", **options)
 
 
 def test_an_end_tells_choices_apart_that_begin_alike(model: Path) -> None:
