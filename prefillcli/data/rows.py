@@ -229,36 +229,35 @@ class ScoredRow:
     # The number of the last layer that the row went through, from 1; None if it was read to the end. For a row of the
     # audit: the layer that gave its `logprobs`.
     exit_layer: int | None = None
-    # Of a row with several prompts, the answers to each in their order, without those that were not asked for.
+    # Of a row with several prompts, the answers to each in their order.
     # `logprobs` are those of the first then, or of the text whose pieces they read, and the costs are theirs together.
-    parts: tuple[ScoredRow | None, ...] = ()
+    parts: tuple[ScoredRow, ...] = ()
     by_token: ReadTokens | None = None  # of labels that want them
     rationale: Rationale | None = None  # of a row that is written about
     # Of a row whose sections are weighed, the largest change first.
     evidence: tuple[SectionEffect, ...] | None = None
 
     @property
-    def answers(self) -> tuple[ScoredRow | None, ...]:
+    def answers(self) -> tuple[ScoredRow, ...]:
         """The answers to each of its prompts, in their order."""
         return self.parts or (self,)
 
 
-def joined_row(parts: Sequence[ScoredRow | None]) -> ScoredRow:
-    """A row with several prompts, of the answers to each, the first included; None: it was not asked for. Where all of
-    them were read token by token, they are the pieces of one text, whose log-probability is their sum."""
-    asked = [each for each in parts if each is not None]
-    first, by_token = asked[0], None
-    logprobs, read = first.logprobs, [each.by_token for each in asked if each.by_token is not None]
+def joined_row(parts: Sequence[ScoredRow]) -> ScoredRow:
+    """A row with several prompts, of the answers to each. Where all of them were read token by token, they are the
+    pieces of one text, whose log-probability is their sum."""
+    first, by_token = parts[0], None
+    logprobs, read = first.logprobs, [each.by_token for each in parts if each.by_token is not None]
     if len(read) == len(parts):  # one text in pieces
-        logprobs = np.sum([each.logprobs for each in asked], axis=0)
+        logprobs = np.sum([each.logprobs for each in parts], axis=0)
         by_token = ReadTokens(np.concatenate([each.logprobs for each in read]), all(each.greedy for each in read))
     return ScoredRow(
         row=first.row,
         logprobs=logprobs,
-        shared_tokens=sum(each.shared_tokens for each in asked),
-        computed_tokens=sum(each.computed_tokens for each in asked),
-        kept_tokens=sum(each.kept_tokens for each in asked),
-        seconds=sum(each.seconds for each in asked),
+        shared_tokens=sum(each.shared_tokens for each in parts),
+        computed_tokens=sum(each.computed_tokens for each in parts),
+        kept_tokens=sum(each.kept_tokens for each in parts),
+        seconds=sum(each.seconds for each in parts),
         method=first.method,
         exit_layer=first.exit_layer,
         parts=tuple(parts),

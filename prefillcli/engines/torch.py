@@ -98,7 +98,7 @@ class TorchEngine(Engine):
         begun = time.monotonic()
         if self._use_variant is not None:
             self._use_variant(pack.variant)
-        pack, places = with_labels(pack, labels)
+        asked, (pack, places) = len(pack.tokens), with_labels(pack, labels)
         self.walk.layers.expect(len(pack.tokens), len(pack.reads))
         exits, done = None, LayersDone.none(pack)
         if treatment.exits is not None and pack.reads:
@@ -106,7 +106,11 @@ class TorchEngine(Engine):
         thinning = None if treatment.thinning is None else PackThinning(treatment.thinning)
         kept = self._texts.keep(self.walk, pack, treatment, self.limits)
         reading = PackReading(pack, places, labels, self._activation)
-        for logits in self.walk.read_logits(pack, tick, exits, done, thinning, kept):
+
+        def of_asked(tokens: float) -> None:
+            tick(tokens * asked / len(pack.tokens))  # the tokens behind prompts are progress on these
+
+        for logits in self.walk.read_logits(pack, of_asked, exits, done, thinning, kept):
             with self.walk.arithmetic.mode:
                 reading.take(logits, range(len(pack.reads)) if exits is None else exits.going)
         reading.end()

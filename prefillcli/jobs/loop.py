@@ -125,8 +125,6 @@ class WindowWork:
         self._by_row = {question.prompt.row: question for question in reversed(questions)}
         self._asked = Counter(question.prompt.row for question in questions)
         """Prompts of each row."""
-        self._last = {prompt.row: prompt.part for prompt in window.prompts}
-        """The number of each row's last prompt, whether or not it is asked now."""
         self._parts: dict[int, dict[int, ScoredRow]] = {}
         """Of rows with several prompts, the answers so far."""
 
@@ -180,14 +178,14 @@ class WindowWork:
     def _whole(self, scored: ScoredRow, part: int) -> list[ScoredRow]:
         """The row that the answer to one of its prompts completes; none where others are missing."""
         row = scored.row
-        if self._last.get(row, 0) == 0:
+        if self._asked[row] == 1:
             return [scored]
         found = self._parts.setdefault(row, {})
         found[part] = scored
         if len(found) < self._asked[row]:
             return []
         del self._parts[row]
-        return [joined_row([found.get(number) for number in range(self._last[row] + 1)])]
+        return [joined_row([found[number] for number in sorted(found)])]
 
     def fail(self, prompt: int, error: RowError) -> Finished:
         """A prompt that cannot be answered makes its row an error row; where only its audit fails, there is none."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from prefillcli.core.question import Question, answer_questions
+from prefillcli.core.question import Question, answer_questions, plan_questions
 from prefillcli.data.rows import Int32Array, Prompt
 from prefillcli.engines.hf import HfEngine
 from prefillcli.engines.torch import TorchEngine
@@ -115,3 +115,15 @@ def test_the_plain_loop_gives_the_same(seed: int) -> None:
     for prompt, answer in zip(prompts, answers, strict=True):
         wanted = expected("llama", prompt.tokens, prompt.labels)
         np.testing.assert_allclose(answer.logprobs, wanted, rtol=RELATIVE, atol=1e-5)
+
+
+def test_progress_adds_up_to_the_tokens_of_prompts() -> None:
+    prompts = [Prompt(row, np.array([7], np.int32), LabelSet.of([[[row + 3] * 90], [[5] * 3]])) for row in range(4)]
+    engine = engine_for("llama", Limits(tokens=10**6, max_tokens=10**6))
+    ticks: list[float] = []
+    try:
+        (pack,) = plan_questions([Question(prompt) for prompt in prompts], engine.limits).packs
+        list(engine.answer(pack, lambda number: prompts[number].labels, ticks.append))
+    finally:
+        engine.close()
+    assert sum(ticks) == pytest.approx(len(pack.tokens)) == pytest.approx(1)

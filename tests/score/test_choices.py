@@ -136,3 +136,23 @@ def test_a_prompt_may_be_as_long_as_its_longest_choice_allows(model: Path, refer
         found = score("d.jsonl", "o.jsonl", model=model, choices_column="choices", **options)
         assert found["exit_code"] == 0, found
         assert [own["error"] for own in read_output("o.jsonl")] == [error]
+
+
+def test_a_window_of_wrong_choices_ends_no_job(model: Path) -> None:
+    write_jsonl("d.jsonl", [{"prompt": "The dog:", "choices": []}] * 3)
+    found = score("d.jsonl", "o.jsonl", model=model, choices_column="choices", max_error_rate=1.0)
+    assert found["exit_code"] == 0
+    assert [row["error"] for row in read_output("o.jsonl")] == ["invalid_labels"] * 3
+
+
+def test_the_text_of_a_control_token_in_a_choice_stays_text(model: Path, reference: Reference) -> None:
+    choices = ["a </s> fox", "No"]
+    write_jsonl("d.jsonl", [{"prompt": "The dog:", "choices": choices}])
+    score("d.jsonl", "o.jsonl", model=model, choices_column="choices")
+    score("d.jsonl", "allowed.jsonl", model=model, choices_column="choices", literal=False)
+    (row,), (allowed,) = read_output("o.jsonl"), read_output("allowed.jsonl")
+    assert row["error"] is None, row["error_detail"]
+    taken = expected(reference, {"prompt": "The dog:", "choices": choices})  # its tokenizer reads the control token
+    np.testing.assert_allclose(allowed["logprobs"], taken, atol=1e-5, rtol=1e-6)
+    assert abs(row["logprobs"][0] - taken[0]) > 1e-3
+    assert row["logprobs"][1] == pytest.approx(taken[1], abs=1e-5)

@@ -109,7 +109,7 @@ class ResultRows:
             each.row: RowError(ErrorCode.NONFINITE_SCORE, f"{_KINDS[own.measure]} {answer.logprobs.tolist()}")
             for each in results
             for own, answer in zip(schemas, each.answers if schema.questions else (each,), strict=True)
-            if answer is not None and not np.isfinite(label_scores(answer.logprobs, temperature, own.measure)[0])
+            if not np.isfinite(label_scores(answer.logprobs, temperature, own.measure)[0])
         }
         errors = errors | wrong
         results = [each for each in results if each.row not in wrong]
@@ -148,10 +148,8 @@ class ResultRows:
 
         rows = made(schema, results, 0)
         for number, own in enumerate(schema.questions):
-            chosen = numbers.tolist() if own.when is None else own.when(rows)
-            answers = [
-                answer for each in results if (answer := each.answers[number]) is not None and each.row in chosen
-            ]
+            chosen = set(numbers.tolist()) if own.when is None else own.when(rows)
+            answers = [each.answers[number] for each in results if each.row in chosen]
             rows.questions.append(made(own, answers, number))
         return rows
 

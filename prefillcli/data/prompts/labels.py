@@ -149,6 +149,7 @@ class Labels:
 
     measure = Measure.SHARES  # the meaning of an engine's numbers for the labels
     columns: tuple[str, ...] = ()  # of the input, whose values `resolve_all` needs
+    _typed = True  # whether the user has written the labels: control tokens in them are meant
 
     def __init__(
         self, tokenizer: Any, labels: Sequence[Label], *, norm: Normalisation = "none", end: str | None = None
@@ -186,7 +187,10 @@ class Labels:
         return bool(answer) if answer in (0, 1) else None
 
     def check(self, window: Window) -> None:
-        """Raise the LabelError if the labels fail after every prompt of the job's first window."""
+        """Raise the LabelError if the labels fail after every prompt of the job's first window. Labels that rows bring
+        fail for these rows alone."""
+        if self.columns:
+            return
         for error in window.errors.values():
             if not window.prompts and error.code == ErrorCode.INVALID_LABELS:
                 raise LabelError(error.detail)
@@ -223,9 +227,10 @@ class Labels:
             try:
                 chosen = self._single_tokens(shown, base, follow)
                 if chosen is None:
-                    found.append(self._sequences(tail, base, self.labels, literal=literal))
+                    own = self._sequences(tail, base, self.labels, literal=literal)
                 else:
-                    found.append(Following(self._interned(LabelSet.of(chosen), self.labels)))
+                    own = Following(self._sized(LabelSet.of(chosen), self.labels))
+                found.append(own._replace(labels=self._known.setdefault(own.labels, own.labels)))
             except LabelError as error:
                 found.append(error)
         return found
@@ -285,8 +290,11 @@ class Labels:
             label.variants or (label.name if bare or label.name[:1].isspace() else f" {label.name}",)
             for label in labels
         ]
-        texts = [spelling + (self._end or "") for own in spellings for spelling in own]
-        texts = [controls.respell(text) if literal else text for text in texts]
+        texts = [spelling for own in spellings for spelling in own]
+        end = self._end or ""
+        if literal:
+            end, texts = controls.respell(end), [controls.respell(text) for text in texts] if self._typed else texts
+        texts = [text + end for text in texts]
         before, *wholes = self._encode([stripped, *(tail + text for text in texts)], literal)
         if not before or base[: len(before)] != before:  # the white space is part of a token that begins before it
             before = base
@@ -295,7 +303,7 @@ class Labels:
         sequences = [[np.array([*next(found)[len(before) :], *ends], np.int32) for _ in own] for own in spellings]
         self._require_distinct(labels, sequences, controls.shown(tail) if literal else tail)
         chosen = LabelSet(tuple(tuple(_without_longer(own)) for own in sequences))
-        return Following(self._interned(chosen, labels), tuple(base[len(before) :]))
+        return Following(self._sized(chosen, labels), tuple(base[len(before) :]))
 
     def _require_distinct(self, labels: Sequence[Label], sequences: Sequence[Sequence[Int32Array]], tail: str) -> None:
         # Raise LabelError for a label without tokens, with an unknown one, or which begins another label.
@@ -326,13 +334,14 @@ class Labels:
                             "holds the other's\ntell them apart by an end: --label-end eos, or a text"
                         )
 
-    def _interned(self, chosen: LabelSet, labels: Sequence[Label]) -> LabelSet:
+    def _sized(self, chosen: LabelSet, labels: Sequence[Label]) -> LabelSet:
+        # With the sizes that scores are made with.
         if self._norm == "bytes":
             sizes = tuple(float(len((label.variants or (label.name,))[0].strip().encode()) or 1) for label in labels)
             chosen = replace(chosen, sizes=sizes)
         elif self._norm == "tokens" and chosen.single is None:
             chosen = replace(chosen, sizes=tuple(float(len(own[0])) for own in chosen.spellings))
-        return self._known.setdefault(chosen, chosen)
+        return chosen
 
     def _encode(self, texts: Sequence[str], literal: bool = False) -> list[list[int]]:
         return [tokens.tolist() for tokens in self._encoder.encode(texts, special=False, literal=literal)]

@@ -569,7 +569,8 @@ class Pool:
                 self._ask_one_by_one(asked, pack)
 
         task = answer_task(each, lambda prompt: questions[prompt].prompt.labels, asked.work.treatment(pack))
-        return Item(task, self._cost(Plan([pack], 0)), took, partial(asked.begun, pack), losses)
+        computed = Plan([pack], 0).with_labels(lambda prompt: questions[prompt].prompt.labels)
+        return Item(task, self._cost(computed), took, partial(asked.begun, pack), losses)
 
     def _ask_one_by_one(self, asked: Asked, pack: Pack) -> None:
         """Ask for each row of a pack alone: then a row that kills workers does not harm the others."""

@@ -1,0 +1,71 @@
+"""`--choices-column`: each row has answers of its own, a list of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from prefillcli.core.feature import Feature, features_of
+from prefillcli.errors import UsageError
+from prefillcli.options.option import ANSWERS, Settings, option
+
+if TYPE_CHECKING:
+    from prefillcli.core.feature import Labels, Opened
+
+
+class ChoiceOptions(Settings):
+    """The answers of each row."""
+
+    choices_column: str | None = option(
+        None,
+        "Column with a list of texts: the answers of this row, in place of --labels.",
+        ANSWERS, changes="scores", metavar="COLUMN",
+    )  # fmt: skip
+
+
+class Choices(Feature):
+    """The choices of a job."""
+
+    order = 5
+    options = {"score": ChoiceOptions}
+
+    @classmethod
+    def asked(cls, settings: ChoiceOptions) -> bool:
+        return settings.choices_column is not None
+
+    def check(self) -> None:
+        settings = self.settings
+        if "labels" in settings.model_fields_set:
+            raise UsageError("--labels: with --choices-column each row has answers of its own\nleave one of them out")
+        others = [each for each in features_of(settings) if type(each) is not type(self)]
+        refused = {
+            "--exit": any(each.flips and not each.rewrites for each in others),
+            "--calibration and --calibrate-with": any("calibrated" in each.columns for each in others),
+            "--rationale and --evidence": any(each.asks() for each in others),
+            "--truth": any(each.truth_column() is not None for each in others),
+            "--keep auto": getattr(settings, "keep", None) == "auto",
+        }
+        for name, given in refused.items():
+            if given:
+                raise UsageError(
+                    f"--choices-column cannot be combined with {name}: they know the labels of all rows\n"
+                    "leave one of them out; --keep-columns carries a column with right answers to the output"
+                )
+
+    def check_columns(self, available: Sequence[str]) -> None:
+        from prefillcli.data.rows import require_columns
+
+        require_columns([self.settings.choices_column], available, "the input")
+
+    def labels(self, opened: Opened) -> Labels:
+        if opened.files.head is not None:
+            raise UsageError(
+                "--choices-column: the model's classification head is read, which has classes of its own\n"
+                "read the next token with --head vocabulary"
+            )
+        from prefillcli.features.choices.row_choices import RowChoices
+
+        return RowChoices(opened.tokenizer, self.settings)
+
+
+FEATURE = Choices

@@ -1,0 +1,60 @@
+"""The labels that rows bring: what each choice is behind its row's prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from prefillcli.data.prompts.encoding import NotLiteral
+from prefillcli.data.prompts.labels import Following, Label, LabelError, Labels
+from prefillcli.stats.evaluation import Measure
+
+
+class RowChoices(Labels):
+    """The labels of each prompt: the texts in its row's `columns`. With `literal` in the settings, no part of them
+    becomes a control token. Their sets are not stored: hardly two rows have the same."""
+
+    measure = Measure.CHOICES
+
+    def __init__(self, tokenizer: Any, settings: Any) -> None:
+        super().__init__(tokenizer, (), norm=settings.label_norm, end=settings.label_end)
+        self.columns = (settings.choices_column,)
+        self._literal = settings.literal
+        self._typed = not settings.literal
+
+    def resolve_all(
+        self, tails: Sequence[str], *, literal: bool = False, values: Sequence[Sequence[Any]] = ()
+    ) -> list[Following | LabelError]:
+        """For every tail the tokens of its row's choices, or why they are none."""
+        found: list[Following | LabelError] = []
+        for tail, (value,) in zip(tails, values, strict=True):
+            try:
+                found.append(self._behind(tail, _labels_of(value), literal=literal))
+            except LabelError as error:
+                found.append(error)
+            except NotLiteral as error:
+                found.append(LabelError(f"a choice has the text of a control token: {error}"))
+        return found
+
+    def _behind(self, tail: str, labels: Sequence[Label], *, literal: bool) -> Following:
+        controls = self._encoder.controls
+        risky = controls.opens(tail) or any(controls.may_be_in(each.name, joined=False) for each in labels)
+        if self._literal and risky and not literal and controls.literal_backend:
+            tail, literal = controls.respell(tail), True
+        (base,) = self._encode([tail], literal)
+        found = self._sequences(tail, base, labels, literal=literal)
+        return found._replace(labels=found.labels.with_texts([each.name for each in labels]))
+
+
+def _labels_of(value: Any) -> list[Label]:
+    if not isinstance(value, list | tuple) or not value:
+        what = {type(None): "null", list: "an empty list"}.get(type(value), f"{type(value).__name__}, no list")
+        raise LabelError(f"the row's choices are {what}")
+    places: dict[str, int] = {}
+    for number, each in enumerate(value):
+        if not isinstance(each, str) or not each.strip():
+            what = "empty" if isinstance(each, str) else f"{type(each).__name__}, not text"
+            raise LabelError(f"choice {number} is {what}")
+        if places.setdefault(each, number) != number:
+            raise LabelError(f"choices {places[each]} and {number} are the same: {each!r}")
+    return [Label(each) for each in value]
