@@ -19,10 +19,9 @@ from prefillcli.core.question import Question, answer, answer_questions, plan_qu
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.rows import Float64Array, Int32Array, Prompt
 from prefillcli.engines.base import PLAIN, Answer, LoadRequest, Treatment
-from prefillcli.engines.hf import last_logits
+from prefillcli.engines.hf import plain_numbers
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.jobs.load import Models
-from prefillcli.models.heads import label_numbers
 from prefillcli.models.shape import (
     NoCostModel,
     answer_flops,
@@ -90,11 +89,7 @@ class Equipment:
     def plain(self, prompts: Sequence[Prompt]) -> Float64Array:
         """Label log-probabilities [prompts, labels] by transformers' own forward, prompt by prompt."""
         self.model.set_attn_implementation("sdpa")
-        logits = (last_logits(self.model, prompt.tokens) for prompt in prompts)
-        rows = zip(logits, prompts, strict=True)
-        return np.concatenate(
-            [label_numbers(row[None], [0], [own.labels.first], self._activation) for row, own in rows]
-        )
+        return np.stack([plain_numbers(self.model, own.tokens, own.labels, self._activation)[0] for own in prompts])
 
     def walk(self, groups: Sequence[Sequence[Question]]) -> Float64Array:
         """Label log-probabilities [questions, labels] by the layer walk; questions share within their group."""

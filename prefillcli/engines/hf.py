@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
@@ -207,15 +208,8 @@ class HfEngine(Engine):
         step = len(pack.tokens) / len(pack.prompts)
         for prompt, tokens in sequences(pack):
             begun = time.monotonic()
-            own, by_token, computed = labels(prompt), None, len(tokens)
-            if own.single is not None:
-                logits = last_logits(self.model, tokens)[None]
-                (logprobs,) = label_numbers(logits, [0], [own.single], self._activation)
-            else:
-                values, greedy, computed = sequence_logprobs(self.model, tokens, own.sequences)
-                logprobs = own.logprobs(values)
-                by_token = ReadTokens(values, greedy) if own.by_token else None
-            answer = Answer(prompt, own.divided(logprobs), 0, computed, time.monotonic() - begun, by_token=by_token)
+            logprobs, by_token, computed = plain_numbers(self.model, tokens, labels(prompt), self._activation)
+            answer = Answer(prompt, logprobs, 0, computed, time.monotonic() - begun, by_token=by_token)
             yield [self._written_on(answer, treatment, tick)]
             tick(step)
 
@@ -242,9 +236,21 @@ class HfEngine(Engine):
         del self.model
 
 
+def plain_numbers(
+    model: PreTrainedModel, tokens: TokenArray, labels: LabelSet, activation: Activation = "softmax"
+) -> tuple[npt.NDArray[np.float64], ReadTokens | None, int]:
+    """A prompt's `logprobs` and `by_token` of an `Answer`, and the tokens that this has computed."""
+    if labels.single is not None:
+        (logprobs,) = label_numbers(last_logits(model, tokens)[None], [0], [labels.single], activation)
+        return labels.divided(logprobs), None, len(tokens)
+    values, greedy, computed = sequence_logprobs(model, tokens, labels.sequences)
+    by_token = ReadTokens(values, greedy) if labels.by_token else None
+    return labels.divided(labels.logprobs(values)), by_token, computed
+
+
 def sequence_logprobs(
     model: PreTrainedModel, tokens: TokenArray, sequences: Sequence[TokenArray]
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], bool, int]:
+) -> tuple[npt.NDArray[np.float64], bool, int]:
     """The log-probabilities of the tokens of all `sequences` behind a prompt, float64 [tokens]; whether each token is
     the likeliest one; and the tokens that this has computed: one forward for each sequence but its last token."""
     device = embedding_device(model)
