@@ -299,3 +299,13 @@ def test_a_label_that_begins_another_needs_an_end(byte_level: Any) -> None:
     assert [own.tolist() for own in found.sequences] == [
         harness_tokens(byte_level, PROMPT, f" {label.name}.") for label in labels
     ]
+
+
+def test_of_spellings_that_begin_one_another_the_shorter_one_counts_for_both(byte_level: Any) -> None:
+    both = [Label("Yes", (" Yes", " Yes it is")), Label("No", (" No, never", " No, never more", " Nobody knows"))]
+    found = resolve(Labels(byte_level, both), "Answer:")
+    expected = [[" Yes"], [" No, never", " Nobody knows"]]
+    tokens = [
+        [ids(byte_level, f"Answer:{own}")[len(ids(byte_level, "Answer:")) :] for own in each] for each in expected
+    ]
+    assert [[own.tolist() for own in each] for each in found.spellings] == tokens

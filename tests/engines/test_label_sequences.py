@@ -127,3 +127,25 @@ def test_progress_adds_up_to_the_tokens_of_prompts() -> None:
     finally:
         engine.close()
     assert sum(ticks) == pytest.approx(len(pack.tokens)) == pytest.approx(1)
+
+
+def distinct(prompts: list[Prompt]) -> int:
+    """The tokens that must be computed: distinct prefixes of prompts, and of labels but their last tokens."""
+    found: set[tuple[int, ...]] = set()
+    for prompt in prompts:
+        for own in prompt.labels.sequences or [np.empty(1, np.int32)]:
+            whole = [*prompt.tokens.tolist(), *own[:-1].tolist()]
+            found |= {tuple(whole[: end + 1]) for end in range(len(whole))}
+    return len(found)
+
+
+def test_labels_of_equal_prompts_that_begin_alike_are_computed_and_counted_once() -> None:
+    trunk = list(range(20, 50))
+    sets = [LabelSet.of([[[*trunk, row, 5]], [[*trunk[:9], 6, row]]]) for row in range(3, 8)]
+    prompts = [Prompt(row, np.arange(60, 80, dtype=np.int32), own) for row, own in enumerate(sets)]
+    engine = engine_for("llama", Limits(tokens=10**6, max_tokens=10**6))
+    try:
+        answers = answer_questions(engine, [Question(prompt) for prompt in prompts])
+    finally:
+        engine.close()
+    assert sum(answer.computed_tokens for answer in answers) == distinct(prompts)

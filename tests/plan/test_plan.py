@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from prefillcli.options.groups import ScheduledOptions
 from prefillcli.plan import SCHEDULES
+from prefillcli.plan.behind import LabelSet, with_labels
 from prefillcli.plan.pack import Limits, Pack, account
 from prefillcli.plan.plan import HELD_PACKS, make_plan, packs_to_run
 from prefillcli.plan.trie import build_forest, common_prefix, dissolve_small_nodes, forest_tokens, token_order
@@ -277,3 +278,16 @@ def test_a_resumed_run_repeats_few_packs(prompts, schedule) -> None:
     for pack in plan.packs:
         others = {number for other in plan.packs if other is not pack for number in other.prompts}
         assert len(packs_to_run(plan, others)) <= HELD_PACKS
+
+
+def test_prompts_that_end_alike_are_in_several_packs_where_their_labels_are_long() -> None:
+    rng = np.random.default_rng(0)
+    history = rng.integers(3, 99, 40).astype(np.int32)
+    labels = [LabelSet.of([[rng.integers(3, 99, 91).tolist()]]) for _ in range(20)]
+    limits = Limits(tokens=400, max_tokens=10**6, held_tokens=100, held_cost=1.0)
+    packs = make_plan([history] * 20, limits, labels=labels).packs
+    walked = [with_labels(pack, labels.__getitem__)[0] for pack in packs]
+    assert max(len(pack.tokens) for pack in walked) <= limits.tokens
+    assert sorted(prompt for pack in packs for prompt in pack.prompts) == list(range(20))
+    # All but the last token of the prompts is held from pack to pack.
+    assert sum(len(pack.tokens) for pack in packs) == len(history) - 1 + sum(len(pack.reads) for pack in packs)
