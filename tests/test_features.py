@@ -34,6 +34,7 @@ ASKED = {
     "evaluation": ["--truth", "answer"],
     "gates": ["--expect-rows", "24"],
     "likelihood": ["--target-column", "answer"],
+    "ordered": ["--label-values", "1,0"],
     "incremental": ["--since", "none.jsonl"],
     "rationale": ["--rationale", "4", "--rationale-when", "score > 0.4"],
     "evidence": ["--evidence"],

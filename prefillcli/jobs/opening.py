@@ -174,6 +174,7 @@ class Opening:
             truth=next(filter(None, truths), None),
             groups=self.groups,
             measure=self.labels.measure,
+            values=self.labels.values,
             questions=tuple(answer for each in self.features for answer in each.answers(self)),
         )
 

@@ -47,6 +47,14 @@ def _labels_as_text(value: object) -> object:
     return tuple(str(v) if type(v) is int else v for v in value) if isinstance(value, list | tuple) else value
 
 
+def _as_numbers(value: object) -> object:
+    # `1,2,3` is a list of three numbers.
+    try:
+        return tuple(map(float, value.split(",") if isinstance(value, str) else value))  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        raise ValueError("must be numbers, as in 1,2,3,4,5") from None
+
+
 def _check_size(text: str) -> str:
     parse_size(text)
     return text
@@ -138,6 +146,7 @@ ShardName = Annotated[str, AfterValidator(_check_shard)]
 KeyValues = Annotated[dict[str, Any], BeforeValidator(read_mapping)]
 Resources = Annotated[dict[str, float], BeforeValidator(_check_resources), BeforeValidator(read_mapping)]
 LabelTexts = Annotated[str | tuple[str, ...], BeforeValidator(_labels_as_text)]
+LabelValues = Annotated[tuple[float, ...], BeforeValidator(_as_numbers)]
 
 
 SELF = "self"  # as `--draft`: the model's own first layers

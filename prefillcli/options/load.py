@@ -198,6 +198,7 @@ class ScorerOptions(TypedDict, total=False):
     labels: str | Sequence[str]
     label_norm: Literal["none", "tokens", "bytes"]
     label_end: str | None
+    label_values: str | Sequence[float]
     choices_column: str | None
     target_column: str | None
     token_logprobs: bool

@@ -220,6 +220,7 @@ class RunReport(BaseModel):
     rows: Rows = Field(default_factory=Rows)
     mean_score: float | None = None
     mean_label_mass: float | None = None  # of the scored rows that have one
+    means: dict[str, float] = Field(default_factory=dict)  # of each column with means of ordered labels
     tokens: Tokens = Field(default_factory=Tokens)
     seconds: Seconds = Field(default_factory=Seconds)
     predicted_seconds: float | None = None  # of the model, for the packs that ran, predicted by a profile
@@ -289,6 +290,7 @@ class RunReport(BaseModel):
         rows.errors, rows.skipped = counts.errors, counts.skipped
         rows.errors_by_code = dict(counts.errors_by_code)
         self.mean_score, self.mean_label_mass = counts.mean_score, tallies.mean_label_mass
+        self.means = {name: own.total / own.rows for name, own in tallies.means.items() if own.rows}
         self.methods = dict(tallies.methods)
         if tallies.scores:
             edges = [at / SCORE_BINS for at in range(SCORE_BINS + 1)]
@@ -308,6 +310,7 @@ class RunReport(BaseModel):
             "exit_code": self.exit_code,
             "rows": self.rows.model_dump(),
             "mean_score": self.mean_score,
+            **({"means": self.means} if self.means else {}),
             "seconds": round(self.seconds.total, 3),
             "output": safe.output,
             "report": safe.report,
@@ -476,6 +479,11 @@ def _rows(report: RunReport) -> Section:
         section.lines.append(("mean score", f"{report.mean_score:.4f}"))
         section.tiles.append(("mean score", f"{report.mean_score:.4f}"))
         section.metric("score_mean", "Mean score of the output.", report.mean_score)
+    for name, value in report.means.items():
+        section.lines.append((name, f"{value:.4f} on average"))
+        section.tiles.append((name, f"{value:.4f}"))
+    if report.means:
+        section.metric("answer_mean", "Mean of each column with means of ordered labels.", report.means, "column")
     if report.mean_label_mass is not None:
         section.lines.append(("label mass", f"{report.mean_label_mass:.4f} on average"))
         section.metric("label_mass_mean", "Mean label mass of the output.", report.mean_label_mass)

@@ -155,7 +155,7 @@ def test_the_report_says_what_left_where(exited: Path) -> None:
 
 def test_an_evaluation_of_three_labels_has_the_rows_that_left(data: Path, deep_model: Path) -> None:
     answered = [{"prompt": text, "truth": "n"} for text in prompts()]
-    given = EXITS | {"labels": "n,t,o", "truth": "truth", "max_flips": 0.4, "exit_rows": 180}
+    given = EXITS | {"labels": "n,t,o", "truth": "truth", "max_flips": 0.4, "exit_rows": 180, "label_values": "3,1,-2"}
     assert score(write_jsonl("answered.jsonl", answered), "out.jsonl", model=deep_model, **given)["exit_code"] == 0
     rows, found = read_output("out.jsonl"), read_report("out.run.json")["evaluation"]
     assert sum(row["exit_layer"] is not None for row in rows) > ROWS / 10
@@ -163,6 +163,7 @@ def test_an_evaluation_of_three_labels_has_the_rows_that_left(data: Path, deep_m
     assert found["accuracy"]["value"] == pytest.approx(np.mean([row["prediction"] == "n" for row in rows]))
     for row in rows:
         assert sum(row[f"score_{label}"] for label in "nto") == pytest.approx(1)
+        assert row["mean"] == pytest.approx(3 * row["score_n"] + row["score_t"] - 2 * row["score_o"])
 
 
 def test_a_stopped_job_goes_on_with_the_same_exits(

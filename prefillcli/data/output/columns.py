@@ -49,8 +49,8 @@ _LONGEST = 200  # characters of an id or a detail
 
 # The groups of columns that an output may have beside those of every output: the scores of an audit, calibrated
 # probabilities, where rows left the model early, which adapter read each row, texts written after rows, the
-# contributions of the sections of prompts, and the log-probabilities of single tokens.
-Group = Literal["audit", "calibrated", "exits", "adapters", "rationales", "evidence", "token_logprobs"]
+# contributions of the sections of prompts, the log-probabilities of single tokens, and the means of ordered labels.
+Group = Literal["audit", "calibrated", "exits", "adapters", "rationales", "evidence", "token_logprobs", "ordered"]
 Groups = frozenset[Group]
 
 
@@ -322,6 +322,13 @@ COLUMNS = (
         measures=(Measure.VALUES,),
         of_answer=True,
     ),
+    Column(
+        "mean",
+        pa.float64(),
+        lambda rows: rows.of_scored(rows.scores @ np.array(rows.schema.values)),
+        group="ordered",
+        of_answer=True,
+    ),
     Column("probability_<label>", pa.float64(), _calibrated, group="calibrated", least_labels=3, of_answer=True),
     Column(
         "score_<label>",
@@ -477,6 +484,7 @@ class OutputSchema:
     truth: str | None = None  # the carried column with the right answers
     groups: Groups = frozenset()  # the groups of further columns, beside those of every output
     measure: Measure = Measure.SHARES  # the meaning of the labels' numbers
+    values: tuple[float, ...] = ()  # the number that each label stands for, if they are ordered
     # Of an output with several questions about each row, the columns of each, under its `name`; `labels` and `measure`
     # are those of the first then, as is the column `score`.
     questions: tuple[OutputSchema, ...] = ()
@@ -554,12 +562,18 @@ class OutputSchema:
         return pa.schema([(name, column.type) for column in columns for name in column.names(self.labels)])
 
     @property
+    def means(self) -> list[str]:
+        """The columns with the means of ordered labels."""
+        names = {"mean", *(f"{own.name}.mean" for own in self.questions)}
+        return [column.name for column in self.columns if column.name in names]
+
+    @property
     def _typed(self) -> bool:
         return self.json_carried and not self.json_text
 
     def count(self, counts: Counts, rows: pa.Table) -> Counts:
         """Add rows of parts to `counts`."""
-        counts.add_rows(rows, self.truth, id_name=self.id_name, json_carried=self.json_carried)
+        counts.add_rows(rows, self.truth, id_name=self.id_name, json_carried=self.json_carried, means=self.means)
         return counts
 
 
@@ -586,6 +600,13 @@ class RationaleTally:
     @property
     def rows(self) -> int:
         return sum(self.finish_reasons.values())
+
+
+class MeanTally(NamedTuple):
+    """The rows that have a mean of ordered labels, and the sum of their means."""
+
+    rows: int
+    total: float
 
 
 @dataclass
@@ -616,6 +637,7 @@ class Tallies:
     evidence: int = 0  # rows whose sections were weighed
     # The texts whose likelihood is asked for; empty for an output with labels.
     likelihood: LikelihoodTally = field(default_factory=LikelihoodTally)
+    means: dict[str, MeanTally] = field(default_factory=dict)  # by column
     mass_rows: int = 0  # scored rows with a label mass
     mass_sum: float = 0.0  # their label masses together
     # Slowest first: row, id, seconds, prompt_tokens, computed_tokens, method.
@@ -639,8 +661,11 @@ class Tallies:
         return self.mass_sum / self.mass_rows if self.mass_rows else None
 
     @classmethod
-    def of_rows(cls, rows: pa.Table, id_name: str | None = None, *, json_id: bool = False) -> Tallies:
-        """The tallies of output rows. `id_name` is the column with their ids, `json_id` whether it holds JSON.
+    def of_rows(
+        cls, rows: pa.Table, id_name: str | None = None, *, json_id: bool = False, means: Sequence[str] = ()
+    ) -> Tallies:
+        """The tallies of output rows. `id_name` is the column with their ids, `json_id` whether it holds JSON, and
+        `means` are the columns with means of ordered labels.
 
         Rows of an output have no row number where they have an id; it is None then.
         """
@@ -652,6 +677,9 @@ class Tallies:
             slowest=_slowest(rows, id_name, json_id),
             failed=_failed(rows, id_name, json_id),
         )
+        for name in means:
+            numbers = rows[name].drop_null()
+            found.means[name] = MeanTally(len(numbers), pc.sum(numbers).as_py() or 0.0)
         if "label_mass" in names:
             masses = rows["label_mass"].drop_null()
             found.mass_rows, found.mass_sum = len(masses), pc.sum(masses).as_py() or 0.0
@@ -829,18 +857,24 @@ class Counts:
         return self.score_sum / self.scored if self.scored else None
 
     def add_rows(
-        self, rows: pa.Table, truth: str | None = None, *, id_name: str | None = None, json_carried: bool = False
+        self,
+        rows: pa.Table,
+        truth: str | None = None,
+        *,
+        id_name: str | None = None,
+        json_carried: bool = False,
+        means: Sequence[str] = (),
     ) -> None:
         """Count output rows by their columns `error` and `score`, tally them, and collect those of the audit.
 
         `truth` and `id_name` are the carried columns with the right answer and the id, `json_carried` whether they
-        hold JSON.
+        hold JSON. `means` are the columns with means of ordered labels.
         """
         codes = _counted(rows["error"])
         skipped = sum(codes.pop(code, 0) for code in SKIPPED_CODES)
         scored, score_sum = len(rows) - rows["score"].null_count, pc.sum(rows["score"]).as_py() or 0.0
         found = Counts(len(rows), scored, sum(codes.values()), skipped, codes, score_sum)
-        found.tallies = Tallies.of_rows(rows, id_name, json_id=json_carried)
+        found.tallies = Tallies.of_rows(rows, id_name, json_id=json_carried, means=means)
         if TAKEN_OVER in rows.column_names:
             found.taken_over = pc.sum(rows[TAKEN_OVER]).as_py() or 0
         if "audit_score" in rows.column_names:

@@ -681,7 +681,9 @@ def of_schema(schema: OutputSchema) -> dict[str, Any]:
     plain |= {"audit": "audit" in schema.groups, **dict.fromkeys(sorted(schema.groups), True)}
     plain |= {} if schema.measure is Measure.SHARES else {"measure": schema.measure.value}
     if schema.questions:
-        plain["questions"] = [{"name": own.name, "labels": own.labels} for own in schema.questions]
+        plain["questions"] = [
+            {"name": own.name, "labels": own.labels, "groups": sorted(own.groups)} for own in schema.questions
+        ]
     return plain | {"carried": _packed(schema.carried)}
 
 
@@ -689,8 +691,8 @@ def to_schema(content: dict[str, Any], *, json_text: bool) -> OutputSchema:
     """The columns of `of_schema`. Raises KeyError, TypeError, ValueError or ArrowException for anything else."""
     rest = content | {"labels": tuple(content["labels"]), "carried": _unpacked(content["carried"])}
     rest["measure"] = Measure(content.get("measure", Measure.SHARES))
-    questions = [(own["name"], tuple(own["labels"])) for own in content.get("questions", ())]
-    rest["questions"] = tuple(OutputSchema(name=name, labels=labels) for name, labels in questions)
+    questions = [own | {"labels": tuple(own["labels"])} for own in content.get("questions", ())]
+    rest["questions"] = tuple(OutputSchema(**own | {"groups": frozenset(own["groups"])}) for own in questions)
     groups = frozenset(name for name in get_args(Group) if rest.pop(name, False))
     return OutputSchema(**rest, groups=groups, json_text=json_text)
 

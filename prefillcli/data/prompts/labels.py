@@ -55,6 +55,21 @@ def parse_labels(labels: str | Sequence[str], *, least: int = 2) -> tuple[Label,
     return parsed
 
 
+def require_values(values: Sequence[float], names: Sequence[str]) -> None:
+    """Raise UsageError unless these are one finite number for each label, and not all the same."""
+    given = ",".join(f"{value:g}" for value in values)
+    if len(values) != len(names):
+        raise UsageError(
+            f"--label-values {given}: {len(values)} numbers for {len(names)} labels: {', '.join(names)}\n"
+            "give one number for each label, in the order of --labels"
+        )
+    if not np.isfinite(values).all() or len(set(values)) == 1:
+        raise UsageError(
+            f"--label-values {given}: the numbers must be finite, and not all the same\n"
+            "give each label its place on a scale, as in 1,2,3,4,5"
+        )
+
+
 def complementary(label: Label, other: Label | None = None) -> tuple[Label, Label]:
     """A label and its complement, which right answers may also name as 1 and 0."""
     other = other or Label(f"not {label.name}")
@@ -149,6 +164,7 @@ class Labels:
 
     measure = Measure.SHARES  # the meaning of an engine's numbers for the labels
     columns: tuple[str, ...] = ()  # of the input, whose values `resolve_all` needs
+    values: tuple[float, ...] = ()  # the number that each label stands for; none unless they are ordered
     _typed = True  # whether the user has written the labels: control tokens in them are meant
 
     def __init__(

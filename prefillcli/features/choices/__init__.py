@@ -42,6 +42,7 @@ class Choices(Feature):
             "--exit": any(each.flips and not each.rewrites for each in others),
             "--calibration and --calibrate-with": any("calibrated" in each.columns for each in others),
             "--rationale and --evidence": any(each.asks() for each in others),
+            "--label-values": bool(getattr(settings, "label_values", ())),
             "--truth": any(each.truth_column() is not None for each in others),
             "--keep auto": getattr(settings, "keep", None) == "auto",
         }

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Options whose place the file takes.
 _REPLACED = {
     "labels": "each question has its labels in the file",
+    "label_values": "a question has its values in the file",
     "template": "the file has the templates",
     "prompt_column": "the templates of the file name the columns",
 }

@@ -23,6 +23,8 @@ class QuestionLabels(Labels):
         norm, end = settings.label_norm, settings.label_end
         super().__init__(tokenizer, file.questions[0].labels, norm=norm, end=end)
         self.each = (self, *(Labels(tokenizer, own.labels, norm=norm, end=end) for own in file.questions[1:]))
+        for labels, own in zip(self.each, file.questions, strict=True):
+            labels.values = own.values
 
 
 def schemas(file: QuestionFile) -> tuple[OutputSchema, ...]:

@@ -12,10 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from prefillcli.core.condition import RowCondition
 from prefillcli.data.filesystems import read_given
-from prefillcli.data.output.columns import OutputSchema, ResultRows
-from prefillcli.data.prompts.labels import Label, parse_labels
+from prefillcli.data.output.columns import Groups, OutputSchema, ResultRows
+from prefillcli.data.prompts.labels import Label, parse_labels, require_values
 from prefillcli.errors import UsageError, brief, did_you_mean, without_secrets
-from prefillcli.options.groups import LabelTexts
+from prefillcli.options.groups import LabelTexts, LabelValues
 from prefillcli.options.load import parse_yaml
 
 _MOST_BYTES = 1 << 20
@@ -28,6 +28,7 @@ class QuestionEntry(BaseModel):
 
     name: str = Field(min_length=1)
     labels: LabelTexts
+    values: LabelValues = ()  # the number that each label stands for
     text: str | None = None  # Jinja text behind the document
     template: str | None = None  # Jinja text in the place of document and text
     when: str | None = None  # a condition on the answers to earlier questions
@@ -61,11 +62,13 @@ class AskedQuestion:
     template: str
     labels: tuple[Label, ...]
     when: Holds | None
+    values: tuple[float, ...] = ()
 
     @property
     def schema(self) -> OutputSchema:
         """The columns of its answers."""
-        return OutputSchema(labels=tuple(each.name for each in self.labels), name=self.name, when=self.when)
+        labels, groups = tuple(each.name for each in self.labels), Groups({"ordered"} if self.values else ())
+        return OutputSchema(labels=labels, name=self.name, when=self.when, values=self.values, groups=groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,9 @@ def read_questions(path: str) -> QuestionFile:
         done.append(_checked(each, content.document, done, shown))
     if content.document is not None and all(each.template is not None for each in content.questions):
         raise UsageError(f"{shown}: document is not used, as each question has a template of its own\nleave it out")
-    parts = [[each.name, each.template, each.labels, each.when and each.when.condition.text] for each in done]
+    parts = [
+        [each.name, each.template, each.labels, each.when and each.when.condition.text, each.values] for each in done
+    ]
     return QuestionFile(tuple(done), hashlib.sha256(json.dumps(parts).encode()).hexdigest())
 
 
@@ -112,10 +117,13 @@ def _checked(entry: QuestionEntry, document: str | None, before: Sequence[AskedQ
         raise UsageError(f"{where}: text stands behind the document, but the file has no document")
     try:
         labels = parse_labels(entry.labels)
+        if entry.values:
+            require_values(entry.values, [each.name for each in labels])
     except UsageError as error:
-        raise UsageError(f"{where}: {str(error).replace('--labels', 'labels', 1)}") from None
+        said = str(error).replace("--label-values", "values").replace("--labels", "labels")
+        raise UsageError(f"{where}: {said}") from None
     when = None if entry.when is None else _condition(entry.when, f"{where}: when", before)
-    return AskedQuestion(entry.name, entry.template or f"{document}{entry.text}", labels, when)
+    return AskedQuestion(entry.name, entry.template or f"{document}{entry.text}", labels, when, entry.values)
 
 
 def _condition(text: str, where: str, before: Sequence[AskedQuestion]) -> Holds:

@@ -1,0 +1,52 @@
+"""`--label-values`: labels that stand for numbers, and the mean over them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prefillcli.core.feature import Feature
+from prefillcli.options.groups import LabelValues
+from prefillcli.options.option import ANSWERS, Settings, option
+
+if TYPE_CHECKING:
+    from prefillcli.core.feature import Labels, Opened
+
+
+class ValueOptions(Settings):
+    """The numbers that labels stand for."""
+
+    label_values: LabelValues = option(
+        (),
+        "The number that each label stands for, as in 1,2,3,4,5: adds the column mean, the expected value of the "
+        "answer.",
+        ANSWERS, changes="columns", metavar="NUMBERS",
+    )  # fmt: skip
+
+
+class Ordered(Feature):
+    """The values of a job's labels."""
+
+    order = 6
+    options = {"score": ValueOptions}
+    columns = ("ordered",)
+
+    @classmethod
+    def asked(cls, settings: ValueOptions) -> bool:
+        return bool(settings.label_values)
+
+    def labels(self, opened: Opened) -> Labels:
+        from prefillcli.data.prompts.labels import require_values
+        from prefillcli.models.open import answer_labels
+        from prefillcli.stats.evaluation import Measure
+
+        found = answer_labels(opened, self.settings)
+        if found.measure is Measure.SHARES:  # the values of other labels are refused as `meaningless`
+            require_values(self.settings.label_values, found.names)
+            found.values = self.settings.label_values
+        return found
+
+    def meaningless(self, labels: Labels) -> list[str]:
+        return ["label-values"]
+
+
+FEATURE = Ordered

@@ -1,0 +1,159 @@
+"""Jobs with `--label-values`: labels that stand for numbers, and the expected value of the answer."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefillcli import Scorer
+from prefillcli.errors import UsageError
+from prefillcli.jobs.merge import merge_job
+from prefillcli.options.commands import MergeSettings
+from prefillcli.options.load import load_settings
+from tests.score.jobs import read_output, read_report, score, texts, write_jsonl, write_parquet
+from tests.score.models import save_model
+from tests.score.processes import cut_small_windows
+from tests.score.test_questions import Eager
+
+ROWS = 30
+LABELS = ("1", "2", "3", "4", "5")
+VALUES = (1.0, 2.0, 3.0, 4.0, 7.5)
+ORDERED: dict[str, Any] = {"labels": ",".join(LABELS), "label_values": "1,2,3,4,7.5"}
+
+
+@pytest.fixture(scope="module")
+def eager(model: Path) -> Eager:
+    return Eager(model)
+
+
+def make_input() -> Path:
+    return write_parquet("in.parquet", prompt=texts(ROWS), id=[f"r{at}" for at in range(ROWS)])
+
+
+def expected(eager: Eager, temperature: float = 1.0) -> list[float]:
+    """The expected value of each row's answer under transformers' eager forward."""
+    found = []
+    for text in texts(ROWS):
+        logprobs = np.array([*eager.answer(text, {label: [label] for label in LABELS}).values()]) / temperature
+        found.append(float(np.exp(logprobs - np.logaddexp.reduce(logprobs)) @ VALUES))
+    return found
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"engine": "hf"}, {"workers": 2}, {"temperature": 2.0}, {"output": "out.jsonl"}]
+)
+def test_the_mean_is_the_expected_value_under_the_eager_forward(
+    model: Path, eager: Eager, flags: dict[str, Any]
+) -> None:
+    done = score(make_input(), model=model, **{"output": "out.parquet", **ORDERED, **flags})
+    found = [row["mean"] for row in read_output(done["output"])]
+    wanted = expected(eager, flags.get("temperature", 1.0))
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert done["means"]["mean"] == pytest.approx(np.mean(found))
+    assert read_report()["means"] == done["means"]
+    assert f"{np.mean(found):.4f}" in Path("out.run.html").read_text()
+
+
+def test_log_probabilities_that_are_divided_make_the_mean_as_they_make_the_score(model: Path) -> None:
+    flags = {**ORDERED, "labels": "1,Yes,3 quick foxes,No,5", "label_norm": "bytes"}
+    score(make_input(), model=model, **flags)
+    for row in read_output("out.parquet"):
+        labels = flags["labels"].split(",")
+        divided = np.array([row[f"logprob_{label}"] / len(label) for label in labels])
+        assert row["mean"] == pytest.approx(np.exp(divided - np.logaddexp.reduce(divided)) @ VALUES)
+
+
+def test_shards_are_merged_and_rows_taken_over(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_small_windows(monkeypatch)
+    flags = {"model": model, "id_column": "id", **ORDERED}
+    whole = score(make_input(), "whole.parquet", **flags)
+    for number in (1, 2):
+        score("in.parquet", shard=f"{number}/2", **flags)
+    merged = merge_job(load_settings(MergeSettings, {"output": "out.parquet", "quiet": True}, environment={}))
+    assert merged["means"]["mean"] == pytest.approx(whole["means"]["mean"])
+    wanted = [row["mean"] for row in read_output("whole.parquet")]
+    assert [row["mean"] for row in read_output("out.parquet")] == pytest.approx(wanted)
+    taken = score("in.parquet", "later.parquet", since="whole.parquet", **flags)
+    assert taken["since"]["rows"] == ROWS
+    assert taken["means"]["mean"] == pytest.approx(whole["means"]["mean"])
+    other = score("in.parquet", "other.parquet", since="whole.parquet", **flags | {"label_values": "1,2,3,4,5"})
+    assert other["exit_code"] == 4, "rows with other values are not taken over"
+
+
+def test_a_column_of_the_input_may_have_the_name_where_there_is_no_such_column(model: Path) -> None:
+    write_jsonl("in.jsonl", [{"prompt": "Yes or no? Answer:", "mean": "rather"}])
+    assert score("in.jsonl", model=model, keep_columns="mean")["exit_code"] == 0
+    assert score("in.jsonl", "b.parquet", model=model, keep_columns="mean", **ORDERED)["exit_code"] == 2
+
+
+def test_a_question_has_values_of_its_own_and_others_may_depend_on_its_mean(model: Path, eager: Eager) -> None:
+    Path("q.yaml").write_text(
+        "questions:\n"
+        "- {name: stars, template: '{{ prompt }}', labels: [1, 2, 3, 4, 5], values: [1, 2, 3, 4, 7.5]}\n"
+        "- {name: fox, template: '{{ prompt }}', labels: [Yes, No], when: stars.mean > MEAN}\n"
+    )
+    wanted = expected(eager)
+    middle = float(np.median(wanted))
+    Path("q.yaml").write_text(Path("q.yaml").read_text().replace("MEAN", str(middle)))
+    done = score(make_input(), model=model, questions="q.yaml")
+    rows = read_output("out.parquet")
+    np.testing.assert_allclose([row["stars.mean"] for row in rows], wanted, atol=1e-5)
+    assert [row["fox.score"] is None for row in rows] == [mean <= middle for mean in wanted]
+    assert "fox.mean" not in rows[0]
+    assert done["means"] == {"stars.mean": pytest.approx(np.mean(wanted), abs=1e-5)}
+
+
+def test_a_scorer_gives_the_mean(model: Path, eager: Eager) -> None:
+    with Scorer(model=model, labels=LABELS, label_values=VALUES) as scorer:
+        found = scorer.score(texts(ROWS)).to_pylist()
+    np.testing.assert_allclose([row["mean"] for row in found], expected(eager), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"label_values": "1,2"}, "2 numbers for 5 labels: 1, 2, 3, 4, 5"),
+        ({"label_values": "1,1,1,1,1"}, "not all the same"),
+        ({"label_values": "1,2,3,4,nan"}, "finite"),
+        ({"label_values": "1,2,3,4,inf"}, "finite"),
+        ({"label_values": "low,high"}, "must be numbers, as in 1,2,3,4,5"),
+        ({"choices_column": "id", "labels": None}, "--choices-column cannot be combined with --label-values"),
+        ({"target_column": "id", "labels": None}, "--label-values is about labels"),
+        ({"questions": "q.yaml", "labels": None}, "--label-values: a question has its values in the file"),
+    ],
+    ids=lambda each: str(each)[:30],
+)
+def test_values_that_are_not_one_for_each_label_are_refused(
+    model: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, Any], said: str
+) -> None:
+    given = {name: value for name, value in (ORDERED | flags).items() if value is not None}
+    try:
+        assert score(make_input(), model=model, **given)["exit_code"] == 2
+        message = capsys.readouterr().err
+    except UsageError as error:
+        message = str(error)
+    assert said in message
+
+
+def test_a_question_with_wrong_values_is_named(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    question = "{name: stars, template: '{{ prompt }}', labels: [Yes, No], values: [1, 2, 3]}"
+    Path("q.yaml").write_text(f"questions: [{question}]")
+    assert score(make_input(), model=model, questions="q.yaml")["exit_code"] == 2
+    assert "question 'stars': values 1,2,3: 3 numbers for 2 labels" in capsys.readouterr().err
+
+
+def test_a_head_of_values_has_no_labels_that_stand_for_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = save_model(tmp_path / "head", classifies=True, num_labels=3)
+    write_parquet("in.parquet", prompt=["a fox"])
+    assert score("in.parquet", model=head, head="value", label_values="1,2,3")["exit_code"] == 2
+    assert "--label-values: the model's head gives values" in capsys.readouterr().err
+    assert score("in.parquet", model=head, label_values="1,2,4")["exit_code"] == 0
+    (row,) = read_output("out.parquet")
+    shares = [math.exp(row[f"logprob_{label}"]) for label in ("LABEL_0", "LABEL_1", "LABEL_2")]
+    assert row["mean"] == pytest.approx(np.dot(shares, [1, 2, 4]))
