@@ -28,6 +28,7 @@ OWN_TYPES: dict[str, Any] = {
     "calibrate_with": str | Sequence[str],
     "calibrate_columns": str | Sequence[str],
     "labels": str | Sequence[str],
+    "label_values": str | Sequence[float],
     "keep_columns": str | Sequence[str],
     "schedule": str,
     "engine_options": Mapping[str, Any],
