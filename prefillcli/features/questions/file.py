@@ -117,7 +117,7 @@ def _checked(entry: QuestionEntry, document: str | None, before: Sequence[AskedQ
         raise UsageError(f"{where}: text stands behind the document, but the file has no document")
     try:
         labels = parse_labels(entry.labels)
-        if entry.values:
+        if "values" in entry.model_fields_set:
             require_values(entry.values, [each.name for each in labels])
     except UsageError as error:
         said = str(error).replace("--label-values", "values").replace("--labels", "labels")
