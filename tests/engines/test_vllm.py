@@ -102,6 +102,15 @@ def sharing(count: int) -> list[str]:
     return [f"{'fox dog ' * 40}user {i // 10} {'yes no ' * 30}" + text for i, text in enumerate(texts(count))]
 
 
+def likeliest_word(model: Path, prompt: str) -> tuple[str, str] | None:
+    """A prompt and the text of its likeliest next token; None if that text has other tokens behind the prompt."""
+    reference = Reference(model)
+    ids = reference.ids(prompt)
+    token = int(reference._probabilities(tuple(ids)).argmax())
+    word = reference.tokenizer.decode(token)
+    return (prompt, word) if reference.ids(prompt + word) == [*ids, token] else None
+
+
 # ---------------------------------------------------------------------------------------------------------- scores
 
 
@@ -153,10 +162,11 @@ def test_variants_of_a_label_are_summed_over_the_whole_vocabulary(started: list[
         assert abs(row["label_mass"] - wanted.label_mass) < FLOAT32
 
 
+@pytest.mark.parametrize("seed", [5, 6, 7])
 def test_labels_of_several_tokens_are_those_of_the_walk_and_of_the_plain_loop(
-    shared: Any, llama: Path, capsys: pytest.CaptureFixture[str]
+    seed: int, shared: Any, llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rng = np.random.default_rng(5)
+    rng = np.random.default_rng(seed)
     trunk = rng.integers(3, 300, 12).tolist()
     unlike = [rng.integers(3, 300, 12).tolist() for _ in range(4)]
     history = rng.integers(3, 300, 90)
@@ -187,6 +197,34 @@ def test_labels_of_several_tokens_are_those_of_the_walk_and_of_the_plain_loop(
         print(f" {largest:.1e}", end="")
     assert read.greedy == plain.greedy
     assert largest < 1e-5
+
+
+@pytest.mark.parametrize("stride", [None, "5"])
+def test_targets_and_documents_have_the_numbers_of_the_walk(
+    started: list[Any], llama: Path, stride: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    greedy = next(filter(None, (likeliest_word(llama, prompt) for prompt in texts(50))))
+    prompts = [greedy[0], "The fox:", "", "The fox: \n", *sharing(4), ""]
+    targets = [greedy[1], " Yes, no", "A fox saw a dog. " * 12, "No", *texts(4), "é"]
+    source = write_parquet("in.parquet", prompt=prompts, target=targets)
+    job = {"model": llama, "target_column": "target", "token_logprobs": True, "on_long": "truncate-left"}
+    job |= {"max_length": 120, "stride": stride}
+    assert score(source, "torch.parquet", **job)["exit_code"] == 0
+    assert score(source, engine="vllm", **job)["exit_code"] == 0
+    rows, wanted = read_output("out.parquet"), read_output("torch.parquet")
+    largest = 0.0
+    for row, other in zip(rows, wanted, strict=True):
+        for name in ("error", "truncated", "target_tokens", "target_bytes", "greedy"):
+            assert row[name] == other[name]
+        assert row["logprob"] == pytest.approx(sum(row["token_logprobs"]))
+        pairs = zip(row["token_logprobs"], other["token_logprobs"], strict=True)
+        largest = max(largest, *(abs(own - each) for own, each in pairs))
+        assert row["bits_per_byte"] == pytest.approx(other["bits_per_byte"], abs=1e-5)
+    with capsys.disabled():
+        print(f" {largest:.1e}", end="")
+    assert largest < 1e-5
+    assert [row["greedy"] for row in rows][:2] == [True, False]
+    assert max(row["target_tokens"] for row in rows) > 120
 
 
 # ----------------------------------------------------------------------------------------------------------- texts

@@ -213,7 +213,6 @@ def test_python_gives_the_same(model: Path) -> None:
         {"truth": "target"},
         {"min_label_mass": "0.1"},
         {"temperature": "2"},
-        {"engine": "vllm"},
     ],
     ids=lambda options: next(iter(options)),
 )

@@ -18,6 +18,7 @@ from tests.score.jobs import (
     write_jsonl,
     write_parquet,
 )
+from tests.score.test_likelihood import encoded_pair, likelihood
 
 
 def test_parquet_scores_equal_the_eager_forward(model: Path, reference: Reference) -> None:
@@ -209,15 +210,26 @@ def test_the_same_prompt_twice_has_the_same_score(model: Path) -> None:
     assert found[:5] == found[5:]
 
 
+@pytest.mark.parametrize("end", [None, "eos", "."])
 @pytest.mark.parametrize("norm", ["none", "tokens", "bytes"])
-def test_scores_are_of_log_probabilities_divided_by_the_lengths_of_labels(model: Path, norm: str) -> None:
-    names = ["Yes No", "No"]
-    lengths = {"none": [1, 1], "tokens": [2, 1], "bytes": [len(name.encode()) for name in names]}[norm]
-    score(write_parquet("in.parquet", prompt=texts(6)), model=model, labels=names, label_norm=norm)
-    reference = Reference(model)
-    for row, text in zip(read_output("out.parquet"), texts(6), strict=True):
-        found = np.array([row[f"logprob_{name}"] for name in names])
-        assert found[1] == pytest.approx(float(reference.answer(text, (("Yes",), (" No",))).logprobs[1]), abs=1e-4)
-        share = np.exp(found / lengths)
-        assert row["score"] == pytest.approx(share[0] / share.sum(), abs=1e-6)
-        assert row["prediction"] == names[int(share.argmax())]
+def test_longer_labels_have_the_scores_of_lm_evaluation_harness(
+    model: Path, reference: Reference, norm: str, end: str | None
+) -> None:
+    """The log-probability of each label and its end, divided by its length."""
+    names = ["a fox é", "a fox saw a dog" if end is None else "a fox", "No"]
+    behind = {None: "", "eos": "", ".": "."}[end]
+    prompts = [*texts(6), "The fox: \n"]
+    options = {"label_norm": norm, "label_end": end}
+    score(write_parquet("in.parquet", prompt=prompts), model=model, labels=names, **options)
+    for row, prompt in zip(read_output("out.parquet"), prompts, strict=True):
+        divided = []
+        for name in names:
+            spaced = name if prompt[-1].isspace() else f" {name}"
+            context, tokens = encoded_pair(reference, prompt, spaced + behind)
+            tokens += [reference.tokenizer.eos_token_id] if end == "eos" else []
+            logprob = sum(likelihood(reference, context, tokens)[0])
+            assert row[f"logprob_{name}"] == pytest.approx(logprob, rel=1e-6, abs=1e-5)
+            divided.append(logprob / {"none": 1, "tokens": len(tokens), "bytes": len(name.encode())}[norm])
+        shares = np.exp(divided)
+        assert row["score"] == pytest.approx(shares[0] / shares.sum(), abs=1e-5)
+        assert row["prediction"] == names[int(shares.argmax())]

@@ -88,10 +88,6 @@ class Likelihood(Feature):
             raise UsageError(
                 "--keep: a likelihood is that behind the whole prompt\nleave --keep or --target-column out"
             )
-        if settings.engine == "vllm":
-            raise UsageError(
-                "--target-column is for the engines torch and hf\nleave --engine out, or give --engine hf"
-            )
 
     def check_columns(self, available: Sequence[str]) -> None:
         from prefillcli.data.rows import require_columns
