@@ -64,9 +64,14 @@ def kept_alike(prompts: Sequence[Prompt]) -> list[np.ndarray]:
     return [np.flatnonzero(mask[: len(prompt)] | (np.arange(len(prompt)) == len(prompt) - 1)) for prompt in prompts]
 
 
-@torch.inference_mode()
 def by_hand(model: nn.Module, prompt: Prompt, kept: np.ndarray, layer: int) -> Tensor:
-    """Logits of the prompt's last token: the first layers over all tokens, the others over the kept ones.
+    """`kept_by_hand` of the prompt's last token."""
+    return kept_by_hand(model, prompt, kept, layer)[-1]
+
+
+@torch.inference_mode()
+def kept_by_hand(model: nn.Module, prompt: Prompt, kept: np.ndarray, layer: int) -> Tensor:
+    """Logits of the kept tokens: the first layers over all tokens, the others over the kept ones.
 
     The others are a forward of the model in which the first layers give the kept hidden states, with their position
     ids and a causal mask.
@@ -100,7 +105,7 @@ def by_hand(model: nn.Module, prompt: Prompt, kept: np.ndarray, layer: int) -> T
     try:
         return model(
             input_ids=ids[:, at], position_ids=at[None], attention_mask=torch.ones(1, len(at)).long(), use_cache=False
-        ).logits[0, -1]
+        ).logits[0]
     finally:
         decoder.layers = every
 

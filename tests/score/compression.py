@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +99,27 @@ class ByHand:
         at = np.arange(len(prompt))
         return at[np.isin(at // CHUNK, best) | (at < FIRST) | (at >= len(prompt) - LAST)]
 
-    @torch.inference_mode()
     def score(self, prompt: Prompt, kept: np.ndarray) -> float:
         """Share of Yes when the model reads the kept tokens at the positions they have in the prompt."""
-        tokens = torch.tensor(prompt)[kept][None]
-        unseen = torch.full((len(kept), len(kept)), torch.finfo(torch.float32).min).triu(1)[None, None]
-        logits = self._model(
-            tokens, position_ids=torch.tensor(kept)[None], attention_mask=unseen, use_cache=False
-        ).logits[0, -1]
+        logits = self.logits(prompt, kept)[-1]
         yes, no = (float(logits[self._reference.token(text)]) for text in (" Yes", " No"))
         return 1 / (1 + math.exp(no - yes))
+
+    @torch.inference_mode()
+    def logits(self, prompt: Prompt, kept: np.ndarray) -> torch.Tensor:
+        """Logits [kept, vocabulary] when the model reads the kept tokens at the positions they have in the prompt."""
+        tokens = torch.tensor(prompt)[kept][None]
+        unseen = torch.full((len(kept), len(kept)), torch.finfo(torch.float32).min).triu(1)[None, None]
+        logits: torch.Tensor = self._model(
+            tokens, position_ids=torch.tensor(kept)[None], attention_mask=unseen, use_cache=False
+        ).logits[0]
+        return logits
+
+
+def behind(
+    logits: Callable[[Prompt, np.ndarray], torch.Tensor], prompt: Prompt, kept: np.ndarray, text: Prompt
+) -> Any:
+    """Log-probabilities of a text's tokens behind the kept tokens of a prompt, float64 [tokens]."""
+    at = np.append(kept, np.arange(len(prompt), len(prompt) + len(text)))
+    found = logits([*prompt, *text], at)[len(kept) - 1 : -1].double().log_softmax(-1)
+    return found[torch.arange(len(text)), torch.tensor(text)].numpy()

@@ -18,7 +18,7 @@ from prefillcli.features.compress import draft as self_draft
 from prefillcli.jobs.inspect import inspect_job
 from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings
-from tests.prefill.test_thinning import by_hand
+from tests.prefill.test_thinning import kept_by_hand
 from tests.score.compression import (
     CHUNK,
     FIRST,
@@ -69,9 +69,13 @@ class OwnLayersByHand:
 
     def score(self, prompt: Prompt, kept: np.ndarray) -> float:
         """Share of Yes."""
-        logits = by_hand(self.model, np.asarray(prompt), kept, self._layer)
+        logits = self.logits(prompt, kept)[-1]
         yes, no = (float(logits[self._reference.token(text)]) for text in (" Yes", " No"))
         return 1 / (1 + math.exp(no - yes))
+
+    def logits(self, prompt: Prompt, kept: np.ndarray) -> torch.Tensor:
+        """Of the kept tokens, [kept, vocabulary]."""
+        return kept_by_hand(self.model, np.asarray(prompt), kept, self._layer)
 
 
 @pytest.fixture(scope="module")

@@ -84,9 +84,10 @@ class Likelihood(Feature):
                     f"--{name.replace('_', '-')} is about labels, and --target-column asks for the likelihood of a "
                     "text instead\nleave one of them out"
                 )
-        if "keep" in given:
+        if getattr(settings, "keep", None) == "auto":
             raise UsageError(
-                "--keep: a likelihood is that behind the whole prompt\nleave --keep or --target-column out"
+                "--keep auto: the rate is chosen by flips of labels, and --target-column has none\n"
+                "give a rate, like --keep 0.2"
             )
 
     def check_columns(self, available: Sequence[str]) -> None:
