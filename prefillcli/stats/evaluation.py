@@ -400,6 +400,7 @@ BoolArray = npt.NDArray[np.bool_]
 _MOST_GROUPS = 1000  # more distinct scores than these are resampled in groups of neighbours
 _NO_PROBABILITY = Estimate(reason="values are no probabilities")
 _NO_THRESHOLD = Estimate(reason="values have no threshold of their own")
+_NO_LABELS = Estimate(reason="each row has choices of its own")
 
 
 class LabelFigures(BaseModel):
@@ -427,6 +428,37 @@ class WantedPrecision(BaseModel):
     reached: ThresholdFigures | None
     best: ThresholdFigures | None  # the most precise threshold, if none reaches it
     reason: str | None = None  # why no threshold reaches it
+
+
+class NumberFigures(BaseModel):
+    """How near numbers are to the right ones."""
+
+    model_config = ConfigDict(frozen=True)
+
+    spearman: Estimate  # correlation of ranks
+    pearson: Estimate
+    mean_error: Estimate  # absolute
+    root_mean_square_error: Estimate
+
+
+class OrderedFigures(BaseModel):
+    """Labels that stand for numbers: the expected value of the answer, and the number of the likeliest label."""
+
+    model_config = ConfigDict(frozen=True)
+
+    rows: int  # with a score and a right number, which need not be that of a label
+    mean: NumberFigures
+    likeliest: NumberFigures
+
+
+class ChoiceFigures(BaseModel):
+    """Rows with choices of their own."""
+
+    model_config = ConfigDict(frozen=True)
+
+    chance: float | None  # the accuracy of guesses
+    logprob: Estimate  # of the whole right choice, the mean
+    accuracy_whole: Estimate | None  # of the likeliest whole choice, where scores are of divided log-probabilities
 
 
 class Evaluation(BaseModel):
@@ -459,6 +491,8 @@ class Evaluation(BaseModel):
     reliability_equal_mass: list[ReliabilityBin] = []
     roc: RocCurve | None = None
     precision_recall: PrecisionRecallCurve | None = None
+    ordered: OrderedFigures | None = None  # of labels that stand for numbers
+    choices: ChoiceFigures | None = None  # of rows with choices of their own
 
 
 def evaluate(
@@ -524,11 +558,8 @@ def evaluate_labels(
     the other rows. Raises ValueError if the lengths differ, or a probability is not from 0 to 1.
     """
     _check(probabilities, truth, labels, dimensions=2)
-    rows, predicted = len(truth), _likeliest(probabilities)
-    right, sureness = predicted == truth, probabilities.max(axis=1, initial=0.0)
-    confusion, said = _confusion(truth, predicted, len(labels)), probabilities[np.arange(rows), truth]
-    squares = (probabilities**2).sum(axis=1) - said**2 + (1 - said) ** 2
-    estimates = _resampled_estimates(sureness, right, Ranking.of(sureness, right), confidence)
+    rows = len(truth)
+    confusion = _confusion(truth, _likeliest(probabilities), len(labels))
     by_label = []
     for at, label in enumerate(labels):
         is_label, scores = truth == at, np.ascontiguousarray(probabilities[:, at])
@@ -537,23 +568,132 @@ def evaluate_labels(
         area = area_estimate(ranking, label, confidence)
         by_label.append(_label_figures(label, confusion, at, area, ranking.average_precision, brier, confidence))
     return Evaluation(
-        rows=rows,
-        confidence=confidence,
+        **_of_likeliest(probabilities, truth, confidence),
         labels=list(labels),
-        accuracy=share_estimate(int(right.sum()), rows, confidence),
         auc=_mean_over_labels([each.auc.value for each in by_label]),
         average_precision=_mean_over_labels([each.average_precision for each in by_label]),
-        brier=mean_estimate(squares, confidence),
-        log_loss=mean_estimate(log_losses(said, np.ones(rows, np.bool_)), confidence),
-        calibration_error=estimates["calibration_error"],
-        calibration_error_equal_mass=estimates["calibration_error_equal_mass"],
         confusion=confusion.tolist(),
         by_label=by_label,
-        reliability=reliability(sureness, right),
-        reliability_equal_mass=reliability(sureness, right, binning="equal-mass"),
         without_truth=without_truth,
         errors=errors,
     )
+
+
+def evaluate_choices(
+    probabilities: Float64Array,
+    truth: Int64Array,
+    logprobs: Float64Array,
+    *,
+    divided: bool = False,
+    confidence: float = 0.95,
+    without_truth: int = 0,
+    errors: int = 0,
+) -> Evaluation:
+    """The figures of rows with choices of their own: `probabilities` [rows, choices] are 0 behind a row's choices, and
+    `truth` [rows] has the number of the right one.
+
+    `logprobs` [rows, choices] are of whole choices, NaN behind those of a row; `divided` says that the probabilities
+    are made of log-probabilities divided by lengths. Brier score, log loss and calibration error are those of
+    `evaluate_labels`. Raises ValueError likewise.
+    """
+    _check(probabilities, truth, range(probabilities.shape[-1]), dimensions=2)
+    rows, counts = len(truth), (~np.isnan(logprobs)).sum(axis=1)
+    whole = np.nan_to_num(logprobs, nan=-np.inf)
+    accuracy = share_estimate(int((_likeliest(whole) == truth).sum()), rows, confidence) if divided else None
+    lost = mean_estimate(-whole[np.arange(rows), truth], confidence)  # a loss, as it is never negative
+    said = None if lost.value is None else -lost.value
+    interval = None if lost.interval is None else (-lost.interval[1], -lost.interval[0])
+    return Evaluation(
+        **_of_likeliest(probabilities, truth, confidence),
+        auc=_NO_LABELS,
+        average_precision=_NO_LABELS,
+        choices=ChoiceFigures(
+            chance=float((1 / counts).mean()) if rows else None,
+            logprob=Estimate(value=said, interval=interval, reason=lost.reason),
+            accuracy_whole=accuracy,
+        ),
+        without_truth=without_truth,
+        errors=errors,
+    )
+
+
+def _of_likeliest(probabilities: Float64Array, truth: Int64Array, confidence: float) -> dict[str, Any]:
+    # The figures of `probabilities` [rows, labels] that are of all labels, or of the likeliest one.
+    rows = len(truth)
+    right, sureness = _likeliest(probabilities) == truth, probabilities.max(axis=1, initial=0.0)
+    said = probabilities[np.arange(rows), truth]
+    squares = (probabilities**2).sum(axis=1) - said**2 + (1 - said) ** 2
+    estimates = _resampled_estimates(sureness, right, Ranking.of(sureness, right), confidence)
+    return {
+        "rows": rows,
+        "confidence": confidence,
+        "accuracy": share_estimate(int(right.sum()), rows, confidence),
+        "brier": mean_estimate(squares, confidence),
+        "log_loss": mean_estimate(log_losses(said, np.ones(rows, np.bool_)), confidence),
+        "calibration_error": estimates["calibration_error"],
+        "calibration_error_equal_mass": estimates["calibration_error_equal_mass"],
+        "reliability": reliability(sureness, right),
+        "reliability_equal_mass": reliability(sureness, right, binning="equal-mass"),
+    }
+
+
+def evaluate_ordered(
+    means: Float64Array, likeliest: Float64Array, right: Float64Array, confidence: float = 0.95
+) -> OrderedFigures:
+    """The figures of the expected value of answers and of the number of the likeliest label, beside the right numbers,
+    all [rows]. Raises ValueError if the lengths differ."""
+    return OrderedFigures(
+        rows=len(right),
+        mean=_number_figures(means, right, confidence),
+        likeliest=_number_figures(likeliest, right, confidence),
+    )
+
+
+def _number_figures(said: Float64Array, right: Float64Array, confidence: float) -> NumberFigures:
+    squares = mean_estimate((said - right) ** 2, confidence)
+    root = squares
+    if squares.value is not None:  # the root is monotone, so it is taken of the interval's ends too
+        ends = None if squares.interval is None else (math.sqrt(squares.interval[0]), math.sqrt(squares.interval[1]))
+        root = Estimate(value=math.sqrt(squares.value), interval=ends)
+    return NumberFigures(
+        spearman=correlation(said, right, ranks=True, confidence=confidence),
+        pearson=correlation(said, right, confidence=confidence),
+        mean_error=mean_estimate(np.abs(said - right), confidence),
+        root_mean_square_error=root,
+    )
+
+
+def correlation(
+    first: Float64Array, second: Float64Array, *, ranks: bool = False, confidence: float = 0.95
+) -> Estimate:
+    """Pearson's correlation of two numbers of the same rows, or with `ranks` Spearman's; equal numbers share their
+    mean rank.
+
+    The interval is Fisher's, for ranks with the variance of Bonett and Wright (Psychometrika 65, 2000). Fewer than
+    four rows have none, and neither has a perfect correlation. Raises ValueError if the lengths differ.
+    """
+    if len(first) != len(second):
+        raise ValueError(f"{len(first)} numbers beside {len(second)}")
+    if len(first) < 2:
+        return Estimate(reason="there are too few such rows")
+    pair = [_ranks(first), _ranks(second)] if ranks else [first, second]
+    if any(np.ptp(each) == 0 for each in pair):
+        return Estimate(reason="one side has the same number in all rows")
+    value = float(np.corrcoef(pair[0], pair[1])[0, 1])
+    if len(first) < 4 or 1 - abs(value) < 1e-12:
+        return Estimate(value=value)
+    from scipy.special import ndtri
+
+    variance = (1 + value**2 / 2 if ranks else 1) / (len(first) - 3)
+    reach = float(ndtri((1 + confidence) / 2)) * math.sqrt(variance)
+    middle = math.atanh(value)
+    return Estimate(value=value, interval=(math.tanh(middle - reach), math.tanh(middle + reach)))
+
+
+def _ranks(values: Float64Array) -> Float64Array:
+    # From 1; equal values share the mean of their ranks.
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[places], np.float64)
 
 
 def evaluate_values(
@@ -770,7 +910,7 @@ def _calibration_errors(places: Int64Array, means: Float64Array) -> Figure:
     return errors
 
 
-def _check(probabilities: Float64Array, truth: npt.NDArray[Any], labels: Sequence[str], *, dimensions: int) -> None:
+def _check(probabilities: Float64Array, truth: npt.NDArray[Any], labels: Sequence[Any], *, dimensions: int) -> None:
     if probabilities.ndim != dimensions or len(probabilities) != len(truth):
         raise ValueError(f"probabilities {probabilities.shape} for {len(truth)} answers")
     if dimensions == 2 and probabilities.shape[1] != len(labels):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import pearsonr, spearmanr
 
 from prefillcli import Scorer
 from prefillcli.errors import UsageError
@@ -82,6 +83,73 @@ def test_shards_are_merged_and_rows_taken_over(model: Path, monkeypatch: pytest.
     assert taken["means"]["mean"] == pytest.approx(whole["means"]["mean"])
     other = score("in.parquet", "other.parquet", since="whole.parquet", **flags | {"label_values": "1,2,3,4,5"})
     assert other["exit_code"] == 4, "rows with other values are not taken over"
+
+
+#: Right answers as data has them, and the numbers that they stand for: labels, averages, and what is neither.
+TRUTH: list[tuple[Any, float | None]] = [
+    ("1", 1), ("5", 7.5), ("3.5", 3.5), (None, None), ("4", 4), ("good", None), ("-2e0", -2), ("nan", None), ("2", 2),
+]  # fmt: skip
+
+
+def truths() -> list[tuple[Any, float | None]]:
+    return [TRUTH[at * 7 % len(TRUTH)] for at in range(ROWS)]
+
+
+def assert_equals_scipy(found: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """The figures are those of the output's columns beside `truths`."""
+    known = [(row, value) for row, (_, value) in zip(rows, truths(), strict=True) if value is not None]
+    right = np.array([value for _, value in known])
+    assert found["ordered"]["rows"] == len(known)
+    assert found["rows"] == sum(answer in LABELS for answer, _ in truths())
+    numbers = dict(zip(LABELS, VALUES, strict=True))
+    for name, said in (
+        ("mean", [row["mean"] for row, _ in known]),
+        ("likeliest", [numbers[row["prediction"]] for row, _ in known]),
+    ):
+        own = {figure: each["value"] for figure, each in found["ordered"][name].items()}
+        assert own["spearman"] == pytest.approx(spearmanr(said, right).statistic)
+        assert own["pearson"] == pytest.approx(pearsonr(said, right).statistic)
+        assert own["mean_error"] == pytest.approx(np.abs(said - right).mean())
+        assert own["root_mean_square_error"] == pytest.approx(np.sqrt(((said - right) ** 2).mean()))
+        assert all(each["interval"] is not None for each in found["ordered"][name].values())
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("output", ["out.parquet", "out.jsonl"])
+def test_means_are_held_against_right_numbers(
+    model: Path, capsys: pytest.CaptureFixture[str], kind: str, output: str
+) -> None:
+    answers = [answer for answer, _ in truths()]
+    if kind == "parquet":
+        source = write_parquet("in.parquet", prompt=texts(ROWS), truth=answers)
+    else:  # numbers stay numbers there
+        typed = [answer if answer in (None, "good", "nan") else float(answer) for answer in answers]
+        rows = zip(texts(ROWS), typed, strict=True)
+        source = write_jsonl("in.jsonl", [{"prompt": text, "truth": answer} for text, answer in rows])
+    done = score(source, output, model=model, truth="truth", quiet=False, **ORDERED)
+    found = read_report()["evaluation"]
+    assert_equals_scipy(found, read_output(output))
+    assert done["evaluation"]["mean_error"] == found["ordered"]["mean"]["mean_error"]["value"]
+    assert "mean, as a number rank correlation" in " ".join(capsys.readouterr().err.split())
+    assert "<h3>Labels as numbers</h3>" in Path("out.run.html").read_text()
+
+
+def test_merged_shards_are_held_against_right_numbers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_small_windows(monkeypatch)
+    source = write_parquet("in.parquet", prompt=texts(ROWS), truth=[answer for answer, _ in truths()])
+    for number in (1, 2):
+        assert score(source, model=model, truth="truth", shard=f"{number}/2", **ORDERED)["exit_code"] == 0
+    merge_job(load_settings(MergeSettings, {"output": "out.parquet", "quiet": True}, environment={}))
+    assert_equals_scipy(read_report()["evaluation"], read_output("out.parquet"))
+
+
+def test_right_numbers_that_are_no_labels_are_enough(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_parquet("in.parquet", prompt=texts(ROWS), truth=[at % 7 + 0.5 for at in range(ROWS)])
+    assert score(source, model=model, truth="truth", **ORDERED)["exit_code"] == 0
+    found = read_report()["evaluation"]
+    assert (found["rows"], found["without_truth"], found["ordered"]["rows"]) == (0, ROWS, ROWS)
+    assert score(source, model=model, truth="truth", labels=ORDERED["labels"], overwrite=True)["exit_code"] == 2
+    assert "none of its values is a label" in capsys.readouterr().err
 
 
 def test_a_column_of_the_input_may_have_the_name_where_there_is_no_such_column(model: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import binomtest, norm
+from scipy.stats import binomtest, norm, pearsonr, spearmanr, t
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import (
     accuracy_score,
@@ -24,8 +24,10 @@ from sklearn.metrics import (
 from prefillcli.stats.evaluation import (
     Ranking,
     closest_call,
+    correlation,
     evaluate,
     evaluate_labels,
+    evaluate_ordered,
     exact_interval,
     expected_calibration_error,
     mean_estimate,
@@ -295,3 +297,64 @@ def test_of_equally_near_rows_the_first_are_taken() -> None:
 def test_what_is_no_probability_is_refused(scores: list[float]) -> None:
     with pytest.raises(ValueError, match="probabilit"):
         evaluate(np.array(scores), np.array([True, False]))
+
+
+NUMBERS = st.lists(
+    st.tuples(st.sampled_from([1.0, 2.0, 2.5, 4.0]), st.one_of(st.sampled_from([1.0, 3.0]), st.floats(-9, 9))),
+    min_size=3, max_size=40,
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=NUMBERS)
+def test_the_figures_of_numbers_are_those_of_scipy(rows: list[tuple[float, float]]) -> None:
+    said, right = (np.array(side) for side in zip(*rows, strict=True))
+    found = evaluate_ordered(said, said[::-1], right)
+    assert found.rows == len(rows)
+    for figures, own in ((found.mean, said), (found.likeliest, said[::-1])):
+        assert figures.mean_error.value == pytest.approx(np.abs(own - right).mean())
+        assert figures.root_mean_square_error.value == pytest.approx(np.sqrt(((own - right) ** 2).mean()))
+        if np.ptp(own) == 0 or np.ptp(right) == 0:
+            assert (figures.spearman.value, figures.pearson.value) == (None, None)
+            assert "same number" in (figures.spearman.reason or "")
+            continue
+        assert figures.spearman.value == pytest.approx(spearmanr(own, right).statistic)
+        if np.ptp(right) > 1e-3:  # closer numbers are told apart by rounding errors
+            assert figures.pearson.value == pytest.approx(pearsonr(own, right).statistic, abs=1e-6)
+
+
+def test_the_intervals_of_numbers_are_fishers_and_students() -> None:
+    draws = np.random.default_rng(3)
+    right = draws.normal(size=50)
+    said = right + draws.normal(size=50)
+    found = evaluate_ordered(said, said, right).mean
+    wanted = pearsonr(said, right).confidence_interval(0.95)
+    assert found.pearson.interval == pytest.approx((wanted.low, wanted.high))
+    value, reach = np.arctanh(found.spearman.value), norm.ppf(0.975) * np.sqrt((1 + found.spearman.value**2 / 2) / 47)
+    assert found.spearman.interval == pytest.approx((np.tanh(value - reach), np.tanh(value + reach)))
+    squares = (said - right) ** 2
+    low, high = t.interval(0.95, 49, squares.mean(), squares.std(ddof=1) / np.sqrt(50))
+    assert found.root_mean_square_error.interval == pytest.approx((np.sqrt(low), np.sqrt(high)))
+
+
+@pytest.mark.parametrize("ranks", [True, False])
+def test_the_intervals_of_correlations_of_grades_hold_what_they_say(ranks: bool) -> None:
+    """Grades from 1 to 5 beside what a judge says of them, as many rows as a small test set has."""
+
+    def correlated(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        draws = np.random.default_rng(seed)
+        right = draws.integers(1, 6, rows).astype(np.float64)
+        return right + 1.5 * draws.normal(size=rows), right
+
+    true = correlation(*correlated(400_000, 0), ranks=ranks).value
+    found = [correlation(*correlated(100, seed), ranks=ranks).interval or (1, 1) for seed in range(1, 401)]
+    held = sum(low <= true <= high for low, high in found)
+    assert 0.92 <= held / len(found) <= 0.985
+
+
+def test_the_interval_of_a_perfect_correlation_is_left_out() -> None:
+    said = np.arange(9.0)
+    assert correlation(said, said**3, ranks=True).model_dump() == {"value": 1.0, "interval": None, "reason": None}
+    assert correlation(said[:1], said[:1]).value is None
+    with pytest.raises(ValueError, match="9 numbers beside 8"):
+        correlation(said, said[1:])

@@ -62,7 +62,7 @@ class Evaluating(Feature):
     def models_opened(self, opening: Opening) -> None:
         from prefillcli.features.evaluation.evaluating import EvaluationPlan
 
-        self._plan = EvaluationPlan.of(self.settings, opening.labels)
+        self._plan = EvaluationPlan.of(self.settings, opening.labels, self.settings.truth)
 
     def first_window(self, job: Job, window: Window) -> None:
         from prefillcli.features.evaluation.evaluating import require_labels

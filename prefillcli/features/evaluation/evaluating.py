@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel, Field
@@ -16,7 +19,7 @@ from prefillcli.data.output.columns import ROW_COLUMN
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Label, Labels, label_of
-from prefillcli.data.rows import Float64Array, Int32Array, Int64Array, id_texts, json_texts, to_python
+from prefillcli.data.rows import Float64Array, Int32Array, Int64Array, id_texts, json_texts, text_of, to_python
 from prefillcli.data.windows import find_prompts
 from prefillcli.errors import UsageError
 from prefillcli.plan.trie import common_prefix
@@ -36,11 +39,14 @@ from prefillcli.stats.evaluation import (
     Estimate,
     Evaluation,
     Measure,
+    NumberFigures,
     ReliabilityBin,
     ThresholdFigures,
     closest_call,
     evaluate,
+    evaluate_choices,
     evaluate_labels,
+    evaluate_ordered,
     evaluate_values,
     label_probabilities,
     nearest,
@@ -68,7 +74,7 @@ class EvaluatedRow(BaseModel):
     row: int | None  # None where rows have ids
     id: str | None
     score: float
-    truth: str  # a label
+    truth: str  # a label, or the number of one of its choices
     prediction: str
     probability: float  # of the prediction
     text: str | None = None  # the end of the text that the model read, where it was asked for
@@ -101,6 +107,8 @@ class RunEvaluation(Evaluation):
     threshold: float | None = None  # the threshold that those are near; None with more than two labels
 
 
+Mask = npt.NDArray[np.bool_]
+
 MOST_ROWS = 20  # rows of each kind that are named
 _MOST_VALUES = 20  # of the truth column, in the report
 _NAMED_VALUES = 5  # in a message
@@ -111,22 +119,26 @@ _HALF = 0.5  # where the prediction of two labels changes
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
-    """How the scores of a job are evaluated."""
+    """How the scores of a job are evaluated, or those of the answers to one of its questions."""
 
     truth: str  # the kept column with the right answers
-    labels: tuple[Label, ...]
+    labels: tuple[Label, ...]  # none where rows have choices of their own
     temperature: float
     wanted_precision: float | None
     calibrated: bool  # whether the output has calibrated probabilities
     exits: bool = False  # whether its rows may have left early
     values: bool = False  # whether its scores are values; those of the first label then rank the rows
+    numbers: tuple[float, ...] = ()  # what each label stands for, if they are ordered
+    choices: str | None = None  # the kept column with the choices of each row
+    divided: bool = False  # whether scores are made of log-probabilities divided by lengths
+    question: str = ""  # the name of one of several questions
 
     @classmethod
     def of_json(cls, content: Any) -> EvaluationPlan | None:
         """The plan that `to_json` gave; None for anything else."""
         try:
             labels = tuple(Label(name, variants and tuple(variants)) for name, variants in content["labels"])
-            return cls(**content | {"labels": labels})
+            return cls(**content | {"labels": labels, "numbers": tuple(content["numbers"])})
         except (KeyError, TypeError, ValueError):
             return None
 
@@ -134,28 +146,91 @@ class EvaluationPlan:
         return asdict(self)
 
     @classmethod
-    def of(cls, settings: Any, labels: Labels) -> EvaluationPlan:
+    def of(cls, settings: Any, labels: Labels, truth: str) -> EvaluationPlan:
         """Raises UsageError for options that the labels do not allow."""
-        values = labels.measure is Measure.VALUES
-        if settings.wanted_precision is not None and len(labels.labels) > 2 and not values:
-            raise UsageError(
-                f"--wanted-precision is for two labels, and there are {len(labels.labels)}\n"
-                "it would be ignored: leave it out"
-            )
+        values, chosen = labels.measure is Measure.VALUES, labels.measure is Measure.CHOICES
+        if settings.wanted_precision is not None and (chosen or (len(labels.labels) > 2 and not values)):
+            what = "each row has choices of its own" if chosen else f"there are {len(labels.labels)}"
+            raise UsageError(f"--wanted-precision is for two labels, and {what}\nit would be ignored: leave it out")
         return cls(
-            settings.truth,
-            labels.with_absence,
+            truth,
+            () if chosen else labels.with_absence,
             settings.temperature,
             settings.wanted_precision,
             getattr(settings, "calibrates", False),
             getattr(settings, "exit", False),
             values,
+            labels.values,
+            labels.columns[0] if chosen else None,
+            settings.label_norm != "none",
         )
 
     @property
     def names(self) -> list[str]:
         """Of the labels."""
         return [label.name for label in self.labels]
+
+    def name_of(self, number: int) -> str:
+        """The label of this number; of choices the number itself."""
+        return self.labels[number].name if self.labels else str(number)
+
+    def column(self, name: str) -> str:
+        """The column of the output with this meaning."""
+        return f"{self.question}.{name}" if self.question else name
+
+    @property
+    def by_label(self) -> list[str]:
+        """The columns with a number for each label; none where the score tells all, or rows have choices."""
+        if len(self.labels) < 3 or self.values:
+            return []
+        # The values of rows that left early are not known, so an output with such rows has each label's score.
+        return [self.column(f"{'score' if self.exits else 'logprob'}_{name}") for name in self.names]
+
+    @property
+    def calibrations(self) -> list[str]:
+        """The columns with calibrated probabilities: of each label, or of the first of two."""
+        if not self.calibrated:
+            return []
+        return [f"probability_{name}" for name in self.names] if len(self.labels) > 2 else ["probability"]
+
+    @property
+    def columns(self) -> list[str]:
+        """All columns of the output that the evaluation reads."""
+        chosen = [self.choices, "scores", "logprobs"] if self.choices else []
+        ordered = [self.column("mean"), self.column("prediction")] if self.numbers else []
+        return [self.column("score"), self.truth, *self.by_label, *self.calibrations, *chosen, *ordered]
+
+    def number_of(self, answer: Any, choices: Any = None) -> int | None:
+        """The number of the label, or of the row's choice, that a right answer stands for; None if it is none."""
+        if not isinstance(answer, str | int | float | bool):
+            return None
+        if self.choices is None:
+            found = label_of(answer, self.labels)
+            if found is None and self.numbers:  # "5.0" is the label 5 of a scale
+                found = label_of(_as_float(answer), self.labels)
+            return found
+        if not isinstance(choices, list) or isinstance(answer, bool):
+            return None
+        if answer in choices:
+            return choices.index(answer)
+        number = _as_float(answer)
+        return int(number) if number is not None and number in range(len(choices)) else None
+
+    def value_of(self, answer: Any) -> float | None:
+        """The number that a right answer stands for, where labels are ordered: that of its label, or itself."""
+        if not self.numbers:
+            return None
+        number = self.number_of(answer)
+        return _as_float(answer) if number is None else self.numbers[number]
+
+
+def _as_float(answer: Any) -> float | None:
+    # The finite number that a value is, or the text of one.
+    try:
+        found = float(answer)
+    except (TypeError, ValueError):
+        return None
+    return found if math.isfinite(found) and not isinstance(answer, bool) else None
 
 
 def evaluate_output(output: str, plan: EvaluationPlan, id_name: str | None) -> RunEvaluation:
@@ -165,13 +240,15 @@ def evaluate_output(output: str, plan: EvaluationPlan, id_name: str | None) -> R
     """
     target = Target.parse(output)
     pairs = read_scored_truth(target, plan)
-    if not len(pairs.truth) and pairs.found.values:
+    if not len(pairs.truth) and pairs.found.values and not pairs.said.size:
         raise _no_label(plan, {value: rows for value, (_, rows) in pairs.found.values.items()})
     figures = _figures(pairs, pairs.scores, plan)
     calibrated = None if pairs.calibrated is None else _figures(pairs, pairs.calibrated, plan)
     threshold = None if plan.values else _threshold(figures)
     wrong, near = ([], []) if plan.values else _named_rows(pairs, threshold)
     names = row_names(target, pairs.places[[*wrong, *near]].tolist(), id_name)
+    if plan.numbers:
+        figures = figures.model_copy(update={"ordered": evaluate_ordered(*pairs.said)})
     return RunEvaluation(
         **dict(figures),
         truth=plan.truth,
@@ -196,11 +273,11 @@ def require_labels(window: Window, plan: EvaluationPlan, *, json_text: bool) -> 
     `json_text`: carried columns hold JSON, as those from JSON Lines do.
     """
     found: dict[str, int] = {}
-    for value in to_python(window.carried[plan.truth]):
-        known = json.loads(value) if json_text and value is not None else value
+    choices = _values(window.carried[plan.choices], json_text=json_text) if plan.choices else repeat(None)
+    for known, own in zip(_values(window.carried[plan.truth], json_text=json_text), choices, strict=False):
         if known is None:
             continue
-        if isinstance(known, str | int | float | bool) and label_of(known, plan.labels) is not None:
+        if plan.number_of(known, own) is not None or plan.value_of(known) is not None:
             return
         text = json.dumps(known, ensure_ascii=False, default=str)
         found[text] = found.get(text, 0) + 1
@@ -246,28 +323,36 @@ def _no_label(plan: EvaluationPlan, found: Mapping[str, int]) -> UsageError:
     values = ", ".join(f"{_shortened(value)} ({found[value]:,} rows)" for value in most[:_NAMED_VALUES])
     more = f" and {len(most) - _NAMED_VALUES:,} more" if len(most) > _NAMED_VALUES else ""
     own = ", ".join(plan.names) + (", also true and false, 1 and 0" if len(plan.labels) == 2 else "")
+    named = f"--truth {plan.question and plan.question + '='}{plan.truth}"
+    if plan.choices:
+        return UsageError(
+            f"{named}: none of its values is a choice of its row: {values}{more}\n"
+            "give the column the texts of choices, or their numbers from 0, or leave unknown ones null"
+        )
     return UsageError(
-        f"--truth {plan.truth}: none of its values is a label: {values}{more}\n"
+        f"{named}: none of its values is a label: {values}{more}\n"
         f"the labels are {own}: give the column those values, or leave unknown ones null"
     )
 
 
 def _figures(pairs: ScoredTruth, scores: Float64Array, plan: EvaluationPlan) -> Evaluation:
+    others: dict[str, Any] = {"without_truth": pairs.without_truth, "errors": pairs.errors}
+    if pairs.logprobs is not None:
+        return evaluate_choices(scores, pairs.truth, pairs.logprobs, divided=plan.divided, **others)
     if scores.ndim == 2:
-        return evaluate_labels(scores, pairs.truth, plan.names, without_truth=pairs.without_truth, errors=pairs.errors)
+        return evaluate_labels(scores, pairs.truth, plan.names, **others)
     return (evaluate_values if plan.values else evaluate)(
         scores,
         pairs.truth == 0,
         plan.names,
         wanted_precision=plan.wanted_precision,
-        without_truth=pairs.without_truth,
-        errors=pairs.errors,
+        **others,
     )
 
 
 def _threshold(figures: Evaluation) -> float | None:
     # The threshold in use: the one for the wanted precision, else the one where the prediction changes.
-    if len(figures.labels) > 2:
+    if len(figures.labels) != 2:
         return None
     wanted = figures.wanted_precision
     return wanted.reached.threshold if wanted is not None and wanted.reached is not None else _HALF
@@ -291,8 +376,8 @@ def _evaluated_row(
         row=name if id_name is None and isinstance(name, int) else None,
         id=None if id_name is None else str(name),
         score=own[0],
-        truth=plan.names[int(pairs.truth[at])],
-        prediction=plan.names[best],
+        truth=plan.name_of(int(pairs.truth[at])),
+        prediction=plan.name_of(best),
         probability=own[best],
     )
 
@@ -320,16 +405,21 @@ class TruthCounts:
 
 @dataclass(frozen=True, slots=True)
 class ScoredTruth:
-    """The rows of an output that have a score and a known right answer."""
+    """The rows of an output, or of a piece of it, that have a score and a known right answer."""
 
-    # The probability of the first label [rows], or with more than two labels of every label [rows, labels].
+    # The probability of the first label [rows], or with more than two labels of every label [rows, labels]; of rows
+    # with choices of their own [rows, choices], 0 behind a row's choices.
     scores: Float64Array
     calibrated: Float64Array | None  # the same after the calibration; None without one
-    truth: Int64Array  # the number of the right label [rows]
+    truth: Int64Array  # the number of the right label, or of the row's choice [rows]
     places: Int64Array  # their places in the output, counted from 0 [rows]
     without_truth: int  # rows that have a score, but no right answer that is a label
     errors: int  # rows without a score
     found: TruthCounts  # of all rows with a score
+    logprobs: Float64Array | None  # of whole choices [rows, choices], NaN behind a row's choices; None for labels
+    # Where labels stand for numbers: the mean, the number of the likeliest label, and the right number, of all rows
+    # that have one [3, rows].
+    said: Float64Array
 
     @property
     def probabilities(self) -> Float64Array:
@@ -342,43 +432,116 @@ def read_scored_truth(target: Target, plan: EvaluationPlan) -> ScoredTruth:
 
     Calibrated probabilities take 8 bytes more. Raises what pyarrow raises, or ValueError, if the output is damaged.
     """
-    labels, exits, calibrated = plan.names[:2] if plan.values else plan.names, plan.exits, plan.calibrated
-    several = len(labels) > 2
-    # The values of rows that left early are not known, so an output with such rows has each label's score.
-    by_label = [f"{'score' if exits else 'logprob'}_{label}" for label in labels] if several else []
-    calibrations = [f"probability_{label}" for label in labels] if several else ["probability"]
-    scores: list[Float64Array] = []
-    probabilities: list[Float64Array] = []
-    answers: list[Int64Array] = []
-    places: list[Int64Array] = []
-    counts, rows, errors, unknown = TruthCounts(), 0, 0, 0
-    for table in target.tables(["score", plan.truth, *by_label, *(calibrations if calibrated else [])]):
-        scored = pc.is_valid(table["score"]).to_numpy()
-        numbers = _labels_of(table[plan.truth], scored, plan.labels, counts, json_text=target.file_format.json_text)
-        known = scored & (numbers != _UNKNOWN)
-        errors += len(table) - int(scored.sum())
-        unknown += int(scored.sum() - known.sum())
-        answers.append(numbers[known])
-        places.append(np.flatnonzero(known) + rows)
-        if several:
-            values = np.stack([_floats(table[name], known, 0.0 if exits else -np.inf) for name in by_label], axis=1)
-            scores.append(values if exits else label_probabilities(values, plan.temperature))
-        else:
-            scores.append(_floats(table["score"], known))
-        if calibrated:
-            found = np.stack([_floats(table[name], known) for name in calibrations], axis=1)
-            probabilities.append(found if several else found[:, 0])
+    counts, rows = TruthCounts(), 0
+    # A piece without rows, for outputs that have none: its arrays have the right number of dimensions.
+    width = (max(len(plan.by_label), 2),) if plan.by_label or plan.choices else ()
+    none, calibrated = np.empty((0, *width)), np.empty((0, *width)) if plan.calibrated else None
+    numbers, logprobs = np.empty(0, np.int64), none if plan.choices else None
+    pieces = [ScoredTruth(none, calibrated, numbers, numbers, 0, 0, counts, logprobs, np.empty((3, 0)))]
+    for table in target.tables(plan.columns):
+        pieces.append(_of_piece(table, rows, plan, counts, json_text=target.file_format.json_text))
         rows += len(table)
-    empty = np.empty((0, len(labels)) if several else 0)
     return ScoredTruth(
-        scores=np.concatenate([empty, *scores]),
-        calibrated=np.concatenate([empty, *probabilities]) if calibrated else None,
-        truth=np.concatenate([np.empty(0, np.int64), *answers]),
-        places=np.concatenate([np.empty(0, np.int64), *places]),
-        without_truth=unknown,
-        errors=errors,
+        scores=_joined([each.scores for each in pieces], 0.0),
+        calibrated=_joined([each.calibrated for each in pieces if each.calibrated is not None], 0.0)
+        if plan.calibrated
+        else None,
+        truth=np.concatenate([each.truth for each in pieces]),
+        places=np.concatenate([each.places for each in pieces]),
+        without_truth=sum(each.without_truth for each in pieces),
+        errors=sum(each.errors for each in pieces),
         found=counts,
+        logprobs=_joined([each.logprobs for each in pieces if each.logprobs is not None], math.nan)
+        if plan.choices
+        else None,
+        said=np.concatenate([each.said for each in pieces], axis=1),
     )
+
+
+def _of_piece(
+    table: pa.Table, first: int, plan: EvaluationPlan, counts: TruthCounts, *, json_text: bool
+) -> ScoredTruth:
+    # `first` is the place of its first row in the output. The values of the truth are counted.
+    scored = pc.is_valid(table[plan.column("score")]).to_numpy()
+    answers_of = _chosen if plan.choices else _labels_of
+    numbers, values = answers_of(table, scored, plan, counts, json_text=json_text)
+    known = scored & (numbers != _UNKNOWN)
+    if plan.choices:
+        scores = _padded(table["scores"], known, 0.0)
+    elif plan.by_label:
+        null = 0.0 if plan.exits else -np.inf
+        scores = np.stack([_floats(table[name], known, null) for name in plan.by_label], axis=1)
+        scores = scores if plan.exits else label_probabilities(scores, plan.temperature)
+    else:
+        scores = _floats(table[plan.column("score")], known)
+    calibrated = [_floats(table[name], known) for name in plan.calibrations]
+    return ScoredTruth(
+        scores=scores,
+        calibrated=np.stack(calibrated, axis=1) if len(calibrated) > 1 else next(iter(calibrated), None),
+        truth=numbers[known],
+        places=np.flatnonzero(known) + first,
+        without_truth=int(scored.sum() - known.sum()),
+        errors=len(table) - int(scored.sum()),
+        found=counts,
+        logprobs=_padded(table["logprobs"], known, math.nan) if plan.choices else None,
+        said=_said(table, values, scored & ~np.isnan(values), plan, json_text=json_text),
+    )
+
+
+def _joined(pieces: Sequence[Float64Array], fill: float) -> Float64Array:
+    # One below the other; `fill` widens those with fewer columns.
+    if pieces[0].ndim == 1:
+        return np.concatenate(pieces)
+    most = max(each.shape[1] for each in pieces)
+    wide = [np.pad(each, ((0, 0), (0, most - each.shape[1])), constant_values=fill) for each in pieces]
+    return np.concatenate(wide)
+
+
+def _padded(column: pa.ChunkedArray, known: Mask, fill: float) -> Float64Array:
+    # The lists of known rows as one array; `fill` is behind the shorter ones.
+    lists = column.combine_chunks().filter(pa.array(known))
+    counts = np.asarray(pc.list_value_length(lists), np.int64)
+    found = np.full((len(counts), int(counts.max(initial=2))), fill)
+    found[np.arange(found.shape[1]) < counts[:, None]] = lists.flatten().to_numpy(zero_copy_only=False)
+    return found
+
+
+def _said(
+    table: pa.Table, values: Float64Array, known: Mask, plan: EvaluationPlan, *, json_text: bool
+) -> Float64Array:
+    # The mean, the number of the likeliest label and the right number of known rows [3, rows].
+    if not plan.numbers:
+        return np.empty((3, 0))
+    numbers = dict(zip(plan.names, plan.numbers, strict=True))
+    labels = table[plan.column("prediction")].filter(pa.array(known)).to_pylist()
+    if json_text and plan.question:  # as all columns whose names are not those of every output
+        labels = list(map(text_of, labels))
+    likeliest = np.array([numbers[label] for label in labels], np.float64)
+    return np.stack([_floats(table[plan.column("mean")], known), likeliest, values[known]])
+
+
+def _values(column: pa.ChunkedArray, *, json_text: bool) -> list[Any]:
+    # What a carried column holds.
+    values = to_python(column)
+    return [None if value is None else json.loads(value) for value in values] if json_text else values
+
+
+def _chosen(
+    table: pa.Table, scored: Mask, plan: EvaluationPlan, counts: TruthCounts, *, json_text: bool
+) -> tuple[Int64Array, Float64Array]:
+    # As `_labels_of`, the number of each row's right choice. Only values that are no choice are counted.
+    lists = _values(table[plan.choices], json_text=json_text)
+    numbers = np.full(len(table), _UNKNOWN, np.int64)
+    for place, answer in enumerate(_values(table[plan.truth], json_text=json_text)):
+        if not scored[place] or answer is None:
+            continue
+        own = lists[place]  # carried from JSON Lines it is the text of a list
+        number = plan.number_of(answer, json.loads(own) if isinstance(own, str) else own)
+        if number is None:
+            counts.add(json.dumps(answer, ensure_ascii=False, default=str), None, 1)
+        else:
+            numbers[place] = number
+    return numbers, np.full(len(table), math.nan)
 
 
 def row_names(target: Target, places: Sequence[int], id_name: str | None) -> dict[int, int | str]:
@@ -396,37 +559,33 @@ def row_names(target: Target, places: Sequence[int], id_name: str | None) -> dic
     return found
 
 
-def _floats(column: pa.ChunkedArray, known: np.ndarray[Any, np.dtype[np.bool_]], null: float = 0.0) -> Float64Array:
+def _floats(column: pa.ChunkedArray, known: Mask, null: float = 0.0) -> Float64Array:
     # The numbers of known rows; those of labels may come as JSON text. JSON has no infinity: it is null there.
     return np.asarray(column.cast(pa.float64()).fill_null(null).to_numpy()[known], np.float64)
 
 
 def _labels_of(
-    column: pa.ChunkedArray,
-    scored: np.ndarray[Any, np.dtype[np.bool_]],
-    labels: Sequence[Label],
-    counts: TruthCounts,
-    *,
-    json_text: bool,
-) -> Int64Array:
-    # The number of each row's right label, _UNKNOWN without one [rows]; the values of scored rows are counted.
+    table: pa.Table, scored: Mask, plan: EvaluationPlan, counts: TruthCounts, *, json_text: bool
+) -> tuple[Int64Array, Float64Array]:
+    # The number of each row's right label, _UNKNOWN without one [rows], and the number that the right answer stands
+    # for, NaN without one [rows]. The values of scored rows are counted.
+    column = table[plan.truth]
     try:
         encoded = column.combine_chunks().dictionary_encode()
     except pa.ArrowNotImplementedError:  # lists and structs are no labels
         counts.add(f"a value of type {column.type}", None, int(scored.sum()) - column.null_count)
-        return np.full(len(column), _UNKNOWN, np.int64)
-    said = to_python(encoded.dictionary)
-    if json_text:
-        said = [None if value is None else json.loads(value) for value in said]
+        return np.full(len(column), _UNKNOWN, np.int64), np.full(len(column), math.nan)
+    said = _values(encoded.dictionary, json_text=json_text)
     values = [value if isinstance(value, str | int | float | bool) else None for value in said]
     texts = json_texts(pa.chunked_array([encoded.dictionary]), json_text=json_text)
-    numbers = [label_of(value, labels) for value in values]
+    numbers = [plan.number_of(value) for value in values]
     at = encoded.indices.cast(pa.int64()).fill_null(len(values)).to_numpy(zero_copy_only=False)
     for place, rows in enumerate(np.bincount(at[scored], minlength=len(values))[: len(values)].tolist()):
         if rows and values[place] is not None:
             counts.add(texts[place], numbers[place], rows)
-    table = np.array([*(_UNKNOWN if number is None else number for number in numbers), _UNKNOWN], np.int64)
-    return np.asarray(table[at], np.int64)
+    found = np.array([*(_UNKNOWN if number is None else number for number in numbers), _UNKNOWN], np.int64)
+    stands_for = np.array([*map(plan.value_of, values), None], np.float64)  # None becomes NaN
+    return found[at], stands_for[at]
 
 
 # The evaluation of a run in a few lines, for the terminal and the page.
@@ -435,11 +594,22 @@ def _labels_of(
 def evaluation_lines(found: RunEvaluation) -> Iterator[tuple[str, str]]:
     """The lines that an evaluation adds to the table of a run: name and text."""
     yield "evaluation", _row_text(found)
+    if found.ordered is not None:
+        for name, own in (("mean", found.ordered.mean), ("likeliest label", found.ordered.likeliest)):
+            ranks, error = (_with_interval(each, found.confidence) for each in (own.spearman, own.mean_error))
+            yield f"{name}, as a number", f"rank correlation {ranks}, mean error {error}"
     if not found.rows:
         return
     yield "accuracy", _with_interval(found.accuracy, found.confidence, percent=True)
+    if (choices := found.choices) is not None:
+        yield "chance", f"{100 * (choices.chance or 0):.1f} %, of guesses among each row's choices"
+        if choices.accuracy_whole is not None:
+            whole = _with_interval(choices.accuracy_whole, found.confidence, percent=True)
+            yield "accuracy, undivided", f"{whole}, by the log-probabilities of whole choices"
+        yield "right choice", f"log-probability {_with_interval(choices.logprob, found.confidence)} on average"
     area = _with_interval(found.auc, found.confidence)
-    yield "AUC", f"mean over the labels {area}" if len(found.labels) > 2 and found.auc.value is not None else area
+    if choices is None:
+        yield "AUC", f"mean over the labels {area}" if len(found.labels) > 2 and found.auc.value is not None else area
     precision = "mean average precision" if len(found.labels) > 2 else "average precision"
     if found.average_precision.value is not None:
         yield precision, _with_interval(found.average_precision, found.confidence)
@@ -521,13 +691,36 @@ def section(found: RunEvaluation) -> Section:
         lines=list(evaluation_lines(found)),
         charts=list(_charts(found)),
         parts=[
+            Part(title="Labels as numbers", table=_ordered_table(found)),
             Part(title="Confusion", table=_confusion(found)),
             Part(title="Each label against the rest", table=[header, *labels] if labels else None),
             Part(title="Surest and wrong", table=_rows_table(found.surest_wrong)),
             Part(title="Near the threshold", above=near, table=_rows_table(found.near_threshold)),
         ],
-        summary={"evaluation": {"rows": found.rows, "accuracy": found.accuracy.value, "auc": found.auc.value}},
+        summary={"evaluation": _summary(found)},
     )
+
+
+def _summary(found: RunEvaluation) -> dict[str, Any]:
+    said: dict[str, Any] = {"rows": found.rows, "accuracy": found.accuracy.value, "auc": found.auc.value}
+    if found.ordered is not None:
+        own = found.ordered.mean
+        said |= {"rank_correlation": own.spearman.value, "mean_error": own.mean_error.value}
+    return said
+
+
+def _ordered_table(found: RunEvaluation) -> TableRows | None:
+    if found.ordered is None:
+        return None
+    header = ["answer", "rank correlation", "correlation", "mean error", "root mean square error"]
+    return [header] + [
+        [name, *(_with_interval(each, found.confidence) for each in _numbers_of(own))]
+        for name, own in (("mean", found.ordered.mean), ("likeliest label", found.ordered.likeliest))
+    ]
+
+
+def _numbers_of(figures: NumberFigures) -> list[Estimate]:
+    return [figures.spearman, figures.pearson, figures.mean_error, figures.root_mean_square_error]
 
 
 def _rows_table(rows: list[EvaluatedRow]) -> TableRows | None:
@@ -576,7 +769,7 @@ def curve_plot(x: list[float], y: list[float], series: list[tuple[str, str]], be
 
 
 def _charts(found: RunEvaluation) -> Iterator[Part]:
-    several = len(found.labels) > 2
+    several = len(found.labels) != 2
     what = "predictions are right" if several else f"{found.labels[0]} is right" if found.labels else ""
     axes = "Across: the probability that the scores say. Up: how often it is so."
     yield Part(title="Reliability", plot=reliability_plot(found.reliability, what), note=axes)
