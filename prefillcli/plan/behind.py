@@ -30,13 +30,15 @@ class LabelSet:
     a spelling's is the product over its tokens. Outputs of a head stand for tokens: ~number is the complement of an
     output. With `by_token` the numbers of single tokens are wanted too. `sizes` are what the labels'
     log-probabilities are divided by for their scores; None: they are not. `text_bytes` are those of the one text that
-    is its label, in UTF-8; 0: it has labels of all rows. `texts` are the labels of a row that has its own.
+    is its label, in UTF-8, and `text_words` its words; 0: it has labels of all rows. `texts` are the labels of a row
+    that has its own.
     """
 
     spellings: tuple[tuple[TokenArray, ...], ...]
     by_token: bool = False
     sizes: tuple[float, ...] | None = None
     text_bytes: int = 0
+    text_words: int = 0
     texts: tuple[str, ...] = ()
 
     @classmethod

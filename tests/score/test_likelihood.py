@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ def assert_row(row: dict[str, Any], values: Sequence[float], target: str, *, gre
     assert row["logprob"] == row["score"] == pytest.approx(sum(values), rel=1e-6, abs=1e-5)
     assert row["target_tokens"] == len(values)
     assert row["target_bytes"] == len(target.encode())
+    assert row["target_words"] == len(re.split(r"\s+", target))
     assert row["bits_per_byte"] == pytest.approx(-row["logprob"] / math.log(2) / len(target.encode()), rel=1e-12)
     assert greedy is None or row["greedy"] is greedy
     if "token_logprobs" in row:
@@ -151,7 +153,11 @@ def test_documents_are_read_in_windows(stride: int | None, engine: str, model: P
     use = read_report()["likelihood"]
     assert use["target_tokens"] == tokens
     assert use["perplexity"] == pytest.approx(math.exp(-total / tokens)) == found["perplexity"]
+    words = sum(len(re.split(r"\s+", text)) for text in texts)  # lm-evaluation-harness's `count_words`
+    assert use["target_words"] == words
+    assert use["word_perplexity"] == pytest.approx(math.exp(-total / words)) == found["word_perplexity"]
     size = sum(len(text.encode()) for text in texts)
+    assert use["byte_perplexity"] == pytest.approx(math.exp(-total / size))
     assert use["bits_per_byte"] == pytest.approx(-total / math.log(2) / size)
     assert "Likelihood" in Path("out.run.html").read_text()
 

@@ -34,6 +34,7 @@ from prefillcli.data.rows import (
     to_python,
 )
 from prefillcli.errors import UsageError
+from prefillcli.plan.behind import LabelSet
 from prefillcli.stats.evaluation import Measure, label_mass, label_scores
 
 ROW = "__row"  # the row number in a part
@@ -279,9 +280,16 @@ def _token_logprobs(rows: ResultRows) -> ObjectArray:
     return found
 
 
-def _target_bytes(rows: ResultRows) -> list[int | None]:
-    errors = zip(rows.prompts, rows.errors, strict=True)
-    return [None if prompt is None or error is not None else prompt.labels.text_bytes for prompt, error in errors]
+def _of_text(value: Callable[[LabelSet], int]) -> Callable[[ResultRows], list[int | None]]:
+    # A number of the texts themselves.
+    def found(rows: ResultRows) -> list[int | None]:
+        pairs = zip(rows.prompts, rows.errors, strict=True)
+        return [None if prompt is None or error is not None else value(prompt.labels) for prompt, error in pairs]
+
+    return found
+
+
+_target_bytes = _of_text(lambda target: target.text_bytes)
 
 
 def _bits_per_byte(rows: ResultRows) -> ObjectArray:
@@ -345,6 +353,7 @@ COLUMNS = (
     Column("logprob", pa.float64(), lambda rows: rows.of_scored(rows.logprobs[:, 0]), **_TARGET),
     Column("target_tokens", pa.int64(), _of_target(lambda read: len(read.logprobs)), **_TARGET),
     Column("target_bytes", pa.int64(), _target_bytes, **_TARGET),
+    Column("target_words", pa.int64(), _of_text(lambda target: target.text_words), **_TARGET),
     Column("greedy", pa.bool_(), _of_target(lambda read: read.greedy), **_TARGET),
     Column("bits_per_byte", pa.float64(), _bits_per_byte, measures=(Measure.LIKELIHOOD,)),
     Column(
@@ -616,6 +625,7 @@ class LikelihoodTally:
     logprob: float = 0.0  # of all together
     tokens: int = 0
     bytes: int = 0
+    words: int = 0
     greedy: int = 0  # texts that greedy decoding would write
 
 
@@ -692,10 +702,8 @@ class Tallies:
             reasons, sources = _counted(rows["finish_reason"]), _counted(rows["rationale_source"])
             found.rationales = RationaleTally(tokens, reasons, sources)
         if "target_tokens" in names:
-            sums = [
-                pc.sum(scored[name]).as_py() or 0 for name in ("logprob", "target_tokens", "target_bytes", "greedy")
-            ]
-            found.likelihood = LikelihoodTally(*sums)
+            summed = ("logprob", "target_tokens", "target_bytes", "target_words", "greedy")
+            found.likelihood = LikelihoodTally(*(pc.sum(scored[name]).as_py() or 0 for name in summed))
         if "evidence" in names:
             found.evidence = len(rows) - rows["evidence"].null_count
         return found

@@ -16,8 +16,11 @@ class LikelihoodUse(BaseModel):
     logprob: float = 0.0  # of all targets together
     target_tokens: int = 0
     target_bytes: int = 0
+    target_words: int = 0
     greedy_rows: int = 0  # rows whose target greedy decoding would write
     perplexity: float | None = None  # of a token: exp(-logprob / target_tokens)
+    word_perplexity: float | None = None  # exp(-logprob / target_words)
+    byte_perplexity: float | None = None  # exp(-logprob / target_bytes)
     bits_per_byte: float | None = None  # -logprob / ln 2 / target_bytes
 
 
@@ -31,25 +34,34 @@ def use_of(counts: Counts | None) -> LikelihoodUse:
         logprob=own.logprob,
         target_tokens=own.tokens,
         target_bytes=own.bytes,
+        target_words=own.words,
         greedy_rows=own.greedy,
-        # Beyond that a double has no such number.
-        perplexity=math.exp(min(-own.logprob / own.tokens, 709.0)),
-        bits_per_byte=-own.logprob / math.log(2) / own.bytes if own.bytes else None,
+        perplexity=_perplexity(own.logprob, own.tokens),
+        word_perplexity=_perplexity(own.logprob, own.words),
+        byte_perplexity=_perplexity(own.logprob, own.bytes),
+        bits_per_byte=-own.logprob / math.log(2) / own.bytes,
     )
+
+
+def _perplexity(logprob: float, count: int) -> float:
+    # Beyond that a double has no such number.
+    return math.exp(min(-logprob / count, 709.0))
 
 
 def section(found: LikelihoodUse) -> Section:
     """The section on the figures."""
     made = Section(title="Likelihood")
-    if found.perplexity is None or found.bits_per_byte is None:
+    if found.perplexity is None or found.bits_per_byte is None or found.word_perplexity is None:
         return made
     made.lines = [
         ("perplexity", f"{three_digits(found.perplexity)} a token, over {found.target_tokens:,} tokens"),
+        ("word perplexity", f"{three_digits(found.word_perplexity)}, over {found.target_words:,} words"),
         ("bits per byte", f"{found.bits_per_byte:.4f}, over {found.target_bytes:,} bytes"),
         ("greedy", f"{found.greedy_rows:,} targets are what greedy decoding would write"),
     ]
     made.tiles = [("perplexity", three_digits(found.perplexity))]
     made.metric("perplexity", "Perplexity per token over all targets.", found.perplexity)
+    made.metric("word_perplexity", "Perplexity per word over all targets.", found.word_perplexity)
     made.metric("bits_per_byte", "Bits per byte over all targets.", found.bits_per_byte)
-    made.summary = {"perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
+    made.summary = {name: getattr(found, name) for name in ("perplexity", "word_perplexity", "bits_per_byte")}
     return made

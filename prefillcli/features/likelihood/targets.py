@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -69,19 +70,19 @@ class Targets(Labels):
         (`TemplateLM._encode_pair`): white space at the prompt's end goes to the target, whose tokens are those of the
         whole text behind those of the prompt."""
         found: list[Following | LabelError] = []
-        asked: list[tuple[int, int, list[Part]]] = []  # place, bytes, what is tokenised
+        asked: list[tuple[int, str, list[Part]]] = []  # place, target, what is tokenised
         for at, (tail, (value,)) in enumerate(zip(tails, values, strict=True)):
             wrong = self.error(value)
             parts = [] if wrong else self._parts(tail, value, literal=literal)
             if isinstance(parts, RowError):
                 wrong = parts
             elif wrong is None:
-                asked.append((at, len(value.encode()), parts))
+                asked.append((at, value, parts))
             found.append(LabelError(wrong.detail, wrong.code) if wrong else LabelError(""))
         for group in _groups(asked):
             ids = iter(self.encode([part for *_, parts in group for part in parts]))
-            for at, size, _ in group:
-                found[at] = _following(next(ids), next(ids), next(ids), size)
+            for at, target, _ in group:
+                found[at] = _following(next(ids), next(ids), next(ids), target)
         return found
 
     def _parts(self, tail: str, target: str, *, literal: bool) -> list[Part] | RowError:
@@ -124,19 +125,24 @@ class Targets(Labels):
         return text_error(value, "the target", MAX_ROW_BYTES)
 
 
-def _following(base: Any, before: Any, whole: Any, size: int) -> Following | LabelError:
+def _following(base: Any, before: Any, whole: Any, target: str) -> Following | LabelError:
     # The target of a prompt with the tokens `base`, and `before` without the white space at its end.
     if not len(before) or base[: len(before)].tolist() != before.tolist():
         before = base  # the white space is part of a token that begins before it
     tokens = whole[len(before) :]
     if not len(tokens):
         return LabelError("the target has no tokens of its own behind the prompt", ErrorCode.INVALID_TARGET)
-    return Following(target_set(tokens, size), tuple(base[len(before) :].tolist()))
+    return Following(target_set(tokens, target), tuple(base[len(before) :].tolist()))
 
 
-def target_set(tokens: Int32Array, text_bytes: int) -> LabelSet:
-    """The label set of a text with these tokens and bytes. Sets of targets are not stored: hardly two are equal."""
-    return LabelSet(((np.ascontiguousarray(tokens),),), by_token=True, text_bytes=text_bytes)
+def target_set(tokens: Int32Array, text: str) -> LabelSet:
+    """The label set of a text with these tokens. Sets of targets are not stored: hardly two are equal.
+
+    Words are counted as lm-evaluation-harness does it (`count_words`), empty ones at the text's ends included.
+    """
+    words = len(re.split(r"\s+", text)) if text else 0
+    sequence = np.ascontiguousarray(tokens)
+    return LabelSet(((sequence,),), by_token=True, text_bytes=len(text.encode()), text_words=words)
 
 
 def rolling_windows(
@@ -212,7 +218,7 @@ class TargetBuilder(PromptBuilder):
                     errors[row] = wrong
                 else:
                     errors.pop(row, None)
-                    found += self._windows(row, tokens, len(text.encode()))
+                    found += self._windows(row, tokens, text)
         return found
 
     def _wrong(self, tokens: Int32Array) -> RowError | None:
@@ -226,8 +232,8 @@ class TargetBuilder(PromptBuilder):
             )
         return None
 
-    def _windows(self, row: int, tokens: Any, size: int) -> Iterator[Prompt]:
-        # The first window stands for the bytes of the whole document.
+    def _windows(self, row: int, tokens: Any, text: str) -> Iterator[Prompt]:
+        # The first window stands for the bytes and words of the whole document.
         windows = rolling_windows(tokens, int(self._start or 0), self.settings.max_length, self._stride)
         for part, (before, predicted) in enumerate(windows):
-            yield Prompt(row, before, target_set(predicted, 0 if part else size), part=part)
+            yield Prompt(row, before, target_set(predicted, "" if part else text), part=part)
