@@ -11,8 +11,12 @@ import pytest
 
 from prefillcli import Scorer
 from prefillcli.errors import UsageError
+from prefillcli.jobs.merge import merge_job
 from prefillcli.jobs.verify import verify_job
-from tests.score.jobs import Reference, read_output, score, write_jsonl, write_parquet
+from prefillcli.options.commands import MergeSettings
+from prefillcli.options.load import load_settings
+from tests.score.jobs import Reference, read_output, read_report, score, write_jsonl, write_parquet
+from tests.score.processes import cut_small_windows
 from tests.score.test_likelihood import encoded_pair, likelihood
 
 ROWS: list[dict[str, Any]] = [
@@ -101,11 +105,11 @@ def test_the_prompt_is_computed_once_for_all_its_choices(model: Path, reference:
 
 @pytest.mark.parametrize(
     "options",
-    [{"labels": "Yes,No"}, {"truth": "right"}, {"exit": True}, {"evidence": True}],
+    [{"labels": "Yes,No"}, {"exit": True}, {"evidence": True}],
     ids=lambda each: next(iter(each)),
 )
 def test_options_that_know_the_labels_of_all_rows_are_refused(model: Path, options: dict[str, Any]) -> None:
-    write_jsonl("d.jsonl", [{**row, "right": 0} for row in ROWS])
+    write_jsonl("d.jsonl", ROWS)
     with pytest.raises(UsageError, match="choices-column"):
         score("d.jsonl", "o.jsonl", model=model, choices_column="choices", **options)
 
@@ -156,3 +160,97 @@ def test_the_text_of_a_control_token_in_a_choice_stays_text(model: Path, referen
     np.testing.assert_allclose(allowed["logprobs"], taken, atol=1e-5, rtol=1e-6)
     assert abs(row["logprobs"][0] - taken[0]) > 1e-3
     assert row["logprobs"][1] == pytest.approx(taken[1], abs=1e-5)
+
+
+#: Right answers as data has them, and the number of the choice that they stand for.
+TRUTH: list[tuple[Any, int | None]] = [
+    ("was harmed by it", 1), (0, 0), ("1", 1), (" Yes", 1), (2, None), ("perhaps", None), (None, None), (1.0, 1),
+    (-1, None), (True, None),
+]  # fmt: skip
+
+
+def with_truth(kind: str) -> tuple[Path, list[tuple[dict[str, Any], int | None]]]:
+    """Rows with choices and right answers, of which the last has wrong choices; with the number of the right one."""
+    longer = {"prompt": "The dog:", "choices": ["Yes it is", "zz"]}  # likelier by its bytes alone
+    different, rows, known = [*ROWS, longer], [], []
+    for at in range(40):
+        row, (answer, number) = different[at % len(different)], TRUTH[(at * 3 + at // 6) % len(TRUTH)]
+        if number is not None and isinstance(answer, str) and not answer.isdigit():
+            number = row["choices"].index(answer) if answer in row["choices"] else None
+        elif number is not None or answer == 2:
+            number = int(answer) if int(answer) < len(row["choices"]) else None
+        rows.append({**row, "right": answer})
+        known.append((row, number))
+    rows.append({"prompt": "The dog:", "choices": [], "right": 0})
+    if kind == "parquet":  # a column of texts
+        columns = {name: [row[name] for row in rows] for name in ("prompt", "choices")}
+        right = [None if row["right"] is None else str(row["right"]) for row in rows]
+        return write_parquet("d.parquet", **columns, right=right), known
+    return write_jsonl("d.jsonl", rows), known
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("output", ["o.parquet", "o.jsonl"])
+def test_choices_are_held_against_right_ones(
+    model: Path, reference: Reference, capsys: pytest.CaptureFixture[str], kind: str, output: str
+) -> None:
+    source, known = with_truth(kind)
+    flags = {"choices_column": "choices", "truth": "right", "max_error_rate": 1.0, "show_text": True, "quiet": False}
+    done = score(source, output, model=model, label_norm="bytes", **flags)
+    found = read_report("o.run.json")["evaluation"]
+    rows = [(row, number, expected(reference, row)) for row, number in known if number is not None]
+    assert (found["rows"], found["without_truth"], found["errors"]) == (len(rows), 40 - len(rows), 1)
+    assert 5 < len(rows) < 35, len(rows)
+
+    def accuracy(divide: bool) -> float:
+        sizes = [[len(choice.strip().encode()) if divide else 1 for choice in row["choices"]] for row, _, _ in rows]
+        best = [np.argmax(np.divide(own, size)) for (_, _, own), size in zip(rows, sizes, strict=True)]
+        return float(np.mean([at == number for at, (_, number, _) in zip(best, rows, strict=True)]))
+
+    assert found["accuracy"]["value"] == pytest.approx(accuracy(True))
+    assert found["choices"]["accuracy_whole"]["value"] == pytest.approx(accuracy(False))
+    assert accuracy(True) != accuracy(False)
+    assert found["choices"]["logprob"]["value"] == pytest.approx(np.mean([own[at] for _, at, own in rows]), abs=1e-5)
+    assert found["choices"]["chance"] == pytest.approx(np.mean([1 / len(row["choices"]) for row, _, _ in rows]))
+    written = [(own, at) for own, (_, at) in zip(read_output(output), known, strict=False) if at is not None]
+    assert found["log_loss"]["value"] == pytest.approx(-np.mean([np.log(own["scores"][at]) for own, at in written]))
+    assert done["evaluation"]["accuracy"] == found["accuracy"]["value"]
+    wrong = [max(own["scores"]) for own, at in written if own["prediction"] != at]
+    assert [row["probability"] for row in found["surest_wrong"]] == pytest.approx(sorted(wrong, reverse=True)[:20])
+    for row in found["surest_wrong"]:
+        own, (asked, number) = read_output(output)[row["row"]], known[row["row"]]
+        assert (row["truth"], row["prediction"]) == (str(number), str(own["prediction"]))
+        assert row["text"].removeprefix("…").strip() in asked["prompt"]
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "of guesses among each row's choices" in shown
+    assert '"perhaps" is no choice' in shown
+    assert "AUC" not in shown
+
+
+def test_without_a_norm_there_is_one_accuracy_and_shards_are_merged(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_small_windows(monkeypatch)
+    source, _ = with_truth("jsonl")
+    flags = {"model": model, "choices_column": "choices", "truth": "right", "max_error_rate": 1.0}
+    score(source, "whole.parquet", **flags)
+    whole = read_report("whole.run.json")["evaluation"]
+    assert whole["choices"]["accuracy_whole"] is None
+    for number in (1, 2):
+        assert score(source, "o.parquet", shard=f"{number}/2", **flags)["exit_code"] == 0
+    merge_job(load_settings(MergeSettings, {"output": "o.parquet", "quiet": True}, environment={}))
+    merged = read_report("o.run.json")["evaluation"]
+    assert merged["accuracy"] == whole["accuracy"]
+    assert merged["choices"]["logprob"]["value"] == pytest.approx(whole["choices"]["logprob"]["value"])
+
+
+def test_right_answers_of_which_none_is_a_choice_are_refused(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefillcli.jobs.score.Job._load", None)
+    write_jsonl("d.jsonl", [{**row, "right": "A"} for row in ROWS])
+    flags = {"model": model, "choices_column": "choices", "truth": "right"}
+    assert score("d.jsonl", "o.jsonl", **flags)["exit_code"] == 2
+    assert '--truth right: none of its values is a choice of its row: "A" (5 rows)' in capsys.readouterr().err
+    assert score("d.jsonl", "o.jsonl", wanted_precision=0.9, **flags)["exit_code"] == 2
+    assert "--wanted-precision is for two labels, and each row has choices of its own" in capsys.readouterr().err

@@ -43,14 +43,13 @@ class Choices(Feature):
             "--calibration and --calibrate-with": any("calibrated" in each.columns for each in others),
             "--rationale and --evidence": any(each.asks() for each in others),
             "--label-values": bool(getattr(settings, "label_values", ())),
-            "--truth": any(each.truth_column() is not None for each in others),
             "--keep auto": getattr(settings, "keep", None) == "auto",
         }
         for name, given in refused.items():
             if given:
                 raise UsageError(
                     f"--choices-column cannot be combined with {name}: they know the labels of all rows\n"
-                    "leave one of them out; --keep-columns carries a column with right answers to the output"
+                    "leave one of them out"
                 )
 
     def check_columns(self, available: Sequence[str]) -> None:

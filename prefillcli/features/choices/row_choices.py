@@ -22,6 +22,9 @@ class RowChoices(Labels):
         self._literal = settings.literal
         self._typed = not settings.literal
 
+    def is_positive(self, answer: Any) -> None:
+        """A row has no positive choice."""
+
     def resolve_all(
         self, tails: Sequence[str], *, literal: bool = False, values: Sequence[Sequence[Any]] = ()
     ) -> list[Following | LabelError]:

@@ -53,8 +53,8 @@ class Evaluating(Feature):
 
         return ["truth"] if labels.measure is Measure.CHANCES else []
 
-    def carried(self) -> list[str]:
-        return [self.settings.truth]
+    def carried(self) -> list[str | None]:
+        return [self.settings.truth, getattr(self.settings, "choices_column", None)]
 
     def truth_column(self) -> str:
         return str(self.settings.truth)

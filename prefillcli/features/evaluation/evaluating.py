@@ -550,8 +550,12 @@ def row_names(target: Target, places: Sequence[int], id_name: str | None) -> dic
     wanted, rows = np.array(sorted(set(places)), np.int64), 0
     for table in target.tables([id_name or ROW_COLUMN]):
         inside = wanted[(wanted >= rows) & (wanted < rows + len(table))]
-        column = table[id_name or ROW_COLUMN].take(pa.array(inside - rows))
-        values = id_texts(column, json_text=target.file_format.json_text) if id_name else column.to_pylist()
+        column = table[id_name or ROW_COLUMN].take(pa.array(inside - rows))  # a number is a text in JSON Lines
+        values = (
+            id_texts(column, json_text=target.file_format.json_text)
+            if id_name
+            else column.cast(pa.int64()).to_pylist()
+        )
         found |= dict(zip(inside.tolist(), values, strict=True))
         rows += len(table)
         if len(wanted) == 0 or rows > wanted[-1]:
@@ -641,9 +645,10 @@ def _row_text(found: RunEvaluation) -> str:
 def _truth_texts(found: RunEvaluation) -> Iterator[tuple[str, str]]:
     # The labels that values of the column were taken for, where these do not look alike.
     other = [each for each in found.truth_values if each.label is None or each.value.strip('"') != each.label]
+    none = "no label" if found.choices is None else "no choice"
     if other:
         texts = [
-            f"{visible(each.value, line=True)} is {visible(each.label or 'no label', line=True)} ({each.rows:,})"
+            f"{visible(each.value, line=True)} is {visible(each.label or none, line=True)} ({each.rows:,})"
             for each in other[:4]
         ]
         yield "truth", ", ".join([*texts, *(["..."] if len(other) > len(texts) else [])])
@@ -663,7 +668,10 @@ def _with_interval(estimate: Estimate, confidence: float, *, percent: bool = Fal
     value = f"{100 * estimate.value:.1f} %" if percent else f"{estimate.value:.3f}"
     if estimate.interval is None:
         return value
-    bounds = percent_interval(estimate.interval) if percent else "{:.3f}-{:.3f}".format(*estimate.interval)
+    between = " to " if estimate.interval[0] < 0 else "-"
+    bounds = (
+        percent_interval(estimate.interval) if percent else between.join(f"{end:.3f}" for end in estimate.interval)
+    )
     return f"{value} ({100 * confidence:g} % interval {bounds})"
 
 
