@@ -50,8 +50,11 @@ _LONGEST = 200  # characters of an id or a detail
 
 # The groups of columns that an output may have beside those of every output: the scores of an audit, calibrated
 # probabilities, where rows left the model early, which adapter read each row, texts written after rows, the
-# contributions of the sections of prompts, the log-probabilities of single tokens, and the means of ordered labels.
-Group = Literal["audit", "calibrated", "exits", "adapters", "rationales", "evidence", "token_logprobs", "ordered"]
+# contributions of the sections of prompts, the log-probabilities of single tokens, the means of ordered labels, and
+# whether the order of two values decided.
+Group = Literal[
+    "audit", "calibrated", "exits", "adapters", "rationales", "evidence", "token_logprobs", "ordered", "orders"
+]
 Groups = frozenset[Group]
 
 
@@ -92,6 +95,8 @@ class ResultRows:
     calibrated: Float64Array | None = None
     # The same rows with the answers to each of the schema's questions.
     questions: list[ResultRows] = field(default_factory=list)
+    # Whether the orders of a question's two values give different predictions [scored].
+    order_decided: npt.NDArray[np.bool_] | None = None
 
     @classmethod
     def of(
@@ -105,11 +110,10 @@ class ResultRows:
     ) -> ResultRows:
         """Made of some rows of a window. A result that is not a finite number becomes an error."""
         results = sorted(results, key=lambda scored: scored.row)
-        schemas = schema.questions or (schema,)
         wrong = {
             each.row: RowError(ErrorCode.NONFINITE_SCORE, f"{_KINDS[own.measure]} {answer.logprobs.tolist()}")
             for each in results
-            for own, answer in zip(schemas, each.answers if schema.questions else (each,), strict=True)
+            for own, answer in zip(schema.asked, each.answers if schema.questions else (each,), strict=True)
             if not np.isfinite(label_scores(answer.logprobs, temperature, own.measure)[0])
         }
         errors = errors | wrong
@@ -150,9 +154,21 @@ class ResultRows:
         rows = made(schema, results, 0)
         for number, own in enumerate(schema.questions):
             chosen = set(numbers.tolist()) if own.when is None else own.when(rows)
-            answers = [each.answers[number] for each in results if each.row in chosen]
-            rows.questions.append(made(own, answers, number))
-        return rows
+            answered = [each.answers for each in results if each.row in chosen]
+            found = made(own, [each[number] for each in answered], number)
+            if (other := own.exchanged) is not None:
+                found = found.with_other_order(made(own, [each[other] for each in answered], other))
+            rows.questions.append(found)
+        return replace(rows, scores=rows.questions[0].scores) if rows.questions else rows
+
+    def with_other_order(self, other: ResultRows) -> ResultRows:
+        """The means of these probabilities and those of the same question with its two values exchanged."""
+        return replace(
+            self,
+            logprobs=np.logaddexp(self.logprobs, other.logprobs) - math.log(2),
+            scores=(self.scores + other.scores) / 2,
+            order_decided=self.scores.argmax(axis=-1) != other.scores.argmax(axis=-1),
+        )
 
     def arrays(self) -> list[pa.Array]:
         """The columns of `OutputSchema.results` for these rows."""
@@ -379,6 +395,13 @@ COLUMNS = (
         measures=_NUMBERED,
         of_answer=True,
     ),
+    Column(
+        "order_decided",
+        pa.bool_(),
+        lambda rows: rows.of_scored([] if rows.order_decided is None else rows.order_decided),
+        group="orders",
+        of_answer=True,
+    ),
     Column("prompt_tokens", pa.int64(), lambda rows: rows.prompt_tokens, counted=True),
     Column("shared_tokens", pa.int64(), _of_result("shared_tokens"), conditional=False),
     Column("kept_tokens", pa.int64(), _of_result("kept_tokens")),
@@ -500,6 +523,14 @@ class OutputSchema:
     name: str = ""
     # Of a question, the numbers of the rows of which it is asked, by the answers to earlier ones; None: all.
     when: Callable[[ResultRows], Set[int]] | None = None
+    # Of a question with the group `orders`, the number of its prompt with the two values exchanged, behind those of
+    # all questions.
+    exchanged: int | None = None
+
+    @property
+    def asked(self) -> tuple[OutputSchema, ...]:
+        """For each prompt of a row, the columns of its answer."""
+        return (*self.questions, *(each for each in self.questions if each.exchanged is not None)) or (self,)
 
     def require_distinct(self) -> None:
         """Raise UsageError if a carried column has the name of another column of the output."""
@@ -582,7 +613,14 @@ class OutputSchema:
 
     def count(self, counts: Counts, rows: pa.Table) -> Counts:
         """Add rows of parts to `counts`."""
-        counts.add_rows(rows, self.truth, id_name=self.id_name, json_carried=self.json_carried, means=self.means)
+        first = f"{self.questions[0].name}." if self.questions else ""
+        json_carried, means = self.json_carried, self.means
+        counts.add_rows(rows, self.truth, id_name=self.id_name, json_carried=json_carried, means=means, first=first)
+        for each in self.questions:
+            if "orders" in each.groups:
+                decided = rows[f"{each.name}.order_decided"].drop_null()
+                found = OrderRows(len(decided), pc.sum(decided).as_py() or 0)
+                counts.tallies.orders = _sum(counts.tallies.orders, {each.name: found})
         return counts
 
 
@@ -596,6 +634,14 @@ class LayerRows(NamedTuple):
 
     rows: int
     prompt_tokens: int
+
+
+class OrderRows(NamedTuple):
+    """Rows that were asked a question with its two values in both orders, and those whose prediction the order
+    decided."""
+
+    rows: int
+    decided: int
 
 
 @dataclass
@@ -648,6 +694,7 @@ class Tallies:
     # The texts whose likelihood is asked for; empty for an output with labels.
     likelihood: LikelihoodTally = field(default_factory=LikelihoodTally)
     means: dict[str, MeanTally] = field(default_factory=dict)  # by column
+    orders: dict[str, OrderRows] = field(default_factory=dict)  # by question that is asked in both orders
     mass_rows: int = 0  # scored rows with a label mass
     mass_sum: float = 0.0  # their label masses together
     # Slowest first: row, id, seconds, prompt_tokens, computed_tokens, method.
@@ -672,16 +719,23 @@ class Tallies:
 
     @classmethod
     def of_rows(
-        cls, rows: pa.Table, id_name: str | None = None, *, json_id: bool = False, means: Sequence[str] = ()
+        cls,
+        rows: pa.Table,
+        id_name: str | None = None,
+        *,
+        json_id: bool = False,
+        means: Sequence[str] = (),
+        first: str = "",
     ) -> Tallies:
         """The tallies of output rows. `id_name` is the column with their ids, `json_id` whether it holds JSON, and
-        `means` are the columns with means of ordered labels.
+        `means` are the columns with means of ordered labels. With `first` begin the columns of the question whose
+        score a row has.
 
         Rows of an output have no row number where they have an id; it is None then.
         """
         names, scored = rows.column_names, rows.filter(pc.is_valid(rows["score"]))
         found = cls(
-            scores=_score_bins(rows),
+            scores=_score_bins(rows, f"{first}prediction"),
             lengths=_length_bins(rows),
             methods=_counted(rows["method"]),
             slowest=_slowest(rows, id_name, json_id),
@@ -690,8 +744,8 @@ class Tallies:
         for name in means:
             numbers = rows[name].drop_null()
             found.means[name] = MeanTally(len(numbers), pc.sum(numbers).as_py() or 0.0)
-        if "label_mass" in names:
-            masses = rows["label_mass"].drop_null()
+        if (mass := f"{first}label_mass") in names:
+            masses = rows[mass].drop_null()
             found.mass_rows, found.mass_sum = len(masses), pc.sum(masses).as_py() or 0.0
         if "exit_layer" in names:
             found.exit_layers = _exit_layers(scored)
@@ -737,15 +791,14 @@ def _exit_layers(scored: pa.Table) -> dict[str, LayerRows]:
     }
 
 
-def _score_bins(rows: pa.Table) -> dict[str, tuple[int, ...]]:
+def _score_bins(rows: pa.Table, prediction: str) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
-    if "prediction" not in rows.column_names or pa.types.is_integer(rows.schema.field("prediction").type):
-        # Rows with several questions, with choices of their own, or without labels.
-        return found
-    for name in _counted(rows["prediction"]):
+    if prediction not in rows.column_names or pa.types.is_integer(rows.schema.field(prediction).type):
+        return found  # rows with choices of their own, or without labels
+    for name in _counted(rows[prediction]):
         if f"value_{name}" in rows.column_names:
             continue  # values need not lie between 0 and 1
-        scores = rows["score"].filter(pc.equal(rows["prediction"], name)).to_numpy()
+        scores = rows["score"].filter(pc.equal(rows[prediction], name)).to_numpy()
         found[name] = tuple(np.histogram(scores, SCORE_BINS, (0, 1))[0].tolist())
     return found
 
@@ -872,17 +925,18 @@ class Counts:
         id_name: str | None = None,
         json_carried: bool = False,
         means: Sequence[str] = (),
+        first: str = "",
     ) -> None:
         """Count output rows by their columns `error` and `score`, tally them, and collect those of the audit.
 
         `truth` and `id_name` are the carried columns with the right answer and the id, `json_carried` whether they
-        hold JSON. `means` are the columns with means of ordered labels.
+        hold JSON. `means` and `first` are as for `Tallies.of_rows`.
         """
         codes = _counted(rows["error"])
         skipped = sum(codes.pop(code, 0) for code in SKIPPED_CODES)
         scored, score_sum = len(rows) - rows["score"].null_count, pc.sum(rows["score"]).as_py() or 0.0
         found = Counts(len(rows), scored, sum(codes.values()), skipped, codes, score_sum)
-        found.tallies = Tallies.of_rows(rows, id_name, json_id=json_carried, means=means)
+        found.tallies = Tallies.of_rows(rows, id_name, json_id=json_carried, means=means, first=first)
         if TAKEN_OVER in rows.column_names:
             found.taken_over = pc.sum(rows[TAKEN_OVER]).as_py() or 0
         if "audit_score" in rows.column_names:

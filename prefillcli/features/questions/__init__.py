@@ -11,13 +11,18 @@ from prefillcli.options.option import ANSWERS, Settings, option
 
 if TYPE_CHECKING:
     from prefillcli.core.feature import (
+        Counts,
+        Job,
         Labels,
         LocalModels,
+        Manifest,
         Opened,
         Opening,
         OutputSchema,
         PromptBuilder,
         PromptSettings,
+        RunReport,
+        Section,
     )
 
 # Options whose place the file takes.
@@ -41,10 +46,11 @@ class QuestionOptions(Settings):
 
 
 class Questions(Feature):
-    """The questions of a job."""
+    """The questions of a job. The key `orders` of its report has a list of `report.OrderUse`."""
 
     order = 4
     options = {"score": QuestionOptions}
+    keys = {"orders": None}
 
     @classmethod
     def asked(cls, settings: QuestionOptions) -> bool:
@@ -84,7 +90,7 @@ class Questions(Feature):
     def prompt_columns(self, available: Sequence[str]) -> Sequence[str]:
         from prefillcli.features.questions.asking import compiled
 
-        self._templates = compiled(self._file)
+        self._templates = compiled(self._file, available)
         return tuple(dict.fromkeys(name for each in self._templates for name in each.columns))
 
     def labels(self, opened: Opened) -> Labels:
@@ -98,9 +104,7 @@ class Questions(Feature):
         return QuestionLabels(opened.tokenizer, self._file, self.settings)
 
     def answers(self, opening: Opening) -> Sequence[OutputSchema]:
-        from prefillcli.features.questions.asking import schemas
-
-        return schemas(self._file)
+        return self._file.schemas
 
     def prompt_builder(self, opening: Opening, settings: PromptSettings, available: Sequence[str]) -> PromptBuilder:
         from prefillcli.features.questions.asking import QuestionsBuilder
@@ -110,6 +114,24 @@ class Questions(Feature):
     def identity(self, opening: Opening, values: dict[str, Any], models: LocalModels) -> Mapping[str, str]:
         values.pop("questions")
         return {"questions": self._file.digest}
+
+    def reported(self, job: Job, counts: Counts | None) -> None:
+        from prefillcli.features.questions.report import orders_of
+
+        job.report.blocks["orders"] = orders_of(counts)
+
+    @classmethod
+    def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
+        from prefillcli.features.questions.report import orders_of
+
+        report.blocks["orders"] = orders_of(manifest.counts)
+
+    @classmethod
+    def section(cls, report: RunReport) -> Section | None:
+        from prefillcli.features.questions.report import section
+
+        found: Any = report.blocks["orders"]
+        return None if found is None else section(found)
 
 
 FEATURE = Questions

@@ -7,37 +7,39 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from prefillcli.data.output.columns import OutputSchema
 from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.templates import RowTemplate
 from prefillcli.data.rows import Prompt, RowBatch, RowError
-from prefillcli.errors import UsageError
+from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.features.questions.file import QuestionFile
 
 
 class QuestionLabels(Labels):
-    """The labels of the first question, and those of `each` one."""
+    """The labels of the first question, and those behind `each` prompt of a row."""
 
     def __init__(self, tokenizer: Any, file: QuestionFile, settings: Any) -> None:
         norm, end = settings.label_norm, settings.label_end
         super().__init__(tokenizer, file.questions[0].labels, norm=norm, end=end)
-        self.each = (self, *(Labels(tokenizer, own.labels, norm=norm, end=end) for own in file.questions[1:]))
-        for labels, own in zip(self.each, file.questions, strict=True):
-            labels.values = own.values
+        others = [each.labels for each in file.questions[1:]]
+        others += [file.questions[number].exchanged_labels for number in file.swapped]
+        self.each = (self, *(Labels(tokenizer, own, norm=norm, end=end) for own in others))
+        for labels, question in zip(self.each, file.questions, strict=False):
+            labels.values = question.values
 
 
-def schemas(file: QuestionFile) -> tuple[OutputSchema, ...]:
-    """The columns of the answers to each question."""
-    return tuple(each.schema for each in file.questions)
-
-
-def compiled(file: QuestionFile) -> list[RowTemplate]:
-    """The template of each question. Raises UsageError, which names the question."""
+def compiled(file: QuestionFile, available: Sequence[str]) -> list[RowTemplate]:
+    """The template of each question, for rows with the `available` columns. Raises UsageError, which names the
+    question."""
     found = []
     for each in file.questions:
         try:
             found.append(RowTemplate(each.template))
+            for name in each.swap or ():
+                if name not in available:
+                    raise UsageError(f"swap: the input has no column {name!r}{did_you_mean(name, available)}")
+                if name not in found[-1].columns:
+                    raise UsageError(f"swap: its prompt does not use the column {name!r}")
         except UsageError as error:
             for own in found:
                 own.close()
@@ -46,7 +48,8 @@ def compiled(file: QuestionFile) -> list[RowTemplate]:
 
 
 class QuestionsBuilder(PromptBuilder):
-    """Makes a prompt of each row for each question: `Prompt.part` is the question's number.
+    """Makes a prompt of each row for each question: `Prompt.part` is the question's number. Behind them are those of
+    `QuestionFile.swapped`.
 
     It makes those of the first question itself. Raises UsageError as `PromptBuilder` does.
     """
@@ -78,15 +81,17 @@ class QuestionsBuilder(PromptBuilder):
         own = labels.each if isinstance(labels, QuestionLabels) else (labels,)
         errors = dict(batch.errors)
         prompts: list[Prompt] = []
-        made = [super().build(batch, own[0])]
-        made += [builder.build(batch, each) for builder, each in zip(self._rest, own[1:], strict=True)]
-        for part, (found, wrong) in enumerate(made):
+        build = [super().build, *(each.build for each in self._rest)]
+        asked = [(number, batch) for number in range(len(build))]
+        asked += [(number, self._exchanged(batch, number)) for number in self._file.swapped]
+        for part, ((number, rows), answers) in enumerate(zip(asked, own, strict=True)):
+            found, wrong = build[number](rows, answers)
             for prompt in found:
                 prompt.part = part
             prompts += found
             for row, error in wrong.items():
                 if row not in errors:
-                    name = self._file.questions[part].name
+                    name = self._file.questions[number].name
                     errors[row] = error._replace(detail=f"question {name}: {error.detail}")
         prompts = [prompt for prompt in prompts if prompt.row not in errors]
         prompts.sort(key=lambda prompt: (prompt.row, prompt.part))
@@ -95,6 +100,11 @@ class QuestionsBuilder(PromptBuilder):
         for each in self._rest:
             each.render_seconds = each.tokenize_seconds = 0.0
         return prompts, errors
+
+    def _exchanged(self, batch: RowBatch, number: int) -> RowBatch:
+        # The rows with the values of a question's two columns exchanged.
+        one, other = self._file.questions[number].swap or ("", "")
+        return replace(batch, columns={**batch.columns, one: batch.columns[other], other: batch.columns[one]})
 
     def close(self) -> None:
         """Stop rendering and tokenising for good, in whatever thread."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ class QuestionEntry(BaseModel):
     text: str | None = None  # Jinja text behind the document
     template: str | None = None  # Jinja text in the place of document and text
     when: str | None = None  # a condition on the answers to earlier questions
+    swap: tuple[str, ...] | None = None  # two columns, whose values are asked about in both orders
 
 
 class _Content(BaseModel):
@@ -56,19 +58,21 @@ class Holds:
 
 @dataclass(frozen=True, slots=True)
 class AskedQuestion:
-    """A question: the template of its whole prompt, its labels, and the rows of which it is asked (None: all)."""
+    """A question: the template of its whole prompt, its labels, the rows of which it is asked (None: all), and the two
+    columns whose values are exchanged in its other prompt."""
 
     name: str
     template: str
     labels: tuple[Label, ...]
     when: Holds | None
-    values: tuple[float, ...] = ()
+    values: tuple[float, ...]
+    swap: tuple[str, ...] | None
 
     @property
-    def schema(self) -> OutputSchema:
-        """The columns of its answers."""
-        labels, groups = tuple(each.name for each in self.labels), Groups({"ordered"} if self.values else ())
-        return OutputSchema(labels=labels, name=self.name, when=self.when, values=self.values, groups=groups)
+    def exchanged_labels(self) -> tuple[Label, ...]:
+        """Those that mean the same in the other prompt: the first two stand for the places of the two values."""
+        first, second, *others = self.labels
+        return (second, first, *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,32 @@ class QuestionFile:
 
     questions: tuple[AskedQuestion, ...]
     digest: str
+
+    @property
+    def swapped(self) -> list[int]:
+        """Numbers of the questions with another prompt."""
+        return [number for number, each in enumerate(self.questions) if each.swap]
+
+    @property
+    def schemas(self) -> tuple[OutputSchema, ...]:
+        """The columns of the answers to each question. The other prompts come behind those of all questions."""
+        return schemas(self.questions)
+
+
+def schemas(questions: Sequence[AskedQuestion]) -> tuple[OutputSchema, ...]:
+    """The columns of the answers to each of these questions."""
+    others = itertools.count(len(questions))
+    return tuple(
+        OutputSchema(
+            labels=tuple(label.name for label in each.labels),
+            name=each.name,
+            when=each.when,
+            values=each.values,
+            groups=Groups((*(["ordered"] if each.values else ()), *(["orders"] if each.swap else ()))),
+            exchanged=next(others) if each.swap else None,
+        )
+        for each in questions
+    )
 
 
 def read_questions(path: str) -> QuestionFile:
@@ -99,7 +129,8 @@ def read_questions(path: str) -> QuestionFile:
     if content.document is not None and all(each.template is not None for each in content.questions):
         raise UsageError(f"{shown}: document is not used, as each question has a template of its own\nleave it out")
     parts = [
-        [each.name, each.template, each.labels, each.when and each.when.condition.text, each.values] for each in done
+        [each.name, each.template, each.labels, each.when and each.when.condition.text, each.values, each.swap]
+        for each in done
     ]
     return QuestionFile(tuple(done), hashlib.sha256(json.dumps(parts).encode()).hexdigest())
 
@@ -122,14 +153,17 @@ def _checked(entry: QuestionEntry, document: str | None, before: Sequence[AskedQ
     except UsageError as error:
         said = str(error).replace("--label-values", "values").replace("--labels", "labels")
         raise UsageError(f"{where}: {said}") from None
+    if entry.swap is not None and (len(entry.swap) != 2 or len(set(entry.swap)) != 2):
+        raise UsageError(f"{where}: swap {list(entry.swap)}: name two different columns, as in swap: [a, b]")
     when = None if entry.when is None else _condition(entry.when, f"{where}: when", before)
-    return AskedQuestion(entry.name, entry.template or f"{document}{entry.text}", labels, when, entry.values)
+    template = entry.template or f"{document}{entry.text}"
+    return AskedQuestion(entry.name, template, labels, when, entry.values, entry.swap)
 
 
 def _condition(text: str, where: str, before: Sequence[AskedQuestion]) -> Holds:
     # A condition on the answers to the questions before.
     condition = RowCondition(text, where)
-    known = OutputSchema(labels=("",), questions=tuple(each.schema for each in before)).conditional if before else []
+    known = OutputSchema(labels=("",), questions=schemas(before)).conditional if before else []
     names = [field.name for field in known if "." in field.name]
     for column in sorted(condition.columns):
         if column not in names:
