@@ -168,6 +168,8 @@ def first_rows(output: str, names: Sequence[str], id_name: str | None) -> list[d
             ids = id_texts(table[id_name].take(chosen), json_text=target.file_format.json_text)
         for at, own in zip(chosen, ids, strict=True):
             shown = {name: rows[at][name] for name in ("score", "prediction", *names)}
+            if isinstance(shown["prediction"], int):
+                shown["prediction"] = f"choice {shown['prediction']}"
             found.append({**shown, "row": rows[at].get(ROW_COLUMN) if own is None else None, "id": own})
         if len(found) == MOST_ROWS:
             break

@@ -105,13 +105,35 @@ def test_the_prompt_is_computed_once_for_all_its_choices(model: Path, reference:
 
 @pytest.mark.parametrize(
     "options",
-    [{"labels": "Yes,No"}, {"exit": True}, {"evidence": True}],
+    [{"labels": "Yes,No"}, {"exit": True}, {"rationale": 8}],
     ids=lambda each: next(iter(each)),
 )
 def test_options_that_know_the_labels_of_all_rows_are_refused(model: Path, options: dict[str, Any]) -> None:
     write_jsonl("d.jsonl", ROWS)
     with pytest.raises(UsageError, match="choices-column"):
         score("d.jsonl", "o.jsonl", model=model, choices_column="choices", **options)
+
+
+def test_evidence_is_of_the_predicted_choice(model: Path) -> None:
+    lines = ["The fox saw a dog.", "No dog saw the fox.", "yes, no, yes!"]
+    rows = [
+        {"prompt": "\n".join([*lines[at:], *lines[:at], "It"]), "choices": ROWS[at % 2]["choices"]} for at in range(3)
+    ]
+    edited = []
+    for row in rows:
+        text = row["prompt"].splitlines()
+        edited += [{**row, "prompt": "\n".join(text[:at] + text[at + 1 :])} for at in range(3)]
+    options = {"model": model, "choices_column": "choices"}
+    score(write_jsonl("edited.jsonl", edited), "whole.jsonl", **options)
+    score(write_jsonl("d.jsonl", rows), "o.jsonl", evidence=True, show_text=True, **options)
+    without = iter(read_output("whole.jsonl"))
+    for row in read_output("o.jsonl"):
+        at = row["prediction"]
+        wanted = {f"line {n + 1}": row["scores"][at] - next(without)["scores"][at] for n in range(3)}
+        assert {each["section"]: each["change"] for each in row["evidence"]} == pytest.approx(wanted, abs=1e-5)
+    largest = max(row["prediction"] for row in read_output("o.jsonl"))
+    assert largest > 0
+    assert f"choice {largest}" in Path("o.run.html").read_text()
 
 
 def test_an_end_tells_choices_apart_that_begin_alike(model: Path) -> None:

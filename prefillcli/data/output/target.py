@@ -362,9 +362,12 @@ class JsonlFormat:
             columns = {}
             for name in names:
                 values = [row[name] for row in rows]
+                kind = COLUMN_TYPES.get(name, pa.string())
                 if name not in COLUMN_TYPES:
                     values = [None if value is None else encode_json(value) for value in values]
-                columns[name] = pa.array(values, COLUMN_TYPES.get(name, pa.string()))
+                elif kind == pa.string() and any(isinstance(value, int) for value in values):
+                    kind = pa.int64()  # predictions are numbers where rows have choices of their own
+                columns[name] = pa.array(values, kind)
             yield pa.table(columns)
         if rest:
             raise ValueError("the last line has no end")

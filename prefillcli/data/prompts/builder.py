@@ -242,7 +242,7 @@ class PromptBuilder:
     def _remember(self, prompts: Sequence[Prompt], batch: RowBatch) -> None:
         # Note in each prompt the values of its row.
         place = {row: at for at, row in enumerate(batch.rows.tolist())}
-        names = [name for name in (*self.columns, *self.optional) if name in batch.columns]
+        names = [name for name in (*self.needed, *self.optional) if name in batch.columns]
         for prompt in prompts:
             prompt.made_of = {name: batch.columns[name][place[prompt.row]] for name in names}
 

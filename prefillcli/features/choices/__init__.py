@@ -41,7 +41,7 @@ class Choices(Feature):
         refused = {
             "--exit": any(each.flips and not each.rewrites for each in others),
             "--calibration and --calibrate-with": any("calibrated" in each.columns for each in others),
-            "--rationale and --evidence": any(each.asks() for each in others),
+            "--rationale": any("rationales" in each.columns for each in others),
             "--label-values": bool(getattr(settings, "label_values", ())),
             "--keep auto": getattr(settings, "keep", None) == "auto",
         }

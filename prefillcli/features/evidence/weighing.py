@@ -224,7 +224,8 @@ def _batch(rows: Sequence[dict[str, Any]]) -> RowBatch:
 
 @dataclass(frozen=True)
 class Weighing(Further):
-    """Weighs the sections that `ablation` leaves out of prompts, by scores of this `temperature` and `measure`."""
+    """Weighs the sections that `ablation` leaves out of prompts, by scores of this `temperature` and `measure`: those
+    of the first label, or of the row's own choice that was predicted."""
 
     ablation: Ablation
     temperature: float = 1.0
@@ -232,11 +233,9 @@ class Weighing(Further):
     most = MOST_SECTIONS
 
     def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Question]:
-        weighed = self.weigh(row.question, row.scored)
+        weighed = self.weigh(row.question, row.scored, row.label if self.measure is Measure.CHOICES else 0)
         fitting = [
-            (place, question)
-            for place, question in enumerate(weighed.questions)
-            if len(question.tokens) <= limits.max_tokens
+            (place, question) for place, question in enumerate(weighed.questions) if question.size <= limits.max_tokens
         ]
         waiting = {place for place, _ in fitting}
 
@@ -251,13 +250,13 @@ class Weighing(Further):
             row.scored.evidence = ()
         return [replace(question, take=partial(take, place)) for place, question in fitting]
 
-    def weigh(self, question: Question, scored: ScoredRow) -> WeighedRow:
-        """The prompts to be read for the evidence of a row that was scored by this question."""
-        return WeighedRow(self, question.prompt, scored)
+    def weigh(self, question: Question, scored: ScoredRow, label: int = 0) -> WeighedRow:
+        """The prompts to be read for the evidence of a row that was scored by this question, on this label."""
+        return WeighedRow(self, question.prompt, scored, label)
 
-    def score(self, numbers: Float64Array) -> float:
-        """The score of the first label."""
-        return float(label_scores(numbers, self.temperature, self.measure)[0])
+    def score(self, numbers: Float64Array, label: int) -> float:
+        """The score of a label."""
+        return float(label_scores(numbers, self.temperature, self.measure)[label])
 
     def close(self) -> None:
         self.ablation.close()
@@ -271,8 +270,9 @@ class WeighedRow:
     read in full and to the last layer. There are none if the prompt has no sections.
     """
 
-    def __init__(self, evidence: Weighing, prompt: Prompt, scored: ScoredRow) -> None:
+    def __init__(self, evidence: Weighing, prompt: Prompt, scored: ScoredRow, label: int) -> None:
         self._evidence = evidence
+        self._label = label
         whole = scored.audit
         if whole is None and scored.exit_layer is None and scored.kept_tokens == len(prompt.tokens):
             whole = scored.logprobs
@@ -287,13 +287,13 @@ class WeighedRow:
         self._numbers[place] = answer.logprobs
 
     def effects(self) -> tuple[SectionEffect, ...]:
-        """The amount by which each section raises the score of the first label, the largest change first, ties in
-        their order.
+        """The amount by which each section raises the score of the label, the largest change first, ties in their
+        order.
 
         Sections without an answer, or with one that is not a finite number, are left out; if the whole prompt has
         none, all are.
         """
-        scores = {place: self._evidence.score(numbers) for place, numbers in self._numbers.items()}
+        scores = {place: self._evidence.score(numbers, self._label) for place, numbers in self._numbers.items()}
         whole = scores.get(len(self._sections), float("nan"))
         changes = [whole - scores.get(place, float("nan")) for place in range(len(self._sections))]
         found = [
@@ -308,8 +308,8 @@ class WeighedRow:
 
 
 WHAT_EVIDENCE_IS = (
-    "Change: how far the score of the first label falls when the section is left out. Sections act together, so "
-    "changes do not add up."
+    "Change: how far the score of the first label, or of the predicted choice, falls when the section is left out. "
+    "Sections act together, so changes do not add up."
 )
 
 
