@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,9 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import typer
-import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.reviews import TOPICS, question_prompts
 from benchmarks.spread import Spread
 from prefillcli.bench.contest import interleaved
 from prefillcli.core.question import Question, answer_questions
@@ -31,6 +32,7 @@ from prefillcli.data.rows import Prompt
 from prefillcli.engines.hf import sequence_logprobs
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.models.law import CHUNK_TOKENS, PACK_TOKENS
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
@@ -39,7 +41,6 @@ from recipes.real_model import real_model, reviews
 
 SENTENCES = ("the patient was helped by it", "the patient was harmed by it")
 CHOICES = (*SENTENCES, "the patient felt no difference at all", "the patient did not take it")
-TOPICS = ("pain", "sleep", "skin", "mood", "weight", "infection", "birth control", "headache", "nausea", "the price")
 app = typer.Typer(add_completion=False)
 
 
@@ -76,29 +77,27 @@ def sentences(rows: int = 200) -> None:
 
 
 @app.command()
-def questions(documents: int = 3, tokens: int = 2000, rounds: int = 3) -> None:
-    """Ten questions about each document and one, in turn."""
+def questions(documents: int = 3, tokens: int = 2000, rounds: int = 5, dtype: str = "bfloat16") -> None:
+    """Ten questions about each document and one, in turn in one process. Peers: `benchmarks.peers`."""
+    register()
+    model = AutoModelForCausalLM.from_pretrained(
+        real_model(), dtype=getattr(torch, dtype), attn_implementation=ATTENTION
+    ).eval()
     tokenizer = AutoTokenizer.from_pretrained(real_model())
-    ids = tokenizer("\n\n".join(each.text for each in reviews("Test")))["input_ids"]
-    texts = [tokenizer.decode(ids[at * tokens : (at + 1) * tokens]) for at in range(documents)]
-    asked = [
-        {"name": f"topic{at}", "text": f"\n\nIs this about {topic}? Answer:", "labels": ["Yes", "No"]}
-        for at, topic in enumerate(TOPICS)
-    ]
-    seconds: dict[int, list[float]] = {1: [], 10: []}
-    computed: dict[int, int] = {}
-    with TemporaryDirectory() as name:
-        for _ in range(rounds):
-            for count in (1, 10):
-                content = {"document": "{{ text }}", "questions": asked[:count]}
-                Path(name, "questions.yaml").write_text(yaml.safe_dump(content))
-                report = prefill(Path(name), {"text": texts}, "--questions", "questions.yaml")
-                seconds[count].append(report["seconds"]["model"])
-                computed[count] = report["tokens"]["computed"]
-    ratios = [ten / one for one, ten in zip(seconds[1], seconds[10], strict=True)]
-    typer.echo(
-        json.dumps({"computed": computed, "seconds": seconds, "tokens": computed[10] / computed[1], "time": ratios})
-    )
+    labels = LabelSet.of([tokenizer(each).input_ids for each in (" Yes", " No")])
+    prompts = [Question(Prompt(row, each, labels)) for row, each in enumerate(question_prompts(documents, tokens))]
+    computed: dict[str, int] = {}
+    with closing(LayerWalk(model, chunk_tokens=CHUNK_TOKENS["cpu"])) as walk:
+        engine = TorchEngine(walk, limits=Limits(PACK_TOKENS["cpu"], 1 << 30))
+
+        def ask(name: str, asked: list[Question]) -> None:
+            computed[name] = sum(each.computed_tokens for each in answer_questions(engine, asked))
+
+        own = {"one": prompts[:: len(TOPICS)], "ten": prompts}
+        times = interleaved({name: partial(ask, name, asked) for name, asked in own.items()}, rounds)
+    spread = Spread.of([ten / one for one, ten in zip(times["one"], times["ten"], strict=True)])
+    found = {"computed": computed, "tokens": computed["ten"] / computed["one"], "seconds": times, "time": str(spread)}
+    typer.echo(json.dumps({"dtype": dtype, **found}))
 
 
 @app.command()

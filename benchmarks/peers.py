@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks.console import log, log_run
 from benchmarks.models import random_llama
-from benchmarks.reviews import review_prompts
+from benchmarks.reviews import TOPICS, question_prompts, review_prompts
 from benchmarks.runners import Runner, Scores, Settings
 from benchmarks.spread import Spread
 from benchmarks.workloads import short_rows
@@ -124,9 +124,21 @@ def real(_: int, scale: float) -> RaceRows:
     )
 
 
-REVIEWS = "reviews"
+def questions(_: int, scale: float) -> RaceRows:
+    """Ten questions about each of some documents, for the real model and its tokenizer."""
+    documents, tokens = 3, max(100, int(2_000 * scale))
+    return RaceRows(
+        f"{documents} documents x {len(TOPICS)} questions, {tokens:,} tokens and a line, SmolLM2-135M",
+        question_prompts(documents, tokens),
+        {VLLM: ">= 2"},
+        {PADDED: {"batch_tokens": 8192}, VLLM: _vllm(32_768, 32)},
+        equal=3,
+    )
+
+
+REAL = REVIEWS, QUESTIONS = "reviews", "questions"
 WORKLOADS: Mapping[str, Callable[[int, float], RaceRows]] = {
-    "shared": shared, "single": one, "short": many, REVIEWS: real,
+    "shared": shared, "single": one, "short": many, REVIEWS: real, QUESTIONS: questions,
 }  # fmt: skip
 
 
@@ -135,7 +147,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     workload: Annotated[
         list[str] | None,
-        typer.Option(help=f"One of {', '.join(WORKLOADS)}; repeatable. {REVIEWS} brings its own model."),
+        typer.Option(help=f"One of {', '.join(WORKLOADS)}; repeatable. {' and '.join(REAL)} bring their own model."),
     ] = None,
     rounds: Annotated[int, typer.Option(help="Rounds after the warm-up.")] = 3,
     scale: Annotated[float, typer.Option(help="Shrinks prompts and rows, for a quick look.")] = 1.0,
@@ -154,7 +166,7 @@ def main(
         del network
         for which in workload or list(WORKLOADS):
             log(f"{which}, {model}, {dtype}")
-            home = real_model() if which == REVIEWS else Path(folder)
+            home = real_model() if which in REAL else Path(folder)
             results[which] = race(WORKLOADS[which](vocabulary, scale), names, home, dtype, rounds, trial)
     for result in results.values():
         _print(result)

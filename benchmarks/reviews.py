@@ -11,6 +11,7 @@ from prefillcli.plan.trie import TokenArray
 from recipes.real_model import FOLDER, Review, real_model, reviews
 
 EXAMPLE_CHARACTERS = (150, 400)
+TOPICS = ("pain", "sleep", "skin", "mood", "weight", "infection", "birth control", "headache", "nausea", "the price")
 
 
 def review_prompts(rows: int, folder: Path = FOLDER) -> list[TokenArray]:
@@ -26,6 +27,18 @@ def review_prompts(rows: int, folder: Path = FOLDER) -> list[TokenArray]:
     head = "".join(f"{_ask(each)} {each.sentiment}\n\n" for each in examples)
     asked = [each for each in [*reviews("Test", folder), *train] if each not in examples][:rows]
     return [np.asarray(tokenizer(head + _ask(each)).input_ids, np.int32) for each in asked]
+
+
+def question_prompts(documents: int, tokens: int, folder: Path = FOLDER) -> list[TokenArray]:
+    """Token ids of the prompts that ask for each of the `TOPICS`, behind each of some documents of so many tokens.
+
+    A document is consecutive reviews of the test split. Its prompts follow one another.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(real_model(folder))
+    ids = tokenizer("\n\n".join(each.text for each in reviews("Test", folder))).input_ids
+    texts = [tokenizer.decode(ids[at * tokens : (at + 1) * tokens]) for at in range(documents)]
+    asked = [f"{text}\n\nIs this about {topic}? Answer:" for text in texts for topic in TOPICS]
+    return [np.asarray(tokenizer(each).input_ids, np.int32) for each in asked]
 
 
 def _ask(review: Review) -> str:

@@ -241,6 +241,7 @@ def _longest(vectors: Tensor) -> float:
 
 LANES = 64  # queries of all heads of a K,V head in one block, as in the source
 WIDEST = 256  # numbers of a head, as in the source
+TILE = 48  # keys that are looked at together, as in the source
 _SOURCE = ("prefillcli.prefill", "forest_attention.cpp")
 _FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma", "-ffp-contract=off")
 
@@ -268,11 +269,13 @@ class ForestKernel:
     ) -> tuple[Tensor, Tensor]:
         """Attention of `query` [1, heads, tokens, width] over runs of `key` and `value` [1, kv heads, keys, width].
 
-        `blocks` int64 [blocks, 5]: the first query, the number of queries, the first one's depth, and the runs that
-        the block sees (first and end); at most `LANES` queries of all heads of a K,V head. `runs` int64 [runs, 3]:
-        keys (start and end) and the depth of the first. Each run of a block goes on where the one before ends. A query
-        sees keys up to its own depth; a sliding `window` limits them to the last `window` depths. Gives the output [1,
-        heads, tokens, width] and the natural log-sum-exp of the scaled scores float32 [1, heads, tokens].
+        `blocks` int64 [blocks, 6]: the first query, the number of queries, the first one's depth, the runs that the
+        block sees (first and end), and the depth up to which it shares keys with the block before it; 0 if it is
+        computed apart from that. Blocks that are computed together have at most `LANES` queries of all heads of a K,V
+        head; with a window none begins above the first of them. `runs` int64 [runs, 3]: keys (start and end) and the
+        depth of the first. Each run of a block goes on where the one before ends. A query sees keys up to its own
+        depth; a sliding `window` limits them to the last `window` depths. Gives the output [1, heads, tokens, width]
+        and the natural log-sum-exp of the scaled scores float32 [1, heads, tokens].
         """
         out, lse = room_for_output(query, value)
         sizes = np.array(

@@ -288,7 +288,7 @@ def _by_kernel(trial: AttentionTrial) -> Attention:
     case, depth = trial.case, trial.runs[-1][2]
     rows = LANES // (case.heads // case.kv_heads)
     starts = range(0, case.tokens, rows)
-    blocks = [[at, min(rows, case.tokens - at), depth + at, 0, len(trial.runs)] for at in starts]
+    blocks = [[at, min(rows, case.tokens - at), depth + at, 0, len(trial.runs), 0] for at in starts]
     return kernel.attend(
         query, key, value, np.array(blocks, np.int64), np.array(trial.runs, np.int64),
         scale=trial.scale, softcap=case.softcap, window=case.window,

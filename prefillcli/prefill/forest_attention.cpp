@@ -1,9 +1,12 @@
 // Attention over a forest in bfloat16 and float32, for CPUs with AVX512-BF16.
 //
-// A block is some consecutive queries of one piece of a chunk, those of all heads that share a K,V head beside each
-// other: LANES rows. They lie along the lanes of the vectors. So the softmax needs no sums across lanes, keys are read
-// where they are, and scores never leave the core: a tile of keys is scored, raised to powers of two, and multiplied
-// with its values before the next one is looked at. Scores, maxima, sums and the output are float32.
+// A block is some consecutive queries of one node, those of all heads that share a K,V head beside each other: LANES
+// rows. They lie along the lanes of the vectors. So the softmax needs no sums across lanes, keys are read where they
+// are, and scores never leave the core: a tile of keys is scored, raised to powers of two, and multiplied with its
+// values before the next one is looked at. Scores, maxima, sums and the output are float32.
+//
+// Short blocks that follow one another fill the lanes together: the tiles that all of them see are looked at once, and
+// those of each block with the lanes of the others left as they are.
 //
 // A query's result has the same bits whatever it is computed with. Tiles begin at depths that are multiples of TILE,
 // and a key's place in its tile follows from its depth, wherever it lies in memory. Lanes never meet, and a lane adds
@@ -13,14 +16,18 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <vector>
+
 namespace {
 
 constexpr int LANES = 64, VECTORS = LANES / 16, KEYS = 6, TILE = 48, WIDEST = 256, DIMS = 4;
 constexpr float LOWEST = -1e30f;
 
 struct Block {  // int64 in Python
-    int64_t query, rows, depth, first, last;  // number in the chunk, and count; depth of the first query; its runs of
-};                                            // keys are first:last
+    // Number in the chunk, and count; depth of the first query; its runs of keys are first:last; the depth up to which
+    // it shares keys with the block before it, if it is computed with that one, else 0.
+    int64_t query, rows, depth, first, last, shared;
+};
 struct Run {
     int64_t start, end, depth;  // of keys in the buffer; the depth of the first
 };
@@ -125,9 +132,16 @@ inline void score_keys(const typename Kind::Number* const* keys, int words, cons
         for (int v = 0; v < VECTORS; v++) _mm512_store_ps(&scores[k][16 * v], scaled(sum[k][v], by));
 }
 
-// The output of DIMS numbers of the values, for all lanes, with another tile of so many words of keys.
+// The lanes that a tile is for: those of one block, or all.
+struct Active {
+    __mmask16 lanes[VECTORS];
+    bool all;
+    int64_t shallowest, deepest;  // depths of their queries
+};
+
+// The output of DIMS numbers of the values, for the active lanes, with another tile of so many words of keys.
 template <class Kind>
-inline void add_values(Scratch<Kind>& own, int first, int words) {
+inline void add_values(Scratch<Kind>& own, int first, int words, const Active& active) {
     __m512 sum[DIMS][VECTORS];
     for (int d = 0; d < DIMS; d++)
         for (int v = 0; v < VECTORS; v++) sum[d][v] = _mm512_load_ps(&own.out[first + d][16 * v]);
@@ -139,8 +153,14 @@ inline void add_values(Scratch<Kind>& own, int first, int words) {
             for (int v = 0; v < VECTORS; v++) sum[d][v] = multiply_words(sum[d][v], power[v], value, Kind());
         }
     }
-    for (int d = 0; d < DIMS; d++)
-        for (int v = 0; v < VECTORS; v++) _mm512_store_ps(&own.out[first + d][16 * v], sum[d][v]);
+    if (active.all) {
+        for (int d = 0; d < DIMS; d++)
+            for (int v = 0; v < VECTORS; v++) _mm512_store_ps(&own.out[first + d][16 * v], sum[d][v]);
+        return;
+    }
+    for (int d = 0; d < DIMS; d++)  // the power of another lane is 0, but the value may be no number
+        for (int v = 0; v < VECTORS; v++)
+            _mm512_mask_store_ps(&own.out[first + d][16 * v], active.lanes[v], sum[d][v]);
 }
 
 inline void store_powers(Scratch<Bfloat16>& own, int key, int lane, __m512 even, __m512 odd) {
@@ -197,8 +217,14 @@ inline void find_keys(Tile& tile, int64_t depth, int64_t end, const Run*& run) {
     }
 }
 
+// Blocks that are computed together.
+struct Group {
+    const Block *first, *last;
+    int64_t query, rows, shared;  // of all their queries; the depth up to which they see the same keys
+};
+
 template <class Kind, class Number = typename Kind::Number>
-void load_queries(const Block& block, int64_t kv_head, const Sizes& n, const Number* query, Scratch<Kind>& own) {
+void load_queries(const Group& block, int64_t kv_head, const Sizes& n, const Number* query, Scratch<Kind>& own) {
     const int groups = (int)(n.heads / n.kv_heads), rows = (int)block.rows, used = groups * rows;
     const int words = (int)n.width / Kind::PER_WORD;
     for (int lane = 0; lane < LANES; lane += 16)  // lane = head * rows + query
@@ -222,16 +248,16 @@ void load_queries(const Block& block, int64_t kv_head, const Sizes& n, const Num
 
 // The softmax's running maximum and sum of each lane.
 struct Running {
-    __m512i number[VECTORS];  // of the lane's query in the block
+    __m512i number[VECTORS], depth[VECTORS];  // of the lane's query: its number in the group, its depth
     __m512 top[VECTORS], total[VECTORS];
 };
 
-// Scores of a tile that begins `ahead` of the first query; those of keys that a lane's query does not see are -inf.
+// Scores of a tile that begins at a depth; those of keys that a lane's query does not see are -inf.
 template <class Kind, bool CAPPED, class Number = typename Kind::Number>
-void score_tile(const Tile& tile, int64_t ahead, const Block& block, const Sizes& n, const Number* keys,
+void score_tile(const Tile& tile, int64_t depth, const Active& active, const Sizes& n, const Number* keys,
                 const Running& lanes, Scratch<Kind>& own, const Factors<CAPPED>& by) {
     const __m512 nothing = _mm512_set1_ps(-__builtin_inff());
-    const int rows = (int)block.rows, first = tile.begin / KEYS * KEYS, padded = (tile.count + 1) / 2 * 2;
+    const int first = tile.begin / KEYS * KEYS, padded = (tile.count + 1) / 2 * 2;
     for (int b = first; b < tile.count; b += KEYS) {
         const Number* some[KEYS];
         for (int k = 0; k < KEYS; k++) {
@@ -244,20 +270,23 @@ void score_tile(const Tile& tile, int64_t ahead, const Block& block, const Sizes
         for (int v = 0; v < VECTORS; v++) _mm512_store_ps(&own.scores[k][16 * v], nothing);
     for (int k = tile.count; k < padded; k++)
         for (int v = 0; v < VECTORS; v++) _mm512_store_ps(&own.scores[k][16 * v], nothing);
-    // Key k is the future of queries below `ahead + k`, and has left the window of those from `left + k` on.
-    const int64_t left = ahead + n.window;
+    // Key k is the future of queries above it, and has left the window of those `window` below it.
     for (int k = tile.begin; k < tile.count; k++) {
-        if (ahead + k > 0) {
-            const __m512i from = _mm512_set1_epi32((int32_t)(ahead + k));
+        if (depth + k > active.shallowest) {
+            const __m512i from = _mm512_set1_epi32((int32_t)(depth + k));
             for (int v = 0; v < VECTORS; v++)
-                _mm512_mask_store_ps(&own.scores[k][16 * v], _mm512_cmplt_epi32_mask(lanes.number[v], from), nothing);
+                _mm512_mask_store_ps(&own.scores[k][16 * v], _mm512_cmplt_epi32_mask(lanes.depth[v], from), nothing);
         }
-        if (n.window && left + k < rows) {
-            const __m512i from = _mm512_set1_epi32(left + k < 0 ? 0 : (int32_t)(left + k));
+        if (n.window && depth + k + n.window <= active.deepest) {
+            const __m512i from = _mm512_set1_epi32((int32_t)(depth + k + n.window));
             for (int v = 0; v < VECTORS; v++)
-                _mm512_mask_store_ps(&own.scores[k][16 * v], _mm512_cmpge_epi32_mask(lanes.number[v], from), nothing);
+                _mm512_mask_store_ps(&own.scores[k][16 * v], _mm512_cmpge_epi32_mask(lanes.depth[v], from), nothing);
         }
     }
+    if (!active.all)
+        for (int k = tile.begin; k < tile.count; k++)
+            for (int v = 0; v < VECTORS; v++)
+                _mm512_mask_store_ps(&own.scores[k][16 * v], (__mmask16)~active.lanes[v], nothing);
 }
 
 // Powers of a tile's scores, less the maximum so far; what was summed before fades as the maximum rises.
@@ -285,7 +314,7 @@ void raise_tile(int count, int width, Running& lanes, Scratch<Kind>& own) {
 }
 
 template <class Kind, class Number = typename Kind::Number>
-void write_block(const Block& block, int64_t kv_head, const Sizes& n, const Running& lanes, Number* out, float* lse,
+void write_group(const Group& block, int64_t kv_head, const Sizes& n, const Running& lanes, Number* out, float* lse,
                  Scratch<Kind>& own) {
     const int groups = (int)(n.heads / n.kv_heads), rows = (int)block.rows, used = groups * rows;
     const int width = (int)n.value_width;
@@ -313,51 +342,90 @@ void write_block(const Block& block, int64_t kv_head, const Sizes& n, const Runn
     }
 }
 
+// Attention of the active lanes over the tiles from a depth on, along these runs. No key is at `end` or deeper.
 template <class Kind, bool CAPPED, class Number = typename Kind::Number>
-void attend_block(const Block& block, const Run* runs, int64_t kv_head, const Sizes& n, const Number* query,
-                  const Number* key, const Number* value, Number* out, float* lse, const Factors<CAPPED>& by,
-                  Scratch<Kind>& own) {
-    const int rows = (int)block.rows, used = (int)(n.heads / n.kv_heads) * rows, width = (int)n.value_width;
-    const Number* first_key = key + kv_head * n.key_head;
-    const Number* first_value = value + kv_head * n.value_head;
-    load_queries<Kind>(block, kv_head, n, query, own);
-
-    alignas(64) int32_t numbers[LANES];
-    for (int lane = 0; lane < LANES; lane++) numbers[lane] = lane < used ? lane % rows : rows - 1;
-    Running lanes;
-    for (int v = 0; v < VECTORS; v++) {
-        lanes.number[v] = _mm512_load_si512(&numbers[16 * v]);
-        lanes.top[v] = _mm512_set1_ps(LOWEST);
-        lanes.total[v] = _mm512_setzero_ps();
-    }
-    memset(own.out, 0, sizeof(float) * LANES * width);
-
-    const Run* run = runs + block.first;
-    const Run& last = runs[block.last - 1];
-    const int64_t deepest = last.depth + last.end - last.start, after = block.depth + rows;
-    const int64_t end = deepest < after ? deepest : after;
+void attend_tiles(int64_t depth, int64_t end, const Run* run, const Active& active, const Sizes& n, const Number* key,
+                  const Number* value, Running& lanes, const Factors<CAPPED>& by, Scratch<Kind>& own) {
+    const int width = (int)n.value_width;
     Tile tile;
-    for (int64_t depth = run->depth / TILE * TILE; depth < end; depth += TILE) {
+    for (; depth < end; depth += TILE) {
         find_keys(tile, depth, end, run);
-        score_tile<Kind>(tile, depth - block.depth, block, n, first_key, lanes, own, by);
+        score_tile<Kind>(tile, depth, active, n, key, lanes, own, by);
         const int padded = (tile.count + 1) / 2 * 2;
         raise_tile<Kind>(padded, width, lanes, own);
         for (int k = 0; k < padded; k += 2) {
             const int even = k < tile.begin ? tile.begin : k;
             const int odd = k + 1 < tile.begin ? tile.begin : k + 1 < tile.count ? k + 1 : tile.count - 1;
-            store_values(own, k, first_value + tile.at[even] * n.value_token,
-                         first_value + tile.at[odd] * n.value_token, width);
+            store_values(own, k, value + tile.at[even] * n.value_token, value + tile.at[odd] * n.value_token, width);
         }
-        for (int d = 0; d < width; d += DIMS) add_values<Kind>(own, d, padded / Kind::PER_WORD);
+        for (int d = 0; d < width; d += DIMS) add_values<Kind>(own, d, padded / Kind::PER_WORD, active);
     }
-    write_block<Kind>(block, kv_head, n, lanes, out, lse, own);
+}
+
+template <class Kind, bool CAPPED, class Number = typename Kind::Number>
+void attend_group(const Group& group, const Run* runs, int64_t kv_head, const Sizes& n, const Number* query,
+                  const Number* key, const Number* value, Number* out, float* lse, const Factors<CAPPED>& by,
+                  Scratch<Kind>& own) {
+    const int rows = (int)group.rows, used = (int)(n.heads / n.kv_heads) * rows;
+    key += kv_head * n.key_head;
+    value += kv_head * n.value_head;
+    load_queries<Kind>(group, kv_head, n, query, own);
+
+    alignas(64) int32_t numbers[LANES], depths[LANES], by_number[LANES];
+    Active active = {{0xffff, 0xffff, 0xffff, 0xffff}, true, INT64_MAX, 0};
+    for (const Block* block = group.first; block < group.last; block++) {
+        for (int i = 0; i < block->rows; i++) by_number[block->query - group.query + i] = (int32_t)(block->depth + i);
+        if (block->depth < active.shallowest) active.shallowest = block->depth;
+        if (block->depth + block->rows - 1 > active.deepest) active.deepest = block->depth + block->rows - 1;
+    }
+    for (int lane = 0; lane < LANES; lane++) {
+        numbers[lane] = lane < used ? lane % rows : rows - 1;
+        depths[lane] = by_number[numbers[lane]];
+    }
+    Running lanes;
+    for (int v = 0; v < VECTORS; v++) {
+        lanes.number[v] = _mm512_load_si512(&numbers[16 * v]);
+        lanes.depth[v] = _mm512_load_si512(&depths[16 * v]);
+        lanes.top[v] = _mm512_set1_ps(LOWEST);
+        lanes.total[v] = _mm512_setzero_ps();
+    }
+    memset(own.out, 0, sizeof(float) * LANES * n.value_width);
+
+    const int64_t shared = group.shared / TILE * TILE;  // the depth of the first tile that blocks do not have in common
+    const Run* run = runs + group.first->first;
+    if (shared) attend_tiles<Kind>(run->depth / TILE * TILE, shared, run, active, n, key, value, lanes, by, own);
+    for (const Block* block = group.first; block < group.last; block++) {
+        const int64_t from = block->query - group.query, after = block->depth + block->rows;
+        active.all = block->rows == rows;
+        active.shallowest = block->depth, active.deepest = after - 1;
+        for (int v = 0; v < VECTORS; v++)
+            active.lanes[v] = _mm512_cmpge_epi32_mask(lanes.number[v], _mm512_set1_epi32((int32_t)from)) &
+                              _mm512_cmplt_epi32_mask(lanes.number[v], _mm512_set1_epi32((int32_t)(from + block->rows)));
+        run = runs + block->first;
+        const Run& last = runs[block->last - 1];
+        const int64_t begin = run->depth / TILE * TILE, deepest = last.depth + last.end - last.start;
+        attend_tiles<Kind>(begin > shared ? begin : shared, deepest < after ? deepest : after, run, active, n, key, value,
+                           lanes, by, own);
+    }
+    write_group<Kind>(group, kv_head, n, lanes, out, lse, own);
 }
 
 template <class Kind, bool CAPPED, class Number = typename Kind::Number>
 void attend(const void* query, const void* key, const void* value, void* out, float* lse, const int64_t* blocks,
             int64_t count, const int64_t* runs, const int64_t* sizes, int64_t threads, float factor, float cap) {
     const Sizes& n = *(const Sizes*)sizes;
-    const int64_t units = count * n.kv_heads;
+    const Block *block = (const Block*)blocks, *end = block + count;
+    std::vector<Group> groups;
+    for (; block < end; block++) {
+        if (!block->shared) {
+            groups.push_back({block, block + 1, block->query, block->rows, 0});
+            continue;
+        }
+        Group& group = groups.back();
+        group.shared = group.last - group.first == 1 || block->shared < group.shared ? block->shared : group.shared;
+        group.last++, group.rows += block->rows;
+    }
+    const int64_t units = (int64_t)groups.size() * n.kv_heads;
     const float scale = CAPPED ? 2 * factor / cap : factor;
     const Factors<CAPPED> by = {_mm512_set1_ps(scale), _mm512_set1_ps(cap * 1.44269504f)};
 #pragma omp parallel num_threads((int)threads)
@@ -365,7 +433,7 @@ void attend(const void* query, const void* key, const void* value, void* out, fl
         Scratch<Kind> own;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t unit = 0; unit < units; unit++)
-            attend_block<Kind>(((const Block*)blocks)[unit / n.kv_heads], (const Run*)runs, unit % n.kv_heads, n,
+            attend_group<Kind>(groups[unit / n.kv_heads], (const Run*)runs, unit % n.kv_heads, n,
                                (const Number*)query, (const Number*)key, (const Number*)value, (Number*)out, lse, by,
                                own);
     }

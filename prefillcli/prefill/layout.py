@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from prefillcli.plan.pack import Pack
-from prefillcli.prefill.attention import ROW_STEP, round_up
+from prefillcli.prefill.attention import ROW_STEP, TILE, round_up
 
 # Local attention: a limit on the keys that a query sees.
 #
@@ -242,6 +243,11 @@ class Tree:
                 parent = pack.parents[node]
                 self.ends[parent] = max(self.ends[parent], self.ends[node])
         lengths = np.diff(np.asarray(pack.offsets))
+        #: For each node the depth up to which it sees the keys that the one before it sees.
+        self.shared = [0, *pack.starts[1:]]
+        for before, root in pairwise(node for node, parent in enumerate(pack.parents) if parent < 0):
+            if self.attach[root] != self.attach[before]:
+                self.shared[root] = 0
         self.positions: IntArray = pack.positions.astype(np.int64)
         self.depths: IntArray = np.arange(len(pack.tokens)) + np.repeat(
             np.asarray(pack.starts) - np.asarray(pack.offsets[:-1]), lengths
@@ -319,20 +325,34 @@ class Chunk:
         tree, a, b = self.tree, self.start, self.end
         blocks: list[tuple[int, ...]] = []
         runs: list[tuple[int, int, int]] = []
+        room, top = 0, 0  # queries that fit in beside the last block, and the depth of the first one there
+        shared = 0  # depth up to which the next node sees the keys of the last block
         for node in range(bisect_right(tree.offsets, a) - 1, len(tree.parents)):
             start, end = max(a, tree.offsets[node]), min(b, tree.offsets[node + 1])
             if start >= b:
                 break
+            shared = min(shared, tree.shared[node])
             if start == end:
                 continue
-            seen = tree.path_with_depths(node)
-            for at, after in query_blocks(window, start, end, int(tree.depths[start]), rows):
+            seen, depth = tree.path_with_depths(node), int(tree.depths[start])
+            # Beside the last block, the keys that both see are looked at once. A node that is cut for that needs
+            # another look at its own.
+            beside, own = min(room, end - start), depth - tree.starts[node] + end - start
+            fewest = TILE if beside == end - start else TILE + own
+            if shared < fewest or (window and (window.aligned or depth < top)):
+                beside = 0
+            parts = [(start, start + beside)] if beside else []
+            for at, after in [*parts, *query_blocks(window, start + beside, end, depth + beside, rows)]:
                 depth = int(tree.depths[at])
                 if window or at == start:
                     first, oldest = len(runs), oldest_key(window, depth)
                     runs += [run for each in seen if (run := _without_older(each, oldest)) is not None]
-                blocks.append((at - a, after - at, depth, first, len(runs)))
-        return np.array(blocks, np.int64).reshape(-1, 5), np.array(runs, np.int64).reshape(-1, 3)
+                joined = beside > 0 and at == start
+                blocks.append((at - a, after - at, depth, first, len(runs), shared if joined else 0))
+                room, top = (room, top) if joined else (rows, depth)
+                room -= after - at
+            shared = depth + after - at
+        return np.array(blocks, np.int64).reshape(-1, 6), np.array(runs, np.int64).reshape(-1, 3)
 
     def ancestors(self, window: KeyWindow | None) -> list[Span]:
         """The keys of their nodes' ancestors that the queries see."""
@@ -439,7 +459,7 @@ class LastTokens:
                 *above, (start, end, at) = self.tree.path_with_depths(node)
                 seen = [*above, (start, min(end, start + depth - self.ahead + 1 - at), at)]
                 runs += [run for each in seen if (run := _without_older(each, oldest)) is not None]
-                blocks.append((query, 1, depth, first, len(runs)))
+                blocks.append((query, 1, depth, first, len(runs), 0))
             return np.array(blocks, np.int64), np.array(runs, np.int64)
 
         return made_once(self.tables, ("blocks", window, self.ahead), cut)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from prefillcli.plan.pack import Limits
+from prefillcli.plan.pack import Limits, Pack
 from prefillcli.prefill import attention, attention_checks, forest
 from prefillcli.prefill.forest import register
+from prefillcli.prefill.layout import Chunk, KeyWindow, Tree
 from prefillcli.runtime import user_cache
 from tests.prefill.families import each_family, make_model
+from tests.prefill.test_flex import forests, seen_by
 from tests.prefill.test_walk import eager, mixed, p_yes, walked
 
 needs_kernel = pytest.mark.skipif(
@@ -77,6 +83,63 @@ def test_any_shape_agrees_with_explicit_scores(
     case = attention_checks.AttentionCase("", heads, kv_heads, widths, tokens, window=window, softcap=softcap)
     monkeypatch.setattr(attention_checks, "CASES", [case])
     assert attention_checks.check_path("kernel", CPU, dtype).status == "agrees"
+
+
+@needs_kernel
+@given(
+    pack=forests(),
+    window=st.sampled_from((None, KeyWindow(7), KeyWindow(150), KeyWindow(9, aligned=True))),
+    heads=st.sampled_from(((1, 1), (9, 3), (8, 1))),
+    dtype=st.sampled_from((torch.bfloat16, torch.float32)),
+    data=st.data(),
+)
+@settings(max_examples=80, deadline=None)
+def test_nodes_that_are_computed_together_get_the_bits_of_one_alone(
+    pack: Pack, window: KeyWindow | None, heads: tuple[int, int], dtype: torch.dtype, data: st.DataObject
+) -> None:
+    """Explicit scores in float64 are the reference. Another node's numbers, even if they are none, change nothing."""
+    tree, count = Tree(pack), len(pack.tokens)
+    start = data.draw(st.integers(0, count - 1))
+    chunk = Chunk(tree, start, data.draw(st.integers(start + 1, count)), CPU, batched=1)
+    kernel, scoring = attention.compiled_kernel(), forest.Scoring(0.25, None, window)
+    generator = torch.Generator().manual_seed(count)
+    query = torch.randn(1, heads[0], chunk.end - start, 32, generator=generator).to(dtype)
+    key, value = (torch.randn(1, heads[1], tree.held + count, 32, generator=generator).to(dtype) for _ in "kv")
+    out, lse = forest.attend_by_kernel(kernel, chunk, query, key, value, scoring)
+    alone = chunk.blocks(window, 1)
+    assert not alone[0][:, 5].any()
+    sliding = None if window is None or window.aligned else window.size
+    bits = kernel.attend(query, key, value, *alone, scale=0.25, window=sliding)
+    assert torch.equal(out, bits[0])
+    assert torch.equal(lse, bits[1])
+
+    at = data.draw(st.integers(0, chunk.end - start - 1))
+    seen = sorted(seen_by(tree, start + at, int(tree.depths[start + at]), window))
+    node = bisect_right(tree.offsets, start + at) - 1
+    path = {place for first, end in tree.path(node) for place in range(first, end)}
+    for states in (key, value):
+        states[:, :, sorted(set(range(key.shape[2])) - path)] = torch.nan
+    out, lse = forest.attend_by_kernel(kernel, chunk, query, key, value, scoring)
+    assert torch.equal(out[:, :, at], bits[0][:, :, at])
+    groups = heads[0] // heads[1]
+    keys, values = (states[0][:, seen].double().repeat_interleave(groups, dim=0) for states in (key, value))
+    scores = torch.einsum("hd,hkd->hk", query[0, :, at].double(), keys) * 0.25
+    expected = torch.einsum("hk,hkd->hd", scores.softmax(dim=1), values)
+    assert (out[0, :, at].double() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
+    assert (lse[0, :, at].double() - scores.logsumexp(dim=1)).abs().max() < 1e-4
+
+
+def test_short_nodes_behind_one_fill_blocks_together() -> None:
+    """Ten questions of 12 tokens behind a document are 6 blocks of 21 queries, not 10."""
+    lengths = [2000, *[12] * 10]
+    numbers = np.arange(sum(lengths), dtype=np.int32)
+    offsets = [0, *np.cumsum(lengths).tolist()]
+    pack = Pack(0, numbers, numbers, offsets, [0, *[2000] * 10], [-1, *[0] * 10], [()] * 11, [])
+    blocks, _ = Chunk(Tree(pack), 2000, 2120, CPU, batched=1).blocks(None, 21)
+    begun = blocks[:, 5] == 0
+    assert begun.sum() == 6
+    assert blocks[:, 1].sum() == 120
+    assert np.add.reduceat(blocks[:, 1], np.flatnonzero(begun)).max() == 21
 
 
 def test_other_shapes_and_dtypes_are_left_to_others() -> None:
