@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.pack import Held, Limits, Pack
 from prefillcli.prefill import attention, attention_checks, forest
 from prefillcli.prefill.forest import register
 from prefillcli.prefill.layout import Chunk, KeyWindow, Tree
@@ -85,15 +85,38 @@ def test_any_shape_agrees_with_explicit_scores(
     assert attention_checks.check_path("kernel", CPU, dtype).status == "agrees"
 
 
+@st.composite
+def bushes(draw: st.DrawFn) -> Pack:
+    """Short nodes behind long ones, some of which are held."""
+    held = tuple(Held(("pack", number), 0, 0, 150) for number in range(2))
+    lengths, starts, parents, attach = [], [], [], []
+    for node in range(draw(st.integers(2, 12))):
+        above = [] if not parents else [node - 1]
+        while above and parents[above[-1]] >= 0:
+            above.append(parents[above[-1]])
+        parent = draw(st.sampled_from([-1, *above]))
+        seen = draw(st.sampled_from(((), (0,), (1,)))) if parent < 0 else ()
+        long = parent < 0 and not seen
+        lengths.append(draw(st.sampled_from((100, 145, 300) if long else (1, 5, 13, 30))))
+        starts.append(150 * len(seen) if parent < 0 else starts[parent] + lengths[parent])
+        parents.append(parent)
+        attach.append(seen)
+    offsets = [0, *np.cumsum(lengths).tolist()]
+    numbers = np.arange(offsets[-1], dtype=np.int32)
+    return Pack(0, numbers, numbers, offsets, starts, parents, attach, [], held)
+
+
 @needs_kernel
 @given(
-    pack=forests(),
-    window=st.sampled_from((None, KeyWindow(7), KeyWindow(150), KeyWindow(9, aligned=True))),
+    pack=forests() | bushes(),
+    window=st.sampled_from(
+        (None, KeyWindow(7), KeyWindow(150), KeyWindow(9, aligned=True), KeyWindow(70, aligned=True))
+    ),
     heads=st.sampled_from(((1, 1), (9, 3), (8, 1))),
     dtype=st.sampled_from((torch.bfloat16, torch.float32)),
     data=st.data(),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_nodes_that_are_computed_together_get_the_bits_of_one_alone(
     pack: Pack, window: KeyWindow | None, heads: tuple[int, int], dtype: torch.dtype, data: st.DataObject
 ) -> None:
