@@ -97,7 +97,7 @@ def bushes(draw: st.DrawFn) -> Pack:
         parent = draw(st.sampled_from([-1, *above]))
         seen = draw(st.sampled_from(((), (0,), (1,)))) if parent < 0 else ()
         long = parent < 0 and not seen
-        lengths.append(draw(st.sampled_from((100, 145, 300) if long else (1, 5, 13, 30))))
+        lengths.append(draw(st.sampled_from((100, 145, 300) if long else (1, 2, 5, 13, 60))))
         starts.append(150 * len(seen) if parent < 0 else starts[parent] + lengths[parent])
         parents.append(parent)
         attach.append(seen)
