@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prefillcli.plan.pack import Held, Limits, Pack
@@ -85,25 +86,35 @@ def test_any_shape_agrees_with_explicit_scores(
     assert attention_checks.check_path("kernel", CPU, dtype).status == "agrees"
 
 
+def bush(nodes: Sequence[tuple[int, int, tuple[int, ...]]]) -> Pack:
+    """A pack of nodes with these lengths, parents, and held nodes of 150 tokens before them."""
+    starts: list[int] = []
+    for _, parent, seen in nodes:
+        starts.append(150 * len(seen) if parent < 0 else starts[parent] + nodes[parent][0])
+    lengths, parents, attach = zip(*nodes, strict=True)
+    offsets = [0, *np.cumsum(lengths).tolist()]
+    numbers = np.arange(offsets[-1], dtype=np.int32)
+    held = tuple(Held(("pack", number), 0, 0, 150) for number in range(2))
+    return Pack(0, numbers, numbers, offsets, starts, list(parents), list(attach), [], held)
+
+
 @st.composite
 def bushes(draw: st.DrawFn) -> Pack:
     """Short nodes behind long ones, some of which are held."""
-    held = tuple(Held(("pack", number), 0, 0, 150) for number in range(2))
-    lengths, starts, parents, attach = [], [], [], []
+    nodes: list[tuple[int, int, tuple[int, ...]]] = []
     for node in range(draw(st.integers(2, 12))):
-        above = [] if not parents else [node - 1]
-        while above and parents[above[-1]] >= 0:
-            above.append(parents[above[-1]])
+        above = [node - 1] if nodes else []
+        while above and nodes[above[-1]][1] >= 0:
+            above.append(nodes[above[-1]][1])
         parent = draw(st.sampled_from([-1, *above]))
         seen = draw(st.sampled_from(((), (0,), (1,)))) if parent < 0 else ()
         long = parent < 0 and not seen
-        lengths.append(draw(st.sampled_from((100, 145, 300) if long else (1, 2, 5, 13, 60))))
-        starts.append(150 * len(seen) if parent < 0 else starts[parent] + lengths[parent])
-        parents.append(parent)
-        attach.append(seen)
-    offsets = [0, *np.cumsum(lengths).tolist()]
-    numbers = np.arange(offsets[-1], dtype=np.int32)
-    return Pack(0, numbers, numbers, offsets, starts, parents, attach, [], held)
+        nodes.append((draw(st.sampled_from((100, 145, 300) if long else (1, 2, 5, 13, 60))), parent, seen))
+    return bush(nodes)
+
+
+# The third child sees fewer keys of the first one's path than the second does.
+CHILDREN = bush([(145, -1, ()), (60, 0, ()), (5, 1, ()), (5, 1, ()), (5, 0, ())])
 
 
 @needs_kernel
@@ -114,19 +125,20 @@ def bushes(draw: st.DrawFn) -> Pack:
     ),
     heads=st.sampled_from(((1, 1), (9, 3), (8, 1))),
     dtype=st.sampled_from((torch.bfloat16, torch.float32)),
-    data=st.data(),
+    part=st.tuples(st.floats(0, 1), st.floats(0, 1)),
 )
 @settings(max_examples=150, deadline=None)
+@example(CHILDREN, None, (1, 1), torch.float32, (0, 1))
 def test_nodes_that_are_computed_together_get_the_bits_of_one_alone(
-    pack: Pack, window: KeyWindow | None, heads: tuple[int, int], dtype: torch.dtype, data: st.DataObject
+    pack: Pack, window: KeyWindow | None, heads: tuple[int, int], dtype: torch.dtype, part: tuple[float, float]
 ) -> None:
     """Explicit scores in float64 are the reference. Another node's numbers, even if they are none, change nothing."""
     tree, count = Tree(pack), len(pack.tokens)
-    start = data.draw(st.integers(0, count - 1))
-    chunk = Chunk(tree, start, data.draw(st.integers(start + 1, count)), CPU, batched=1)
+    start, end = (round(each * (count - 1)) for each in sorted(part))
+    chunk = Chunk(tree, start, end + 1, CPU, batched=1)
     kernel, scoring = attention.compiled_kernel(), forest.Scoring(0.25, None, window)
     generator = torch.Generator().manual_seed(count)
-    query = torch.randn(1, heads[0], chunk.end - start, 32, generator=generator).to(dtype)
+    query = torch.randn(1, heads[0], end + 1 - start, 32, generator=generator).to(dtype)
     key, value = (torch.randn(1, heads[1], tree.held + count, 32, generator=generator).to(dtype) for _ in "kv")
     out, lse = forest.attend_by_kernel(kernel, chunk, query, key, value, scoring)
     alone = chunk.blocks(window, 1)
@@ -136,7 +148,7 @@ def test_nodes_that_are_computed_together_get_the_bits_of_one_alone(
     assert torch.equal(out, bits[0])
     assert torch.equal(lse, bits[1])
 
-    at = data.draw(st.integers(0, chunk.end - start - 1))
+    at = (end - start) * 2 // 3
     seen = sorted(seen_by(tree, start + at, int(tree.depths[start + at]), window))
     node = bisect_right(tree.offsets, start + at) - 1
     path = {place for first, end in tree.path(node) for place in range(first, end)}
@@ -154,10 +166,7 @@ def test_nodes_that_are_computed_together_get_the_bits_of_one_alone(
 
 def test_short_nodes_behind_one_fill_blocks_together() -> None:
     """Ten questions of 12 tokens behind a document are 6 blocks of 21 queries, not 10."""
-    lengths = [2000, *[12] * 10]
-    numbers = np.arange(sum(lengths), dtype=np.int32)
-    offsets = [0, *np.cumsum(lengths).tolist()]
-    pack = Pack(0, numbers, numbers, offsets, [0, *[2000] * 10], [-1, *[0] * 10], [()] * 11, [])
+    pack = bush([(2000, -1, ()), *[(12, 0, ())] * 10])
     blocks, _ = Chunk(Tree(pack), 2000, 2120, CPU, batched=1).blocks(None, 21)
     begun = blocks[:, 5] == 0
     assert begun.sum() == 6
