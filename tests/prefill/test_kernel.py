@@ -113,8 +113,8 @@ def bushes(draw: st.DrawFn) -> Pack:
     return bush(nodes)
 
 
-# The third child sees fewer keys of the first one's path than the second does.
-CHILDREN = bush([(145, -1, ()), (60, 0, ()), (5, 1, ()), (5, 1, ()), (5, 0, ())])
+# The fourth node behind the root sees few keys of the path before it; the one behind it sees more of its own.
+CHILDREN = bush([(145, -1, ()), (60, 0, ()), (1, 1, ()), (1, 1, ()), (48, 0, ()), (1, 4, ())])
 
 
 @needs_kernel
