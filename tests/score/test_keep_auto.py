@@ -178,7 +178,7 @@ def chosen_keep(source: FlipsByRate, rows: int, allowed: float, monkeypatch: pyt
 
     def answers(engine: Any, requests: Any, tick: Any) -> Any:
         flips = source.flips(rate[-1], rows) if rate else 0
-        return np.eye(2)[(np.arange(rows) < flips).astype(int)]
+        return [SimpleNamespace(logprobs=np.eye(2)[int(row < flips)]) for row in range(rows)]
 
     class Compressor:
         def keeps(self, prompts: Any, keep: float) -> None:
@@ -187,7 +187,7 @@ def chosen_keep(source: FlipsByRate, rows: int, allowed: float, monkeypatch: pyt
         def select(self, prompts: Any, keeps: Any, estimates: Any) -> Any:
             return [SimpleNamespace(compressed=True)] * rows
 
-    monkeypatch.setattr(compressor, "answer", answers)
+    monkeypatch.setattr(compressor, "answer_questions", answers)
     monkeypatch.setattr(compressor, "Question", lambda prompt: prompt)
     found = compressor.choose_keep(cast(Any, Compressor()), cast(Any, None), [None] * rows, [], range(rows), allowed)  # type: ignore[list-item]
     return found.keep

@@ -163,8 +163,15 @@ class ResultRows:
 
     def with_other_order(self, other: ResultRows) -> ResultRows:
         """The means of these probabilities and those of the same question with its two values exchanged."""
+        audited: list[Float64Array | None] = []
+        for mine, others, full, full_other in zip(
+            self.scores, other.scores, self.audited, other.audited, strict=True
+        ):  # a prompt that is not compressed has its scores already
+            both = [own if found is None else found for own, found in ((mine, full), (others, full_other))]
+            audited.append(None if full is None and full_other is None else (both[0] + both[1]) / 2)
         return replace(
             self,
+            audited=audited,
             logprobs=np.logaddexp(self.logprobs, other.logprobs) - math.log(2),
             scores=(self.scores + other.scores) / 2,
             order_decided=self.scores.argmax(axis=-1) != other.scores.argmax(axis=-1),
@@ -617,6 +624,8 @@ class OutputSchema:
         json_carried, means = self.json_carried, self.means
         counts.add_rows(rows, self.truth, id_name=self.id_name, json_carried=json_carried, means=means, first=first)
         for each in self.questions:
+            if "audit" in each.groups:
+                counts.audits = _sum(counts.audits, {each.name: _audited(rows, f"{each.name}.")})
             if "orders" in each.groups:
                 decided = rows[f"{each.name}.order_decided"].drop_null()
                 found = OrderRows(len(decided), pc.sum(decided).as_py() or 0)
@@ -885,6 +894,19 @@ Audited = tuple[float, float, bool, str | int | float | bool | None]
 _PLAIN = (str, int, float, bool)
 
 
+def _audited(rows: pa.Table, prefix: str, truth: str | None = None, json_carried: bool = False) -> list[Audited]:
+    # The rows of the audit; with `prefix` begin the columns of the question.
+    audited = rows.filter(pc.is_valid(rows[f"{prefix}audit_score"]))
+    answers = to_python(audited[truth]) if truth is not None else [None] * len(audited)
+    flips = pc.not_equal(audited[f"{prefix}prediction"], audited[f"{prefix}audit_prediction"])
+    columns = (audited[f"{prefix}score"], audited[f"{prefix}audit_score"], flips)
+    found: list[Audited] = []
+    for *numbers, answer in zip(*(each.to_pylist() for each in columns), answers, strict=True):
+        known = json.loads(answer) if json_carried and answer is not None else answer
+        found.append((*numbers, known if isinstance(known, _PLAIN) else None))
+    return found
+
+
 class AuditedExits(NamedTuple):
     """Audited rows whose whole prompts get the same label: their number, and how many left early and flipped by
     that."""
@@ -908,6 +930,8 @@ class Counts:
     taken_over: int = 0
     # Compressed rows that were read in full as well; in a job with exits, all rows of the audit.
     audited: list[Audited] = field(default_factory=list)
+    # The same by question, of an output with several.
+    audits: dict[str, list[Audited]] = field(default_factory=dict)
     # Rows of the audit by the label that they have in full; empty for an output without exits.
     audited_exits: dict[str, AuditedExits] = field(default_factory=dict)
     tallies: Tallies = field(default_factory=Tallies)
@@ -939,23 +963,21 @@ class Counts:
         found.tallies = Tallies.of_rows(rows, id_name, json_id=json_carried, means=means, first=first)
         if TAKEN_OVER in rows.column_names:
             found.taken_over = pc.sum(rows[TAKEN_OVER]).as_py() or 0
-        if "audit_score" in rows.column_names:
-            found._take_audit(rows.filter(pc.is_valid(rows["audit_score"])), truth, json_carried)
+        if f"{first}audit_score" in rows.column_names:
+            found._take_audit(rows, truth, json_carried, first)
         self.add(found)
 
     def add(self, other: Counts) -> None:
         """Add the rows that `other` counted."""
         vars(self).update(vars(_sum(self, other)))
 
-    def _take_audit(self, audited: pa.Table, truth: str | None, json_carried: bool) -> None:
-        answers = to_python(audited[truth]) if truth is not None else [None] * len(audited)
-        flips = pc.not_equal(audited["prediction"], audited["audit_prediction"]).to_pylist()
-        if "exit_layer" in audited.column_names:
+    def _take_audit(self, rows: pa.Table, truth: str | None, json_carried: bool, first: str) -> None:
+        self.audited = _audited(rows, first, truth, json_carried)
+        if "exit_layer" in rows.column_names:
+            audited = rows.filter(pc.is_valid(rows["audit_score"]))
             left = pc.is_valid(audited["exit_layer"]).to_pylist()
-            for label, gone, flipped in zip(audited["audit_prediction"].to_pylist(), left, flips, strict=True):
+            for label, gone, (_, _, flipped, _) in zip(
+                audited["audit_prediction"].to_pylist(), left, self.audited, strict=True
+            ):
                 one = AuditedExits(1, int(gone), int(gone and flipped))
                 self.audited_exits = _sum(self.audited_exits, {label: one})
-        scores = zip(audited["score"].to_pylist(), audited["audit_score"].to_pylist(), flips, strict=True)
-        for (score, full, flipped), answer in zip(scores, answers, strict=True):
-            known = json.loads(answer) if json_carried and answer is not None else answer
-            self.audited.append((score, full, flipped, known if isinstance(known, _PLAIN) else None))

@@ -39,18 +39,27 @@ class Choices(Feature):
             raise UsageError("--labels: with --choices-column each row has answers of its own\nleave one of them out")
         others = [each for each in features_of(settings) if type(each) is not type(self)]
         refused = {
-            "--exit": any(each.flips and not each.rewrites for each in others),
-            "--calibration and --calibrate-with": any("calibrated" in each.columns for each in others),
-            "--rationale": any("rationales" in each.columns for each in others),
-            "--label-values": bool(getattr(settings, "label_values", ())),
-            "--keep auto": getattr(settings, "keep", None) == "auto",
+            "--exit": (
+                any(each.flips and not each.rewrites for each in others),
+                "exits learn what decides between labels, and rows have none in common",
+            ),
+            "--calibration and --calibrate-with": (
+                any("calibrated" in each.columns for each in others),
+                "they fit a number to each label, and rows have none in common; only a temperature fits choices, and "
+                "--temperature takes it",
+            ),
+            "--rationale": (
+                any("rationales" in each.columns for each in others),
+                "the memory for texts is planned for the words behind each label, and rows have none in common",
+            ),
+            "--label-values": (
+                bool(getattr(settings, "label_values", ())),
+                "these are the numbers of labels, and rows have none in common",
+            ),
         }
-        for name, given in refused.items():
+        for name, (given, why) in refused.items():
             if given:
-                raise UsageError(
-                    f"--choices-column cannot be combined with {name}: they know the labels of all rows\n"
-                    "leave one of them out"
-                )
+                raise UsageError(f"--choices-column cannot be combined with {name}: {why}\nleave one of them out")
 
     def check_columns(self, available: Sequence[str]) -> None:
         from prefillcli.data.rows import require_columns

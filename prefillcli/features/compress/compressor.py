@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from prefillcli.core.feature import Foresight
-from prefillcli.core.question import Question, Thinning, Tick, answer, draw
+from prefillcli.core.question import Question, Thinning, Tick, answer_questions, draw
 from prefillcli.data.prompts.builder import RowColumns
 from prefillcli.data.rows import (
     FALLBACK,
@@ -332,13 +332,17 @@ def choose_keep(
     passed = 1.0
     if len(chosen) < needed:
         return KeepChoice(1.0, (), needed)
-    full = answer(engine, [Question(prompts[number]) for number in chosen], tick).argmax(axis=1)
+
+    def likeliest(questions: Sequence[Question]) -> list[int]:
+        # Prompts may have labels of their own.
+        return [int(each.logprobs.argmax()) for each in answer_questions(engine, questions, tick)]
+
+    full = dict(zip(chosen, likeliest([Question(prompts[number]) for number in chosen]), strict=True))
     for keep in RATES:
         questions = compressor.select(prompts, compressor.keeps(prompts, keep), estimates)
         tried = [number for number in chosen if questions[number].compressed]
-        own = dict(zip(chosen, full.tolist(), strict=True))
-        found = answer(engine, [questions[number] for number in tried], tick).argmax(axis=1) if tried else []
-        flips = sum(int(label != own[number]) for label, number in zip(found, tried, strict=True))
+        found = likeliest([questions[number] for number in tried]) if tried else []
+        flips = sum(label != full[number] for label, number in zip(found, tried, strict=True))
         trials.append(Trial(keep, len(tried), flips, flip_bound(flips, len(tried))))
         if len(tried) < needed:
             continue  # too few rows are worth compressing at this high rate: the trial shows nothing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.feature import Feature, Objection, features_of
@@ -46,11 +47,12 @@ class QuestionOptions(Settings):
 
 
 class Questions(Feature):
-    """The questions of a job. The key `orders` of its report has a list of `report.OrderUse`."""
+    """The questions of a job. The key `orders` of its report has a list of `report.OrderUse`, the key `audits` one of
+    `report.AuditUse`."""
 
     order = 4
     options = {"score": QuestionOptions}
-    keys = {"orders": None}
+    keys = {"orders": None, "audits": None}
 
     @classmethod
     def asked(cls, settings: QuestionOptions) -> bool:
@@ -63,17 +65,31 @@ class Questions(Feature):
                 raise UsageError(f"--{name.replace('_', '-')}: {why}\nleave it out, or --questions")
         others = [each for each in features_of(settings) if each is not self and type(each) is not type(self)]
         refused = {
-            "--exit": any(each.flips and not each.rewrites for each in others),
-            "--calibration and --calibrate-with": any("calibrated" in each.columns for each in others),
-            "--rationale and --evidence": any(each.asks() for each in others),
-            "--truth": any(each.truth_column() is not None for each in others),
-            "--audit": bool(settings.audit),
-            "--choices-column": getattr(settings, "choices_column", None) is not None,
+            "--exit": (
+                any(each.flips and not each.rewrites for each in others),
+                "exits learn what decides between the labels of one question",
+            ),
+            "--calibration and --calibrate-with": (
+                any("calibrated" in each.columns for each in others),
+                "they fit a number to each label of one question",
+            ),
+            "--rationale and --evidence": (
+                any(each.asks() for each in others),
+                "they ask further about one prompt of a row, and each question has its own",
+            ),
+            "--truth": (
+                any(each.truth_column() is not None for each in others),
+                "a right answer is one to one question",
+            ),
+            "--choices-column": (
+                getattr(settings, "choices_column", None) is not None,
+                "each question has its labels in the file",
+            ),
         }
-        for option_, given in refused.items():
+        for name, (given, why) in refused.items():
             if given:
                 raise UsageError(
-                    f"--questions cannot be combined with {option_}, which know one answer to a row\n"
+                    f"--questions cannot be combined with {name}: {why}\n"
                     "leave that out, or ask one question with --template and --labels"
                 )
 
@@ -104,7 +120,8 @@ class Questions(Feature):
         return QuestionLabels(opened.tokenizer, self._file, self.settings)
 
     def answers(self, opening: Opening) -> Sequence[OutputSchema]:
-        return self._file.schemas
+        audit = opening.groups & {"audit"}
+        return tuple(replace(each, groups=each.groups | audit) for each in self._file.schemas)
 
     def prompt_builder(self, opening: Opening, settings: PromptSettings, available: Sequence[str]) -> PromptBuilder:
         from prefillcli.features.questions.asking import QuestionsBuilder
@@ -116,22 +133,22 @@ class Questions(Feature):
         return {"questions": self._file.digest}
 
     def reported(self, job: Job, counts: Counts | None) -> None:
-        from prefillcli.features.questions.report import orders_of
+        from prefillcli.features.questions.report import audits_of, orders_of
 
-        job.report.blocks["orders"] = orders_of(counts)
+        job.report.blocks.update({"orders": orders_of(counts), "audits": audits_of(counts)})
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
-        from prefillcli.features.questions.report import orders_of
+        from prefillcli.features.questions.report import audits_of, orders_of
 
-        report.blocks["orders"] = orders_of(manifest.counts)
+        report.blocks.update({"orders": orders_of(manifest.counts), "audits": audits_of(manifest.counts)})
 
     @classmethod
     def section(cls, report: RunReport) -> Section | None:
         from prefillcli.features.questions.report import section
 
-        found: Any = report.blocks["orders"]
-        return None if found is None else section(found)
+        orders, audits = report.blocks["orders"], report.blocks["audits"]
+        return section(orders or [], audits or []) if orders or audits else None
 
 
 FEATURE = Questions

@@ -1,4 +1,4 @@
-"""What a run reports on questions that are asked in both orders."""
+"""What a run reports on questions that are asked in both orders, and on the audit of each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 from prefillcli.data.output.columns import Counts
 from prefillcli.report.section import Section, percent_interval
-from prefillcli.stats.evaluation import Estimate, share_estimate
+from prefillcli.stats.evaluation import Audit, Estimate, audit_lines, audit_of, share_estimate
 
 
 class OrderUse(BaseModel):
@@ -27,9 +27,30 @@ def orders_of(counts: Counts | None) -> list[OrderUse] | None:
     ] or None
 
 
-def section(orders: list[OrderUse]) -> Section:
+class AuditUse(BaseModel):
+    """The flips of a question's answers, of rows whose prompts were also read in full."""
+
+    question: str
+    audit: Audit
+
+
+def audits_of(counts: Counts | None) -> list[AuditUse] | None:
+    """The audit of each question, of an output with these counts; None: there is none."""
+    found = {} if counts is None else counts.audits
+    return [
+        AuditUse(
+            question=name,
+            audit=audit_of([(score, full, None) for score, full, *_ in rows], [flipped for _, _, flipped, _ in rows]),
+        )
+        for name, rows in found.items()
+    ] or None
+
+
+def section(orders: list[OrderUse], audits: list[AuditUse]) -> Section:
     """The section on these questions."""
-    made = Section(title="Both orders")
+    made = Section(title="Questions")
+    for audited in audits:
+        made.lines += [(f"{name} of {audited.question}", said) for name, said in audit_lines(audited.audit)]
     shares: dict[str, float] = {}
     for each in orders:
         value, interval = each.share.value, each.share.interval
