@@ -202,7 +202,9 @@ def test_a_job_that_was_stopped_before_the_choice_chooses_the_same(
     model: Path, draft: Path, reference: Reference, whole_auto: Undisturbed
 ) -> None:
     make_input(reference)
-    command = Command(*arguments(model, draft, **AUTO), hold=Hold("prefillcli.features.compress.compressor:answer", 2))
+    command = Command(
+        *arguments(model, draft, **AUTO), hold=Hold("prefillcli.features.compress.compressor:answer_questions", 2)
+    )
     command.wait_until_held()
     command.kill()
     assert "keep" not in json.loads(Path("out.parquet.prefill/manifest.json").read_text())["plan"]
