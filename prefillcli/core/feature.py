@@ -419,8 +419,8 @@ class Feature:
         """Advice after `prefill bench` has compared its methods on the user's rows; None: there is none."""
 
     @classmethod
-    def section(cls, report: RunReport) -> Section | None:
-        """The section on a run, for terminal, page and metrics; None: there is nothing to report."""
+    def section(cls, report: RunReport) -> Section | Sequence[Section] | None:
+        """The section on a run, or several, for terminal, page and metrics; None: there is nothing to report."""
 
 
 @cache

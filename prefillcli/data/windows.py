@@ -449,8 +449,10 @@ def find_prompts(
     *,
     named: Collection[int | str | None],
     id_column: str | None,
+    part: int = 0,
 ) -> dict[int | str | None, Prompt]:
-    """The prompts of the rows with these numbers, or with `id_column` with these ids as text.
+    """The prompts of the rows with these numbers, or with `id_column` with these ids as text; of several of a row that
+    with the number `part`.
 
     Reads the input up to the last of them, and tokenises no other row. Rows without a prompt are left out; for an id
     that occurs twice the first row counts.
@@ -466,7 +468,7 @@ def find_prompts(
         wanted -= {names[at] for at in positions}
         prompts, _ = builder.build(batch.only(np.array(positions, np.int64)), labels)
         by_row = {row: names[at] for at in reversed(positions) for row in [int(batch.rows[at])]}
-        for prompt in reversed(prompts):
+        for prompt in (each for each in reversed(prompts) if each.part == part):
             found[by_row[prompt.row]] = prompt
     return found
 

@@ -182,7 +182,8 @@ class Opening:
     def groups(self) -> Groups:
         """The columns that the output has besides those of every output."""
         named = frozenset(name for each in self.features for name in each.columns)
-        return named | {"audit"} if getattr(self.settings, "audit", 0) else named
+        named |= {"audit"} if getattr(self.settings, "audit", 0) else set()
+        return named if self.settings.label_norm == "none" else named | {"label_scores"}
 
 
 def local_models(settings: JobOptions) -> list[Path]:

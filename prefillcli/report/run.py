@@ -255,8 +255,8 @@ class RunReport(BaseModel):
 
     def sections(self) -> list[Section]:
         """The sections of features about the run."""
-        found = [each.section(self) for each in features() if each.keys.keys() <= self.blocks.keys()]
-        return [each for each in found if each is not None]
+        found = [each.section(self) or () for each in features() if each.keys.keys() <= self.blocks.keys()]
+        return [own for each in found for own in ([each] if isinstance(each, Section) else each)]
 
     def end(self, clock: Clock) -> None:
         """Take over the run's times, and add its peak memory and versions."""

@@ -21,6 +21,7 @@ from prefillcli.data.rows import ScoredRow, Window, early_exit_method, left_earl
 from prefillcli.features.calibration.calibration import Calibration, TemperatureScaling
 from prefillcli.features.compress.selection import compressed_rows, fallbacks_of_useless_draft
 from prefillcli.features.evaluation.evaluating import EvaluationPlan, read_scored_truth
+from prefillcli.features.exits import Exits
 from tests.data.outputs import LABELS, make_window, open_sink, read
 
 FULL = np.log(np.array([0.02, 0.01, 0.01]))  # over the vocabulary: Yes
@@ -45,7 +46,7 @@ def write_all(sink: Sink, windows: list[Window], rows: dict[int, ScoredRow], **g
 def test_a_row_that_left_has_its_layer_and_a_score_but_no_log_probabilities(tmp_path: Path) -> None:
     output = str(tmp_path / "o.parquet")
     window = make_window(0, [0, 1, 2], bad=(2,))
-    with open_sink(output, groups=frozenset({"exits", "calibrated"})) as sink:
+    with open_sink(output, groups=frozenset({"exits", "label_scores", "calibrated"})) as sink:
         write_all(sink, [window], {0: row_of(0), 1: row_of(1, layer=7)}, probabilities=CALIBRATION.probabilities)
         sink.finish(1)
     stayed, gone, failed = read(output)
@@ -68,7 +69,7 @@ def test_without_exits_an_output_has_none_of_their_columns(tmp_path: Path, label
     found = []
     for exits in (False, True):
         output = str(tmp_path / f"{exits}.parquet")
-        with open_sink(output, labels=LABELS[:labels], groups=frozenset({"exits"} if exits else ())) as sink:
+        with open_sink(output, labels=LABELS[:labels], groups=frozenset(Exits.columns if exits else ())) as sink:
             own = ScoredRow(0, FULL[:labels], 0, 1, 1, 0.1)
             sink.write(make_window(0, [0]), [own], {}, temperature=1.0)
             sink.finish(1)
@@ -145,11 +146,11 @@ def test_counts_of_older_parts_are_read_and_new_ones_come_back_from_json(tmp_pat
 def test_an_evaluation_of_several_labels_has_the_rows_that_left(tmp_path: Path) -> None:
     target = Target.parse(str(tmp_path / "o.parquet"))
     carried = pa.schema([("id", pa.string()), ("kept", pa.int64())])
-    with open_sink(target.path, groups=frozenset({"exits"}), carried=carried) as sink:
+    with open_sink(target.path, groups=frozenset(Exits.columns), carried=carried) as sink:
         sink.write(make_window(0, [1, 2]), [row_of(1), row_of(2, layer=3)], {}, temperature=1.0)
         sink.finish(1)
     labels = tuple(Label(name, (str(10 + 10 * number),)) for number, name in enumerate(LABELS))
-    found = read_scored_truth(target, EvaluationPlan("kept", labels, 1.0, None, calibrated=False, exits=True))
+    found = read_scored_truth(target, EvaluationPlan("kept", labels, 1.0, None, calibrated=False, told=True))
     np.testing.assert_allclose(found.probabilities, [[0.5, 0.25, 0.25], [0.2, 0.7, 0.1]])
 
 

@@ -137,7 +137,7 @@ def schema_of(*, json_carried: bool = False, id_name: str | None = "id") -> Outp
         json_carried=json_carried,
         json_text=False,
         truth=None,
-        groups=frozenset({"exits", "rationales"}),
+        groups=frozenset({"exits", "label_scores", "rationales"}),
     )
 
 
@@ -150,12 +150,12 @@ def choice(condition: str, **of: Any) -> RowChoice:
 def test_rows_are_chosen_by_what_their_columns_will_say(tmp_path: Path, json_carried: bool) -> None:
     window = make_window(0, list(range(3, 12)), bad=(7,), json_text=json_carried)
     numbers = [prompt.row for prompt in window.prompts if prompt.row != 5]  # one is not scored yet
-    schema = OutputSchema(labels=LABELS, groups=frozenset({"exits"}))
+    groups = frozenset({"exits", "label_scores"})
+    schema = OutputSchema(labels=LABELS, groups=groups)
     rows = ResultRows.of(window, [scored(row) for row in numbers], {}, schema, 2.0)
     output = tmp_path / "o.parquet"
     kept = pa.string() if json_carried else pa.int64()
     carried = pa.schema([("id", pa.string()), ("kept", kept)])
-    groups = frozenset({"exits"})
     with open_sink(output, groups=groups, carried=carried, json_carried=json_carried) as sink:
         sink.write(window, [scored(row) for row in (*numbers, 5)], {}, temperature=2.0)
         sink.finish(1)

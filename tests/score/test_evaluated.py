@@ -170,6 +170,21 @@ def test_several_labels_are_evaluated_each_against_the_rest(model: Path, output:
     assert {row["truth"] for row in found["near_threshold"]} <= set(labels)
 
 
+def test_scores_of_divided_log_probabilities_are_evaluated_as_they_are(model: Path) -> None:
+    labels = ["Yes", "a quick fox", "No"]
+    truth = [labels[at % 3] for at in range(ROWS)]
+    found = evaluated(make_input("jsonl", truth), model, labels=",".join(labels), label_norm="bytes")
+    rows = [row for at, row in enumerate(read_output("out.parquet")) if at not in BAD]
+    assert found["accuracy"]["value"] == np.mean([row["prediction"] == row["truth"] for row in rows])
+    areas = [
+        roc_auc_score([row["truth"] == name for row in rows], [row[f"score_{name}"] for row in rows])
+        for name in labels
+    ]
+    assert [each["auc"]["value"] for each in found["by_label"]] == pytest.approx(areas)
+    whole = [max(labels, key=lambda name: row[f"logprob_{name}"]) for row in rows]
+    assert whole != [row["prediction"] for row in rows]
+
+
 def test_the_named_rows_are_the_surest_wrong_ones_and_those_near_the_threshold(model: Path) -> None:
     found = evaluated(make_input(), model, id_column="id")
     rows = [row for at, row in enumerate(read_output("out.parquet")) if at not in (*BAD, *UNKNOWN)]

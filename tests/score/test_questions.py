@@ -256,7 +256,6 @@ def test_a_column_that_the_input_lacks_is_named(model: Path, capsys: pytest.Capt
         {"rationale": 4},
         {"evidence": True},
         {"calibrate_with": "N/A"},
-        {"truth": "kind"},
         {"choices_column": "kind"},
         {"target_column": "kind"},
         {"since": "before.parquet"},

@@ -50,10 +50,19 @@ _LONGEST = 200  # characters of an id or a detail
 
 # The groups of columns that an output may have beside those of every output: the scores of an audit, calibrated
 # probabilities, where rows left the model early, which adapter read each row, texts written after rows, the
-# contributions of the sections of prompts, the log-probabilities of single tokens, the means of ordered labels, and
-# whether the order of two values decided.
+# contributions of the sections of prompts, the log-probabilities of single tokens, the means of ordered labels,
+# whether the order of two values decided, and each label's score where log-probabilities do not tell it.
 Group = Literal[
-    "audit", "calibrated", "exits", "adapters", "rationales", "evidence", "token_logprobs", "ordered", "orders"
+    "audit",
+    "calibrated",
+    "exits",
+    "adapters",
+    "rationales",
+    "evidence",
+    "token_logprobs",
+    "ordered",
+    "orders",
+    "label_scores",
 ]
 Groups = frozenset[Group]
 
@@ -365,7 +374,7 @@ COLUMNS = (
         "score_<label>",
         pa.float64(),
         lambda rows: rows.of_scored(rows.scores),
-        group="exits",
+        group="label_scores",
         least_labels=3,
         of_answer=True,
     ),

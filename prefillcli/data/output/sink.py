@@ -800,7 +800,7 @@ class ShardSink(Sink):
             manifest.save(self.work)
 
 
-_KEPT = ("evaluation", "max_error_rate")  # entries that the output's plan takes over from the shards'
+_KEPT = ("evaluation", "correlations", "max_error_rate")  # entries that the output's plan takes over from the shards'
 
 
 class JoinedShards(ExitStack):

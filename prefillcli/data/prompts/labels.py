@@ -164,6 +164,7 @@ class Labels:
 
     measure = Measure.SHARES  # the meaning of an engine's numbers for the labels
     columns: tuple[str, ...] = ()  # of the input, whose values `resolve_all` needs
+    each: tuple[Labels, ...] = ()  # of several questions, those behind each prompt of a row
     values: tuple[float, ...] = ()  # the number that each label stands for; none unless they are ordered
     _typed = True  # whether the user has written the labels: control tokens in them are meant
 

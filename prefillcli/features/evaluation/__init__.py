@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.feature import Feature
+from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.options.option import Settings, option
 from prefillcli.options.requirements import Requirement
 
 if TYPE_CHECKING:
     from prefillcli.core.feature import Job, Labels, Manifest, Opening, RunReport, Section, Window
+    from prefillcli.features.evaluation.evaluating import RunEvaluation
 
 PANEL = "Evaluation"
 PLAN = "evaluation"  # the key of a shard's plan for the `EvaluationPlan`, which `prefill merge` reads
@@ -24,7 +26,8 @@ class EvaluationOptions(Settings):
 
     truth: str | None = option(
         None,
-        "Column with the right answer; kept in the output. The report says what the scores are worth.",
+        "Column with the right answer; kept in the output. The report says what the scores are worth. With "
+        "--questions, NAME=COLUMN for each of them, comma-separated.",
         PANEL, changes="columns", metavar="COLUMN",
     )  # fmt: skip
     wanted_precision: float | None = option(
@@ -35,11 +38,12 @@ class EvaluationOptions(Settings):
 
 
 class Evaluating(Feature):
-    """The evaluation of a job. The key `evaluation` of its report holds a `report.RunEvaluation`."""
+    """The evaluation of a job. The key `evaluation` of its report holds an `evaluating.RunEvaluation`, and
+    `evaluations` holds one for each of several questions."""
 
     order = 60
     options = {"score": EvaluationOptions}
-    keys = {"evaluation": None}
+    keys = {"evaluation": None, "evaluations": {}}
 
     @classmethod
     def asked(cls, settings: EvaluationOptions) -> bool:
@@ -53,48 +57,90 @@ class Evaluating(Feature):
 
         return ["truth"] if labels.measure is Measure.CHANCES else []
 
-    def carried(self) -> list[str | None]:
-        return [self.settings.truth, getattr(self.settings, "choices_column", None)]
+    def check(self) -> None:
+        _ = self._columns  # raises UsageError
 
-    def truth_column(self) -> str:
-        return str(self.settings.truth)
+    @property
+    def _columns(self) -> dict[str, str]:
+        # The column with the right answers to each question; without several, to the only one, which has no name.
+        truth = self.settings.truth
+        if getattr(self.settings, "questions", None) is None:
+            return {"": truth}
+        pairs = [[side.strip() for side in text.partition("=")] for text in truth.split(",")]
+        found = {name: column for name, _, column in pairs}
+        if not all(name and column for name, _, column in pairs) or len(found) < len(pairs):
+            raise UsageError(
+                f"--truth {truth}: with --questions it names the column of each question once\n"
+                "write it like relevant=is_relevant,tone=right_tone"
+            )
+        return found
+
+    def carried(self) -> list[str | None]:
+        return [*self._columns.values(), getattr(self.settings, "choices_column", None)]
+
+    def truth_column(self) -> str | None:
+        return self._columns.get("")
 
     def models_opened(self, opening: Opening) -> None:
         from prefillcli.features.evaluation.evaluating import EvaluationPlan
 
-        self._plan = EvaluationPlan.of(self.settings, opening.labels, self.settings.truth)
+        schema, labels = opening.schema(), opening.labels.each or (opening.labels,)
+        answers = {own.name: (number, own) for number, own in enumerate(schema.questions or (schema,))}
+        self._plans = {}
+        for name, column in self._columns.items():
+            if name not in answers:
+                raise UsageError(
+                    f"--truth {name}={column}: no question {name!r}{did_you_mean(name, answers)}\n"
+                    f"there are {', '.join(answers)}"
+                )
+            number, own = answers[name]
+            self._plans[number] = EvaluationPlan.of(self.settings, labels[number], own, column)
 
     def first_window(self, job: Job, window: Window) -> None:
         from prefillcli.features.evaluation.evaluating import require_labels
 
-        if window.index == 0:
-            require_labels(window, self._plan, json_text=job.source.kind == "jsonl")
+        for plan in self._plans.values() if window.index == 0 else ():
+            require_labels(window, plan, json_text=job.source.kind == "jsonl")
 
     def shard_ended(self, job: Job) -> Mapping[str, Any]:
-        return {PLAN: self._plan.to_json()}
+        return {PLAN: [plan.to_json() for plan in self._plans.values()]}
 
     def ended(self, job: Job) -> None:
         from prefillcli.features.evaluation.evaluating import evaluate_output, with_texts
 
         with job.clock.phase("evaluate"), job.stop.at_once():
-            found = evaluate_output(job.sink.location, self._plan, self.settings.id_column)
-            job.report.blocks["evaluation"] = with_texts(found, job) if self.settings.show_text else found
+            for number, plan in self._plans.items():
+                found = evaluate_output(job.sink.location, plan, self.settings.id_column)
+                self._take(
+                    job.report, plan.question, with_texts(found, job, number) if self.settings.show_text else found
+                )
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
         from prefillcli.features.evaluation.evaluating import EvaluationPlan, evaluate_output
 
-        plan = EvaluationPlan.of_json(manifest.plan.get(PLAN))
-        if plan is not None:
-            report.blocks["evaluation"] = evaluate_output(output, plan, manifest.job.id_name)
+        for content in manifest.plan.get(PLAN) or ():
+            if (plan := EvaluationPlan.of_json(content)) is not None:
+                cls._take(report, plan.question, evaluate_output(output, plan, manifest.job.id_name))
+
+    @staticmethod
+    def _take(report: RunReport, question: str, found: RunEvaluation) -> None:
+        if question:
+            report.blocks["evaluations"][question] = found
+        else:
+            report.blocks["evaluation"] = found
 
     @classmethod
-    def section(cls, report: RunReport) -> Section | None:
-        if report.blocks["evaluation"] is None:
-            return None
-        from prefillcli.features.evaluation.evaluating import section
+    def section(cls, report: RunReport) -> Section | Sequence[Section] | None:
+        from prefillcli.features.evaluation.evaluating import section, summary_of
 
-        return section(report.blocks["evaluation"])
+        if report.blocks["evaluation"] is not None:
+            return section(report.blocks["evaluation"])
+        of_questions = report.blocks["evaluations"]
+        found = [section(own, name) for name, own in of_questions.items()]
+        if found:
+            found[0].summary = {"evaluations": {name: summary_of(own) for name, own in of_questions.items()}}
+        return found
 
 
 FEATURE = Evaluating

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel, Field
 
-from prefillcli.data.output.columns import ROW_COLUMN
+from prefillcli.data.output.columns import ROW_COLUMN, OutputSchema
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Label, Labels, label_of
@@ -126,11 +126,10 @@ class EvaluationPlan:
     temperature: float
     wanted_precision: float | None
     calibrated: bool  # whether the output has calibrated probabilities
-    exits: bool = False  # whether its rows may have left early
+    told: bool = False  # whether it has each label's score, where log-probabilities do not tell it
     values: bool = False  # whether its scores are values; those of the first label then rank the rows
     numbers: tuple[float, ...] = ()  # what each label stands for, if they are ordered
     choices: str | None = None  # the kept column with the choices of each row
-    divided: bool = False  # whether scores are made of log-probabilities divided by lengths
     question: str = ""  # the name of one of several questions
 
     @classmethod
@@ -146,23 +145,24 @@ class EvaluationPlan:
         return asdict(self)
 
     @classmethod
-    def of(cls, settings: Any, labels: Labels, truth: str) -> EvaluationPlan:
-        """Raises UsageError for options that the labels do not allow."""
-        values, chosen = labels.measure is Measure.VALUES, labels.measure is Measure.CHOICES
+    def of(cls, settings: Any, labels: Labels, schema: OutputSchema, truth: str) -> EvaluationPlan:
+        """Of the answers in columns of this schema. Raises UsageError for options that the labels do not allow."""
+        values, chosen = schema.measure is Measure.VALUES, schema.measure is Measure.CHOICES
         if settings.wanted_precision is not None and (chosen or (len(labels.labels) > 2 and not values)):
             what = "each row has choices of its own" if chosen else f"there are {len(labels.labels)}"
+            what += f" for question {schema.name}" if schema.name else ""
             raise UsageError(f"--wanted-precision is for two labels, and {what}\nit would be ignored: leave it out")
         return cls(
             truth,
             () if chosen else labels.with_absence,
             settings.temperature,
             settings.wanted_precision,
-            getattr(settings, "calibrates", False),
-            getattr(settings, "exit", False),
+            "calibrated" in schema.groups,
+            "label_scores" in schema.groups,
             values,
-            labels.values,
+            schema.values,
             labels.columns[0] if chosen else None,
-            settings.label_norm != "none",
+            schema.name,
         )
 
     @property
@@ -183,8 +183,7 @@ class EvaluationPlan:
         """The columns with a number for each label; none where the score tells all, or rows have choices."""
         if len(self.labels) < 3 or self.values:
             return []
-        # The values of rows that left early are not known, so an output with such rows has each label's score.
-        return [self.column(f"{'score' if self.exits else 'logprob'}_{name}") for name in self.names]
+        return [self.column(f"{'score' if self.told else 'logprob'}_{name}") for name in self.names]
 
     @property
     def calibrations(self) -> list[str]:
@@ -285,8 +284,9 @@ def require_labels(window: Window, plan: EvaluationPlan, *, json_text: bool) -> 
         raise _no_label(plan, found)
 
 
-def with_texts(evaluation: RunEvaluation, opening: Opening) -> RunEvaluation:
-    """The evaluation with the text of the rows that it names. The input is read again for these.
+def with_texts(evaluation: RunEvaluation, opening: Opening, part: int) -> RunEvaluation:
+    """The evaluation with the text of the rows that it names: their prompts with this number. The input is read again
+    for these.
 
     A text is the end of the row's prompt, without the beginning that all of these rows share.
     """
@@ -295,7 +295,7 @@ def with_texts(evaluation: RunEvaluation, opening: Opening) -> RunEvaluation:
     builder = opening.new_builder()
     try:
         id_column = opening.settings.id_column
-        prompts = find_prompts(opening.source, builder, opening.labels, named=named, id_column=id_column)
+        prompts = find_prompts(opening.source, builder, opening.labels, named=named, id_column=id_column, part=part)
     finally:
         builder.close()
     decode = Encoder(opening.opened.tokenizer).decode
@@ -338,7 +338,7 @@ def _no_label(plan: EvaluationPlan, found: Mapping[str, int]) -> UsageError:
 def _figures(pairs: ScoredTruth, scores: Float64Array, plan: EvaluationPlan) -> Evaluation:
     others: dict[str, Any] = {"without_truth": pairs.without_truth, "errors": pairs.errors}
     if pairs.logprobs is not None:
-        return evaluate_choices(scores, pairs.truth, pairs.logprobs, divided=plan.divided, **others)
+        return evaluate_choices(scores, pairs.truth, pairs.logprobs, divided=plan.told, **others)
     if scores.ndim == 2:
         return evaluate_labels(scores, pairs.truth, plan.names, **others)
     return (evaluate_values if plan.values else evaluate)(
@@ -469,9 +469,9 @@ def _of_piece(
     if plan.choices:
         scores = _padded(table["scores"], known, 0.0)
     elif plan.by_label:
-        null = 0.0 if plan.exits else -np.inf
+        null = 0.0 if plan.told else -np.inf
         scores = np.stack([_floats(table[name], known, null) for name in plan.by_label], axis=1)
-        scores = scores if plan.exits else label_probabilities(scores, plan.temperature)
+        scores = scores if plan.told else label_probabilities(scores, plan.temperature)
     else:
         scores = _floats(table[plan.column("score")], known)
     calibrated = [_floats(table[name], known) for name in plan.calibrations]
@@ -683,8 +683,8 @@ _SHARES = [Tick(100 * at, f"{100 * at:g} %") for at in (0.0, 0.25, 0.5, 0.75, 1.
 _DIAGONAL = "0,100 100,0"
 
 
-def section(found: RunEvaluation) -> Section:
-    """The evaluation in terminal, page and summary."""
+def section(found: RunEvaluation, question: str = "") -> Section:
+    """The evaluation in terminal, page and summary: of all answers, or of those to one question."""
     labels = [
         [each.label, f"{each.rows:,}", _percent(each.precision), _percent(each.recall), _number(each.f1),
          _number(each.auc.value), _number(each.average_precision)]
@@ -695,8 +695,8 @@ def section(found: RunEvaluation) -> Section:
     if found.threshold is not None:
         near = f"The threshold is {found.threshold:.4g}."
     return Section(
-        title="Evaluation",
-        lines=list(evaluation_lines(found)),
+        title=f"Evaluation of {question}" if question else "Evaluation",
+        lines=[(f"{question} {name}".lstrip(), text) for name, text in evaluation_lines(found)],
         charts=list(_charts(found)),
         parts=[
             Part(title="Labels as numbers", table=_ordered_table(found)),
@@ -705,11 +705,12 @@ def section(found: RunEvaluation) -> Section:
             Part(title="Surest and wrong", table=_rows_table(found.surest_wrong)),
             Part(title="Near the threshold", above=near, table=_rows_table(found.near_threshold)),
         ],
-        summary={"evaluation": _summary(found)},
+        summary={} if question else {"evaluation": summary_of(found)},
     )
 
 
-def _summary(found: RunEvaluation) -> dict[str, Any]:
+def summary_of(found: RunEvaluation) -> dict[str, Any]:
+    """The figures of the last line on stdout."""
     said: dict[str, Any] = {"rows": found.rows, "accuracy": found.accuracy.value, "auc": found.auc.value}
     if found.ordered is not None:
         own = found.ordered.mean

@@ -102,7 +102,7 @@ class Exits(Feature):
 
     order = 30
     options = {"score": ExitOptions, "inspect": ExitProfileOptions, "bench": ExitMethodOptions}
-    columns = ("exits",)
+    columns = ("exits", "label_scores")
     plan_keys = ("exits",)
     keys = {"exits": None}
     side_files = {"exits": SideFile("an exit profile", json_with("label_tokens", "exits"))}

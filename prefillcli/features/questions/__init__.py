@@ -26,6 +26,8 @@ if TYPE_CHECKING:
         Section,
     )
 
+CORRELATIONS = "correlations"  # in a report, and in the plan of a shard
+
 # Options whose place the file takes.
 _REPLACED = {
     "labels": "each question has its labels in the file",
@@ -48,11 +50,11 @@ class QuestionOptions(Settings):
 
 class Questions(Feature):
     """The questions of a job. The key `orders` of its report has a list of `report.OrderUse`, the key `audits` one of
-    `report.AuditUse`."""
+    `report.AuditUse`, and `correlations` has a `correlation.Correlations`."""
 
     order = 4
     options = {"score": QuestionOptions}
-    keys = {"orders": None, "audits": None}
+    keys = {"orders": None, "audits": None, "correlations": None}
 
     @classmethod
     def asked(cls, settings: QuestionOptions) -> bool:
@@ -76,10 +78,6 @@ class Questions(Feature):
             "--rationale and --evidence": (
                 any(each.asks() for each in others),
                 "they ask further about one prompt of a row, and each question has its own",
-            ),
-            "--truth": (
-                any(each.truth_column() is not None for each in others),
-                "a right answer is one to one question",
             ),
             "--choices-column": (
                 getattr(settings, "choices_column", None) is not None,
@@ -120,13 +118,15 @@ class Questions(Feature):
         return QuestionLabels(opened.tokenizer, self._file, self.settings)
 
     def answers(self, opening: Opening) -> Sequence[OutputSchema]:
-        audit = opening.groups & {"audit"}
-        return tuple(replace(each, groups=each.groups | audit) for each in self._file.schemas)
+        groups = opening.groups & {"audit", "label_scores"}
+        return tuple(replace(each, groups=each.groups | groups) for each in self._file.schemas)
 
     def prompt_builder(self, opening: Opening, settings: PromptSettings, available: Sequence[str]) -> PromptBuilder:
-        from prefillcli.features.questions.asking import QuestionsBuilder
+        from prefillcli.features.questions.asking import QuestionsBuilder, compiled
 
-        return QuestionsBuilder(opening.opened.tokenizer, settings, available, self._file, self._templates)
+        # A builder closes its templates: another one gets its own.
+        templates, self._templates = self._templates or compiled(self._file, available), []
+        return QuestionsBuilder(opening.opened.tokenizer, settings, available, self._file, templates)
 
     def identity(self, opening: Opening, values: dict[str, Any], models: LocalModels) -> Mapping[str, str]:
         values.pop("questions")
@@ -137,18 +137,37 @@ class Questions(Feature):
 
         job.report.blocks.update({"orders": orders_of(counts), "audits": audits_of(counts)})
 
+    def shard_ended(self, job: Job) -> Mapping[str, Any]:
+        return {CORRELATIONS: [each.name for each in self._file.questions]}
+
+    def ended(self, job: Job) -> None:
+        with job.clock.phase("evaluate"), job.stop.at_once():
+            self._correlate(job.report, job.sink.location, [each.name for each in self._file.questions])
+
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
         from prefillcli.features.questions.report import audits_of, orders_of
 
         report.blocks.update({"orders": orders_of(manifest.counts), "audits": audits_of(manifest.counts)})
+        cls._correlate(report, output, manifest.plan.get(CORRELATIONS) or ())
+
+    @staticmethod
+    def _correlate(report: RunReport, output: str, names: Sequence[str]) -> None:
+        from prefillcli.features.questions.correlation import correlations_of
+
+        if len(names) > 1:
+            report.blocks[CORRELATIONS] = correlations_of(output, names)
 
     @classmethod
-    def section(cls, report: RunReport) -> Section | None:
+    def section(cls, report: RunReport) -> Sequence[Section]:
+        orders, audits, correlations = (report.blocks[name] for name in cls.keys)
+        if not (orders or audits or correlations):
+            return ()
+        from prefillcli.features.questions import correlation
         from prefillcli.features.questions.report import section
 
-        orders, audits = report.blocks["orders"], report.blocks["audits"]
-        return section(orders or [], audits or []) if orders or audits else None
+        sections = [section(orders or [], audits or [])] if orders or audits else []
+        return sections if correlations is None else [*sections, correlation.section(correlations)]
 
 
 FEATURE = Questions

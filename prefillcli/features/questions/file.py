@@ -102,7 +102,7 @@ def schemas(questions: Sequence[AskedQuestion]) -> tuple[OutputSchema, ...]:
             name=each.name,
             when=each.when,
             values=each.values,
-            groups=Groups((*(["ordered"] if each.values else ()), *(["orders"] if each.swap else ()))),
+            groups=Groups((*(["ordered"] if each.values else ()), *(["orders", "label_scores"] if each.swap else ()))),
             exchanged=next(others) if each.swap else None,
         )
         for each in questions
