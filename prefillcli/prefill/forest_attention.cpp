@@ -105,10 +105,20 @@ struct Factors {
 inline __m512 scaled(__m512 score, const Factors<false>& by) { return _mm512_mul_ps(score, by.scale); }
 
 inline __m512 scaled(__m512 score, const Factors<true>& by) {
-    score = _mm512_mul_ps(score, by.scale);
-    const __m512 one = _mm512_set1_ps(1.0f);  // cap * tanh(x) = cap - 2 * cap / (e^2x + 1)
-    const __m512 part = _mm512_div_ps(_mm512_add_ps(by.cap, by.cap), _mm512_add_ps(power_of_two(score), one));
-    return _mm512_sub_ps(by.cap, part);
+    // tanh(x) = p / (p + 2) with p = e^2x - 1, which is computed without adding the 1: a score that is small beside the
+    // cap is as exact as a large one. No p above 2^30 changes anything.
+    score = _mm512_max_ps(_mm512_set1_ps(-160.0f), _mm512_min_ps(_mm512_set1_ps(30.0f), _mm512_mul_ps(score, by.scale)));
+    const __m512 whole = _mm512_roundscale_ps(score, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 part = _mm512_sub_ps(score, whole);
+    __m512 y = _mm512_set1_ps(1.54531629e-4f);  // (2^part - 1) / part within 1.3e-7 of it
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(1.33908634e-3f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(9.61808256e-3f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(5.55035711e-2f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(2.40226508e-1f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(6.93147188e-1f));
+    const __m512 one = _mm512_set1_ps(1.0f), power = _mm512_scalef_ps(one, whole);
+    const __m512 less = _mm512_fmadd_ps(_mm512_mul_ps(y, part), power, _mm512_sub_ps(power, one));
+    return _mm512_div_ps(_mm512_mul_ps(by.cap, less), _mm512_add_ps(less, _mm512_set1_ps(2.0f)));
 }
 
 // Scores of KEYS keys for all lanes; the keys' rows are read as they are.

@@ -282,9 +282,15 @@ def test_longer_labels_have_the_tokens_of_the_harness(
     words = st.sampled_from(["Yes", "No", "user", "topic", "history"])
     prompt = PROMPT + data.draw(st.sampled_from(["", " ", "\n", "\n\n", "  "]))
     phrases = st.lists(words, min_size=2, max_size=4).map(" ".join)
+    if name != "word_level":  # it knows whole words alone
+        phrases |= st.text("aeinorstyYN0159 ,.'-:\"é", min_size=4, max_size=40).map(str.strip).filter(bool)
     names = data.draw(st.lists(phrases, min_size=2, max_size=3, unique=True))
     assume(not any(one != other and other.startswith(one) for one in names for other in names))
-    found = resolve(Labels(tokenizer, [Label(each) for each in names]), prompt)
+    try:
+        found = resolve(Labels(tokenizer, [Label(each) for each in names]), prompt)
+    except LabelError as error:
+        assert "token" in str(error)
+        assume(False)
     space = "" if prompt[-1].isspace() else " "
     assert [own.tolist() for own in found.sequences] == [
         harness_tokens(tokenizer, prompt, space + each) for each in names

@@ -164,6 +164,21 @@ def test_nodes_that_are_computed_together_get_the_bits_of_one_alone(
     assert (lse[0, :, at].double() - scores.logsumexp(dim=1)).abs().max() < 1e-4
 
 
+@needs_kernel
+def test_a_soft_cap_keeps_small_scores_as_exact_as_large_ones() -> None:
+    """Differences of scores are read off the log-sum-exps of single keys."""
+    size = torch.logspace(-4, 3, 400).repeat_interleave(16).view(1, 1, 400, 16) / 4
+    key = torch.tensor([1.0, -1.0]).view(1, 1, 2, 1).expand(1, 1, 2, 16).contiguous()
+    for at in range(2):
+        blocks = np.array([[query, 1, 5, query, query + 1, 0] for query in range(400)], np.int64)
+        runs = np.array([[at, at + 1, 5]] * 400, np.int64)
+        found = attention.compiled_kernel().attend(
+            size, key, key, blocks, runs, scale=0.25, softcap=50.0, window=None
+        )[1][0, 0].double()  # fmt: skip
+        expected = 50.0 * torch.tanh((size.double() @ key[:, :, at : at + 1].double().mT).squeeze() * 0.25 / 50.0)
+        assert ((found - expected) / expected).abs().max() < 1e-6
+
+
 def test_short_nodes_behind_one_fill_blocks_together() -> None:
     """Ten questions of 12 tokens behind a document are 6 blocks of 21 queries, not 10."""
     pack = bush([(2000, -1, ()), *[(12, 0, ())] * 10])
