@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # the nouns of the hooks: features import them from here, for
     from prefillcli.data.prompts.builder import PromptSettings as PromptSettings
     from prefillcli.data.prompts.builder import RowColumns as RowColumns
     from prefillcli.data.prompts.labels import Labels as Labels
+    from prefillcli.data.prompts.templates import RowTemplate as RowTemplate
     from prefillcli.data.rows import Prompt as Prompt
     from prefillcli.data.rows import ScoredRow as ScoredRow
     from prefillcli.data.rows import Window as Window

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self, cast
 import pyarrow as pa
 
 from prefillcli.core.feature import open_models
-from prefillcli.data.output.columns import OutputSchema, ResultRows, kinds_of
+from prefillcli.data.output.columns import ResultRows, kinds_of
 from prefillcli.data.output.parts import make_rows
 from prefillcli.data.prompts.builder import PromptBuilder, prompt_column
 from prefillcli.data.reading.source import TableRows
@@ -65,7 +65,7 @@ class TableScorer(Scorer):
         Its rows are planned together, in windows of a bounded size. Raises UsageError if the table has such a column
         already or lacks one that the prompt needs, or if the labels fail after every prompt of the first table.
         """
-        schema = OutputSchema(labels=self.labels.names, groups=self.groups, measure=self.labels.measure).results
+        schema = self.schema().results
         for name in schema.names:
             if name in table.column_names:
                 raise UsageError(f"the table has a column {name!r} already, which scoring adds\nrename or drop it")

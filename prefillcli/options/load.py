@@ -200,6 +200,7 @@ class ScorerOptions(TypedDict, total=False):
     label_end: str | None
     label_values: str | Sequence[float]
     choices_column: str | None
+    questions: StrPath | None
     target_column: str | None
     token_logprobs: bool
     stride: int | None

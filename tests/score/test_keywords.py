@@ -22,6 +22,7 @@ OF_SCORER, OF_FILES = get_type_hints(ScorerOptions), get_type_hints(FileOptions)
 # Types that are wider, or narrower, than what the command line's texts become
 OWN_TYPES: dict[str, Any] = {
     "template": StrPath | None,
+    "questions": StrPath | None,
     "draft": StrPath | None,
     "adapter": StrPath | Sequence[str] | Mapping[str, StrPath],
     "calibration": StrPath | None,

@@ -7,10 +7,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from prefillcli import Scorer
 from prefillcli.errors import UsageError
 from tests.score.jobs import TOLERANCE, read_output, read_report, score, write_jsonl, write_parquet
 from tests.score.processes import Command, Hold, cut_small_windows
@@ -264,3 +266,23 @@ def test_a_column_that_the_input_lacks_is_named(model: Path, capsys: pytest.Capt
 def test_options_about_one_question_are_refused(model: Path, flags: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="questions"):
         score(make_input(), model=model, questions="q.yaml", **flags)
+
+
+def test_a_scorer_asks_all_questions(model: Path, eager: Eager) -> None:
+    source = make_input()
+    rows = pq.read_table(source)
+    with Scorer(model, questions="q.yaml") as scorer:
+        assert scorer.score(rows.slice(0, 0)).column_names == scorer.score(rows).column_names
+        found = scorer.score(rows.to_pylist())
+        of_file = scorer.score(source, keep_columns=["kind"]).to_pylist()
+        with pytest.raises(UsageError, match="kind"):
+            scorer.score(rows.drop_columns("kind"))
+        Path("q.yaml").write_text(FILE.replace("Is it a fox?", "Is it the fox?"))
+        assert scorer.score(rows.slice(0, 2))["fox.score"].to_pylist() == pytest.approx(
+            found["fox.score"].to_pylist()[:2], abs=TOLERANCE
+        )
+        with pytest.raises(UsageError, match="not as it was"):
+            scorer.score(source)
+    assert found.column_names[:3] == ["text", "kind", "id"]
+    assert_answered(found.to_pylist(), eager)
+    assert_answered(of_file, eager)

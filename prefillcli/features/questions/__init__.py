@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         OutputSchema,
         PromptBuilder,
         PromptSettings,
+        RowTemplate,
         RunReport,
         Section,
     )
@@ -55,6 +56,7 @@ class Questions(Feature):
     order = 4
     options = {"score": QuestionOptions}
     keys = {"orders": None, "audits": None, "correlations": None}
+    _templates: Sequence[RowTemplate] = ()
 
     @classmethod
     def asked(cls, settings: QuestionOptions) -> bool:
@@ -124,6 +126,8 @@ class Questions(Feature):
     def prompt_builder(self, opening: Opening, settings: PromptSettings, available: Sequence[str]) -> PromptBuilder:
         from prefillcli.features.questions.asking import QuestionsBuilder, compiled
 
+        if getattr(opening.labels, "digest", None) != self._file.digest:
+            raise UsageError(f"--questions {self.settings.questions}: the file is not as it was\nmake another Scorer")
         # A builder closes its templates: another one gets its own.
         templates, self._templates = self._templates or compiled(self._file, available), []
         return QuestionsBuilder(opening.opened.tokenizer, settings, available, self._file, templates)

@@ -16,9 +16,11 @@ from prefillcli.features.questions.file import QuestionFile
 
 
 class QuestionLabels(Labels):
-    """The labels of the first question, and those behind `each` prompt of a row."""
+    """The labels of the first question, and those behind `each` prompt of a row. They are those of the file with this
+    `digest`."""
 
     def __init__(self, tokenizer: Any, file: QuestionFile, settings: Any) -> None:
+        self.digest = file.digest
         norm, end = settings.label_norm, settings.label_end
         super().__init__(tokenizer, file.questions[0].labels, norm=norm, end=end)
         others = [each.labels for each in file.questions[1:]]
@@ -29,14 +31,14 @@ class QuestionLabels(Labels):
 
 
 def compiled(file: QuestionFile, available: Sequence[str]) -> list[RowTemplate]:
-    """The template of each question, for rows with the `available` columns. Raises UsageError, which names the
-    question."""
+    """The template of each question, for rows with the `available` columns (none: they are not known yet). Raises
+    UsageError, which names the question."""
     found = []
     for each in file.questions:
         try:
             found.append(RowTemplate(each.template))
             for name in each.swap or ():
-                if name not in available:
+                if available and name not in available:
                     raise UsageError(f"swap: the input has no column {name!r}{did_you_mean(name, available)}")
                 if name not in found[-1].columns:
                     raise UsageError(f"swap: its prompt does not use the column {name!r}")
