@@ -1,9 +1,9 @@
 """`python -m benchmarks.answers`: answers of several tokens, and several questions a row, under a real model.
 
-`sentences` scores real reviews by sentence-long labels, with every norm, and prints the AUC of each. `ordered` compares
-the expected value of ordered labels with the likeliest label on real reviews. `questions` asks ten questions about each
-document and one, and compares tokens and seconds. `choices` compares four sentence-long choices behind a shared context
-with a plain transformers loop. A line of JSON goes to stdout.
+`sentences` scores real reviews by sentence-long labels, with every norm, and prints the AUC of each. `ordered`
+compares the expected value of ordered labels with the likeliest label on real reviews. `questions` asks ten questions
+about each document and one, and compares tokens and seconds. `choices` compares four sentence-long choices behind a
+shared context with a plain transformers loop. A line of JSON goes to stdout.
 """
 
 from __future__ import annotations
