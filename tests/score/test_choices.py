@@ -18,6 +18,7 @@ from prefillcli.options.load import load_settings
 from tests.score.jobs import Reference, read_output, read_report, score, write_jsonl, write_parquet
 from tests.score.processes import cut_small_windows
 from tests.score.test_likelihood import encoded_pair, likelihood
+from tests.score.test_rationales import Writer
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "The dog:", "choices": ["was helped by it", "was harmed by it", "No"]},
@@ -105,7 +106,7 @@ def test_the_prompt_is_computed_once_for_all_its_choices(model: Path, reference:
 
 @pytest.mark.parametrize(
     "options",
-    [{"labels": "Yes,No"}, {"exit": True}, {"rationale": 8}],
+    [{"labels": "Yes,No"}, {"exit": True}, {"calibrate_with": "N/A"}],
     ids=lambda each: next(iter(each)),
 )
 def test_options_that_know_the_labels_of_all_rows_are_refused(model: Path, options: dict[str, Any]) -> None:
@@ -134,6 +135,48 @@ def test_evidence_is_of_the_predicted_choice(model: Path) -> None:
     largest = max(row["prediction"] for row in read_output("o.jsonl"))
     assert largest > 0
     assert f"choice {largest}" in Path("o.run.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("template", "options"),
+    [
+        ("{{ label }} because", {}),
+        ("{{ label }} because", {"label_end": "eos", "workers": 2}),
+        ("{{ label }} because", {"engine": "hf"}),
+        ("{{ labels|join(' or ') }}? {{ label }}:", {"rationale_when": "score > 0.2"}),
+    ],
+)
+def test_texts_are_written_behind_the_predicted_choice(model: Path, template: str, options: dict[str, Any]) -> None:
+    rows = [row for row in ROWS if not row["prompt"][-1].isspace()] * 2
+    options = {"rationale": 12, "rationale_template": template, **options}
+    source = write_jsonl("d.jsonl", rows)
+    assert score(source, "o.jsonl", model=model, choices_column="choices", **options)["exit_code"] == 0
+    writer, many = Writer(model), 0
+    for row, own in zip(rows, read_output("o.jsonl"), strict=True):
+        if "rationale_when" in options and own["score"] <= 0.2:
+            assert own["finish_reason"] is None
+            continue
+        chosen = own["prediction_text"].strip()
+        text = f"{' or '.join(row['choices'])}? {chosen}:" if "labels" in template else f"{chosen} because"
+        wanted = writer(f"{row['prompt']} {text.strip()}", 12)
+        assert (own["rationale"], own["rationale_tokens"], own["finish_reason"]) == wanted
+        many += 1
+    assert many > 3
+    assert read_report("o.run.json")["rationales"]["rows"] == many
+
+
+def test_a_choice_that_no_text_can_follow_keeps_its_score(model: Path) -> None:
+    rows = [
+        {"prompt": "A fox:", "choices": [" brown fox" * 300]},
+        {"prompt": "A fox:", "choices": ["Yes"]},
+        {"prompt": "A fox:", "choices": ["</s>", "a dog"]},
+    ]
+    options = {"model": model, "choices_column": "choices", "rationale": 8}
+    score(write_jsonl("d.jsonl", rows), "o.jsonl", rationale_template="{{ labels[1] }} {{ label }}", **options)
+    assert [row["finish_reason"] for row in read_output("o.jsonl")] == ["error", "error", "length"]
+    assert [row["error"] for row in read_output("o.jsonl")] == [None] * 3
+    score("d.jsonl", "o.jsonl", overwrite=True, **options)
+    assert [row["finish_reason"] for row in read_output("o.jsonl")] == ["error", "length", "length"]
 
 
 def test_an_end_tells_choices_apart_that_begin_alike(model: Path) -> None:

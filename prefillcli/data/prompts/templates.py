@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 import prefillcli
 from prefillcli.data.filesystems import read_given
-from prefillcli.data.prompts.encoding import Encoder
+from prefillcli.data.prompts.encoding import Encoder, NotLiteral
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.sandbox import compile_template
 from prefillcli.data.rows import ErrorCode, RowError
@@ -387,6 +387,25 @@ def rationale_texts(template: str, labels: Sequence[str]) -> dict[str, str]:
 
     Raises UsageError for a template with a syntax error or another variable, and for one that gives no text.
     """
+    return _texts_of(_rationale_template(template), labels)
+
+
+def _texts_of(render: Callable[[dict[str, Any]], str], labels: Sequence[str]) -> dict[str, str]:
+    texts = {}
+    for label in labels:
+        try:
+            texts[label] = render({"label": label, "labels": list(labels)})
+        except Exception as error:  # whatever an expression raises
+            raise UsageError(f"--rationale-template: cannot be rendered for {label!r}: {brief(error)}") from None
+        if not texts[label].strip():
+            raise UsageError(
+                f"--rationale-template: it gives no text for the answer {label!r}\n"
+                "write what a rationale begins with, like '{{ label }} because'"
+            )
+    return texts
+
+
+def _rationale_template(template: str) -> Callable[[dict[str, Any]], str]:
     try:
         render, names = compile_template(template, "--rationale-template")
     except TemplateSyntaxError as error:
@@ -402,67 +421,69 @@ def rationale_texts(template: str, labels: Sequence[str]) -> dict[str, str]:
                 f"--rationale-template: there is no variable {name}{did_you_mean(name, _VARIABLES)}\n"
                 "it may use label, the row's answer, and labels, all of them"
             )
-    texts = {}
-    for label in labels:
-        try:
-            texts[label] = render({"label": label, "labels": list(labels)})
-        except Exception as error:  # whatever an expression raises
-            raise UsageError(f"--rationale-template: cannot be rendered for {label!r}: {brief(error)}") from None
-        if not texts[label].strip():
-            raise UsageError(
-                f"--rationale-template: it gives no text for the answer {label!r}\n"
-                "write what a rationale begins with, like '{{ label }} because'"
-            )
-    return texts
+    return render
 
 
 # After a prompt: the label, and the words of a template that a model continues.
 
 
 _WORD = "x"  # before a text that follows a prompt's last word
+OWN_WORDS = 256  # the most tokens of such words, with a row's own label
 
 
 class Beginnings:
     """The tokens after which a text begins, by the prompt's labels and the one that it got.
 
-    `texts` are the template's texts for each label, from `rationale_texts`.
+    The `template` gives the words for each label (`rationale_texts`); rows may have labels of their own.
     """
 
-    def __init__(self, tokenizer: Any, labels: Labels, texts: Mapping[str, str]) -> None:
+    def __init__(self, tokenizer: Any, labels: Labels, template: str) -> None:
         self._encoder = Encoder(tokenizer)
+        self._render = _rationale_template(template)
         self._names = labels.names
-        self._texts = [texts[name].strip() for name in labels.names]
+        self._texts = list(_texts_of(self._render, labels.names).values())
         self._known: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
 
     def tokens(self, labels: LabelSet, label: int) -> tuple[int, ...]:
-        """The tokens after a prompt with these labels that got this one; at least one token."""
-        key = tuple(labels.spellings[label][0].tolist()), label
-        if key not in self._known:
-            self._known[key] = self._encoded(key[0], label)
-        return self._known[key]
+        """The tokens after a prompt with these labels that got this one; none where the template gives no text for a
+        row's own, or more than `OWN_WORDS` tokens."""
+        own = tuple(labels.spellings[label][0].tolist())
+        if len(own) > 1 and own[-1] == self._encoder.tokenizer.eos_token_id:  # of --label-end: the text goes on
+            own = own[:-1]
+        if labels.texts:
+            try:
+                text, name = _texts_of(self._render, labels.texts)[labels.texts[label]], labels.texts[label].strip()
+                found = self._encoded(own, name, text.strip(), literal=True)
+            except (UsageError, NotLiteral):
+                return ()
+            return found if len(found) <= OWN_WORDS else ()
+        if (own, label) not in self._known:
+            self._known[own, label] = self._encoded(own, self._names[label], self._texts[label].strip())
+        return self._known[own, label]
 
     def text(self, beginning: Sequence[int], tokens: Sequence[int]) -> str:
         """The text of `tokens` after a beginning, without special tokens and surrounding white space."""
         before, whole = self._decode(beginning), self._decode([*beginning, *tokens])
         return (whole[len(before) :] if whole.startswith(before) else self._decode(tokens)).strip()
 
-    def _encoded(self, own: tuple[int, ...], label: int) -> tuple[int, ...]:
+    def _encoded(self, own: tuple[int, ...], name: str, text: str, *, literal: bool = False) -> tuple[int, ...]:
         # A label's own tokens, as it is scored, and the tokens after it. A text that does not begin with the label
-        # follows a space if the label does.
-        text, name = self._texts[label], self._names[label]
+        # follows a space if the label does. With `literal` no part of it becomes a control token.
         if text.startswith(name):
-            return (*own, *self._following(name, text[len(name) :]))
+            return (*own, *self._following(name, text[len(name) :], literal))
         # Whether its tokens bring the space before a word.
         spaced = self._encoder.decode([*self._ids(_WORD), *own])[len(_WORD) :].startswith(" ")
-        return tuple(self._following(_WORD, f" {text}") if spaced else self._ids(text))
+        return tuple(self._following(_WORD, f" {text}", literal) if spaced else self._ids(text, literal))
 
-    def _following(self, before: str, text: str) -> list[int]:
+    def _following(self, before: str, text: str, literal: bool) -> list[int]:
         # The tokens of a text after another one.
-        first, whole = self._ids(before), self._ids(before + text)
-        return whole[len(first) :] if whole[: len(first)] == first else self._ids(text)
+        first, whole = self._ids(before, literal), self._ids(before + text, literal)
+        return whole[len(first) :] if whole[: len(first)] == first else self._ids(text, literal)
 
-    def _ids(self, text: str) -> list[int]:
-        return [int(number) for number in self._encoder.encode([text], special=False)[0]] if text else []
+    def _ids(self, text: str, literal: bool = False) -> list[int]:
+        controls = self._encoder.controls
+        literal = literal and controls.may_be_in(text, joined=False) and controls.literal_backend is not None
+        return self._encoder.encode([text], special=False, literal=literal)[0].tolist() if text else []
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(

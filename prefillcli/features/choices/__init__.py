@@ -48,10 +48,6 @@ class Choices(Feature):
                 "they fit a number to each label, and rows have none in common; only a temperature fits choices, and "
                 "--temperature takes it",
             ),
-            "--rationale": (
-                any("rationales" in each.columns for each in others),
-                "the memory for texts is planned for the words behind each label, and rows have none in common",
-            ),
             "--label-values": (
                 bool(getattr(settings, "label_values", ())),
                 "these are the numbers of labels, and rows have none in common",

@@ -255,7 +255,7 @@ class Rationale(Feature):
             return None
         from prefillcli.features.rationale.writing import Rationales
 
-        return Rationales(writing, self._texts(names), opening, choice)
+        return Rationales(writing, self.settings.rationale_template, opening, choice)
 
     def ended(self, job: Job) -> None:
         if self.settings.show_text:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, Field
 
 from prefillcli.bench.report import Range, facts_text, speedup_bars
-from prefillcli.data.prompts.templates import Beginnings, rationale_texts
+from prefillcli.data.prompts.templates import Beginnings
 from prefillcli.data.rows import Float64Array, Int32Array
 from prefillcli.decode.continuations import DRAFTERS, Beginning, Continuation, Writing
 from prefillcli.errors import PrefillError, UsageError, require_known
@@ -219,7 +219,7 @@ def text_task(equipment: Equipment, material: Material, tokens: int) -> TextTask
     limits = _limits(equipment, tokens)
     material.leave_out_longer_than(min(limits.max_tokens, equipment.opened.files.max_length - tokens - MOST_WORDS))
     labels, prompts = equipment.labels, material.prompts
-    words = Beginnings(equipment.tokenizer, labels, rationale_texts(DEFAULT_TEMPLATE, labels.names))
+    words = Beginnings(equipment.tokenizer, labels, DEFAULT_TEMPLATE)
 
     def beginning(number: int, logprobs: Float64Array) -> Beginning:
         prompt = prompts[number]

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from prefillcli.core.further import Choice, Further, WantedRow, first_rows
 from prefillcli.core.question import Question, scored_row
 from prefillcli.data.output.columns import Groups
-from prefillcli.data.prompts.templates import Beginnings, rationale_texts
+from prefillcli.data.prompts.templates import OWN_WORDS, Beginnings, rationale_texts
 from prefillcli.data.rows import FULL, Rationale, ScoredRow, Window, id_texts
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Speculation, Writing
 from prefillcli.engines.memory_plan import TEXTS
@@ -63,7 +63,7 @@ class ChosenByScores:
         return {
             prompt: self.candidates[prompt].beginning(labels[row.row])
             for prompt, row in scored.items()
-            if row.row in labels
+            if row.row in labels and self.candidates[prompt].words[labels[row.row]]
         }
 
     def of(self, prompts: Collection[int]) -> ChosenByScores:
@@ -72,11 +72,11 @@ class ChosenByScores:
 
 
 class Rationales(Further):
-    """The rationales of a job. `texts` are the words before them, by label."""
+    """The rationales of a job. The `template` gives the words before them."""
 
-    def __init__(self, writing: Writing, texts: Mapping[str, str], opening: Opening, choice: Choice) -> None:
+    def __init__(self, writing: Writing, template: str, opening: Opening, choice: Choice) -> None:
         self._writing, self._choice = writing, choice
-        self._words = Beginnings(opening.opened.tokenizer, opening.labels, texts)
+        self._words = Beginnings(opening.opened.tokenizer, opening.labels, template)
         self._id_column: str | None = opening.settings.id_column
 
     def continuations(self, window: Window, questions: Mapping[int, Question]) -> ChosenByScores:
@@ -102,6 +102,9 @@ class Rationales(Further):
             self._take(row, question, FAILED if answer is None else answer.continuation or UNREAD)
 
         beginning = self._writable(window, question).beginning(row.label)
+        if not beginning.tokens:
+            self._take(row, question, FAILED)
+            return ()
         return [replace(question, text=(self._writing, beginning), take=take)]
 
     def _take(self, row: WantedRow, question: Question, written: Continuation) -> None:
@@ -119,7 +122,7 @@ class Rationales(Further):
 
     def _writable(self, window: Window, question: Question) -> WritablePrompt:
         prompt = question.prompt
-        words = tuple(self._words.tokens(prompt.labels, label) for label in range(len(self._choice.schema.labels)))
+        words = tuple(self._words.tokens(prompt.labels, label) for label in range(len(prompt.labels)))
         return WritablePrompt(question, self._key(window, prompt.row), words)
 
     def _key(self, window: Window, row: int) -> str:
@@ -143,10 +146,11 @@ def writing_of(settings: WritingOptions, opened: Opened, names: Sequence[str]) -
     from prefillcli.models.open import stop_tokens  # takes torch along
 
     texts = rationale_texts(settings.rationale_template, names).values()
+    words = [len(opened.tokenizer.encode(f" {text}", add_special_tokens=False)) for text in texts]
     return Writing(
         tokens=settings.rationale,
         stop_tokens=stop_tokens(opened.files),
-        beginning=max(len(opened.tokenizer.encode(f" {text}", add_special_tokens=False)) for text in texts) + 1,
+        beginning=max(words, default=OWN_WORDS) + 1,
         temperature=settings.rationale_temperature,
         seed=settings.rationale_seed,
         speculation=Speculation(
