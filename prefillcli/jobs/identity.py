@@ -25,6 +25,7 @@ STANDS_FOR = {
     "draft": ("draft",),
     "prompt": ("prompt_column", "template", "chat", "system", "max_length", "on_long", "literal", "max_row_bytes"),
     "labels": ("labels",),
+    "label_norm": ("label_norm",),
     "engine": ("engine", "engine_options"),
     "calibration": ("calibration",),
     "exit_profile": ("exit_profile",),
@@ -83,6 +84,8 @@ def fingerprint(opening: Opening, models: LocalModels) -> dict[str, str]:
     }
     if labels.measure is not Measure.SHARES:
         found[MEASURE] = labels.measure.value
+    if settings.label_norm != "none":
+        found["label_norm"] = settings.label_norm
     if settings.engine != "torch":
         found["engine"] = hash_engine(settings)
     if opened.draft is not None:

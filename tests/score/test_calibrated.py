@@ -390,3 +390,29 @@ def test_from_labelled_rows_to_probabilities_with_the_sample_model() -> None:
     twice = runner.invoke(app, [*fitted[:-1], "again.parquet", "--calibration", "c.json"])
     assert twice.exit_code == 0
     assert pq.read_table("again.parquet")["score"].to_pylist() == wanted["score"].to_pylist()
+
+
+def test_scores_that_a_norm_divides_are_not_calibrated_with_whole_log_probabilities(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = [("Yes", "No")[i % 2] for i in range(ROWS)]
+    source = write_parquet("in.parquet", prompt=texts(ROWS), answer=answers)
+    assert score(source, "s.parquet", keep_columns="answer", label_norm="bytes", **flags(model))["exit_code"] == 0
+    assert calibrate("s.parquet")["exit_code"] == 2
+    assert "s.parquet: its scores are made of log-probabilities that --label-norm divides" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="--label-norm: a --calibration is fitted on"):
+        score(source, calibration=save(), label_norm="tokens", **flags(model))
+
+
+def test_a_norm_divides_what_the_model_says_without_content_too(model: Path, reference: Reference) -> None:
+    given = {"template": TEMPLATE, "calibrate_with": "N/A", "calibrate_columns": "post", "label_norm": "bytes"}
+    assert score(make_posts(6), **given, **flags(model))["exit_code"] == 0
+
+    def divided(text: str) -> np.ndarray:
+        answer = reference.answer(f"{SHOTS} {text} Answer:")
+        return np.array(answer.logprobs) / [3, 2]
+
+    free = divided("N/A")
+    for row, text in zip(read_output("out.parquet"), texts(6), strict=True):
+        wanted = softmax(divided(text) - np.log(softmax(free)))
+        assert row["probability"] == pytest.approx(wanted[0], abs=TOLERANCE)

@@ -88,6 +88,7 @@ OTHER: dict[str, Any] = {
     "target_column": "text",
     "template": "{{ text }}",
     "labels": "No,Yes",
+    "label_values": (1.0, 0.0),
     "dtype": "bfloat16",
     "chat": False,
     "id_column": "id",

@@ -135,6 +135,11 @@ class Calibrating(Feature):
     def check(self) -> None:
         if self.settings.calibration is not None and self.settings.calibrate_with:
             raise UsageError("--calibration and --calibrate-with both make the probability: give only one of them")
+        if self.settings.calibration is not None and self.settings.label_norm != "none":
+            raise UsageError(
+                "--label-norm: a --calibration is fitted on log-probabilities of whole labels\n"
+                "leave one of them out; --calibrate-with works with both"
+            )
 
     def learns(self) -> str | None:
         return "--calibrate-with" if self.settings.calibrate_with else None

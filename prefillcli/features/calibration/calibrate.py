@@ -82,6 +82,11 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
     if "score" not in source.available or len(labels) < 2:
         raise UsageError(f"{path}: not an output of prefill score: it needs the columns score and {_LOGPROB}<label>")
     job = _job_of(path)
+    if job is not None and "label_norm" in job.fingerprint:
+        raise UsageError(
+            f"{path}: its scores are made of log-probabilities that --label-norm divides, and it has whole ones\n"
+            "score without --label-norm, or calibrate without right answers: --calibrate-with"
+        )
     if settings.truth_from is None:
         if truth_name not in source.available:
             raise UsageError(

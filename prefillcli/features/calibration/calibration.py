@@ -480,8 +480,7 @@ def contextual_calibration(opening: Opening, engine: PlanEngine, tick: Tick) -> 
             f"{OPTION}: the prompt without content has {too_long:,} tokens; the memory budget holds "
             f"{engine.limits.max_tokens:,}\ngive more --memory"
         )
-    answers = answer(engine, questions, tick)
-    logprobs = np.stack([each.prompt.labels.whole(own) for each, own in zip(questions, answers, strict=True)])
+    logprobs = answer(engine, questions, tick)  # divided by `--label-norm`, as those that it is applied to
     if not np.isfinite(logprobs.max(axis=1)).all() or np.isnan(logprobs).any():
         raise PrefillError(f"{OPTION}: the model's answer is not a finite number: {logprobs.tolist()}")
     return content_free_calibration(labels.names, logprobs)

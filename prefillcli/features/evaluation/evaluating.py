@@ -126,7 +126,8 @@ class EvaluationPlan:
     temperature: float
     wanted_precision: float | None
     calibrated: bool  # whether the output has calibrated probabilities
-    told: bool = False  # whether it has each label's score, where log-probabilities do not tell it
+    # Whether log-probabilities do not tell each label's score: the output has them, or those of the row's choices.
+    told: bool = False
     values: bool = False  # whether its scores are values; those of the first label then rank the rows
     numbers: tuple[float, ...] = ()  # what each label stands for, if they are ordered
     choices: str | None = None  # the kept column with the choices of each row
