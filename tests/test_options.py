@@ -46,6 +46,7 @@ TOLD: dict[str, tuple[Values, Values]] = {
     "SPECULATION": ({"rationale": "9"}, {"speculation": "off"}),
     "RETRIEVAL": ({"rationale": "9", "speculation": "retrieval"}, {"speculation": "lookup"}),
     "SHOWN_TEXT": ({"evidence": "true"}, {"evidence": "false"}),
+    "QUESTIONS": ({"questions": "q.yaml"}, {"questions": None}),
     "TARGET": ({"target_column": "t"}, {"target_column": None}),
     "TRUTH": ({"truth": "answer"}, {"truth": None}),
     "RANDOM": ({"inputs": ["x.parquet"], "sample": "9"}, {"sample": None}),

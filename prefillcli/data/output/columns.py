@@ -51,7 +51,8 @@ _LONGEST = 200  # characters of an id or a detail
 # The groups of columns that an output may have beside those of every output: the scores of an audit, calibrated
 # probabilities, where rows left the model early, which adapter read each row, texts written after rows, the
 # contributions of the sections of prompts, the log-probabilities of single tokens, the means of ordered labels,
-# whether the order of two values decided, and each label's score where log-probabilities do not tell it.
+# whether the order of two values decided, each label's score where log-probabilities do not tell it, and those of an
+# output with a row for each question.
 Group = Literal[
     "audit",
     "calibrated",
@@ -63,6 +64,7 @@ Group = Literal[
     "ordered",
     "orders",
     "label_scores",
+    "question_rows",
 ]
 Groups = frozenset[Group]
 
@@ -551,7 +553,7 @@ class OutputSchema:
     def require_distinct(self) -> None:
         """Raise UsageError if a carried column has the name of another column of the output."""
         row = [ROW_COLUMN] if self.id_name is None else []
-        taken = [*row, *self.results.names, ROW]
+        taken = [*row, *self.results.names, *self._written.names, ROW]
         for name in self.carried.names:
             if name in taken:
                 option = {self.truth: "--truth", self.id_name: "--id-column"}.get(name, "--keep-columns")
@@ -574,10 +576,12 @@ class OutputSchema:
             carried.insert(0, pa.field(ROW_COLUMN, pa.int64()))
         else:
             carried.sort(key=lambda each: each.name != self.id_name)
-        return pa.schema([*carried, *self.results])
+        return pa.schema([*carried, *self._written])
 
     def table(self, rows: pa.Table, schema: pa.Schema) -> pa.Table:
         """Rows of parts as rows of the output, whose `arrow` schema is given."""
+        if "question_rows" in self.groups:
+            rows = self._by_question(rows)
         columns = []
         for own in schema:
             column = rows[ROW if own.name == ROW_COLUMN and self.id_name is None else own.name]
@@ -610,6 +614,47 @@ class OutputSchema:
     def results(self) -> pa.Schema:
         """Names and types of all columns that scoring adds."""
         return pa.schema([(name, column.type) for column in self.columns for name in column.names(self.labels)])
+
+    @property
+    def _answers(self) -> list[tuple[Column, pa.Field]]:
+        # The columns of an answer in a row of its own: of labels, which differ between questions, there are lists.
+        own = {column for each in self.questions for column in each.columns if column.of_answer}
+        named = [(column, column.name.replace("_<label>", "s")) for column in COLUMNS if column in own]
+        return [
+            (each, pa.field(name, each.type if name == each.name else pa.list_(each.type))) for each, name in named
+        ]
+
+    @property
+    def _written(self) -> pa.Schema:
+        # Names and types of all columns that scoring adds to the finished output.
+        if "question_rows" not in self.groups:
+            return self.results
+        fields = [pa.field("question", pa.string()), pa.field("labels", pa.list_(pa.string()))]
+        rest = [pa.field(column.name, column.type) for column in self.columns if not column.of_answer]
+        return pa.schema([*fields, *(made for _, made in self._answers), *rest])
+
+    def _by_question(self, rows: pa.Table) -> pa.Table:
+        # Rows of parts with a row for each question. Numbers about all questions stand in the first alone, so that
+        # they still add up.
+        count, found = len(rows), []
+        rest = [column for column in self.columns if not column.of_answer]
+        for number, own in enumerate(self.questions):
+            columns = {name: rows[name] for name in (ROW, *self.carried.names)}
+            columns["question"] = pa.array([own.name] * count, pa.string())
+            columns["labels"] = pa.array([own.labels] * count, pa.list_(pa.string()))
+            for column, made in self._answers:
+                values = [rows[f"{own.name}.{name}"] for name in column.names(own.labels) if column in own.columns]
+                if made.name != column.name:
+                    lists = zip(*(each.to_pylist() for each in values), strict=True)
+                    columns[made.name] = pa.array([None if None in each else each for each in lists], made.type)
+                else:
+                    columns[made.name] = values[0] if values else pa.nulls(count, made.type)
+            for column in rest:
+                adds_up = number and (pa.types.is_integer(column.type) or pa.types.is_floating(column.type))
+                columns[column.name] = pa.nulls(count, column.type) if adds_up else rows[column.name]
+            found.append(pa.table(columns))
+        order = np.arange(count * len(found)).reshape(len(found), count).T.ravel()
+        return pa.concat_tables(found).take(pa.array(order))
 
     @property
     def conditional(self) -> pa.Schema:

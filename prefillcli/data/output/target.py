@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import IO, Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter
@@ -40,6 +41,8 @@ NAME = "manifest.json"
 SCHEMA_VERSION = 2
 # The part of a fingerprint that names the meaning of the labels' numbers, where they are no shares.
 MEASURE = "measure"
+# The part of a fingerprint that says how many rows the output has for each row of the input, where it is not one.
+ROWS_EACH = "rows_each"
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,11 @@ class Job:
     def digest(self) -> str:
         """One digest of all parts of the fingerprint."""
         return hashlib.sha256(json.dumps(self.fingerprint, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def rows_each(self) -> int:
+        """How many rows the output has for each row of the input."""
+        return int(self.fingerprint.get(ROWS_EACH, 1))
 
     def differing(self, other: Job) -> list[str]:
         """The parts in which two jobs differ, in the order of this one."""
@@ -285,25 +293,38 @@ class Target:
             return digest if not sealed or seal_of(file) == digest else None
         return None
 
-    def count(self, id_name: str | None = None) -> Counts:
-        """Count the rows of the output, whose ids are in the column `id_name`."""
+    def count(self, job: Job) -> Counts:
+        """Count the rows of the output, which this job wrote."""
         counts = Counts()
-        for table in self.tables([*(column.name for column in COLUMNS if column.counted), id_name or ROW_COLUMN]):
-            counts.add_rows(table, id_name=id_name)
+        names = [*(column.name for column in COLUMNS if column.counted), job.id_name or ROW_COLUMN]
+        for table in self.tables(names, rows_each=job.rows_each):
+            counts.add_rows(table, id_name=job.id_name)
         return counts
 
-    def tables(self, names: Sequence[str], files: Iterable[str] | None = None) -> Iterator[pa.Table]:
+    def tables(
+        self, names: Sequence[str], files: Iterable[str] | None = None, *, rows_each: int = 1
+    ) -> Iterator[pa.Table]:
         """These columns of the output, piece by piece, in the order of these files; without, always in the same one.
 
-        Raises as `FileFormat`'s reading.
+        Of each `rows_each` rows the first. Raises as `FileFormat`'s reading.
         """
         for name in sorted(self.files()) if files is None else files:
             if name != SUCCESS:
                 with self.store.read(name) as file:
-                    yield from self.file_format.read(file, names)
+                    yield from first_of_each(self.file_format.read(file, names), rows_each)
 
     def _shown(self, name: str) -> str:
         return f"{self.path}/{name}" if self.directory else self.path
+
+
+def first_of_each(tables: Iterable[pa.Table], count: int) -> Iterator[pa.Table]:
+    """Of each `count` rows of a file the first, which stands for a row of the input. Raises ValueError for a rest."""
+    seen = 0
+    for table in tables:
+        yield table if count == 1 else table.take(pa.array(np.arange(-seen % count, len(table), count)))
+        seen += len(table)
+    if seen % count:
+        raise ValueError(f"it has {seen:,} rows, not {count} for each row of the input")
 
 
 def is_partition(folder: str) -> bool:

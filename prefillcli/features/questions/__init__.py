@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from prefillcli.core.feature import Feature, Objection, features_of
 from prefillcli.errors import UsageError
 from prefillcli.options.option import ANSWERS, Settings, option
+from prefillcli.options.requirements import Requirement
 
 if TYPE_CHECKING:
     from prefillcli.core.feature import (
         Counts,
+        Group,
         Job,
         Labels,
         LocalModels,
@@ -38,6 +40,11 @@ _REPLACED = {
 }
 
 
+QUESTIONS = Requirement(
+    lambda s: s.questions is not None, "is for several questions about each row", "name their file with --questions"
+)
+
+
 class QuestionOptions(Settings):
     """Whether several questions are asked about each row."""
 
@@ -46,6 +53,11 @@ class QuestionOptions(Settings):
         "YAML file of several questions about each row: columns NAME.score, NAME.prediction, ... for each. What the "
         "questions share is computed once.",
         ANSWERS, changes="scores", metavar="PATH", path="file",
+    )  # fmt: skip
+    questions_as: Literal["columns", "rows"] = option(
+        "columns",
+        "Whether the output has columns for each question, or a row for each question about a row.",
+        ANSWERS, changes="columns", requires=QUESTIONS,
     )  # fmt: skip
 
 
@@ -57,6 +69,10 @@ class Questions(Feature):
     options = {"score": QuestionOptions}
     keys = {"orders": None, "audits": None, "correlations": None}
     _templates: Sequence[RowTemplate] = ()
+
+    @property
+    def columns(self) -> Sequence[Group]:  # type: ignore[override]  # as the options say
+        return ("question_rows",) if self.settings.questions_as == "rows" else ()
 
     @classmethod
     def asked(cls, settings: QuestionOptions) -> bool:
@@ -94,9 +110,11 @@ class Questions(Feature):
                 )
 
     def joint(self, option: str) -> Objection | None:
-        if option != "--since":
-            return None
-        return Objection("a row's results depend on all its questions", "score all rows again")
+        if option == "--since":
+            return Objection("a row's results depend on all its questions", "score all rows again")
+        if option == "--retry-errors" and self.columns:
+            return Objection("--questions-as rows writes no rows that could be kept", "score all rows again")
+        return None
 
     def starting(self) -> None:
         from prefillcli.features.questions.file import read_questions
@@ -133,8 +151,11 @@ class Questions(Feature):
         return QuestionsBuilder(opening.opened.tokenizer, settings, available, self._file, templates)
 
     def identity(self, opening: Opening, values: dict[str, Any], models: LocalModels) -> Mapping[str, str]:
+        from prefillcli.data.output.target import ROWS_EACH
+
         values.pop("questions")
-        return {"questions": self._file.digest}
+        found = {"questions": self._file.digest}
+        return found | {ROWS_EACH: str(len(self._file.questions))} if self.columns else found
 
     def reported(self, job: Job, counts: Counts | None) -> None:
         from prefillcli.features.questions.report import audits_of, orders_of
