@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from prefillcli.data.output.columns import ROW_COLUMN, Counts, typed_column
-from prefillcli.data.output.target import MEASURE, Job, Manifest, Published, Target, first_of_each
+from prefillcli.data.output.target import MEASURE, Job, Manifest, Published, Target, rows_of_input
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import ErrorCode, as_json, to_python
 from prefillcli.errors import ContentChangedError, DamagedFileError, OutputConflictError
@@ -100,14 +100,13 @@ class Verification:
 
     def _batches(self, published: Published) -> Iterator[Batch]:
         # The output, as far as it can be read.
-        # Of a row of the input that has several rows, the first has the numbers; all have its id.
         id_name, form = published.job.id_name or ROW_COLUMN, self._target.file_format
         for name in published.files:
             with self._target.store.read(name) as file:
                 try:
                     if form.sealed and Job.of_json(form.job_of(file)).digest != published.job.digest:
                         self._add(f"{name} says that another job wrote it")
-                    for table in first_of_each(form.read(file, [id_name, "score", "error"]), published.job.rows_each):
+                    for table in rows_of_input(form, file, [id_name, "score", "error"], published.job):
                         ids = to_python(table[id_name])
                         yield _json_values(ids) if form.json_text else ids, table["score"], table["error"]
                 except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.output.target import first_of_each
+from prefillcli.data.output.target import Target
 from prefillcli.errors import UsageError
 from prefillcli.jobs.status import status_job
 from prefillcli.jobs.verify import verify_job
@@ -65,10 +65,13 @@ def unpivoted(wide: list[dict[str, Any]], kept: tuple[str, ...] = ("row",)) -> l
     found = []
     for row in wide:
         for number, (name, labels) in enumerate(LABELS.items()):
-            logprobs = [row[f"{name}.logprob_{label}"] for label in labels]
+            lists: dict[str, Any] = {}
+            for listed, key in (("logprobs", "logprob"), ("scores", "score")):
+                values = [row.get(f"{name}.{key}_{label}") for label in labels]
+                lists[listed] = None if None in values else values
             found.append(
                 {key: row[key] for key in kept}
-                | {"question": name, "labels": labels, "logprobs": None if None in logprobs else logprobs}
+                | {"question": name, "labels": labels, **lists}
                 | {key: row.get(f"{name}.{key}") for key in ANSWER}
                 | {key: None if number else row[key] for key in SUMS}
                 | {key: row[key] for key in REPEATED}
@@ -182,24 +185,49 @@ def test_rejects_have_each_row_once(model: Path) -> None:
     assert [(row["row"], row["id"]) for row in pq.read_table("bad.parquet").to_pylist()] == [(7, "r7")]
 
 
-def test_of_each_few_rows_the_first_wherever_pieces_end() -> None:
-    tables = [pa.table({"a": list(range(start, end))}) for start, end in ((0, 1), (1, 5), (5, 5), (5, 12))]
-    found = [row["a"] for table in first_of_each(tables, 3) for row in table.to_pylist()]
-    assert found == [0, 3, 6, 9]
-    with pytest.raises(ValueError, match="12 rows, not 5 for each"):
-        list(first_of_each(tables, 5))
+@pytest.mark.parametrize("output", ["out.parquet", "out.jsonl", "out/"])
+def test_evaluations_and_correlations_are_those_of_columns(
+    model: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    monkeypatch.setattr("prefillcli.data.output.target._BLOCK", 700)  # pieces end between the rows of a row
+    source = make_input(bad=7)
+    rows = pq.read_table(source).append_column("right", pa.array(["quick", "brown", "fox", None, "fox"] * (ROWS // 5)))
+    pq.write_table(rows.append_column("is_fox", pa.array([at % 2 for at in range(ROWS)])), source)
+    flags = {"truth": "better=right,fox=is_fox", "max_error_rate": 0.1}
+    assert score(source, output, model=model, **FLAGS, **flags)["exit_code"] == 0
+    assert score(source, "wide.parquet", model=model, questions="q.yaml", **flags)["exit_code"] == 0
+    report, wide = read_report(), read_report("wide.run.json")
+    assert wide["correlations"]["rows"][0][1] == ROWS - 1
+    assert wide["evaluations"]["better"]["rows"] > 10
+    for key in ("correlations", "evaluations"):
+        assert report[key] == wide[key]
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ({"questions_as": "rows"}, "--questions-as is for several questions"),
-        ({**FLAGS, "retry_errors": True}, "--questions-as rows"),
-    ],
-)
-def test_what_it_cannot_serve_is_refused(model: Path, flags: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        score(make_input(), model=model, **flags)
+@pytest.mark.parametrize("output", ["out.parquet", "out.jsonl"])
+def test_error_rows_are_scored_again_and_all_others_stay(model: Path, output: str) -> None:
+    flags = {"max_error_rate": 0.1, "id_column": "id", "keep_columns": "kind"}
+    source = make_input(bad=7)
+    assert score(source, output, model=model, max_length=500, **FLAGS, **flags)["exit_code"] == 0
+    before = read_output(output)
+    again = {"retry_errors": True, "max_length": 500}
+    assert score(source, output, model=model, **FLAGS, **flags, **again)["exit_code"] == 0
+    assert read_report()["since"]["rows"] == ROWS - 1
+    assert read_output(output) == before
+    assert verify_job(output, [str(source)], quiet=True)["exit_code"] == 0
+
+
+def test_an_output_with_rows_left_over_is_a_problem(model: Path) -> None:
+    assert score(make_input(), "out.jsonl", model=model, **FLAGS)["exit_code"] == 0
+    target = Target.parse("out.jsonl")
+    lines = Path("out.jsonl").read_bytes().splitlines(keepends=True)
+    Path("out.jsonl").write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(ValueError, match="its rows are not 3 for each row of the input"):
+        list(target.tables(["row"]))
+
+
+def test_it_needs_questions(model: Path) -> None:
+    with pytest.raises(UsageError, match="--questions-as is for several questions"):
+        score(make_input(), model=model, questions_as="rows")
 
 
 @pytest.mark.parametrize("name", ["question", "labels", "logprobs", "fox.score"])

@@ -644,11 +644,13 @@ class OutputSchema:
             columns["labels"] = pa.array([own.labels] * count, pa.list_(pa.string()))
             for column, made in self._answers:
                 values = [rows[f"{own.name}.{name}"] for name in column.names(own.labels) if column in own.columns]
-                if made.name != column.name:
+                if not values:
+                    columns[made.name] = pa.nulls(count, made.type)
+                elif made.name == column.name:
+                    columns[made.name] = values[0]
+                else:
                     lists = zip(*(each.to_pylist() for each in values), strict=True)
                     columns[made.name] = pa.array([None if None in each else each for each in lists], made.type)
-                else:
-                    columns[made.name] = values[0] if values else pa.nulls(count, made.type)
             for column in rest:
                 adds_up = number and (pa.types.is_integer(column.type) or pa.types.is_floating(column.type))
                 columns[column.name] = pa.nulls(count, column.type) if adds_up else rows[column.name]

@@ -181,7 +181,7 @@ def retried(target: Target, found: Manifest) -> Manifest | None:
     Raises OutputConflictError if its other rows could not be taken over, UsageError for shards that were merged.
     """
     whole = target.whole
-    if not (found.counts or whole.count(found.job)).errors:
+    if not (found.counts or whole.count(found.job.id_name)).errors:
         return None
     if found.digests is None:
         raise OutputConflictError(
@@ -496,9 +496,8 @@ class Sink:
         return self._manifest.state == "complete"
 
     def tables(self, names: Sequence[str]) -> Iterator[pa.Table]:
-        """These columns of the finished output, piece by piece: a row for each of the input, in its order."""
-        files = self._target.stored(self._manifest.job, self._manifest.files).files
-        return self._target.tables(names, files, rows_each=self._manifest.job.rows_each)
+        """These columns of the finished output, piece by piece, rows in the order of the input."""
+        return self._target.tables(names, self._target.stored(self._manifest.job, self._manifest.files).files)
 
     def done(self, window: int) -> set[int]:
         """Numbers of the rows of a window that are in its parts."""
@@ -597,7 +596,7 @@ class Sink:
             self._manifest.save(self.work)
         elif self.complete:
             self._delete_parts()
-            self._final = self._manifest.counts or self._target.count(self._manifest.job)
+            self._final = self._manifest.counts or self._target.count(self.schema.id_name)
         else:
             self._add_parts(proven_parts(self.work, self._manifest.job))
 
@@ -784,7 +783,7 @@ class ShardSink(Sink):
         self._without = set()
         manifest, shard = self._manifest, self._target.shard
         if self.merged:
-            self._final = manifest.counts or self._target.count(manifest.job)
+            self._final = manifest.counts or self._target.count(self.schema.id_name)
             return
         self.work.clean(lambda name: True)
         if fresh:

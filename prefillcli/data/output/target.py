@@ -16,6 +16,7 @@ from typing import IO, Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter
 
@@ -41,8 +42,8 @@ NAME = "manifest.json"
 SCHEMA_VERSION = 2
 # The part of a fingerprint that names the meaning of the labels' numbers, where they are no shares.
 MEASURE = "measure"
-# The part of a fingerprint that says how many rows the output has for each row of the input, where it is not one.
-ROWS_EACH = "rows_each"
+# The part of a fingerprint that names the questions, separated by commas, if the output has a row for each of them.
+QUESTION_ROWS = "question_rows"
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,9 @@ class Job:
         return hashlib.sha256(json.dumps(self.fingerprint, sort_keys=True).encode()).hexdigest()
 
     @property
-    def rows_each(self) -> int:
-        """How many rows the output has for each row of the input."""
-        return int(self.fingerprint.get(ROWS_EACH, 1))
+    def questions(self) -> list[str]:
+        """The questions for each of which the output has a row about every row of the input; none: it has one row."""
+        return list(filter(None, self.fingerprint.get(QUESTION_ROWS, "").split(",")))
 
     def differing(self, other: Job) -> list[str]:
         """The parts in which two jobs differ, in the order of this one."""
@@ -293,38 +294,76 @@ class Target:
             return digest if not sealed or seal_of(file) == digest else None
         return None
 
-    def count(self, job: Job) -> Counts:
-        """Count the rows of the output, which this job wrote."""
+    def count(self, id_name: str | None = None) -> Counts:
+        """Count the rows of the output, whose ids are in the column `id_name`."""
         counts = Counts()
-        names = [*(column.name for column in COLUMNS if column.counted), job.id_name or ROW_COLUMN]
-        for table in self.tables(names, rows_each=job.rows_each):
-            counts.add_rows(table, id_name=job.id_name)
+        for table in self.tables([*(column.name for column in COLUMNS if column.counted), id_name or ROW_COLUMN]):
+            counts.add_rows(table, id_name=id_name)
         return counts
 
-    def tables(
-        self, names: Sequence[str], files: Iterable[str] | None = None, *, rows_each: int = 1
-    ) -> Iterator[pa.Table]:
+    def tables(self, names: Sequence[str], files: Iterable[str] | None = None) -> Iterator[pa.Table]:
         """These columns of the output, piece by piece, in the order of these files; without, always in the same one.
 
-        Of each `rows_each` rows the first. Raises as `FileFormat`'s reading.
+        There is a row for each row of the input, with columns for each question. Raises as `FileFormat`'s reading.
         """
+        job = self._job()
         for name in sorted(self.files()) if files is None else files:
             if name != SUCCESS:
                 with self.store.read(name) as file:
-                    yield from first_of_each(self.file_format.read(file, names), rows_each)
+                    yield from rows_of_input(self.file_format, file, names, job)
+
+    def _job(self) -> Job | None:
+        # The job that wrote the output: it says so itself, or else its work folder does.
+        if (published := self.published()) is not None:
+            return published.job
+        manifest = Manifest.load(self.work)
+        return None if manifest is None else manifest.job
 
     def _shown(self, name: str) -> str:
         return f"{self.path}/{name}" if self.directory else self.path
 
 
-def first_of_each(tables: Iterable[pa.Table], count: int) -> Iterator[pa.Table]:
-    """Of each `count` rows of a file the first, which stands for a row of the input. Raises ValueError for a rest."""
-    seen = 0
-    for table in tables:
-        yield table if count == 1 else table.take(pa.array(np.arange(-seen % count, len(table), count)))
-        seen += len(table)
-    if seen % count:
-        raise ValueError(f"it has {seen:,} rows, not {count} for each row of the input")
+def rows_of_input(form: FileFormat, file: IO[bytes], names: Sequence[str], job: Job | None) -> Iterator[pa.Table]:
+    """These columns of a file of an output, piece by piece, with a row for each row of the input.
+
+    Where this job wrote a row for each question, the answers are found under the names of an output with columns for
+    them, and other columns are those of the first question. Raises as `FileFormat`'s reading.
+    """
+    questions = [] if job is None else job.questions
+    if not questions:
+        yield from form.read(file, names)
+        return
+    places = [_place(name, questions) for name in names]
+    labels = ["labels"] if any(label is not None for _, _, label in places) else []
+    rest = None
+    for table in form.read(file, [*dict.fromkeys(column for _, column, _ in places), *labels]):
+        table = table if rest is None else pa.concat_tables([rest, table])
+        whole = len(table) - len(table) % len(questions)
+        rest, columns = table.slice(whole), {}
+        each = [table.take(pa.array(np.arange(number, whole, len(questions)))) for number in range(len(questions))]
+        for name, (number, column, label) in zip(names, places, strict=True) if whole else ():
+            own = each[number]
+            if label is not None:
+                known = own["labels"][0].as_py()  # JSON text in JSON Lines
+                at = (json.loads(known) if isinstance(known, str) else known).index(label)
+                columns[name] = pc.list_element(own[column], at)
+            elif column in own.column_names:
+                columns[name] = own[column]
+        if whole:
+            yield pa.table(columns)
+    if rest is not None and len(rest):
+        raise ValueError(f"its rows are not {len(questions)} for each row of the input")
+
+
+def _place(name: str, questions: Sequence[str]) -> tuple[int, str, str | None]:
+    # Where the value of a column is among the rows of questions: number of the row, column, and label of its list.
+    question, _, column = name.partition(".")
+    kind, _, label = column.partition("_")
+    if question in questions and column in COLUMN_TYPES:
+        return questions.index(question), column, None
+    if question in questions and f"{kind}_<label>" in COLUMN_TYPES:
+        return questions.index(question), f"{kind}s", label
+    return 0, name, None
 
 
 def is_partition(folder: str) -> bool:

@@ -110,11 +110,13 @@ class Questions(Feature):
                 )
 
     def joint(self, option: str) -> Objection | None:
-        if option == "--since":
-            return Objection("a row's results depend on all its questions", "score all rows again")
-        if option == "--retry-errors" and self.columns:
-            return Objection("--questions-as rows writes no rows that could be kept", "score all rows again")
-        return None
+        if option != "--since":
+            return None
+        return Objection("a row's results depend on all its questions", "score all rows again")
+
+    @property
+    def _names(self) -> list[str]:
+        return [each.name for each in self._file.questions]
 
     def starting(self) -> None:
         from prefillcli.features.questions.file import read_questions
@@ -151,11 +153,11 @@ class Questions(Feature):
         return QuestionsBuilder(opening.opened.tokenizer, settings, available, self._file, templates)
 
     def identity(self, opening: Opening, values: dict[str, Any], models: LocalModels) -> Mapping[str, str]:
-        from prefillcli.data.output.target import ROWS_EACH
+        from prefillcli.data.output.target import QUESTION_ROWS
 
         values.pop("questions")
         found = {"questions": self._file.digest}
-        return found | {ROWS_EACH: str(len(self._file.questions))} if self.columns else found
+        return found | {QUESTION_ROWS: ",".join(self._names)} if self.columns else found
 
     def reported(self, job: Job, counts: Counts | None) -> None:
         from prefillcli.features.questions.report import audits_of, orders_of
@@ -163,11 +165,11 @@ class Questions(Feature):
         job.report.blocks.update({"orders": orders_of(counts), "audits": audits_of(counts)})
 
     def shard_ended(self, job: Job) -> Mapping[str, Any]:
-        return {CORRELATIONS: [each.name for each in self._file.questions]}
+        return {CORRELATIONS: self._names}
 
     def ended(self, job: Job) -> None:
         with job.clock.phase("evaluate"), job.stop.at_once():
-            self._correlate(job.report, job.sink.location, [each.name for each in self._file.questions])
+            self._correlate(job.report, job.sink.location, self._names)
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
