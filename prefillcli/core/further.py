@@ -55,13 +55,17 @@ class Choice:
         """The columns that it looks at."""
         return frozenset() if self.condition is None else self.condition.columns
 
-    def wanted(self, window: Window, scored: Sequence[ScoredRow]) -> dict[int, int]:
-        """The wanted ones of these rows of a window, by row, with the number of the label that each was given.
+    def wanted(self, window: Window, scored: Sequence[ScoredRow]) -> dict[int, dict[int, int]]:
+        """The wanted ones of these rows of a window, by row: the numbers of the prompts that it was asked, with the
+        number of the label that each was given.
 
         A row whose score is not a finite number is not wanted.
         """
         done = ResultRows.of(window, scored, {}, self.schema, self.temperature, self.probabilities)
-        best = {each.row: int(scores.argmax()) for each, scores in zip(done.scored, done.scores, strict=True)}
+        best: dict[int, dict[int, int]] = {}
+        for part, own in enumerate(done.questions or [done]):
+            for each, scores in zip(own.scored, own.scores, strict=True):
+                best.setdefault(each.row, {})[part] = int(scores.argmax())
         if self.condition is None:
             return best
         return {row: best[row] for row in self.condition.chosen(window, done) if row in best}
@@ -69,11 +73,20 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class WantedRow:
-    """A scored row with further questions. `label` is the number of its predicted label."""
+    """A scored row with further questions. `label` is the number of its predicted label.
+
+    A row with several prompts has the same for each that was asked, as `parts`; itself, it is about the first.
+    """
 
     question: Question
     scored: ScoredRow
     label: int
+    parts: tuple[WantedRow, ...] = ()
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The tokens of its prompts."""
+        return sum(len(each.question.prompt.tokens) for each in self.parts or (self,))
 
 
 class Further:

@@ -171,8 +171,8 @@ class Window:
 
     def only(self, prompts: Iterable[Prompt], columns: Collection[str] | None = None) -> Window:
         """The window with only the rows of these prompts, and with these of its carried columns; None: all."""
-        own = sorted(prompts, key=lambda prompt: prompt.row)
-        rows = np.array([prompt.row for prompt in own], np.int64)
+        own = sorted(prompts, key=lambda prompt: (prompt.row, prompt.part))
+        rows = np.unique(np.array([prompt.row for prompt in own], np.int64))
         carried = self.carried
         if columns is not None:
             carried = carried.select([name for name in carried.column_names if name in columns])

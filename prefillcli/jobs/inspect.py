@@ -190,10 +190,10 @@ def _further(
 ) -> Sequence[Any]:
     # The features' findings on a row that was read by this question, after further questions about it; the row takes
     # the answers. Raises ResourceError if the engine cannot go on.
-    label = further.choice.wanted(window, [scored]).get(scored.row)
-    if label is None:
+    labels = further.choice.wanted(window, [scored]).get(scored.row)
+    if labels is None:
         return ()
-    row = WantedRow(question, scored, label)
+    row = WantedRow(question, scored, labels[0])
     follow = FollowUp(window, [row], further, engine.limits, "prefix-tree")
     for pack in follow.plan.packs:
         for answers in engine.answer(

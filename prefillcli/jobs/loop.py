@@ -122,7 +122,9 @@ class WindowWork:
         self._features = features
         self._in_limit = False
         self._numbers = 0  # blocks of packs, behind which later plans begin
-        self._by_row = {question.prompt.row: question for question in reversed(questions)}
+        self._by_row: dict[int, list[Question]] = {}
+        """The questions about each row, in the order of its prompts."""
+        self._remember(questions)
         self._asked = Counter(question.prompt.row for question in questions)
         """Prompts of each row."""
         self._parts: dict[int, dict[int, ScoredRow]] = {}
@@ -215,14 +217,19 @@ class WindowWork:
         further = self.further
         if further is None or not rows:
             return list(rows)
-        part = self.window.only((self._by_row[scored.row].prompt for scored in rows), further.choice.columns)
+        prompts = (question.prompt for scored in rows for question in self._by_row[scored.row])
+        part = self.window.only(prompts, further.choice.columns)
         labels = further.choice.wanted(part, rows)
         finished = []
         for scored in rows:
             if scored.row not in labels:
                 finished.append(scored)
                 continue
-            wanted = WantedRow(self._by_row[scored.row], scored, labels[scored.row])
+            asked = [
+                WantedRow(self._by_row[scored.row][number], scored.answers[number], label)
+                for number, label in labels[scored.row].items()
+            ]
+            wanted = replace(asked[0], scored=scored, parts=tuple(asked) if scored.parts else ())
             if scored.row in answers:
                 for each in further.askers:
                     each.scored(wanted, answers[scored.row])
@@ -234,8 +241,12 @@ class WindowWork:
 
     def settle_known(self, questions: Sequence[Question], rows: Sequence[ScoredRow]) -> list[ScoredRow]:
         """`settle` for rows that were scored before, and their questions."""
-        self._by_row |= {question.prompt.row: question for question in questions}
+        self._remember(questions)
         return self.settle(rows, {})
+
+    def _remember(self, questions: Sequence[Question]) -> None:
+        for question in sorted(questions, key=lambda each: each.prompt.part):
+            self._by_row.setdefault(question.prompt.row, []).append(question)
 
     def past_limit(self) -> list[WantedRow]:
         """Take out the wanted rows past the job's limit; the others wait in the order of the input. To be called when
@@ -362,9 +373,9 @@ def follow_up(
     past_limit = work.past_limit()
     group: list[WantedRow] = []
     tokens, each = 0, max(asker.most for asker in further.askers)
-    while work.wanted and (not group or tokens + each * len(work.wanted[0].question.prompt.tokens) <= GROUP_TOKENS):
+    while work.wanted and (not group or tokens + each * work.wanted[0].prompt_tokens <= GROUP_TOKENS):
         group.append(work.wanted.pop(0))
-        tokens += each * len(group[-1].question.prompt.tokens)
+        tokens += each * group[-1].prompt_tokens
     found = FollowUp(work.window, group, further, limits, schedule, tick)
     found.plan = replace(found.plan, packs=work.after(found.plan))
     found.finished += [each.scored for each in past_limit]

@@ -473,7 +473,7 @@ COLUMNS = (
     Column("finish_reason", pa.string(), _of_rationale("finish_reason"), **_WRITTEN),
     Column("rationale_gap", pa.float64(), _gaps, **_WRITTEN),
     Column("rationale_source", pa.string(), _of_rationale("source"), **_WRITTEN),
-    Column("evidence", EVIDENCE, _evidence, group="evidence", conditional=False),
+    Column("evidence", EVIDENCE, _evidence, group="evidence", conditional=False, of_answer=True),
 )
 
 
@@ -823,8 +823,8 @@ class Tallies:
         if "target_tokens" in names:
             summed = ("logprob", "target_tokens", "target_bytes", "target_words", "greedy")
             found.likelihood = LikelihoodTally(*(pc.sum(scored[name]).as_py() or 0 for name in summed))
-        if "evidence" in names:
-            found.evidence = len(rows) - rows["evidence"].null_count
+        if (evidence := f"{first}evidence") in names:
+            found.evidence = len(rows) - rows[evidence].null_count
         return found
 
 

@@ -227,6 +227,10 @@ class PromptBuilder:
         settings = replace(self.settings, template=text)
         return PromptBuilder(self._tokenizer, settings, (self.column,), group_chars=self._group_chars)
 
+    def of_part(self, part: int, labels: Labels) -> tuple[PromptBuilder, Labels]:
+        """What makes the prompts of this number of rows with several prompts, and the labels behind them."""
+        return self, labels
+
     def close(self) -> None:
         """Stop rendering and tokenising for good, in whatever thread."""
         self._closed = True

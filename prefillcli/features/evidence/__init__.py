@@ -47,7 +47,7 @@ class Evidence(Feature):
         return Weighing(Ablation(opening.builder, labels), opening.settings.temperature, labels.measure)
 
     def ended(self, job: Job) -> None:
-        if self.settings.show_text:
+        if self.settings.show_text and not job.schema().questions:
             from prefillcli.features.evidence.weighing import weighed_rows
 
             self.shown = weighed_rows(job.sink.location, self.settings.id_column)

@@ -165,7 +165,7 @@ class Ablation:
     def __init__(self, builder: PromptBuilder, labels: Labels) -> None:
         self._original = builder
         self._labels = labels
-        self._builder: PromptBuilder | None = None
+        self._builders: dict[int, PromptBuilder] = {}
 
     def of(self, prompt: Prompt) -> list[AblatedPrompt]:
         """A row's prompts, each without one section, in the order of the sections.
@@ -174,12 +174,13 @@ class Ablation:
         tokens, unless a classification head reads it. Sections without which there is no prompt, or one that is an
         error, are left out of the list. Raises RendererClosed after `close`.
         """
-        sections = self._sections(prompt)
+        builder, labels = self._original.of_part(prompt.part, self._labels)
+        sections = self._sections(prompt, builder)
         if not sections:
             return []
-        if self._builder is None:
-            self._builder = self._original.another()
-        prompts, _ = self._builder.build(_batch([section.rest for section in sections]), self._labels)
+        if prompt.part not in self._builders:
+            self._builders[prompt.part] = builder.another()
+        prompts, _ = self._builders[prompt.part].build(_batch([section.rest for section in sections]), labels)
         found = [AblatedPrompt(sections[each.row].name, each) for each in prompts if self._ends_alike(each, prompt)]
         for each in prompts:
             each.row = prompt.row
@@ -187,13 +188,12 @@ class Ablation:
 
     def close(self) -> None:
         """Let go of the process that renders templates."""
-        if self._builder is not None:
-            self._builder.close()
+        for each in self._builders.values():
+            each.close()
 
-    def _sections(self, prompt: Prompt) -> list[Omission]:
+    def _sections(self, prompt: Prompt, builder: PromptBuilder) -> list[Omission]:
         if prompt.made_of is None:
             return []
-        builder = self._original
         needed = {name: prompt.made_of[name] for name in builder.columns}
         if builder.template is not None:
             found = variable_sections(needed)
@@ -233,6 +233,10 @@ class Weighing(Further):
     most = MOST_SECTIONS
 
     def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Question]:
+        return [question for each in row.parts or (row,) for question in self._of(each, limits)]
+
+    def _of(self, row: WantedRow, limits: Limits) -> Sequence[Question]:
+        # The questions about one prompt.
         weighed = self.weigh(row.question, row.scored, row.label if self.measure is Measure.CHOICES else 0)
         fitting = [
             (place, question) for place, question in enumerate(weighed.questions) if question.size <= limits.max_tokens

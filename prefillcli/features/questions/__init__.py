@@ -93,9 +93,9 @@ class Questions(Feature):
                 any("calibrated" in each.columns for each in others),
                 "they fit a number to each label of one question",
             ),
-            "--rationale and --evidence": (
-                any(each.asks() for each in others),
-                "they ask further about one prompt of a row, and each question has its own",
+            "--rationale": (
+                any("rationales" in each.columns for each in others),
+                "a text is written behind the one prompt of a row, and each question has its own",
             ),
             "--choices-column": (
                 getattr(settings, "choices_column", None) is not None,
@@ -122,6 +122,11 @@ class Questions(Feature):
         from prefillcli.features.questions.file import read_questions
 
         self._file = read_questions(self.settings.questions)
+        if self._file.swapped and any("evidence" in each.columns for each in features_of(self.settings)):
+            raise UsageError(
+                "--evidence: a question with swap has two prompts, in which a section stands in different places\n"
+                "leave one of them out"
+            )
 
     def prompt_columns(self, available: Sequence[str]) -> Sequence[str]:
         from prefillcli.features.questions.asking import compiled
@@ -140,7 +145,7 @@ class Questions(Feature):
         return QuestionLabels(opened.tokenizer, self._file, self.settings)
 
     def answers(self, opening: Opening) -> Sequence[OutputSchema]:
-        groups = opening.groups & {"audit", "label_scores"}
+        groups = opening.groups & {"audit", "label_scores", "evidence"}
         return tuple(replace(each, groups=each.groups | groups) for each in self._file.schemas)
 
     def prompt_builder(self, opening: Opening, settings: PromptSettings, available: Sequence[str]) -> PromptBuilder:

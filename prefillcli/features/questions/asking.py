@@ -103,6 +103,10 @@ class QuestionsBuilder(PromptBuilder):
             each.render_seconds = each.tokenize_seconds = 0.0
         return prompts, errors
 
+    def of_part(self, part: int, labels: Labels) -> tuple[PromptBuilder, Labels]:
+        own = labels.each if isinstance(labels, QuestionLabels) else (labels,)
+        return [self, *self._rest][part], own[part]
+
     def _exchanged(self, batch: RowBatch, number: int) -> RowBatch:
         # The rows with the values of a question's two columns exchanged.
         one, other = self._file.questions[number].swap or ("", "")

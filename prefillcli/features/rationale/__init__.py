@@ -258,7 +258,7 @@ class Rationale(Feature):
         return Rationales(writing, self.settings.rationale_template, opening, choice)
 
     def ended(self, job: Job) -> None:
-        if self.settings.show_text:
+        if self.settings.show_text and not job.schema().questions:
             from prefillcli.features.rationale.writing import written_rows
 
             self.shown = written_rows(job.sink.location, job.groups, self.settings.id_column)

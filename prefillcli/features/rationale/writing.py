@@ -61,9 +61,9 @@ class ChosenByScores:
             return {}
         labels = self.choice.wanted(self.window, list(scored.values()))
         return {
-            prompt: self.candidates[prompt].beginning(labels[row.row])
+            prompt: self.candidates[prompt].beginning(labels[row.row][0])
             for prompt, row in scored.items()
-            if row.row in labels and self.candidates[prompt].words[labels[row.row]]
+            if row.row in labels and self.candidates[prompt].words[labels[row.row][0]]
         }
 
     def of(self, prompts: Collection[int]) -> ChosenByScores:
