@@ -44,6 +44,8 @@ class Opening:
         """Prompts besides those of the rows, on which the results of all rows depend."""
         self.probabilities: Probabilities | None = None
         """Makes the calibrated probabilities of the rows."""
+        self.calibrated = ""
+        """Of several questions, the one that it makes them for."""
         self._carried = carried
         self._template: RowTemplate | None = None
 

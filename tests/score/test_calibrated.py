@@ -81,7 +81,9 @@ def test_the_probability_stands_beside_the_score_and_nothing_else_changes(model:
     assert score("in.parquet", "plain.parquet", **flags(model))["exit_code"] == 0
     assert score("in.parquet", calibration=save(), **flags(model))["exit_code"] == 0
     assert read_report("plain.run.json")["calibration"] is None
-    assert read_report()["calibration"] == {"method": "platt", "rows": None, "content_free": None}
+    assert read_report()["calibration"] == {
+        "method": "platt", "question": "", "rows": None, "content_free": None,
+    }  # fmt: skip
     rows, plain = read_output("out.parquet"), read_output("plain.parquet")
     assert_platt(rows)
     assert list(rows[0])[:3] == ["row", "score", "probability"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from scipy.special import softmax
 from scipy.stats import spearmanr
 from sklearn.metrics import accuracy_score, roc_auc_score
 
 from prefillcli.errors import UsageError
+from prefillcli.features.calibration import CalibrateSettings
+from prefillcli.features.calibration.calibrate import calibrate_job
+from prefillcli.features.calibration.calibration import Calibration, PlattScaling
 from prefillcli.jobs.merge import merge_job
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
@@ -164,3 +169,85 @@ def test_a_question_in_both_orders_is_evaluated_by_its_mean_scores(model: Path) 
     area = roc_auc_score([each == "tie" for each in truth], [row["better.score_tie"] for row in rows])
     assert found["by_label"][2]["auc"]["value"] == pytest.approx(area)
     assert report["correlations"] is None
+
+
+def fit(scores: str, **flags: Any) -> dict[str, Any]:
+    given = {"scores": scores, "quiet": True, **flags}
+    return calibrate_job(load_settings(CalibrateSettings, given, environment={}))
+
+
+def make_labelled() -> Path:
+    """Twice the rows, which is enough for a calibration."""
+    make_input()
+    table = pq.read_table("in.parquet")
+    pq.write_table(pa.concat_tables([table, table]), "in.parquet")
+    return Path("in.parquet")
+
+
+@pytest.mark.parametrize("output", ["s.parquet", "s.jsonl"])
+@pytest.mark.parametrize(("question", "column"), [("fox", "is_fox"), ("kind", "right_tone")])
+def test_the_scores_of_one_question_are_calibrated(model: Path, output: str, question: str, column: str) -> None:
+    flags: dict[str, Any] = {"model": model, "questions": "q.yaml", "truth": TRUTH}
+    source = make_labelled()
+    tones = Path("q.yaml").read_text().replace('"Yes= Yes|yes,No"', "[very quick, not quick at all, brown]")
+    Path("q.yaml").write_text(tones)
+    assert score(source, output, **flags)["exit_code"] == 0
+    assert fit(output, truth=column, question=question, method="platt")["exit_code"] == 0
+    rows = read_output(output)
+    labels = ["Yes", "No"] if question == "fox" else list(TONES)
+    found = json.loads(Path("calibration.json").read_text())
+    assert (found["question"], found["labels"]) == (question, labels)
+    assert found["fitted_on"]["rows"] == sum(row[column] is not None for row in rows)
+    logprobs = np.array([[row[f"{question}.logprob_{label}"] for label in labels] for row in rows])
+    wanted = softmax(found["scaling"]["slope"] * logprobs + found["scaling"]["biases"], axis=1)
+    flags["truth"] = f"kind=right_tone,{TRUTH}"
+    assert score(source, calibration="calibration.json", **flags)["exit_code"] == 0
+    calibrated = read_output("out.parquet")
+    assert [row[f"{question}.probability"] for row in calibrated] == pytest.approx(wanted[:, 0], abs=1e-6)
+    if len(labels) > 2:
+        assert [row[f"{question}.probability_brown"] for row in calibrated] == pytest.approx(wanted[:, 2], abs=1e-6)
+    assert sum(name.endswith(".probability") for name in calibrated[0]) == 1
+    known = [at for at, row in enumerate(calibrated) if row[column] is not None]
+    answers = {True: "Yes", False: "No"}
+    right = [labels.index(answers.get(rows[at][column], rows[at][column])) for at in known]
+    report = read_report()
+    accuracy = np.mean(wanted[known].argmax(axis=1) == right)
+    assert report["evaluations"][question]["calibrated"]["accuracy"]["value"] == pytest.approx(accuracy)
+    assert report["evaluations"]["stars"]["calibrated"] is None
+    assert report["calibration"]["question"] == question
+
+
+def test_a_calibration_is_for_its_question_and_for_these_questions(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags: dict[str, Any] = {"model": model, "questions": "q.yaml", "truth": TRUTH}
+    source = make_labelled()
+    assert score(source, "s.parquet", **flags)["exit_code"] == 0
+    assert fit("s.parquet", truth="is_fox")["exit_code"] == 2
+    assert "it has the answers to fox, tone, kind, stars\nname one of these" in capsys.readouterr().err
+    assert fit("s.parquet", truth="is_fox", question="fix")["exit_code"] == 2
+    assert "name one of these questions" in capsys.readouterr().err
+    assert fit("s.parquet", truth="is_fox", question="fox")["exit_code"] == 0
+    capsys.readouterr()
+    alone = {"model": model, "template": "{{ text }}", "calibration": "calibration.json"}
+    assert score(source, **alone)["exit_code"] == 2
+    assert "it is for the question fox, which this job does not ask" in capsys.readouterr().err
+    Path("q.yaml").write_text(Path("q.yaml").read_text().replace("Is it a fox?", "Is it a dog?"))
+    assert score(source, calibration="calibration.json", **flags)["exit_code"] == 2
+    assert (
+        "it was fitted on scores with another prompt settings and another set of questions" in capsys.readouterr().err
+    )
+
+
+def test_a_question_in_both_orders_has_no_calibration(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = make_labelled()
+    question = "{name: fox, template: '{{ text }} or {{ kind }}:', labels: [Yes, No], swap: [text, kind]}"
+    Path("q.yaml").write_text(f"questions: [{question}]")
+    assert score(source, "s.parquet", model=model, questions="q.yaml", truth="fox=is_fox")["exit_code"] == 0
+    assert fit("s.parquet", truth="is_fox", question="fox")["exit_code"] == 2
+    assert "asked in both orders" in capsys.readouterr().err
+    scaling = PlattScaling(slope=0.5, biases=(0.7, 0.0))
+    made = Calibration(labels=("Yes", "No"), question="fox", scaling=scaling)
+    Path("c.json").write_text(made.model_dump_json())
+    assert score(source, model=model, questions="q.yaml", calibration="c.json")["exit_code"] == 2
+    assert "the question fox is asked in both orders" in capsys.readouterr().err

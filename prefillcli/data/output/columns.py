@@ -159,7 +159,9 @@ class ResultRows:
                     for each in results
                 ],
                 schema=schema,
-                calibrated=None if probabilities is None else probabilities(divided),
+                calibrated=None
+                if probabilities is None or schema.questions or "calibrated" not in schema.groups
+                else probabilities(divided),
             )
 
         rows = made(schema, results, 0)

@@ -90,6 +90,11 @@ class CalibrateSettings(Settings):
         "Where the calibration goes.",
         FILES, changes="files", short="-o", metavar="PATH", path="calibration",
     )  # fmt: skip
+    question: str = option(
+        "",
+        "Of an output with several questions about each row, the one whose scores are calibrated.",
+        FILES, changes="report", metavar="NAME",
+    )  # fmt: skip
     method: Literal["auto", "temperature", "platt", "isotonic"] = option(
         "auto",
         "What is fitted; auto: what has the smallest log loss in cross-validation. Isotonic is for two labels.",
@@ -156,7 +161,15 @@ class Calibrating(Feature):
         from prefillcli.features.calibration.calibration import read_calibration
 
         if self.settings.calibration is not None:
-            self.calibration = read_calibration(self.settings.calibration, opening.labels.names)
+            schema = opening.schema()
+            asked = {own.name: own for own in schema.questions or (schema,)}
+            labels = {name: own.labels for name, own in asked.items()}
+            self.calibration = read_calibration(self.settings.calibration, labels)
+            if "orders" in asked[self.calibration.question].groups:
+                raise UsageError(
+                    f"--calibration: the question {self.calibration.question} is asked in both orders, and a mean of "
+                    "two answers is not calibrated\nleave it or swap out"
+                )
         self._use(opening)
 
     def identity(self, opening: Opening, values: dict[str, Any], models: LocalModels) -> Mapping[str, str]:
@@ -188,7 +201,9 @@ class Calibrating(Feature):
         return {CONTENT_FREE: self.calibration.model_dump(mode="json")}
 
     def _use(self, opening: Opening) -> None:
-        opening.probabilities = None if self.calibration is None else self.calibration.probabilities
+        if self.calibration is not None:
+            opening.probabilities = self.calibration.probabilities
+            opening.calibrated = self.calibration.question
 
     def reported(self, job: Job, counts: Counts | None) -> None:
         if self.calibration is not None:

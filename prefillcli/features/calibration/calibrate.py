@@ -41,6 +41,7 @@ from prefillcli.stats.evaluation import Float64Array, label_probabilities, log_s
 _LOGPROB = "logprob_"
 _VALUE = "value_"
 _EXIT = "exit_layer"
+_BOTH_ORDERS = "order_decided"
 _SAME = 1e-6
 _MORE_THAN_ALL = 1e-3
 _PLAIN = (str, int, float, bool)
@@ -74,13 +75,25 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
     """
     path, truth_name = settings.scores, settings.truth or ""
     source = Source.open([path])
-    labels = tuple(name.removeprefix(_LOGPROB) for name in source.available if name.startswith(_LOGPROB))
+    prefix = f"{settings.question}." if settings.question else ""
+    score, logprob = f"{prefix}score", f"{prefix}{_LOGPROB}"
+    labels = tuple(name.removeprefix(logprob) for name in source.available if name.startswith(logprob))
+    if f"{prefix}{_BOTH_ORDERS}" in source.available:
+        raise UsageError(
+            f"{path}: the question {settings.question} was asked in both orders, and a mean of two answers is not "
+            "calibrated\nscore without swap"
+        )
     if "score" in source.available and not labels and any(name.startswith(_VALUE) for name in source.available):
         raise UsageError(
             f"{path}: its scores are a head's values, which are no probabilities\nscore with --head probability"
         )
-    if "score" not in source.available or len(labels) < 2:
-        raise UsageError(f"{path}: not an output of prefill score: it needs the columns score and {_LOGPROB}<label>")
+    if score not in source.available or len(labels) < 2:
+        questions = [name.removesuffix(".score") for name in source.available if name.endswith(".score")]
+        if questions:
+            raise UsageError(
+                f"{path}: it has the answers to {', '.join(questions)}\nname one of these questions with --question"
+            )
+        raise UsageError(f"{path}: not an output of prefill score: it needs the columns {score} and {logprob}<label>")
     job = _job_of(path)
     if job is not None and "label_norm" in job.fingerprint:
         raise UsageError(
@@ -102,8 +115,9 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
             )
         answers = _answers(settings.truth_from, truth_name, None if key == ROW_COLUMN else key)
     exits = [_EXIT] if _EXIT in source.available else []
-    source.select(columns=["score", *(_LOGPROB + label for label in labels), key, *exits], carried=())
-    found = _collect(source, labels, key, answers, {} if job is None else job.fingerprint)
+    numbers = [score, *(logprob + label for label in labels)]
+    source.select(columns=[*numbers, key, *exits], carried=())
+    found = _collect(source, labels, numbers, key, answers, {} if job is None else job.fingerprint)
     _require_order(path, labels, found)
     if len(found.truth) == 0:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in found.left_out.items()) or "it has no rows"
@@ -112,8 +126,14 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
 
 
 def _collect(
-    source: Source, labels: tuple[str, ...], key: str, answers: dict[str, Any] | None, job: dict[str, str]
+    source: Source,
+    labels: tuple[str, ...],
+    numbers: Sequence[str],
+    key: str,
+    answers: dict[str, Any] | None,
+    job: dict[str, str],
 ) -> LabelledScores:
+    # `numbers` are the columns with the score and the log-probability of each label.
     names = [Label(label) for label in labels]
     left_out: Counter[str] = Counter()
     kept: list[tuple[float, list[float], int]] = []  # score, label log-probabilities and right label of each row
@@ -123,27 +143,27 @@ def _collect(
                 "rows left early (--exit): their label log-probabilities are not known, and those of the rest alone "
                 "make no calibration\nscore some rows without --exit and fit it on those: it holds with --exit too"
             )
-        columns = [batch.columns[name] for name in ("score", *(_LOGPROB + label for label in labels), key)]
+        columns = [batch.columns[name] for name in (*numbers, key)]
         for row, score, *logprobs, value in zip(batch.rows.tolist(), *columns, strict=True):
-            numbers = [_number(each) for each in logprobs]
+            own = [_number(each) for each in logprobs]
             answer = value if answers is None else answers.get(_key(value))
             right = label_of(answer, names) if isinstance(answer, _PLAIN) else None
             if row in batch.errors:
                 left_out["that cannot be read"] += 1
             elif score is None:
                 left_out["without a score"] += 1
-            elif not 0 <= _number(score) <= 1 or any(math.isnan(each) or each == math.inf for each in numbers):
+            elif not 0 <= _number(score) <= 1 or any(math.isnan(each) or each == math.inf for each in own):
                 left_out["whose score is no probability"] += 1
             elif answer is None or answer == "":
                 left_out["without a right answer"] += 1
             elif right is None:
                 left_out["whose right answer is no label"] += 1
             else:
-                kept.append((_number(score), numbers, right))
+                kept.append((_number(score), own, right))
     return LabelledScores(
         labels=labels,
         scores=np.array([score for score, _, _ in kept], np.float64),
-        logprobs=np.array([numbers for _, numbers, _ in kept], np.float64).reshape(-1, len(labels)),
+        logprobs=np.array([own for _, own, _ in kept], np.float64).reshape(-1, len(labels)),
         truth=np.array([right for _, _, right in kept], np.int64),
         left_out=dict(left_out),
         job=job,
@@ -290,6 +310,7 @@ def _fitted(settings: CalibrateSettings, rows: LabelledScores) -> Calibration:
     method = best_method(held_out) if settings.method == "auto" else settings.method
     calibration = Calibration(
         labels=labels,
+        question=settings.question,
         scaling=fit_scaling(method, log_shares, truth),
         fitted_on=FittedOn(
             scores=without_secrets(settings.scores),

@@ -137,6 +137,7 @@ class CalibrationUse(_Frozen):
     """The calibration behind a run's probabilities."""
 
     method: str
+    question: str = ""  # of several about each row, the one that it is for
     rows: int | None = None  # rows that the calibration was fitted on; None where it needs no right answers
     # The probability of each label after the prompts without content; None for other methods.
     content_free: dict[str, float] | None = None
@@ -144,7 +145,8 @@ class CalibrationUse(_Frozen):
     def sentence(self) -> str:
         """It in a line."""
         if self.content_free is None:
-            return self.method if self.rows is None else f"{self.method}, fitted on {self.rows:,} rows"
+            text = self.method if self.rows is None else f"{self.method}, fitted on {self.rows:,} rows"
+            return f"{text}, of the question {self.question}" if self.question else text
         shares = ", ".join(f"{label} {share:.4f}" for label, share in self.content_free.items())
         return f"{self.method}; without content: {shares}"
 
@@ -154,6 +156,7 @@ class Calibration(_Frozen):
 
     schema_version: Literal[1] = SCHEMA_VERSION
     labels: tuple[str, ...] = Field(min_length=2)  # the positive one first
+    question: str = ""  # of several about each row, the one that it is for
     scaling: Scaling
     fitted_on: FittedOn | None = None  # None where it needs no right answers
     # The findings of cross-validation by method; `none` are the scores as they are.
@@ -182,11 +185,13 @@ class Calibration(_Frozen):
         free = None
         if isinstance(scaling, ContentFreeScaling):
             free = dict(zip(self.labels, np.exp(scaling.content_free).tolist(), strict=True))
-        return CalibrationUse(method=scaling.method, rows=fitted and fitted.rows, content_free=free)
+        rows = fitted and fitted.rows
+        return CalibrationUse(method=scaling.method, question=self.question, rows=rows, content_free=free)
 
     def digest(self) -> str:
         """Digest of everything that changes the probabilities."""
-        text = json.dumps([list(self.labels), self.scaling.model_dump(mode="json")], sort_keys=True)
+        named = [self.question] if self.question else []
+        text = json.dumps([list(self.labels), self.scaling.model_dump(mode="json"), *named], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -349,13 +354,15 @@ REFUSED = {
     "tokenizer": "tokenizer",
     "prompt": "prompt settings",
     "labels": "label spellings",
+    "questions": "set of questions",
 }
 # Parts that change scores less; if they differ, a warning says so.
 WARNED = {"draft": "draft", "compression": "compression", "engine": "engine"}
 
 
-def read_calibration(path: str, labels: Sequence[str] | None) -> Calibration:
-    """The calibration at a local path or URL, for a job with these labels; None if they are not known yet.
+def read_calibration(path: str, labels: Mapping[str, Sequence[str]] | None) -> Calibration:
+    """The calibration at a local path or URL, for a job with these labels of each question, whose name is empty if
+    there is only one; None if they are not known yet.
 
     Raises UsageError for any other file.
     """
@@ -371,9 +378,17 @@ def read_calibration(path: str, labels: Sequence[str] | None) -> Calibration:
         else:
             reason = f"it is no calibration: {where + ': ' if where else ''}{first['msg']}"
         raise UsageError(f"--calibration {path}: {reason}\n{again}") from None
-    if labels is not None and calibration.labels != tuple(labels):
+    if labels is None:
+        return calibration
+    if (own := labels.get(calibration.question)) is None:
+        what = f"the question {calibration.question}" if calibration.question else "scores of one question about a row"
         raise UsageError(
-            f"--calibration {path}: it is for the labels {', '.join(calibration.labels)}, not {', '.join(labels)}\n"
+            f"--calibration {path}: it is for {what}, which this job does not ask\n"
+            "fit one with prefill calibrate, where --question names one of several"
+        )
+    if calibration.labels != tuple(own):
+        raise UsageError(
+            f"--calibration {path}: it is for the labels {', '.join(calibration.labels)}, not {', '.join(own)}\n"
             "give the --labels that it was fitted with, in their order, or fit one for these"
         )
     return calibration
@@ -388,7 +403,8 @@ def check_calibration(settings: Any) -> None:
     typed = [label.name for label in parse_labels(settings.labels, least=1)]
     if settings.calibration is not None:
         own = settings.head != "vocabulary" and not settings.labels_given and _may_classify(settings)
-        read_calibration(settings.calibration, None if own else typed)
+        several = getattr(settings, "questions", None) is not None
+        read_calibration(settings.calibration, None if own or several else {"": typed})
 
 
 def _may_classify(settings: Any) -> bool:

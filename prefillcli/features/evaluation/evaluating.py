@@ -191,7 +191,8 @@ class EvaluationPlan:
         """The columns with calibrated probabilities: of each label, or of the first of two."""
         if not self.calibrated:
             return []
-        return [f"probability_{name}" for name in self.names] if len(self.labels) > 2 else ["probability"]
+        several = len(self.labels) > 2
+        return [self.column(f"probability_{name}") for name in self.names] if several else [self.column("probability")]
 
     @property
     def columns(self) -> list[str]:

@@ -89,9 +89,9 @@ class Questions(Feature):
                 any(each.flips and not each.rewrites for each in others),
                 "exits learn what decides between the labels of one question",
             ),
-            "--calibration and --calibrate-with": (
-                any("calibrated" in each.columns for each in others),
-                "they fit a number to each label of one question",
+            "--calibrate-with": (
+                bool(getattr(settings, "calibrate_with", ())),
+                "it asks about nothing with the template of one question",
             ),
             "--rationale": (
                 any("rationales" in each.columns for each in others),
@@ -145,8 +145,11 @@ class Questions(Feature):
         return QuestionLabels(opened.tokenizer, self._file, self.settings)
 
     def answers(self, opening: Opening) -> Sequence[OutputSchema]:
-        groups = opening.groups & {"audit", "label_scores", "evidence"}
-        return tuple(replace(each, groups=each.groups | groups) for each in self._file.schemas)
+        groups, calibrated = opening.groups & {"audit", "label_scores", "evidence"}, opening.groups & {"calibrated"}
+        return tuple(
+            replace(each, groups=each.groups | groups | (calibrated if each.name == opening.calibrated else set()))
+            for each in self._file.schemas
+        )
 
     def prompt_builder(self, opening: Opening, settings: PromptSettings, available: Sequence[str]) -> PromptBuilder:
         from prefillcli.features.questions.asking import QuestionsBuilder, compiled
