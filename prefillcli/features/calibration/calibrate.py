@@ -93,6 +93,8 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
             raise UsageError(
                 f"{path}: it has the answers to {', '.join(questions)}\nname one of these questions with --question"
             )
+        if {"question", "labels", "score"} <= set(source.available):
+            raise UsageError(f"{path}: it has a row for each question\nscore with --questions-as columns")
         raise UsageError(f"{path}: not an output of prefill score: it needs the columns {score} and {logprob}<label>")
     job = _job_of(path)
     if job is not None and "label_norm" in job.fingerprint:
