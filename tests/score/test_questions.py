@@ -255,7 +255,6 @@ def test_a_column_that_the_input_lacks_is_named(model: Path, capsys: pytest.Capt
         {"template": "{{ text }}"},
         {"prompt_column": "text"},
         {"exit": True},
-        {"rationale": 4},
         {"calibrate_with": "N/A"},
         {"choices_column": "kind"},
         {"target_column": "kind"},

@@ -1,4 +1,4 @@
-"""Evidence of several questions: the oracle are rows that are edited by hand and scored by jobs of one question."""
+"""Evidence and texts of several questions, against rows that are edited by hand, and what transformers writes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import Template
 
 from tests.score.jobs import read_output, read_report, score, texts, write_jsonl
 from tests.score.processes import cut_small_windows
+from tests.score.test_rationales import Writer
 
 FILE = """
 document: "{{ title }}: {{ text }}"
@@ -77,3 +79,28 @@ def test_both_orders_have_no_evidence(
     Path("q.yaml").write_text(FILE.partition("    when:")[0] + "    swap: [title, text]\n")
     assert score("in.jsonl", model=model, questions="q.yaml", evidence=True)["exit_code"] == 2
     assert "swap" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2, "evidence": True}, {"engine": "hf"}, {"pack_tokens": 128}])
+def test_a_text_is_written_behind_the_answer_to_each_question(
+    rows: list[dict[str, Any]], model: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_small_windows(monkeypatch)
+    options = {"rationale": 10, "rationale_when": "fox.score > 0.2", "rationale_limit": 15, **options}
+    assert score("in.jsonl", model=model, questions="q.yaml", **options)["exit_code"] == 0
+    found, writer, many = read_output("out.parquet"), Writer(model), dict.fromkeys(ASKED, 0)
+    chosen = [at for at, row in enumerate(found) if row["fox.score"] > 0.2][:15]
+    for at, (row, values) in enumerate(zip(found, rows, strict=True)):
+        for name, (template, _) in ASKED.items():
+            if at not in chosen or row[f"{name}.score"] is None:
+                assert row[f"{name}.finish_reason"] is None
+                continue
+            many[name] += 1
+            prompt = Template(template).render(values)
+            wanted = writer(f"{prompt} {row[f'{name}.prediction']} because", 10)
+            written = (f"{name}.rationale", f"{name}.rationale_tokens", f"{name}.finish_reason")
+            assert tuple(row[column] for column in written) == wanted
+    assert many["fox"] == 15
+    assert 0 < many["tone"] < 15
+    assert read_report()["rationales"]["rows"] == 15
+    assert ("fox.evidence" in found[0]) == ("evidence" in options)

@@ -346,7 +346,7 @@ EVIDENCE = pa.list_(pa.struct([("section", pa.string()), ("change", pa.float64()
 _TARGET: Any = {"counted": True, "measures": (Measure.LIKELIHOOD,)}
 _CHOICES: Any = {"measures": (Measure.CHOICES,), "conditional": False}
 _NUMBERED = (Measure.SHARES, Measure.CHANCES, Measure.VALUES)
-_WRITTEN: Any = {"group": "rationales", "conditional": False}
+_WRITTEN: Any = {"group": "rationales", "conditional": False, "of_answer": True}
 
 # In the order of the output, after the id and the columns that are carried from the input.
 COLUMNS = (
@@ -818,9 +818,9 @@ class Tallies:
             found.exit_layers = _exit_layers(scored)
         if "adapter" in names:
             found.adapters = _counted(pc.fill_null(scored["adapter"], ""))
-        if "finish_reason" in names:
-            tokens = pc.sum(rows["rationale_tokens"]).as_py() or 0
-            reasons, sources = _counted(rows["finish_reason"]), _counted(rows["rationale_source"])
+        if (reason := f"{first}finish_reason") in names:
+            tokens = pc.sum(rows[f"{first}rationale_tokens"]).as_py() or 0
+            reasons, sources = _counted(rows[reason]), _counted(rows[f"{first}rationale_source"])
             found.rationales = RationaleTally(tokens, reasons, sources)
         if "target_tokens" in names:
             summed = ("logprob", "target_tokens", "target_bytes", "target_words", "greedy")

@@ -93,10 +93,6 @@ class Questions(Feature):
                 bool(getattr(settings, "calibrate_with", ())),
                 "it asks about nothing with the template of one question",
             ),
-            "--rationale": (
-                any("rationales" in each.columns for each in others),
-                "a text is written behind the one prompt of a row, and each question has its own",
-            ),
             "--choices-column": (
                 getattr(settings, "choices_column", None) is not None,
                 "each question has its labels in the file",
@@ -145,7 +141,8 @@ class Questions(Feature):
         return QuestionLabels(opened.tokenizer, self._file, self.settings)
 
     def answers(self, opening: Opening) -> Sequence[OutputSchema]:
-        groups, calibrated = opening.groups & {"audit", "label_scores", "evidence"}, opening.groups & {"calibrated"}
+        groups = opening.groups & {"audit", "label_scores", "evidence", "rationales"}
+        calibrated = opening.groups & {"calibrated"}
         return tuple(
             replace(each, groups=each.groups | groups | (calibrated if each.name == opening.calibrated else set()))
             for each in self._file.schemas

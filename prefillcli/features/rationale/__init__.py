@@ -212,7 +212,8 @@ class Rationale(Feature):
                 "--rationale: the model's classification head is read, which writes nothing\n"
                 "leave it out, or read the next token with --head vocabulary; --evidence works with a head"
             )
-        self._texts(opening.labels.names)
+        for labels in opening.labels.each or (opening.labels,):
+            self._texts(labels.names)
 
     def text_room(self, opened: Opened, names: Sequence[str]) -> tuple[int, TextsOf] | None:
         settings, writing = self.settings, self._writing(opened, names)
@@ -222,6 +223,7 @@ class Rationale(Feature):
         later = (
             not isinstance(settings, RationaleOptions)
             or settings.rationale_limit is not None
+            or self._asks_several
             or any(each.between_layers() for each in features_of(settings))
         )
         return writing.most_tokens, "later" if later else "all" if when is None else "some"
@@ -311,10 +313,15 @@ class Rationale(Feature):
 
         return rationale_texts(self.settings.rationale_template, names)
 
+    @property
+    def _asks_several(self) -> bool:
+        # Whether several questions are asked about each row.
+        return getattr(self.settings, "questions", None) is not None
+
     def _writing(self, opened: Opened, names: Sequence[str]) -> Writing | None:
         from prefillcli.features.rationale.writing import writing_of
 
-        return writing_of(self.settings, opened, names)
+        return writing_of(self.settings, opened, () if self._asks_several else names)
 
 
 FEATURE = Rationale

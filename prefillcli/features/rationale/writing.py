@@ -76,10 +76,13 @@ class Rationales(Further):
 
     def __init__(self, writing: Writing, template: str, opening: Opening, choice: Choice) -> None:
         self._writing, self._choice = writing, choice
-        self._words = Beginnings(opening.opened.tokenizer, opening.labels, template)
+        each = opening.labels.each or (opening.labels,)
+        self._words = [Beginnings(opening.opened.tokenizer, labels, template) for labels in each]
         self._id_column: str | None = opening.settings.id_column
 
-    def continuations(self, window: Window, questions: Mapping[int, Question]) -> ChosenByScores:
+    def continuations(self, window: Window, questions: Mapping[int, Question]) -> ChosenByScores | None:
+        if self._choice.schema.questions:  # which are asked is known when all prompts of a row are answered
+            return None
         candidates = {number: self._writable(window, question) for number, question in questions.items()}
         part = window.only((question.prompt for question in questions.values()), self._choice.columns)
         return ChosenByScores(self._writing, self._choice, candidates, part)
@@ -92,6 +95,9 @@ class Rationales(Further):
         return row.rationale is None
 
     def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Question]:
+        return [question for each in row.parts or (row,) for question in self._of(window, each, limits)]
+
+    def _of(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Question]:
         # To write about a row, the model also reads the tokens of it that its own layers leave behind.
         question = row.question if row.question.thinning is None else Question(row.question.prompt)
         if limits.kept_size(question.size, 1) > limits.kept_tokens:
@@ -111,7 +117,8 @@ class Rationales(Further):
         # Give the row a text that was written behind a question.
         text = None
         if written.finish_reason in ("stop", "length"):
-            text = self._words.text(self._words.tokens(question.prompt.labels, row.label), written.tokens)
+            words = self._words[question.prompt.part]
+            text = words.text(words.tokens(question.prompt.labels, row.label), written.tokens)
         row.scored.rationale = Rationale(
             text=text,
             tokens=len(written.tokens),
@@ -122,8 +129,10 @@ class Rationales(Further):
 
     def _writable(self, window: Window, question: Question) -> WritablePrompt:
         prompt = question.prompt
-        words = tuple(self._words.tokens(prompt.labels, label) for label in range(len(prompt.labels)))
-        return WritablePrompt(question, self._key(window, prompt.row), words)
+        own = self._words[prompt.part]
+        words = tuple(own.tokens(prompt.labels, label) for label in range(len(prompt.labels)))
+        key = self._key(window, prompt.row)
+        return WritablePrompt(question, f"{key}, {prompt.part}" if prompt.part else key, words)
 
     def _key(self, window: Window, row: int) -> str:
         # A row's id, so that its text is the same wherever the row stands; else its number.
@@ -139,8 +148,8 @@ FAILED = Continuation((), "error", float("inf"))
 
 
 def writing_of(settings: WritingOptions, opened: Opened, names: Sequence[str]) -> Writing | None:
-    """How the texts of a job with labels of these names are written; None: there are none. Raises UsageError for a
-    damaged model folder."""
+    """How the texts of a job with labels of these names are written (none: each prompt has its own); None: there are
+    no texts. Raises UsageError for a damaged model folder."""
     if not settings.rationale:
         return None
     from prefillcli.models.open import stop_tokens  # takes torch along
