@@ -28,11 +28,11 @@ CHOICES = [["Yes", "No"], ["was helped by it", "was harmed by it", "No"], ["a fo
 
 def questions() -> dict[str, Any]:
     Path("q.yaml").write_text(FILE)
-    return {"questions": "q.yaml"}
+    return {"questions": "q.yaml", "rationale": 6}
 
 
 def choices() -> dict[str, Any]:
-    return {"choices_column": "choices", "label_norm": "bytes", "evidence": True}
+    return {"choices_column": "choices", "label_norm": "bytes", "evidence": True, "rationale": 6}
 
 
 @pytest.fixture(params=[questions, choices], ids=lambda each: each.__name__)
@@ -79,7 +79,10 @@ def assert_whole(job: dict[str, Any]) -> None:
     assert [row["id"] for row in found] == [f"r{at}" for at in range(ROWS)]
     assert sum(row["error"] is not None for row in found) in (1, 2)
     assert {row["method"] for row in found} == {"full", "specprefill", None}
-    assert found == wanted
+    for row, other in zip(found, wanted, strict=True):
+        for name in [name for name in row if name.endswith("rationale_gap")]:  # texts may be written in other company
+            assert row.pop(name) == pytest.approx(other.pop(name), abs=1e-5)
+        assert row == other
     report, other = read_report(), read_report("whole.run.json")
     for key in ("rows", "audit", "audits", "orders"):
         assert report[key] == other[key]
