@@ -117,9 +117,9 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
             )
         answers = _answers(settings.truth_from, truth_name, None if key == ROW_COLUMN else key)
     exits = [_EXIT] if _EXIT in source.available else []
-    numbers = [score, *(logprob + label for label in labels)]
-    source.select(columns=[*numbers, key, *exits], carried=())
-    found = _collect(source, labels, numbers, key, answers, {} if job is None else job.fingerprint)
+    wanted = [score, *(logprob + label for label in labels)]
+    source.select(columns=[*wanted, key, *exits], carried=())
+    found = _collect(source, labels, wanted, key, answers, {} if job is None else job.fingerprint)
     _require_order(path, labels, found)
     if len(found.truth) == 0:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in found.left_out.items()) or "it has no rows"
@@ -130,12 +130,12 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
 def _collect(
     source: Source,
     labels: tuple[str, ...],
-    numbers: Sequence[str],
+    wanted: Sequence[str],
     key: str,
     answers: dict[str, Any] | None,
     job: dict[str, str],
 ) -> LabelledScores:
-    # `numbers` are the columns with the score and the log-probability of each label.
+    # `wanted` are the columns with the score and the log-probability of each label.
     names = [Label(label) for label in labels]
     left_out: Counter[str] = Counter()
     kept: list[tuple[float, list[float], int]] = []  # score, label log-probabilities and right label of each row
@@ -145,27 +145,27 @@ def _collect(
                 "rows left early (--exit): their label log-probabilities are not known, and those of the rest alone "
                 "make no calibration\nscore some rows without --exit and fit it on those: it holds with --exit too"
             )
-        columns = [batch.columns[name] for name in (*numbers, key)]
+        columns = [batch.columns[name] for name in (*wanted, key)]
         for row, score, *logprobs, value in zip(batch.rows.tolist(), *columns, strict=True):
-            own = [_number(each) for each in logprobs]
+            numbers = [_number(each) for each in logprobs]
             answer = value if answers is None else answers.get(_key(value))
             right = label_of(answer, names) if isinstance(answer, _PLAIN) else None
             if row in batch.errors:
                 left_out["that cannot be read"] += 1
             elif score is None:
                 left_out["without a score"] += 1
-            elif not 0 <= _number(score) <= 1 or any(math.isnan(each) or each == math.inf for each in own):
+            elif not 0 <= _number(score) <= 1 or any(math.isnan(each) or each == math.inf for each in numbers):
                 left_out["whose score is no probability"] += 1
             elif answer is None or answer == "":
                 left_out["without a right answer"] += 1
             elif right is None:
                 left_out["whose right answer is no label"] += 1
             else:
-                kept.append((_number(score), own, right))
+                kept.append((_number(score), numbers, right))
     return LabelledScores(
         labels=labels,
         scores=np.array([score for score, _, _ in kept], np.float64),
-        logprobs=np.array([own for _, own, _ in kept], np.float64).reshape(-1, len(labels)),
+        logprobs=np.array([numbers for _, numbers, _ in kept], np.float64).reshape(-1, len(labels)),
         truth=np.array([right for _, _, right in kept], np.int64),
         left_out=dict(left_out),
         job=job,
