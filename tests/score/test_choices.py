@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from prefillcli import Scorer
+from prefillcli.data.prompts.labels import Labels
+from prefillcli.data.prompts.templates import Beginnings
 from prefillcli.errors import UsageError
 from prefillcli.jobs.merge import merge_job
 from prefillcli.jobs.verify import verify_job
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
+from prefillcli.plan.behind import LabelSet
 from tests.score.jobs import Reference, read_output, read_report, score, write_jsonl, write_parquet
 from tests.score.processes import cut_small_windows
 from tests.score.test_likelihood import encoded_pair, likelihood
@@ -124,14 +127,17 @@ def test_evidence_is_of_the_predicted_choice(model: Path) -> None:
     for row in rows:
         text = row["prompt"].splitlines()
         edited += [{**row, "prompt": "\n".join(text[:at] + text[at + 1 :])} for at in range(3)]
-    options = {"model": model, "choices_column": "choices"}
+    options = {"model": model, "choices_column": "choices", "temperature": 30}
     score(write_jsonl("edited.jsonl", edited), "whole.jsonl", **options)
     score(write_jsonl("d.jsonl", rows), "o.jsonl", evidence=True, show_text=True, **options)
     without = iter(read_output("whole.jsonl"))
+    sizes = []
     for row in read_output("o.jsonl"):
         at = row["prediction"]
         wanted = {f"line {n + 1}": row["scores"][at] - next(without)["scores"][at] for n in range(3)}
         assert {each["section"]: each["change"] for each in row["evidence"]} == pytest.approx(wanted, abs=1e-5)
+        sizes += [abs(each["change"]) for each in row["evidence"] if at]
+    assert max(sizes) > 1e-3, "changes must be large enough to tell a wrong one"
     largest = max(row["prediction"] for row in read_output("o.jsonl"))
     assert largest > 0
     assert f"choice {largest}" in Path("o.run.html").read_text()
@@ -177,6 +183,13 @@ def test_a_choice_that_no_text_can_follow_keeps_its_score(model: Path) -> None:
     assert [row["error"] for row in read_output("o.jsonl")] == [None] * 3
     score("d.jsonl", "o.jsonl", overwrite=True, **options)
     assert [row["finish_reason"] for row in read_output("o.jsonl")] == ["error", "length", "length"]
+
+
+def test_words_with_the_text_of_a_choice_have_no_control_tokens(reference: Reference) -> None:
+    words = Beginnings(reference.tokenizer, Labels(reference.tokenizer, ()), "{{ labels|join(' ') }}: {{ label }}")
+    found = words.tokens(LabelSet.of([[5], [6]]).with_texts(["</s> fox", "a dog"]), 1)
+    assert reference.tokenizer.eos_token_id not in found
+    assert reference.tokenizer.decode(found) == "</s> fox a dog: a dog"
 
 
 def test_an_end_tells_choices_apart_that_begin_alike(model: Path) -> None:
