@@ -95,6 +95,10 @@ class Further:
     most = 1
     """Questions about one row, at most."""
 
+    def later(self, window: Window, questions: Sequence[Question]) -> Collection[int]:
+        """The numbers of those of a window's questions that it asks itself, once their rows are scored."""
+        return ()
+
     def continuations(self, window: Window, questions: Mapping[int, Question]) -> Continuations | None:
         """Which of these questions of a window get a text as soon as they are scored; None where none does."""
         return None

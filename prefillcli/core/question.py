@@ -72,6 +72,8 @@ class Question:
     """How a text is written behind the prompt, and how the text begins; None: no text is written."""
     take: Callable[[Answer | None], None] | None = None
     """For a question about a scored row, this receives the answer; None: there is no answer."""
+    required: bool = False
+    """Whether a scored row without an answer to it is an error row."""
 
     @property
     def tokens(self) -> Int32Array:

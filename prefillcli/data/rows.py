@@ -229,7 +229,7 @@ class ScoredRow:
     # The number of the last layer that the row went through, from 1; None if it was read to the end. For a row of the
     # audit: the layer that gave its `logprobs`.
     exit_layer: int | None = None
-    # Of a row with several prompts, the answers to each in their order.
+    # Of a row with several prompts, the answers to each in their order; see `unasked`.
     # `logprobs` are those of the first then, or of the text whose pieces they read, and the costs are theirs together.
     parts: tuple[ScoredRow, ...] = ()
     by_token: ReadTokens | None = None  # of labels that want them
@@ -263,6 +263,11 @@ def joined_row(parts: Sequence[ScoredRow]) -> ScoredRow:
         parts=tuple(parts),
         by_token=by_token,
     )
+
+
+def unasked(row: int) -> ScoredRow:
+    """In the place of the answer to a prompt of a row that was not asked."""
+    return ScoredRow(row, np.empty(0), 0, 0, 0, 0.0)
 
 
 FULL, EARLY_EXIT = "full", "early-exit"

@@ -11,7 +11,17 @@ from typing import Protocol
 from prefillcli.core.feature import Feature
 from prefillcli.core.further import FurtherQuestions, GivenContinuations, WantedRow
 from prefillcli.core.question import AuditDraw, Question, kept_tokens, plan_questions, scored_row, thinning_of
-from prefillcli.data.rows import BATCH_ROWS, ErrorCode, Float64Array, Prompt, RowError, ScoredRow, Window, joined_row
+from prefillcli.data.rows import (
+    BATCH_ROWS,
+    ErrorCode,
+    Float64Array,
+    Prompt,
+    RowError,
+    ScoredRow,
+    Window,
+    joined_row,
+    unasked,
+)
 from prefillcli.data.windows import MAX_ROWS
 from prefillcli.engines.base import PLAIN, Answer, Continuations, Engine, PlanEngine, PoolUse, Treatment
 from prefillcli.plan.behind import LabelSet
@@ -122,11 +132,13 @@ class WindowWork:
         self._features = features
         self._in_limit = False
         self._numbers = 0  # blocks of packs, behind which later plans begin
-        self._by_row: dict[int, list[Question]] = {}
+        self._by_row: dict[int, dict[int, Question]] = {}
         """The questions about each row, in the order of its prompts."""
         self._remember(questions)
         self._asked = Counter(question.prompt.row for question in questions)
         """Prompts of each row."""
+        self._made = Counter(prompt.row for prompt in window.prompts)
+        """Prompts of each row, and those that wait until the row is scored."""
         self._parts: dict[int, dict[int, ScoredRow]] = {}
         """Of rows with several prompts, the answers so far."""
 
@@ -180,14 +192,14 @@ class WindowWork:
     def _whole(self, scored: ScoredRow, part: int) -> list[ScoredRow]:
         """The row that the answer to one of its prompts completes; none where others are missing."""
         row = scored.row
-        if self._asked[row] == 1:
+        if self._made[row] == 1:
             return [scored]
         found = self._parts.setdefault(row, {})
         found[part] = scored
         if len(found) < self._asked[row]:
             return []
         del self._parts[row]
-        return [joined_row([found[number] for number in sorted(found)])]
+        return [joined_row([found.get(number) or unasked(row) for number in range(self._made[row])])]
 
     def fail(self, prompt: int, error: RowError) -> Finished:
         """A prompt that cannot be answered makes its row an error row; where only its audit fails, there is none."""
@@ -217,7 +229,7 @@ class WindowWork:
         further = self.further
         if further is None or not rows:
             return list(rows)
-        prompts = (question.prompt for scored in rows for question in self._by_row[scored.row])
+        prompts = (question.prompt for scored in rows for question in self._by_row[scored.row].values())
         part = self.window.only(prompts, further.choice.columns)
         labels = further.choice.wanted(part, rows)
         finished = []
@@ -245,8 +257,8 @@ class WindowWork:
         return self.settle(rows, {})
 
     def _remember(self, questions: Sequence[Question]) -> None:
-        for question in sorted(questions, key=lambda each: each.prompt.part):
-            self._by_row.setdefault(question.prompt.row, []).append(question)
+        for question in questions:
+            self._by_row.setdefault(question.prompt.row, {})[question.prompt.part] = question
 
     def past_limit(self) -> list[WantedRow]:
         """Take out the wanted rows past the job's limit; the others wait in the order of the input. To be called when
@@ -343,8 +355,11 @@ class FollowUp:
         return finished
 
     def fail(self, prompt: int, error: RowError) -> Finished:
-        """The row keeps its score, without an answer to this question."""
-        return Finished(rows=self._answered(prompt, None))
+        """The row keeps its score, without an answer to this question, unless it needs one."""
+        if not self.questions[prompt].required:
+            return Finished(rows=self._answered(prompt, None))
+        row = self._rows[prompt].row
+        return Finished(errors={row: error}) if self._open.pop(row, 0) > 0 else Finished()
 
     def share(self, pack: Pack) -> tuple[float, float]:
         return 0.0, 0.0
@@ -442,8 +457,12 @@ def begin_window(
     questions, too_large = _fitting(questions, engine.limits.max_tokens)
     if not engine.whole_packs:
         questions = [question for question in questions if question.prompt.row not in done]
-    audited = _audited(window, questions, engine, options)
     further = options.further
+    for asker in further.askers if further is not None else ():
+        later = asker.later(window, questions)
+        finished.tokens.prompt += sum(len(questions[number].prompt.tokens) for number in later)
+        questions = [question for number, question in enumerate(questions) if number not in later]
+    audited = _audited(window, questions, engine, options)
     limited = engine.limits.reads_again or (further is not None and not further.has_room(rows_open + len(window.rows)))
     work = WindowWork(window, questions, audited, done, options.features, further, limited=limited)
     if found_before:

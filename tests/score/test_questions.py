@@ -118,7 +118,9 @@ def unique_tokens(sequences: list[list[int]]) -> int:
 
 
 def test_a_document_is_computed_once_for_all_its_questions(model: Path, eager: Eager) -> None:
-    assert score(make_input(), model=model, questions="q.yaml")["exit_code"] == 0
+    source = make_input()
+    Path("q.yaml").write_text(FILE.replace('    when: "fox.score > 0.5"\n', ""))
+    assert score(source, model=model, questions="q.yaml")["exit_code"] == 0
     asked = []
     for at, text in enumerate(TEXTS):
         for prompt, labels in ASKED.values():
@@ -128,6 +130,74 @@ def test_a_document_is_computed_once_for_all_its_questions(model: Path, eager: E
     assert tokens["unique"] == unique_tokens(asked)
     assert tokens["computed"] <= 1.01 * tokens["unique"]  # a shared beginning of very few tokens may be computed twice
     assert tokens["prompt"] == sum(row["prompt_tokens"] for row in read_output("out.parquet"))
+
+
+APART = """
+document: "{{ text }}"
+questions:
+  - name: fox
+    text: "\\nIs it a fox? Answer:"
+    labels: [Yes, No]
+  - name: kind
+    template: "{{ kind }}: {{ text }} {{ text }}\\nAnswer:"
+    labels: [very quick, not quick at all, brown]
+    when: "fox.score > 0.5"
+  - name: calm
+    template: "{{ text }} {{ kind }}.\\nAnswer:"
+    labels: [Yes, No]
+    when: "kind.prediction == 'brown'"
+"""
+APART_ASKED = {
+    "fox": (ASKED["fox"][0], {"Yes": [" Yes"], "No": [" No"]}),
+    "kind": ("{kind}: {text} {text}\nAnswer:", ASKED["tone"][1]),
+}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"workers": 2}, {"deterministic": True}, {"pack_tokens": 64, "questions_as": "rows"}, {"engine": "hf"}],
+)
+def test_a_question_that_shares_nothing_is_asked_where_its_condition_holds(
+    model: Path, eager: Eager, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prompts are read in a second pass, those of the chosen rows alone; a condition on its answers waits for no
+    third one."""
+    cut_small_windows(monkeypatch)
+    source = make_input()
+    Path("q.yaml").write_text(APART)
+    assert score(source, model=model, questions="q.yaml", **flags)["exit_code"] == 0
+    rows = read_output("out.parquet")
+    if "questions_as" in flags:
+        rows = [
+            {f"{each['question']}.{key}": value for each in rows[at : at + 3] for key, value in each.items()}
+            for at in range(0, len(rows), 3)
+        ]
+    read = []
+    for at, row in enumerate(rows):
+        own = {"text": TEXTS[at], "kind": "fable" if at % 3 else "news"}
+        for name, (prompt, labels) in APART_ASKED.items():
+            if name == "kind" and row["fox.score"] <= 0.5:
+                assert row["kind.score"] is row["kind.prediction"] is row["calm.score"] is None
+                continue
+            wanted = {label: math.exp(each) for label, each in eager.answer(prompt.format(**own), labels).items()}
+            assert abs(row[f"{name}.score"] - next(iter(wanted.values())) / sum(wanted.values())) < TOLERANCE
+            assert row[f"{name}.prediction"] == max(wanted, key=wanted.__getitem__)
+            read += [eager.ids(prompt.format(**own) + each)[:-1] for (each,) in labels.values()]
+        assert (row["calm.score"] is not None) == (row["kind.prediction"] == "brown")
+        read.append(eager.ids(f"{own['text']} {own['kind']}.\nAnswer:"))
+    assert 0 < sum(row["kind.score"] is not None for row in rows) < len(rows)
+    tokens = read_report()["tokens"]
+    if "questions_as" not in flags:
+        assert tokens["prompt"] == sum(row["prompt_tokens"] for row in rows)
+    if not flags:
+        assert tokens["follow_up"] > 0
+        assert tokens["computed"] <= 1.02 * unique_tokens(read)
+
+
+def test_a_question_behind_a_longer_document_is_asked_with_the_others(model: Path) -> None:
+    source = make_input(text=[text * 6 for text in TEXTS])
+    assert score(source, model=model, questions="q.yaml")["exit_code"] == 0
+    assert read_report()["tokens"]["follow_up"] == 0
 
 
 def test_kept_columns_ids_and_json_lines(model: Path, eager: Eager) -> None:

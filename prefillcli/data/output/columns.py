@@ -125,7 +125,7 @@ class ResultRows:
             each.row: RowError(ErrorCode.NONFINITE_SCORE, f"{_KINDS[own.measure]} {answer.logprobs.tolist()}")
             for each in results
             for own, answer in zip(schema.asked, each.answers if schema.questions else (each,), strict=True)
-            if not np.isfinite(label_scores(answer.logprobs, temperature, own.measure)[0])
+            if len(answer.logprobs) and not np.isfinite(label_scores(answer.logprobs, temperature, own.measure)[0])
         }
         errors = errors | wrong
         results = [each for each in results if each.row not in wrong]
@@ -167,7 +167,7 @@ class ResultRows:
         rows = made(schema, results, 0)
         for number, own in enumerate(schema.questions):
             chosen = set(numbers.tolist()) if own.when is None else own.when(rows)
-            answered = [each.answers for each in results if each.row in chosen]
+            answered = [each.answers for each in results if each.row in chosen and len(each.answers[number].logprobs)]
             found = made(own, [each[number] for each in answered], number)
             if (other := own.exchanged) is not None:
                 found = found.with_other_order(made(own, [each[other] for each in answered], other))

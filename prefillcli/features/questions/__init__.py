@@ -13,7 +13,10 @@ from prefillcli.options.requirements import Requirement
 
 if TYPE_CHECKING:
     from prefillcli.core.feature import (
+        Choice,
+        Condition,
         Counts,
+        Further,
         Group,
         Job,
         Labels,
@@ -156,6 +159,19 @@ class Questions(Feature):
         # A builder closes its templates: another one gets its own.
         templates, self._templates = self._templates or compiled(self._file, available), []
         return QuestionsBuilder(opening.opened.tokenizer, settings, available, self._file, templates)
+
+    def condition(self, schema: OutputSchema) -> Condition | None:
+        from prefillcli.features.questions.second import SecondPass
+
+        settings, waiting = self.settings, self._file.waiting
+        others = [each for each in features_of(settings) if each.asks() or each.rewrites]
+        # A question that is compressed or audited, or about which more is asked, is asked with all others.
+        apart = bool(waiting) and not others and not settings.audit and settings.engine == "torch"
+        self._second = SecondPass(schema, waiting) if apart else None
+        return self._second
+
+    def further(self, opening: Opening, choice: Choice) -> Further | None:
+        return self._second
 
     def identity(self, opening: Opening, values: dict[str, Any], models: LocalModels) -> Mapping[str, str]:
         from prefillcli.data.output.target import QUESTION_ROWS

@@ -88,6 +88,19 @@ class QuestionFile:
         return [number for number, each in enumerate(self.questions) if each.swap]
 
     @property
+    def waiting(self) -> dict[int, int]:
+        """The numbers of the prompts that may wait for the answers to others, with the number of their question: its
+        condition is on questions that are asked of all rows."""
+        always = {each.name for each in self.questions if each.when is None}
+        found = {
+            number: number
+            for number, each in enumerate(self.questions)
+            if each.when is not None and {name.partition(".")[0] for name in each.when.condition.columns} <= always
+        }
+        others = enumerate(self.swapped, len(self.questions))
+        return found | {part: number for part, number in others if number in found}
+
+    @property
     def schemas(self) -> tuple[OutputSchema, ...]:
         """The columns of the answers to each question. The other prompts come behind those of all questions."""
         return schemas(self.questions)
