@@ -457,10 +457,11 @@ def begin_window(
     questions, too_large = _fitting(questions, engine.limits.max_tokens)
     if not engine.whole_packs:
         questions = [question for question in questions if question.prompt.row not in done]
-    further = options.further
+    further, waiting = options.further, 0
     for asker in further.askers if further is not None else ():
         later = asker.later(window, questions)
-        finished.tokens.prompt += sum(len(questions[number].prompt.tokens) for number in later)
+        prompts = (questions[number].prompt for number in later)
+        waiting += sum(len(prompt.tokens) for prompt in prompts if prompt.row not in done)
         questions = [question for number, question in enumerate(questions) if number not in later]
     audited = _audited(window, questions, engine, options)
     limited = engine.limits.reads_again or (further is not None and not further.has_room(rows_open + len(window.rows)))
@@ -468,6 +469,9 @@ def begin_window(
     if found_before:
         _add_known(finished, work, found_before, known)
         listener.step(None, len(found_before), finished.tokens.prompt, 0)
+    if waiting:  # progress counts what is read for a row in the first place
+        finished.tokens.prompt += waiting
+        listener.step(None, 0, waiting, 0)
     with listener.phase("plan"):
         work.plan = plan_questions(
             work.questions, engine.limits, options.schedule, carried=carried, block_tokens=options.block_tokens

@@ -7,13 +7,23 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prefillcli import Scorer
+from prefillcli.core.further import Choice, Further, FurtherQuestions, WantedRow
+from prefillcli.core.question import Question
+from prefillcli.data.output.columns import OutputSchema
+from prefillcli.data.rows import ErrorCode, Prompt, RowError, ScoredRow, Window
+from prefillcli.engines.base import Answer
 from prefillcli.errors import UsageError
+from prefillcli.jobs.loop import Finished, FollowUp
+from prefillcli.plan.behind import LabelSet
+from prefillcli.plan.pack import Limits
 from tests.score.jobs import TOLERANCE, read_output, read_report, score, write_jsonl, write_parquet
 from tests.score.processes import Command, Hold, cut_small_windows
 
@@ -192,6 +202,29 @@ def test_a_question_that_shares_nothing_is_asked_where_its_condition_holds(
     if not flags:
         assert tokens["follow_up"] > 0
         assert tokens["computed"] <= 1.02 * unique_tokens(read)
+
+
+def test_a_row_whose_second_question_has_no_answer_is_an_error_row() -> None:
+    class Asker(Further):
+        def questions(self, window: Window, row: WantedRow, limits: Limits) -> list[Question]:
+            return [Question(row.question.prompt, take=lambda answer: None, required=True) for _ in range(3)]
+
+    labels = LabelSet.of([[5], [7]])
+    rows = [
+        WantedRow(
+            Question(Prompt(row, np.array([row], np.int32), labels)), ScoredRow(row, np.zeros(2), 0, 1, 1, 0.0), 0
+        )
+        for row in (3, 4)
+    ]
+    schema = OutputSchema(labels=("a", "b"))
+    further, limits = FurtherQuestions(Choice(schema), [Asker()]), Limits(100, 100)
+    window = Window(0, np.array([3, 4]), [], {}, pa.table({}))
+    work = FollowUp(window, rows, further, limits, "prefix-tree")
+    error = RowError(ErrorCode.EXCEEDS_MEMORY, "why")
+    assert work.fail(1, error) == Finished(errors={3: error})
+    assert work.fail(2, error) == Finished()
+    answers = [Answer(prompt, np.zeros(2), computed_tokens=1, shared_tokens=0, seconds=0.0) for prompt in (0, 3, 4, 5)]
+    assert [row.row for answer in answers for row in work.take(work.plan.packs[0], [answer]).rows] == [4]
 
 
 def test_a_question_behind_a_longer_document_is_asked_with_the_others(model: Path) -> None:

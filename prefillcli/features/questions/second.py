@@ -75,7 +75,7 @@ def _computed(questions: Sequence[Question]) -> int:
 
 def _take(row: ScoredRow, question: Question, answer: Answer | None) -> None:
     # Put the answer to one of its prompts into a row.
-    if answer is None:
+    if answer is None:  # the row is an error row, as the question is required
         return
     found, part = scored_row(question, answer), question.prompt.part
     row.parts = (*row.parts[:part], found, *row.parts[part + 1 :])
