@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         RunReport,
         Section,
     )
+    from prefillcli.features.questions.second import SecondPass
 
 CORRELATIONS = "correlations"  # in a report, and in the plan of a shard
 
@@ -72,6 +73,7 @@ class Questions(Feature):
     options = {"score": QuestionOptions}
     keys = {"orders": None, "audits": None, "correlations": None}
     _templates: Sequence[RowTemplate] = ()
+    _second: SecondPass | None = None
 
     @property
     def columns(self) -> Sequence[Group]:  # type: ignore[override]  # as the options say
