@@ -91,7 +91,7 @@ def ordered(rows: int = 100) -> None:
         for examples in (0, 3, 6):
             shown = first_short(reviews("Train", neutral=True), examples, tuple(right))
             before = "".join(f"Review: {each.text}\n{asked} {words[each.sentiment]}\n\n" for each in shown)
-            data = {
+            data: dict[str, list[Any]] = {
                 "prompt": [f"{before}Review: {each.text}\n{asked}" for each in few],
                 "truth": [right[each.sentiment] for each in few],
             }
