@@ -553,7 +553,7 @@ def _steps(block: IntArray, runs: BlockArray) -> int:
 
 def _seen(block: IntArray, runs: BlockArray) -> tuple[int, int]:
     # The depths first:end of the keys that a block of queries sees.
-    _, rows, depth, first, last = block.tolist()
+    _, rows, depth, first, last, _ = block.tolist()
     start, end, behind = runs[last - 1].tolist()
     return int(runs[first, 2]), min(behind + end - start, depth + rows)
 
