@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -27,15 +28,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.reviews import TOPICS, question_prompts
 from benchmarks.spread import Spread
 from prefillcli.bench.contest import interleaved
-from prefillcli.core.question import Question, answer_questions
+from prefillcli.core.question import Question, answer_questions, plan_questions
 from prefillcli.data.prompts.labels import Label, LabelError, Labels, tail_of
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.hf import sequence_logprobs
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.models.law import CHUNK_TOKENS, PACK_TOKENS
 from prefillcli.plan.behind import LabelSet
-from prefillcli.plan.pack import Limits
+from prefillcli.plan.pack import Limits, Pack
+from prefillcli.prefill import layout
+from prefillcli.prefill.attention import LANES, TILE
 from prefillcli.prefill.forest import ATTENTION, register
+from prefillcli.prefill.layout import Chunk, Tree, split_evenly
 from prefillcli.prefill.walk import LayerWalk
 from recipes.choose_prompt import first_short
 from recipes.real_model import real_model, reviews
@@ -103,7 +107,11 @@ def ordered(rows: int = 100) -> None:
 
 @app.command()
 def questions(documents: int = 3, tokens: int = 2000, rounds: int = 5, dtype: str = "bfloat16") -> None:
-    """Ten questions about each document and one, in turn in one process. Peers: `benchmarks.peers`."""
+    """Ten questions about each document and one, in turn in one process. Peers: `benchmarks.peers`.
+
+    `apart` are ten whose nodes have blocks of queries of their own in the attention kernel. `looks` are the tiles of
+    keys that it looks at in a layer, for each K,V head.
+    """
     register()
     model = AutoModelForCausalLM.from_pretrained(
         real_model(), dtype=getattr(torch, dtype), attn_implementation=ATTENTION
@@ -111,18 +119,38 @@ def questions(documents: int = 3, tokens: int = 2000, rounds: int = 5, dtype: st
     tokenizer = AutoTokenizer.from_pretrained(real_model())
     labels = LabelSet.of([tokenizer(each).input_ids for each in (" Yes", " No")])
     prompts = [Question(Prompt(row, each, labels)) for row, each in enumerate(question_prompts(documents, tokens))]
+    rows = LANES * model.config.num_key_value_heads // model.config.num_attention_heads
+    own = {"one": prompts[:: len(TOPICS)], "ten": prompts, "apart": prompts}
     computed: dict[str, int] = {}
     with closing(LayerWalk(model, chunk_tokens=CHUNK_TOKENS["cpu"])) as walk:
         engine = TorchEngine(walk, limits=Limits(PACK_TOKENS["cpu"], 1 << 30))
 
-        def ask(name: str, asked: list[Question]) -> None:
-            computed[name] = sum(each.computed_tokens for each in answer_questions(engine, asked))
+        def ask(name: str) -> None:
+            with patch.object(layout, "TILE", 1 << 60 if name == "apart" else TILE):
+                computed[name] = sum(each.computed_tokens for each in answer_questions(engine, own[name]))
 
-        own = {"one": prompts[:: len(TOPICS)], "ten": prompts}
-        times = interleaved({name: partial(ask, name, asked) for name, asked in own.items()}, rounds)
-    spread = Spread.of([ten / one for one, ten in zip(times["one"], times["ten"], strict=True)])
-    found = {"computed": computed, "tokens": computed["ten"] / computed["one"], "seconds": times, "time": str(spread)}
-    typer.echo(json.dumps({"dtype": dtype, **found}))
+        times = interleaved({name: partial(ask, name) for name in own}, rounds)
+        looked = {}
+        for name, asked in own.items():
+            with patch.object(layout, "TILE", 1 << 60 if name == "apart" else TILE):
+                looked[name] = sum(_looks(pack, rows) for pack in plan_questions(asked, engine.limits).packs)
+    ratios = {
+        name: str(Spread.of([each / one for one, each in zip(times["one"], times[name], strict=True)]))
+        for name in ("ten", "apart")
+    }
+    found = {"computed": computed, "looks": looked, "seconds": times, "time": ratios}
+    typer.echo(json.dumps({"dtype": dtype, "tokens": computed["ten"] / computed["one"], **found}))
+
+
+def _looks(pack: Pack, rows: int) -> int:
+    # Tiles of keys that the attention kernel looks at for blocks of at most so many queries.
+    tree, found = Tree(pack), 0
+    for start, end in split_evenly(len(pack.tokens), CHUNK_TOKENS["cpu"]):
+        blocks, _ = Chunk(tree, start, end, torch.device("cpu"), batched=1).blocks(None, rows)
+        for own in np.split(blocks, np.flatnonzero(blocks[1:, 5] == 0) + 1):
+            together = int(own[1:, 5].min()) // TILE if len(own) > 1 else 0
+            found += together + sum(-(-int(depth + count) // TILE) - together for _, count, depth, *_ in own)
+    return found
 
 
 @app.command()
