@@ -154,9 +154,9 @@ def gone(pids: Iterator[int] | list[int]) -> bool:
     return not any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids)
 
 
-def assert_same(job: Path) -> None:
+def assert_same(wanted_path: Path) -> None:
     """The output is that of one process, but for the seconds and the last digits of what was computed again."""
-    found, wanted = pq.read_table("out.parquet"), pq.read_table(job / "one.parquet")
+    found, wanted = pq.read_table("out.parquet"), pq.read_table(wanted_path)
     assert found.schema.equals(wanted.schema)
     for name in set(wanted.column_names) - {"seconds"}:
         rows = zip(found[name].to_pylist(), wanted[name].to_pylist(), strict=True)
@@ -168,7 +168,7 @@ def assert_same(job: Path) -> None:
 def test_two_actors_write_the_file_of_one_process_and_say_nothing(job: Path) -> None:
     driver = Driver(job, "--quiet")
     assert driver.end()["exit_code"] == 3
-    assert_same(job)
+    assert_same(job / "one.parquet")
     said = [line for line in Path("stderr").read_text().splitlines() if "1 of 240 rows are errors" not in line]
     assert said == []
     workers = read_report("out.run.json")["workers"]
@@ -193,11 +193,29 @@ def test_actors_write_the_texts_of_one_process(job: Path) -> None:
     assert read_report("out.run.json")["rationales"]["decode_seconds"] > 0
 
 
+def test_actors_answer_several_questions(job: Path) -> None:
+    """One of them in a second pass over the rows for which its condition holds."""
+    Path("q.yaml").write_text("""
+document: "{{ prompt }}"
+questions:
+  - {name: one, text: " Is it so?", labels: [Yes, No]}
+  - {name: two, text: " They are", labels: [very quick, not quick]}
+  - {name: three, template: "{{ id }}: {{ prompt }}", labels: [Yes, No], when: two.score > 0.5}
+""")
+    questions = Path("q.yaml").resolve()
+    driver = Driver(job, "--quiet", "--questions", questions)
+    assert driver.end()["exit_code"] == 3
+    flags = {"model": job / "model", "id_column": "id", "threads": 1, **SIZES, "questions": questions}
+    assert score(job / "in.parquet", "alone.parquet", **flags)["exit_code"] == 3
+    assert 0 < pq.read_table("alone.parquet")["three.score"].null_count < ROWS - 1
+    assert_same(Path("alone.parquet"))
+
+
 def test_an_actor_that_is_killed_loses_no_row(job: Path) -> None:
     driver = Driver(job)
     os.kill(driver.wait_until_they_work()[0], signal.SIGKILL)
     assert driver.end()["exit_code"] == 3
-    assert_same(job)
+    assert_same(job / "one.parquet")
     assert "A worker died or was killed" in Path("stderr").read_text()
 
 
@@ -209,7 +227,7 @@ def test_a_machine_that_is_lost_loses_no_row(job: Path, cluster: Any) -> None:
         assert driver.end()["exit_code"] == 3
     finally:
         cluster.second = cluster.add_node(num_cpus=1)
-    assert_same(job)
+    assert_same(job / "one.parquet")
     assert "Raylet is terminated" in Path("stderr").read_text()
 
 
@@ -228,7 +246,7 @@ def test_a_driver_that_is_killed_takes_its_actors_along_and_resume_goes_on(job: 
     assert read_report("out.run.json")["resumed"]
     every = [tokens or 0 for tokens in pq.read_table("out.parquet")["computed_tokens"].to_pylist()]
     assert read_report("out.run.json")["tokens"]["computed"] < sum(every)
-    assert_same(job)
+    assert_same(job / "one.parquet")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

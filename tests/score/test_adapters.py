@@ -115,6 +115,22 @@ def test_each_row_has_the_score_of_its_adapter(model: Path, adapters: Adapters, 
         assert report["tokens"]["computed"] <= 1.02 * report["tokens"]["unique"]
 
 
+def test_longer_labels_have_the_log_probabilities_of_the_rows_adapter(model: Path, adapters: Adapters) -> None:
+    labels = ("brown fox", "quick brown dog")
+    assert score(make_input(), **flags(model, adapters, labels=",".join(labels)))["exit_code"] == 0
+    for row, prompt, name in zip(rows_of(), prompts(), names("rows"), strict=True):
+        reference = adapters.references[name]
+        before = reference.ids(prompt)
+        for label in labels:
+            whole = reference.ids(f"{prompt} {label}")
+            assert whole[: len(before)] == before
+            with torch.inference_mode():
+                logits = reference._model(input_ids=torch.tensor([whole]), use_cache=False).logits[0].double()
+            read = [logits[at - 1].log_softmax(-1)[whole[at]] for at in range(len(before), len(whole))]
+            assert len(read) > 1
+            assert row[f"logprob_{label}"] == pytest.approx(float(sum(read)), abs=1e-4)
+
+
 def test_adapters_are_exchanged_once_in_a_window(
     model: Path, adapters: Adapters, monkeypatch: pytest.MonkeyPatch
 ) -> None:

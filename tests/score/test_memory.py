@@ -24,9 +24,11 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def peak_bytes(model: Path, rows: int) -> int:
     with Path("in.jsonl").open("w") as file:
-        file.writelines(json.dumps({"id": f"r{i}", "prompt": f"fox {i % 9973}: yes?"}) + "\n" for i in range(rows))
+        for i in range(rows):  # the note goes to the output: 2 KB that a row takes as long as it is held
+            print(json.dumps({"id": f"r{i}", "prompt": f"fox {i % 9973}: yes?", "note": f"{i} " * 300}), file=file)
     command = [sys.executable, "-m", "prefillcli", "score", "in.jsonl", "-m", str(model), "-o", "out.jsonl", "-q"]
-    done = subprocess.run([*command, "--id-column", "id", "--overwrite"], capture_output=True)
+    command += ["--id-column", "id", "--keep-columns", "note", "--overwrite"]
+    done = subprocess.run(command, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rows"]["scored"] == rows
     peak: int = json.loads(Path("out.run.json").read_text())["peak_memory_bytes"]["host"]
