@@ -193,19 +193,20 @@ def test_actors_write_the_texts_of_one_process(job: Path) -> None:
     assert read_report("out.run.json")["rationales"]["decode_seconds"] > 0
 
 
-def test_actors_answer_several_questions(job: Path) -> None:
+def test_actors_answer_several_questions(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them in a second pass over the rows for which its condition holds."""
     Path("q.yaml").write_text("""
 document: "{{ prompt }}"
 questions:
   - {name: one, text: " Is it so?", labels: [Yes, No]}
   - {name: two, text: " They are", labels: [very quick, not quick]}
-  - {name: three, template: "{{ id }}: {{ prompt }}", labels: [Yes, No], when: two.score > 0.5}
+  - {name: three, template: "{{ id }}: {{ prompt }}", labels: [Yes, No], when: one.score > 0.3226}  # no score is near
 """)
     questions = Path("q.yaml").resolve()
     driver = Driver(job, "--quiet", "--questions", questions)
     assert driver.end()["exit_code"] == 3
     flags = {"model": job / "model", "id_column": "id", "threads": 1, **SIZES, "questions": questions}
+    monkeypatch.setattr("tests.score.jobs.granularity", Granularity(batch_rows=10, window_rows=40))
     assert score(job / "in.parquet", "alone.parquet", **flags)["exit_code"] == 3
     assert 0 < pq.read_table("alone.parquet")["three.score"].null_count < ROWS - 1
     assert_same(Path("alone.parquet"))
