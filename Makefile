@@ -19,7 +19,7 @@ JOB_SHUFFLES ?= 3
 # Number of parallel test processes. Each takes about 1 GB
 TEST_WORKERS ?= 2
 
-.PHONY: setup setup-real setup-airflow setup-vllm setup-ray demo demo-real test test-matrix test-real test-nightly test-faults \
+.PHONY: setup setup-real setup-airflow setup-vllm setup-ray reference demo demo-real test test-matrix test-real test-nightly test-faults \
 	test-airflow test-vllm test-ray removals fuzz lint format bench bench-reviews distill-draft bench-peers bench-exits bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
 
 setup: $(VENV)/.ready
@@ -66,6 +66,10 @@ $(RAY_VENV)/.ready: pyproject.toml
 	$(RAY_VENV)/bin/pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(RAY_VENV)/bin/pip install --quiet --disable-pip-version-check --editable ".[ray]" "pytest>=8"
 	touch $@
+
+# docs/options.md, from the options themselves
+reference: setup
+	$(BIN)/python -m tests.reference
 
 demo: setup
 	$(BIN)/python -m recipes.demo

@@ -75,7 +75,7 @@ def _job(job: Callable[[AnyOptions], Summary]) -> Callable[[AnyOptions], Summary
     command.__doc__ = job.__doc__
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
     command.__annotations__ = {each.name: each.annotation for each in parameters}
-    app.command(name, cls=GroupedCommand)(command)
+    app.command(name, cls=GroupedCommand.of(kind))(command)
     return job
 
 

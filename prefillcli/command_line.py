@@ -13,7 +13,7 @@ from typer.core import TyperArgument, TyperCommand
 
 from prefillcli.errors import Interrupted, PrefillError, shown
 from prefillcli.options.groups import ModelOptions
-from prefillcli.options.load import load_settings
+from prefillcli.options.load import load_settings, settled_options
 from prefillcli.options.option import RUN, Settings, details_of
 from prefillcli.runtime import log
 from prefillcli.runtime.cores import prepare
@@ -23,23 +23,44 @@ from prefillcli.runtime.memory import prepare_allocator
 from prefillcli.runtime.signals import end_process, stop_before_the_job, stop_no_more
 
 AnyOptions = TypeVar("AnyOptions", bound=Settings)
+MOST_OPTIONS = 20  # on a help page
+SET, HELP_ALL = "set", "help_all"  # parameters of commands that are no fields of their settings
 
 
 # The command line of a command, made from its settings.
 
 
 def parameters_of(settings: type[Settings]) -> list[inspect.Parameter]:
-    """The argument that is given by its place, an option for each other field of `settings`, and `--recipe`.
+    """The argument that is given by its place, an option for each other field of `settings` that has a flag, and
+    `--recipe`, `--set` and `--help-all`.
 
     None stands for "not given".
     """
     place = settings.given_by_place()
     recipe = typer.Option("--recipe", metavar="FILE", help="YAML with options by name.", rich_help_panel=RUN)
+    chosen = typer.Option("--set", metavar="NAME=VALUE", help="A setting, see below; repeatable.", rich_help_panel=RUN)
+    whole = typer.Option(
+        "--help-all", help="Show all options, by feature.", rich_help_panel=RUN, is_eager=True, callback=_show_all
+    )
     return [
         *([] if place is None else [_argument(settings, place)]),
-        *(_option(settings, name) for name in settings.model_fields if name != place),
+        *(_option(settings, name) for name in settings.of_level("first", "more")),
         _parameter("recipe", str, recipe),
+        *([_parameter(SET, list[str], chosen)] if settings.of_level("settled") else []),
+        *([_parameter(HELP_ALL, bool, whole)] if is_long(settings) else []),
     ]
+
+
+def is_long(settings: type[Settings]) -> bool:
+    """Whether a help page with all options would be too long to be read."""
+    return len(settings.model_fields) > MOST_OPTIONS
+
+
+def _show_all(context: typer.Context, asked: bool | None) -> None:
+    if asked:
+        context.meta[HELP_ALL] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
 
 
 def _argument(settings: type[Settings], name: str) -> inspect.Parameter:
@@ -64,21 +85,27 @@ def _option(settings: type[Settings], name: str) -> inspect.Parameter:
     if get_origin(field.annotation) is Literal:
         words = list(get_args(field.annotation))
         metavar = "|".join(words)
-    help = field.description or ""
-    if "(default" not in help and field.default not in (None, False, (), {}):
-        default = field.default if not isinstance(field.default, tuple) else ", ".join(map(str, field.default))
-        help += f" (default: {default})"
     if details.short:
         names.append(details.short)
     option = typer.Option(
         *names,
-        help=help,
+        help=option_help(settings, name),
         rich_help_panel=details.panel,
         metavar=metavar,
         show_default=False,
         autocompletion=(lambda incomplete: [word for word in words if word.startswith(incomplete)]) if words else None,
     )
     return _parameter(name, kind, option)
+
+
+def option_help(settings: type[Settings], name: str) -> str:
+    """The help text of an option, with its default."""
+    field = settings.model_fields[name]
+    help = field.description or ""
+    if "(default" not in help and field.default not in (None, False, "", (), {}):
+        default = field.default if not isinstance(field.default, tuple) else ", ".join(map(str, field.default))
+        help += f" (default: {default})"
+    return help
 
 
 def _parameter(name: str, kind: Any, shown: Any) -> inspect.Parameter:
@@ -96,18 +123,44 @@ _NO_BREAK = "\N{NON-BREAKING HYPHEN}"  # lines are not broken at it, as they are
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help page shows each option under the name of its panel."""
+    """A command whose help page shows each option under the name of its panel: the first ones, or all of them."""
+
+    settings: type[Settings] = Settings
+
+    @classmethod
+    def of(cls, settings: type[Settings]) -> type[GroupedCommand]:
+        """A kind of command that takes these settings."""
+        return type(cls.__name__, (cls,), {"settings": settings})
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """The words of the command line. Says how a setting is given that has no flag."""
+        for word in args:
+            name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+            if word.startswith("--") and name in self.settings.of_level("settled"):
+                ctx.fail(f"{word}: this setting has no flag of its own, give --set {name}=VALUE")
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options to the page: arguments first, then the options panel by panel."""
         groups: dict[str, list[tuple[str, str]]] = {}
+        left_out = set()
+        if is_long(self.settings) and HELP_ALL not in ctx.meta:
+            left_out = {SET, *self.settings.of_level("more")}
         for each in self.get_params(ctx):
             record = each.get_help_record(ctx)
-            if record is not None:
+            if record is not None and each.name not in left_out:
                 names, help = record
                 kind = "Arguments" if isinstance(each, TyperArgument) else "Options"
                 rows = groups.setdefault(getattr(each, "rich_help_panel", None) or kind, [])
                 rows.append((names, help.replace("-", _NO_BREAK)))
+        settled = self.settings.of_level("settled")
+        if left_out:
+            more = len(left_out & set(self.settings.model_fields))
+            all_options = f"prefill {self.name} --help{_NO_BREAK}all".replace("-", _NO_BREAK)
+            groups[f"{more} more options, and {len(settled)} settings"] = [(all_options, "")]
+        elif settled:
+            rows = [(f"{name}=", option_help(self.settings, name).replace("-", _NO_BREAK)) for name in settled]
+            groups["Settings, which measurement has settled (--set NAME=VALUE)"] = rows
         for name, rows in groups.items():
             with formatter.section(name):
                 formatter.write_dl(rows)
@@ -147,7 +200,9 @@ def run(app: Callable[[], Any]) -> None:
 def load_options(kind: type[AnyOptions], recipe: str | None, flags: dict[str, Any]) -> AnyOptions:
     """The settings of a command, with this process prepared for them. Ends the command where they are wrong."""
     given = {name: value for name, value in flags.items() if value not in (None, [])}
+    given.pop(HELP_ALL, None)
     try:
+        given |= settled_options(kind, given.pop(SET, []))
         settings = load_settings(kind, given, recipe=recipe)
     except PrefillError as error:
         log.error(str(error))

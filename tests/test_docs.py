@@ -11,15 +11,17 @@ from typer.testing import CliRunner
 from prefillcli.bench.bench_job import METHODS
 from prefillcli.bench.report import BenchReport, MethodResult, WorkloadResult
 from prefillcli.cli import app
+from prefillcli.command_line import MOST_OPTIONS
 from prefillcli.data.output import FORMATS
 from prefillcli.data.rows import ErrorCode
 from prefillcli.jobs.status import Status
 from prefillcli.jobs.verify import Verified
 from prefillcli.models.weights import FORMATS as QUANTISED
 from prefillcli.models.weights import QuantisedFormat
-from prefillcli.options.commands import COMMANDS
+from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.plan import SCHEDULES
 from prefillcli.report.run import RunReport
+from tests.reference import PAGE, reference
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
@@ -30,21 +32,44 @@ def options(text: str) -> set[str]:
 
 
 def options_of(command: str) -> set[str]:
-    fields = COMMANDS[command].model_fields
-    no = {"--no-chat", "--allow-special"} if "chat" in fields else set()
-    no |= {"--no-keep-private"} if "keep_private" in fields else set()
-    return {"--" + name.replace("_", "-") for name in fields if name not in ("inputs", "scores")} | {"--recipe"} | no
+    kind = COMMANDS[command]
+    flags = kind.of_level("first", "more")
+    no = {"--no-chat", "--allow-special"} if "chat" in flags else set()
+    no |= {"--no-keep-private"} if "keep_private" in flags else set()
+    more = {"--recipe", "--set"} if kind.of_level("settled") else {"--recipe"}
+    return {"--" + name.replace("_", "-") for name in flags} | more | no
+
+
+def help_of(command: str, flag: str) -> tuple[str, set[str]]:
+    """A help page, and the flags that it lists."""
+    wide = {"COLUMNS": "300", "TERMINAL_WIDTH": "300"}
+    shown = CliRunner(env=wide).invoke(app, [command, flag]).output
+    lists = re.findall(r"^  ((?:-\w, )?--[a-z-]+(?: / --[a-z-]+)?)", shown, re.MULTILINE)
+    return shown, set().union(*map(options, lists)) - {"--help", "--help-all"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_option_is_documented_and_in_the_help(command: str) -> None:
-    shown = CliRunner(env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"}).invoke(app, [command, "--help"]).output
-    assert "-h" in re.split(r"[\s,]+", shown)
-    assert options(shown) - {"--help"} == options_of(command)
-    pages = {(ROOT / "docs" / f"{name}.md").read_text() for name in ("score", command)}
-    own = options_of(command) if command == "score" else options_of(command) - options_of("score")
-    assert own <= options((ROOT / "docs" / f"{command}.md").read_text())
-    assert options_of(command) <= options("".join(pages))
+def test_every_option_is_in_the_help(command: str) -> None:
+    kind = COMMANDS[command]
+    short, flags = help_of(command, "--help")
+    assert "-h" in re.split(r"[\s,]+", short)
+    if len(kind.model_fields) <= MOST_OPTIONS:
+        assert flags == options_of(command)
+        return
+    whole, all_flags = help_of(command, "--help-all")
+    assert all_flags == options_of(command)
+    assert all(f"\n  {name}=" in whole for name in kind.of_level("settled"))
+    first = {"--" + name.replace("_", "-") for name in kind.of_level("first")}
+    assert flags == first | {"--no-chat", "--recipe"}
+    assert f"\n{len(kind.of_level('more'))} more options" in short
+
+
+def test_a_first_job_needs_twenty_options() -> None:
+    assert len([*ScoreSettings.of_level("first"), "recipe"]) == 20
+
+
+def test_the_reference_is_made_of_the_options() -> None:
+    assert PAGE.read_text() == reference(), "make reference"
 
 
 @pytest.mark.parametrize("command", ["verify", "status"])
@@ -62,7 +87,7 @@ def test_commands_that_only_look_have_a_page_with_their_options_and_keys(command
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
-    known = set().union(*map(options_of, COMMANDS)) | {"--help", "--version"}
+    known = set().union(*map(options_of, COMMANDS)) | {"--help", "--help-all", "--version"}
     known |= {"--install-completion", "--show-completion"}
     known |= {"--case", "--dtype", "--model", "--rounds", "--scale", "--size", "--real"}  # of python -m benchmarks
     known |= {"--document", "--questions"}  # of python -m benchmarks.details windows

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from prefillcli.command_line import is_long
 from prefillcli.core.feature import features
 from prefillcli.models.files import sample_draft, sample_model
+from prefillcli.options.commands import COMMANDS
 from tests.adapters import save_adapter
 from tests.score.jobs import write_parquet
 from tests.test_architecture import MODULES, PACKAGE, imported
@@ -127,9 +129,10 @@ def test_a_feature_can_be_deleted(name: str, tmp_path: Path, whole: Callable[[st
     shutil.rmtree(room) if room.is_dir() else room.unlink()
     own = next(each for each in features() if each.__module__.split(".")[2] == name)
     for command, group in own.options.items():
-        code, shown = run(rest, tmp_path, command, "--help")
+        flag = "--help-all" if is_long(COMMANDS[command]) else "--help"
+        code, shown = run(rest, tmp_path, command, flag)
         assert code == 0
-        left = {name.replace("-", "_") for name in re.findall(r"^  (?:-\w, )?--([\w-]+)", shown, re.MULTILINE)}
+        left = {name.replace("-", "_") for name in re.findall(r"^  (?:-\w, )?(?:--)?([\w-]+)", shown, re.MULTILINE)}
         assert "quiet" in left
         core = [base for base in group.__mro__ if base.__module__.startswith("prefillcli.options.")]
         assert not left & (group.model_fields.keys() - {name for base in core for name in base.model_fields})

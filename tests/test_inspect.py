@@ -42,7 +42,7 @@ SAMPLES = Path(__file__).parent.parent / "samples"
 POSTS, CREDITS = SAMPLES / "post_recommendation.parquet", SAMPLES / "credit_verification.jsonl"
 MODEL = ("-m", SAMPLES / "models" / "target")
 PAIR = (*MODEL, "--draft", SAMPLES / "models" / "draft")
-COMPRESS = ("--keep", "0.2", "--query-window", "8", "--compress-above", "0")
+COMPRESS = ("--keep", "0.2", "--set", "query_window=8", "--compress-above", "0")
 TOLERANCE = 1e-5
 TRICKY = "a\r\nb\n\n 👩\u200d💻👍🏽 e\u0301o\u0308 日本語\u3000ü\tZ\u0336 \ufffd\x00 <s> naïve  x"
 
@@ -198,12 +198,11 @@ def test_every_row_of_a_mixed_window_is_read_as_score_reads_it(
     mixed: Path, options: dict[str, Any], tmp_path: Path, inspected: list[Inspection]
 ) -> None:
     wanted = scored(mixed, tmp_path / "out.parquet", **options)
-    flags = [
-        f"--{name.replace('_', '-')}" + (f"={value}" if value is not True else "") for name, value in options.items()
-    ]
+    recipe = tmp_path / "options.yaml"
+    recipe.write_text(json.dumps(options))
     assert {row["method"] for row in wanted} == {"full", "specprefill"}
     for number, row in enumerate(wanted):
-        done = prefill("inspect", mixed, *PAIR, *flags, "--row", number)
+        done = prefill("inspect", mixed, *PAIR, "--recipe", recipe, "--row", number)
         line = line_of(done)
         assert (line["method"], line["kept_tokens"]) == (row["method"], row["kept_tokens"]), number
         score = line["score"] if row["method"] == "full" else line["score_compressed"]
@@ -217,12 +216,12 @@ def test_every_row_of_a_mixed_window_is_read_as_score_reads_it(
     [
         (2, COMPRESS, "its column specprefill is false"),
         (3, COMPRESS, "its column keep is 1"),
-        (0, ("--keep-last", "8"), "--keep is 1"),
+        (0, ("--set", "keep_last=8"), "--keep is 1"),
         (7, COMPRESS, "of its 8 tokens the first 4 and last 64 stay anyway"),
         (0, ("--keep", "0.2", "--compress-above", "8192"), "tokens are not more than --compress-above 8,192"),
         (0, ("--keep", "0.9"), "would be read at 0."),
         (0, (*COMPRESS[:4], "--compress-above", "100"), "other rows are read in full and compute its first "),
-        (0, (*COMPRESS, "--select-chunk", "4096", "--compress-per-row"), "are all tokens of it"),
+        (0, (*COMPRESS, "--set", "select_chunk=4096", "--compress-per-row"), "are all tokens of it"),
     ],
 )
 def test_reason_of_a_row_in_full(mixed: Path, row: int, flags: Sequence[object], why: str) -> None:
@@ -361,7 +360,7 @@ def test_prompt_that_fits_compressed_only(mixed: Path, monkeypatch: pytest.Monke
         return type(found)(tokens=160, max_tokens=160, held_tokens=0, held_cost=0.0)
 
     monkeypatch.setattr(memory, "pack_limits", small)
-    done = prefill("inspect", mixed, *PAIR, *COMPRESS, "--keep-last", 16, "--row", 4)
+    done = prefill("inspect", mixed, *PAIR, *COMPRESS, "--set", "keep_last=16", "--row", 4)
     line = line_of(done)
     assert (line["status"], line["score"], line["method"]) == ("complete", None, "specprefill")
     assert 0 < line["score_compressed"] < 1

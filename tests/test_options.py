@@ -21,7 +21,7 @@ from prefillcli.errors import UsageError
 from prefillcli.options import requirements
 from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.load import FileOptions, ScorerOptions, load_settings
-from prefillcli.options.option import COMPRESSION, RUN, Settings, details_of, option
+from prefillcli.options.option import COMPRESSION, RUN, Settings, as_typed, details_of, option
 from prefillcli.options.requirements import Requirement
 
 Values = dict[str, Any]
@@ -138,7 +138,7 @@ def test_all_requirements_are_walked() -> None:
 @pytest.mark.parametrize(("command", "option", "unmet"), CASES)
 def test_an_option_that_would_be_ignored_is_refused(command: str, option: str, unmet: str) -> None:
     value = value_of(command, option)
-    flag = "--" + (details_of(COMMANDS[command], option).negative or option.replace("_", "-"))
+    flag = as_typed(COMMANDS[command], option, value)
     (required,) = [each for each in COMMANDS[command].required()[option] if NAMES[id(each)] == unmet]
     assert option in load(command, told(command, option), {option: value}).model_fields_set
     lacking = told(command, option, unmet)

@@ -307,7 +307,7 @@ def workload_remarks(workload: WorkloadResult) -> list[str]:
     if undropped := [each.method for each in workload.methods if _dropped_nothing(each)]:
         found.append(
             f"{', '.join(undropped)}: nothing was dropped, so this shows nothing: the prompts are short, and their "
-            "first and last tokens always stay (--keep-first, --keep-last)"
+            "first and last tokens always stay (keep_first, keep_last)"
         )
     if workload.reference_able is False:
         found.append("the model cannot do this task: it is not better than chance, so flips say nothing")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, cast
@@ -127,8 +127,9 @@ ENGINES: dict[str, EngineKind] = {
 }
 
 
-def refuse(engine: str, needs: Mapping[str, Capability]) -> None:
-    """Raise UsageError for the first of the options in `needs` that the engine cannot obey."""
+def refuse(engine: str, needs: Mapping[str, Capability], typed: Callable[[str], str]) -> None:
+    """Raise UsageError for the first of the options in `needs` that the engine cannot obey; `typed` gives an option as
+    the command line has it."""
     kind = ENGINES[engine]
     for name, capability in needs.items():
         if capability in kind.can:
@@ -136,7 +137,7 @@ def refuse(engine: str, needs: Mapping[str, Capability]) -> None:
         able = " or ".join(f"--engine {other.name}" for other in ENGINES.values() if capability in other.can)
         instead = f", take {kind.instead[name]}," if name in kind.instead else ""
         raise UsageError(
-            f"--{name.replace('_', '-')}: the {engine} engine has no {CAPABILITIES[capability]}\n"
+            f"{typed(name)}: the {engine} engine has no {CAPABILITIES[capability]}\n"
             f"leave it out{instead} or take {able}"
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal
 
 from prefillcli.core.feature import Objection, features, features_of, option_groups
@@ -40,6 +41,7 @@ from prefillcli.options.option import (
     RUN,
     Settings,
     argument,
+    as_typed,
     details_of,
     option,
     require,
@@ -62,15 +64,20 @@ class ScoreSettings(
     output: str | None = option(
         None,
         f"Where the scores go: {', '.join(FILE_ENDINGS)}, or a folder (ending in /). (default: INPUT.scores.parquet)",
-        FILES, changes="files", short="-o", metavar="PATH", path="output",
+        FILES, level="first", changes="files", short="-o", metavar="PATH", path="output",
     )  # fmt: skip
     id_column: str | None = option(
         None,
         "Column that names a row in the output. (default: the row number)",
-        FILES, changes="columns", metavar="NAME",
+        FILES, level="first", changes="columns", metavar="NAME",
     )  # fmt: skip
     keep_columns: NameList = option(
-        (), "Input columns to copy to the output, comma-separated.", FILES, changes="columns", metavar="NAMES"
+        (),
+        "Input columns to copy to the output, comma-separated.",
+        FILES,
+        level="first",
+        changes="columns",
+        metavar="NAMES",
     )
     partition: bool = option(
         False, "Write the scores into folders named like the input's: day=2026-01-01/.", FILES, changes="columns"
@@ -80,7 +87,7 @@ class ScoreSettings(
         "Score the I-th of N shares of the rows, on one of N machines; prefill merge makes the output of all.",
         FILES, changes="files", metavar="I/N",
     )  # fmt: skip
-    resume: bool = option(False, "Continue this job where it stopped.", FILES, changes="files")
+    resume: bool = option(False, "Continue this job where it stopped.", FILES, level="first", changes="files")
 
     engine: EngineName = option(
         "torch",
@@ -113,7 +120,7 @@ class ScoreSettings(
     dry_run: bool = option(
         False,
         "Read, tokenise and plan only: lengths, sharing, packs, predicted time. No weights are loaded.",
-        RUN, changes="report", needs="forecast",
+        RUN, level="first", changes="report", needs="forecast",
     )  # fmt: skip
     profile: str | None = option(
         None,
@@ -135,7 +142,7 @@ class ScoreSettings(
         super().check()
         if self.resume and self.overwrite:
             raise UsageError("--resume continues the output, --overwrite replaces it: give only one of them")
-        refuse(self.engine, self._engine_needs())
+        refuse(self.engine, self._engine_needs(), partial(as_typed, type(self)))
         for each in features_of(self):
             each.check()
         if self.shard is not None:
@@ -178,13 +185,29 @@ class InspectSettings(
     """Everything `prefill inspect` can be told."""
 
     row: str | None = option(
-        None, "Id of the row with --id-column, else its number from 0.", FILES, changes="rows", metavar="ID"
+        None,
+        "Id of the row with --id-column, else its number from 0.",
+        FILES,
+        level="first",
+        changes="rows",
+        metavar="ID",
     )
     id_column: str | None = option(
-        None, "Column that names a row. (default: the row number)", FILES, changes="columns", metavar="NAME"
+        None,
+        "Column that names a row. (default: the row number)",
+        FILES,
+        level="first",
+        changes="columns",
+        metavar="NAME",
     )
     html: str | None = option(
-        None, "Also write an HTML page to this file.", FILES, changes="files", metavar="PATH", path="page"
+        None,
+        "Also write an HTML page to this file.",
+        FILES,
+        level="first",
+        changes="files",
+        metavar="PATH",
+        path="page",
     )
 
     def check(self) -> None:
@@ -211,28 +234,28 @@ class ProfileSettings(
     full: bool = option(
         False,
         "All modes, longer measurements: tens of minutes; hours for a large model.",
-        PROFILE, changes="report",
+        PROFILE, level="first", changes="report",
     )  # fmt: skip
     mode: NameList = option(
         (),
         "Mode to find the longest prompt of: full, chunked or hybrid; repeatable. (default: full and hybrid, with "
         "--full all)",
-        PROFILE, changes="report", metavar="NAME", repeatable=True,
+        PROFILE, level="first", changes="report", metavar="NAME", repeatable=True,
     )  # fmt: skip
     confirm_seconds: float | None = option(
         None,
         "Longest run, as estimated, that may confirm a length; 0: confirm none. (default: 20, with --full 120)",
-        PROFILE, changes="report", metavar="SECONDS", ge=0, allow_inf_nan=False,
+        PROFILE, level="first", changes="report", metavar="SECONDS", ge=0, allow_inf_nan=False,
     )  # fmt: skip
     fit_seconds: float | None = option(
         None,
         "Approximate time for the runs that completion times are fitted to. (default: 10, with --full 60)",
-        PROFILE, changes="report", metavar="SECONDS", gt=0, allow_inf_nan=False,
+        PROFILE, level="first", changes="report", metavar="SECONDS", gt=0, allow_inf_nan=False,
     )  # fmt: skip
     output: str = option(
         "profile.json",
         "JSON file for the numbers; the page goes beside it, as .html.",
-        FILES, changes="files", short="-o", metavar="PATH", path="profile",
+        FILES, level="first", changes="files", short="-o", metavar="PATH", path="profile",
     )  # fmt: skip
 
     @classmethod
@@ -276,7 +299,7 @@ class BenchSettings(
     full: bool = option(
         False,
         "All methods, long prompts, all rows of INPUT: minutes to hours.",
-        BENCH, changes="report",
+        BENCH, level="first", changes="report",
     )  # fmt: skip
     inputs: tuple[str, ...] = argument(
         (),
@@ -292,7 +315,7 @@ class BenchSettings(
     workload: Literal["needle"] = option(
         "needle",
         "What is made without INPUT: needle, questions about one line of a long history.",
-        BENCH, changes="rows",
+        BENCH, level="first", changes="rows",
     )  # fmt: skip
     method: NameList = option(
         (),
@@ -301,29 +324,33 @@ class BenchSettings(
         "--draft self self-draft, and random; with --full all but early-exit and vllm). With --rationale: plain "
         "(always), lookup, suffix, retrieval, draft, hierarchy, auto, generate, generate-padded or vllm. (default: "
         "all but vllm)",
-        BENCH, changes="report", metavar="NAME", repeatable=True,
+        BENCH, level="first", changes="report", metavar="NAME", repeatable=True,
     )  # fmt: skip
-    rows: int = option(60, "Rows that are made without INPUT.", BENCH, changes="rows", metavar="N", ge=2)
+    rows: int = option(
+        60, "Rows that are made without INPUT.", BENCH, level="first", changes="rows", metavar="N", ge=2
+    )
     tokens: int | None = option(
         None,
         "Most tokens in a made prompt. (default: 1000, with --full 4000)",
-        BENCH, changes="rows", metavar="N", ge=64,
+        BENCH, level="first", changes="rows", metavar="N", ge=64,
     )  # fmt: skip
-    scale: float = option(1.0, "Multiplies --rows and --tokens.", BENCH, changes="rows", metavar="FACTOR", gt=0)
+    scale: float = option(
+        1.0, "Multiplies --rows and --tokens.", BENCH, level="first", changes="rows", metavar="FACTOR", gt=0
+    )
     rounds: int = option(
         3,
         "Timed rounds after one warm-up round; 0: take the times of the warm-up.",
-        BENCH, changes="report", metavar="N", ge=0,
+        BENCH, level="first", changes="report", metavar="N", ge=0,
     )  # fmt: skip
     truth: str | None = option(
         None,
         "Column of INPUT with the right answer, for accuracy and AUC.",
-        BENCH, changes="report", metavar="COLUMN",
+        BENCH, level="first", changes="report", metavar="COLUMN",
     )  # fmt: skip
     output: str = option(
         "bench.json",
         "JSON file for the numbers; the page goes beside it, as .html.",
-        FILES, changes="files", short="-o", metavar="PATH", path="bench",
+        FILES, level="first", changes="files", short="-o", metavar="PATH", path="bench",
     )  # fmt: skip
 
     def with_defaults(self) -> BenchSettings:

@@ -91,7 +91,7 @@ def _check_rows(value: object) -> object:
     return text
 
 
-def read_mapping(value: object) -> object:
+def read_mapping(value: object) -> Any:
     """A mapping from texts like `key=value`, or as a recipe has it. The values are YAML."""
     if isinstance(value, dict):
         return value
@@ -184,7 +184,9 @@ class InputOptions(Settings):
     inputs: tuple[str, ...] = argument(
         ..., "Parquet or JSONL: files, directories, globs or URLs.", changes="scores", path="rows", min_length=1
     )
-    limit: int | None = option(None, "Take the first N rows only.", FILES, changes="rows", metavar="N", ge=1)
+    limit: int | None = option(
+        None, "Take the first N rows only.", FILES, level="first", changes="rows", metavar="N", ge=1
+    )
     sample: int | None = option(None, "Take N rows drawn at random.", FILES, changes="rows", metavar="N", ge=1)
     seed: int = option(0, "Seed for --sample.", FILES, changes="rows", metavar="N", requires=requirements.RANDOM)
 
@@ -205,7 +207,7 @@ class ModelOptions(Settings):
     model: str | None = option(
         None,
         "A model directory, a GGUF file or a hub name. (default: the shipped sample model)",
-        MODEL, changes="scores", short="-m", metavar="MODEL", path="model",
+        MODEL, level="first", changes="scores", short="-m", metavar="MODEL", path="model",
     )  # fmt: skip
     revision: str | None = option(
         None, "Revision of a hub model.", MODEL, changes="scores", metavar="NAME", requires=requirements.HUB_MODEL
@@ -239,24 +241,30 @@ class PromptOptions(Settings):
     prompt_column: str = option(
         "prompt",
         "Column with the text, the chat messages or the token ids.",
-        PROMPTS, changes="scores", metavar="NAME", requires=requirements.NO_TEMPLATE,
+        PROMPTS, level="first", changes="scores", metavar="NAME", requires=requirements.NO_TEMPLATE,
     )  # fmt: skip
     template: str | None = option(
         None,
         "Jinja template, or a file with one, rendered with the row's columns.",
-        PROMPTS, changes="scores", metavar="JINJA", path="template",
+        PROMPTS, level="first", changes="scores", metavar="JINJA", path="template",
     )  # fmt: skip
     chat: bool | None = option(
-        None, "Apply the tokenizer's chat template. (default: if it has one)", PROMPTS, changes="scores"
+        None, "Apply the tokenizer's chat template. (default: if it has one)", PROMPTS, level="first", changes="scores"
     )
     system: str | None = option(
         None, "System message to begin each chat with.", PROMPTS, changes="scores", metavar="TEXT"
     )
     max_length: int | None = option(
-        None, "Longest prompt in tokens. (default: the model's limit)", PROMPTS, changes="scores", metavar="N", ge=1
+        None,
+        "Longest prompt in tokens. (default: the model's limit)",
+        PROMPTS,
+        level="first",
+        changes="scores",
+        metavar="N",
+        ge=1,
     )
     on_long: Literal["error", "truncate-left", "truncate-middle", "skip"] = option(
-        "error", "What to do with longer prompts.", PROMPTS, changes="scores"
+        "error", "What to do with longer prompts.", PROMPTS, level="first", changes="scores"
     )
 
     literal: bool = option(
@@ -276,7 +284,7 @@ class PromptOptions(Settings):
         "Yes,No",
         "Answers of any length, the positive one first; 'Yes= Yes|yes|YES' sums variants. Of a classification head, "
         "classes.",
-        ANSWERS, changes="scores", metavar="LABELS",
+        ANSWERS, level="first", changes="scores", metavar="LABELS",
     )  # fmt: skip
     label_norm: Literal["none", "tokens", "bytes"] = option(
         "none",
@@ -304,7 +312,7 @@ class BudgetOptions(Settings):
     memory: ByteSize | None = option(
         None,
         "Budget for activations and K,V, e.g. 8GiB. (default: what is free)",
-        MEMORY, changes="speed", metavar="SIZE", needs="memory",
+        MEMORY, level="first", changes="speed", metavar="SIZE", needs="memory",
     )  # fmt: skip
 
 
@@ -336,7 +344,7 @@ class PlacementOptions(Settings):
         "auto",
         "Where the residual stream of a pack is: on the device, or in host memory for longer prompts. auto: on the "
         "host if CUDA streams the weights.",
-        MEMORY, changes="speed", needs="streaming",
+        MEMORY, level="settled", changes="speed", needs="streaming",
     )  # fmt: skip
     compile: bool = option(
         False,
@@ -417,7 +425,7 @@ class WorkerOptions(Settings):
     workers: int = option(
         1,
         "Processes that compute: each has a CUDA device, or a part of the cores, for itself.",
-        WORKERS, changes="speed", metavar="N", ge=1,
+        WORKERS, level="first", changes="speed", metavar="N", ge=1,
     )  # fmt: skip
     runner: Literal["local", "ray"] = option(
         "local", "Where the workers run: as processes on this machine, or as actors on Ray.", WORKERS, changes="speed"
@@ -451,7 +459,7 @@ class EndingOptions(Settings):
     overwrite: bool = option(
         False,
         "Replace an existing output, and files of others where this run writes its report, metrics or rejects.",
-        FILES, changes="files",
+        FILES, level="first", changes="files",
     )  # fmt: skip
     report: str | None = option(
         None,
@@ -464,6 +472,13 @@ class EndingOptions(Settings):
         FILES, changes="files", metavar="PATH", path="metrics",
     )  # fmt: skip
     max_error_rate: float = option(
-        0.0, "Share of error rows above which the exit code is 3.", RUN, changes="report", metavar="RATE", ge=0, le=1
+        0.0,
+        "Share of error rows above which the exit code is 3.",
+        RUN,
+        level="first",
+        changes="report",
+        metavar="RATE",
+        ge=0,
+        le=1,
     )
     skip_empty: bool = option(False, "Exit 99 if the input has no rows.", RUN, changes="report")

@@ -18,7 +18,8 @@ from pydantic import ValidationError
 from prefillcli.data.filesystems import read_given
 from prefillcli.errors import UsageError, brief, did_you_mean
 from prefillcli.options.commands import COMMANDS, ScoreSettings
-from prefillcli.options.option import Settings, details_of
+from prefillcli.options.groups import read_mapping
+from prefillcli.options.option import Settings, as_typed, details_of
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 _From = Literal["recipe", "environment", "flag"]
@@ -68,7 +69,7 @@ def load_settings(
         if name != "inputs" and environment.get(variable):
             given.set(name, environment[variable], variable, "environment")
     for name, value in flags.items():
-        given.set(name, value, _as_typed(kind, name, value), "flag")
+        given.set(name, value, as_typed(kind, name, value), "flag")
     for name, other in (("resume", "overwrite"), ("overwrite", "resume")):
         if flags.get(name) and other not in flags:  # the flag wins over a recipe with the other
             given.values.pop(other, None)
@@ -152,12 +153,19 @@ def _shown(value: object) -> str:
     return shortened.repr(value)
 
 
-def _as_typed(kind: type[Settings], name: str, value: Any) -> str:
-    # The words of the command line that gave this value.
-    word = name.replace("_", "-")
-    if value is False:
-        word = details_of(kind, name).negative or f"no-{word}"
-    return "INPUT" if name == "inputs" else f"--{word}"
+def settled_options(kind: type[Settings], given: Sequence[str]) -> dict[str, Any]:
+    """The options that `--set NAME=VALUE` gives, by name. Raises UsageError for a name that is not for it."""
+    try:
+        found = {key.replace("-", "_"): value for key, value in read_mapping(given).items()}
+    except ValueError as error:
+        raise UsageError(f"--set {' '.join(given)}: {error}") from None
+    names = kind.of_level("settled")
+    for name in found:
+        if name in kind.model_fields and name not in names:
+            raise UsageError(f"--set {name}: this option has a flag\ngive {as_typed(kind, name)}")
+        if name not in names:
+            raise UsageError(f"--set {name}: there is no such setting{did_you_mean(name, names)}")
+    return found
 
 
 def _known_options(kind: type[Settings]) -> set[str]:

@@ -53,6 +53,15 @@ The first three make the job: see `prefillcli.jobs.identity`.
 """
 
 
+Level = Literal["first", "more", "settled"]
+"""Who an option is for.
+
+- first: a first job needs it, and `--help` shows it.
+- more: `--help-all` shows it.
+- settled: measurement has settled it. It has no flag of its own: `--set NAME=VALUE` gives it.
+"""
+
+
 PathRole = str
 """How a run uses the path that an option names (`prefillcli.jobs.path_table`). It reads the first five.
 
@@ -81,6 +90,7 @@ class Details:
     off: Any = None
     path: PathRole | None = None
     same_as: str = ""
+    level: Level = "more"
 
 
 def option(
@@ -98,6 +108,7 @@ def option(
     off: Any = None,
     path: PathRole | None = None,
     same_as: str = "",
+    level: Level = "more",
     **field: Any,
 ) -> Any:
     """A field that is an option of the command line; `repeatable` ones may be given several times.
@@ -107,7 +118,7 @@ def option(
     that. `requires` is a condition on the other options without which this one has no effect and is refused. The
     message names the first of several that is not met. `off` is the value that asks for nothing, besides None and the
     default of a switch. `path` says how a run uses the path that the option names; one that is read may be that of the
-    written option `same_as`. `field` goes to pydantic.
+    written option `same_as`. `level` says who it is for. `field` goes to pydantic.
     """
     details = Details(
         changes=changes,
@@ -121,6 +132,7 @@ def option(
         off=off,
         path=path,
         same_as=same_as,
+        level=level,
     )
     return Field(default, description=help, json_schema_extra={"option": details}, **field)  # type: ignore[dict-item]
 
@@ -167,6 +179,12 @@ class Settings(BaseModel):
         names = [name for name in cls.model_fields if not details_of(cls, name).panel]
         return names[0] if names else None
 
+    @classmethod
+    def of_level(cls, *levels: Level) -> list[str]:
+        """Names of the options of these levels."""
+        named = [name for name in cls.model_fields if name != cls.given_by_place()]
+        return [name for name in named if details_of(cls, name).level in levels]
+
     def check(self) -> None:
         """Raise UsageError for options that contradict one another."""
 
@@ -199,6 +217,17 @@ def details_of(kind: type[Settings], name: str) -> Details:
     extra: Any = kind.model_fields[name].json_schema_extra
     details: Details = extra["option"]
     return details
+
+
+def as_typed(kind: type[Settings], name: str, value: Any = None) -> str:
+    """The words of the command line that give an option, this value where there are several."""
+    details = details_of(kind, name)
+    if details.level == "settled":
+        return f"--set {name}"
+    word = name.replace("_", "-")
+    if value is False:
+        word = details.negative or f"no-{word}"
+    return "INPUT" if name == "inputs" else f"--{word}"
 
 
 def require(found: dict[str, list[Requirement]], names: Iterable[str], required: Requirement) -> None:

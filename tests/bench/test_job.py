@@ -23,7 +23,7 @@ from prefillcli.features.compress.options import PICKERS
 from prefillcli.options.commands import BenchSettings
 
 PLAIN = ("--rows", "4", "--tokens", "200", "--rounds", "1")
-SMALL = (*PLAIN, "--query-window", "4")
+SMALL = (*PLAIN, "--set", "query_window=4")
 TARGET = SAMPLES / "models" / "target"
 
 
@@ -117,7 +117,7 @@ def test_what_the_page_shows_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None
 def test_input_with_truth_has_accuracy_and_auc() -> None:
     result = bench(
         SAMPLES / "labeling.parquet", "--limit", 30, "--truth", "answer", "--rounds", 1, "--keep", 0.5,
-        "--keep-last", 8, "--query-window", 4,
+        "--set", "keep_last=8", "--set", "query_window=4",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     (workload,) = saved().workloads
@@ -158,7 +158,7 @@ def test_error_rows_are_left_out_with_a_note() -> None:
 
 def test_token_ids_without_a_text_leave_bm25_out() -> None:
     pq.write_table(pa.table({"prompt_token_ids": [[70, 71, 72, 73] * 30, [80, 81, 82] * 40]}), "ids.parquet")
-    result = bench("ids.parquet", "--method", "bm25,random", "--rounds", 1, "--keep-last", 4)
+    result = bench("ids.parquet", "--method", "bm25,random", "--rounds", 1, "--set", "keep_last=4")
     assert result.exit_code == 0, result.output
     (workload,) = saved().workloads
     assert [each.method for each in workload.methods] == ["hybrid", "random@0.2"]

@@ -185,7 +185,7 @@ def test_a_layer_that_does_not_see_the_whole_prompt_is_not_taken() -> None:
     gemma = make_config("gemma3_text", num_hidden_layers=12)  # each sixth layer sees all
     assert choosing_layers(gemma, None, 4096) == 6
     assert choosing_layers(gemma, None, WINDOW) == 5, "the window spans such prompts"
-    with pytest.raises(UsageError, match=r"--self-layer 4: .*sliding window.*\n.* is 6"):
+    with pytest.raises(UsageError, match=r"--set self_layer=4: .*sliding window.*\n.* is 6"):
         choosing_layers(gemma, 4, 4096)
     for config in (make_config("mistral"), MambaConfig()):
         with pytest.raises(UsageError, match="no layer but the last"):

@@ -456,5 +456,5 @@ def choosing_layers(config: Any, wanted: int | None, max_length: int) -> int:
             if wanted < len(windows)
             else f"leaves no layer that reads less: the model has {len(windows)}"
         )
-        raise UsageError(f"--self-layer {wanted}: that layer {why}\nthe nearest that can choose is {near}")
+        raise UsageError(f"--set self_layer={wanted}: that layer {why}\nthe nearest that can choose is {near}")
     return wanted

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from prefillcli.errors import UsageError
 from prefillcli.options.groups import DraftOptions, count_or_auto
-from prefillcli.options.option import BENCH, COMPRESSION, Settings, option
+from prefillcli.options.option import BENCH, COMPRESSION, Settings, as_typed, option
 from prefillcli.options.requirements import DRAFT, Requirement
 
 Reduce = Literal["rank", "mean", "max"]
@@ -181,38 +181,38 @@ class CompressionOptions(DraftOptions, KeepOptions):
         None,
         "After N of its layers, a model that is its own draft goes on with the tokens that it keeps. (default: 0.45 "
         "of its layers)",
-        COMPRESSION, changes="scores", metavar="N", requires=SELF_DRAFT, ge=1,
+        COMPRESSION, level="settled", changes="scores", metavar="N", requires=SELF_DRAFT, ge=1,
     )  # fmt: skip
     paper: bool = option(
         False,
-        "SpecPrefill as in its paper: --lookahead 8 --query-window 0 --query-reduce mean --pool 13 --select-chunk 32 "
-        "--no-keep-private.",
+        "SpecPrefill as in its paper: lookahead 8, query_window 0, query_reduce mean, pool 13, select_chunk 32, "
+        "keep_private false.",
         COMPRESSION, changes="scores", requires=COMPRESSED,
     )  # fmt: skip
     lookahead: int = option(
         8,
         "Tokens whose attention votes on what to keep: the prompt's last one, and N - 1 that the draft decodes.",
-        COMPRESSION, changes="scores", metavar="N", requires=DRAFT, ge=1,
+        COMPRESSION, level="settled", changes="scores", metavar="N", requires=DRAFT, ge=1,
     )  # fmt: skip
     query_window: int = option(
         8,
         "The prompt's last N tokens vote too.",
-        COMPRESSION, changes="scores", metavar="N", requires=COMPRESSED, off=0, ge=0,
+        COMPRESSION, level="settled", changes="scores", metavar="N", requires=COMPRESSED, off=0, ge=0,
     )  # fmt: skip
     query_reduce: Literal["rank", "mean", "max"] = option(
         "rank",
         "How the votes of several tokens are combined: best rank, mean or maximum.",
-        COMPRESSION, changes="scores", requires=VOTES,
+        COMPRESSION, level="settled", changes="scores", requires=VOTES,
     )  # fmt: skip
     pool: OddNumber = option(
         13,
         "Neighbouring tokens over which importance is averaged; odd, 1 for none.",
-        COMPRESSION, changes="scores", metavar="N", requires=VOTES, ge=1,
+        COMPRESSION, level="settled", changes="scores", metavar="N", requires=VOTES, ge=1,
     )  # fmt: skip
     select_chunk: int = option(
         16,
         "Tokens kept or dropped together; 1 selects single tokens.",
-        COMPRESSION, changes="scores", metavar="N", requires=COMPRESSED, ge=1,
+        COMPRESSION, level="settled", changes="scores", metavar="N", requires=COMPRESSED, ge=1,
     )  # fmt: skip
     compress_above: TokenThreshold = option(
         "auto",
@@ -222,12 +222,12 @@ class CompressionOptions(DraftOptions, KeepOptions):
     keep_first: int = option(
         4,
         "First tokens that are always kept.",
-        COMPRESSION, changes="scores", metavar="N", requires=COMPRESSED, ge=0,
+        COMPRESSION, level="settled", changes="scores", metavar="N", requires=COMPRESSED, ge=0,
     )  # fmt: skip
     keep_last: int = option(
         64,
         "Last tokens that are always kept: the question.",
-        COMPRESSION, changes="scores", metavar="N", requires=COMPRESSED, ge=1,
+        COMPRESSION, level="settled", changes="scores", metavar="N", requires=COMPRESSED, ge=1,
     )  # fmt: skip
     keep_private: bool = option(
         True,
@@ -258,7 +258,7 @@ class CompressionOptions(DraftOptions, KeepOptions):
     def check(self) -> None:
         super().check()
         if self.paper and (given := [name for name in PAPER if name in self.model_fields_set]):
-            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+            flags = ", ".join(as_typed(type(self), name) for name in given)
             raise UsageError(f"--paper already sets {flags}: leave out one or the other")
         if self.paper and self.drafts_itself:
             raise UsageError(
@@ -309,12 +309,12 @@ class BenchOptions(CompressionOptions):
         None,
         "Small model with the same tokenizer, which picks the tokens; self: the model's own first layers. (default: "
         "with the sample model, its draft)",
-        COMPRESSION, changes="scores", metavar="DIR|NAME|self", path="model", requires=SPECPREFILL,
+        COMPRESSION, level="first", changes="scores", metavar="DIR|NAME|self", path="model", requires=SPECPREFILL,
     )  # fmt: skip
     keep: KeepRates = option(  # type: ignore[assignment]  # several rates side by side
         (0.2,),
         "Share of the tokens that compressing methods keep; repeatable.",
-        BENCH, changes="scores", metavar="RATE", repeatable=True, requires=COMPRESSED,
+        BENCH, level="first", changes="scores", metavar="RATE", repeatable=True, requires=COMPRESSED,
     )  # fmt: skip
     compress_above: TokenThreshold = option(
         0,

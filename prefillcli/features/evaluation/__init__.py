@@ -28,7 +28,7 @@ class EvaluationOptions(Settings):
         None,
         "Column with the right answer; kept in the output. The report says what the scores are worth. With "
         "--questions, NAME=COLUMN for each of them, comma-separated.",
-        PANEL, changes="columns", metavar="COLUMN",
+        PANEL, level="first", changes="columns", metavar="COLUMN",
     )  # fmt: skip
     wanted_precision: float | None = option(
         None,

@@ -56,7 +56,7 @@ class QuestionOptions(Settings):
         None,
         "YAML file of several questions about each row: columns NAME.score, NAME.prediction, ... for each. What the "
         "questions share is computed once.",
-        ANSWERS, changes="scores", metavar="PATH", path="file",
+        ANSWERS, level="first", changes="scores", metavar="PATH", path="file",
     )  # fmt: skip
     questions_as: Literal["columns", "rows"] = option(
         "columns",

@@ -94,17 +94,18 @@ class WritingOptions(Settings):
     speculation_tokens: int = option(
         6,
         "Most tokens to guess ahead.",
-        RATIONALES, changes="speed", metavar="N", needs="speculation", requires=SPECULATION, ge=1, le=64,
+        RATIONALES, level="settled", changes="speed", metavar="N", needs="speculation", requires=SPECULATION,
+        ge=1, le=64,
     )  # fmt: skip
     retrieval_budget: int = option(
         4096,
         "Tokens of each prompt that retrieval speculation reads.",
-        RATIONALES, changes="speed", metavar="N", needs="speculation", requires=RETRIEVAL, ge=1,
+        RATIONALES, level="settled", changes="speed", metavar="N", needs="speculation", requires=RETRIEVAL, ge=1,
     )  # fmt: skip
     retrieval_chunk: int = option(
         8,
         "Neighbouring tokens that it chooses together.",
-        RATIONALES, changes="speed", metavar="N", needs="speculation", requires=RETRIEVAL, ge=1,
+        RATIONALES, level="settled", changes="speed", metavar="N", needs="speculation", requires=RETRIEVAL, ge=1,
     )  # fmt: skip
 
     @property
@@ -134,7 +135,7 @@ class WritingContestOptions(Settings):
     rationale: int = option(
         0,
         "Compare ways to write up to N tokens behind each row's answer, in the place of ways to score.",
-        BENCH, changes="scores", metavar="N", off=0, ge=0,
+        BENCH, level="first", changes="scores", metavar="N", off=0, ge=0,
     )  # fmt: skip
 
 
