@@ -14,6 +14,7 @@ import pytest
 import typer
 
 from prefillcli import cli
+from prefillcli.command_line import is_long
 from prefillcli.core.feature import Feature, features
 from prefillcli.jobs import identity
 from prefillcli.options.commands import COMMANDS, ScoreSettings
@@ -154,7 +155,10 @@ def test_the_digests_name_only_options_that_make_the_job() -> None:
 def test_the_command_line_has_the_options_of_its_settings(command: str) -> None:
     kind = COMMANDS[command]
     lines: Any = typer.main.get_command(cli.app)
-    assert {each.name for each in lines.commands[command].params} == {*kind.model_fields, "recipe"}
+    has_flag = {*kind.model_fields, "recipe"} - {*kind.of_level("settled")}
+    has_flag |= {"set"} if kind.of_level("settled") else set()
+    has_flag |= {"help_all"} if is_long(kind) else set()
+    assert {each.name for each in lines.commands[command].params} == has_flag
     brought = {name: each.run for feature in features() for name, each in feature.commands.items()}
     run = brought.get(command) or getattr(cli, f"{command}_", None) or getattr(cli, command)
     assert get_type_hints(run)["settings"] is kind
