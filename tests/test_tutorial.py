@@ -30,7 +30,7 @@ def test_the_tutorial_runs_from_its_first_command_to_the_line_for_cron(tmp_path:
         if kind == "cron":
             text = text.split(maxsplit=5)[5].replace("\\%", "%")
         run = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", text],  # noqa: S607 - as a reader would
+            ["bash", "-euo", "pipefail", "-c", text],
             cwd=folder,
             env=environment,
             stdout=subprocess.PIPE,
