@@ -55,7 +55,7 @@ $(VLLM_VENV)/.ready: recipes/vllm_requirements.py pyproject.toml
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps "$(VLLM)"
 	$(VLLM_VENV)/bin/python recipes/vllm_requirements.py > $(VLLM_VENV)/requirements.txt
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --requirement $(VLLM_VENV)/requirements.txt \
-		--editable ".[gguf]" "pytest>=8"
+		--editable ".[gguf,lm-eval]" "pytest>=8"
 	touch $@
 
 # Also separate from .venv: Ray brings packages of its own, and prefill must run without them

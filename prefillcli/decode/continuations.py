@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -63,6 +63,8 @@ class Speculation:
 class Writing:
     """How texts are written: of at most `tokens` tokens, up to one of the `stop_tokens`, which is not part of them.
 
+    The layer walk writes no more once `ends` says of the tokens of a text that it has ended.
+
     At most `beginning` tokens stand between a prompt and its text. At a `temperature` of 0 each token is the likeliest
     one. Else it is drawn by noise that follows from the `seed`, the text's key and the token's place in it
     (`prefillcli.decode.lockstep`).
@@ -74,6 +76,7 @@ class Writing:
     temperature: float = 0.0
     seed: int = 0
     speculation: Speculation = field(default_factory=Speculation)
+    ends: Callable[[Sequence[int]], bool] | None = None
 
     @property
     def most_tokens(self) -> int:

@@ -194,6 +194,8 @@ def write_texts(
         for row in going:
             if row.finish_reason is None and len(row.written) >= most[row.number]:
                 row.finish_reason = "length"
+            if row.finish_reason is None and row.written and writing.ends is not None and writing.ends(row.written):
+                row.finish_reason = "stop"
         ended = [row for row in going if row.finish_reason is not None]
         if ended:
             level.end(ended)

@@ -30,6 +30,7 @@ EXTRAS = {
     "compressed-tensors": ("compressed_tensors", "accelerate"),
     "torchao": ("torchao", "accelerate"),
     "peft": ("peft",),
+    "lm-eval": ("lm_eval",),
 }
 
 # Packages that are used if they are installed, by the names that Python imports them by, and their purpose.
@@ -41,6 +42,7 @@ OPTIONAL = {
     "torchao": "its weights",
     "gptqmodel": "GPTQ and AWQ weights",
     "peft": "adapters",
+    "lm_eval": "lm-evaluation-harness",
     "triton": "kernels on GPUs",
     "kernels": "recurrent layers on GPUs",
     "ray": "--runner ray",
