@@ -59,7 +59,7 @@ def test_a_module_imports_from_few_others(module: str) -> None:
 
 
 def test_few_modules_lie_at_the_root() -> None:
-    assert len(list(PACKAGE.glob("*.py"))) <= 6
+    assert len(list(PACKAGE.glob("*.py"))) <= 7  # with those that others import by name: ray, lm_eval
 
 
 @pytest.mark.parametrize("package", ["data", "plan", "options", "report"])
