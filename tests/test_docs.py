@@ -64,6 +64,11 @@ def test_every_option_is_in_the_help(command: str) -> None:
     assert f"\n{len(kind.of_level('more'))} more options" in short
 
 
+def test_the_index_links_every_page() -> None:
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
+    assert linked == {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+
+
 def test_a_first_job_needs_twenty_options() -> None:
     assert len([*ScoreSettings.of_level("first"), "recipe"]) == 20
 

@@ -285,8 +285,8 @@ def first_words(lines: list[str]) -> list[str]:
     return [re.split(r"  +", line)[0] for line in lines if line and not line.startswith(" ")]
 
 
-def test_the_readme_shows_the_table_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    page = shown_by_doctor(ROOT / "README.md")
+def test_the_page_shows_the_table_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    page = shown_by_doctor(ROOT / "docs" / "doctor.md")
     examine()
     now = capsys.readouterr().err.splitlines()
     of_machines = {"note", *PATHS}  # some have these lines, others not

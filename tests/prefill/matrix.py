@@ -32,8 +32,9 @@ from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.tiny_models import NOT_DECODERS, VARIANTS, VOCABULARY, class_names, make_tiny_model
 from tests.prefill.tiny_multimodal import WHOLE, make_whole_model, whole_class
 
-README_PATH = Path(__file__).parents[2] / "README.md"
-PAGE = README_PATH.parent / "docs" / "architectures.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "architectures.md"
+FEATURES = DOCS / "features.md"
 TOLERANCE = 1e-4  # of a logit, where logits spread over a few units
 ONE_PACK = Limits(10**6, 10**6)
 HELD = Limits(30, 10**6, held_tokens=10**6, whole_nodes=True)  # as for layers that keep states
@@ -355,7 +356,7 @@ are loaded without their towers:
 
 
 def main() -> None:
-    """Write the page, and the counts in the README."""
+    """Write the page, and the counts in that of the features."""
     outcomes = {}
     for family in [*class_names(), *WHOLE]:
         outcomes[family] = outcome_of(family)
@@ -363,9 +364,7 @@ def main() -> None:
     PAGE.write_text(make_page(outcomes))
     sentence = counted([outcomes[family].kind for family in class_names()])
     sentence = fill(sentence, 120, initial_indent="  ", subsequent_indent="  ")
-    README_PATH.write_text(
-        re.sub(r"  Of the \d+ causal .*?refused\.", sentence, README_PATH.read_text(), flags=re.DOTALL)
-    )
+    FEATURES.write_text(re.sub(r"  Of the \d+ causal .*?refused\.", sentence, FEATURES.read_text(), flags=re.DOTALL))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.prefill.matrix import PAGE, README_PATH, counted, outcome_of, row_of
+from tests.prefill.matrix import FEATURES, PAGE, counted, outcome_of, row_of
 from tests.prefill.tiny_models import CHANGES, NOT_DECODERS, class_names, make_tiny_config
 from tests.prefill.tiny_multimodal import WHOLE, whole_class
 
@@ -27,7 +27,7 @@ def test_the_page_has_every_class_of_the_registry() -> None:
 
 def test_the_manuals_counts_are_those_of_the_rows() -> None:
     sentence = counted([line.split(" | ")[2] for line in ROWS[: len(class_names())]])
-    for page in (PAGE, README_PATH):
+    for page in (PAGE, FEATURES):
         assert sentence in " ".join(page.read_text().split())
 
 
