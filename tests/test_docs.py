@@ -96,6 +96,7 @@ def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
     known |= {"--install-completion", "--show-completion"}
     known |= {"--case", "--dtype", "--model", "--rounds", "--scale", "--size", "--real"}  # of python -m benchmarks
     known |= {"--document", "--questions"}  # of python -m benchmarks.details windows
+    known |= {"--tasks", "--batch"}  # of lm_eval
     known |= {"--adapters", "--rows"}  # of python -m benchmarks.adapters
     known |= {"--confirm"}  # of python -m benchmarks.longest
     known |= {"--lines", "--tokens"}  # of python -m benchmarks.speculation
