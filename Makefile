@@ -19,8 +19,8 @@ JOB_SHUFFLES ?= 3
 # Number of parallel test processes. Each takes about 1 GB
 TEST_WORKERS ?= 2
 
-.PHONY: setup setup-real setup-airflow setup-vllm setup-ray reference demo demo-real test test-matrix test-real test-nightly test-faults \
-	test-airflow test-vllm test-ray removals fuzz lint format bench bench-reviews distill-draft bench-peers bench-exits bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
+.PHONY: setup setup-real setup-airflow setup-vllm setup-ray setup-tables reference demo demo-real test test-matrix test-real test-nightly test-faults \
+	test-tables test-airflow test-vllm test-ray removals fuzz lint format bench bench-reviews distill-draft bench-peers bench-exits bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
 
 setup: $(VENV)/.ready
 
@@ -35,6 +35,13 @@ setup-real: $(VENV)/.real
 
 $(VENV)/.real: recipes/real-packages.txt $(VENV)/.ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --requirement recipes/real-packages.txt
+	touch $@
+
+# Delta, Iceberg, DuckDB and Lance, whose tables recipes read and write
+setup-tables: $(VENV)/.tables
+
+$(VENV)/.tables: recipes/table-packages.txt $(VENV)/.ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --requirement recipes/table-packages.txt
 	touch $@
 
 # Separate from .venv: Airflow pins many packages, and calls prefill only as a command
@@ -99,6 +106,10 @@ test-nightly: setup
 # The loops over every call of a job, without gaps: an hour on two cores
 test-faults: setup
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal tests/faults tests/score/test_job_faults.py
+
+# The recipes of docs/tables.md with the real packages
+test-tables: setup-tables
+	$(BIN)/python -m pytest --no-skips tests/test_tables.py
 
 test-airflow: setup setup-airflow
 	AIRFLOW=$(abspath $(AIRFLOW_VENV))/bin/airflow $(BIN)/python -m pytest --no-skips tests/airflow
