@@ -28,7 +28,7 @@ PAGE = (Path(__file__).parent.parent / "docs" / "tables.md").read_text()
 ROWS = 30
 POSTS = pa.table({
     "id": [f"r{number}" for number in range(ROWS)],
-    "text": [None if number == 7 else f"The fox {'ran ' * (number % 5)}past house {number}." for number in range(ROWS)],
+    "text": [None if number == 7 else f"The fox ran past house {number % 9}, {number}." for number in range(ROWS)],
     "day": [f"2026-01-0{1 + number % 3}" for number in range(ROWS)],
 })  # fmt: skip
 
