@@ -150,7 +150,10 @@ def _find_chosen(choice: ModelChoice) -> Path:
     if choice.model is not None:
         return find_model(choice.model, choice.revision)
     path = sample_model()
-    log.warning(f"no --model given; the sample model in {path} is for demonstration")
+    log.warning(
+        "no --model given: this is the sample model, a demonstration of a million parameters that knows nothing but "
+        f"its samples ({path})\ngive a folder, a GGUF file or a hub name, like --model Qwen/Qwen3-0.6B"
+    )
     return path
 
 
