@@ -1,0 +1,65 @@
+"""docs/coming-from.md: what others write, and the same here, with the numbers of both."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from prefillcli.models.files import sample_model
+from tests.score.models import save_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the packages' own
+
+PAGE = (Path(__file__).parent.parent / "docs" / "coming-from.md").read_text()
+SECTIONS = {
+    part.partition("\n")[0]: re.findall(r"```python\n(.*?)```", part, re.DOTALL) for part in PAGE.split("\n## ")
+}
+(START,) = SECTIONS.pop(PAGE.partition("\n")[0])
+
+
+@pytest.fixture(autouse=True)
+def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models").mkdir()
+    Path("models", "judge").symlink_to(sample_model())  # whose answer is among the likeliest tokens
+    save_model(Path("models", "classifier"), hidden=128, classifies=True, num_labels=2)
+
+
+def run(*blocks: str) -> dict[str, Any]:
+    """The names that some blocks define, one after the other."""
+    names: dict[str, Any] = {}
+    for block in (START, *blocks):
+        exec(compile(block, "coming-from.md", "exec"), names)  # noqa: S102 - our own page
+    return names
+
+
+@pytest.mark.parametrize("section", [name for name, blocks in SECTIONS.items() if len(blocks) == 2])
+def test_the_numbers_are_theirs(section: str) -> None:
+    if "vLLM" in section and find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed here; make test-vllm brings its own")
+    theirs, ours = SECTIONS[section]
+    wanted = run(theirs)["theirs"]
+    found = [None if other is None else own for own, other in zip(run(ours)["ours"], wanted, strict=True)]
+    assert found == pytest.approx(wanted, abs=1e-5)
+    assert any(each is not None for each in found)
+
+
+def test_a_score_of_sglang_is_a_softmax_over_the_logits_of_its_tokens() -> None:
+    names = run(*SECTIONS["SGLang: `/v1/score`"])
+    model, tokenizer = (kind.from_pretrained("models/judge") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    labels = [tokenizer.convert_tokens_to_ids(word) for word in ("ĠYes", "ĠNo")]
+    for text, score in zip(names["texts"], names["ours"], strict=True):
+        with torch.no_grad():
+            logits = model(tokenizer(names["query"] + text, return_tensors="pt").input_ids).logits[0, -1, labels]
+        assert score == pytest.approx(torch.softmax(logits.double(), dim=-1)[0].item(), abs=1e-5)
+
+
+def test_every_section_is_run() -> None:
+    assert len(SECTIONS) == len(re.findall(r"^## ", PAGE, re.MULTILINE)) == 5
+    assert [name for name, blocks in SECTIONS.items() if len(blocks) != 2] == ["SGLang: `/v1/score`"]
