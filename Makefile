@@ -74,7 +74,7 @@ $(RAY_VENV)/.ready: pyproject.toml
 	$(RAY_VENV)/bin/pip install --quiet --disable-pip-version-check --editable ".[ray]" "pytest>=8"
 	touch $@
 
-# docs/options.md, from the options themselves
+# docs/options.md from the options themselves, and schema/run.schema.json from the report's classes
 reference: setup
 	$(BIN)/python -m tests.reference
 

@@ -1,14 +1,54 @@
-"""`python -m tests.reference`: docs/options.md, made of the options themselves. A test compares the two."""
+"""`python -m tests.reference`: docs/options.md, made of the options themselves, and schema/run.schema.json, made of
+the report's classes. A test compares them."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
+
+from pydantic import create_model
+from pydantic.json_schema import GenerateJsonSchema
 
 from prefillcli.command_line import option_help
+from prefillcli.features.adapters import AdapterUse
+from prefillcli.features.calibration.calibration import CalibrationUse
+from prefillcli.features.compress.compressor import KeepChoice
+from prefillcli.features.evaluation.evaluating import RunEvaluation
+from prefillcli.features.evidence.weighing import EvidenceUse
+from prefillcli.features.exits.learning import ExitUse
+from prefillcli.features.gates import DriftUse, Gate
+from prefillcli.features.incremental.earlier_output import SinceUse
+from prefillcli.features.likelihood.report import LikelihoodUse
+from prefillcli.features.questions.correlation import Correlations
+from prefillcli.features.questions.report import AuditUse, OrderUse
+from prefillcli.features.rationale.writing import RationaleUse
 from prefillcli.options.commands import COMMANDS
 from prefillcli.options.option import as_typed, details_of
+from prefillcli.report.run import SCHEMA_VERSION, RunReport
 
-PAGE = Path(__file__).parent.parent / "docs" / "options.md"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "options.md"
+SCHEMA = ROOT / "schema" / "run.schema.json"
+#: What `run.json` has under the keys of features.
+BLOCKS: dict[str, Any] = {
+    "adapters": list[AdapterUse],
+    "audits": list[AuditUse] | None,
+    "calibration": CalibrationUse | None,
+    "correlations": Correlations | None,
+    "drift": DriftUse | None,
+    "evaluation": RunEvaluation | None,
+    "evaluations": dict[str, RunEvaluation],
+    "exits": ExitUse | None,
+    "gates": list[Gate],
+    "keep": float | None,
+    "keep_auto": KeepChoice | None,
+    "likelihood": LikelihoodUse | None,
+    "orders": list[OrderUse] | None,
+    "rationales": RationaleUse | EvidenceUse | None,
+    "rejects": str | None,
+    "since": SinceUse | None,
+}
 #: The page that explains the options of a panel.
 PAGES = {
     "Files": "score.md",
@@ -57,9 +97,35 @@ def reference() -> str:
     return "\n".join(lines)
 
 
+class _Schema(GenerateJsonSchema):
+    """Every field is in the file, whether or not it has a default."""
+
+    def field_is_required(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def field_title_should_be_set(self, *_: Any) -> bool:
+        return False
+
+    def default_schema(self, schema: Any) -> dict[str, Any]:
+        return self.generate_inner(schema["schema"])
+
+
+def run_schema() -> str:
+    """The schema of `run.json`, with a line for each key and each class."""
+    whole: Any = create_model("run.json", __base__=RunReport, __doc__=RunReport.__doc__, **BLOCKS)
+    schema = whole.model_json_schema(schema_generator=_Schema, mode="serialization")
+    schema["properties"]["schema_version"] = {"const": SCHEMA_VERSION}
+    lists = {name: schema.pop(name) for name in ("properties", "$defs")}
+    lines = [json.dumps({"$schema": _Schema.schema_dialect, **schema})[:-1]]
+    for name, each in lists.items():
+        lines += [f', "{name}": {{', ",\n".join(f'  "{key}": {json.dumps(value)}' for key, value in each.items()), "}"]
+    return "\n".join(lines) + "}\n"
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("{{", "`{{").replace("}}", "}}`").replace("*", "\\*")
 
 
 if __name__ == "__main__":
     PAGE.write_text(reference())
+    SCHEMA.write_text(run_schema())

@@ -12,6 +12,7 @@ from prefillcli.bench.bench_job import METHODS
 from prefillcli.bench.report import BenchReport, MethodResult, WorkloadResult
 from prefillcli.cli import app
 from prefillcli.command_line import MOST_OPTIONS
+from prefillcli.core.feature import features
 from prefillcli.data.output import FORMATS
 from prefillcli.data.rows import ErrorCode
 from prefillcli.jobs.status import Status
@@ -21,7 +22,7 @@ from prefillcli.models.weights import QuantisedFormat
 from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.plan import SCHEDULES
 from prefillcli.report.run import RunReport
-from tests.reference import PAGE, reference
+from tests.reference import BLOCKS, PAGE, SCHEMA, reference, run_schema
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
@@ -73,8 +74,10 @@ def test_a_first_job_needs_twenty_options() -> None:
     assert len([*ScoreSettings.of_level("first"), "recipe"]) == 20
 
 
-def test_the_reference_is_made_of_the_options() -> None:
+def test_the_reference_is_made_of_the_options_and_reports() -> None:
     assert PAGE.read_text() == reference(), "make reference"
+    assert SCHEMA.read_text() == run_schema(), "make reference"
+    assert BLOCKS.keys() == {key for each in features() for key in each.keys}
 
 
 @pytest.mark.parametrize("command", ["verify", "status"])
@@ -132,7 +135,7 @@ def test_every_error_code_and_report_key_is_documented() -> None:
     text = (ROOT / "docs" / "score.md").read_text()
     for code in ErrorCode:
         assert f"| `{code}` | {code.meaning} |" in text
-    for key in RunReport.model_fields:
+    for key in [*RunReport.model_fields, *BLOCKS]:
         assert f"`{key}`" in text, key
 
 

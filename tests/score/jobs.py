@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from jsonschema import Draft202012Validator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prefillcli.jobs.loop import Granularity
@@ -41,7 +42,10 @@ def score(inputs: str | Path | Sequence[str | Path], output: str | Path | None =
     names = [inputs] if isinstance(inputs, str | Path) else inputs
     given = {"inputs": [str(name) for name in names], "output": output, "quiet": True, **flags}
     texts = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
-    return score_job(load_settings(ScoreSettings, texts, environment={}), granularity)
+    summary = score_job(load_settings(ScoreSettings, texts, environment={}), granularity)
+    if Path(summary["report"] or "").is_file():
+        read_report(summary["report"])
+    return summary
 
 
 def read_output(path: str | Path) -> list[dict[str, Any]]:
@@ -59,8 +63,21 @@ def read_output(path: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in data.decode().splitlines()]
 
 
+@cache
+def run_schema() -> Draft202012Validator:
+    """The schema of `run.json`, but no key may be unknown: a later version may add some. Only phases are free."""
+    schema = json.loads((Path(__file__).parents[2] / "schema" / "run.schema.json").read_text())
+    for name, each in (schema["$defs"] | {"run.json": schema}).items():
+        each["additionalProperties"] = name == "Seconds"
+    return Draft202012Validator(schema)
+
+
 def read_report(path: str | Path = "out.run.json") -> dict[str, Any]:
-    return json.loads(Path(path).read_text())
+    """The content of a report. That of a `run.json` is held against its schema."""
+    report: dict[str, Any] = json.loads(Path(path).read_text())
+    if "run_id" in report:
+        run_schema().validate(report)
+    return report
 
 
 def write_parquet(path: str | Path, **columns: Any) -> Path:

@@ -36,7 +36,7 @@ def test_the_wheel_brings_the_sample_models(wheel: Path, model: str) -> None:
 def test_the_wheel_brings_the_whole_package_and_nothing_else(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {str(path.relative_to(_ROOT)) for path in (_ROOT / "prefillcli").rglob("*.py")}
-    assert modules | {"prefillcli/py.typed"} <= names
+    assert modules | {"prefillcli/py.typed", "prefillcli/schema/run.schema.json"} <= names
     assert all(name.startswith("prefillcli/") for name in names)
 
 
