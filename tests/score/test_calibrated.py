@@ -371,7 +371,7 @@ def test_isotonic_steps_are_looked_up_by_the_score(model: Path) -> None:
 def test_from_labelled_rows_to_probabilities_with_the_sample_model() -> None:
     """The commands as a user types them."""
     samples = Path(sample_model()).parent.parent
-    options = ["--model", sample_model(), "--no-chat", "--labels", "No,Yes", "--quiet", "--id-column", "id"]
+    options = ["--model", str(sample_model()), "--no-chat", "--labels", "No,Yes", "--quiet", "--id-column", "id"]
     rows = str(samples / "labeling.parquet")
     runner = CliRunner()
     fitted = ["score", rows, *options, "--limit", "200", "--truth", "answer", "-o", "fit.parquet"]
