@@ -94,8 +94,8 @@ def score_(settings: ScoreSettings) -> Summary:
 def profile(settings: ProfileSettings) -> Summary:
     """Measure what fits and how fast it runs on this machine: the longest prompt of each mode, and completion times.
 
-    From these it tells what a server would make of the papers' workloads, and with INPUT what scoring it takes.
-    Tables go to stderr; the last line on stdout is one JSON object that sums the run up.
+    With INPUT, also what scoring it takes. Tables go to stderr; the last line on stdout is one JSON object that sums
+    the run up.
     """
     from prefillcli.profile.profile_job import profile_job
 
@@ -104,7 +104,7 @@ def profile(settings: ProfileSettings) -> Summary:
 
 @_job
 def bench(settings: BenchSettings) -> Summary:
-    """Compare full prefill, compressed prefill and others on INPUT, or on made prompts: speed, memory, answers.
+    """Compare ways to score INPUT, or generated prompts: speed, memory, answers.
 
     Tables go to stderr; the last line on stdout is one JSON object that sums the run up.
     """
@@ -126,7 +126,7 @@ def inspect_(settings: InspectSettings) -> Summary:
 
 @_job
 def merge(settings: MergeSettings) -> Summary:
-    """Join the shards that lie beside OUTPUT to the output that one process would have written.
+    """Join the shards beside OUTPUT into the output that one process would have written.
 
     Every row must be there exactly once. The last line on stdout is one JSON object that sums it up.
     """

@@ -31,18 +31,19 @@ class GateOptions(Settings):
 
     expect_rows: RowRange | None = option(
         None,
-        "Rows that the input must have: N, FROM-TO, FROM- or -TO; else the exit code is 3.",
+        "Number of rows that the input must have: N, FROM-TO, FROM- or -TO; otherwise the exit code is 3.",
         PANEL, changes="report", metavar="RANGE", requires=ALL_ROWS,
     )  # fmt: skip
     min_label_mass: float | None = option(
         None,
-        "Mean label mass of the scored rows below which the exit code is 3: the model does not answer the prompt.",
+        "Lowest mean label mass of the scored rows. Below it the model does not answer the prompt, and the exit "
+        "code is 3.",
         PANEL, changes="report", metavar="MASS", requires=ALL_ROWS, gt=0, le=1,
     )  # fmt: skip
     max_drift: float | None = option(
         None,
-        "Distance (Kolmogorov-Smirnov, 0 to 1) of the scores' distribution from that of an earlier run above which "
-        "the exit code is 3.",
+        "Largest distance (Kolmogorov-Smirnov, 0 to 1) of the scores' distribution from that of an earlier run. "
+        "Above it the exit code is 3.",
         PANEL, changes="report", metavar="DISTANCE", requires=ALL_ROWS, gt=0, le=1,
     )  # fmt: skip
     drift_from: str | None = option(

@@ -17,8 +17,7 @@ class ValueOptions(Settings):
 
     label_values: LabelValues = option(
         (),
-        "The number that each label stands for, as in 1,2,3,4,5: adds the column mean, the expected value of the "
-        "answer.",
+        "Number that each label stands for, e.g. 1,2,3,4,5; adds the column mean, the expected value of the answer.",
         ANSWERS, changes="columns", metavar="NUMBERS",
     )  # fmt: skip
 

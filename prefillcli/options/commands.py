@@ -80,11 +80,11 @@ class ScoreSettings(
         metavar="NAMES",
     )
     partition: bool = option(
-        False, "Write the scores into folders named like the input's: day=2026-01-01/.", FILES, changes="columns"
+        False, "Write the scores into folders named as in the input, e.g. day=2026-01-01/.", FILES, changes="columns"
     )
     shard: ShardName | None = option(
         None,
-        "Score the I-th of N shares of the rows, on one of N machines; prefill merge makes the output of all.",
+        "Score only the I-th of N shares of the rows, e.g. one on each machine; prefill merge joins them.",
         FILES, changes="files", metavar="I/N",
     )  # fmt: skip
     resume: bool = option(False, "Continue this job where it stopped.", FILES, level="first", changes="files")
@@ -102,7 +102,8 @@ class ScoreSettings(
 
     show_text: bool = option(
         False,
-        "Put the text of rows that the report names into it, and a few rationales; without it, none is.",
+        "Put the text of the rows that the report names, and a few rationales, into the report. Otherwise it holds "
+        "no text.",
         "Evaluation", changes="report", requires=requirements.SHOWN_TEXT,
     )  # fmt: skip
 
@@ -113,7 +114,8 @@ class ScoreSettings(
     )  # fmt: skip
     audit: int = option(
         0,
-        "Also read N random rows in full that are compressed or may leave early, and report how many answers flip.",
+        "Also read N random rows in full, of those that are compressed or may leave early, and report how many "
+        "answers flip.",
         EARLY_EXIT, changes="columns", metavar="N", needs="compression", requires=requirements.AUDITABLE, off=0, ge=0,
     )  # fmt: skip
 
@@ -303,18 +305,18 @@ class BenchSettings(
     )  # fmt: skip
     inputs: tuple[str, ...] = argument(
         (),
-        "Parquet or JSONL: files, directories, globs or URLs. Without: made prompts.",
+        "Parquet or JSONL: files, directories, globs or URLs. Without it: generated prompts.",
         changes="scores",
         path="rows",
     )
     seed: int = option(
         0,
-        "Seed for --sample, made prompts and random selections.",
+        "Seed for --sample, generated prompts and random selections.",
         FILES, changes="rows", metavar="N", requires=requirements.RANDOM,
     )  # fmt: skip
     workload: Literal["needle"] = option(
         "needle",
-        "What is made without INPUT: needle, questions about one line of a long history.",
+        "What to generate without INPUT: needle, questions about one line of a long history.",
         BENCH, level="first", changes="rows",
     )  # fmt: skip
     method: NameList = option(
@@ -322,16 +324,14 @@ class BenchSettings(
         "A method to compare: hf, full, hybrid (always), specprefill, self-draft, gemfilter, random, ends, bm25, "
         "early-exit or vllm; repeatable. (default: hf, hybrid and, where there is a draft, specprefill, or with "
         "--draft self self-draft, and random; with --full all but early-exit and vllm). With --rationale: plain "
-        "(always), lookup, suffix, retrieval, draft, hierarchy, auto, generate, generate-padded or vllm. (default: "
+        "(always), lookup, suffix, retrieval, draft, hierarchy, generate, generate-padded or vllm. (default: "
         "all but vllm)",
         BENCH, level="first", changes="report", metavar="NAME", repeatable=True,
     )  # fmt: skip
-    rows: int = option(
-        60, "Rows that are made without INPUT.", BENCH, level="first", changes="rows", metavar="N", ge=2
-    )
+    rows: int = option(60, "Rows to generate without INPUT.", BENCH, level="first", changes="rows", metavar="N", ge=2)
     tokens: int | None = option(
         None,
-        "Most tokens in a made prompt. (default: 1000, with --full 4000)",
+        "Most tokens in a generated prompt. (default: 1000, with --full 4000)",
         BENCH, level="first", changes="rows", metavar="N", ge=64,
     )  # fmt: skip
     scale: float = option(

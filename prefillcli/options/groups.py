@@ -158,12 +158,12 @@ class DraftOptions(Settings):
 
     draft: str | None = option(
         None,
-        "Small model with the same tokenizer, which picks the tokens; self: the model's own first layers.",
+        "Small model with the same tokenizer that picks the tokens; self: the model's own first layers.",
         COMPRESSION, changes="scores", metavar="DIR|NAME|self", path="model",
     )  # fmt: skip
     draft_tokenizer: Literal["same", "translate"] = option(
         "same",
-        "translate: the draft may have another tokenizer, and reads the text of the prompts in its own tokens.",
+        "translate: a draft with another tokenizer reads the prompts' text in its own tokens.",
         COMPRESSION, changes="scores", requires=requirements.DRAFT,
     )  # fmt: skip
 
@@ -219,13 +219,13 @@ class ModelOptions(Settings):
     )
     head: Literal["auto", "vocabulary", "probability", "value"] = option(
         "auto",
-        "What is read of the model: the next token (vocabulary), or the probabilities or raw values of its "
+        "What to read from the model: the next token (vocabulary), or the probabilities or raw values of its "
         "classification or reward head. auto: as config.json says.",
         MODEL, changes="scores",
     )  # fmt: skip
     threads: ThreadCount = option(
         "auto",
-        "CPU threads that compute; auto: one per core it may use, fewer while other programs are busy.",
+        "CPU threads to compute with; auto: one for each usable core, fewer while other programs are busy.",
         MODEL, changes="speed", metavar="N|auto", needs="threads",
     )  # fmt: skip
 
@@ -288,16 +288,22 @@ class PromptOptions(Settings):
     )  # fmt: skip
     label_norm: Literal["none", "tokens", "bytes"] = option(
         "none",
-        "Divides a label's log-probability by its tokens or bytes before labels are compared.",
+        "Divide each label's log-probability by its number of tokens or bytes before labels are compared.",
         ANSWERS, changes="scores", metavar="none|tokens|bytes",
     )  # fmt: skip
     label_end: str | None = option(
         None,
-        "Ends every label: a text, or eos, the model's end token. Needed where one label begins another.",
+        "Text behind every label, or eos for the model's end token. Needed if one label begins another.",
         ANSWERS, changes="scores", metavar="TEXT|eos",
     )  # fmt: skip
     temperature: float = option(
-        1.0, "Divides the label logits.", ANSWERS, changes="scores", metavar="T", gt=0, allow_inf_nan=False
+        1.0,
+        "Divide the label logits by this number.",
+        ANSWERS,
+        changes="scores",
+        metavar="T",
+        gt=0,
+        allow_inf_nan=False,
     )
 
     @property
@@ -389,7 +395,7 @@ class LogOptions(Settings):
 
     log_format: Literal["text", "json"] = option(
         "text",
-        "Lines on stderr: text for people, or one JSON object a line, with time, level, run_id, event and message.",
+        "Lines on stderr: text for people, or one JSON object per line, with time, level, run_id, event and message.",
         RUN, changes="report",
     )  # fmt: skip
     run_id: str | None = option(
@@ -424,7 +430,7 @@ class WorkerOptions(Settings):
 
     workers: int = option(
         1,
-        "Processes that compute: each has a CUDA device, or a part of the cores, for itself.",
+        "Worker processes, each with a CUDA device or a share of the cores for itself.",
         WORKERS, level="first", changes="speed", metavar="N", ge=1,
     )  # fmt: skip
     runner: Literal["local", "ray"] = option(
@@ -437,8 +443,8 @@ class WorkerOptions(Settings):
     )  # fmt: skip
     worker_resources: Resources = option(
         {},
-        "What Ray sets aside for each worker: num_cpus, num_gpus, memory or your own resource; repeatable; a mapping "
-        "in a recipe. (default: a GPU where there are any, and an even part of the CPUs)",
+        "What Ray reserves for each worker: num_cpus, num_gpus, memory or your own resource; repeatable; a mapping "
+        "in a recipe. (default: a GPU if there are any, and an even share of the CPUs)",
         WORKERS, changes="speed", metavar="NAME=NUMBER", repeatable=True, requires=requirements.RAY, off={},
     )  # fmt: skip
     ray_timeout: float = option(

@@ -49,13 +49,13 @@ class AdapterOptions(Settings):
 
     adapter: Annotated[dict[str, str], BeforeValidator(_read_adapters)] = option(
         {},
-        "A LoRA of PEFT to merge into the model: a folder or a hub name; repeatable with --adapter-column; a mapping "
-        "in a recipe.",
+        "LoRA adapter (PEFT) to merge into the model: a folder or a hub name; repeatable with --adapter-column; a "
+        "mapping in a recipe.",
         MODEL, changes="scores", metavar="[NAME=]DIR", path="model", repeatable=True, needs="adapters",
     )  # fmt: skip
     adapter_column: str | None = option(
         None,
-        "Column that names each row's adapter; where it is empty, the model reads the row without one.",
+        "Column that names each row's adapter; rows where it is empty are read without one.",
         MODEL, changes="scores", metavar="COLUMN", requires=ADAPTERS,
     )  # fmt: skip
 

@@ -39,13 +39,13 @@ class ProbabilityOptions(Settings):
 
     calibration: str | None = option(
         None,
-        "File of prefill calibrate: adds the column probability beside score.",
+        "File written by prefill calibrate; adds the column probability beside score.",
         ANSWERS, changes="columns", metavar="PATH", path="file",
     )  # fmt: skip
     calibrate_with: TextList = option(
         (),
-        "Text without content, like N/A: what the model answers to the template with it is divided out, in the column "
-        "probability; repeatable.",
+        "Text without content, such as N/A. What the model answers to it in the template is divided out, in the "
+        "column probability; repeatable.",
         ANSWERS, changes="columns", metavar="TEXT", repeatable=True, requires=TEMPLATE,
     )  # fmt: skip
     calibrate_columns: NameList = option(
@@ -77,7 +77,7 @@ class CalibrateSettings(Settings):
     )  # fmt: skip
     truth_from: str | None = option(
         None,
-        "File with the right answers, where the scores have none: rows are found by id, or by their number.",
+        "File with the right answers, if the scores have none; rows are matched by id, or by number.",
         FILES, changes="report", metavar="PATH", path="rows",
     )  # fmt: skip
     id_column: str | None = option(
@@ -92,16 +92,16 @@ class CalibrateSettings(Settings):
     )  # fmt: skip
     question: str = option(
         "",
-        "Of an output with several questions about each row, the one whose scores are calibrated.",
+        "Question whose scores are calibrated, if the output has several.",
         FILES, changes="report", metavar="NAME",
     )  # fmt: skip
     method: Literal["auto", "temperature", "platt", "isotonic"] = option(
         "auto",
-        "What is fitted; auto: what has the smallest log loss in cross-validation. Isotonic is for two labels.",
+        "Method to fit; auto: the one with the smallest log loss in cross-validation. Isotonic is for two labels.",
         FIT, changes="report",
     )  # fmt: skip
-    folds: int = option(5, "Parts of the cross-validation.", FIT, changes="report", metavar="N", ge=2, le=100)
-    seed: int = option(0, "Seed for the parts.", FIT, changes="report", metavar="N", ge=0, lt=2**32)
+    folds: int = option(5, "Folds of the cross-validation.", FIT, changes="report", metavar="N", ge=2, le=100)
+    seed: int = option(0, "Seed for the folds.", FIT, changes="report", metavar="N", ge=0, lt=2**32)
     quiet: bool = option(False, "Warnings and errors only.", RUN, changes="report", short="-q")
     debug: bool = option(False, "Show tracebacks.", RUN, changes="report")
 

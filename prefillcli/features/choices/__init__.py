@@ -18,7 +18,7 @@ class ChoiceOptions(Settings):
 
     choices_column: str | None = option(
         None,
-        "Column with a list of texts: the answers of this row, in place of --labels.",
+        "Column with the row's own answers, a list of texts, instead of --labels.",
         ANSWERS, changes="scores", metavar="COLUMN",
     )  # fmt: skip
 

@@ -168,7 +168,7 @@ class KeepOptions(Settings):
 
     keep: KeepRate = option(
         1.0,
-        "Share of each prompt's tokens that the model reads; below 1 needs --draft. auto: the smallest that "
+        "Share of each prompt's tokens that the model reads; below 1 needs --draft. auto: the smallest share that "
         "--max-flips allows.",
         COMPRESSION, changes="scores", metavar="RATE|auto",
     )  # fmt: skip
@@ -179,8 +179,8 @@ class CompressionOptions(DraftOptions, KeepOptions):
 
     self_layer: int | None = option(
         None,
-        "After N of its layers, a model that is its own draft goes on with the tokens that it keeps. (default: 0.45 "
-        "of its layers)",
+        "Number of layers after which a model that is its own draft reads only what it keeps. (default: 0.45 of "
+        "its layers)",
         COMPRESSION, level="settled", changes="scores", metavar="N", requires=SELF_DRAFT, ge=1,
     )  # fmt: skip
     paper: bool = option(
@@ -231,7 +231,7 @@ class CompressionOptions(DraftOptions, KeepOptions):
     )  # fmt: skip
     keep_private: bool = option(
         True,
-        "Keep all that a row has after its shared prefix, if --keep leaves room for it. (default: on)",
+        "Keep everything behind a row's shared prefix, if --keep leaves room for it. (default: on)",
         COMPRESSION, changes="scores", negative="no-keep-private", requires=COMPRESSED,
     )  # fmt: skip
     compress_per_row: bool = option(
@@ -307,7 +307,7 @@ class BenchOptions(CompressionOptions):
 
     draft: str | None = option(
         None,
-        "Small model with the same tokenizer, which picks the tokens; self: the model's own first layers. (default: "
+        "Small model with the same tokenizer that picks the tokens; self: the model's own first layers. (default: "
         "with the sample model, its draft)",
         COMPRESSION, level="first", changes="scores", metavar="DIR|NAME|self", path="model", requires=SPECPREFILL,
     )  # fmt: skip

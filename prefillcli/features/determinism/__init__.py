@@ -18,8 +18,7 @@ class DeterminismOptions(Settings):
 
     deterministic: bool = option(
         False,
-        "A row's score has the same bits whatever rows are beside it, in any order, pack, number of threads and "
-        "workers.",
+        "Give each row's score the same bits, whatever its neighbours, their order, the packs, threads and workers.",
         RUN, changes="scores", needs="determinism",
     )  # fmt: skip
 

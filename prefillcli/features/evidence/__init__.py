@@ -18,7 +18,7 @@ class EvidenceOptions(Settings):
 
     evidence: bool = option(
         False,
-        "Score the row once more without each section of its prompt: how much each of them changes the score.",
+        "Score the row again without each section of its prompt, to show how much each one changes the score.",
         RATIONALES, changes="columns", needs="evidence",
     )  # fmt: skip
 

@@ -48,7 +48,7 @@ class ExitOptions(Settings):
 
     exit: bool = option(
         False,
-        "Let rows leave the model once their answer is decided. What that may change is bounded by --max-flips.",
+        "Let rows leave the model once their answer is decided. --max-flips bounds how many answers that flips.",
         EARLY_EXIT, changes="scores", needs="exits",
     )  # fmt: skip
     flips_of: Literal["each", "all"] = option(
@@ -58,8 +58,8 @@ class ExitOptions(Settings):
     )  # fmt: skip
     exit_rows: int | None = option(
         None,
-        "Rows that are read in full first, to learn when rows are decided. (default: what --max-flips takes, at most "
-        "half of the job's rows; with --exit-profile 300)",
+        "Rows to read in full first, to learn when rows are decided. (default: as many as --max-flips takes, at "
+        "most half of the job's rows; with --exit-profile 300)",
         EARLY_EXIT, changes="scores", metavar="N", requires=EXIT, ge=20,
     )  # fmt: skip
     exit_profile: str | None = option(
@@ -89,7 +89,8 @@ class ExitMethodOptions(Settings):
     )  # fmt: skip
     exit_rows: int | None = option(
         None,
-        "Other rows that the method early-exit is learnt on. (default: what --max-flips takes, at most half of INPUT)",
+        "Rows set apart for the method early-exit to learn from. (default: as many as --max-flips takes, at most "
+        "half of INPUT)",
         BENCH, changes="scores", metavar="N", requires=EXIT_METHOD, ge=20,
     )  # fmt: skip
 

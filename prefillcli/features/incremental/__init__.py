@@ -19,7 +19,8 @@ class EarlierOptions(Settings):
 
     since: str | None = option(
         None,
-        "An earlier output of this job, last night's: rows with the same id and prompt are taken over from it.",
+        "Earlier output of this job, such as last night's. Rows with the same id and prompt are copied from it, "
+        "not scored.",
         FILES, changes="speed", metavar="OUTPUT", path="scores", same_as="output", requires=SCORES,
     )  # fmt: skip
     retry_errors: bool = option(

@@ -43,8 +43,8 @@ class LikelihoodOptions(Settings):
 
     target_column: str | None = option(
         None,
-        "Column with a text: the score is its log-probability behind the prompt. Where the prompt is empty, it is a "
-        "whole document.",
+        "Column with a text: the score is its log-probability behind the prompt. If the prompt is empty, the text "
+        "is a whole document.",
         ANSWERS, changes="scores", metavar="COLUMN",
     )  # fmt: skip
     token_logprobs: bool = option(
@@ -54,7 +54,7 @@ class LikelihoodOptions(Settings):
     )  # fmt: skip
     stride: int | None = option(
         None,
-        "Tokens that each window of a longer document predicts, e.g. 512. (default: as many as it holds)",
+        "Tokens that each window of a long document predicts, e.g. 512. (default: as many as it holds)",
         ANSWERS, changes="scores", metavar="N", requires=TARGET, ge=1,
     )  # fmt: skip
 

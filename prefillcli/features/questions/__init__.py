@@ -54,13 +54,13 @@ class QuestionOptions(Settings):
 
     questions: str | None = option(
         None,
-        "YAML file of several questions about each row: columns NAME.score, NAME.prediction, ... for each. What the "
-        "questions share is computed once.",
+        "YAML file with several questions about each row. Each adds columns NAME.score, NAME.prediction, ...; what "
+        "the questions share is computed once.",
         ANSWERS, level="first", changes="scores", metavar="PATH", path="file",
     )  # fmt: skip
     questions_as: Literal["columns", "rows"] = option(
         "columns",
-        "Whether the output has columns for each question, or a row for each question about a row.",
+        "Give each question columns of its own, or rows of its own.",
         ANSWERS, changes="columns", requires=QUESTIONS,
     )  # fmt: skip
 

@@ -68,12 +68,12 @@ class WritingOptions(Settings):
 
     rationale: int = option(
         0,
-        "Write up to N tokens behind the row's answer: what the model gives as its reasons.",
+        "Let the model write up to N tokens behind its answer, as its reasons.",
         RATIONALES, changes="columns", metavar="N", needs="rationales", off=0, ge=0,
     )  # fmt: skip
     rationale_template: str = option(
         DEFAULT_TEMPLATE,
-        "Jinja text that a rationale continues, behind the prompt; label is the row's answer, labels are all.",
+        "Jinja text between the prompt and the rationale; label is the row's answer, labels are all of them.",
         RATIONALES, changes="columns", metavar="JINJA", requires=RATIONALE,
     )  # fmt: skip
     rationale_temperature: float = option(
@@ -119,12 +119,12 @@ class RationaleOptions(WritingOptions):
 
     rationale_when: str | None = option(
         None,
-        "Rows that --rationale and --evidence choose, e.g. 'score > 0.4 and score < 0.6'. (default: every scored row)",
+        "Condition for --rationale and --evidence, e.g. 'score > 0.4 and score < 0.6'. (default: every scored row)",
         RATIONALES, changes="columns", metavar="EXPR", requires=CHOSEN_ROWS,
     )  # fmt: skip
     rationale_limit: int | None = option(
         None,
-        "At most N chosen rows: the first ones of the input.",
+        "Only the first N rows that --rationale-when chooses.",
         RATIONALES, changes="columns", metavar="N", requires=CONDITION, ge=1,
     )  # fmt: skip
 
@@ -134,7 +134,7 @@ class WritingContestOptions(Settings):
 
     rationale: int = option(
         0,
-        "Compare ways to write up to N tokens behind each row's answer, in the place of ways to score.",
+        "Compare ways to write up to N tokens behind each row's answer, instead of ways to score.",
         BENCH, level="first", changes="scores", metavar="N", off=0, ge=0,
     )  # fmt: skip
 
