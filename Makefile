@@ -20,7 +20,7 @@ JOB_SHUFFLES ?= 3
 TEST_WORKERS ?= 2
 
 .PHONY: setup setup-real setup-airflow setup-vllm setup-ray setup-tables reference demo demo-real test test-matrix test-real test-nightly test-faults \
-	test-tables test-airflow test-vllm test-ray removals fuzz lint format bench bench-reviews distill-draft bench-peers bench-exits bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
+	test-tables test-airflow test-vllm test-ray removals fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
 
 setup: $(VENV)/.ready
 
@@ -170,6 +170,12 @@ soak: setup
 bench-peers: setup-vllm
 	VLLM_CPU_OMP_THREADS_BIND="$${VLLM_CPU_OMP_THREADS_BIND:-0-$$(($$(nproc) - 1))}" \
 	$(VLLM_VENV)/bin/python -m benchmarks.peers
+
+# lm-evaluation-harness: its model `prefill` against its `hf` and `vllm`
+bench-harness: setup-vllm
+	VLLM_CPU_OMP_THREADS_BIND="$${VLLM_CPU_OMP_THREADS_BIND:-0-$$(($$(nproc) - 1))}" \
+	VLLM_CPU_KVCACHE_SPACE="$${VLLM_CPU_KVCACHE_SPACE:-1}" VLLM_LOGGING_LEVEL=ERROR \
+	$(VLLM_VENV)/bin/python -m benchmarks.harness
 
 # The table of docs/architectures.md anew: minutes on one core
 architectures: setup
