@@ -156,7 +156,7 @@ class GroupedCommand(TyperCommand):
         settled = self.settings.of_level("settled")
         if left_out:
             more = len(left_out & set(self.settings.model_fields))
-            all_options = f"prefill {self.name} --help{_NO_BREAK}all".replace("-", _NO_BREAK)
+            all_options = f"prefill {self.name} --help-all".replace("-", _NO_BREAK)
             groups[f"{more} more options, and {len(settled)} settings"] = [(all_options, "")]
         elif settled:
             rows = [(f"{name}=", option_help(self.settings, name).replace("-", _NO_BREAK)) for name in settled]

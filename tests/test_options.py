@@ -20,7 +20,7 @@ from prefillcli.core.feature import features
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
 from prefillcli.options.commands import COMMANDS, ScoreSettings
-from prefillcli.options.load import FileOptions, ScorerOptions, load_settings
+from prefillcli.options.load import FileOptions, ScorerOptions, load_settings, settled_options
 from prefillcli.options.option import COMPRESSION, RUN, Settings, as_typed, details_of, option
 from prefillcli.options.requirements import Requirement
 
@@ -362,3 +362,32 @@ def test_a_value_that_is_refused_is_quoted_in_short(flags: Values, says: str) ->
     with pytest.raises(UsageError, match=says) as refused:
         load_settings(ScoreSettings, {**LEAST["score"], **flags}, environment={})
     assert len(str(refused.value)) < 800
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--pool", "13"], "--pool: this setting has no flag of its own, give --set pool=VALUE"),
+        (["--keep-last=4"], "--keep-last=4: this setting has no flag of its own, give --set keep_last=VALUE"),
+        (["--set", "pol=13"], "--set pol: there is no such setting; did you mean 'pool'?"),
+        (["--set", "keep=0.2"], "--set keep: this option has a flag\ngive --keep"),
+        (["--set", "pool"], "--set pool: must be KEY=VALUE"),
+        (["--set", "pool=3", "--set", "pool=5"], "has a key twice"),
+        (["--set", "pool=many"], "--set pool 'many': "),
+        (["--set", "pool=3"], "--set pool is for the votes of a draft"),
+    ],
+)
+def test_a_setting_without_a_flag_is_given_by_set(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}')
+    with pytest.raises(SystemExit) as ended:
+        app(["score", str(tmp_path / "in.jsonl"), *words])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_settings_may_have_dashes_and_reach_the_job() -> None:
+    given = settled_options(ScoreSettings, ["select-chunk=8", "query_reduce=mean"])
+    settings = load("score", {"inputs": ["x.parquet"]}, {"draft": "d", "keep": 0.5, **given})
+    assert settings.model_dump(include={"select_chunk", "query_reduce"}) == {"select_chunk": 8, "query_reduce": "mean"}
