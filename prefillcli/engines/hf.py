@@ -17,6 +17,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from prefillcli.data.rows import ReadTokens
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Writing
 from prefillcli.decode.lockstep import Chooser
+from prefillcli.engines import encoders
 from prefillcli.engines.base import (
     PLAIN,
     Answer,
@@ -154,15 +155,17 @@ OPTIONS = ("attn_implementation",)
 
 
 def open_models(choice: EngineChoice) -> Opened:
-    """As `Loader`; any causal language model of transformers will do."""
+    """As `Loader`; any causal language model of transformers will do, and encoders with a head."""
     check_options("hf", choice.engine_options, OPTIONS)
     opened = models.open_models(choice)
     models.check_loadable(opened.files, opened.device)
     return replace(opened, max_length=opened.files.max_length_apart)
 
 
-def load(request: LoadRequest) -> Loaded[HfEngine]:
+def load(request: LoadRequest) -> Loaded[HfEngine] | Loaded[encoders.EncoderEngine]:
     opened = request.opened
+    if opened.files.encoder:
+        return encoders.load(request)
     models.refuse_what_cannot_fit(opened)
     model = load_weights(
         opened.files,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from prefillcli.engines import encoders
 from prefillcli.engines.base import EngineChoice, Loaded, LoadRequest, WeightsReport
 from prefillcli.engines.memory_plan import REDUCED, budget_of, hidden_on_host, keep_plan, limits_of, plan_packs
 from prefillcli.engines.torch import TorchEngine
@@ -27,10 +28,12 @@ def open_models(choice: EngineChoice) -> Opened:
     return replace(opened, max_length=opened.files.max_length_apart)
 
 
-def load(request: LoadRequest) -> Loaded[TorchEngine]:
-    """As `Loader`. Packs are sized by the memory that is free once the weights are loaded, unless `--memory` gives a
-    size."""
+def load(request: LoadRequest) -> Loaded[TorchEngine] | Loaded[encoders.EncoderEngine]:
+    """As `Loader`; an encoder is not walked. Packs are sized by the memory that is free once the weights are loaded,
+    unless `--memory` gives a size."""
     opened, choice, placement = request.opened, request.choice, request.placement
+    if opened.files.encoder:
+        return encoders.load(request)
     files, device, trust = opened.files, opened.device, choice.trust_remote_code
     arithmetic = request.arithmetic or FASTEST
     weights = plan_resident(opened, draft=False) if request.plan_weights is None else request.plan_weights()

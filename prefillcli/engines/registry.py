@@ -142,6 +142,21 @@ def refuse(engine: str, needs: Mapping[str, Capability], typed: Callable[[str], 
         )
 
 
+#: The abilities that are left with an encoder. Every engine that takes one scores it in the same way.
+OF_ENCODERS: frozenset[Capability] = frozenset({"options", "threads"})
+
+
+def refuse_of_encoder(needs: Mapping[str, Capability], typed: Callable[[str], str]) -> None:
+    """Raise UsageError for the first of the options in `needs` that has no meaning for an encoder; `typed` as in
+    `refuse`."""
+    for name, capability in needs.items():
+        if capability not in OF_ENCODERS:
+            raise UsageError(
+                f"{typed(name)}: the model is an encoder, for which there are no {CAPABILITIES[capability]}\n"
+                "leave it out"
+            )
+
+
 def loader_of(engine: str) -> Loader:
     """The module that opens and loads the engine of this name."""
     with light_imports():

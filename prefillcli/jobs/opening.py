@@ -8,7 +8,7 @@ from typing import Any
 
 from prefillcli.core.feature import features_of, open_models
 from prefillcli.data.output.columns import Groups, OutputSchema, Probabilities
-from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, prompt_column
+from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, prompt_builder, prompt_column
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.templates import RowTemplate
 from prefillcli.data.reading.source import Source
@@ -47,6 +47,7 @@ class Opening:
         self.calibrated = ""
         """Of several questions, the one that it makes them for."""
         self._carried = carried
+        self._pair_column = getattr(settings, "pair_column", None)
         self._template: RowTemplate | None = None
 
     @property
@@ -68,6 +69,7 @@ class Opening:
         self.source = source
         template = self._template = None if settings.template is None else RowTemplate(settings.template)
         own = template.columns if template else (prompt_column(settings.prompt_column, source.available),)
+        own += () if self._pair_column is None else (self._pair_column,)
         named = (each.prompt_columns(source.available) for each in self.features)
         source.select(columns=next(filter(None, named), own), carried=self.carried)
         for each in self.features:
@@ -89,6 +91,8 @@ class Opening:
     def use_models(self, opened: Opened, labels: Labels | None = None) -> None:
         """Take these models, with their `labels` if these are known already."""
         self.opened = opened
+        if opened.files.encoder:
+            self.settings.take_encoder(opened.files.origin)
         if labels is None:
             asked = (each.labels(opened) for each in self.features)
             labels = next(filter(None, asked), None) or answer_labels(opened, self.settings)
@@ -139,11 +143,13 @@ class Opening:
             classifies=files.head is not None,
             label_columns=self.labels.columns,
             padding=None if files.head is None else files.head.padding,
+            encoder=files.encoder,
+            pair_column=self._pair_column,
             sections=any(each.takes_prompts_apart for each in self.features),
         )
         own = (each.prompt_builder(self, made, available) for each in self.features)
         found = next(filter(None, own), None)
-        return found or PromptBuilder(opened.tokenizer, made, available, template=template)
+        return found or prompt_builder(opened.tokenizer, made, available, template=template)
 
     def windows(
         self,

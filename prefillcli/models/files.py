@@ -96,8 +96,9 @@ def check_weights(folder: Path, tensors: Mapping[str, Any], config: Any, *, quan
                 "say how they are quantised\ntake the config.json that belongs to these weights"
             )
     numbered = {number for name in tensors if (number := layer_number(name)) is not None}
-    counts = (getattr(config, name, None) for name in ("num_hidden_layers", "num_layers"))
-    layers = min((each for each in counts if isinstance(each, int)), default=0)  # longcat also counts halves of layers
+    counts = (getattr(config, name, None) for name in ("num_hidden_layers", "num_layers", "num_hidden_groups"))
+    # longcat also counts halves of layers, and albert has fewer layers than it goes through
+    layers = min((each for each in counts if isinstance(each, int)), default=0)
     if numbered and layers > max(numbered) + 1:
         raise UsageError(f"{folder}: config.json says {layers:,} layers, the weights have {max(numbered) + 1:,}")
     embeddings = [tensor["shape"] for name, tensor in tensors.items() if name.endswith(_EMBEDDING)]

@@ -18,6 +18,7 @@ from prefillcli.data.proof import gguf_parts
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
 from prefillcli.models.completeness import build_empty, refuse_larger
 from prefillcli.models.files import (
+    CLASSIFIER,
     check_config,
     check_files,
     check_generation_config,
@@ -31,7 +32,7 @@ from prefillcli.models.files import (
 from prefillcli.models.gguf import GgufModel, dequantise_gguf, describe_gguf, find_cached, open_gguf
 from prefillcli.models.heads import Activation, ClassHead, HeadChoice, find_head
 from prefillcli.models.multimodal import text_part
-from prefillcli.models.shape import longest_prompt, refusal, sees_nothing
+from prefillcli.models.shape import is_encoder, longest_prompt, refusal, sees_nothing
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.runtime.memory import loadable_memory
 
@@ -67,6 +68,11 @@ class ModelFiles:
     def activation(self) -> Activation:
         """The kind of function that turns the model's outputs into numbers."""
         return "softmax" if self.head is None else self.head.activation
+
+    @property
+    def encoder(self) -> bool:
+        """Whether it is an encoder with a classification head: it reads a whole text in both directions."""
+        return self.head is not None and is_encoder(self.config)
 
     @property
     def saved(self) -> bool:
@@ -116,7 +122,9 @@ def read_model_files(
             raise UsageError(f"{folder}/config.json: sliding_window is 0; a window has one token at least, or is null")
         part = text_part(whole) if gguf is None else None
         causal = part is not None or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or trust_remote_code
-        if why := refusal(whole, config, causal=causal):
+        named = any(name.endswith(CLASSIFIER) for name in whole.architectures or ())
+        encoder = named and head != "vocabulary" and is_encoder(config)
+        if not encoder and (why := refusal(whole, config, causal=causal)):
             raise UnsupportedModelError(f"{folder}: a model of type {whole.model_type} cannot score prompts: it {why}")
         longest_prompt(config)
         found = None if gguf is not None else find_head(folder, whole, head, multimodal=part is not None)

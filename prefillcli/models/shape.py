@@ -425,6 +425,15 @@ ENCODERS = frozenset(
      "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"}
 )  # fmt: skip
 
+#: Encoders whose classification heads are read. Padding behind a text changes nothing in them, if it is masked.
+CLASSIFYING_ENCODERS = frozenset(
+    {"albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet", "roberta",
+     "xlm-roberta"}
+)  # fmt: skip
+
+#: Of these, the ones whose first token has the position behind that of padding.
+_PADDING_FIRST = frozenset({"camembert", "mpnet", "roberta", "xlm-roberta"})
+
 #: Tokens that a family embeds beside those of its vocabulary.
 EXTRA_TOKENS = {"mllama_text_model": 8, "moshi": 1}
 
@@ -447,6 +456,11 @@ def refusal(whole: Any, text: Any, *, causal: bool) -> str | None:
     if both_ways not in (None, False, "vision") or not getattr(text, "is_causal", True):
         return "attends in both directions, so it does not predict the next token"
     return None
+
+
+def is_encoder(text: Any) -> bool:
+    """Whether a model with this configuration reads a text in both directions, and its classification head is read."""
+    return text.model_type in CLASSIFYING_ENCODERS and not getattr(text, "is_decoder", False)
 
 
 def sees_nothing(text: Any) -> bool:
@@ -475,6 +489,8 @@ def longest_prompt(text: Any, *, apart: bool = False) -> int:
     models, so they end at that length. Where long prompts are planned apart, they may be longer than `length_switch`.
     """
     longest = int(getattr(text, "max_position_embeddings", 0) or 1 << 30)
+    if text.model_type in _PADDING_FIRST:
+        longest -= (text.pad_token_id or 0) + 1
     if text.model_type == "doge":  # beyond it, its layers drop keys, and others where a prompt comes in parts
         longest = min(longest, int(text.keep_window_size))
     rope = getattr(text, "rope_parameters", None) or {}

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from prefillcli.core.feature import Objection, features, features_of, option_groups
 from prefillcli.data.output import FILE_ENDINGS, Shard
-from prefillcli.engines.registry import ENGINES, Capability, refuse
+from prefillcli.engines.registry import ENGINES, Capability, refuse, refuse_of_encoder
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
 from prefillcli.options.groups import (
@@ -38,6 +38,7 @@ from prefillcli.options.option import (
     FILES,
     MODEL,
     PROFILE,
+    PROMPTS,
     RUN,
     Settings,
     argument,
@@ -47,6 +48,7 @@ from prefillcli.options.option import (
     require,
 )
 from prefillcli.options.requirements import Requirement
+from prefillcli.runtime import log
 
 
 class ScoreSettings(
@@ -89,6 +91,11 @@ class ScoreSettings(
     )  # fmt: skip
     resume: bool = option(False, "Continue this job where it stopped.", FILES, level="first", changes="files")
 
+    pair_column: str | None = option(
+        None,
+        "Column with the second text of a pair, for an encoder: the tokenizer encodes the prompt and it together.",
+        PROMPTS, changes="scores", metavar="NAME",
+    )  # fmt: skip
     engine: EngineName = option(
         "torch",
         "What runs the model: the layer walk, a plain transformers loop, or vLLM.",
@@ -144,11 +151,18 @@ class ScoreSettings(
         super().check()
         if self.resume and self.overwrite:
             raise UsageError("--resume continues the output, --overwrite replaces it: give only one of them")
-        refuse(self.engine, self._engine_needs(), partial(as_typed, type(self)))
+        refuse(self.engine, self.engine_needs(), partial(as_typed, type(self)))
         for each in features_of(self):
             each.check()
         if self.shard is not None:
             self.refuse_joint("--shard")
+
+    def take_encoder(self, model: object) -> None:
+        if self.engine == "vllm":
+            raise UsageError("--engine vllm: the model is an encoder\nleave --engine out, or take --engine hf")
+        refuse_of_encoder(self.engine_needs(), partial(as_typed, type(self)))
+        if self.engine != "hf":
+            log.info(f"{model}: an encoder, scored in padded batches as with --engine hf")
 
     def refuse_joint(self, option: str) -> None:
         """Raise UsageError for other options with which rows cannot be scored apart from one another."""
@@ -167,9 +181,9 @@ class ScoreSettings(
         """The share of the rows that this run scores; None for all."""
         return None if self.shard is None else Shard.parse(self.shard)
 
-    def _engine_needs(self) -> dict[str, Capability]:
-        # The ability that the engine must have, by the option that needs it: only options that are not at their
-        # default.
+    def engine_needs(self) -> dict[str, Capability]:
+        """The ability that the engine must have, by the option that needs it: only options that are not at their
+        default."""
         found: dict[str, Capability] = {}
         for name, field in type(self).model_fields.items():
             needed = details_of(type(self), name).needs

@@ -263,7 +263,7 @@ class PromptOptions(Settings):
         metavar="N",
         ge=1,
     )
-    on_long: Literal["error", "truncate-left", "truncate-middle", "skip"] = option(
+    on_long: Literal["error", "truncate-left", "truncate-middle", "truncate-right", "skip"] = option(
         "error", "What to do with longer prompts.", PROMPTS, level="first", changes="scores"
     )
 
@@ -365,6 +365,10 @@ class LoadingOptions(DraftOptions, MemoryOptions, ModelOptions):
 
 class JobOptions(LoadingOptions, PromptOptions, InputOptions):
     """Everything about one prompt: where it comes from, and how it is computed."""
+
+    def take_encoder(self, model: object) -> None:
+        """The model in this folder is an encoder. Raise UsageError where that has no meaning."""
+        raise UsageError(f"{model}: an encoder is scored by prefill score alone\ntake a model that is no encoder")
 
 
 class ScheduledOptions(JobOptions):

@@ -197,10 +197,11 @@ class ScorerOptions(TypedDict, total=False):
 
     template: StrPath | None
     prompt_column: str
+    pair_column: str | None
     chat: bool | None
     system: str | None
     max_length: int | None
-    on_long: Literal["error", "truncate-left", "truncate-middle", "skip"]
+    on_long: Literal["error", "truncate-left", "truncate-middle", "truncate-right", "skip"]
     literal: bool
     max_row_bytes: str | int | None
     labels: str | Sequence[str]

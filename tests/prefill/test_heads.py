@@ -182,7 +182,7 @@ def test_the_manual_says_how_many_families_are_exact() -> None:
     [
         ("LlamaForTokenClassification", {"model_type": "llama"}, "LlamaForTokenClassification has a head that is not"),
         ("Qwen2ForRewardModel", {"model_type": "qwen2"}, "Qwen2ForRewardModel has a head that is not read"),
-        ("BertForSequenceClassification", {"model_type": "bert"}, "cannot score prompts"),
+        ("BigBirdForSequenceClassification", {"model_type": "big_bird"}, "cannot score prompts"),
         ("Gemma3ForSequenceClassification", {"model_type": "gemma3"}, "the text model has no classification head"),
         ("GraniteForSequenceClassification", {"model_type": "granite"}, "no classification head for granite"),
     ],

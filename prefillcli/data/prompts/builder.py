@@ -10,15 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from prefillcli.data.prompts.encoding import Encoder, Marks, NotLiteral, not_literal, protect
+from prefillcli.data.prompts.encoding import EncodedPair, Encoder, Marks, NotLiteral, not_literal, protect
 from prefillcli.data.prompts.labels import Following, LabelError, Labels, tail_of
 from prefillcli.data.prompts.templates import ChatTemplate, Message, RowTemplate, messages_of
 from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, Int32Array, Prompt, RowBatch, RowError, row_too_large
 from prefillcli.errors import UsageError
 from prefillcli.plan.behind import LabelSet
 
-OnLong = Literal["error", "truncate-left", "truncate-middle", "skip"]
+OnLong = Literal["error", "truncate-left", "truncate-middle", "truncate-right", "skip"]
 
 
 _LEAST_ROW_BYTES = 8 << 20  # a row also holds values that the prompt does not need
@@ -30,7 +31,7 @@ def default_row_bytes(max_length: int, longest_token: int, on_long: OnLong) -> i
     Twice the most bytes that can make a prompt of `max_length` tokens, within bounds. With `truncate-*` longer rows
     count too, and the bound is `MAX_ROW_BYTES`.
     """
-    if on_long in ("truncate-left", "truncate-middle"):
+    if on_long.startswith("truncate"):
         return MAX_ROW_BYTES
     return min(max(2 * max_length * longest_token, _LEAST_ROW_BYTES), MAX_ROW_BYTES)
 
@@ -39,7 +40,7 @@ def fit(tokens: Int32Array, max_length: int, on_long: OnLong, start_ids: Set[int
     """At most `max_length` of the tokens, or why the row has no prompt.
 
     `truncate-left` drops the oldest tokens but keeps those of `start_ids` (BOS) at the very start;
-    `truncate-middle` keeps the first and the last half.
+    `truncate-middle` keeps the first and the last half, `truncate-right` the beginning.
     """
     if len(tokens) <= max_length:
         return tokens
@@ -47,12 +48,47 @@ def fit(tokens: Int32Array, max_length: int, on_long: OnLong, start_ids: Set[int
         code = ErrorCode.PROMPT_TOO_LONG if on_long == "error" else ErrorCode.SKIPPED_TOO_LONG
         return RowError(code, f"{len(tokens)} tokens, the limit is {max_length}")
     head = 0
-    if on_long == "truncate-middle":
+    if on_long == "truncate-right":
+        head = max_length
+    elif on_long == "truncate-middle":
         head = max_length // 2
     else:
         while head < max_length - 1 and int(tokens[head]) in start_ids:
             head += 1
     return np.concatenate([tokens[:head], tokens[len(tokens) - (max_length - head) :]])
+
+
+def fit_pair(coded: EncodedPair, max_length: int, on_long: OnLong) -> npt.NDArray[np.intp] | RowError:
+    """The places of at most `max_length` tokens, ascending, or why the row has no prompt.
+
+    The special tokens stay. Of a pair, the longer text is cut first, down to the length of the other one, as
+    tokenizers do by default (`longest_first`). Each text is cut as `fit` cuts.
+    """
+    every = np.arange(len(coded.ids))
+    if len(every) <= max_length:
+        return every
+    sizes = [int(np.count_nonzero(coded.parts == part)) for part in (0, 1)]
+    room = max_length - (len(every) - sum(sizes))
+    if on_long in ("error", "skip") or room < 1 + bool(sizes[1]):
+        found = fit(coded.ids, max_length, "skip" if on_long == "skip" else "error", frozenset())
+        if isinstance(found, RowError):
+            return found
+    kept = coded.parts < 0
+    for part, most in enumerate(_longest_first(sizes, room)):
+        own = every[coded.parts == part].astype(np.int32)
+        if most:
+            cut = fit(own, most, on_long, frozenset())
+            kept[own if isinstance(cut, RowError) else cut] = True
+    return every[kept]
+
+
+def _longest_first(sizes: Sequence[int], room: int) -> list[int]:
+    # The lengths to which tokenizers cut the texts of a pair.
+    short, long = sorted(sizes)
+    long = short if short > room else max(short, room - short)
+    if short + long > room:
+        short, long = room // 2, room - room // 2
+    return [long, short] if sizes[0] > sizes[1] else [short, long]
 
 
 def without_padding(tokens: Int32Array, padding: int) -> Int32Array:
@@ -96,6 +132,8 @@ class PromptSettings:
     # Columns with a row's own labels: `Labels.columns`.
     label_columns: tuple[str, ...] = ()
     padding: int | None = None  # the token that such a head takes for padding where it ends a prompt
+    encoder: bool = False  # whether the model reads texts, or pairs of texts, in both directions
+    pair_column: str | None = None  # column with the second text of a pair, for an encoder
     # Whether prompts note their rows' values, so that sections of them can be left out.
     sections: bool = False
 
@@ -161,6 +199,10 @@ class PromptBuilder:
         template: RowTemplate | None = None,
         group_chars: int = GROUP_CHARS,
     ) -> None:
+        if settings.pair_column is not None and not settings.encoder:
+            raise UsageError(
+                "--pair-column: the model is no encoder, and reads one text\nwrite both texts into it with --template"
+            )
         self.settings = settings
         self._has_chat_template = bool(getattr(tokenizer, "chat_template", None))
         self.chat = _wants_chat(settings, self._has_chat_template)  # whether text is wrapped by the chat template
@@ -169,8 +211,9 @@ class PromptBuilder:
         self.column = prompt_column(settings.prompt_column, available)
         # The columns that prompts are made of.
         self.columns: tuple[str, ...] = self.template.columns if self.template else (self.column,)
-        # Those, and the ones of labels: what `build` needs of a row.
-        self.needed: tuple[str, ...] = tuple(dict.fromkeys((*self.columns, *settings.label_columns)))
+        # Those, and the ones of pairs and labels: what `build` needs of a row.
+        further = (*filter(None, [settings.pair_column]), *settings.label_columns)
+        self.needed: tuple[str, ...] = tuple(dict.fromkeys((*self.columns, *further)))
         # Columns that `build` uses where they exist.
         self.optional: tuple[str, ...] = tuple(name for each in settings.row_columns for name in each.names)
         if self.template is None:
@@ -225,7 +268,7 @@ class PromptBuilder:
         """One that makes the same prompts, for another thread."""
         text = None if self.template is None else self.template.text  # its file may have been replaced by now
         settings = replace(self.settings, template=text)
-        return PromptBuilder(self._tokenizer, settings, (self.column,), group_chars=self._group_chars)
+        return prompt_builder(self._tokenizer, settings, (self.column,), group_chars=self._group_chars)
 
     def of_part(self, part: int, labels: Labels) -> tuple[PromptBuilder, Labels]:
         """What makes the prompts of this number of rows with several prompts, and the labels behind them."""
@@ -448,6 +491,108 @@ class PromptBuilder:
             detail = f"{behind} tokens of labels or a target behind it, the limit is {self.settings.max_length}"
             return RowError(ErrorCode.PROMPT_TOO_LONG, detail)
         return fit(tokens, self.settings.max_length - behind, self.settings.on_long, self._encoder.start_ids)
+
+
+class EncoderBuilder(PromptBuilder):
+    """Makes prompts of rows for an encoder: texts or pairs of texts, with all special tokens around them.
+
+    Where the tokenizer tells the texts of a pair apart (token_type_ids), a token of the second kind has its id and the
+    size of the vocabulary as its number in a prompt.
+    """
+
+    def __init__(self, tokenizer: Any, settings: PromptSettings, available: Sequence[str] = (), **given: Any) -> None:
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise UsageError("the model is an encoder, and its tokenizer has no tokenizer.json\nconvert it")
+        super().__init__(tokenizer, settings, available, **given)
+        if self.chat or (self.template is None and self.column == "messages"):
+            raise UsageError("the model is an encoder, which reads a text or a pair of texts, and no chat")
+        if settings.pair_column is not None and self._takes_ids:
+            raise UsageError(
+                "--pair-column: the prompt column is 'prompt_token_ids', and no pair is made of token ids"
+            )
+        self._types = "token_type_ids" in tokenizer.model_input_names
+
+    def _prompts(
+        self, raw: list[RawPrompt], labels: Labels, batch: RowBatch, errors: dict[int, RowError]
+    ) -> list[Prompt]:
+        done = []
+        for row, tokens, whole in self._encoded(raw, batch, errors):
+            (following,) = labels.resolve_all([""])
+            if isinstance(following, LabelError):
+                raise following
+            if isinstance(tokens, RowError):
+                errors[row] = tokens
+            else:
+                done.append(Prompt(row, tokens, labels=following.labels, truncated=len(tokens) < whole))
+        return sorted(done, key=lambda prompt: prompt.row)
+
+    def _encoded(
+        self, raw: list[RawPrompt], batch: RowBatch, errors: dict[int, RowError]
+    ) -> Iterator[tuple[int, Int32Array | RowError, int]]:
+        # Each row with its tokens, and the number of tokens before it was cut.
+        size, on_long, most = self.settings.vocab_size, self.settings.on_long, self.settings.max_length
+        texts: dict[bool, dict[int, tuple[str, ...]]] = {False: {}, True: {}}
+        for each in raw:
+            if each.tokens is not None:
+                yield each.row, fit(each.tokens, most, on_long, frozenset()), len(each.tokens)
+                continue
+            parts = self._parts(each, batch)
+            if isinstance(parts, RowError):
+                errors[each.row] = parts
+                continue
+            try:
+                literal = any(marks is not None for _, marks in parts)
+                texts[literal][each.row] = tuple(
+                    self._spelt(text, marks) if literal else text for text, marks in parts
+                )
+            except NotLiteral as error:
+                errors[each.row] = not_literal(error)
+        for literal, own in texts.items():
+            for row, coded in zip(own, self._encoder.encode_pairs(list(own.values()), literal=literal), strict=True):
+                if int(coded.ids.max()) >= size:
+                    errors[row] = not_in_vocabulary(int(coded.ids.max()), size)
+                    continue
+                tokens = coded.ids + size * coded.types if self._types else coded.ids
+                kept = fit_pair(coded, most, on_long)
+                yield row, kept if isinstance(kept, RowError) else tokens[kept], len(tokens)
+
+    def _parts(self, raw: RawPrompt, batch: RowBatch) -> RowError | list[tuple[str, Marks | None]]:
+        # The text or the pair of a row, each with the stand-ins in it.
+        first = (raw.text, raw.marks)
+        name = self.settings.pair_column
+        if name is None:
+            return [first]
+        value = batch.columns[name][int(np.searchsorted(batch.rows, raw.row))]
+        value, marks = self._literal(value, joined=False)
+        if isinstance(value, RowError):
+            return value
+        if value is None:
+            return RowError(ErrorCode.NULL_PROMPT, "the second text is null")
+        if not isinstance(value, str):
+            return RowError(ErrorCode.WRONG_TYPE, f"the second text is {type(value).__name__}, not text")
+        if not value or value.isspace():
+            return RowError(ErrorCode.EMPTY_PROMPT, "the second text is empty")
+        return text_error(value, "the second text", self.max_row_bytes) or [first, (value, marks)]
+
+    def _spelt(self, text: str, marks: Marks | None) -> str:
+        # As the literal tokenizer reads it.
+        controls = self._encoder.controls
+        if controls.literal_backend:
+            text = controls.respell(text)
+        return text if marks is None else marks.undo(text)
+
+
+def prompt_builder(
+    tokenizer: Any,
+    settings: PromptSettings,
+    available: Sequence[str] = (),
+    *,
+    template: RowTemplate | None = None,
+    group_chars: int = GROUP_CHARS,
+) -> PromptBuilder:
+    """What makes prompts of rows for a model. The arguments, and what it raises, as of `PromptBuilder`."""
+    kind = EncoderBuilder if settings.encoder else PromptBuilder
+    return kind(tokenizer, settings, available, template=template, group_chars=group_chars)
 
 
 def _groups(raw: Iterable[RawPrompt], most: int) -> Iterator[list[RawPrompt]]:

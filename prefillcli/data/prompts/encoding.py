@@ -23,6 +23,15 @@ class EncodedText(NamedTuple):
     offsets: Int32Array
 
 
+class EncodedPair(NamedTuple):
+    """Token ids of a text or a pair of texts, and of each token the type that the tokenizer gives it and the number of
+    its text, -1 for a special one: int32 [tokens] each."""
+
+    ids: Int32Array
+    types: Int32Array
+    parts: Int32Array
+
+
 class Encoder:
     """A Hugging Face tokenizer without padding and truncation.
 
@@ -85,6 +94,20 @@ class Encoder:
             found = [e.ids for e in backend.encode_batch_fast(list(texts), add_special_tokens=special)]
         closing = self._closing if special else 0
         return [np.array(ids[: len(ids) - closing], np.int32) for ids in found]
+
+    def encode_pairs(self, texts: Sequence[tuple[str, ...]], *, literal: bool = False) -> list[EncodedPair]:
+        """Texts, alone or in pairs, with all special tokens around them. `literal` as in `encode`.
+
+        Needs a tokenizer of the tokenizers library.
+        """
+        if not texts:
+            return []
+        backend: Any = self.controls.literal_backend if literal else self._backend
+        found = []
+        for coded in backend.encode_batch_fast([own if len(own) > 1 else own[0] for own in texts]):
+            parts = [-1 if part is None else part for part in coded.sequence_ids]
+            found.append(EncodedPair(*(np.array(each, np.int32) for each in (coded.ids, coded.type_ids, parts))))
+        return found
 
     def encode_with_offsets(self, texts: Sequence[str], *, special: bool, literal: bool = False) -> list[EncodedText]:
         """As `encode`, and where each token lies in its text: tokens that stand before a text have (0, 0).

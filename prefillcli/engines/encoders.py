@@ -1,0 +1,113 @@
+"""Encoders with a classification head: texts of about one length go through transformers' own model in padded
+batches. There is nothing to share, because every token of an encoder sees all of its text."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from prefillcli.engines.base import PLAIN, Answer, Engine, Loaded, LoadRequest, Treatment, sequences
+from prefillcli.errors import brief, out_of_memory
+from prefillcli.models.heads import Activation, label_numbers
+from prefillcli.models.load import load_weights
+from prefillcli.models.open import refuse_what_cannot_fit
+from prefillcli.plan.behind import LabelSet
+from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.trie import TokenArray
+
+_CPU_TOKENS = 2048  # of a batch: more only leaves the caches
+_DEVICE_TOKENS = 1 << 15
+
+
+def load(request: LoadRequest) -> Loaded[EncoderEngine]:
+    """As `Loader`."""
+    opened = request.opened
+    refuse_what_cannot_fit(opened)
+    model = load_weights(
+        opened.files,
+        opened.device,
+        attention=request.options.get("attn_implementation"),
+        trust_remote_code=request.choice.trust_remote_code,
+    )
+    return Loaded(EncoderEngine(model, opened.files.activation))
+
+
+class EncoderEngine(Engine):
+    """Scores texts with an encoder. Equal texts of a pack are computed once."""
+
+    whole_packs = False
+    waits = False
+
+    def __init__(self, model: PreTrainedModel, activation: Activation) -> None:
+        self.limits = Limits(tokens=1 << 62, max_tokens=1 << 62, kept_tokens=1 << 62)
+        self.model = model
+        self.batch_tokens = _CPU_TOKENS if model.device.type == "cpu" else _DEVICE_TOKENS
+        self._activation = activation
+        self._takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
+
+    def answer(
+        self,
+        pack: Pack,
+        labels: Callable[[int], LabelSet],
+        tick: Callable[[float], None],
+        treatment: Treatment = PLAIN,
+    ) -> Iterator[list[Answer]]:
+        readers: dict[bytes, list[int]] = {}
+        for prompt, tokens in sequences(pack):
+            readers.setdefault(tokens.tobytes(), []).append(prompt)
+        texts = sorted((np.frombuffer(text, np.int32) for text in readers), key=len, reverse=True)
+        step = len(pack.tokens) / len(pack.prompts)
+        while texts:
+            count = max(1, self.batch_tokens // len(texts[0]))
+            batch = texts[:count]
+            begun = time.monotonic()
+            failure = None
+            try:
+                outputs = self.outputs(batch)
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                if count > 1:
+                    self.batch_tokens = count // 2 * len(batch[0])
+                    continue
+                failure = brief(error)
+                outputs = torch.full((1, self.model.config.num_labels), torch.nan)
+            del texts[:count]
+            own = [(row, prompt) for row, text in enumerate(batch) for prompt in readers[text.tobytes()]]
+            rows, sets = [row for row, _ in own], [labels(prompt) for _, prompt in own]
+            numbers = label_numbers(outputs, rows, [each.single or () for each in sets], self._activation)
+            seconds = (time.monotonic() - begun) / len(own)
+            answers = []
+            for (row, prompt), found in zip(own, numbers, strict=True):
+                size, (first, *others) = len(batch[row]), readers[batch[row].tobytes()]
+                shared, computed = size if others else 0, size if prompt == first else 0
+                answers.append(Answer(prompt, found, shared, computed, seconds, failure=failure))
+            yield answers
+            tick(step * len(own))
+
+    def outputs(self, texts: Sequence[TokenArray]) -> Tensor:
+        """The outputs of the head for each text, float32 [texts, classes].
+
+        A token of the second kind has its id and the size of the vocabulary as its number.
+        """
+        ids = np.full((len(texts), max(map(len, texts))), self.model.config.pad_token_id or 0)
+        types, mask = np.zeros_like(ids), np.zeros_like(ids)
+        for row, text in enumerate(texts):
+            types[row, : len(text)], ids[row, : len(text)] = divmod(text, self.model.config.vocab_size)
+            mask[row, : len(text)] = 1
+        given = {"input_ids": ids, "attention_mask": mask} | ({"token_type_ids": types} if self._takes_types else {})
+        with torch.inference_mode():
+            device = self.model.device
+            logits: Tensor = self.model(
+                **{name: torch.from_numpy(each).to(device) for name, each in given.items()}
+            ).logits
+            return logits.float()
+
+    def close(self) -> None:
+        del self.model
