@@ -11,11 +11,19 @@ from typing import Annotated
 from unittest.mock import patch
 
 import numpy as np
+import pyarrow as pa
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from transformers import PreTrainedModel
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
 
 from benchmarks.methods import layer_walk, plan_for, walk_plan, windowed_walk
 from benchmarks.models import SHAPES, random_llama
@@ -23,6 +31,10 @@ from benchmarks.peers import REVIEWS, WORKLOADS
 from benchmarks.spread import Spread
 from benchmarks.workloads import short_rows
 from prefillcli.bench.contest import interleaved
+from prefillcli.data.prompts.builder import EncoderBuilder, PromptSettings
+from prefillcli.data.prompts.labels import ClassLabels, Label
+from prefillcli.data.rows import RowBatch
+from prefillcli.engines.encoders import EncoderEngine
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
 from prefillcli.models.shape import answer_flops, walk_flops
@@ -35,7 +47,8 @@ from prefillcli.prefill import forest, fusion
 from prefillcli.prefill.attention import Shift, attend_blockwise, attend_by_products
 from prefillcli.profile.children import prompts_with_histories, resident
 from prefillcli.report.section import mebibytes
-from recipes.real_model import real_model
+from prefillcli.stats.evaluation import Measure
+from recipes.real_model import real_model, reviews
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -297,6 +310,44 @@ def windows(
     for name, each in seconds.items():
         rates = Spread.of([questions / s for s in each])
         table.add_row(name, str(rates), f"{computed[name]:,}", f"{computed[name] / unique:.3f}")
+    Console(width=120).print(table)
+
+
+@app.command()
+def encoders(rows: int = 200, rounds: int = 2, threads: int = 2) -> None:
+    """Rows/s of real reviews, with their tokenisation, through a random BERT of base size in float32."""
+    torch.set_num_threads(threads)
+    texts = [each.text for each in reviews("Test")[:rows]]
+    backend = Tokenizer(models.WordPiece(**{"unk_token": "[UNK]"}))
+    backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    trainer = trainers.WordPieceTrainer(vocab_size=30_000, special_tokens=[*special.values()], show_progress=False)
+    backend.train_from_iterator((each.text for each in reviews("Train")), trainer)
+    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    config = BertConfig(num_labels=1)
+    model = BertForSequenceClassification(config).eval()
+    settings = PromptSettings(max_length=512, on_long="truncate-right", vocab_size=config.vocab_size, encoder=True)
+    labels = ClassLabels([Label("grade")], ((0,),), Measure.VALUES)
+    engine = EncoderEngine(model, "none")
+
+    def scored(tokens: int) -> None:
+        batch = RowBatch(0, np.arange(len(texts)), {"prompt": texts}, pa.table({}), {}, 0)
+        prompts, _ = EncoderBuilder(tokenizer, settings, ["prompt"]).build(batch, labels)
+        engine.batch_tokens = tokens
+        for pack in make_plan([each.tokens for each in prompts], engine.limits).packs:
+            list(engine.answer(pack, lambda prompt: prompts[prompt].labels, lambda tokens: None))
+
+    def piped(size: int) -> None:
+        classify = pipeline("text-classification", model=model, tokenizer=tokenizer, function_to_apply="none")
+        classify(texts, batch_size=size, truncation=True, max_length=512)
+
+    contenders = {f"batches of {tokens:,} tokens": partial(scored, tokens) for tokens in (512, 2_048, 8_192)}
+    contenders |= {"one by one": partial(scored, 1)}
+    contenders |= {f"pipeline, batch_size={size}": partial(piped, size) for size in (1, 8, 32)}
+    table = Table("reviews", "rows/s")
+    for name, seconds in interleaved(contenders, rounds, warm_up=False).items():
+        table.add_row(name, str(Spread.of([len(texts) / each for each in seconds])))
     Console(width=120).print(table)
 
 

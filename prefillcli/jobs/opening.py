@@ -93,6 +93,7 @@ class Opening:
         self.opened = opened
         if opened.files.encoder:
             self.settings.take_encoder(opened.files.origin)
+            log.info(f"{opened.files.origin}: an encoder, scored in padded batches by transformers (--engine hf)")
         if labels is None:
             asked = (each.labels(opened) for each in self.features)
             labels = next(filter(None, asked), None) or answer_labels(opened, self.settings)

@@ -48,7 +48,6 @@ from prefillcli.options.option import (
     require,
 )
 from prefillcli.options.requirements import Requirement
-from prefillcli.runtime import log
 
 
 class ScoreSettings(
@@ -161,8 +160,6 @@ class ScoreSettings(
         if self.engine == "vllm":
             raise UsageError("--engine vllm: the model is an encoder\nleave --engine out, or take --engine hf")
         refuse_of_encoder(self.engine_needs(), partial(as_typed, type(self)))
-        if self.engine != "hf":
-            log.info(f"{model}: an encoder, scored in padded batches as with --engine hf")
 
     def refuse_joint(self, option: str) -> None:
         """Raise UsageError for other options with which rows cannot be scored apart from one another."""
