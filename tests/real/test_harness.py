@@ -156,7 +156,10 @@ def test_contexts_that_are_empty_too_long_or_end_in_spaces_are_read_as_by_hf(ran
     assert ours.loglikelihood_rolling(rolling) == pytest.approx(theirs.loglikelihood_rolling(rolling), abs=1e-3)
     (free,) = ours.generate_until([asked("a fox", {"max_gen_toks": 30})])
     stop = next(letter for letter in free[8:] if letter.isalnum())
-    texts = [asked("fox dog " * 60, {"max_gen_toks": 8, "top_p": 0.9}), asked("a fox", {"until": [stop], "max_gen_toks": 30})]
+    texts = [
+        asked("fox dog " * 60, {"max_gen_toks": 8, "top_p": 0.9}),
+        asked("a fox", {"until": [stop], "max_gen_toks": 30}),
+    ]
     assert ours.generate_until(texts) == theirs.generate_until(texts)
     assert ours._loaded.engine.decoded().tokens < 30 + 8 + 30  # no more is written once the text has ended
     chat = [{"role": "user", "content": "a fox"}]
