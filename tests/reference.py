@@ -71,7 +71,7 @@ HEAD = """# All options
 
 Made from the options themselves (`make reference`). A command has an option where its name stands in the last column.
 The name of an option is also its key in a recipe, with underscores, and its variable in the environment, in capitals
-behind `PREFILL_`. `--set NAME=VALUE` gives the settings that have no flag: measurement has settled them.
+with the prefix `PREFILL_`. `--set NAME=VALUE` gives the settings that have no flag: measurement has settled them.
 """
 
 

@@ -293,7 +293,7 @@ class PromptOptions(Settings):
     )  # fmt: skip
     label_end: str | None = option(
         None,
-        "Text behind every label, or eos for the model's end token. Needed if one label begins another.",
+        "Text after every label, or eos for the model's end token. Needed if one label begins another.",
         ANSWERS, changes="scores", metavar="TEXT|eos",
     )  # fmt: skip
     temperature: float = option(

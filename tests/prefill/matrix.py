@@ -363,8 +363,9 @@ def main() -> None:
         print(row_of(family, outcomes[family]), flush=True)
     PAGE.write_text(make_page(outcomes))
     sentence = counted([outcomes[family].kind for family in class_names()])
-    sentence = fill(sentence, 120, initial_indent="  ", subsequent_indent="  ")
-    FEATURES.write_text(re.sub(r"  Of the \d+ causal .*?refused\.", sentence, FEATURES.read_text(), flags=re.DOTALL))
+    FEATURES.write_text(
+        re.sub(r"Of the \d+ causal .*?refused\.", fill(sentence, 120), FEATURES.read_text(), flags=re.DOTALL)
+    )
 
 
 if __name__ == "__main__":

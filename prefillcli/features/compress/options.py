@@ -231,7 +231,7 @@ class CompressionOptions(DraftOptions, KeepOptions):
     )  # fmt: skip
     keep_private: bool = option(
         True,
-        "Keep everything behind a row's shared prefix, if --keep leaves room for it. (default: on)",
+        "Keep everything after a row's shared prefix, if --keep leaves room for it. (default: on)",
         COMPRESSION, changes="scores", negative="no-keep-private", requires=COMPRESSED,
     )  # fmt: skip
     compress_per_row: bool = option(

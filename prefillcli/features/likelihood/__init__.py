@@ -43,7 +43,7 @@ class LikelihoodOptions(Settings):
 
     target_column: str | None = option(
         None,
-        "Column with a text: the score is its log-probability behind the prompt. If the prompt is empty, the text "
+        "Column with a text: the score is its log-probability after the prompt. If the prompt is empty, the text "
         "is a whole document.",
         ANSWERS, changes="scores", metavar="COLUMN",
     )  # fmt: skip

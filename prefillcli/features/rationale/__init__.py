@@ -68,7 +68,7 @@ class WritingOptions(Settings):
 
     rationale: int = option(
         0,
-        "Let the model write up to N tokens behind its answer, as its reasons.",
+        "Let the model write up to N tokens after its answer, as its reasons.",
         RATIONALES, changes="columns", metavar="N", needs="rationales", off=0, ge=0,
     )  # fmt: skip
     rationale_template: str = option(
@@ -134,7 +134,7 @@ class WritingContestOptions(Settings):
 
     rationale: int = option(
         0,
-        "Compare ways to write up to N tokens behind each row's answer, instead of ways to score.",
+        "Compare ways to write up to N tokens after each row's answer, instead of ways to score.",
         BENCH, level="first", changes="scores", metavar="N", off=0, ge=0,
     )  # fmt: skip
 
