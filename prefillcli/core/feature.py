@@ -220,6 +220,11 @@ class Feature:
     def begin(self, report: RunReport) -> None:
         """A run begins. Its report knows the path where it will replace that of an earlier run."""
 
+    def id_column(self, available: Sequence[str]) -> str | None:
+        """The column with the ids of rows with the `available` columns, where the options name none; None: rows go by
+        their number."""
+        return None
+
     def columns_known(self, columns: Collection[str]) -> None:
         """The columns of the input are known. Raise UsageError if the feature can have no effect on such rows."""
 

@@ -325,4 +325,5 @@ def scored_row(question: Question, answer: Answer, *, audited: bool = False) -> 
         exit_layer=None if layer is None else layer + 1,
         audit=audit,
         by_token=answer.by_token,
+        tokens=answer.tokens,
     )

@@ -80,6 +80,10 @@ class ErrorCode(StrEnum):
         "invalid_labels",
         "after this prompt, a label has no tokens of its own, or unknown ones, or begins another label",
     )
+    INVALID_REQUEST = (
+        "invalid_request",
+        "the line of a batch file asks for something that is not done here, or has a wrong value",
+    )
     INVALID_TARGET = "invalid_target", "the target is null, empty, no text, or has no tokens of its own"
     WORKER_LOST = "worker_lost", "the worker process ended each time that it scored this row, at last by itself"
     NONFINITE_SCORE = "nonfinite_score", "the model returned a score that is not a finite number"
@@ -210,6 +214,14 @@ class ReadTokens(NamedTuple):
     greedy: bool
 
 
+class TokenText(NamedTuple):
+    """A token as an answer: its text, what it adds to one without control tokens, and whether it ends it."""
+
+    text: str
+    written: str
+    ends: bool
+
+
 @dataclass(slots=True)
 class ScoredRow:
     """The answer of an engine for a row."""
@@ -233,6 +245,8 @@ class ScoredRow:
     # `logprobs` are those of the first then, or of the text whose pieces they read, and the costs are theirs together.
     parts: tuple[ScoredRow, ...] = ()
     by_token: ReadTokens | None = None  # of labels that want them
+    # The likeliest tokens, whose log-probabilities are the `logprobs`, where these are asked for instead of labels.
+    tokens: Int64Array | None = None
     rationale: Rationale | None = None  # of a row that is written about
     # Of a row whose sections are weighed, the largest change first.
     evidence: tuple[SectionEffect, ...] | None = None

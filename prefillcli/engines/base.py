@@ -152,7 +152,8 @@ class Answer:
     block is in the answers of the packs that read it first.
     `readings` are those of the observed layers, with one row each. `thinned` is the part that went on of a prompt that
     may lose tokens. `continuation` is the text written behind the prompt, if it was wanted and there was room.
-    `by_token` has the numbers of single tokens, of a label set that wants them.
+    `by_token` has the numbers of single tokens, of a label set that wants them. `tokens` are the likeliest ones, the
+    likeliest first, of a label set that asks for these; `logprobs` are theirs.
     `failure` says why there is no answer: memory ran out on this prompt alone. Then `logprobs` are NaN.
     """
 
@@ -169,6 +170,7 @@ class Answer:
     thinned: ThinnedPrompt | None = None
     continuation: Continuation | None = None
     by_token: ReadTokens | None = None
+    tokens: npt.NDArray[np.int64] | None = None
     failure: str | None = None
 
 

@@ -30,7 +30,7 @@ from prefillcli.engines.base import (
     sequences,
 )
 from prefillcli.models import open as models
-from prefillcli.models.heads import Activation, label_numbers
+from prefillcli.models.heads import Activation, label_numbers, likeliest_tokens
 from prefillcli.models.load import load_weights
 from prefillcli.models.open import Opened, UseVariant
 from prefillcli.plan.behind import LabelSet
@@ -211,8 +211,14 @@ class HfEngine(Engine):
         step = len(pack.tokens) / len(pack.prompts)
         for prompt, tokens in sequences(pack):
             begun = time.monotonic()
-            logprobs, by_token, computed = plain_numbers(self.model, tokens, labels(prompt), self._activation)
-            answer = Answer(prompt, logprobs, 0, computed, time.monotonic() - begun, by_token=by_token)
+            likeliest, by_token = None, None
+            if count := labels(prompt).likeliest:
+                (likeliest,), (logprobs,) = likeliest_tokens(last_logits(self.model, tokens)[None], [0], count)
+                computed = len(tokens)
+            else:
+                logprobs, by_token, computed = plain_numbers(self.model, tokens, labels(prompt), self._activation)
+            seconds = time.monotonic() - begun
+            answer = Answer(prompt, logprobs, 0, computed, seconds, by_token=by_token, tokens=likeliest)
             yield [self._written_on(answer, treatment, tick)]
             tick(step)
 

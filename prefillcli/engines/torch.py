@@ -30,7 +30,7 @@ from prefillcli.engines.base import (
     WeightsReport,
 )
 from prefillcli.engines.recovery import MemoryRecovery
-from prefillcli.models.heads import Activation, label_logits, label_numbers, output_numbers
+from prefillcli.models.heads import Activation, label_logits, label_numbers, likeliest_tokens, output_numbers
 from prefillcli.models.open import UseVariant
 from prefillcli.models.shape import NoCostModel, keys_share
 from prefillcli.plan.behind import LabelSet, Places, with_labels
@@ -196,6 +196,7 @@ def _answer(
         full_seconds=seconds * slower,
         readings=() if exits is None else tuple(exits.readings[prompt]),
         by_token=reading.by_token.get(prompt),
+        tokens=reading.tokens.get(prompt),
     )
 
 
@@ -218,6 +219,7 @@ class PackReading:
     ) -> None:
         self.logprobs: dict[int, npt.NDArray[np.float64]] = {}
         self.by_token: dict[int, ReadTokens] = {}
+        self.tokens: dict[int, npt.NDArray[np.int64]] = {}  # the likeliest ones
         self._pack, self._places, self._labels, self._activation = pack, places, labels, activation
         self._at = 0  # rows of logits so far
         self._starts: npt.NDArray[np.int64] = np.empty(0, np.int64)  # the first row of each read that goes on
@@ -240,7 +242,11 @@ class PackReading:
             for prompt in self._pack.reads[self._reads[at]][1]
             if (single := self._labels(prompt).single) is not None
         ]
-        if prompts:
+        if count := next((self._labels(prompt).likeliest for _, prompt, _ in prompts), 0):  # all ask for as many
+            found = likeliest_tokens(logits, [row for row, _, _ in prompts], count)
+            for (_, prompt, _), tokens, numbers in zip(prompts, *found, strict=True):
+                self.tokens[prompt], self.logprobs[prompt] = tokens, numbers
+        elif prompts:
             rows, numbers, sets = (list(each) for each in zip(*prompts, strict=True))
             for prompt, own in zip(numbers, label_numbers(logits, rows, sets, self._activation), strict=True):
                 self.logprobs[prompt] = self._labels(prompt).divided(own)

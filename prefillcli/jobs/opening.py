@@ -67,6 +67,7 @@ class Opening:
             each.starting()
         source = Source.open(settings.inputs, limit=settings.limit, sample=settings.sample, seed=settings.seed)
         self.source = source
+        self._take_id_column()
         template = self._template = None if settings.template is None else RowTemplate(settings.template)
         own = template.columns if template else (prompt_column(settings.prompt_column, source.available),)
         own += () if self._pair_column is None else (self._pair_column,)
@@ -79,6 +80,16 @@ class Opening:
             log.warning(f"{without_secrets(path)}: not read: its name says neither Parquet nor JSON Lines")
         for each in self.features:
             each.source_opened(self)
+
+    def _take_id_column(self) -> None:
+        # Where the settings name no column with ids, the input may be of a kind that has one.
+        if getattr(self.settings, "id_column", "") is None:
+            named = filter(None, (each.id_column(self.source.available) for each in self.features))
+            if (found := next(named, None)) is not None:
+                self.settings = self.settings.model_copy(update={"id_column": found})
+                self._carried = (found, *self._carried)
+                for each in self.features:
+                    each.settings = self.settings
 
     def open_models(self) -> None:
         """Open the models' folders, and make prompts possible. No weights are loaded. Raises UsageError."""
@@ -184,6 +195,7 @@ class Opening:
             groups=self.groups,
             measure=self.labels.measure,
             values=self.labels.values,
+            token_text=self.labels.token_text,
             questions=tuple(answer for each in self.features for answer in each.answers(self)),
         )
 
@@ -221,6 +233,7 @@ def require_label_uses(opening: Opening) -> None:
         Measure.SHARES,
         Measure.CHOICES,
         Measure.LIKELIHOOD,
+        Measure.TOKENS,
     ):  # features of the latter have refused what they cannot
         return
     asked = [name for each in opening.features for name in each.meaningless(labels)]

@@ -191,6 +191,21 @@ def label_numbers(
     return result
 
 
+def likeliest_tokens(
+    logits: Tensor, rows: list[int], count: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """The likeliest tokens by these rows of `logits` (float32 [reads, vocabulary]), the likeliest first, and of equal
+    ones that with the lowest id first: int64 [rows, count]; and their log-probabilities, float64 [rows, count]."""
+    own = logits[torch.as_tensor(rows, device=logits.device)]
+    top, tokens = own.topk(count, dim=-1)
+    # The log-sum-exp less its largest term, which float32 holds more exactly than the whole.
+    rest = torch.exp(own - top[:, :1]).sum(dim=-1, keepdim=True).cpu().double().log()
+    numbers = (top.cpu().double() - top[:, :1].cpu().double() - rest).numpy()
+    ids = tokens.cpu().numpy()
+    order = np.lexsort((ids, -numbers), axis=-1)
+    return np.take_along_axis(ids, order, -1), np.take_along_axis(numbers, order, -1)
+
+
 def label_logits(outputs: Tensor, labels: LabelTokens) -> npt.NDArray[np.float64]:
     """Logits of labels that exclude one another, variants summed in probability, float64 [rows, labels].
 

@@ -31,7 +31,7 @@ class LabelSet:
     output. With `by_token` the numbers of single tokens are wanted too. `sizes` are what the labels'
     log-probabilities are divided by for their scores; None: they are not. `text_bytes` are those of the one text that
     is its label, in UTF-8, and `text_words` its words; 0: it has labels of all rows. `texts` are the labels of a row
-    that has its own.
+    that has its own. With `likeliest` there are no labels: so many of the likeliest tokens of the vocabulary are read.
     """
 
     spellings: tuple[tuple[TokenArray, ...], ...]
@@ -40,6 +40,7 @@ class LabelSet:
     text_bytes: int = 0
     text_words: int = 0
     texts: tuple[str, ...] = ()
+    likeliest: int = 0
 
     @classmethod
     def of(cls, tokens: Sequence[Sequence[int | Sequence[int]]]) -> LabelSet:
@@ -47,7 +48,7 @@ class LabelSet:
         return cls(tuple(tuple(np.array(each, np.int32).reshape(-1) for each in own) for own in tokens))
 
     def __len__(self) -> int:
-        return len(self.spellings)
+        return self.likeliest or len(self.spellings)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, LabelSet) and self.key == other.key)
@@ -62,7 +63,7 @@ class LabelSet:
 
     @property
     def _rest(self) -> tuple[object, ...]:
-        own = [each for each in (self.text_bytes, self.texts) if each]
+        own = [each for each in (self.text_bytes, self.texts, self.likeliest) if each]
         return (self.by_token, self.sizes, *own)
 
     def with_texts(self, texts: Sequence[str]) -> LabelSet:

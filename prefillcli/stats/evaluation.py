@@ -1038,6 +1038,7 @@ class Measure(StrEnum):
     VALUES = "values"  # any numbers
     CHOICES = "choices"  # Log-probabilities of the row's own labels, which exclude one another
     LIKELIHOOD = "likelihood"  # the log-probability of a text of the row
+    TOKENS = "tokens"  # log-probabilities of the likeliest tokens, the likeliest first
 
 
 def label_scores(numbers: Float64Array, temperature: float = 1.0, measure: Measure = Measure.SHARES) -> Float64Array:
@@ -1048,7 +1049,8 @@ def label_scores(numbers: Float64Array, temperature: float = 1.0, measure: Measu
     """
     if measure in (Measure.SHARES, Measure.CHOICES):
         return label_probabilities(numbers, temperature)
-    return np.asarray(np.exp(numbers), np.float64) if measure is Measure.CHANCES else numbers
+    apart = measure in (Measure.CHANCES, Measure.TOKENS)
+    return np.asarray(np.exp(numbers), np.float64) if apart else numbers
 
 
 def label_probabilities(logprobs: Float64Array, temperature: float = 1.0) -> Float64Array:

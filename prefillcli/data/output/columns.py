@@ -20,6 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from prefillcli.data.output import batches
 from prefillcli.data.rows import (
     SKIPPED_CODES,
     ErrorCode,
@@ -29,6 +30,7 @@ from prefillcli.data.rows import (
     ReadTokens,
     RowError,
     ScoredRow,
+    TokenText,
     Window,
     text_of,
     to_python,
@@ -51,8 +53,8 @@ _LONGEST = 200  # characters of an id or a detail
 # The groups of columns that an output may have beside those of every output: the scores of an audit, calibrated
 # probabilities, where rows left the model early, which adapter read each row, texts written after rows, the
 # contributions of the sections of prompts, the log-probabilities of single tokens, the means of ordered labels,
-# whether the order of two values decided, each label's score where log-probabilities do not tell it, and those of an
-# output with a row for each question.
+# whether the order of two values decided, each label's score where log-probabilities do not tell it, those of an
+# output with a row for each question, and those of an OpenAI batch output, which has no others.
 Group = Literal[
     "audit",
     "calibrated",
@@ -65,6 +67,7 @@ Group = Literal[
     "orders",
     "label_scores",
     "question_rows",
+    "openai",
 ]
 Groups = frozenset[Group]
 
@@ -80,6 +83,7 @@ _KINDS = {
     Measure.VALUES: "label values",
     Measure.CHOICES: "log-probabilities of choices",
     Measure.LIKELIHOOD: "log-probability",
+    Measure.TOKENS: "log-probabilities of the likeliest tokens",
 }
 
 
@@ -294,6 +298,20 @@ def _lists(rows: ResultRows, values: Float64Array) -> ObjectArray:
     return found
 
 
+def _likeliest(rows: ResultRows) -> ObjectArray:
+    found, text_of = np.full(len(rows.numbers), None, object), rows.schema.token_text
+    for place, each in zip(rows.places.tolist(), rows.scored, strict=True):
+        if each.tokens is not None and text_of is not None:
+            texts = [text_of(token) for token in each.tokens.tolist()]
+            found[place] = {
+                "written": texts[0].written,
+                "ends": texts[0].ends,
+                "tokens": [own.text for own in texts],
+                "logprobs": each.logprobs,
+            }
+    return found
+
+
 def _indices(scores: Iterable[Float64Array | None]) -> list[int | None]:
     return [None if each is None else int(each.argmax()) for each in scores]
 
@@ -400,6 +418,7 @@ COLUMNS = (
         group="token_logprobs",
         conditional=False,
     ),
+    Column("likeliest", batches.LIKELIEST, _likeliest, measures=(Measure.TOKENS,), conditional=False),
     Column(
         "label_mass",
         pa.float64(),
@@ -541,6 +560,8 @@ class OutputSchema:
     # are those of the first then, as is the column `score`.
     questions: tuple[OutputSchema, ...] = ()
     name: str = ""
+    # Of an output about the likeliest tokens, the text of each by its id.
+    token_text: Callable[[int], TokenText] | None = None
     # Of a question, the numbers of the rows of which it is asked, by the answers to earlier ones; None: all.
     when: Callable[[ResultRows], Set[int]] | None = None
     # Of a question with the group `orders`, the number of its prompt with the two values exchanged, behind those of
@@ -564,10 +585,14 @@ class OutputSchema:
     @property
     def json_columns(self) -> tuple[str, ...]:
         """The columns of the output that are JSON text."""
+        if "openai" in self.groups:
+            return batches.JSON_COLUMNS
         return tuple(self.carried.names) if self.json_carried and self.json_text else ()
 
     def arrow(self, json_kinds: Mapping[str, Iterable[str]]) -> pa.Schema:
         """The Arrow schema of the output; `json_kinds` are the kinds of values in carried JSON text."""
+        if "openai" in self.groups:
+            return batches.LINE
         carried = list(self.carried)
         if self._typed:
             carried = [
@@ -582,6 +607,8 @@ class OutputSchema:
 
     def table(self, rows: pa.Table, schema: pa.Schema) -> pa.Table:
         """Rows of parts as rows of the output, whose `arrow` schema is given."""
+        if "openai" in self.groups:
+            return batches.lines_of(rows, ROW, self.id_name or ROW).cast(schema)
         if "question_rows" in self.groups:
             rows = self._by_question(rows)
         columns = []

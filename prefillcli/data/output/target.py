@@ -29,7 +29,7 @@ from prefillcli.data.filesystems import (
     writing,
     written_path,
 )
-from prefillcli.data.output import DIRECTORY, FILE_ENDINGS, OutputFormat, Shard, format_of
+from prefillcli.data.output import DIRECTORY, FILE_ENDINGS, OutputFormat, Shard, batches, format_of
 from prefillcli.data.output.columns import COLUMN_TYPES, COLUMNS, ROW_COLUMN, Counts
 from prefillcli.data.output.store import Store, open_store, requesting
 from prefillcli.data.proof import JOB_KEY, UNSEALED, Digesting, digest_of, seal, seal_of, take_checksum, with_checksum
@@ -44,6 +44,8 @@ SCHEMA_VERSION = 2
 MEASURE = "measure"
 # The part of a fingerprint that names the questions, separated by commas, if the output has a row for each of them.
 QUESTION_ROWS = "question_rows"
+# The part of a fingerprint that says that the output has the lines of an OpenAI batch output.
+BATCH_FORMAT = "batch_format"
 
 
 @dataclass(frozen=True)
@@ -329,6 +331,9 @@ def rows_of_input(form: FileFormat, file: IO[bytes], names: Sequence[str], job: 
     Where this job wrote a row for each question, the answers are found under the names of an output with columns for
     them, and other columns are those of the first question. Raises as `FileFormat`'s reading.
     """
+    if job is not None and BATCH_FORMAT in job.fingerprint and isinstance(form, JsonlFormat):
+        yield from (batches.rows_of(lines, names, job.id_name) for lines in form.objects(file))
+        return
     questions = [] if job is None else job.questions
     if not questions:
         yield from form.read(file, names)
@@ -413,12 +418,18 @@ class JsonlFormat:
                 stream.write("".join(form % values for values in zip(*columns, strict=True)).encode())
         return digesting.digest()
 
-    def read(self, file: IO[bytes], names: Sequence[str]) -> Iterator[pa.Table]:
+    def objects(self, file: IO[bytes]) -> Iterator[list[dict[str, Any]]]:
+        """The lines of a file, some at a time."""
         stream = pa.input_stream(file, compression=self.codec)
         rest = b""
         while data := stream.read(_BLOCK):
             *lines, rest = (rest + data).split(b"\n")
-            rows = [json.loads(line) for line in lines]
+            yield [json.loads(line) for line in lines]
+        if rest:
+            raise ValueError("the last line has no end")
+
+    def read(self, file: IO[bytes], names: Sequence[str]) -> Iterator[pa.Table]:
+        for rows in self.objects(file):
             columns = {}
             for name in names:
                 values = [row[name] for row in rows]
@@ -429,8 +440,6 @@ class JsonlFormat:
                     kind = pa.int64()  # predictions are numbers where rows have choices of their own
                 columns[name] = pa.array(values, kind)
             yield pa.table(columns)
-        if rest:
-            raise ValueError("the last line has no end")
 
     def column_type(self, file: IO[bytes], name: str) -> pa.DataType:
         return pa.string()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from prefillcli.data.prompts.encoding import Encoder
-from prefillcli.data.rows import ErrorCode, Int32Array, Window
+from prefillcli.data.rows import ErrorCode, Int32Array, TokenText, Window
 from prefillcli.errors import UsageError
 from prefillcli.plan.behind import LabelSet, LabelTokens
 from prefillcli.stats.evaluation import Measure
@@ -166,6 +166,8 @@ class Labels:
     columns: tuple[str, ...] = ()  # of the input, whose values `resolve_all` needs
     each: tuple[Labels, ...] = ()  # of several questions, those behind each prompt of a row
     values: tuple[float, ...] = ()  # the number that each label stands for; none unless they are ordered
+    # Of the likeliest tokens instead of labels, the text of each by its id.
+    token_text: Callable[[int], TokenText] | None = None
     _typed = True  # whether the user has written the labels: control tokens in them are meant
 
     def __init__(

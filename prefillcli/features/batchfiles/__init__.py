@@ -1,0 +1,148 @@
+"""Batch files of the OpenAI API: JSON Lines with `custom_id`, `method`, `url` and `body`, and `--batch-format`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from prefillcli.core.feature import Feature, Objection
+from prefillcli.data.output import format_of
+from prefillcli.errors import UsageError
+from prefillcli.options.groups import NameList
+from prefillcli.options.option import ANSWERS, FILES, Settings, option
+
+if TYPE_CHECKING:
+    from prefillcli.core.feature import (
+        Group,
+        Labels,
+        LocalModels,
+        Opened,
+        Opening,
+        PromptBuilder,
+        PromptSettings,
+    )
+
+ID, METHOD, URL, BODY = "custom_id", "method", "url", "body"
+# Options about labels, of which an output in this format has none, and about columns, of which it has others.
+_WITHOUT = (
+    *("labels", "label_norm", "label_end", "temperature", "choices_column", "label_values", "questions"),
+    *("target_column", "exit", "exit_profile", "calibration", "calibrate_with", "rationale", "evidence", "truth"),
+    *("audit", "min_label_mass", "max_drift", "keep", "keep_columns", "partition", "template"),
+)
+
+
+class BatchOptions(Settings):
+    """How batch files are answered."""
+
+    batch_format: Literal["openai"] | None = option(
+        None,
+        "The input is an OpenAI batch file: write its answers as the lines of a batch output, to a .jsonl file.",
+        FILES, changes="columns", metavar="openai",
+    )  # fmt: skip
+    served_model_name: NameList = option(
+        (),
+        "Names by which the lines of a batch file may ask for the model. (default: --model, and the end of its path)",
+        ANSWERS, changes="scores", metavar="NAMES",
+    )  # fmt: skip
+
+
+class BatchFiles(Feature):
+    """The batch file of a job, if its input is one."""
+
+    order = 90  # other features that make prompts take precedence
+    options = {"score": BatchOptions}
+    _is_batch = False
+
+    @property
+    def columns(self) -> Sequence[Group]:  # type: ignore[override]  # as the options say
+        return ("openai",) if self.settings.batch_format else ()
+
+    def check(self) -> None:
+        settings = self.settings
+        if settings.batch_format is None:
+            return
+        fields = type(settings).model_fields
+        for name in _WITHOUT:
+            if name in fields and getattr(settings, name) != fields[name].default:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} cannot be combined with --batch-format: the lines of the batch file "
+                    "say what is asked and written\nleave one of them out"
+                )
+        if settings.id_column not in (None, ID):
+            raise UsageError(f"--id-column {settings.id_column}: with --batch-format ids are {ID}\nleave it out")
+        if settings.engine == "vllm":
+            raise UsageError(
+                "--batch-format: the engine vllm is asked for chosen tokens, not for the likeliest ones\n"
+                "give --engine torch or hf, or use vLLM's own `vllm run-batch`"
+            )
+        form = None if settings.output is None else format_of(settings.output)
+        if form is None or form.parquet:
+            raise UsageError("--batch-format: a batch output is JSON Lines\ngive --output a path that ends in .jsonl")
+
+    def joint(self, option: str) -> Objection | None:
+        if self.settings.batch_format is None or option not in ("--since", "--retry-errors"):
+            return None
+        return Objection("a batch output does not have the columns of a score", "leave --batch-format out")
+
+    def carried(self) -> Sequence[str]:
+        return (URL, BODY) if self.settings.batch_format else ()
+
+    def id_column(self, available: Sequence[str]) -> str | None:
+        return ID if self._recognised(available) else None
+
+    def prompt_columns(self, available: Sequence[str]) -> Sequence[str] | None:
+        self._is_batch = self._recognised(available)
+        if self.settings.batch_format and not self._is_batch:
+            raise UsageError(
+                f"--batch-format: the input is no batch file: its lines have no {ID}, {METHOD}, {URL} and {BODY}\n"
+                "leave it out, or name a batch file"
+            )
+        return (METHOD, URL, BODY) if self._is_batch else None
+
+    def _recognised(self, available: Collection[str]) -> bool:
+        # Whether rows with these columns are lines of a batch file, from which no option makes other prompts.
+        settings = self.settings
+        others = (settings.template, getattr(settings, "questions", None), getattr(settings, "target_column", None))
+        usual = "prompt_column" not in settings.model_fields_set and not any(others)
+        return usual and {ID, METHOD, URL, BODY} <= set(available)
+
+    def columns_known(self, columns: Collection[str]) -> None:
+        if self.settings.served_model_name and not self._recognised(columns):
+            raise UsageError("--served-model-name is for batch files, and the input is none\nleave it out")
+
+    def labels(self, opened: Opened) -> Labels | None:
+        if self.settings.batch_format is None:
+            return None
+        if opened.files.head is not None:
+            raise UsageError(
+                "--batch-format: the model's classification head is read, which has no tokens\n"
+                "read the next token with --head vocabulary"
+            )
+        from prefillcli.features.batchfiles.requests import LikeliestTokens
+
+        return LikeliestTokens(opened)
+
+    def prompt_builder(
+        self, opening: Opening, settings: PromptSettings, available: Sequence[str]
+    ) -> PromptBuilder | None:
+        if not self._recognised(available):
+            return None
+        from prefillcli.features.batchfiles.requests import RequestBuilder
+
+        model = str(self.settings.model or opening.opened.files.origin)
+        return RequestBuilder(
+            opening.opened.tokenizer,
+            settings,
+            models=self.settings.served_model_name or (model, os.path.basename(model.rstrip("/"))),
+            answers=self.settings.batch_format is not None,
+        )
+
+    def identity(self, opening: Opening, values: dict[str, Any], models: LocalModels) -> Mapping[str, str]:
+        from prefillcli.data.output.target import BATCH_FORMAT
+
+        found = values.pop("batch_format")
+        return {BATCH_FORMAT: found} if found else {}
+
+
+FEATURE = BatchFiles

@@ -1,0 +1,200 @@
+"""The requests of a batch file: what a body asks, the prompt that is made of it, and the tokens that answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from prefillcli.data.output.batches import CHAT, COMPLETION
+from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.data.prompts.encoding import Encoder, Marks
+from prefillcli.data.prompts.labels import Following, Label, LabelError, Labels
+from prefillcli.data.rows import ErrorCode, RowBatch, RowError, TokenText, encode_json
+from prefillcli.models.open import Opened, stop_tokens
+from prefillcli.plan.behind import LabelSet
+from prefillcli.stats.evaluation import Measure
+
+MOST_TOP = 20  # log-probabilities that a body may ask for
+_WORD = "x"  # before a token whose text is taken: some tokenizers drop the space that begins a text
+
+# What a body may say without an effect on the likeliest token.
+_NO_EFFECT = {
+    *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "seed"),
+    *("top_p", "stop", "logprobs", "max_tokens"),
+}
+_OWN = {CHAT: {"messages", "top_logprobs", "max_completion_tokens"}, COMPLETION: {"prompt"}}
+# What it may say with this value alone, which asks for nothing.
+_ONLY: Mapping[str, Any] = {
+    **{"n": 1, "best_of": 1, "temperature": 0, "frequency_penalty": 0, "presence_penalty": 0},
+    **{"stream": False, "echo": False, "suffix": "", "logit_bias": {}, "tools": [], "modalities": ["text"]},
+    "response_format": {"type": "text"},
+}
+_MESSAGE = {"role", "content", "name"}
+
+
+class LikeliestTokens(Labels):
+    """Behind each prompt the likeliest tokens of the whole vocabulary."""
+
+    measure = Measure.TOKENS
+
+    def __init__(self, opened: Opened) -> None:
+        self.labels = (Label("token"),)
+        self.names = ("token",)
+        self.token_text = self._text_of
+        self._encoder = Encoder(opened.tokenizer)
+        self._before = self._encoder.encode([_WORD], special=False, literal=False)[0].tolist()
+        self._stops = stop_tokens(opened.files)
+        self._texts: dict[int, TokenText] = {}
+        self._asked = Following(LabelSet((), likeliest=min(MOST_TOP, opened.files.config.vocab_size)))
+
+    def resolve_all(
+        self, tails: Sequence[str], *, literal: bool = False, values: Sequence[Sequence[Any]] = ()
+    ) -> list[Following | LabelError]:
+        """The same set for each prompt."""
+        return [self._asked] * len(tails)
+
+    def _text_of(self, token: int) -> TokenText:
+        if token not in self._texts:
+            begin = len(self._encoder.decode(self._before))
+            text = self._encoder.decode([*self._before, token])[begin:]
+            ends = token in self._stops
+            self._texts[token] = TokenText(text, "" if ends or token in self._encoder.special_ids else text, ends)
+        return self._texts[token]
+
+
+class RequestBuilder(PromptBuilder):
+    """Makes prompts of the lines of a batch file, which may ask for these `models`. With `answers` they must ask for
+    the one token that is written."""
+
+    def __init__(self, tokenizer: Any, settings: PromptSettings, *, models: Sequence[str], answers: bool) -> None:
+        super().__init__(tokenizer, settings)
+        self._models, self._answers = models, answers
+        self.column = "body"
+        self.columns = ("method", "url", "body")
+        self.needed = (*self.columns, *settings.label_columns)
+        self.chat = False  # only messages are put into the chat template
+
+    def another(self) -> PromptBuilder:
+        return RequestBuilder(self._tokenizer, self.settings, models=self._models, answers=self._answers)
+
+    def _values(self, batch: RowBatch, errors: dict[int, RowError]) -> Iterator[tuple[int, Any, Marks | None]]:
+        columns = [batch.columns[name] for name in self.columns]
+        for row, method, url, body in zip(batch.rows.tolist(), *columns, strict=True):
+            if row in errors:
+                continue
+            wrong = _objection(method, url, body, self._models, answers=self._answers)
+            if wrong is not None:
+                yield row, RowError(ErrorCode.INVALID_REQUEST, wrong), None
+                continue
+            value = _text_messages(body["messages"]) if url == CHAT else _one_prompt(body["prompt"])
+            yield row, *self._literal(value, joined=url == CHAT)
+
+
+def _objection(method: Any, url: Any, body: Any, models: Sequence[str], *, answers: bool) -> str | None:
+    # Why a line is not answered; None if it is.
+    if method != "POST":
+        return f"method is {_shown(method)}, not POST"
+    if url not in (CHAT, COMPLETION):
+        return f"url {_shown(url)}: only {CHAT} and {COMPLETION} are answered"
+    if not isinstance(body, dict):
+        return "body is not an object"
+    if body.get("model") not in models:
+        return (
+            f"model {_shown(body.get('model'))} is not the one of this job, {models[-1]}; --served-model-name lets it "
+            "answer to other names"
+        )
+    for key, value in body.items():
+        if value is None or key in _NO_EFFECT or key in _OWN[url]:
+            continue
+        if key not in _ONLY:
+            return f"{key}: not done here"
+        if value != _ONLY[key]:
+            return f"{key} {_shown(value)}: only {encode_json(_ONLY[key])} is done here"
+    found = _lengths(url, body, answers=answers) or _logprobs(url, body) or _stop(body.get("stop"))
+    return found or (_chat(body.get("messages")) if url == CHAT else _prompt(body.get("prompt")))
+
+
+def _lengths(url: str, body: dict[str, Any], *, answers: bool) -> str | None:
+    names = ("max_tokens", "max_completion_tokens") if url == CHAT else ("max_tokens",)
+    given = {name: body[name] for name in names if body.get(name) is not None}
+    for name, value in given.items():
+        if type(value) is not int or value != 1:
+            return f"{name} {_shown(value)}: one token is answered, so it must be 1"
+    return f"{' or '.join(names)} must be 1: one token is answered" if answers and not given else None
+
+
+def _logprobs(url: str, body: dict[str, Any]) -> str | None:
+    given, top = body.get("logprobs"), body.get("top_logprobs")
+    if url == COMPLETION:
+        name, top = "logprobs", given
+    elif given not in (None, True, False) or type(given) is int:
+        return f"logprobs {_shown(given)}: must be true or false"
+    elif top is not None and not given:
+        return "top_logprobs needs logprobs: true"
+    else:
+        name = "top_logprobs"
+    if top is not None and (type(top) is not int or not 0 <= top <= MOST_TOP):
+        return f"{name} {_shown(top)}: must be a whole number from 0 to {MOST_TOP}"
+    return None
+
+
+def _stop(value: Any) -> str | None:
+    texts = [value] if isinstance(value, str) else value
+    if texts is None or (isinstance(texts, list) and all(isinstance(each, str) and each for each in texts)):
+        return None
+    return f"stop {_shown(value)}: must be a text, or a list of texts"
+
+
+def _chat(messages: Any) -> str | None:
+    if not isinstance(messages, list) or not messages:
+        return "messages must be a list with a message"
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            return f"message {number} is not an object"
+        for key, value in message.items():
+            if key not in _MESSAGE and value is not None:
+                return f"message {number} has {key}: not done here"
+        content = message.get("content")
+        if isinstance(content, str):
+            continue
+        if not isinstance(content, list) or not content:
+            return f"the content of message {number} must be a text, or a list of text parts"
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                return f"message {number} has a part that is not text"
+    return None
+
+
+def _prompt(value: Any) -> str | None:
+    if isinstance(value, str):
+        return None
+    if isinstance(value, list) and value:
+        if len(value) == 1 and isinstance(value[0], str | list):
+            return _prompt(value[0])
+        if all(type(each) is int for each in value):
+            return None
+        if all(isinstance(each, str | list) for each in value):
+            return f"prompt has {len(value)} prompts: one is answered"
+    return "prompt must be a text, a list with one text, or a list of token ids"
+
+
+def _text_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    # Parts are joined as vLLM joins them for templates that expect text.
+    return [
+        {key: value for key, value in each.items() if value is not None}
+        | (
+            {}
+            if isinstance(each["content"], str)
+            else {"content": "\n".join(part["text"] for part in each["content"])}
+        )
+        for each in messages
+    ]
+
+
+def _one_prompt(value: Any) -> Any:
+    return _one_prompt(value[0]) if isinstance(value, list) and isinstance(value[0], str | list) else value
+
+
+def _shown(value: Any) -> str:
+    text = encode_json(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
