@@ -20,7 +20,7 @@ from prefillcli.core.feature import features
 from prefillcli.models.files import sample_draft, sample_model
 from prefillcli.options.commands import COMMANDS
 from tests.adapters import save_adapter
-from tests.score.jobs import write_parquet
+from tests.score.jobs import write_jsonl, write_parquet
 from tests.test_architecture import MODULES, PACKAGE, imported
 from tests.warm import Warm
 
@@ -28,6 +28,7 @@ ROWS = 24
 #: By feature, options that ask for it.
 ASKED = {
     "adapters": ["--adapter", "lora"],
+    "batchfiles": ["--served-model-name", "m"],
     "determinism": ["--deterministic"],
     "choices": ["--choices-column", "choices"],
     "compress": ["--keep", "0.3", "--draft", str(sample_draft()), "--compress-above", "0"],
@@ -77,7 +78,8 @@ def run(package: Path, folder: Path, *words: str) -> tuple[int | None, str]:
 
 def scores(package: Path, folder: Path, *options: str) -> list[dict[str, Any]]:
     """The rows of a job in this folder, without the time that they took."""
-    words = ["score", "in.parquet", "-o", "out.jsonl", "-m", str(sample_model()), "--quiet", *options]
+    rows = "batch.jsonl" if "--served-model-name" in options else "in.parquet"
+    words = ["score", rows, "-o", "out.jsonl", "-m", str(sample_model()), "--quiet", *options]
     code, said = run(package, folder, *words)
     assert code == 0, said
     rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
@@ -92,6 +94,12 @@ def make_folder(folder: Path) -> Path:
     prompts = [f"Is {at} an odd number?" for at in range(ROWS)]
     choices = [["Yes it is", "No"]] * ROWS
     write_parquet(str(folder / "in.parquet"), prompt=prompts, answer=answers, choices=choices)
+    bodies = [{"model": "m", "prompt": prompt} for prompt in prompts]
+    lines = [
+        {"custom_id": f"r{at}", "method": "POST", "url": "/v1/completions", "body": body}
+        for at, body in enumerate(bodies)
+    ]
+    write_jsonl(folder / "batch.jsonl", lines)
     question = "{name: odd, text: '? Answer:', labels: [Yes, No]}"
     (folder / "questions.yaml").write_text(f"document: '{{{{ prompt }}}}'\nquestions: [{question}]\n")
     return folder

@@ -256,6 +256,8 @@ class ScorerOptions(TypedDict, total=False):
     keep_private: bool
     compress_per_row: bool
 
+    served_model_name: str | Sequence[str]
+
     rationale: int
     rationale_when: str | None
     rationale_template: str

@@ -38,7 +38,7 @@ class BatchOptions(Settings):
     batch_format: Literal["openai"] | None = option(
         None,
         "The input is an OpenAI batch file: write its answers as the lines of a batch output, to a .jsonl file.",
-        FILES, changes="columns", metavar="openai",
+        FILES, changes="columns",
     )  # fmt: skip
     served_model_name: NameList = option(
         (),
