@@ -151,4 +151,4 @@ def test_a_feature_can_be_deleted(name: str, tmp_path: Path, whole: Callable[[st
     code, said = run(rest, asking, "score", "in.parquet", *ASKED[name])
     assert code == 2
     assert "No such option" in said
-    assert sorted(path.name for path in asking.iterdir()) == ["in.parquet", "lora", "questions.yaml"]
+    assert sorted(path.name for path in asking.iterdir()) == ["batch.jsonl", "in.parquet", "lora", "questions.yaml"]
