@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -291,10 +291,24 @@ def _reason(message: str) -> str:
 _WHY_REFUSED = {"mllama": "leaves out layers where there are no images; its checkpoints are loaded without them"}
 
 
-def row_of(family: str, outcome: Outcome) -> str:
-    """A class's line of the page."""
-    name = class_names().get(family) or whole_class(family).__name__
-    return f"| `{family}` | {name} | {outcome.kind} | {outcome.note} |"
+def listed(page: str) -> dict[str, tuple[str, str, str]]:
+    """What the page says of each family: its class, the kind of its outcome, and the note."""
+    found = {}
+    for line in re.findall(r"^\| ((?:exact|refused|not a decoder) .*) \|$", page, re.MULTILINE):
+        kind, note, classes = line.split(" | ")
+        for family, name in re.findall(r"`(.+?)` (\w+)", classes):
+            assert family not in found, family
+            found[family] = name, kind, note
+    return found
+
+
+def rows_of(families: Iterable[str], outcomes: dict[str, Outcome]) -> str:
+    """The page's lines: families with the same outcome are in one, with their classes."""
+    classes: dict[tuple[str, str], list[str]] = {}
+    for family in families:
+        name = class_names().get(family) or whole_class(family).__name__
+        classes.setdefault((outcomes[family].kind, outcomes[family].note), []).append(f"`{family}` {name}")
+    return "\n".join(f"| {kind} | {note} | {', '.join(names)} |" for (kind, note), names in sorted(classes.items()))
 
 
 def counted(kinds: Sequence[str]) -> str:
@@ -310,12 +324,12 @@ def make_page(outcomes: dict[str, Outcome]) -> str:
     """The page, from the outcomes of all classes."""
     sentence = fill(counted([outcomes[family].kind for family in class_names()]), 120)
     intro = _INTRO.format(counts=sentence, verified=fill(", ".join(VERIFIED.values()) + ".", 120))
-    rows = [row_of(family, outcomes[family]) for family in class_names()]
-    return intro + "\n".join([*rows, _MULTIMODAL, *(row_of(family, outcomes[family]) for family in WHOLE), ""])
+    tables = [rows_of(class_names(), outcomes), _MULTIMODAL, rows_of(WHOLE, outcomes), ""]
+    return intro + "\n".join(tables)
 
 
-_TABLE = """| family | class | outcome | limits, or why |
-| --- | --- | --- | --- |"""
+_TABLE = """| outcome | limits, or why | families and classes |
+| --- | --- | --- |"""
 _INTRO = (
     """# Architectures
 
@@ -360,7 +374,7 @@ def main() -> None:
     outcomes = {}
     for family in [*class_names(), *WHOLE]:
         outcomes[family] = outcome_of(family)
-        print(row_of(family, outcomes[family]), flush=True)
+        print(rows_of([family], outcomes), flush=True)
     PAGE.write_text(make_page(outcomes))
     sentence = counted([outcomes[family].kind for family in class_names()])
     FEATURES.write_text(
