@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from prefillcli.models.files import sample_model
+from tests.engines.encoder_models import save_encoder
 from tests.score.models import save_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the packages' own
@@ -23,11 +24,15 @@ SECTIONS = {
 (START,) = SECTIONS.pop(PAGE.partition("\n")[0])
 
 
+SERVERS = ["SGLang: `/v1/score`", "Text Embeddings Inference: `/rerank`"]
+
+
 @pytest.fixture(autouse=True)
 def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("models").mkdir()
     Path("models", "judge").symlink_to(sample_model())  # whose answer is among the likeliest tokens
+    save_encoder(Path("models", "cross-encoder"), num_labels=1, hidden_size=128, intermediate_size=128)
     save_model(Path("models", "classifier"), hidden=128, classifies=True, num_labels=2)
 
 
@@ -60,6 +65,20 @@ def test_a_score_of_sglang_is_a_softmax_over_the_logits_of_its_tokens() -> None:
         assert score == pytest.approx(torch.softmax(logits.double(), dim=-1)[0].item(), abs=1e-5)
 
 
+def test_a_rank_of_text_embeddings_inference_is_the_logistic_function_of_an_output() -> None:
+    names = run(*SECTIONS["Text Embeddings Inference: `/rerank`"])
+    folder = "models/cross-encoder"
+    model, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    for text, score in zip(names["texts"], names["ours"], strict=True):
+        with torch.no_grad():
+            (output,) = model(**tokenizer("a fox", text, return_tensors="pt")).logits[0].double()
+        assert score == pytest.approx(torch.sigmoid(output).item(), abs=1e-5)
+
+
 def test_every_section_is_run() -> None:
-    assert len(SECTIONS) == len(re.findall(r"^## ", PAGE, re.MULTILINE)) == 5
-    assert [name for name, blocks in SECTIONS.items() if len(blocks) != 2] == ["SGLang: `/v1/score`"]
+    assert [name for name, blocks in SECTIONS.items() if len(blocks) == 1] == SERVERS
+    (other,) = (name for name, blocks in SECTIONS.items() if not blocks)
+    assert other.startswith("OpenAI"), "it has a page, and tests, of its own"
