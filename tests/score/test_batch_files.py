@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from prefillcli.errors import UsageError
+from prefillcli.jobs.merge import merge_job
 from prefillcli.jobs.verify import verify_job
+from prefillcli.options.commands import MergeSettings
+from prefillcli.options.load import load_settings
 from tests.score.jobs import Reference, read_output, score, texts, write_jsonl
 from tests.score.processes import Command, Hold, cut_small_windows
-from tests.score.test_shards import merge, shards
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 TOLERANCE = 1e-5
@@ -36,7 +38,7 @@ def top_tokens(reference: Reference, ids: list[int], count: int) -> tuple[list[s
     why the answer ends there."""
     top = reference._probabilities(tuple(ids)).log().topk(count)
     tokenizer = reference.tokenizer
-    written = tokenizer.decode(top.indices[:1], skip_special_tokens=True)
+    written = tokenizer.decode(top.indices[:1], skip_special_tokens=True).removesuffix("\ufffd")
     reason = "stop" if int(top.indices[0]) == tokenizer.eos_token_id else "length"
     return [tokenizer.decode([token]) for token in top.indices.tolist()], top.values.tolist(), written, reason
 
@@ -183,8 +185,10 @@ def test_killed_resumed_sharded_and_merged_the_lines_are_the_same(
     assert resumed["exit_code"] == 0
     assert_same(read_output("killed.jsonl"), whole)
 
-    shards("batch.jsonl", 2, "merged.jsonl", **flags)
-    assert merge("merged.jsonl")["exit_code"] == 0
+    for shard in ("1/2", "2/2"):
+        assert score("batch.jsonl", "merged.jsonl", shard=shard, **flags)["exit_code"] == 0
+    given = {"output": "merged.jsonl", "quiet": True, "max_error_rate": 0.5}
+    assert merge_job(load_settings(MergeSettings, given, environment={}))["exit_code"] == 0
     assert_same(read_output("merged.jsonl"), answered(lines, overwrite=True, **flags))
     assert verify_job("merged.jsonl", ["batch.jsonl"])["problems"] == []
 

@@ -103,7 +103,8 @@ class BatchFiles(Feature):
     def _recognised(self, available: Collection[str]) -> bool:
         # Whether rows with these columns are lines of a batch file, from which no option makes other prompts.
         settings = self.settings
-        others = (settings.template, getattr(settings, "questions", None), getattr(settings, "target_column", None))
+        names = ("template", "pair_column", "questions", "target_column")
+        others = (getattr(settings, name, None) for name in names)
         usual = "prompt_column" not in settings.model_fields_set and not any(others)
         return usual and {ID, METHOD, URL, BODY} <= set(available)
 

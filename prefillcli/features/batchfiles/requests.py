@@ -16,6 +16,7 @@ from prefillcli.stats.evaluation import Measure
 
 MOST_TOP = 20  # log-probabilities that a body may ask for
 _WORD = "x"  # before a token whose text is taken: some tokenizers drop the space that begins a text
+_REPLACEMENT = "\ufffd"  # what bytes that are no character are decoded to
 
 # What a body may say without an effect on the likeliest token.
 _NO_EFFECT = {
@@ -58,7 +59,9 @@ class LikeliestTokens(Labels):
             begin = len(self._encoder.decode(self._before))
             text = self._encoder.decode([*self._before, token])[begin:]
             ends = token in self._stops
-            self._texts[token] = TokenText(text, "" if ends or token in self._encoder.special_ids else text, ends)
+            part = text.endswith(_REPLACEMENT)  # of a character, which only further tokens would make whole
+            empty = ends or part or token in self._encoder.special_ids
+            self._texts[token] = TokenText(text, "" if empty else text, ends)
         return self._texts[token]
 
 
@@ -166,15 +169,11 @@ def _chat(messages: Any) -> str | None:
 
 
 def _prompt(value: Any) -> str | None:
-    if isinstance(value, str):
+    if isinstance(value, list) and len(value) > 1 and all(isinstance(each, str | list) for each in value):
+        return f"prompt has {len(value)} prompts: one is answered"
+    one = _one_prompt(value)
+    if isinstance(one, str) or (isinstance(one, list) and one and all(type(each) is int for each in one)):
         return None
-    if isinstance(value, list) and value:
-        if len(value) == 1 and isinstance(value[0], str | list):
-            return _prompt(value[0])
-        if all(type(each) is int for each in value):
-            return None
-        if all(isinstance(each, str | list) for each in value):
-            return f"prompt has {len(value)} prompts: one is answered"
     return "prompt must be a text, a list with one text, or a list of token ids"
 
 
@@ -192,9 +191,13 @@ def _text_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _one_prompt(value: Any) -> Any:
-    return _one_prompt(value[0]) if isinstance(value, list) and isinstance(value[0], str | list) else value
+    # The text or the token ids of a prompt, which may be the one item of a list.
+    return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list) else value
 
 
 def _shown(value: Any) -> str:
-    text = encode_json(value)
+    try:
+        text = encode_json(value)
+    except RecursionError:
+        text = "(nested too deeply)"
     return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,0 +1,85 @@
+"""Batch outputs against vLLM's `run-batch` and the types of the package openai: `make test-vllm`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from prefillcli.data.rows import ErrorCode
+from tests.score.jobs import read_output, score, write_jsonl
+from tests.score.models import CHAT_TEMPLATE, save_model
+from tests.score.test_batch_files import CHAT, COMPLETION, HELLO, PARTS, line
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here; make test-vllm brings its own"),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own
+]
+
+
+def test_the_lines_are_those_of_run_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion
+
+    monkeypatch.chdir(tmp_path)
+    model = save_model(tmp_path / "fox", hidden=128, chat_template=CHAT_TEMPLATE)
+    questions = [{"role": "user", "content": f"Is {number} odd?"} for number in range(20)]
+    lines = [
+        *(
+            line(f"r{at}", CHAT, messages=[each], logprobs=True, top_logprobs=5, temperature=0)
+            for at, each in enumerate(questions)
+        ),
+        line("parts", CHAT, messages=[{"role": "user", "content": PARTS}], logprobs=True, temperature=0),
+        line("plain", CHAT, messages=HELLO, temperature=0),
+        line("bear", CHAT, messages=HELLO, model="bear", temperature=0),
+    ]
+    source = write_jsonl("batch.jsonl", lines)
+    words = ["-i", "batch.jsonl", "-o", "vllm.jsonl", "--model", str(model), "--served-model-name", "fox"]
+    words += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(1 << 30)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "VLLM_NO_USAGE_STATS": "1"}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.run_batch", *words]
+    subprocess.run(command, check=True, env=environment, capture_output=True, timeout=300)
+
+    flags = {"model": model, "batch_format": "openai", "served_model_name": "fox", "max_error_rate": 1}
+    completion = line("completion", COMPLETION, prompt="Is a fox quick?", logprobs=5)
+    assert score(write_jsonl("more.jsonl", [*lines, completion]), "out.jsonl", **flags)["exit_code"] == 0
+    *rows, last = read_output("out.jsonl")
+    Completion.model_validate(last["response"]["body"], strict=True)
+    others = {each["custom_id"]: each for each in map(json.loads, Path("vllm.jsonl").read_text().splitlines())}
+    assert len(rows) == len(others) == len(lines) == len(source.read_text().splitlines())
+    for row in rows:
+        other = others[row["custom_id"]]
+        assert row.keys() == other.keys()
+        if row["custom_id"] == "bear":
+            assert row["error"]["code"] == ErrorCode.INVALID_REQUEST
+            assert other["error"] is not None
+            continue
+        body, wanted = row["response"]["body"], other["response"]["body"]
+        ChatCompletion.model_validate(body, strict=True)
+        assert row["response"].keys() == other["response"].keys()
+        (own,), (theirs,) = body["choices"], wanted["choices"]
+        for name in ("model", "object"):
+            assert body[name] == wanted[name]
+        for name in body["usage"]:
+            assert body["usage"][name] == wanted["usage"][name], name
+        assert (own["finish_reason"], own["message"]["content"]) == (
+            theirs["finish_reason"],
+            theirs["message"]["content"],
+        )
+        if own["logprobs"] is None:
+            assert theirs["logprobs"] is None
+            continue
+        (token,), (their_token,) = own["logprobs"]["content"], theirs["logprobs"]["content"]
+        pairs = zip([token, *token["top_logprobs"]], [their_token, *their_token["top_logprobs"]], strict=True)
+        for mine, yours in pairs:
+            if mine["token"].endswith("\ufffd"):  # a part of a character, which vLLM leaves out
+                assert yours["token"] == ""
+            else:
+                assert (mine["token"], mine["bytes"]) == (yours["token"], yours["bytes"])
+            assert mine["logprob"] == pytest.approx(yours["logprob"], abs=1e-3)
