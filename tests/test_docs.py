@@ -120,6 +120,19 @@ def test_every_fallback_is_documented() -> None:
         assert f"| `fallback:{reason}` | {why} |" in text
 
 
+def anchors(page: Path) -> set[str]:
+    """What links to the page's headings may end in, as GitHub makes it of them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title) for title in re.findall(r"^#+ (.*)", text, re.MULTILINE)]
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_headings_have_one(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)]+)\)", page.read_text()):
+        assert anchor in anchors(page.parent / target if target else page), (target, anchor)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_named_files_exist(page: Path) -> None:
     text = page.read_text()
