@@ -100,6 +100,7 @@ OTHER: dict[str, Any] = {
     "shard": "2/4",
     "worker_resources": {"num_cpus": 2},
     "exit_rows": 500,
+    "batch_format": "openai",
 }
 VALUES = (0.5, 5, "5MiB", "text", True, False)
 #: What else there must be to see a change.
@@ -111,7 +112,9 @@ BESIDE: dict[str, dict[str, Any]] = {
     "flips_of": {"exit": True},
     "engine_options": {"engine": "hf"},
     "partition": {"inputs": ("day=1", "day=2")},
+    "batch_format": {"inputs": ("batch",)},
 }
+BATCH = [{"custom_id": "r0", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Yes?"}}]
 #: Other contents are another job: tests/data/test_fingerprints.py, tests/score/test_calibrated.py. Code of the model:
 #: below. Adapters: tests/score/test_adapters.py. Questions: tests/score/test_questions.py.
 FILES = {"inputs", "model", "revision", "draft", "trust_remote_code", "calibration", "exit_profile"}
@@ -168,9 +171,9 @@ def test_the_options_of_an_engine_are_still_known(options: str) -> None:
 @pytest.mark.parametrize("name", sorted(ScoreSettings.model_fields.keys() - FILES))
 def test_the_fingerprint_has_what_changes_scores_columns_or_rows(name: str) -> None:
     beside = BESIDE.get(name, {})
-    for day in beside.get("inputs", ()):
-        Path(day).mkdir()
-        write_jsonl(Path(day) / "rows.jsonl", ROWS)
+    for folder in beside.get("inputs", ()):
+        Path(folder).mkdir()
+        write_jsonl(Path(folder) / "rows.jsonl", BATCH if folder == "batch" else ROWS)
     if beside.get("model") == "chat":
         shutil.copytree(sample_model(), "chat")
         Path("chat/chat_template.jinja").write_text("{{ messages[0].content }}")
