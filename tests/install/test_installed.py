@@ -1,0 +1,175 @@
+"""The wheel in environments that have nothing else, away from the clone: `make test-install`.
+
+They are made by the lines of the README, with pip, pipx and uv.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import venv
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from prefillcli.models.files import sample_model
+from tests.score.jobs import Reference, read_report
+
+ROOT = Path(__file__).parents[2]
+DIST = os.environ.get("DIST", "")
+#: What the lines install torch from: a CPU's build, where pip finds one.
+TORCH = os.environ.get("TORCH", "torch")
+TICKETS = [
+    {"id": 7, "text": "The parcel never came. Is this about shipping? Answer:"},
+    {"id": 8, "text": "Thank you, all is fine. Is this about shipping? Answer:"},
+    {"id": 9, "text": "Two parcels came. Is this about shipping? Answer:"},
+]
+TASK = """task: own
+dataset_path: json
+dataset_kwargs: {data_files: {test: tasks/own.json}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{text}}"
+doc_to_choice: [" Yes", " No"]
+doc_to_target: gold
+metric_list: [{metric: acc}]
+"""
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not DIST, reason="make test-install builds what is installed")]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder with the installed environments."""
+
+    folder: Path
+    environment: dict[str, str]
+
+    @property
+    def model(self) -> str:
+        """The folder of a model."""
+        (found,) = self.folder.glob("env/lib/python*/site-packages/prefillcli/samples/models/target")
+        return str(found)
+
+    def run(self, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        """Run a command that is installed there."""
+        done = subprocess.run(
+            words, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == code, (done.stdout + done.stderr)[-4000:]
+        return done
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    folder = tmp_path_factory.mktemp("install")
+    shutil.copytree(DIST, folder / "dist")
+    (folder / "constraints.txt").write_text(TORCH)
+    for name in ("env", "tools"):
+        venv.create(folder / name, with_pip=True)
+    path = [folder / "env/bin", folder / "tools/bin", "/usr/local/bin", "/usr/bin", "/bin"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PREFILL"))}
+    environment |= {"PATH": os.pathsep.join(map(str, path)), "HF_HUB_OFFLINE": "1"}
+    environment |= {f"{name}_CONSTRAINT": str(folder / "constraints.txt") for name in ("PIP", "UV")}
+    environment |= {"UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", ""), "PIP_NO_COMPILE": "0"}  # 0: it does not
+    environment |= {"UV_TOOL_DIR": str(folder / "uv"), "UV_TOOL_BIN_DIR": str(folder / "uv/bin")}
+    environment |= {"PIPX_HOME": str(folder / "pipx"), "PIPX_BIN_DIR": str(folder / "pipx/bin")}
+    made = Place(folder, environment)
+    made.run("tools/bin/pip", "install", "--quiet", "pipx", "uv")
+    lines = re.findall(r"^((?:pip|pipx|uv) .*?) *(?:#.*)?$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [line.split()[0] for line in lines] == ["pip", "pip", "pipx", "uv"]
+
+    def install(some: Sequence[str]) -> None:
+        for line in some:
+            made.run("sh", "-c", line)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(install, [lines[:2], lines[2:]]))
+    (folder / "tickets.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TICKETS))
+    return made
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[float]:
+    reference = Reference(sample_model())
+    return [reference.answer(row["text"]).score for row in TICKETS]
+
+
+def test_a_stranger_scores_a_file(place: Place, wanted: list[float]) -> None:
+    code = "from prefillcli.models.files import sample_model; print(sample_model())"
+    model = place.run("python", "-c", code).stdout.strip()
+    assert model.startswith(str(place.folder / "env"))
+    command = [
+        "prefill",
+        "score",
+        "tickets.jsonl",
+        "-m",
+        model,
+        "--no-chat",
+        "--dtype",
+        "float32",
+        "--id-column",
+        "id",
+    ]
+    done = place.run(*command, code=2)
+    assert done.stderr == "prefill: no column 'prompt' in the first 3 lines\navailable: id, text\n"
+    done = place.run(*command, "--prompt-column", "text", "--resume")
+    summary = json.loads(done.stdout)
+    rows = pq.read_table(place.folder / "tickets.scores.parquet").to_pylist()
+    assert [row["id"] for row in rows] == [7, 8, 9]
+    assert [row["score"] for row in rows] == pytest.approx(wanted, abs=1e-5)
+    assert "<html" in (place.folder / summary["page"]).read_text()
+    assert read_report(place.folder / summary["report"])["rows"]["scored"] == 3
+    assert (
+        json.loads(place.run("prefill", "verify", "tickets.scores.parquet", "tickets.jsonl").stdout)["status"]
+        == "intact"
+    )
+
+
+@pytest.mark.parametrize("command", ["env/bin/prefill", "pipx/bin/prefill", "uv/bin/prefill"])
+def test_every_way_to_install_gives_the_command(place: Place, command: str, wanted: list[float]) -> None:
+    output = f"{command.partition('/')[0]}.jsonl"
+    given = ["tickets.jsonl", "--prompt-column", "text", "--dtype", "float32", "--no-chat", "-o", output]
+    assert "the sample model" in place.run(command, "score", *given).stderr
+    rows = [json.loads(line) for line in (place.folder / output).read_text().splitlines()]
+    assert [row["score"] for row in rows] == pytest.approx(wanted, abs=1e-5)
+
+
+def test_doctor_finds_nothing_wrong(place: Place) -> None:
+    assert json.loads(place.run("prefill", "doctor").stdout.splitlines()[-1])["status"] == "complete"
+
+
+def test_python_scores(place: Place, wanted: list[float]) -> None:
+    code = (
+        "import prefillcli, json; rows = [json.loads(line) for line in open('tickets.jsonl')]; "
+        "table = prefillcli.score(rows, prompt_column='text', chat=False, dtype='float32'); "
+        "print(table['score'].to_pylist())"
+    )
+    assert json.loads(place.run("python", "-c", code).stdout) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_the_harness_evaluates_a_task(place: Place, wanted: list[float]) -> None:
+    (wheel,) = (place.folder / "dist").glob("*.whl")
+    place.run("uv", "pip", "install", "--quiet", "--python", "env/bin/python", f"{wheel}[lm-eval]")
+    (place.folder / "tasks").mkdir()
+    (place.folder / "tasks/own.yaml").write_text(TASK)
+    # The right answer is what the model finds likelier, but for the first row
+    gold = [int(score < 0.5) ^ (at == 0) for at, score in enumerate(wanted)]
+    rows = [{"text": row["text"], "gold": answer} for row, answer in zip(TICKETS, gold, strict=True)]
+    (place.folder / "tasks/own.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = f"pretrained={place.model},dtype=float32"
+    place.run(
+        "python", "-m", "prefillcli.lm_eval", "--model", "prefill", "--model_args", args,
+        "--tasks", "own", "--include_path", "tasks", "--output_path", "harness",
+    )  # fmt: skip
+    (found,) = (place.folder / "harness").rglob("results_*.json")
+    results: dict[str, Any] = json.loads(found.read_text())["results"]["own"]
+    assert results["acc,none"] == pytest.approx(2 / 3)
