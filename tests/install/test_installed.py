@@ -98,8 +98,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 @pytest.fixture(scope="module")
-def wanted() -> list[float]:
-    reference = Reference(sample_model())
+def reference() -> Reference:
+    return Reference(sample_model())
+
+
+@pytest.fixture(scope="module")
+def wanted(reference: Reference) -> list[float]:
     return [reference.answer(row["text"]).score for row in TICKETS]
 
 
@@ -128,14 +132,12 @@ def test_a_stranger_scores_a_file(place: Place, wanted: list[float]) -> None:
     assert [row["score"] for row in rows] == pytest.approx(wanted, abs=1e-5)
     assert "<html" in (place.folder / summary["page"]).read_text()
     assert read_report(place.folder / summary["report"])["rows"]["scored"] == 3
-    assert (
-        json.loads(place.run("prefill", "verify", "tickets.scores.parquet", "tickets.jsonl").stdout)["status"]
-        == "intact"
-    )
+    verified = place.run("prefill", "verify", "tickets.scores.parquet", "tickets.jsonl")
+    assert json.loads(verified.stdout)["problems"] == []
 
 
-@pytest.mark.parametrize("command", ["env/bin/prefill", "pipx/bin/prefill", "uv/bin/prefill"])
-def test_every_way_to_install_gives_the_command(place: Place, command: str, wanted: list[float]) -> None:
+@pytest.mark.parametrize("command", ["pipx/bin/prefill", "uv/bin/prefill"])
+def test_the_command_alone_scores_with_the_sample_model(place: Place, command: str, wanted: list[float]) -> None:
     output = f"{command.partition('/')[0]}.jsonl"
     given = ["tickets.jsonl", "--prompt-column", "text", "--dtype", "float32", "--no-chat", "-o", output]
     assert "the sample model" in place.run(command, "score", *given).stderr
@@ -154,6 +156,24 @@ def test_python_scores(place: Place, wanted: list[float]) -> None:
         "print(table['score'].to_pylist())"
     )
     assert json.loads(place.run("python", "-c", code).stdout) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_batch_file_comes_back_as_one(place: Place, reference: Reference) -> None:
+    body = {"model": "target", "max_tokens": 1, "logprobs": 1}
+    lines = [{"url": "/v1/completions", "body": body | {"prompt": row["text"]}} for row in TICKETS]
+    lines.append({"url": "/v1/embeddings", "body": {"model": "target", "input": "Yes"}})
+    lines = [{"custom_id": f"t{at}", "method": "POST", **line} for at, line in enumerate(lines)]
+    (place.folder / "batch.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = ["batch.jsonl", "-m", place.model, "--dtype", "float32", "--batch-format", "openai", "-o", "answers.jsonl"]
+    place.run("prefill", "score", *given, "--max-error-rate", "0.3")
+    answers = [json.loads(line) for line in (place.folder / "answers.jsonl").read_text().splitlines()]
+    assert [answer["custom_id"] for answer in answers] == ["t0", "t1", "t2", "t3"]
+    assert answers[-1]["response"] is None
+    assert answers[-1]["error"]["code"] == "invalid_request"
+    for row, answer in zip(TICKETS, answers, strict=False):
+        likeliest = reference._probabilities(tuple(reference.ids(row["text"]))).max().log()
+        (choice,) = answer["response"]["body"]["choices"]
+        assert choice["logprobs"]["token_logprobs"] == [pytest.approx(float(likeliest), abs=1e-4)]
 
 
 def test_the_harness_evaluates_a_task(place: Place, wanted: list[float]) -> None:
