@@ -342,7 +342,7 @@ def encoders(rows: int = 100, rounds: int = 2) -> None:
         classify = pipeline("text-classification", model=model, tokenizer=tokenizer, function_to_apply="none")
         classify(texts, batch_size=size, truncation=True, max_length=512)
 
-    contenders = {f"batches of {tokens:,} tokens": partial(scored, tokens) for tokens in (512, 2_048, 8_192)}
+    contenders = {f"batches of {tokens:,} tokens": partial(scored, tokens) for tokens in (256, 512, 2_048)}
     contenders |= {"one by one": partial(scored, 1)}
     contenders |= {f"pipeline, batch_size={size}": partial(piped, size) for size in (1, 8, 32)}
     table = Table("reviews", "rows/s of a core")

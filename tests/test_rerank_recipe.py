@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from typer.testing import CliRunner
 
 from prefillcli.cli import app
+from prefillcli.features.rerankers import LOGIT_SCORE
+from tests.engines.encoder_models import save_encoder
 from tests.score.models import save_model
 
 ROOT = Path(__file__).parent.parent
@@ -121,3 +124,154 @@ def test_a_checkpoint_with_a_head_gives_the_same_scores(reranker: Path, with_hea
     rows: list[dict[str, Any]] = reranked(with_head, tmp_path, PAIRS)[0]
     np.testing.assert_allclose([row["score"] for row in rows], by_the_card(reranker, PAIRS), rtol=0, atol=TOLERANCE)
     assert {row["prediction"] for row in rows} <= {"yes", "no"}
+
+
+# Rerankers whose files say what they are, as sentence-transformers saves them.
+
+ROLES = """{{ messages | selectattr("role", "eq", "%s") | map(attribute="content") | first }}"""
+QWEN = (
+    PREFIX
+    + "<Instruct>: "
+    + ROLES % "system"
+    + "\n<Query>: "
+    + ROLES % "query"
+    + "\n<Document>: "
+    + ROLES % "document"
+    + SUFFIX.rstrip("\n")
+    + "{{ '\\n\\n' }}"
+)
+#: mxbai-rerank-v2's, as mixedbread's package writes it.
+MXBAI_START = (
+    "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+    "<|im_start|>user\n"
+)
+MXBAI_END = (
+    "\nYou are a search relevance expert who evaluates how well documents match search queries. For each "
+    "query-document pair, carefully analyze the semantic relationship between them, then provide your binary relevance "
+    "judgment (0 for not relevant, 1 for relevant).\nRelevance:<|im_end|>\n<|im_start|>assistant\n"
+)
+MXBAI = (
+    MXBAI_START
+    + "query: "
+    + ROLES % "query"
+    + "\ndocument: "
+    + ROLES % "document"
+    + MXBAI_END.rstrip("\n")
+    + "{{ '\\n' }}"
+)
+
+
+def save_reranker(folder: Path, source: Path, template: str, answers: tuple[str, str], prompt: str | None) -> Path:
+    """The model in `source` with the files of a sentence-transformers reranker."""
+    shutil.copytree(source, folder)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    (folder / "chat_template.jinja").write_text(template)
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_LogitScore", "type": LOGIT_SCORE},
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    about = {"model_type": "CrossEncoder", "prompts": {"query": prompt} if prompt else {}}
+    about["default_prompt_name"] = "query" if prompt else None
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(about))
+    (folder / "1_LogitScore").mkdir()
+    ids = dict(zip(("true_token_id", "false_token_id"), tokenizer.convert_tokens_to_ids(list(answers)), strict=True))
+    (folder / "1_LogitScore" / "config.json").write_text(json.dumps({**ids, "module_input_name": "causal_logits"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def qwen(reranker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_reranker(tmp_path_factory.mktemp("models") / "qwen", reranker, QWEN, ("yes", "no"), TASK)
+
+
+def score_pairs(model: Path, *options: str, **columns: list[str]) -> tuple[list[dict[str, Any]], str]:
+    """The rows of a job over all pairs, and what it said."""
+    pairs = [(query, document) for query in QUERIES for document in DOCUMENTS]
+    table = {"query": [query for query, _ in pairs], "document": [document for _, document in pairs]}
+    pq.write_table(pa.table(table | columns), "pairs.parquet")
+    result = CliRunner().invoke(
+        app, ["score", "pairs.parquet", "-m", str(model), "-o", "own.parquet", "--overwrite", *options]
+    )
+    assert result.exit_code == 0, result.stderr
+    return pq.read_table("own.parquet").to_pylist(), " ".join(result.stderr.split())
+
+
+PAIRS = [(query, document) for query in QUERIES for document in DOCUMENTS]
+
+
+def test_a_reranker_that_says_so_gets_its_own_prompt_and_labels(
+    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found, said = score_pairs(qwen)
+    np.testing.assert_allclose([row["score"] for row in found], by_the_card(qwen, PAIRS), rtol=0, atol=TOLERANCE)
+    assert {"logprob_yes", "logprob_no"} <= found[0].keys()
+    assert "warning" not in said
+    instructed, _ = score_pairs(qwen, "--system", "find dogs")
+    assert [row["score"] for row in instructed] != [row["score"] for row in found]
+
+
+def test_a_head_gets_the_prompt_of_its_chat_template(
+    with_head: Path, reranker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = save_reranker(tmp_path / "head", with_head, QWEN, ("yes", "no"), TASK)
+    (model / "modules.json").unlink()  # which names no LogitScore for a head
+    found, _ = score_pairs(model)
+    np.testing.assert_allclose([row["score"] for row in found], by_the_card(reranker, PAIRS), rtol=0, atol=TOLERANCE)
+
+
+def test_the_prompt_of_mxbai_is_that_of_its_package(
+    reranker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = save_reranker(tmp_path / "mxbai", reranker, MXBAI, ("1", "0"), None)
+    found, _ = score_pairs(model)
+    tokenizer = AutoTokenizer.from_pretrained(reranker)
+    loaded = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager").eval()
+    one, zero = (tokenizer(each, add_special_tokens=False)["input_ids"][0] for each in ("1", "0"))
+    wanted = []
+    for query, document in PAIRS:
+        text = f"{MXBAI_START}query: {query}\ndocument: {document}{MXBAI_END}"
+        with torch.inference_mode():
+            logits = loaded(**tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits[0, -1]
+        wanted.append(float(torch.sigmoid(logits[one] - logits[zero])))
+    np.testing.assert_allclose([row["score"] for row in found], wanted, rtol=0, atol=TOLERANCE)
+
+
+def test_another_prompt_or_other_labels_are_a_warning_that_names_the_fault(
+    qwen: Path, reranker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    same = ["--template", str(ROOT / "recipes" / "rerank.jinja"), "--no-chat", "--labels", "yes,no"]
+    assert "warning" not in score_pairs(qwen, *same, instruct=[TASK] * len(PAIRS))[1]
+    _, said = score_pairs(qwen, "--template", "{{ query }} {{ document }}", "--no-chat", "--labels", "no,yes")
+    assert "is a reranker by its files, with a template of its own: where it has '<|im_start|>system" in said
+    assert "--labels no,yes" in said
+    assert "answers yes,no" in said
+    assert "warning" not in score_pairs(reranker, "--template", "{{ query }} {{ document }}", "--no-chat")[1]
+
+
+def test_a_chat_template_without_the_roles_is_named(
+    reranker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plain = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    model = save_reranker(tmp_path / "plain", reranker, plain, ("yes", "no"), None)
+    _, said = score_pairs(model, "--template", "{{ query }} {{ document }}", "--no-chat")
+    assert "its chat template takes no query and document" in said
+
+
+def test_a_cross_encoder_that_says_so_reads_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = save_encoder(tmp_path / "cross", num_labels=1)
+    (model / "config_sentence_transformers.json").write_text(json.dumps({"model_type": "CrossEncoder"}))
+    found, said = score_pairs(model)
+    loaded = AutoModelForSequenceClassification.from_pretrained(model, attn_implementation="eager").eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    with torch.inference_mode():
+        wanted = [float(torch.sigmoid(loaded(**tokenizer(*pair, return_tensors="pt")).logits)) for pair in PAIRS]
+    np.testing.assert_allclose([row["score"] for row in found], wanted, rtol=0, atol=TOLERANCE)
+    assert "warning" not in said
+    assert "trained on pairs" in score_pairs(model, "--prompt-column", "document")[1]
