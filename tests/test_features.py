@@ -20,11 +20,14 @@ from prefillcli.core.feature import features
 from prefillcli.models.files import sample_draft, sample_model
 from prefillcli.options.commands import COMMANDS
 from tests.adapters import save_adapter
+from tests.engines.encoder_models import save_encoder
 from tests.score.jobs import write_jsonl, write_parquet
 from tests.test_architecture import MODULES, PACKAGE, imported
 from tests.warm import Warm
 
 ROWS = 24
+ENCODER = Path(mkdtemp())
+atexit.register(shutil.rmtree, ENCODER)
 #: By feature, options that ask for it.
 ASKED = {
     "adapters": ["--adapter", "lora"],
@@ -41,6 +44,7 @@ ASKED = {
     "incremental": ["--since", "none.jsonl"],
     "rationale": ["--rationale", "4", "--rationale-when", "score > 0.4"],
     "evidence": ["--evidence"],
+    "pairs": ["--pair-column", "answer", "-m", str(save_encoder(ENCODER))],
     "questions": ["--questions", "questions.yaml"],
     "rejects": ["--rejects", "rejects.jsonl"],
     "streaming": ["--weights", "stream"],

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from typer.testing import CliRunner
 
 from prefillcli.cli import app
-from prefillcli.features.rerankers import LOGIT_SCORE
+from prefillcli.features.pairs import LOGIT_SCORE
 from tests.engines.encoder_models import save_encoder
 from tests.score.models import save_model
 
@@ -147,8 +147,8 @@ MXBAI_START = (
 )
 MXBAI_END = (
     "\nYou are a search relevance expert who evaluates how well documents match search queries. For each "
-    "query-document pair, carefully analyze the semantic relationship between them, then provide your binary relevance "
-    "judgment (0 for not relevant, 1 for relevant).\nRelevance:<|im_end|>\n<|im_start|>assistant\n"
+    "query-document pair, carefully analyze the semantic relationship between them, then provide your binary "
+    "relevance judgment (0 for not relevant, 1 for relevant).\nRelevance:<|im_end|>\n<|im_start|>assistant\n"
 )
 MXBAI = (
     MXBAI_START
@@ -208,6 +208,9 @@ def test_a_reranker_that_says_so_gets_its_own_prompt_and_labels(
     np.testing.assert_allclose([row["score"] for row in found], by_the_card(qwen, PAIRS), rtol=0, atol=TOLERANCE)
     assert {"logprob_yes", "logprob_no"} <= found[0].keys()
     assert "warning" not in said
+    shown = CliRunner().invoke(app, ["inspect", "pairs.parquet", "-m", str(qwen), "--row", "0"])
+    assert shown.exit_code == 0, shown.stderr
+    assert f"{found[0]['score']:.4f}" in shown.stdout + shown.stderr
     instructed, _ = score_pairs(qwen, "--system", "find dogs")
     assert [row["score"] for row in instructed] != [row["score"] for row in found]
 

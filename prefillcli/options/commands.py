@@ -38,7 +38,6 @@ from prefillcli.options.option import (
     FILES,
     MODEL,
     PROFILE,
-    PROMPTS,
     RUN,
     Settings,
     argument,
@@ -90,11 +89,6 @@ class ScoreSettings(
     )  # fmt: skip
     resume: bool = option(False, "Continue this job where it stopped.", FILES, level="first", changes="files")
 
-    pair_column: str | None = option(
-        None,
-        "Column with the second text of a pair, for an encoder: the tokenizer encodes the prompt and it together.",
-        PROMPTS, changes="scores", metavar="NAME",
-    )  # fmt: skip
     engine: EngineName = option(
         "torch",
         "What runs the model: the layer walk, a plain transformers loop, or vLLM.",

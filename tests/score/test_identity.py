@@ -17,6 +17,7 @@ from prefillcli.jobs.scorer import Scorer
 from prefillcli.models.files import sample_draft, sample_model
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.option import details_of
+from tests.engines.encoder_models import save_encoder
 from tests.score.jobs import read_output, read_report, score, write_jsonl
 
 TEXTS = [f"A note on the harbour. {'The tide was low. ' * (20 + number)}Is it {number}?" for number in range(4)]
@@ -84,6 +85,7 @@ OTHER: dict[str, Any] = {
     "rejects": "rejects.jsonl",
     "keep": 0.25,
     "prompt_column": "text",
+    "pair_column": "text",
     "choices_column": "text",
     "target_column": "text",
     "template": "{{ text }}",
@@ -107,6 +109,7 @@ VALUES = (0.5, 5, "5MiB", "text", True, False)
 BESIDE: dict[str, dict[str, Any]] = {
     "chat": {"model": "chat"},
     "system": {"model": "chat"},
+    "pair_column": {"model": "encoder", "draft": None},
     "seed": {"sample": 2},
     "exit_rows": {"exit": True},
     "flips_of": {"exit": True},
@@ -177,6 +180,8 @@ def test_the_fingerprint_has_what_changes_scores_columns_or_rows(name: str) -> N
     if beside.get("model") == "chat":
         shutil.copytree(sample_model(), "chat")
         Path("chat/chat_template.jinja").write_text("{{ messages[0].content }}")
+    if beside.get("model") == "encoder":
+        save_encoder(Path("encoder"))
     plain = ScoreSettings(**(BASE | beside))
     before = identity(plain) if beside else plain_identity()
     after = identity(plain.model_copy(update={name: other_value(name)}))

@@ -238,8 +238,9 @@ class PromptBuilder:
     def fingerprint(self) -> str:
         """Digest of everything here that changes a prompt, the text of the template included."""
         settings = self.settings
-        parts = [self.column, self.template and self.template.text, self.chat, settings.system]
-        text = json.dumps([*parts, settings.max_length, settings.on_long, self.max_row_bytes, settings.literal])
+        parts: list[Any] = [self.column, self.template and self.template.text, self.chat, settings.system]
+        parts += [settings.max_length, settings.on_long, self.max_row_bytes, settings.literal]
+        text = json.dumps([*parts, *filter(None, [settings.pair_column])])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def build(self, batch: RowBatch, labels: Labels) -> tuple[list[Prompt], dict[int, RowError]]:

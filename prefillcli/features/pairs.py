@@ -1,5 +1,5 @@
-"""Rerankers whose files say so: the prompt and the labels that they were trained with, from the columns `query` and
-`document`.
+"""Pairs of texts: `--pair-column` for cross-encoders, and rerankers whose files say so, which get the prompt and the
+labels that they were trained with, from the columns `query` and `document`.
 
 sentence-transformers saves what a reranker is. `modules.json` names a `LogitScore`, whose folder has the ids of the
 two tokens that are compared. The chat template renders messages of the roles query and document, and
@@ -23,7 +23,7 @@ from prefillcli.data.prompts.templates import ChatTemplate, RowTemplate
 from prefillcli.data.rows import ErrorCode, RowBatch, RowError
 from prefillcli.errors import UsageError
 from prefillcli.models.files import read_json
-from prefillcli.options.option import Settings
+from prefillcli.options.option import PROMPTS, Settings, option
 from prefillcli.runtime import log
 from prefillcli.stats.evaluation import Measure
 
@@ -126,15 +126,25 @@ def _fault(name: str, value: Any) -> RowError | None:
     return RowError(ErrorCode.EMPTY_PROMPT, f"the {name} is empty") if not value or value.isspace() else None
 
 
+class PairOptions(Settings):
+    """A reranker's files say all that it needs; of other cross-encoders, the user does."""
+
+    pair_column: str | None = option(
+        None,
+        "Column with the second text of a pair, for an encoder: the tokenizer encodes the prompt and it together.",
+        PROMPTS, changes="scores", metavar="NAME",
+    )  # fmt: skip
+
+
 class RerankOptions(Settings):
-    """A reranker's files say all that it needs."""
+    """Other commands make the prompts of a reranker too."""
 
 
-class Rerankers(Feature):
+class Pairs(Feature):
     """The prompts and labels of a reranker, where nobody asks for others; a warning, where somebody does."""
 
     order = 90  # prompts and labels that other features make come first
-    options = dict.fromkeys(("score", "inspect", "profile", "bench"), RerankOptions)
+    options = {"score": PairOptions, **dict.fromkeys(("inspect", "profile", "bench"), RerankOptions)}
 
     @classmethod
     def asked(cls, settings: Any) -> bool:
@@ -243,4 +253,4 @@ class Rerankers(Feature):
         log.warning(f"--template: {said}{where}\nits scores mean little with another prompt: leave --template out")
 
 
-FEATURE = Rerankers
+FEATURE = Pairs
