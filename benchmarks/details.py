@@ -314,10 +314,11 @@ def windows(
 
 
 @app.command()
-def encoders(rows: int = 100, rounds: int = 2) -> None:
-    """Real reviews, tokenised and read by a random BERT of base size in float32: rows for each second of one core."""
+def encoders(rows: int = 100, rounds: int = 2, characters: int = 10_000) -> None:
+    """The first characters of real reviews, tokenised and read by a random BERT of base size in float32: rows for each
+    second of one core."""
     torch.set_num_threads(1)
-    texts = [each.text for each in reviews("Test")[:rows]]
+    texts = [each.text[:characters] for each in reviews("Test")[:rows]]
     backend = Tokenizer(models.WordPiece(**{"unk_token": "[UNK]"}))
     backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
     special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}

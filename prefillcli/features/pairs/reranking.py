@@ -1,0 +1,217 @@
+"""Rerankers whose files say so: the prompt and the labels that they were trained with, from the columns `query` and
+`document`.
+
+sentence-transformers saves what a reranker is. `modules.json` names a `LogitScore`, whose folder has the ids of the
+two tokens that are compared. The chat template renders messages of the roles query and document, and
+`config_sentence_transformers.json` has the instruction, which is the system message. With another prompt, scores look
+right and are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, prompt_builder
+from prefillcli.data.prompts.encoding import Marks
+from prefillcli.data.prompts.labels import ClassLabels, Label, parse_labels
+from prefillcli.data.prompts.templates import ChatTemplate, RowTemplate
+from prefillcli.data.rows import ErrorCode, RowBatch, RowError
+from prefillcli.errors import UsageError
+from prefillcli.features.pairs import DOCUMENT, PAIR, QUERY
+from prefillcli.models.files import read_json
+from prefillcli.runtime import log
+from prefillcli.stats.evaluation import Measure
+
+if TYPE_CHECKING:
+    from prefillcli.core.feature import Labels, Opened
+
+LOGIT_SCORE = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
+_PROBES = (("one", "two"), ("three", "two"), ("one", "four"))
+_SHOWN = 40  # characters of a prompt, in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Reranker:
+    """A reranker as its files describe it. `tokens` are compared for its score, the positive one first; a head has
+    none, and of one token alone the logit is the score."""
+
+    tokens: tuple[int, ...] | None
+    instruction: str | None
+    begins_answer: bool  # whether its chats end where the assistant begins to speak
+
+
+def read_reranker(folder: Path) -> Reranker | None:
+    """The reranker that the files in a model's folder describe; None if they describe none. Raises UsageError."""
+    modules, about = (_read(folder / name) for name in ("modules.json", "config_sentence_transformers.json"))
+    named = [each for each in modules if isinstance(each, dict)] if isinstance(modules, list) else []
+    paths = [str(each.get("path")) for each in named if each.get("type") == LOGIT_SCORE]
+    about = about if isinstance(about, dict) else {}
+    if not paths and about.get("model_type") != "CrossEncoder":
+        return None
+    tokens = None
+    if paths:
+        file = folder / Path(paths[0]).name / "config.json"  # never outside the folder
+        found = _read(file)
+        ids = [found.get(name) for name in ("true_token_id", "false_token_id")] if isinstance(found, dict) else [None]
+        tokens = tuple(each for each in ids if type(each) is int)
+        if type(ids[0]) is not int:
+            raise UsageError(f"{file}: it names no true_token_id, the token whose logit is the model's score")
+    prompts, name = about.get("prompts"), about.get("default_prompt_name")
+    instruction = prompts.get(name) if isinstance(prompts, dict) and name is not None else None
+    given = _read(folder / "sentence_bert_config.json")
+    for key in ("processing_kwargs", "chat_template", "add_generation_prompt"):
+        given = given.get(key) if isinstance(given, dict) else None
+    return Reranker(tokens, instruction if isinstance(instruction, str) else None, given is True)
+
+
+def _read(path: Path) -> Any:
+    return read_json(path) if path.is_file() else None
+
+
+class RerankBuilder(PromptBuilder):
+    """Makes prompts of a query and a document by the model's own chat template."""
+
+    def __init__(self, tokenizer: Any, settings: PromptSettings, reranker: Reranker, **given: Any) -> None:
+        system = reranker.instruction if settings.system is None else settings.system
+        chats = replace(settings, chat=True, prompt_column="messages", template=None, system=system)
+        super().__init__(tokenizer, chats, **given)
+        self._reranker = reranker
+        self.columns = PAIR
+        self.needed = tuple(dict.fromkeys((*PAIR, *settings.label_columns)))
+        self._pair_template = self._chat_template = ChatTemplate(tokenizer, answers=reranker.begins_answer)
+
+    def another(self) -> RerankBuilder:
+        return RerankBuilder(self._tokenizer, self.settings, self._reranker, group_chars=self._group_chars)
+
+    def text_of(self, query: str, document: str) -> str | RowError:
+        """The prompt of this pair."""
+        (text,) = self._pair_template.render([[*self._instructed(), *_messages(query, document)]])
+        return text
+
+    def carries_pairs(self) -> bool:
+        """Whether the chat template writes the query and the document into the prompt."""
+        texts = [self.text_of(*probe) for probe in _PROBES]
+        return len(set(texts)) == len(texts) and all(isinstance(text, str) for text in texts)
+
+    def _instructed(self) -> list[dict[str, str]]:
+        system = self.settings.system
+        return [] if system is None else [{"role": "system", "content": system}]
+
+    def _values(
+        self, batch: RowBatch, errors: dict[int, RowError]
+    ) -> Iterator[tuple[int, str | RowError | Any, Marks | None]]:
+        for at, row in enumerate(batch.rows.tolist()):
+            if row not in errors:
+                query, document = (batch.columns[name][at] for name in PAIR)
+                wrong = _fault(QUERY, query) or _fault(DOCUMENT, document)
+                yield (row, wrong, None) if wrong else (row, *self._literal(_messages(query, document), joined=True))
+
+
+def _messages(query: str, document: str) -> list[dict[str, str]]:
+    return [{"role": QUERY, "content": query}, {"role": DOCUMENT, "content": document}]
+
+
+def _fault(name: str, value: Any) -> RowError | None:
+    if value is None:
+        return RowError(ErrorCode.NULL_PROMPT, f"the {name} is null")
+    if not isinstance(value, str):
+        return RowError(ErrorCode.WRONG_TYPE, f"the {name} is {type(value).__name__}, not text")
+    return RowError(ErrorCode.EMPTY_PROMPT, f"the {name} is empty") if not value or value.isspace() else None
+
+
+def own_labels(found: Reranker, opened: Opened) -> Labels | None:
+    """The labels that a reranker answers; None for a head, which has classes. Raises UsageError."""
+    if found.tokens is None or opened.files.head is not None:
+        return None
+    names = _names(found.tokens, opened)
+    if len(names) < 2:
+        raise UsageError(
+            f"{opened.files.origin}: a reranker whose score is the logit of {names[0]!r} alone, which is not "
+            f"computed\ngive the labels to compare: --labels {names[0]},..."
+        )
+    tokens = tuple((token,) for token in found.tokens)
+    return ClassLabels([Label(name) for name in names], tokens, Measure.SHARES)
+
+
+def warn_of_labels(found: Reranker, opened: Opened, labels: Any) -> None:
+    """Warn of given labels that are not those of a reranker."""
+    if found.tokens is None or opened.files.head is not None:
+        return
+    own, given = _names(found.tokens, opened), [label.name for label in parse_labels(labels)]
+    if given[: len(own)] != own:
+        log.warning(
+            f"--labels {','.join(given)}: {opened.files.origin} is a reranker by its files, and answers "
+            f"{','.join(own)}\nits scores mean nothing with other labels: leave --labels out"
+        )
+
+
+def _names(tokens: Sequence[int], opened: Opened) -> list[str]:
+    return [opened.tokenizer.decode([token]).strip() for token in tokens]
+
+
+def own_builder(
+    found: Reranker, opened: Opened, made: PromptSettings, settings: Any, available: Sequence[str], *, asked: bool
+) -> PromptBuilder | None:
+    """The builder of a reranker's own prompts; None, with a warning where that is a fault, for those that the user has
+    `asked` for."""
+    if made.encoder:
+        return _pair_builder(opened, made, available, asked=asked)
+    if not getattr(opened.tokenizer, "chat_template", None):
+        return None
+    own = RerankBuilder(opened.tokenizer, made, found)
+    if not own.carries_pairs():
+        own.close()
+        log.warning(
+            f"{opened.files.origin}: a reranker by its files, but its chat template takes no query and document\n"
+            "write the prompt of its documentation with --template"
+        )
+        return None
+    if not asked:
+        log.info(f"{opened.files.origin}: a reranker; its own template makes prompts of {QUERY} and {DOCUMENT}")
+        return own
+    _compare(opened, own, settings)
+    own.close()
+    return None
+
+
+def _pair_builder(
+    opened: Opened, made: PromptSettings, available: Sequence[str], *, asked: bool
+) -> PromptBuilder | None:
+    if made.pair_column is not None:
+        return None
+    if not asked and set(PAIR) <= set(available):
+        pairs = replace(made, prompt_column=QUERY, pair_column=DOCUMENT)
+        return prompt_builder(opened.tokenizer, pairs, available)
+    log.warning(
+        f"{opened.files.origin}: a cross-encoder by its files, which was trained on pairs of texts\n"
+        "name the column with the second text: --pair-column"
+    )
+    return None
+
+
+def _compare(opened: Opened, own: RerankBuilder, settings: Any) -> None:
+    # Warn of a prompt that differs from the model's own, and say where.
+    said = f"{opened.files.origin} is a reranker by its files, with a template of its own"
+    template = None if settings.template is None else RowTemplate(settings.template)
+    if template is None:
+        option = "--prompt-column" if "prompt_column" in settings.model_fields_set else "--chat"
+        log.warning(f"{option}: {said} for the columns {QUERY} and {DOCUMENT}\nleave {option} out")
+        return
+    query, document = _PROBES[0]
+    where = f", and --template makes prompts of {', '.join(template.columns)}"
+    if set(template.columns) == set(PAIR):
+        (text,) = template.render([{QUERY: query, DOCUMENT: document}])
+        wanted = own.text_of(query, document)
+        if text == wanted:
+            template.close()
+            return
+        if isinstance(text, str) and isinstance(wanted, str):
+            at = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, wanted, strict=False)))
+            ends = [repr(each[at : at + _SHOWN]) if each[at:] else "the end" for each in (wanted, text)]
+            where = f": where it has {ends[0]}, --template has {ends[1]}"
+    template.close()
+    log.warning(f"--template: {said}{where}\nits scores mean little with another prompt: leave --template out")
