@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from prefillcli.errors import UsageError
+from prefillcli.jobs.inspect import inspect_job
 from prefillcli.jobs.merge import merge_job
 from prefillcli.jobs.verify import verify_job
-from prefillcli.options.commands import MergeSettings
+from prefillcli.options.commands import InspectSettings, MergeSettings
 from prefillcli.options.load import load_settings
 from tests.score.jobs import Reference, read_output, score, texts, write_jsonl
 from tests.score.processes import Command, Hold, cut_small_windows
@@ -204,6 +205,9 @@ def test_without_the_format_labels_are_scored(model: Path, reference: Reference)
         [reference.answer(text).score for text in prompts], abs=TOLERANCE
     )
     assert long["error"] == "invalid_request"
+    shown = {"inputs": [str(path)], "model": str(model), "served_model_name": "fox", "row": "2", "quiet": True}
+    found = inspect_job(load_settings(InspectSettings, shown, environment={}))
+    assert found["score"] == pytest.approx(reference.answer(prompts[2]).score, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(

@@ -32,14 +32,9 @@ _WITHOUT = (
 )
 
 
-class BatchOptions(Settings):
-    """How batch files are answered."""
+class BatchInput(Settings):
+    """How batch files are read."""
 
-    batch_format: Literal["openai"] | None = option(
-        None,
-        "The input is an OpenAI batch file: write its answers as the lines of a batch output, to a .jsonl file.",
-        FILES, changes="columns",
-    )  # fmt: skip
     served_model_name: NameList = option(
         (),
         "Names by which the lines of a batch file may ask for the model. (default: --model, and the end of its path)",
@@ -47,20 +42,34 @@ class BatchOptions(Settings):
     )  # fmt: skip
 
 
+class BatchOptions(BatchInput):
+    """How batch files are answered."""
+
+    batch_format: Literal["openai"] | None = option(
+        None,
+        "The input is an OpenAI batch file: write its answers as the lines of a batch output, to a .jsonl file.",
+        FILES, changes="columns",
+    )  # fmt: skip
+
+
 class BatchFiles(Feature):
     """The batch file of a job, if its input is one."""
 
     order = 90  # other features that make prompts take precedence
-    options = {"score": BatchOptions}
-    _is_batch = False
+    options = {"score": BatchOptions, "inspect": BatchInput}
+
+    @property
+    def _format(self) -> str | None:
+        found: str | None = getattr(self.settings, "batch_format", None)
+        return found
 
     @property
     def columns(self) -> Sequence[Group]:  # type: ignore[override]  # as the options say
-        return ("openai",) if self.settings.batch_format else ()
+        return ("openai",) if self._format else ()
 
     def check(self) -> None:
         settings = self.settings
-        if settings.batch_format is None:
+        if self._format is None:
             return
         fields = type(settings).model_fields
         for name in _WITHOUT:
@@ -81,24 +90,24 @@ class BatchFiles(Feature):
             raise UsageError("--batch-format: a batch output is JSON Lines\ngive --output a path that ends in .jsonl")
 
     def joint(self, option: str) -> Objection | None:
-        if self.settings.batch_format is None or option not in ("--since", "--retry-errors"):
+        if self._format is None or option not in ("--since", "--retry-errors"):
             return None
         return Objection("a batch output does not have the columns of a score", "leave --batch-format out")
 
     def carried(self) -> Sequence[str]:
-        return (URL, BODY) if self.settings.batch_format else ()
+        return (URL, BODY) if self._format else ()
 
     def id_column(self, available: Sequence[str]) -> str | None:
         return ID if self._recognised(available) else None
 
     def prompt_columns(self, available: Sequence[str]) -> Sequence[str] | None:
-        self._is_batch = self._recognised(available)
-        if self.settings.batch_format and not self._is_batch:
+        self.columns_known(available)
+        if self._format and not self._recognised(available):
             raise UsageError(
                 f"--batch-format: the input is no batch file: its lines have no {ID}, {METHOD}, {URL} and {BODY}\n"
                 "leave it out, or name a batch file"
             )
-        return (METHOD, URL, BODY) if self._is_batch else None
+        return (METHOD, URL, BODY) if self._recognised(available) else None
 
     def _recognised(self, available: Collection[str]) -> bool:
         # Whether rows with these columns are lines of a batch file, from which no option makes other prompts.
@@ -113,7 +122,7 @@ class BatchFiles(Feature):
             raise UsageError("--served-model-name is for batch files, and the input is none\nleave it out")
 
     def labels(self, opened: Opened) -> Labels | None:
-        if self.settings.batch_format is None:
+        if self._format is None:
             return None
         if opened.files.head is not None:
             raise UsageError(
@@ -136,7 +145,7 @@ class BatchFiles(Feature):
             opening.opened.tokenizer,
             settings,
             models=self.settings.served_model_name or (model, os.path.basename(model.rstrip("/"))),
-            answers=self.settings.batch_format is not None,
+            answers=self._format is not None,
         )
 
     def identity(self, opening: Opening, values: dict[str, Any], models: LocalModels) -> Mapping[str, str]:
