@@ -27,7 +27,7 @@ FLAGS: dict[str, Any] = {"model": sample_model(), "chat": False, "dtype": "float
 def version(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     shutil.copytree(FIXTURES / request.param, tmp_path / "kept")
     monkeypatch.chdir(tmp_path / "kept")
-    yield
+    return
 
 
 def assert_as_done(rows: list[dict[str, Any]]) -> None:
