@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,28 @@ def test_the_indexed_job_has_one_pod_for_each_shard() -> None:
     assert codes == [[2, 4]]  # what another try does not help
     merged = container("merge")[1]
     assert [each for each in found["env"] if each["name"] == "OUTPUT"] == merged["env"]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("name", ["shards", "merge"])
+def test_kubernetes_own_types_have_every_key_of_a_job(name: str) -> None:
+    path = RECIPES / "kubernetes" / f"{name}.yaml"
+    # Without a cluster: kubectl decodes the file, refuses a wrong type, and drops what it does not know.
+    words = ["kubectl", "set", "env", "--local", "-f", str(path), "ADDED=1", "-o", "json"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert_within(yaml.safe_load(path.read_text()), json.loads(done.stdout))
+
+
+def assert_within(given: Any, found: Any) -> None:
+    """Everything that is given was found; there may be more."""
+    if isinstance(given, dict):
+        for key in given:
+            assert_within(given[key], found[key])
+    elif isinstance(given, list):
+        for each, other in zip(given, found[: len(given)], strict=True):
+            assert_within(each, other)
+    else:
+        assert given == found
 
 
 def test_the_pods_command_lines_are_valid(home: Path) -> None:  # noqa: F811

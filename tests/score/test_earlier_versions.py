@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,9 @@ FLAGS: dict[str, Any] = {"model": sample_model(), "chat": False, "dtype": "float
 
 
 @pytest.fixture(autouse=True, params=VERSIONS)
-def version(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def version(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(FIXTURES / request.param, tmp_path / "kept")
     monkeypatch.chdir(tmp_path / "kept")
-    return
 
 
 def assert_as_done(rows: list[dict[str, Any]]) -> None:
