@@ -262,8 +262,9 @@ def test_a_chat_template_without_the_roles_is_named(
     monkeypatch.chdir(tmp_path)
     plain = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     model = save_reranker(tmp_path / "plain", reranker, plain, ("yes", "no"), None)
-    _, said = score_pairs(model, "--template", "{{ query }} {{ document }}", "--no-chat")
-    assert "its chat template takes no query and document" in said
+    _, said = score_pairs(model, prompt=list(DOCUMENTS) * 2)
+    assert "no chat template takes its query and document" in said
+    assert "warning" not in score_pairs(model, "--template", "{{ query }} {{ document }}", "--no-chat")[1]
 
 
 def test_a_cross_encoder_that_says_so_reads_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

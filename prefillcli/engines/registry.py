@@ -152,8 +152,7 @@ def refuse_of_encoder(needs: Mapping[str, Capability], typed: Callable[[str], st
     for name, capability in needs.items():
         if capability not in OF_ENCODERS:
             raise UsageError(
-                f"{typed(name)}: the model is an encoder, for which there are no {CAPABILITIES[capability]}\n"
-                "leave it out"
+                f"{typed(name)}: the model is an encoder, which has no {CAPABILITIES[capability]}\nleave it out"
             )
 
 

@@ -43,6 +43,7 @@ class Pairs(Feature):
 
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
+        self._said: set[str] = set()
         self._reranker: Reranker | None = None  # one whose prompts are made here, of pairs of columns
 
     @property
@@ -77,8 +78,8 @@ class Pairs(Feature):
 
         if self._reranker is None:
             return None
-        asked = self._own_prompt
-        return own_builder(self._reranker, opening.opened, settings, self.settings, available, asked=asked)
+        opened, asked = opening.opened, self._own_prompt
+        return own_builder(self._reranker, opened, settings, self.settings, available, asked=asked, said=self._said)
 
 
 FEATURE = Pairs

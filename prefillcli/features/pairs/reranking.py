@@ -9,7 +9,7 @@ right and are not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -154,52 +154,68 @@ def _names(tokens: Sequence[int], opened: Opened) -> list[str]:
 
 
 def own_builder(
-    found: Reranker, opened: Opened, made: PromptSettings, settings: Any, available: Sequence[str], *, asked: bool
+    found: Reranker,
+    opened: Opened,
+    made: PromptSettings,
+    settings: Any,
+    available: Sequence[str],
+    *,
+    asked: bool,
+    said: set[str],
 ) -> PromptBuilder | None:
     """The builder of a reranker's own prompts; None, with a warning where that is a fault, for those that the user has
-    `asked` for."""
+    `asked` for. What is in `said` is not said again."""
     if made.encoder:
-        return _pair_builder(opened, made, available, asked=asked)
-    if not getattr(opened.tokenizer, "chat_template", None):
-        return None
-    own = RerankBuilder(opened.tokenizer, made, found)
-    if not own.carries_pairs():
-        own.close()
-        log.warning(
-            f"{opened.files.origin}: a reranker by its files, but its chat template takes no query and document\n"
-            "write the prompt of its documentation with --template"
-        )
+        return _pair_builder(opened, made, available, asked=asked, said=said)
+    own = RerankBuilder(opened.tokenizer, made, found) if getattr(opened.tokenizer, "chat_template", None) else None
+    if own is None or not own.carries_pairs():
+        if own is not None:
+            own.close()
+        if not asked:
+            _say(
+                said,
+                f"{opened.files.origin}: a reranker by its files, but no chat template takes its query and document\n"
+                "write the prompt of its documentation with --template",
+            )
         return None
     if not asked:
-        log.info(f"{opened.files.origin}: a reranker; its own template makes prompts of {QUERY} and {DOCUMENT}")
+        text = f"{opened.files.origin}: a reranker; its own template makes prompts of {QUERY} and {DOCUMENT}"
+        _say(said, text, log.info)
         return own
-    _compare(opened, own, settings)
+    _compare(opened, own, settings, said)
     own.close()
     return None
 
 
 def _pair_builder(
-    opened: Opened, made: PromptSettings, available: Sequence[str], *, asked: bool
+    opened: Opened, made: PromptSettings, available: Sequence[str], *, asked: bool, said: set[str]
 ) -> PromptBuilder | None:
-    if made.pair_column is not None:
+    if made.pair_column is not None or not available:  # or no rows are there yet
         return None
     if not asked and set(PAIR) <= set(available):
         pairs = replace(made, prompt_column=QUERY, pair_column=DOCUMENT)
         return prompt_builder(opened.tokenizer, pairs, available)
-    log.warning(
+    _say(
+        said,
         f"{opened.files.origin}: a cross-encoder by its files, which was trained on pairs of texts\n"
-        "name the column with the second text: --pair-column"
+        "name the column with the second text: --pair-column",
     )
     return None
 
 
-def _compare(opened: Opened, own: RerankBuilder, settings: Any) -> None:
+def _say(said: set[str], text: str, tell: Callable[[str], None] = log.warning) -> None:
+    if text not in said:
+        said.add(text)
+        tell(text)
+
+
+def _compare(opened: Opened, own: RerankBuilder, settings: Any, said: set[str]) -> None:
     # Warn of a prompt that differs from the model's own, and say where.
-    said = f"{opened.files.origin} is a reranker by its files, with a template of its own"
+    what = f"{opened.files.origin} is a reranker by its files, with a template of its own"
     template = None if settings.template is None else RowTemplate(settings.template)
     if template is None:
         option = "--prompt-column" if "prompt_column" in settings.model_fields_set else "--chat"
-        log.warning(f"{option}: {said} for the columns {QUERY} and {DOCUMENT}\nleave {option} out")
+        _say(said, f"{option}: {what} for the columns {QUERY} and {DOCUMENT}\nleave {option} out")
         return
     query, document = _PROBES[0]
     where = f", and --template makes prompts of {', '.join(template.columns)}"
@@ -214,4 +230,4 @@ def _compare(opened: Opened, own: RerankBuilder, settings: Any) -> None:
             ends = [repr(each[at : at + _SHOWN]) if each[at:] else "the end" for each in (wanted, text)]
             where = f": where it has {ends[0]}, --template has {ends[1]}"
     template.close()
-    log.warning(f"--template: {said}{where}\nits scores mean little with another prompt: leave --template out")
+    _say(said, f"--template: {what}{where}\nits scores mean little with another prompt: leave --template out")
