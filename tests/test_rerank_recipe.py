@@ -256,6 +256,19 @@ def test_another_prompt_or_other_labels_are_a_warning_that_names_the_fault(
     assert "warning" not in score_pairs(reranker, "--template", "{{ query }} {{ document }}", "--no-chat")[1]
 
 
+def test_one_token_alone_needs_labels(reranker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = save_reranker(tmp_path / "one", reranker, QWEN, ("yes", "no"), TASK)
+    ids = json.loads((model / "1_LogitScore" / "config.json").read_text())
+    (model / "1_LogitScore" / "config.json").write_text(json.dumps({**ids, "false_token_id": None}))
+    found, said = score_pairs(model, "--labels", "yes,no")
+    np.testing.assert_allclose([row["score"] for row in found], by_the_card(model, PAIRS), rtol=0, atol=TOLERANCE)
+    assert "warning" not in said
+    refused = CliRunner().invoke(app, ["score", "pairs.parquet", "-m", str(model), "-o", "one.parquet"])
+    assert refused.exit_code == 2
+    assert "the logit of 'yes' alone" in refused.stderr
+
+
 def test_a_chat_template_without_the_roles_is_named(
     reranker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
