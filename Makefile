@@ -21,7 +21,7 @@ JOB_SHUFFLES ?= 3
 TEST_WORKERS ?= 2
 
 .PHONY: setup setup-real setup-airflow setup-vllm setup-ray setup-tables reference demo demo-real test test-matrix test-real test-nightly test-faults \
-	test-tables dist test-install test-airflow test-vllm test-ray removals fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
+	test-tables dist test-install test-container test-airflow test-vllm test-ray removals fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
 
 setup: $(VENV)/.ready
 
@@ -123,7 +123,15 @@ test-tables: setup-tables
 
 # The wheel in empty environments, made by the README's lines. They take the torch that is named above
 test-install: setup dist
-	DIST=$(abspath dist) TORCH="$(TORCH)" $(BIN)/python -m pytest --no-skips tests/install
+	DIST=$(abspath dist) TORCH="$(TORCH)" $(BIN)/python -m pytest --no-skips tests/install/test_installed.py
+
+# Build the image of Containerfile and run it. The base image and torch come from the network: without it,
+# BUILD_FLAGS="--build-arg BASE=..." names others. PODMAN and RUN_FLAGS are for machines where podman needs more options
+PODMAN ?= podman
+test-container: setup dist
+	@command -v $(firstword $(PODMAN)) > /dev/null || { echo "no podman here: the image is neither built nor run"; exit 1; }
+	$(PODMAN) build --tag prefill-test $(BUILD_FLAGS) .
+	IMAGE=prefill-test PODMAN="$(PODMAN)" RUN_FLAGS="$(RUN_FLAGS)" $(BIN)/python -m pytest --no-skips tests/install/test_container.py
 
 test-airflow: setup setup-airflow
 	AIRFLOW=$(abspath $(AIRFLOW_VENV))/bin/airflow $(BIN)/python -m pytest --no-skips tests/airflow
