@@ -56,7 +56,7 @@ def open_models(choice: EngineChoice) -> Opened:
     path = Path(str(choice.model))
     tokenizer = FakeTokenizer(path)
     sizes = SimpleNamespace(vocab_size=len(tokenizer))
-    files: Any = SimpleNamespace(path=path, origin=path, dtype="fake", config=sizes, head=None)
+    files: Any = SimpleNamespace(path=path, origin=path, dtype="fake", config=sizes, head=None, encoder=False)
     device: Any = None
     return Opened(files, device, tokenizer, None, MAX_LENGTH)
 
