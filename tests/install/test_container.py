@@ -14,8 +14,15 @@ import pytest
 from tests.score.jobs import read_report, write_jsonl
 
 IMAGE = os.environ.get("IMAGE", "")
-#: The root file system cannot be written, and there is no network.
-RUN = ["--rm", "--read-only", "--network", "none", *shlex.split(os.environ.get("RUN_FLAGS", ""))]
+#: No file outside the volumes can be written, and there is no network.
+RUN = [
+    "--rm",
+    "--read-only",
+    "--read-only-tmpfs=false",
+    "--network",
+    "none",
+    *shlex.split(os.environ.get("RUN_FLAGS", "")),
+]
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IMAGE, reason="make test-container builds the image")]
 
