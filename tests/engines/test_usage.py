@@ -17,7 +17,7 @@ from prefillcli.features.compress.options import CompressionOptions
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.groups import MemoryOptions
 from prefillcli.options.load import load_settings
-from prefillcli.options.option import details_of
+from prefillcli.options.option import as_typed, details_of
 from tests.score.jobs import score, texts, write_parquet
 
 ASKING: dict[str, Any] = {
@@ -50,7 +50,7 @@ def test_what_an_engine_cannot_do_is_refused_with_one_that_can(engine: str, opti
     with pytest.raises(UsageError) as caught:
         settings(engine=engine, **{option: ASKING[option]})
     message = str(caught.value)
-    assert message.startswith(f"--{option.replace('_', '-')}: the {engine} engine has no ")
+    assert message.startswith(f"{as_typed(ScoreSettings, option)}: the {engine} engine has no ")
     assert "--engine torch" in message
 
 

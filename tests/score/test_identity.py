@@ -116,6 +116,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "engine_options": {"engine": "hf"},
     "partition": {"inputs": ("day=1", "day=2")},
     "batch_format": {"inputs": ("batch",)},
+    "served_model_name": {"inputs": ("batch",)},
 }
 BATCH = [{"custom_id": "r0", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Yes?"}}]
 #: Other contents are another job: tests/data/test_fingerprints.py, tests/score/test_calibrated.py. Code of the model:
