@@ -17,11 +17,11 @@ import numpy as np
 import pyarrow as pa
 
 from prefillcli.data.filesystems import split_path
-from prefillcli.data.prompts.builder import DEFAULT_COLUMN, PromptBuilder, PromptSettings
+from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import Prompt, RowBatch, RowError
+from prefillcli.data.rows import DEFAULT_COLUMN, Prompt, RowBatch, RowError
 from prefillcli.data.windows import MAX_ROWS, windows
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.models.open import Opened

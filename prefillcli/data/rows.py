@@ -629,12 +629,16 @@ class ColumnChoice:
         return (*self.columns, *self.optional)
 
 
+DEFAULT_COLUMN = "prompt"  # with the texts of rows
+
+
 def require_columns(names: Sequence[str], available: Sequence[str], where: str, optional: Sequence[str] = ()) -> None:
     """Raise UsageError naming the first column that is missing, or of which there are two; some may be missing."""
     for name in names:
         if name not in available:
             listed = ", ".join(map(_listed, available[:20])) + (", ..." if len(available) > 20 else "")
-            raise UsageError(f"no column {name!r} in {where}\navailable: {listed}")
+            advice = "\nname the text's column with --prompt-column, or write a --template" * (name == DEFAULT_COLUMN)
+            raise UsageError(f"no column {name!r} in {where}\navailable: {listed}{advice}")
     for name in (*names, *optional):
         if available.count(name) > 1:
             raise UsageError(f"two columns of {where} are named {name!r}\nrename or drop one of them")

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, Unpack, get_args
 
 import pyarrow as pa
 
-from prefillcli.data.prompts.builder import DEFAULT_COLUMN
 from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import SKIPPED_CODES
+from prefillcli.data.rows import DEFAULT_COLUMN, SKIPPED_CODES
 from prefillcli.errors import EngineDiedError, FailedRowsError, PrefillError, UsageError, brief
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import FileOptions, ScoreOptions, ScorerOptions, StrPath, lists_options, scorer_settings

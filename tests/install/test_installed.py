@@ -124,7 +124,9 @@ def test_a_stranger_scores_a_file(place: Place, wanted: list[float]) -> None:
         "id",
     ]
     done = place.run(*command, code=2)
-    assert done.stderr == "prefill: no column 'prompt' in the first 3 lines\navailable: id, text\n"
+    said = done.stderr.splitlines()
+    assert said[:2] == ["prefill: no column 'prompt' in the first 3 lines", "available: id, text"]
+    assert "--prompt-column" in said[2]
     done = place.run(*command, "--prompt-column", "text", "--resume")
     summary = json.loads(done.stdout)
     rows = pq.read_table(place.folder / "tickets.scores.parquet").to_pylist()

@@ -15,7 +15,16 @@ import numpy.typing as npt
 from prefillcli.data.prompts.encoding import EncodedPair, Encoder, Marks, NotLiteral, not_literal, protect
 from prefillcli.data.prompts.labels import Following, LabelError, Labels, tail_of
 from prefillcli.data.prompts.templates import ChatTemplate, Message, RowTemplate, messages_of
-from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, Int32Array, Prompt, RowBatch, RowError, row_too_large
+from prefillcli.data.rows import (
+    DEFAULT_COLUMN,
+    MAX_ROW_BYTES,
+    ErrorCode,
+    Int32Array,
+    Prompt,
+    RowBatch,
+    RowError,
+    row_too_large,
+)
 from prefillcli.errors import UsageError
 from prefillcli.plan.behind import LabelSet
 
@@ -98,7 +107,6 @@ def without_padding(tokens: Int32Array, padding: int) -> Int32Array:
     return tokens[: int(last[0]) + 1] if len(last) else tokens[:1]
 
 
-DEFAULT_COLUMN = "prompt"
 _FALLBACK_COLUMNS = (DEFAULT_COLUMN, "messages", "prompt_token_ids")
 
 

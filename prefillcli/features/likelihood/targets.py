@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from prefillcli.data.prompts.builder import (
-    DEFAULT_COLUMN,
     PromptBuilder,
     PromptSettings,
     not_in_vocabulary,
@@ -18,7 +17,7 @@ from prefillcli.data.prompts.builder import (
 )
 from prefillcli.data.prompts.encoding import Encoder, NotLiteral, not_literal
 from prefillcli.data.prompts.labels import Following, Label, LabelError, Labels
-from prefillcli.data.rows import MAX_ROW_BYTES, ErrorCode, Int32Array, Prompt, RowBatch, RowError
+from prefillcli.data.rows import DEFAULT_COLUMN, MAX_ROW_BYTES, ErrorCode, Int32Array, Prompt, RowBatch, RowError
 from prefillcli.errors import UsageError
 from prefillcli.plan.behind import LabelSet
 from prefillcli.stats.evaluation import Measure
