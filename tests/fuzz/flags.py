@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
 from prefillcli.options.commands import COMMANDS
-from prefillcli.options.option import details_of
+from prefillcli.options.option import as_typed, details_of
 from tests.fuzz.command import prefill
 from tests.fuzz.fuzzer import Fuzzer
 from tests.fuzz.outputs import require_all_rows
@@ -102,8 +102,11 @@ def _option(command: str) -> st.SearchStrategy[list[str]]:
     place = kind.given_by_place()
     found = []
     for name, field in kind.model_fields.items():
-        flag = "--" + name.replace("_", "-")
         if name in _LEFT_OUT or name == place:
+            continue
+        flag = as_typed(kind, name)
+        if flag.startswith("--set "):
+            found.append(_value(command, name).map(lambda value, name=name: ["--set", f"{name}={value}"]))
             continue
         if field.annotation in (bool, bool | None):
             found.append(st.sampled_from([[flag], [flag.replace("--", "--no-")]]))

@@ -46,7 +46,10 @@ def _is_error(row: dict[str, Any]) -> bool:
         assert len(row["error_detail"]) < 2_000, row["error_detail"][:200]
         return True
     assert math.isfinite(row["score"])
-    assert 0 <= row["score"] <= 1
-    assert row["prediction"] is not None
+    if "target_tokens" in row:  # a log-probability
+        assert row["score"] <= 0
+    else:
+        assert 0 <= row["score"] <= 1
+        assert row["prediction"] is not None
     assert row["prompt_tokens"] > 0
     return False

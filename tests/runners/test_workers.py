@@ -263,7 +263,11 @@ def mapped_weights(pids: list[int], file: Path) -> tuple[int, int]:
     resident = proportional = 0
     for pid in pids:
         own = ""
-        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        try:
+            lines = Path(f"/proc/{pid}/smaps").read_text().splitlines()
+        except OSError:  # it has ended since
+            continue
+        for line in lines:
             if "-" in line.split()[0]:
                 own = line
             elif own.endswith(str(file)):

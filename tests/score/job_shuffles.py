@@ -15,7 +15,7 @@ from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
 from prefillcli.plan import SCHEDULES
 from tests.score.jobs import read_output, score
-from tests.score.processes import SMALL, Command, Hold
+from tests.score.processes import SMALL, Command, Hold, words_of
 
 _ANSWER = "prefillcli.engines.torch:TorchEngine.answer"
 _LEAST_KILLED = 2 * SMALL.window_rows  # a window has a pack at least, and a run is killed in the second or later
@@ -84,15 +84,9 @@ def output_of(job: JobShuffle, source: str, flags: Mapping[str, Any]) -> list[di
 
 
 def _begin_and_kill(job: JobShuffle, source: str, flags: Mapping[str, Any]) -> None:
-    words = [word for name, value in {**flags, **job.runs[0]}.items() for word in _words(name, value)]
+    words = words_of({**flags, **job.runs[0]})
     command = Command("score", source, "-o", "out.parquet", *words, hold=Hold(_ANSWER, job.kill_at))
     command.wait_until_held()
     command.kill()
     assert Path("out.parquet.prefill").is_dir()
     assert not Path("out.parquet").exists()
-
-
-def _words(name: str, value: object) -> tuple[object, ...]:
-    """An option on the command line."""
-    flag = "--" + name.replace("_", "-")
-    return (flag,) if value is True else (flag, value)

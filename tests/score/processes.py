@@ -22,6 +22,8 @@ import pytest
 
 from prefillcli.jobs.loop import Granularity
 from prefillcli.jobs.score import score_job
+from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.option import as_typed
 from tests.score import jobs
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -57,6 +59,18 @@ class Hold:
     function: str
     call: int = 1
     ending: str = ""
+
+
+def words_of(options: Mapping[str, Any]) -> list[object]:
+    """Options of `prefill score` as the command line has them."""
+    words: list[object] = []
+    for name, value in options.items():
+        typed = as_typed(ScoreSettings, name, value)
+        if typed.startswith("--set "):
+            words += ["--set", f"{name}={value}"]
+        else:
+            words += [typed] if isinstance(value, bool) else [f"{typed}={value}"]
+    return words
 
 
 class Command:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.score.jobs import read_output, read_report, score, write_jsonl
-from tests.score.processes import Command, Hold, cut_small_windows
+from tests.score.processes import Command, Hold, cut_small_windows, words_of
 
 ROWS = 70
 ANSWER = "prefillcli.engines.torch:TorchEngine.answer"
@@ -56,11 +56,7 @@ def job(request: pytest.FixtureRequest, model: Path, draft: Path, monkeypatch: p
 
 
 def command(job: dict[str, Any], *more: str, **how: Any) -> Command:
-    words = []
-    for name, value in job.items():
-        option = f"--{name.replace('_', '-')}"
-        words += [option] if value is True else [option, value]
-    return Command("score", "in.jsonl", "-o", "out.parquet", *words, *more, **how)
+    return Command("score", "in.jsonl", "-o", "out.parquet", *words_of(job), *more, **how)
 
 
 def rows_of(path: str) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from prefillcli.jobs.verify import verify_job
 from prefillcli.options.commands import InspectSettings, MergeSettings
 from prefillcli.options.load import load_settings
 from tests.score.jobs import Reference, read_output, score, texts, write_jsonl
-from tests.score.processes import Command, Hold, cut_small_windows
+from tests.score.processes import Command, Hold, cut_small_windows, words_of
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 TOLERANCE = 1e-5
@@ -177,7 +177,7 @@ def test_killed_resumed_sharded_and_merged_the_lines_are_the_same(
     assert (verified["exit_code"], verified["problems"]) == (0, [])
     assert verified["rows"] == {"total": 40, "scored": 39, "errors": 1}
 
-    words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
+    words = words_of(flags)
     hold = Hold("prefillcli.engines.torch:TorchEngine.answer", call=6)
     killed = Command("score", "batch.jsonl", "-o", "killed.jsonl", *words, hold=hold)
     killed.wait_until_held()

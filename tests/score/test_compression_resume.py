@@ -15,7 +15,7 @@ from prefillcli.features.compress.compressor import RATES
 from tests.score.compression import HOW, compressed, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, score, write_jsonl
 from tests.score.models import save_model
-from tests.score.processes import Command, Hold, cut_small_windows
+from tests.score.processes import Command, Hold, cut_small_windows, words_of
 
 ROWS = 70
 ANSWER = "prefillcli.engines.torch:TorchEngine.answer"
@@ -54,12 +54,8 @@ def flags(model: Path, draft: Path, **more: Any) -> dict[str, Any]:
 
 def arguments(model: Path, draft: Path, *more: object, **changes: Any) -> list[object]:
     given = HOW | flags(model, draft, **changes)
-    words = [
-        f"--no-{name.replace('_', '-')}" if value is False else f"--{name.replace('_', '-')}={value}"
-        for name, value in given.items()
-        if name != "overwrite"
-    ]
-    return ["score", "in.jsonl", "-o", "out.parquet", *words, *more]
+    del given["overwrite"]
+    return ["score", "in.jsonl", "-o", "out.parquet", *words_of(given), *more]
 
 
 def without_seconds(path: str = "out.parquet") -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from prefillcli.jobs.merge import merge_job
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
 from tests.score.jobs import read_output, read_report, score, texts, write_jsonl, write_parquet
-from tests.score.processes import Command, Hold, cut_small_windows
+from tests.score.processes import Command, Hold, cut_small_windows, words_of
 
 ROWS = 44
 TOKENS = 12
@@ -191,7 +191,7 @@ def test_a_stopped_job_goes_on_with_the_same_texts(
 
 
 def test_a_killed_job_goes_on_with_the_same_texts(model: Path, texts_of: list[tuple[Any, ...]]) -> None:
-    given = [word for name, value in drawn(model).items() for word in (f"--{name.replace('_', '-')}", value)]
+    given = words_of(drawn(model))
     hold = Hold("prefillcli.engines.torch:TorchEngine.answer", call=3)
     command = Command("score", make_input(), *given, "--pack-tokens", 100, "-o", "out.parquet", hold=hold)
     command.wait_until_held()
