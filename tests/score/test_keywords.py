@@ -31,6 +31,7 @@ OWN_TYPES: dict[str, Any] = {
     "labels": str | Sequence[str],
     "label_values": str | Sequence[float],
     "keep_columns": str | Sequence[str],
+    "served_model_name": str | Sequence[str],
     "schedule": str,
     "engine_options": Mapping[str, Any],
     "keep": float,
