@@ -16,6 +16,7 @@ from prefillcli.runtime.extras import EXTRAS, OPTIONAL, installed, require_extra
 ROOT = Path(__file__).parent.parent
 OFFERED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 DISTRIBUTIONS = {
+    "lm_eval": "lm-eval",
     "sklearn": "scikit-learn",
     "compressed_tensors": "compressed-tensors",
 }  # the others are called what they are imported as

@@ -148,7 +148,7 @@ def test_from_python_they_are_keywords_and_the_limit_is_refused(model: Path) -> 
 
 
 def test_help_has_a_panel_for_them() -> None:
-    shown = CliRunner(env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}).invoke(app, ["score", "--help"]).output
+    shown = CliRunner(env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}).invoke(app, ["score", "--help-all"]).output
     panel = shown.partition("Rationales")[2].partition("╰")[0]
     for name in ("--rationale ", "--rationale-when", "--evidence", "--speculation "):
         assert name in panel
