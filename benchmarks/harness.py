@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.console import log, log_run
-from benchmarks.runners import METHODS, Method, Runner, Settings
+from benchmarks.runners import CORES, METHODS, Method, Runner, Settings, use_vllm_cores
 from benchmarks.spread import Spread
 from prefillcli.bench.contest import interleaved
 from prefillcli.plan.trie import TokenArray
@@ -50,6 +50,8 @@ def contender(
 ) -> Iterator[tuple[Method, Settings]]:
     """A model of the harness, and what scores the tasks of this folder with it: the log-likelihood of each request."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if name == "vllm":
+        use_vllm_cores(CORES, libiomp=True)
     import lm_eval
     from lm_eval.api.registry import get_model
     from lm_eval.tasks import TaskManager
@@ -154,7 +156,7 @@ def race(choices: Sequence[str], rows: int, rounds: int, dtype: str) -> dict[str
         runners = {
             "prefill": stack.enter_context(closing(start("prefill"))),
             "hf": stack.enter_context(closing(start("hf", batch_size=best))),
-            "vllm": stack.enter_context(closing(start("vllm", "max_model_len=4096", "auto"))),
+            "vllm": stack.enter_context(closing(start("vllm", "max_model_len=4096,gpu_memory_utilization=0.5", "auto"))),
         }
         answers = {name: runner.run() for name, runner in runners.items()}
         seconds = interleaved(

@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.console import log, log_run
 from benchmarks.models import random_llama
 from benchmarks.reviews import TOPICS, question_prompts, review_prompts
-from benchmarks.runners import Runner, Scores, Settings
+from benchmarks.runners import CORES, Runner, Scores, Settings
 from benchmarks.spread import Spread
 from benchmarks.workloads import short_rows
 from prefillcli.bench.contest import interleaved
@@ -35,7 +35,6 @@ from prefillcli.report.section import mebibytes
 from recipes.real_model import real_model
 
 WALK, PLAIN, PADDED, VLLM = "torch walk", "plain loop", "padded batches", "vLLM"
-CORES = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") or f"0-{(os.cpu_count() or 1) - 1}"
 #: What is tried for each setting, one after the other, each time with the best so far of the others.
 TRIALS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     PADDED: {"batch_tokens": (512, 2048, 8192)},

@@ -28,6 +28,7 @@ from prefillcli.plan.trie import TokenArray
 
 #: Two labels of one token each. To random weights their meaning does not matter.
 LABELS = LabelSet.of([[5], [7]])
+CORES = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") or f"0-{(os.cpu_count() or 1) - 1}"  # on which vLLM computes
 SAMPLE_SECONDS = 0.02  # between two looks at a contender's memory
 Scores = npt.NDArray[np.float64]
 Method = Callable[[], Scores]
@@ -151,12 +152,7 @@ def _vllm(
     """
     from prefillcli.engines.vllm import VllmEngine
 
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    library = Path(sys.prefix, "lib", "libiomp5.so")
-    libiomp = libiomp and library.exists()
-    if libiomp:
-        os.environ["LD_PRELOAD"] = str(library)
+    libiomp = use_vllm_cores(cores, libiomp)
     engine = VllmEngine(model, dtype=dtype, max_length=max(map(len, prompts)), options=options)
 
     def run() -> Scores:
@@ -169,6 +165,16 @@ def _vllm(
     with ExitStack() as stack:
         stack.callback(engine.close)
         yield run, {"cores": cores, "libiomp": libiomp, **options}
+
+
+def use_vllm_cores(cores: str, libiomp: bool) -> bool:
+    """Have vLLM's processes compute on these cores, with Intel's OpenMP if asked and installed. Whether it is."""
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    library = Path(sys.prefix, "lib", "libiomp5.so")
+    if libiomp := libiomp and library.exists():
+        os.environ["LD_PRELOAD"] = str(library)
+    return libiomp
 
 
 METHODS: dict[str, Any] = {"torch walk": _walk, "plain loop": _plain, "padded batches": _padded, "vLLM": _vllm}
