@@ -76,6 +76,8 @@ def contender(
         return np.array([[float(answer[0][0]) for answer in own] for own in requests])
 
     yield run, {"args": args, "batch_size": batch_size}
+    if name == "vllm":  # whose processes would outlive this one
+        loaded.model.llm_engine.engine_core.shutdown()
 
 
 METHODS["harness"] = contender

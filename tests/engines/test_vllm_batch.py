@@ -8,19 +8,57 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prefillcli.data.rows import ErrorCode
+from tests.engines.encoder_models import save_encoder
 from tests.score.jobs import read_output, score, write_jsonl
 from tests.score.models import CHAT_TEMPLATE, save_model
 from tests.score.test_batch_files import CHAT, COMPLETION, HELLO, PARTS, line
+from tests.score.test_pair_requests import LINES
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here; make test-vllm brings its own"),
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
 ]
+
+
+def lines_of_vllm(model: Path, *options: str) -> dict[str, dict[str, Any]]:
+    """What `run-batch` writes for batch.jsonl, by its ids."""
+    words = ["-i", "batch.jsonl", "-o", "vllm.jsonl", "--model", str(model), "--served-model-name", "fox"]
+    words += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(1 << 30), *options]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "VLLM_NO_USAGE_STATS": "1"}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.run_batch", *words]
+    subprocess.run(command, check=True, env=environment, capture_output=True, timeout=300)
+    return {each["custom_id"]: each for each in map(json.loads, Path("vllm.jsonl").read_text().splitlines())}
+
+
+def test_the_scores_of_pairs_are_those_of_run_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.entrypoints.pooling.scoring.protocol import RerankResponse, ScoreResponse
+
+    monkeypatch.chdir(tmp_path)
+    model = save_encoder(tmp_path / "cross", num_labels=1)
+    write_jsonl("batch.jsonl", [*LINES, line("wrong", "/v1/score", text_1=["a", "b"], text_2=["c", "d", "e"])])
+    others = lines_of_vllm(model)
+    flags = {"model": model, "batch_format": "openai", "served_model_name": "fox", "max_error_rate": 1}
+    assert score("batch.jsonl", "out.jsonl", **flags)["exit_code"] == 0
+    *rows, wrong = read_output("out.jsonl")
+    assert wrong["error"]["code"] == ErrorCode.INVALID_REQUEST
+    assert others["wrong"]["response"] is None or others["wrong"]["response"]["status_code"] == 400
+    for row in rows:
+        body, wanted = row["response"]["body"], others[row["custom_id"]]["response"]["body"]
+        kind = ScoreResponse if "data" in body else RerankResponse
+        kind.model_validate(body, strict=True)
+        assert body.keys() == wanted.keys()
+        assert body["usage"].items() <= wanted["usage"].items()
+        assert "created" not in body or abs(body.pop("created") - wanted.pop("created")) < 1000
+        for own, theirs in zip(*(each.get("data") or each["results"] for each in (body, wanted)), strict=True):
+            name = "score" if "score" in own else "relevance_score"
+            assert own.pop(name) == pytest.approx(theirs.pop(name), abs=1e-4)
+            assert own == theirs
 
 
 def test_the_lines_are_those_of_run_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,18 +78,13 @@ def test_the_lines_are_those_of_run_batch(tmp_path: Path, monkeypatch: pytest.Mo
         line("bear", CHAT, messages=HELLO, model="bear", temperature=0),
     ]
     source = write_jsonl("batch.jsonl", lines)
-    words = ["-i", "batch.jsonl", "-o", "vllm.jsonl", "--model", str(model), "--served-model-name", "fox"]
-    words += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(1 << 30)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "VLLM_NO_USAGE_STATS": "1"}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.run_batch", *words]
-    subprocess.run(command, check=True, env=environment, capture_output=True, timeout=300)
+    others = lines_of_vllm(model)
 
     flags = {"model": model, "batch_format": "openai", "served_model_name": "fox", "max_error_rate": 1}
     completion = line("completion", COMPLETION, prompt="Is a fox quick?", logprobs=5)
     assert score(write_jsonl("more.jsonl", [*lines, completion]), "out.jsonl", **flags)["exit_code"] == 0
     *rows, last = read_output("out.jsonl")
     Completion.model_validate(last["response"]["body"], strict=True)
-    others = {each["custom_id"]: each for each in map(json.loads, Path("vllm.jsonl").read_text().splitlines())}
     assert len(rows) == len(others) == len(lines) == len(source.read_text().splitlines())
     for row in rows:
         other = others[row["custom_id"]]

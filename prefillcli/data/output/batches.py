@@ -14,6 +14,9 @@ from prefillcli.data.rows import encode_json
 
 URL, BODY = "url", "body"  # the carried columns that lines are made of, beside the id
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+SCORE, RERANK = "/score", "/rerank"  # the ends of their paths
+# The names of the two texts, or lists of texts, in a body for the scores of pairs.
+PAIR_NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 # The likeliest tokens behind a prompt, and of the first one what it writes and whether it ends an answer.
 LIKELIEST = pa.struct(
     [
@@ -38,17 +41,19 @@ def top_asked(url: str, body: Mapping[str, Any]) -> int | None:
 def lines_of(rows: pa.Table, row: str, id_name: str) -> pa.Table:
     """The lines for rows of parts, as `LINE`. `row` and `id_name` are the columns with row numbers and ids."""
     created = int(time.time())
-    columns = [row, id_name, URL, BODY, "likeliest", "prompt_tokens", "error", "error_detail"]
+    answered = "pair_scores" if "pair_scores" in rows.column_names else "likeliest"
+    columns = [row, id_name, URL, BODY, answered, "prompt_tokens", "error", "error_detail"]
     made = []
-    for number, own, url, body, likeliest, tokens, code, detail in zip(
+    for number, own, url, body, answer, tokens, code, detail in zip(
         *(rows[name].to_pylist() for name in columns), strict=True
     ):
         response, error = None, None
         if code is not None:
             error = encode_json({"code": code, "message": detail})
         else:
-            answer = _completion(number, created, json.loads(url), json.loads(body), likeliest, tokens)
-            response = encode_json({"status_code": 200, "request_id": f"req_{number}", "body": answer})
+            make = _pairs if answered == "pair_scores" else _completion
+            done = make(number, created, json.loads(url), json.loads(body), answer, tokens)
+            response = encode_json({"status_code": 200, "request_id": f"req_{number}", "body": done})
         made.append((f"batch_req_{number}", own, response, error))
     return pa.Table.from_arrays(
         [pa.array(each, pa.string()) for each in zip(*made, strict=True)] if made else [[]] * len(LINE), schema=LINE
@@ -93,6 +98,28 @@ def _completion(
     }
 
 
+def as_list(value: Any) -> list[Any]:
+    """A list, or what stands for a list of one."""
+    return value if isinstance(value, list) else [value]
+
+
+def _pairs(
+    number: int, created: int, url: str, body: dict[str, Any], scores: list[float], prompt_tokens: int
+) -> dict[str, Any]:
+    # The object with the scores of a body's pairs, as vLLM's server makes it.
+    made = {"id": f"score-{number}", "model": body["model"]}
+    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+    if url.endswith(SCORE):
+        data = [{"index": at, "object": "score", "score": score} for at, score in enumerate(scores)]
+        return made | {"object": "list", "created": created, "data": data, "usage": usage}
+    results: list[dict[str, Any]] = [
+        {"index": at, "document": {"text": text, "multi_modal": None}, "relevance_score": score}
+        for at, (text, score) in enumerate(zip(as_list(body["documents"]), scores, strict=True))
+    ]
+    results.sort(key=lambda each: each["relevance_score"], reverse=True)
+    return made | {"usage": usage, "results": results[: body.get("top_n") or None]}
+
+
 def _chat_logprob(token: str, logprob: float) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
 
@@ -100,7 +127,7 @@ def _chat_logprob(token: str, logprob: float) -> dict[str, Any]:
 def rows_of(lines: Iterable[dict[str, Any]], names: Sequence[str], id_name: str | None) -> pa.Table:
     """These columns of lines that were written: the id as JSON text, `score`, `error` and `error_detail`.
 
-    A line without log-probabilities does not tell its score, which is 1 here.
+    A line without log-probabilities does not tell its score, which is 1 here. Of several pairs, the first one counts.
     """
     values = [_values(line, id_name) for line in lines]
     kinds = {"score": pa.float64()}
@@ -112,9 +139,11 @@ def _values(line: dict[str, Any], id_name: str | None) -> dict[str, Any]:
     own = line["custom_id"]
     score = None
     if response is not None:
-        (choice,) = response["body"]["choices"]
-        told = choice["logprobs"]
-        if told is None:
+        body = response["body"]
+        if "choices" not in body:
+            first, *_ = body.get("data") or body["results"]
+            score = first.get("score", first.get("relevance_score"))
+        elif (told := body["choices"][0]["logprobs"]) is None:
             score = 1.0
         else:
             score = math.exp(told["content"][0]["logprob"] if "content" in told else told["token_logprobs"][0])

@@ -128,7 +128,7 @@ class ResultRows:
         wrong = {
             each.row: RowError(ErrorCode.NONFINITE_SCORE, f"{_KINDS[own.measure]} {answer.logprobs.tolist()}")
             for each in results
-            for own, answer in zip(schema.asked, each.answers if schema.questions else (each,), strict=True)
+            for own, answer in schema.answered(each)
             if len(answer.logprobs) and not np.isfinite(label_scores(answer.logprobs, temperature, own.measure)[0])
         }
         errors = errors | wrong
@@ -312,6 +312,14 @@ def _likeliest(rows: ResultRows) -> ObjectArray:
     return found
 
 
+def _pair_scores(rows: ResultRows) -> ObjectArray:
+    # The score of each prompt of a row.
+    found, measure = np.full(len(rows.numbers), None, object), rows.schema.measure
+    for place, each in zip(rows.places.tolist(), rows.scored, strict=True):
+        found[place] = [float(label_scores(answer.logprobs, measure=measure)[0]) for answer in each.answers]
+    return found
+
+
 def _indices(scores: Iterable[Float64Array | None]) -> list[int | None]:
     return [None if each is None else int(each.argmax()) for each in scores]
 
@@ -419,6 +427,14 @@ COLUMNS = (
         conditional=False,
     ),
     Column("likeliest", batches.LIKELIEST, _likeliest, measures=(Measure.TOKENS,), conditional=False),
+    Column(
+        "pair_scores",
+        pa.list_(pa.float64()),
+        _pair_scores,
+        group="openai",
+        measures=_NUMBERED,
+        conditional=False,
+    ),
     Column(
         "label_mass",
         pa.float64(),
@@ -572,6 +588,12 @@ class OutputSchema:
     def asked(self) -> tuple[OutputSchema, ...]:
         """For each prompt of a row, the columns of its answer."""
         return (*self.questions, *(each for each in self.questions if each.exchanged is not None)) or (self,)
+
+    def answered(self, scored: ScoredRow) -> Iterable[tuple[OutputSchema, ScoredRow]]:
+        """The answers of a row, each with its columns."""
+        if "openai" in self.groups:  # as many as its line has pairs of texts
+            return ((self, each) for each in scored.answers)
+        return zip(self.asked, scored.answers if self.questions else (scored,), strict=True)
 
     def require_distinct(self) -> None:
         """Raise UsageError if a carried column has the name of another column of the output."""

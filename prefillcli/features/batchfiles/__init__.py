@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from prefillcli.core.feature import Feature, Objection
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         PromptSettings,
     )
 
+PAIR = "query", "document"  # the columns of a pair of texts
 ID, METHOD, URL, BODY = "custom_id", "method", "url", "body"
 # Options about labels, of which an output in this format has none, and about columns, of which it has others.
 _WITHOUT = (
@@ -55,7 +57,7 @@ class BatchOptions(BatchInput):
 class BatchFiles(Feature):
     """The batch file of a job, if its input is one."""
 
-    order = 90  # other features that make prompts take precedence
+    order = 89  # other features that make prompts take precedence, but not those of single pairs
     options = {"score": BatchOptions, "inspect": BatchInput}
 
     @property
@@ -122,13 +124,8 @@ class BatchFiles(Feature):
             raise UsageError("--served-model-name is for batch files, and the input is none\nleave it out")
 
     def labels(self, opened: Opened) -> Labels | None:
-        if self._format is None:
+        if self._format is None or _scores_pairs(opened):  # which has labels or classes
             return None
-        if opened.files.head is not None:
-            raise UsageError(
-                "--batch-format: the model's classification head is read, which has no tokens\n"
-                "read the next token with --head vocabulary"
-            )
         from prefillcli.features.batchfiles.requests import LikeliestTokens
 
         return LikeliestTokens(opened)
@@ -138,21 +135,49 @@ class BatchFiles(Feature):
     ) -> PromptBuilder | None:
         if not self._recognised(available):
             return None
-        from prefillcli.features.batchfiles.requests import RequestBuilder
+        from prefillcli.features.batchfiles.requests import PairRequestBuilder, RequestBuilder
 
-        model = str(self.settings.model or opening.opened.files.origin)
-        return RequestBuilder(
-            opening.opened.tokenizer,
-            settings,
-            models=self.settings.served_model_name or (model, os.path.basename(model.rstrip("/"))),
-            answers=self._format is not None,
-        )
+        opened = opening.opened
+        model = str(self.settings.model or opened.files.origin)
+        models = self.settings.served_model_name or (model, os.path.basename(model.rstrip("/")))
+        if self._format and _scores_pairs(opened):
+            pairs = self._pair_builder(opening, settings)
+            return PairRequestBuilder(opened.tokenizer, settings, models=models, pairs=pairs, pair=PAIR)
+        if opened.files.encoder:
+            raise UsageError(
+                "the input is a batch file, and the model an encoder, which scores the pairs of its lines\n"
+                "give --batch-format openai"
+            )
+        return RequestBuilder(opened.tokenizer, settings, models=models, answers=self._format is not None)
+
+    def _pair_builder(self, opening: Opening, settings: PromptSettings) -> PromptBuilder:
+        # What makes the prompts of pairs, as if they were rows.
+        from prefillcli.data.prompts.builder import prompt_builder
+
+        if opening.opened.files.encoder:
+            pairs = replace(settings, prompt_column=PAIR[0], pair_column=PAIR[1])
+            return prompt_builder(opening.opened.tokenizer, pairs, PAIR)
+        found = opening.make_builder(PAIR)
+        if set(found.columns) != set(PAIR):
+            found.close()
+            raise UsageError(
+                f"{opening.opened.files.origin}: its classification head is read, and its files do not say how a pair "
+                "of texts becomes its prompt\nread the next token with --head vocabulary"
+            )
+        return found
 
     def identity(self, opening: Opening, values: dict[str, Any], models: LocalModels) -> Mapping[str, str]:
         from prefillcli.data.output.target import BATCH_FORMAT
 
         found = values.pop("batch_format")
         return {BATCH_FORMAT: found} if found else {}
+
+
+def _scores_pairs(opened: Opened) -> bool:
+    # Whether the model scores pairs of texts, and so has no likeliest tokens.
+    from prefillcli.models.rerankers import read_reranker
+
+    return opened.files.head is not None or read_reranker(opened.files.path) is not None
 
 
 FEATURE = BatchFiles

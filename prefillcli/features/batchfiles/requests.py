@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
-from prefillcli.data.output.batches import CHAT, COMPLETION
+import numpy as np
+
+from prefillcli.data.output.batches import CHAT, COMPLETION, PAIR_NAMES, RERANK, SCORE, as_list
 from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.data.prompts.encoding import Encoder, Marks
 from prefillcli.data.prompts.labels import Following, Label, LabelError, Labels
-from prefillcli.data.rows import ErrorCode, RowBatch, RowError, TokenText, encode_json
+from prefillcli.data.rows import ErrorCode, Prompt, RowBatch, RowError, TokenText, encode_json
 from prefillcli.models.open import Opened, stop_tokens
 from prefillcli.plan.behind import LabelSet
 from prefillcli.stats.evaluation import Measure
@@ -29,6 +33,11 @@ _ONLY: Mapping[str, Any] = {
     **{"n": 1, "best_of": 1, "temperature": 0, "frequency_penalty": 0, "presence_penalty": 0},
     **{"stream": False, "echo": False, "suffix": "", "logit_bias": {}, "tools": [], "modalities": ["text"]},
     "response_format": {"type": "text"},
+}
+# The same of a body with pairs of texts. A body is of one kind, so it has the texts of one kind alone.
+_PAIRS_NO_EFFECT = {"model", "user", "request_id", "priority", "cache_salt"}
+_PAIRS_ONLY: Mapping[str, Any] = {
+    **{"max_tokens_per_query": 0, "max_tokens_per_doc": 0, "use_activation": True, "padding": "do_not_pad"},
 }
 _MESSAGE = {"role", "content", "name"}
 
@@ -85,36 +94,158 @@ class RequestBuilder(PromptBuilder):
         for row, method, url, body in zip(batch.rows.tolist(), *columns, strict=True):
             if row in errors:
                 continue
-            wrong = _objection(method, url, body, self._models, answers=self._answers)
+            wrong = self._objection(method, url, body)
             if wrong is not None:
                 yield row, RowError(ErrorCode.INVALID_REQUEST, wrong), None
                 continue
             value = _text_messages(body["messages"]) if url == CHAT else _one_prompt(body["prompt"])
             yield row, *self._literal(value, joined=url == CHAT)
 
+    def _objection(self, method: Any, url: Any, body: Any) -> str | None:
+        # Why a line is not answered; None if it is.
+        if method != "POST":
+            return f"method is {_shown(method)}, not POST"
+        if not self._is_answered(url):
+            return f"url {_shown(url)}: {self._answered}"
+        if not isinstance(body, dict):
+            return "body is not an object"
+        if body.get("model") not in self._models:
+            return (
+                f"model {_shown(body.get('model'))} is not the one of this job, {self._models[-1]}; "
+                "--served-model-name lets it answer to other names"
+            )
+        return self._wrong(url, body)
 
-def _objection(method: Any, url: Any, body: Any, models: Sequence[str], *, answers: bool) -> str | None:
-    # Why a line is not answered; None if it is.
-    if method != "POST":
-        return f"method is {_shown(method)}, not POST"
-    if url not in (CHAT, COMPLETION):
-        return f"url {_shown(url)}: only {CHAT} and {COMPLETION} are answered"
-    if not isinstance(body, dict):
-        return "body is not an object"
-    if body.get("model") not in models:
+    _answered = (
+        f"only {CHAT} and {COMPLETION} are answered; scores of pairs need --batch-format and a model whose files say "
+        "that it reads pairs"
+    )
+
+    def _is_answered(self, url: Any) -> bool:
+        return url in (CHAT, COMPLETION)
+
+    def _wrong(self, url: str, body: dict[str, Any]) -> str | None:
+        # The fault of a body of this kind.
         return (
-            f"model {_shown(body.get('model'))} is not the one of this job, {models[-1]}; --served-model-name lets it "
-            "answer to other names"
+            _not_done(body, _NO_EFFECT | _OWN[url], _ONLY)
+            or _lengths(url, body, answers=self._answers)
+            or _logprobs(url, body)
+            or _stop(body.get("stop"))
+            or (_chat(body.get("messages")) if url == CHAT else _prompt(body.get("prompt")))
         )
+
+
+class PairRequestBuilder(RequestBuilder):
+    """Makes a prompt of each pair of texts in a line, by what makes those of rows with the columns of `pair`."""
+
+    _answered = "the model scores pairs of texts, so only /v1/score and /v1/rerank are answered"
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        settings: PromptSettings,
+        *,
+        models: Sequence[str],
+        pairs: PromptBuilder,
+        pair: tuple[str, str],
+    ) -> None:
+        super().__init__(tokenizer, replace(settings, pair_column=None), models=models, answers=True)
+        self._pairs, self._pair = pairs, pair
+
+    def another(self) -> PromptBuilder:
+        return PairRequestBuilder(
+            self._tokenizer, self.settings, models=self._models, pairs=self._pairs.another(), pair=self._pair
+        )
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{super().fingerprint()}{self._pairs.fingerprint()}".encode()).hexdigest()
+
+    def build(self, batch: RowBatch, labels: Labels) -> tuple[list[Prompt], dict[int, RowError]]:
+        """The prompts of a batch, ascending by row and part. An error of any pair is one of its row."""
+        errors = dict(batch.errors)
+        places: list[tuple[int, int]] = []  # the row of each pair, and its number there
+        texts: list[tuple[str, str]] = []
+        lines = zip(batch.rows.tolist(), *(batch.columns[name] for name in self.columns), strict=True)
+        for row, method, url, body in lines:
+            if row in errors:
+                continue
+            if (wrong := self._objection(method, url, body)) is not None:
+                errors[row] = RowError(ErrorCode.INVALID_REQUEST, wrong)
+                continue
+            own = _pairs(url, body)
+            places += [(row, part) for part in range(len(own))]
+            texts += own
+        columns = dict(zip(self._pair, map(list, zip(*texts, strict=True)), strict=True)) if texts else {}
+        apart = replace(
+            batch, rows=np.arange(len(texts)), columns=columns, carried=batch.carried.slice(0, 0), errors={}
+        )
+        prompts, wrongs = self._pairs.build(apart, labels) if texts else ([], {})
+        for number, error in sorted(wrongs.items()):
+            row, part = places[number]
+            errors.setdefault(row, error._replace(detail=f"pair {part + 1}: {error.detail}"))
+        for prompt in prompts:
+            prompt.row, prompt.part = places[prompt.row]
+        self.render_seconds += self._pairs.render_seconds
+        self.tokenize_seconds += self._pairs.tokenize_seconds
+        self._pairs.render_seconds = self._pairs.tokenize_seconds = 0.0
+        return [prompt for prompt in prompts if prompt.row not in errors], errors
+
+    def close(self) -> None:
+        """Stop rendering and tokenising for good, in whatever thread."""
+        super().close()
+        self._pairs.close()
+
+    def _is_answered(self, url: Any) -> bool:
+        return isinstance(url, str) and url.endswith((SCORE, RERANK))
+
+    def _wrong(self, url: str, body: dict[str, Any]) -> str | None:
+        names = _pair_names(url, body)
+        if names is None:
+            return f"the two texts are missing: {' or '.join(f'{one} and {two}' for one, two in PAIR_NAMES)}"
+        own = {*names, "top_n"} if url.endswith(RERANK) else set(names)
+        return _not_done(body, _PAIRS_NO_EFFECT | own, _PAIRS_ONLY) or _texts(url, body, names)
+
+
+def _not_done(body: dict[str, Any], known: Set[str], only: Mapping[str, Any]) -> str | None:
+    # What a body asks for in vain.
     for key, value in body.items():
-        if value is None or key in _NO_EFFECT or key in _OWN[url]:
+        if value is None or key in known:
             continue
-        if key not in _ONLY:
+        if key not in only:
             return f"{key}: not done here"
-        if value != _ONLY[key]:
-            return f"{key} {_shown(value)}: only {encode_json(_ONLY[key])} is done here"
-    found = _lengths(url, body, answers=answers) or _logprobs(url, body) or _stop(body.get("stop"))
-    return found or (_chat(body.get("messages")) if url == CHAT else _prompt(body.get("prompt")))
+        if value != only[key]:
+            return f"{key} {_shown(value)}: only {encode_json(only[key])} is done here"
+    return None
+
+
+def _pair_names(url: str, body: dict[str, Any]) -> tuple[str, str] | None:
+    # The names of the two texts of each pair in a body.
+    if url.endswith(RERANK):
+        return "query", "documents"
+    return next((names for names in PAIR_NAMES if all(body.get(name) is not None for name in names)), None)
+
+
+def _texts(url: str, body: dict[str, Any], names: tuple[str, str]) -> str | None:
+    # The fault of the texts, or of the number of results.
+    for name in names:
+        alone = name == "query"
+        texts = [body.get(name)] if alone else as_list(body.get(name))
+        if not texts or not all(isinstance(each, str) for each in texts):
+            return f"{name} must be a text{'' if alone else ', or a list of texts'}"
+    one, two = (len(as_list(body[name])) for name in names)
+    if one not in (1, two):
+        return f"{one} {names[0]} and {two} {names[1]}: give one, or as many as there are of the others"
+    top = body.get("top_n")
+    if top is not None and (type(top) is not int or top < 0):
+        return f"top_n {_shown(top)}: must be a whole number, and 0 stands for all"
+    return None
+
+
+def _pairs(url: str, body: dict[str, Any]) -> list[tuple[str, str]]:
+    # The pairs of a valid body: one text with each of the others, or each with its own.
+    names = _pair_names(url, body) or ("", "")
+    ones, others = (as_list(body[name]) for name in names)
+    return list(zip(ones * len(others) if len(ones) == 1 else ones, others, strict=True))
 
 
 def _lengths(url: str, body: dict[str, Any], *, answers: bool) -> str | None:

@@ -1,18 +1,12 @@
 """Rerankers whose files say so: the prompt and the labels that they were trained with, from the columns `query` and
-`document`.
-
-sentence-transformers saves what a reranker is. `modules.json` names a `LogitScore`, whose folder has the ids of the
-two tokens that are compared. The chat template renders messages of the roles query and document, and
-`config_sentence_transformers.json` has the instruction, which is the system message. With another prompt, scores look
-right and are not.
+`document`. With another prompt, scores look right and are not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, prompt_builder
@@ -22,54 +16,15 @@ from prefillcli.data.prompts.templates import ChatTemplate, RowTemplate
 from prefillcli.data.rows import ErrorCode, RowBatch, RowError
 from prefillcli.errors import UsageError
 from prefillcli.features.pairs import DOCUMENT, PAIR, QUERY
-from prefillcli.models.files import read_json
+from prefillcli.models.rerankers import Reranker
 from prefillcli.runtime import log
 from prefillcli.stats.evaluation import Measure
 
 if TYPE_CHECKING:
     from prefillcli.core.feature import Labels, Opened
 
-LOGIT_SCORE = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
 _PROBES = (("one", "two"), ("three", "two"), ("one", "four"))
 _SHOWN = 40  # characters of a prompt, in a message
-
-
-@dataclass(frozen=True, slots=True)
-class Reranker:
-    """A reranker as its files describe it. `tokens` are compared for its score, the positive one first; a head has
-    none, and of one token alone the logit is the score."""
-
-    tokens: tuple[int, ...] | None
-    instruction: str | None
-    begins_answer: bool  # whether its chats end where the assistant begins to speak
-
-
-def read_reranker(folder: Path) -> Reranker | None:
-    """The reranker that the files in a model's folder describe; None if they describe none. Raises UsageError."""
-    modules, about = (_read(folder / name) for name in ("modules.json", "config_sentence_transformers.json"))
-    named = [each for each in modules if isinstance(each, dict)] if isinstance(modules, list) else []
-    paths = [str(each.get("path")) for each in named if each.get("type") == LOGIT_SCORE]
-    about = about if isinstance(about, dict) else {}
-    if not paths and about.get("model_type") != "CrossEncoder":
-        return None
-    tokens = None
-    if paths:
-        file = folder / Path(paths[0]).name / "config.json"  # never outside the folder
-        found = _read(file)
-        ids = [found.get(name) for name in ("true_token_id", "false_token_id")] if isinstance(found, dict) else [None]
-        tokens = tuple(each for each in ids if type(each) is int)
-        if type(ids[0]) is not int:
-            raise UsageError(f"{file}: it names no true_token_id, the token whose logit is the model's score")
-    prompts, name = about.get("prompts"), about.get("default_prompt_name")
-    instruction = prompts.get(name) if isinstance(prompts, dict) and name is not None else None
-    given = _read(folder / "sentence_bert_config.json")
-    for key in ("processing_kwargs", "chat_template", "add_generation_prompt"):
-        given = given.get(key) if isinstance(given, dict) else None
-    return Reranker(tokens, instruction if isinstance(instruction, str) else None, given is True)
-
-
-def _read(path: Path) -> Any:
-    return read_json(path) if path.is_file() else None
 
 
 class RerankBuilder(PromptBuilder):
