@@ -40,7 +40,7 @@ def test_the_scores_of_pairs_are_those_of_run_batch(tmp_path: Path, monkeypatch:
     from vllm.entrypoints.pooling.scoring.protocol import RerankResponse, ScoreResponse
 
     monkeypatch.chdir(tmp_path)
-    model = save_encoder(tmp_path / "cross", num_labels=1)
+    model = save_encoder(tmp_path / "cross", num_labels=1, hidden_size=128)
     write_jsonl("batch.jsonl", [*LINES, line("wrong", "/v1/score", text_1=["a", "b"], text_2=["c", "d", "e"])])
     others = lines_of_vllm(model)
     flags = {"model": model, "batch_format": "openai", "served_model_name": "fox", "max_error_rate": 1}

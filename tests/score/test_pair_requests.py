@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from prefillcli.errors import UsageError
+from prefillcli.engines.encoders import EncoderEngine
 from prefillcli.jobs.verify import verify_job
 from prefillcli.models.rerankers import LOGIT_SCORE
 from tests.engines.encoder_models import save_encoder
-from tests.score.jobs import score, write_jsonl
+from tests.score.jobs import score
 from tests.score.models import save_model
 from tests.score.processes import Command, Hold, cut_small_windows, words_of
 from tests.score.test_batch_files import CHAT, HELLO, answered
@@ -130,12 +131,17 @@ def test_what_a_body_asks_in_vain_is_an_error_of_its_line(kind: str, request: py
 
 
 def test_a_value_that_is_no_number_is_an_error_of_its_line(cross: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from prefillcli.engines import hf
+    outputs, long = EncoderEngine.outputs, len(AutoTokenizer.from_pretrained(cross)(QUERY, "x " * 20)["input_ids"])
 
-    numbers = hf.label_numbers
-    monkeypatch.setattr(hf, "label_numbers", lambda *given: [each * float("nan") for each in numbers(*given)])
-    row, _ = answered(LINES[:2], cross)
-    assert (row["response"], row["error"]["code"]) == (None, "nonfinite_score")
+    def wrong(self: EncoderEngine, texts: Sequence[Any]) -> torch.Tensor:
+        found = outputs(self, texts).clone()
+        found[[len(text) >= long for text in texts]] = torch.nan
+        return found
+
+    monkeypatch.setattr(EncoderEngine, "outputs", wrong)
+    ranked, single = answered([line("r", "/v1/rerank", query=QUERY, documents=["a", "x " * 20]), LINES[2]], cross)
+    assert (ranked["response"], ranked["error"]["code"]) == (None, "nonfinite_score")
+    assert single["error"] is None
 
 
 def test_killed_and_resumed_each_line_has_all_its_scores(reranker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +172,6 @@ def test_models_that_score_no_pairs_say_so(cross: Path, model: Path, tmp_path: P
     classifier = save_model(tmp_path / "classifier", classifies=True, num_labels=2)
     (row,) = answered(LINES[:1], model)
     assert "a model whose files say that it reads pairs" in row["error"]["message"]
-    with pytest.raises(UsageError, match="do not say how a pair of texts becomes its prompt"):
-        answered(LINES[:1], classifier)
-    with pytest.raises(UsageError, match="give --batch-format openai"):
-        score(write_jsonl("batch.jsonl", LINES), model=cross)
+    with_format = score("batch.jsonl", model=classifier, batch_format="openai", output="other.jsonl")
+    assert "do not say how a pair of texts becomes its prompt" in with_format["error"]
+    assert "give --batch-format openai" in score("batch.jsonl", model=cross)["error"]
