@@ -158,7 +158,9 @@ def race(choices: Sequence[str], rows: int, rounds: int, dtype: str) -> dict[str
         runners = {
             "prefill": stack.enter_context(closing(start("prefill"))),
             "hf": stack.enter_context(closing(start("hf", batch_size=best))),
-            "vllm": stack.enter_context(closing(start("vllm", "max_model_len=4096,gpu_memory_utilization=0.5", "auto"))),
+            "vllm": stack.enter_context(
+                closing(start("vllm", "max_model_len=4096,gpu_memory_utilization=0.5", "auto"))
+            ),
         }
         answers = {name: runner.run() for name, runner in runners.items()}
         seconds = interleaved(
