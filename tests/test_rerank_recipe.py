@@ -280,6 +280,19 @@ def test_a_chat_template_without_the_roles_is_named(
     assert "warning" not in score_pairs(model, "--template", "{{ query }} {{ document }}", "--no-chat")[1]
 
 
+def test_a_name_that_says_more_than_the_files_is_a_warning(
+    reranker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = shutil.copytree(reranker, tmp_path / "Own-Reranker-0.6B")
+    assert "a reranker by its name" in score_pairs(model, prompt=list(DOCUMENTS) * 2)[1]
+    assert "warning" not in score_pairs(model, "--template", "{{ query }} {{ document }}", "--no-chat")[1]
+    said_so = save_reranker(tmp_path / "qwen3-reranker", reranker, QWEN, ("yes", "no"), TASK)
+    assert "warning" not in score_pairs(said_so)[1]
+    cross = save_encoder(tmp_path / "bge-reranker", num_labels=1)
+    assert "--pair-column" in score_pairs(cross, "--labels", "yes", prompt=list(DOCUMENTS) * 2)[1]
+
+
 def test_a_cross_encoder_that_says_so_reads_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = save_encoder(tmp_path / "cross", num_labels=1)

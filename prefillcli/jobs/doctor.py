@@ -346,6 +346,9 @@ def _with_model(settings: DoctorSettings, device: torch.device, found: Diagnosis
         "dtype": str(files.dtype).removeprefix("torch."),
         **dict.fromkeys(("weight_bytes", "weights", "token_bytes", "chunk_tokens", "longest_prompt", "limited_by")),
     }
+    if files.encoder:
+        longest = {"longest_prompt": files.max_length, "limited_by": "what the model reads"}
+        return facts | longest | {"walk": "none: an encoder, read in padded batches by transformers"}
     if why := UNWALKED.get(files.family):
         return facts | {"walk": f"cannot be walked layer by layer: it {why}; take --engine hf"}
     walk = "is compared with its own forward when it is loaded"

@@ -67,9 +67,12 @@ class Pairs(Feature):
         return None if found is None or self.settings.labels_given else own_labels(found, opened)
 
     def models_opened(self, opening: Opening) -> None:
-        from prefillcli.features.pairs.reranking import warn_of_labels
+        from prefillcli.features.pairs.reranking import warn_of_labels, warn_of_name
 
-        if self._reranker is not None and self.settings.labels_given:
+        if self._reranker is None:
+            if not self._own_prompt:
+                warn_of_name(opening.opened)
+        elif self.settings.labels_given:
             warn_of_labels(self._reranker, opening.opened, self.settings.labels)
 
     def prompt_builder(

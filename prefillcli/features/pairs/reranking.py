@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -102,6 +103,21 @@ def warn_of_labels(found: Reranker, opened: Opened, labels: Any) -> None:
             f"--labels {','.join(given)}: {opened.files.origin} is a reranker by its files, and answers "
             f"{','.join(own)}\nits scores mean nothing with other labels: leave --labels out"
         )
+
+
+def warn_of_name(opened: Opened) -> None:
+    """Warn of a model whose name says what its files do not."""
+    if "rerank" not in os.path.basename(str(opened.files.origin).rstrip("/")).lower():
+        return
+    how = (
+        "name the column with the second text: --pair-column"
+        if opened.files.encoder
+        else "write the prompt of its documentation with --template; --recipe recipes/rerank.yaml has Qwen3-Reranker's"
+    )
+    log.warning(
+        f"{opened.files.origin}: a reranker by its name, but its files do not say how it reads pairs of texts\n"
+        f"{how}"
+    )
 
 
 def _names(tokens: Sequence[int], opened: Opened) -> list[str]:
