@@ -25,7 +25,7 @@ from benchmarks.methods import compressed_walk, compressor_for, layer_walk
 from benchmarks.score_runs import SAMPLES
 from benchmarks.spread import Spread
 from prefillcli.bench.contest import interleaved
-from prefillcli.features.compress.load import Translator
+from prefillcli.data.prompts.translation import Translator
 from prefillcli.features.compress.options import Compression
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.stats.evaluation import exact_interval

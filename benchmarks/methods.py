@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
+from prefillcli.data.prompts.translation import Translator
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.hf import last_logits
 from prefillcli.features.compress.compressor import Compressor, WorthCompressing
 from prefillcli.features.compress.draft import Draft
-from prefillcli.features.compress.load import SpecPrefill, Translator
+from prefillcli.features.compress.load import SpecPrefill
 from prefillcli.features.compress.options import Compression
 from prefillcli.features.compress.selection import Estimator
 from prefillcli.models.law import CHUNK_TOKENS, PACK_TOKENS

@@ -255,7 +255,17 @@ def test_an_option_must_say_what_it_changes() -> None:
 def test_from_python_every_option_that_changes_a_score_is_taken() -> None:
     taken = {"model", *ScorerOptions.__annotations__, *FileOptions.__annotations__}
     assert taken <= set(ScoreSettings.model_fields)
-    of_jobs = {"exit", "exit_rows", "exit_profile", "max_flips", "flips_of", "rationale_limit", "inputs", "questions"}
+    of_jobs = {
+        "exit",
+        "first",
+        "exit_rows",
+        "exit_profile",
+        "max_flips",
+        "flips_of",
+        "rationale_limit",
+        "inputs",
+        "questions",
+    }
     assert set(ScoreSettings.changing("scores", "rows")) - taken <= of_jobs
 
 

@@ -308,6 +308,11 @@ class Feature:
         `rewrites`."""
         raise NotImplementedError
 
+    def ahead(self, questions: Sequence[Question], tick: Tick) -> tuple[dict[int, ScoredRow], int]:
+        """The answers, by the places of these questions, that the model need not be asked for, and the tokens that
+        another model has computed to find them."""
+        return {}, 0
+
     def known(self) -> Mapping[int, ScoredRow]:
         """Rows by number that have been scored before the first window."""
         return {}

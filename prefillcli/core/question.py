@@ -21,7 +21,7 @@ from prefillcli.data.rows import (
     Window,
     early_exit_method,
 )
-from prefillcli.engines.base import PLAIN, Answer, PlanEngine, Treatment
+from prefillcli.engines.base import PLAIN, Answer, EarlyAnswer, PlanEngine, Treatment
 from prefillcli.errors import ResourceError
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Limits, Pack
@@ -74,6 +74,8 @@ class Question:
     """For a question about a scored row, this receives the answer; None: there is no answer."""
     required: bool = False
     """Whether a scored row without an answer to it is an error row."""
+    early: EarlyAnswer | None = None
+    """Of an audited prompt, the answer that it would have without the model."""
 
     @property
     def tokens(self) -> Int32Array:
@@ -312,8 +314,8 @@ def scored_row(question: Question, answer: Answer, *, audited: bool = False) -> 
     logprobs, layer, audit = answer.logprobs, answer.exit_layer, None
     if audited:
         audit = answer.logprobs
-        if answer.early is not None:
-            layer, logprobs = answer.early
+        if (early := question.early or answer.early) is not None:
+            layer, logprobs = early
     return ScoredRow(
         row=question.prompt.row,
         logprobs=logprobs,
@@ -321,7 +323,7 @@ def scored_row(question: Question, answer: Answer, *, audited: bool = False) -> 
         computed_tokens=answer.computed_tokens,
         kept_tokens=kept_tokens(question, answer),
         seconds=answer.seconds + question.pick_seconds,
-        method=method_of(question, answer) if layer is None else early_exit_method(method_of(question, answer)),
+        method=method_of(question, answer) if layer is None else early_exit_method(method_of(question, answer), layer),
         exit_layer=None if layer is None else layer + 1,
         audit=audit,
         by_token=answer.by_token,

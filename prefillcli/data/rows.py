@@ -285,11 +285,15 @@ def unasked(row: int) -> ScoredRow:
 
 
 FULL, EARLY_EXIT = "full", "early-exit"
+FIRST = "first"  # the method of rows that a first model has decided
 _LEFT = f"+{EARLY_EXIT}"
 
 
-def early_exit_method(reading: str) -> str:
-    """The method of a row that left early, whose prompt was read by `reading`."""
+def early_exit_method(reading: str, layer: int) -> str:
+    """The method of a row that left after this layer, numbered from 0, and whose prompt was read by `reading`; before
+    the first layer it was read by another model."""
+    if layer < 0:
+        return FIRST
     return EARLY_EXIT if reading == FULL else reading + _LEFT
 
 

@@ -94,7 +94,7 @@ def load_models(
     draft = None
     if opened.draft is not None:
         plan_weights(settings, opened)  # raises ResourceError
-        draft = _load_draft(opened, trust_remote_code=settings.trust_remote_code)
+        draft = _load_draft(opened, settings)
     loaded = loader_of(getattr(settings, "engine", "torch")).load(
         LoadRequest(
             opened,
@@ -128,15 +128,16 @@ def load_models(
     return models
 
 
-def _load_draft(opened: Opened, *, trust_remote_code: bool) -> Any:
+def _load_draft(opened: Opened, settings: LoadingOptions) -> Any:
     """The draft's weights on the model's device. Raises as `load_model`, and UsageError if it cannot be a draft."""
     from prefillcli.models.load import load_model
     from prefillcli.models.rehearsal import check_uses
 
     if opened.draft is None:
         raise ValueError("no draft was opened")
-    draft = load_model(opened.draft, opened.device, trust_remote_code=trust_remote_code)
-    check_uses(draft, drafts=f"--draft {opened.draft.origin}", compresses=False)
+    draft = load_model(opened.draft, opened.device, trust_remote_code=settings.trust_remote_code)
+    if settings.draft is not None:
+        check_uses(draft, drafts=f"--draft {opened.draft.origin}", compresses=False)
     return draft
 
 

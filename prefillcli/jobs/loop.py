@@ -23,7 +23,16 @@ from prefillcli.data.rows import (
     unasked,
 )
 from prefillcli.data.windows import MAX_ROWS
-from prefillcli.engines.base import PLAIN, Answer, Continuations, Engine, PlanEngine, PoolUse, Treatment
+from prefillcli.engines.base import (
+    PLAIN,
+    Answer,
+    Continuations,
+    EarlyAnswer,
+    Engine,
+    PlanEngine,
+    PoolUse,
+    Treatment,
+)
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.blocks import BLOCK_TOKENS, CarriedBlock
 from prefillcli.plan.pack import Limits, Pack
@@ -464,11 +473,14 @@ def begin_window(
         waiting += sum(len(prompt.tokens) for prompt in prompts if prompt.row not in done)
         questions = [question for number, question in enumerate(questions) if number not in later]
     audited = _audited(window, questions, engine, options)
+    questions, audited, ahead = _ahead(questions, audited, options, listener, finished)
     limited = engine.limits.reads_again or (further is not None and not further.has_room(rows_open + len(window.rows)))
     work = WindowWork(window, questions, audited, done, options.features, further, limited=limited)
+    if ahead:
+        _add_ahead(finished, work, ahead, done, listener)
     if found_before:
         _add_known(finished, work, found_before, known)
-        listener.step(None, len(found_before), finished.tokens.prompt, 0)
+        listener.step(None, len(found_before), sum(len(each.prompt.tokens) for each in found_before), 0)
     if waiting:  # progress counts what is read for a row in the first place
         finished.tokens.prompt += waiting
         listener.step(None, 0, waiting, 0)
@@ -481,15 +493,60 @@ def begin_window(
     return work, finished
 
 
+def _ahead(
+    questions: list[Question],
+    audited: list[int],
+    options: ScoringOptions,
+    listener: Listener,
+    finished: Finished,
+) -> tuple[list[Question], list[int], list[tuple[Question, ScoredRow]]]:
+    """The questions that are left for the model, the numbers of the audited ones among them, and those that features
+    answer without it. An audited one is left to the model too: its answer so far is for the comparison."""
+    found: dict[int, ScoredRow] = {}
+    for each in options.features:
+        if type(each).ahead is Feature.ahead:
+            continue
+        with listener.phase("draft"):
+            own, tokens = each.ahead(questions, lambda tokens: listener.step(None, 0, 0, 0))
+        found |= own
+        finished.tokens.draft += tokens
+    if not found:
+        return questions, audited, []
+    both = found.keys() & set(audited)
+    left = [number for number in range(len(questions)) if number not in found or number in both]
+    place = {number: at for at, number in enumerate(left)}
+    asked = [
+        replace(questions[number], early=EarlyAnswer(-1, found[number].logprobs) if number in both else None)
+        for number in left
+    ]
+    known = [(questions[number], own) for number, own in sorted(found.items()) if number not in both]
+    return asked, [place[number] for number in audited], known
+
+
+def _add_ahead(
+    finished: Finished,
+    work: WindowWork,
+    ahead: Sequence[tuple[Question, ScoredRow]],
+    done: set[int],
+    listener: Listener,
+) -> None:
+    """Add the rows that features answer without the model."""
+    new = [(question, row) for question, row in ahead if row.row not in done]
+    tokens = sum(len(question.prompt.tokens) for question, _ in new)
+    finished.rows += work.settle_known([question for question, _ in new], [row for _, row in new])
+    finished.tokens.prompt += tokens
+    listener.step(None, len(new), tokens, 0)
+
+
 def _add_known(
     finished: Finished, work: WindowWork, questions: Sequence[Question], known: Mapping[int, ScoredRow]
 ) -> None:
     """Add the rows of questions that were answered before the first window."""
     rows = [known[each.prompt.row] for each in questions]
-    finished.rows = work.settle_known(questions, rows)
-    finished.tokens.prompt = sum(len(each.prompt.tokens) for each in questions)
-    finished.tokens.kept = sum(len(each.tokens) for each in questions)
-    finished.tokens.shared = sum(row.shared_tokens for row in rows)
+    finished.rows += work.settle_known(questions, rows)
+    finished.tokens.prompt += sum(len(each.prompt.tokens) for each in questions)
+    finished.tokens.kept += sum(len(each.tokens) for each in questions)
+    finished.tokens.shared += sum(row.shared_tokens for row in rows)
 
 
 def _questions(

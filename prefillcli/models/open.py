@@ -172,11 +172,20 @@ def _read(choice: ModelChoice, path: Path, device: torch.device, head: HeadChoic
     return read_model_files(path, dtype=choice.dtype, device=device.type, trust_remote_code=trusted, head=head)
 
 
-def open_models(choice: DraftChoice) -> Opened:
-    """`open_model`, and its tokenizer and the draft. Raises UsageError or ResourceError."""
-    path, draft = _find_chosen(choice), None
+def small_model(choice: Any) -> tuple[str, str] | None:
+    """The option that names a small model to open beside the model, and its name: a draft, or a first model."""
     if choice.draft is not None and not choice.drafts_itself:
-        draft = find_model(choice.draft, option="--draft")
+        return "draft", choice.draft
+    first = getattr(choice, "first", None)
+    return None if first is None else ("first", first)
+
+
+def open_models(choice: DraftChoice) -> Opened:
+    """`open_model`, and its tokenizer and the small model beside it. Raises UsageError or ResourceError."""
+    path, draft = _find_chosen(choice), None
+    option, name = small_model(choice) or ("", None)
+    if name is not None:
+        draft = find_model(name, option=f"--{option}")
     device, threads = _device_of(choice), Threads(choice.threads)
     files = _read(choice, path, device, choice.head)
     tokenizer = _load_tokenizer(files, choice.trust_remote_code)
@@ -185,29 +194,32 @@ def open_models(choice: DraftChoice) -> Opened:
         small = _read(choice, draft, device)
         if small.head is not None:
             raise UsageError(
-                f"--draft {choice.draft}: it has a classification head, and a draft is a causal language model\n"
-                "take another draft, or --draft self"
+                f"--{option} {name}: it has a classification head, and must be a causal language model\n"
+                f"take another model, or {'--draft self' if option == 'draft' else 'leave it out'}"
             )
-        check_walkable(small, "take another draft")
+        check_walkable(small, "take another small model")
         check_loadable(small, device)
-        other = _other_tokenizer(tokenizer, _load_tokenizer(small, choice.trust_remote_code), choice)
+        own = _load_tokenizer(small, choice.trust_remote_code)
+        other = _other_tokenizer(
+            tokenizer, own, f"--{option} {name}", choice.draft_tokenizer if option == "draft" else "translate"
+        )
     return Opened(files, device, tokenizer, small, files.max_length, threads, other)
 
 
-def _other_tokenizer(tokenizer: Any, own: Any, choice: DraftChoice) -> Any:
+def _other_tokenizer(tokenizer: Any, own: Any, said: str, how: Literal["same", "translate"]) -> Any:
     # The draft's `own` tokenizer, or None if it is the model's. Raises UsageError if it cannot be used.
     wrong = difference(tokenizer, own)
     if wrong is None:
         return None
-    if choice.draft_tokenizer == "same":
+    if how == "same":
         raise UsageError(
-            f"--draft {choice.draft}: its tokenizer is not the model's: {wrong}\n"
+            f"{said}: its tokenizer is not the model's: {wrong}\n"
             "--draft-tokenizer translate lets it read the prompts in its own tokens"
         )
     if getattr(own, "backend_tokenizer", None) is None:
         raise UsageError(
-            f"--draft {choice.draft}: --draft-tokenizer translate needs a tokenizer that says where its tokens lie in "
-            "a text\nconvert it to a tokenizer.json, or take another draft"
+            f"{said}: its tokenizer does not say where its tokens lie in a text, which reading the prompts in other "
+            "tokens needs\nconvert it to a tokenizer.json, or take another model"
         )
     return own
 

@@ -16,9 +16,11 @@ from transformers import PreTrainedTokenizerFast
 
 from prefillcli.core.question import Tick
 from prefillcli.data.prompts.encoding import Encoder
+from prefillcli.data.prompts.translation import TEXT, Overlap, Translation, Translator
 from prefillcli.data.rows import Prompt
-from prefillcli.features.compress.load import SpecPrefill, Translation, Translator
-from prefillcli.features.compress.selection import FAILED, FALLBACKS, TEXT, Float32Array, ImportanceEstimate, Overlap
+from prefillcli.features.compress.draft import spread
+from prefillcli.features.compress.load import SpecPrefill
+from prefillcli.features.compress.selection import FAILED, FALLBACKS, Float32Array, ImportanceEstimate
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.trie import TokenArray
 
@@ -116,8 +118,8 @@ TRANSLATORS = {(target, draft): Translator(KINDS[target], KINDS[draft]) for targ
 
 def mapped(found: Translation, votes: Float32Array) -> Float32Array:
     """Votes of one query on the target's tokens, from those on the draft's."""
-    spread: Float32Array = found.overlap.spread(torch.from_numpy(votes)[None])[0].numpy()
-    return spread
+    votes_on: Float32Array = spread(found.overlap, torch.from_numpy(votes)[None])[0].numpy()
+    return votes_on
 
 
 def tokens_of(tokenizer: Any, text: str) -> TokenArray:
@@ -271,7 +273,7 @@ class FoundBefore:
     ) -> list[ImportanceEstimate]:
         assert overlaps is not None
         votes = [torch.arange(float(len(tokens)))[None] for tokens in prompts]
-        found = [overlap.spread(own)[0].numpy() for own, overlap in zip(votes, overlaps, strict=True)]
+        found = [spread(overlap, own)[0].numpy() for own, overlap in zip(votes, overlaps, strict=True)]
         return [ImportanceEstimate(importance, voters=(1,)) for importance in found]
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prefillcli.data.output.columns import AuditedExits, Counts
 from prefillcli.data.output.sink import Sink
@@ -102,7 +102,7 @@ def stop_in_the_third_window(data: Path, model: Path, monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(Sink, "write", stop_in_the_third)
-        assert score(data, "out.jsonl", model=model, **EXITS, **flags)["status"] != "complete"
+        assert score(data, "out.jsonl", model=model, **EXITS | flags)["status"] != "complete"
 
 
 def assert_same(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
@@ -583,3 +583,174 @@ def test_labels_that_begin_with_the_same_token_are_refused(deep_model: Path) -> 
     found = score("in.jsonl", model=deep_model, **EXITS | {"labels": "fox n,fox t"})
     assert found["exit_code"] == 2
     assert "begin with the same token" in found["error"]
+
+
+# A first model, which decides rows before the model reads them.
+
+FIRST: dict[str, Any] = {name: value for name, value in EXITS.items() if name != "exit"}
+
+
+@pytest.fixture(scope="session")
+def shallow_model(deep_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first four layers of the deep model, which know the answer nearly as well."""
+    path = tmp_path_factory.mktemp("models") / "shallow"
+    model = AutoModelForCausalLM.from_pretrained(deep_model)
+    model.model.layers = model.model.layers[:4]
+    model.config.num_hidden_layers = 4
+    model.save_pretrained(path)
+    AutoTokenizer.from_pretrained(deep_model).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def cascaded(data: Path, deep_model: Path, shallow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a job with a first model."""
+    folder = tmp_path_factory.mktemp("cascaded")
+    found = score(data, folder / "out.jsonl", model=deep_model, first=shallow_model, audit=60, **FIRST)
+    assert found["status"] == "complete"
+    return folder
+
+
+def test_a_first_model_decides_rows_that_keep_their_answers(cascaded: Path, in_full: list[dict[str, Any]]) -> None:
+    rows, report = read_output(cascaded / "out.jsonl"), read_report(cascaded / "out.run.json")
+    decided = [row for row in rows if row["method"] == "first"]
+    unread = [row for row in decided if row["audit_score"] is None]
+    assert len(unread) > ROWS / 8
+    for row, full in zip(rows, in_full, strict=True):
+        assert (row["method"] == "first") == (row["exit_layer"] == 0) == (row["label_mass"] is None), row
+        if row["method"] == "first":
+            assert row["score"] == pytest.approx(full["score"], abs=0.25)
+        else:
+            assert row["score"] == pytest.approx(full["score"], abs=1e-5)
+        if row["audit_score"] is not None:
+            assert row["audit_score"] == pytest.approx(full["score"], abs=1e-5)
+    assert all(row["computed_tokens"] == 0 for row in unread)
+    for label in LABELS.split(","):
+        own = [row for row, full in zip(rows, in_full, strict=True) if full["prediction"] == label]
+        assert sum(row["prediction"] != label for row in own) <= FLIPS * len(own)
+    exits = report["exits"]
+    assert (exits["first"]["rows"], report["methods"]["first"]) == (len(decided), len(decided))
+    assert exits["by_layer"]["0"]["rows"] == len(decided)
+    assert exits["first"]["cost"] > 0
+    assert [each["layer"] for each in exits["layers"]] == [0]
+    assert sum(each["left"] for each in exits["audited"]) == len(decided) - len(unread)
+    assert report["tokens"]["draft"] > 0
+
+
+def test_what_a_first_model_decides_follows_from_its_forward_and_the_profile(
+    cascaded: Path, data: Path, shallow_model: Path
+) -> None:
+    (found,) = json.loads((cascaded / "out.exit.json").read_text())["exits"]
+    assert found["layer"] == -1
+    arrays = {
+        name: np.frombuffer(base64.b64decode(value["float32"]), "<f4").reshape(value["shape"]).astype(np.float64)
+        for name, value in found["probe"].items()
+        if name != "kind"
+    }
+    model = AutoModelForCausalLM.from_pretrained(shallow_model, attn_implementation="eager").eval()
+    tokenizer = AutoTokenizer.from_pretrained(shallow_model)
+    thresholds = np.array([np.inf if each is None else each for each in found["thresholds"]])
+    ids = [tokenizer.encode(label, add_special_tokens=False)[-1] for label in (" n", " t")]
+    checked = 0
+    for row, text in list(zip(read_output(cascaded / "out.jsonl"), prompts(), strict=True))[::5]:
+        with torch.inference_mode():
+            shown = model(**tokenizer(text, return_tensors="pt"), output_hidden_states=True)
+        if found["probe"]["kind"] == "ridge":
+            inner = shown.hidden_states[-2][0, -1].double().numpy()
+            logits = inner / np.linalg.norm(inner) @ arrays["weights"] + arrays["bias"]
+        else:
+            own = torch.log_softmax(shown.logits[0, -1].double(), -1)[ids].numpy()
+            assert found["probe"]["kind"] == "affine"
+            logits = (own - own.mean()) @ arrays["weights"] + arrays["bias"]
+        share, ahead = 1 / (1 + np.exp(logits[1] - logits[0])), abs(logits[0] - logits[1])
+        leaves = ahead - thresholds[int(logits.argmax())]
+        if row["method"] == "first":
+            assert leaves > -1e-4
+            assert row["score"] == pytest.approx(share, abs=1e-5)
+            checked += 1
+    assert checked > 10
+
+
+@pytest.mark.parametrize("flags", [{"workers": 2}, {"exit": True}], ids=["workers", "with exits"])
+def test_a_first_model_works_with_workers_and_exits(
+    cascaded: Path, data: Path, deep_model: Path, shallow_model: Path, in_full: list[Any], flags: dict[str, Any]
+) -> None:
+    given = {"model": deep_model, "first": shallow_model, "audit": 60, **FIRST, **flags}
+    assert score(data, "out.jsonl", **given)["status"] == "complete"
+    rows = read_output("out.jsonl")
+    if "workers" in flags:
+        assert_same(rows, read_output(cascaded / "out.jsonl"))
+    for label in LABELS.split(","):
+        own = [row for row, full in zip(rows, in_full, strict=True) if full["prediction"] == label]
+        assert sum(row["prediction"] != label for row in own) <= FLIPS * len(own)
+    assert sum(row["exit_layer"] is not None for row in rows) > ROWS / 8
+
+
+def test_a_stopped_job_with_a_first_model_goes_on_and_another_night_takes_its_profile(
+    cascaded: Path, data: Path, deep_model: Path, shallow_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"first": shallow_model, "audit": 60, "exit": False}
+    stop_in_the_third_window(data, deep_model, monkeypatch, **given)
+    with monkeypatch.context() as patch:
+        patch.setattr(exit_learning.ExitLearning, "_learn", lambda _: pytest.fail("they are learnt once"))
+        resumed = score(data, "out.jsonl", model=deep_model, resume=True, **EXITS | given)
+    assert resumed["status"] == "complete"
+    assert_same(read_output("out.jsonl"), read_output(cascaded / "out.jsonl"))
+    profile = {"exit_profile": cascaded / "out.exit.json", "exit_rows": 40, **given}
+    assert score(data, "again.jsonl", model=deep_model, **EXITS | profile)["status"] == "complete"
+    assert read_report("again.run.json")["exits"]["status"] == "reused"
+    assert sum(row["method"] == "first" for row in read_output("again.jsonl")) > ROWS / 4
+    other = score(data, "other.jsonl", model=deep_model, **EXITS | profile | {"first": None, "exit": True})
+    assert (other["exit_code"], "different prompt settings" in other["error"]) == (2, True)
+
+
+def test_the_model_itself_as_first_decides_nearly_all_and_saves_nothing_but_luck(
+    data: Path, deep_model: Path, in_full: list[dict[str, Any]]
+) -> None:
+    assert score(data, "out.jsonl", model=deep_model, first=deep_model, **FIRST)["status"] == "complete"
+    exits = read_report("out.run.json")["exits"]
+    if exits["status"] == "none":  # a whole reading saves the work of another only by the last layer's part
+        assert "save work" in exits["reason"]
+        return
+    assert exits["layers"][0]["expected"] > 0.95
+    assert exits["predicted_gain"] < 1.5
+
+
+def test_a_first_model_that_knows_nothing_decides_nothing(data: Path, deep_model: Path, tmp_path: Path) -> None:
+    other = save_model(tmp_path / "other", layers=2, seed=11)
+    assert score(data, "out.jsonl", model=deep_model, first=other, **FIRST | {"max_flips": 0.05})["exit_code"] == 0
+    exits, rows = read_report("out.run.json")["exits"], read_output("out.jsonl")
+    assert exits["status"] == "none"
+    assert {row["method"] for row in rows} == {"full"}
+
+
+def test_a_first_model_reads_the_text_in_its_own_tokens() -> None:
+    source = Path(__file__).parents[2] / "samples"
+    given = {"model": source / "models" / "deep", "max_flips": 0.05, "exit_rows": 300, "limit": 700}
+    first = {"first": source / "models" / "draft-words"}
+    assert score(source / "labeling.parquet", "out.jsonl", **given, **first)["exit_code"] == 0
+    assert score(source / "labeling.parquet", "full.jsonl", model=given["model"], limit=700)["exit_code"] == 0
+    pairs = list(zip(read_output("out.jsonl"), read_output("full.jsonl"), strict=True))
+    decided = [(row, full) for row, full in pairs if row["method"] == "first"]
+    assert len(decided) > 70
+    assert sum(row["prediction"] != full["prediction"] for row, full in decided) <= 0.05 * 700
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"draft": "self", "keep": 0.5}, "--first cannot be combined with --draft"),
+        ({"first": "nowhere/at/all"}, "--first nowhere/at/all: no such directory"),
+        ({"engine": "hf"}, "--first: the hf engine"),
+        ({"shard": "1/2"}, "--first learns from the rows of the whole job"),
+    ],
+)
+def test_what_cannot_go_with_a_first_model_is_refused(
+    data: Path, deep_model: Path, shallow_model: Path, flags: dict[str, Any], said: str
+) -> None:
+    given = {"model": deep_model, "first": shallow_model, **FIRST, **flags}
+    try:
+        error = score(data, "out.jsonl", **given)["error"]
+    except UsageError as raised:
+        error = str(raised)
+    assert said in error

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from prefillcli.core.question import Question, Thinning, Tick
+from prefillcli.data.prompts.translation import Overlap
 from prefillcli.data.rows import Int32Array
 from prefillcli.decode.behind import look_ahead
 from prefillcli.errors import UsageError
@@ -28,7 +29,6 @@ from prefillcli.features.compress.selection import (
     VOCABULARY,
     Float32Array,
     ImportanceEstimate,
-    Overlap,
     Picker,
     RowPicker,
     budget,
@@ -147,6 +147,21 @@ def _average(shares: Tensor, width: int) -> Tensor:
     return total.div_(width)
 
 
+def spread(overlap: Overlap, votes: Tensor) -> Tensor:
+    """Votes on the target's tokens, [queries, tokens], from those on the draft's, [queries, draft tokens].
+
+    A token gets the largest vote on the draft's tokens that it overlaps.
+    """
+    first, width = (
+        torch.as_tensor(each.astype(np.int64), device=votes.device) for each in (overlap.first, overlap.width)
+    )
+    found = votes[:, first]
+    for step in range(1, int(overlap.width.max(initial=1))):
+        wider = torch.nonzero(width > step)[:, 0]
+        found[:, wider] = torch.maximum(found[:, wider], votes[:, first[wider] + step])
+    return found
+
+
 def importance(
     prompt: PromptQueries, reduce: Reduce, chunk: int, overlap: Overlap | None = None
 ) -> Float32Array | None:
@@ -162,7 +177,7 @@ def importance(
     if votes is None:
         return None
     if overlap is not None:
-        votes = overlap.spread(votes)
+        votes = spread(overlap, votes)
     if reduce == "rank" and bool(votes.isfinite().all()):
         means = torch.stack([part.mean(dim=1) for part in torch.split(votes, chunk, dim=1)], dim=1)
         order = means.argsort(dim=1, descending=True, stable=True)

@@ -27,13 +27,12 @@ import numpy.typing as npt
 
 from prefillcli.core.question import Thinning
 from prefillcli.data.prompts.encoding import Spans
-from prefillcli.data.rows import FALLBACK, FULL, Int32Array, Int64Array, Prompt, is_fallback, reading_method
+from prefillcli.data.prompts.translation import TEXT, Overlap
+from prefillcli.data.rows import FALLBACK, FULL, Int64Array, Prompt, is_fallback, reading_method
 from prefillcli.features.compress.options import Compression
 from prefillcli.plan.trie import TokenArray, TrieNode, build_forest, token_order
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from prefillcli.core.feature import Tick
 
 
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 
 NO_MEMORY, TOO_LONG, VOCABULARY = "draft_memory", "draft_length", "draft_vocabulary"
 NO_VOTE, NOT_FINITE, FAILED = "draft_window", "draft_not_finite", "draft_error"
-TEXT = "draft_text"
 ENOUGH_ROWS = 32  # a draft that has compressed none of this many rows is of no use
 
 
@@ -163,33 +161,6 @@ class Picker(ABC):
 
 
 # The draft's tokens that each token of the target overlaps, where the two have different tokenizers.
-
-
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """Token i of the target overlaps `width[i]` tokens of the draft, one or more, from `first[i]` on.
-
-    int32 and uint8 [tokens].
-    """
-
-    first: Int32Array
-    width: npt.NDArray[np.uint8]
-
-    def spread(self, votes: Tensor) -> Tensor:
-        """Votes on the target's tokens, [queries, tokens], from those on the draft's, [queries, draft tokens].
-
-        A token gets the largest vote on the draft's tokens that it overlaps.
-        """
-        import torch  # the end of every job looks at the fallbacks that this module names
-
-        first, width = (
-            torch.as_tensor(each.astype(np.int64), device=votes.device) for each in (self.first, self.width)
-        )
-        found = votes[:, first]
-        for step in range(1, int(self.width.max(initial=1))):
-            wider = torch.nonzero(width > step)[:, 0]
-            found[:, wider] = torch.maximum(found[:, wider], votes[:, first[wider] + step])
-        return found
 
 
 # Which tokens are kept.

@@ -22,20 +22,26 @@ if TYPE_CHECKING:
         LocalModels,
         Manifest,
         Material,
+        Models,
         Opened,
         Opening,
         Pack,
         PlanEngine,
+        Question,
         RunReport,
         ScoredRow,
         Section,
+        Tick,
         Treatment,
         Window,
     )
+    from prefillcli.features.exits.first import FirstModel
     from prefillcli.features.exits.learning import JobExits
     from prefillcli.features.exits.policy import ExitProfile
 
-EXIT = Requirement(lambda s: s.exit, "is for rows that leave early, but none does", "give --exit")
+EXIT = Requirement(
+    lambda s: s.exit or s.first is not None, "is for rows that leave early, but none does", "give --exit or --first"
+)
 EXIT_METHOD = Requirement(
     lambda s: "early-exit" in s.method,
     "is for the method early-exit, but it is not compared",
@@ -50,6 +56,12 @@ class ExitOptions(Settings):
         False,
         "Let rows leave the model once their answer is decided. --max-flips bounds how many answers that flips.",
         EARLY_EXIT, changes="scores", needs="exits",
+    )  # fmt: skip
+    first: str | None = option(
+        None,
+        "A small model that reads every row first: a directory, a GGUF file or the name of a hub model. --model reads "
+        "the rows whose answer it cannot foretell; --max-flips bounds how many answers that flips.",
+        EARLY_EXIT, changes="scores", metavar="MODEL", path="model", needs="exits",
     )  # fmt: skip
     flips_of: Literal["each", "all"] = option(
         "each",
@@ -67,6 +79,11 @@ class ExitOptions(Settings):
         "What an earlier job has learnt (its OUTPUT.exit.json), used again after a check on fresh rows.",
         EARLY_EXIT, changes="scores", metavar="FILE", path="file", requires=EXIT,
     )  # fmt: skip
+
+    @property
+    def exit_option(self) -> str:
+        """The option that lets rows leave."""
+        return "--exit" if self.exit else "--first"
 
 
 class ExitProfileOptions(Settings):
@@ -119,10 +136,16 @@ class Exits(Feature):
 
     @classmethod
     def asked(cls, settings: Any) -> bool:
-        return bool(getattr(settings, "exit", False)) or not isinstance(settings, ExitOptions)
+        if not isinstance(settings, ExitOptions):
+            return True
+        return settings.exit or settings.first is not None
 
     def check(self) -> None:
         settings = self.settings
+        if getattr(settings, "first", None) is not None and settings.draft is not None:
+            raise UsageError(
+                "--first cannot be combined with --draft: there is room for one small model\nleave one out"
+            )
         if isinstance(settings, ExitOptions) and getattr(settings, "keep", 1) == "auto":
             raise UsageError(
                 "--exit: what is learnt about exits is of one keep rate, and --keep auto has not chosen it yet\n"
@@ -135,20 +158,21 @@ class Exits(Feature):
         if option == "--shard" and self.settings.exit_profile is not None:
             return None
         return Objection(
-            "--exit learns from the rows of the whole job, and bounds their flips together",
+            f"{self.settings.exit_option} learns from the rows of the whole job, and bounds their flips together",
             "leave one of them out; for shards, give the --exit-profile of a run over a sample",
         )
 
     def uneven(self) -> Objection:
         return Objection(
-            "what is learnt about exits, and so where a row leaves, depends on the other rows", "leave --exit out"
+            "what is learnt about exits, and so where a row leaves, depends on the other rows",
+            f"leave {self.settings.exit_option} out",
         )
 
     def between_layers(self) -> bool:
         return True
 
     def learns(self) -> str | None:
-        return "--exit" if isinstance(self.settings, ExitOptions) else None
+        return self.settings.exit_option if isinstance(self.settings, ExitOptions) else None
 
     def meaningless(self, labels: Labels) -> list[str]:
         return ["exit"]
@@ -170,7 +194,12 @@ class Exits(Feature):
         from prefillcli.data.proof import hash_value
 
         own = [name for name in values if details_of(type(self.settings), name).panel == EARLY_EXIT]
-        found = {"exit": hash_value(sorted((name, values.pop(name)) for name in own))}
+        hashed = {name: values.pop(name) for name in own}
+        if hashed.get("first") is None:  # a model goes by its contents, as a draft does
+            hashed.pop("first", None)
+        else:
+            hashed["first"] = True
+        found = {"exit": hash_value(sorted(hashed.items()))}
         if self.profile is not None:
             found["exit_profile"] = hash_value(self.profile.model_dump(mode="json"))
         return found
@@ -181,24 +210,47 @@ class Exits(Feature):
 
             require_same_job(self.profile, self.settings.exit_profile, job_of_exits(job))
 
+    def models_opened(self, opening: Opening) -> None:
+        if getattr(self.settings, "first", None) is not None and opening.opened.files.head is not None:
+            raise UsageError(
+                "--first: the model's classification head is read, and a first model has only tokens\n"
+                "leave --first out, or read the next token with --head vocabulary"
+            )
+
     def first_window(self, job: Job, window: Window) -> None:
         for prompt in window.prompts:
             first = [set(own) for own in prompt.labels.first]
             if len(set().union(*first)) < sum(map(len, first)):
+                option = self.settings.exit_option
                 raise UsageError(
-                    "--exit: two labels begin with the same token after a prompt: the logits behind it, by which rows "
-                    "leave, do not tell them apart\nleave --exit out, or choose labels whose first tokens differ"
+                    f"{option}: two labels begin with the same token after a prompt: the logits behind it, by which "
+                    f"rows leave, do not tell them apart\nleave {option} out, or choose labels whose first tokens "
+                    "differ"
                 )
 
     def learn(
         self, opening: Opening, engine: PlanEngine, plan: Mapping[str, Any], tick: Callable[[float], None]
     ) -> Mapping[str, Any]:
+        from prefillcli.features.exits.first import FirstReader
         from prefillcli.features.exits.learning import ExitLearning
 
         job = cast("Job", opening)  # nothing else has the option
         with job.clock.phase("exits"):
-            self.exits = ExitLearning(job, engine, self.profile).exits()
+            first = None if self.settings.first is None else FirstReader(job, type(self))
+            self.exits = ExitLearning(job, engine, self.profile, first).exits()
         return {}
+
+    def load(self, models: Models[Any]) -> FirstModel | None:
+        from prefillcli.features.exits.first import load_first
+
+        return None if getattr(self.settings, "first", None) is None else load_first(models)
+
+    @classmethod
+    def work(cls, beside: Any, asked: Any, tick: Tick) -> Any:
+        return asked.answer(beside, tick)
+
+    def ahead(self, questions: Sequence[Question], tick: Tick) -> tuple[dict[int, ScoredRow], int]:
+        return ({}, 0) if self.exits is None else self.exits.ahead(questions, tick)
 
     def known(self) -> Mapping[int, ScoredRow]:
         return {} if self.exits is None else self.exits.known
@@ -240,7 +292,8 @@ class Exits(Feature):
     def leaving_rule(self, opened: Opened, labels: Labels) -> LeavingRule | None:
         from prefillcli.features.exits.policy import inspected_policy
 
-        return inspected_policy(self.settings.exit_profile, opened, labels)
+        found = inspected_policy(self.settings.exit_profile, opened, labels)
+        return None if found is None else found.inside
 
     @classmethod
     def contenders(cls, names: Collection[str], equipment: Equipment, material: Material) -> list[Contender]:

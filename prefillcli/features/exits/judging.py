@@ -16,6 +16,7 @@ from prefillcli.data.rows import Int64Array
 from prefillcli.engines.base import Answer, Readings
 from prefillcli.features.exits.policy import (
     ALL_ROWS,
+    FIRST,
     KNOWS,
     ClassFinding,
     ExitFinding,
@@ -243,6 +244,7 @@ class ExitCosts:
     repeated: float = 0.115
     regroup: float = 0.05
     reading: float = 3.0
+    first: float = 0.0  # the reading of a token by a first model, in layers of the model
 
 
 def exit_costs(config: Any) -> ExitCosts:
@@ -289,6 +291,13 @@ def work_of(
     for number, layer in enumerate(exit_layers):
         going = inside & decided[number]
         staying = inside & ~decided[number]
+        if layer == FIRST:  # every row is read, and a decided one is not begun
+            paid += costs.first * weights
+            gone[going] = 0
+            left[going] = number
+            peeks.append(False)
+            inside = staying
+            continue
         paid[inside] += costs.reading
         paid[staying] += costs.regroup * weights[staying]
         spared, twice = (1 - costs.keys) * weights[going].sum(), costs.repeated * weights[staying].sum()
@@ -675,9 +684,14 @@ def _short(task: _Task, judge: CalibrationRows) -> list[str]:
 
 def _nothing_saved(best: Candidate, task: _Task) -> str:
     return (
-        f"no exit would save work at {task.max_flips:.2%} flips: the best probe, after layer {best.layer + 1} of "
+        f"no exit would save work at {task.max_flips:.2%} flips: the best probe, {place_of(best.layer + 1)} of "
         f"{task.layers}, is off by {best.spread:.2g} in a margin (correlation {best.correlation:.2f})"
     )
+
+
+def place_of(layer: int) -> str:
+    """Where rows leave: after this layer, numbered from 1, or before the first."""
+    return f"after layer {layer}" if layer else "by the first model, before layer 1"
 
 
 def _not_proven(task: _Task, tested: Sequence[Level]) -> str:

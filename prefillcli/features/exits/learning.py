@@ -12,19 +12,22 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, Field
 
 from prefillcli.core.question import Question, plan_questions, scored_row, thinning_of
+from prefillcli.core.question import Tick as TickTokens
 from prefillcli.data.output.columns import TO_THE_END, Counts
 from prefillcli.data.output.store import write_sealed
-from prefillcli.data.rows import Int64Array, Prompt, ScoredRow
+from prefillcli.data.rows import Int64Array, Prompt, ScoredRow, early_exit_method
 from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
 from prefillcli.errors import PrefillError
+from prefillcli.features.exits.first import FirstReader, FirstReading, readings_of
 from prefillcli.features.exits.judging import (
+    CalibrationRows,
     calibrate_exits,
     calibration_rows,
     drifted_classes,
@@ -35,6 +38,7 @@ from prefillcli.features.exits.judging import (
     rows_to_learn,
 )
 from prefillcli.features.exits.policy import (
+    FIRST,
     ExitPolicy,
     ExitProfile,
     FlipsOf,
@@ -95,11 +99,11 @@ def provable_flips(rows: int, max_flips: float, classes: int) -> ProvableFlips:
     )
 
 
-def provable_text(found: ProvableFlips, classes: int, max_flips: float) -> str:
+def provable_text(found: ProvableFlips, classes: int, max_flips: float, option: str = "--exit") -> str:
     """One line that says it, and if that is too little, the number of rows that suffices."""
     each = f" of each of {classes} answers, if these are equally frequent" if classes > 1 else ""
     text = (
-        f"--exit reads {found.rows:,} rows in full first, and half of them judge: {found.judged:,}{each}. Without a "
+        f"{option} reads {found.rows:,} rows in full first, and half of them judge: {found.judged:,}{each}. Without a "
         f"flip, so many prove at most {found.max_flips:.2%} flips"
     )
     if found.judged >= found.rows_needed:
@@ -136,6 +140,19 @@ class UsedExit(BaseModel):
     share: float | None = None  # share of the scored rows, without those that exits were learnt from
 
 
+class FirstUse(BaseModel):
+    """The first model of a run."""
+
+    model: str
+    cost: float  # of its reading of a token, over that of the model
+    token_seconds: float  # of the model for a token of a prompt, by the rows that were read in full first
+    rows: int = 0  # of the output that it decided
+    share: float | None = None  # of the scored rows, without those that exits were learnt from
+    read_rows: int = 0  # by it in this run
+    read_tokens: int = 0  # in its own tokens
+    seconds: float = 0.0
+
+
 class LayerCount(BaseModel):
     """Rows of the output that went through the same number of layers."""
 
@@ -158,6 +175,7 @@ class ExitUse(BaseModel):
     calibration_rows: int = 0  # read in full before the first window
     learnt_rows: int = 0  # those of them whose scores in the output are from that read
     classes: list[JudgedLabel] = Field(default_factory=list)
+    first: FirstUse | None = None
     layers: list[UsedExit] = Field(default_factory=list)
     by_layer: dict[str, LayerCount] = Field(default_factory=dict)  # the layers that rows went through, then "full"
     layers_saved: float | None = None  # share of the layers of computed tokens that exits spared this run
@@ -179,6 +197,8 @@ class ExitUse(BaseModel):
             own = self.by_layer.get(str(each.layer))
             each.rows = own.rows if own is not None else 0
             each.share = each.rows / self.free_rows if self.free_rows else None
+            if each.layer == 0 and self.first is not None:
+                self.first.rows, self.first.share = each.rows, each.share
         self.audited = [
             AuditedLabel(
                 label=label,
@@ -215,6 +235,13 @@ class ExitUse(BaseModel):
 def exit_lines(use: ExitUse) -> Iterator[tuple[str, str]]:
     """The lines that exits add to the table of a run: name and text."""
     yield "exits", _status(use)
+    if use.first is not None:
+        own = use.first
+        yield (
+            "first model",
+            f"{visible(own.model, line=True)}, {own.cost:.1%} of the cost of a token; it read "
+            f"{counted(own.read_rows, 'row')} in {own.seconds:.1f} s",
+        )
     if use.classes:
         yield "exits, judged", "; ".join(_judged(each) for each in use.classes)
     if use.left_early:
@@ -265,18 +292,19 @@ def _layers(use: ExitUse) -> str:
         learnt = use.rows - use.free_rows if name == TO_THE_END else 0
         share = f"{(own.rows - learnt) / use.free_rows:.1%}"
         wanted = f", {expected[name]:.1%} expected" if name in expected else ""
-        texts.append(f"to the end {share}" if name == TO_THE_END else f"after {name} {share}{wanted}")
+        place = "by the first model" if name == "0" else f"after {name}"
+        texts.append(f"to the end {share}" if name == TO_THE_END else f"{place} {share}{wanted}")
     others = f"; without {counted(use.rows - use.free_rows, 'row')} to learn from" if use.free_rows < use.rows else ""
     return f"of {use.model_layers}: " + "; ".join(texts) + others
 
 
 def _saved(use: ExitUse) -> str | None:
-    texts = []
-    if use.layers_saved is not None:
+    texts, inside = [], any(each.layer for each in use.layers)
+    if use.layers_saved is not None and inside:
         texts.append(f"{use.layers_saved:.1%} of the tokens' layers spared")
     if use.measured_gain is not None:
         texts.append(f"{use.measured_gain:.2f}x measured")
-    if use.layers_gain is not None:
+    if use.layers_gain is not None and inside:
         texts.append(f"{use.layers_gain:.2f}x by these layers")
     if texts and use.predicted_gain is not None:
         texts.append(f"{use.predicted_gain:.2f}x predicted for tokens that no two rows share")
@@ -321,7 +349,7 @@ def section(use: ExitUse) -> Section:
     labels = [f"ahead for {label}" for label in use.layers[0].thresholds] if use.layers else []
     layer_rows = [
         [
-            f"{each.layer}",
+            f"{each.layer}" if each.layer else "0 (first model)",
             each.probe,
             "yes" if each.peek else "no",
             *("stays" if ahead is None else f"{ahead:.2f}" for ahead in each.thresholds.values()),
@@ -398,7 +426,7 @@ def gain_plot(use: ExitUse) -> Plot | None:
 
 def _by_layer(use: ExitUse) -> list[Bar]:
     values = {name: float(own.rows) for name, own in use.by_layer.items()}
-    names = {name: "to the end" if name == TO_THE_END else f"after layer {name}" for name in values}
+    names = {name: "to the end" if name == TO_THE_END else _place(name) for name in values}
     texts = {
         names[name]: f"{own.rows:,} ({own.rows / max(use.rows, 1):.1%}), {abbreviated(own.prompt_tokens)} tokens"
         for name, own in use.by_layer.items()
@@ -407,6 +435,10 @@ def _by_layer(use: ExitUse) -> list[Bar]:
     if use.free_rows < use.rows:
         texts[names[TO_THE_END]] += f"; {use.rows - use.free_rows:,} rows to learn from"
     return bars({names[name]: value for name, value in values.items()}, texts, kinds)
+
+
+def _place(name: str) -> str:
+    return "by the first model" if name == "0" else f"after layer {name}"
 
 
 def _table(header: list[str], rows: list[list[str]]) -> list[list[str]]:
@@ -455,12 +487,35 @@ class JobExits:
     layers: float = 0.0
     skipped: float = 0.0
     kept_alive: Counter[str] = field(default_factory=Counter)  # token-layers of shared prefixes, by number of rows
+    # A first model, its rows and seconds in this run, and the tokens of the prompts that it decided.
+    first: FirstReader | None = None
+    first_rows: int = 0
+    first_seconds: float = 0.0
+    spared: int = 0
 
     def treatment(self, in_full: frozenset[int]) -> Treatment:
         """The treatment between layers. The prompts `in_full` go on to the end."""
-        if self.policy is None:
-            return PLAIN
-        return Treatment(EarlyExits(self.policy, in_full), self.regroup_cost)
+        inside = None if self.policy is None else self.policy.inside
+        return PLAIN if inside is None else Treatment(EarlyExits(inside, in_full), self.regroup_cost)
+
+    def ahead(self, questions: Sequence[Question], tick: TickTokens) -> tuple[dict[int, ScoredRow], int]:
+        """The answers that the first model gives, by the places of the questions, and the tokens that it computed."""
+        first = self.first
+        if first is None or self.policy is None or FIRST not in self.policy.layers or not questions:
+            return {}, 0
+        tokens, seconds = first.tokens, first.seconds
+        found = first.read([question.prompt for question in questions], tick)
+        decided, logprobs = self.policy.decide(FIRST, readings_of(found))
+        rows = {}
+        for number, (question, leaves, own, reading) in enumerate(
+            zip(questions, decided.tolist(), logprobs, found, strict=True)
+        ):
+            if leaves and reading is not None:
+                rows[number] = decided_row(question, own, reading)
+                self.spared += len(question.tokens)
+        self.first_rows += len(questions)
+        self.first_seconds += first.seconds - seconds
+        return rows, first.tokens - tokens
 
     def add(self, pack: Pack, answers: Sequence[Answer]) -> None:
         """Count the layers that exits saved in a pack, by all of its answers."""
@@ -469,7 +524,7 @@ class JobExits:
         left = {answer.prompt: answer.exit_layer for answer in answers}
         through = [_layers_through([left[prompt] for prompt in prompts]) for _, prompts in pack.reads]
         self.seconds += sum(answer.seconds for answer in answers)
-        self.full_seconds += sum(answer.full_seconds for answer in answers)
+        self.full_seconds += sum(answer.full_seconds or answer.seconds for answer in answers)
         self.layers += in_full(self.use.model_layers) * len(pack.tokens)
         self.skipped += sum(answer.skipped for answer in answers)
         self.kept_alive.update(carried_by_few(pack, through, self.use.model_layers))
@@ -493,7 +548,7 @@ class JobExits:
             "rows are not like those that the exits were learnt on"
         )
         sink.plan = sink.plan | {EXITS: sink.plan[EXITS] | {name: getattr(use, name) for name in ENDED}}
-        log.warning(f"--exit: {use.reason}; all further rows are read in full")
+        log.warning(f"{'--exit' if use.first is None else '--first'}: {use.reason}; all further rows are read in full")
 
     def report(self, tokens: Any) -> ExitUse:
         """The exits for the run's report, with the savings in its packs; `tokens` (`report.run.Tokens`) are those of
@@ -502,13 +557,32 @@ class JobExits:
         The counts of the output are still missing: see `ExitUse.take`.
         """
         computed = tokens.computed * self.use.model_layers
+        spared = 0.0 if self.use.first is None else self.spared * self.use.first.token_seconds
+        taken = self.seconds + self.first_seconds
         gains = {
             "layers_saved": tokens.skipped / computed if computed else None,
             "layers_gain": self.layers / (self.layers - self.skipped) if self.layers else None,
-            "measured_gain": self.full_seconds / self.seconds if self.seconds else None,
+            "measured_gain": (self.full_seconds + spared) / taken if taken else None,
             "kept_alive": dict(self.kept_alive),
         }
+        if self.use.first is not None and self.first is not None:
+            read = {"read_rows": self.first_rows, "read_tokens": self.first.tokens, "seconds": self.first_seconds}
+            gains["first"] = self.use.first.model_copy(update=read)
         return self.use.model_copy(update=gains)
+
+
+def decided_row(question: Question, logprobs: Any, reading: FirstReading) -> ScoredRow:
+    """A row that the first model has decided: nothing of it is computed by the model itself."""
+    return ScoredRow(
+        row=question.prompt.row,
+        logprobs=logprobs,
+        shared_tokens=0,
+        computed_tokens=0,
+        kept_tokens=0,
+        seconds=reading.seconds,
+        method=early_exit_method("", FIRST),
+        exit_layer=0,
+    )
 
 
 def _layers_through(exit_layers: Sequence[int | None]) -> int | None:
@@ -533,15 +607,18 @@ def _use_of(stored: Mapping[str, Any]) -> ExitUse:
 
 @dataclass(slots=True)
 class _ReadRows:
-    # Questions that were answered in full; `unique` is the size of their trie, in tokens.
+    # Questions that were answered in full; `unique` is the size of their trie, in tokens. `first` has the readings of
+    # a first model.
     questions: list[Question]
     answers: list[Answer]
     unique: int
+    first: list[FirstReading | None]
 
     def add(self, other: _ReadRows) -> None:
         self.questions += other.questions
         self.answers += other.answers
         self.unique += other.unique
+        self.first += other.first
 
 
 @dataclass(frozen=True, slots=True)
@@ -551,6 +628,7 @@ class ExitLearning:
     job: Job
     engine: PlanEngine
     given: ExitProfile | None  # the profile that `--exit-profile` names
+    first: FirstReader | None = None
 
     def exits(self) -> JobExits:
         """The exits. The job's recorder counts the tokens that learning them took in this run."""
@@ -571,7 +649,7 @@ class ExitLearning:
                 except (OSError, PrefillError) as error:
                     log.warning(f"cannot write {path}: {error}")
             if use.reason is not None:
-                log.warning(f"--exit: {use.reason}; all rows are read in full")
+                log.warning(f"{self.job.settings.exit_option}: {use.reason}; all rows are read in full")
         else:
             profile, known = found
         use = _use_of(sink.plan[EXITS])
@@ -580,6 +658,7 @@ class ExitLearning:
             use=use,
             known={row.row: row for row in known},
             regroup_cost=None if self.job.profile is None else self.job.profile.regroup_layers,
+            first=self.first,
         )
 
     def _stored(self) -> tuple[ExitProfile, list[ScoredRow]] | None:
@@ -605,13 +684,15 @@ class ExitLearning:
         config = self.job.opened.files.config
         depth: int = config.get_text_config().num_hidden_layers
         policy = None if given is None else given.policy
-        layers = observed_layers(depth) if policy is None else policy.layers
+        layers = observed_layers(depth) if self.job.settings.exit else ()
+        if policy is not None:
+            layers = () if policy.inside is None else policy.inside.layers
         # The best that the rows could prove. They only check a given profile.
         provable = None
         if given is None:
             provable = provable_flips(min(self._count, len(self._rows()) // 2), settings.max_flips, self._classes)
         read = self._read_rows(layers, provable)
-        rows = calibration_rows(read.questions, read.answers, layers, len(names))
+        rows, first = self._with_first(read, calibration_rows(read.questions, read.answers, layers, len(names)))
         if given is not None and policy is not None:
             check = recheck_exits(policy, rows, settings.max_flips, names, settings.flips_of)
             profile, reason = given, check.reason
@@ -623,7 +704,7 @@ class ExitLearning:
                 layers=depth,
                 max_flips=settings.max_flips,
                 labels=names,
-                costs=exit_costs(config),
+                costs=replace(exit_costs(config), first=0.0 if first is None else first.cost * in_full(depth)),
                 flips_of=settings.flips_of,
             )
             exits = None if found.policy is None else found.policy.to_json()
@@ -647,6 +728,7 @@ class ExitLearning:
             calibration_rows=len(read.answers),
             learnt_rows=len(known),
             classes=list(learnt.classes),
+            first=first,
             layers=[
                 UsedExit(
                     layer=each.layer + 1,
@@ -662,16 +744,29 @@ class ExitLearning:
         )
         return profile, known, use
 
+    def _with_first(self, read: _ReadRows, rows: CalibrationRows) -> tuple[CalibrationRows, FirstUse | None]:
+        # The rows with the readings of the first model, and what a token costs each of the two. Medians, because the
+        # first packs take longer than others.
+        if self.first is None:
+            return rows, None
+        both = [each for each in zip(read.first, read.questions, read.answers, strict=True) if each[0] is not None]
+        own = [each.seconds / len(question.tokens) for each, question, _ in both if each is not None]
+        full = [answer.seconds / len(question.tokens) for _, question, answer in both]
+        seconds = float(np.median(full)) if full else 0.0
+        cost = float(np.median(own)) / seconds if seconds else 0.0
+        use = FirstUse(model=str(self.job.settings.first), cost=cost, token_seconds=seconds)
+        return replace(rows, readings={FIRST: readings_of(read.first), **rows.readings}), use
+
     def _read_rows(self, layers: Sequence[int], provable: ProvableFlips | None) -> _ReadRows:
         # Random rows of the job, read in full: as many as the user asks for, but no more than half of its rows.
         settings, classes, count = self.job.settings, self._classes, self._count
         rows = self._rows()
         drawn = rows[np.random.default_rng(_SEED).permutation(len(rows))[: len(rows) // 2]]
         if provable is not None and not settings.quiet:
-            log.info(provable_text(provable, classes, settings.max_flips))
-        read = self._read(drawn[:count], layers, "for --exit")
+            log.info(provable_text(provable, classes, settings.max_flips, settings.exit_option))
+        read = self._read(drawn[:count], layers, f"for {settings.exit_option}")
         if settings.exit_rows is None and provable is not None and classes > 1 and read.answers:
-            bytes_of_row = 4 * len(layers) * self.job.opened.files.config.get_text_config().hidden_size
+            bytes_of_row = 4 * max(len(layers), 1) * self.job.opened.files.config.get_text_config().hidden_size
             most = min(len(drawn), MOST_BYTES // bytes_of_row)
             best = [int(answer.logprobs.argmax()) for answer in read.answers]
             total = rows_for_rarest(np.bincount(best, minlength=classes), settings.max_flips, most)
@@ -682,11 +777,12 @@ class ExitLearning:
         # The rows with these numbers that fit the memory, read in full, with readings after these layers.
         questions = self._questions(np.sort(numbers))
         if not questions:
-            return _ReadRows([], [], 0)
+            return _ReadRows([], [], 0, [])
         if not self.job.settings.quiet:
             log.info(f"{len(questions):,} rows are read in full first, {why}")
         plan = plan_questions(questions, self.engine.limits, self.job.settings.schedule)
-        treatment = Treatment(EarlyExits(observed=tuple(layers)), thinning=thinning_of(dict(enumerate(questions))))
+        exits = EarlyExits(observed=tuple(layers)) if layers else None
+        treatment = Treatment(exits, thinning=thinning_of(dict(enumerate(questions))))
         found: dict[int, Answer] = {}
         for answers in self.engine.answer_all(
             plan.packs, lambda i: questions[i].prompt.labels, self.job.tick, treatment
@@ -694,7 +790,8 @@ class ExitLearning:
             found |= {answer.prompt: answer for answer in answers if answer.failure is None}
         answered = sorted(found)
         own = [questions[number] for number in answered]
-        return _ReadRows(own, [found[number] for number in answered], plan.unique_tokens)
+        first = [] if self.first is None else self.first.read([each.prompt for each in own], self.job.tick)
+        return _ReadRows(own, [found[number] for number in answered], plan.unique_tokens, first)
 
     @property
     def _count(self) -> int:

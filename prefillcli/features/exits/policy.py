@@ -30,6 +30,8 @@ from prefillcli.errors import UsageError, without_secrets
 if TYPE_CHECKING:
     from prefillcli.core.feature import Job, Labels, Opened
 
+FIRST: Final = -1  # the place of a first model's reading among the layers, which are numbered from 0
+
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
@@ -394,6 +396,12 @@ class ExitPolicy:
     def layers(self) -> tuple[int, ...]:
         return tuple(each.layer for each in self.exits)
 
+    @property
+    def inside(self) -> ExitPolicy | None:
+        """Those after layers of the model itself; None: there are none."""
+        own = tuple(each for each in self.exits if each.layer != FIRST)
+        return ExitPolicy(own) if own else None
+
     def at(self, layer: int) -> ExitLayer:
         """The exit after a layer. Raises KeyError if there is none."""
         for each in self.exits:
@@ -447,7 +455,7 @@ def policy_of(written: Sequence[Mapping[str, Any]]) -> ExitPolicy:
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"an exit layer is damaged: {error}") from None
     layers = [each.layer for each in exits]
-    if layers != sorted(set(layers)) or any(layer < 0 for layer in layers):
+    if layers != sorted(set(layers)) or any(layer < FIRST for layer in layers):
         raise ValueError(f"the exit layers {layers} do not rise")
     if any(not value >= 0 for each in exits for value in each.thresholds):
         raise ValueError("a threshold is not a number of 0 or more")
@@ -671,11 +679,14 @@ def job_of_exits(job: Job) -> dict[str, Any]:
     digests = job.report.fingerprint
     # Not the digest of all options of compression: an audit changes nothing that a model reads.
     kept: list[Any] = [each for feature in job.features for each in feature.read_as()]
+    first = job.settings.first and "first"
     if "adapters" in digests:
         kept.append(digests["adapters"])
     return {
         "model": digests["model"],
-        "prompt": hash_value([*(digests.get(part) for part in ("tokenizer", "prompt", "draft")), *kept]),
+        "prompt": hash_value(
+            [*(digests.get(part) for part in ("tokenizer", "prompt", "draft")), *kept, *filter(None, [first])]
+        ),
         "labels": job.labels.names,
         "label_tokens": digests["labels"],
         "layers": job.opened.files.config.get_text_config().num_hidden_layers,

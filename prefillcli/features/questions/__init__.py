@@ -90,7 +90,7 @@ class Questions(Feature):
                 raise UsageError(f"--{name.replace('_', '-')}: {why}\nleave it out, or --questions")
         others = [each for each in features_of(settings) if each is not self and type(each) is not type(self)]
         refused = {
-            "--exit": (
+            next(filter(None, (each.learns() for each in others if each.flips and not each.rewrites)), ""): (
                 any(each.flips and not each.rewrites for each in others),
                 "exits learn what decides between the labels of one question",
             ),
