@@ -12,7 +12,7 @@ RAY_VENV := .venv-ray
 BUILD_VENV := build/venv
 
 # How thorough test-nightly is
-NIGHTLY_EVERY ?= 14
+NIGHTLY_EVERY ?= 24
 FAULTS_EVERY ?= 24
 SHUFFLES ?= 10
 JOB_SHUFFLES ?= 3
