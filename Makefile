@@ -13,9 +13,9 @@ BUILD_VENV := build/venv
 
 # How thorough test-nightly is
 NIGHTLY_EVERY ?= 24
-FAULTS_EVERY ?= 24
-SHUFFLES ?= 10
-JOB_SHUFFLES ?= 3
+FAULTS_EVERY ?= 40
+SHUFFLES ?= 6
+JOB_SHUFFLES ?= 2
 
 # Number of parallel test processes. Each takes about 1 GB
 TEST_WORKERS ?= 2

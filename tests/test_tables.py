@@ -18,6 +18,7 @@ import prefillcli
 PACKAGES = ("deltalake", "pyiceberg", "duckdb", "lance")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.real,
     pytest.mark.skipif(
         not all(map(find_spec, PACKAGES)), reason="their packages are not installed here; make test-tables brings them"
     ),

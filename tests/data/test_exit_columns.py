@@ -31,7 +31,7 @@ CALIBRATION = Calibration(labels=LABELS, scaling=TemperatureScaling(temperature=
 
 def row_of(row: int, *, layer: int | None = None, audit: Any = None) -> ScoredRow:
     """A row that leaves says No; in full it would say Yes."""
-    method = "full" if layer is None else early_exit_method("full")
+    method = "full" if layer is None else early_exit_method("full", layer)
     return ScoredRow(row, FULL if layer is None else EARLY, 0, 5, 5, 0.1, method, audit, layer)
 
 
@@ -164,7 +164,7 @@ def test_a_shard_remembers_that_its_rows_may_leave(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reading", ["full", "specprefill", "fallback:draft_memory", "random"])
 def test_a_method_says_how_a_row_was_read_and_whether_it_left(reading: str) -> None:
-    method = early_exit_method(reading)
+    method = early_exit_method(reading, 3)
     assert method == ("early-exit" if reading == "full" else f"{reading}+early-exit")
     assert reading_method(method) == reading_method(reading) == reading
     assert left_early(method)

@@ -317,7 +317,7 @@ def test_a_draft_and_the_model_itself_choose_tokens_for_a_head(graded: Path, dra
 
 def test_a_classifier_is_no_draft(graded: Path, model: Path, capsys: pytest.CaptureFixture) -> None:
     refused(write_parquet("in.parquet", prompt=texts(2)), model=model, draft=graded, keep="0.5")
-    assert "it has a classification head, and a draft is a causal language model" in capsys.readouterr().err
+    assert "it has a classification head, and must be a causal language model" in capsys.readouterr().err
 
 
 def test_audited_rows_flip_among_classes(graded: Path, draft: Path) -> None:
