@@ -39,6 +39,7 @@ def attempts(output: str, count: int) -> int:
     return peak_of(last)
 
 
+@pytest.mark.nightly
 def test_a_hundred_resumes_take_hardly_more_memory_than_ten(tmp_path: Path) -> None:
     few, many = (attempts(f"{tmp_path}/{count}.parquet", count) for count in (10, 100))
     assert many - few < 90 * KIB, f"{(many - few) / 90 / KIB:.1f} KiB for each attempt"

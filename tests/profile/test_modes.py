@@ -31,6 +31,7 @@ def test_logits_are_those_of_the_eager_forward(model: torch.nn.Module, mode: str
     torch.testing.assert_close(prefill(model, mode, 32, PROMPT), wanted, atol=1e-4, rtol=0)
 
 
+@pytest.mark.nightly
 def test_the_benchmark_measures_every_mode() -> None:
     app = typer.Typer()
     app.command()(main)
