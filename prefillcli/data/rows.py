@@ -285,14 +285,16 @@ def unasked(row: int) -> ScoredRow:
 
 
 FULL, EARLY_EXIT = "full", "early-exit"
-FIRST = "first"  # the method of rows that a first model has decided
+# The method of rows that another model has decided before this one reads them, and the place of its reading among the
+# layers, which are numbered from 0.
+FIRST, BEFORE = "first", -1
 _LEFT = f"+{EARLY_EXIT}"
 
 
 def early_exit_method(reading: str, layer: int) -> str:
     """The method of a row that left after this layer, numbered from 0, and whose prompt was read by `reading`; before
     the first layer it was read by another model."""
-    if layer < 0:
+    if layer == BEFORE:
         return FIRST
     return EARLY_EXIT if reading == FULL else reading + _LEFT
 

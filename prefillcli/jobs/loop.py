@@ -13,6 +13,7 @@ from prefillcli.core.further import FurtherQuestions, GivenContinuations, Wanted
 from prefillcli.core.question import AuditDraw, Question, kept_tokens, plan_questions, scored_row, thinning_of
 from prefillcli.data.rows import (
     BATCH_ROWS,
+    BEFORE,
     ErrorCode,
     Float64Array,
     Prompt,
@@ -516,7 +517,7 @@ def _ahead(
     left = [number for number in range(len(questions)) if number not in found or number in both]
     place = {number: at for at, number in enumerate(left)}
     asked = [
-        replace(questions[number], early=EarlyAnswer(-1, found[number].logprobs) if number in both else None)
+        replace(questions[number], early=EarlyAnswer(BEFORE, found[number].logprobs) if number in both else None)
         for number in left
     ]
     known = [(questions[number], own) for number, own in sorted(found.items()) if number not in both]

@@ -109,7 +109,8 @@ class ScoreSettings(
 
     max_flips: float = option(
         0.01,
-        "Share of answers that --exit, or --keep auto, may flip, at 95 % confidence; with --exit of each answer.",
+        "Share of answers that --exit, --first or --keep auto may flip, at 95 % confidence; of each answer with the "
+        "first two.",
         EARLY_EXIT, changes="scores", metavar="RATE", requires=requirements.BOUNDED_FLIPS, gt=0, lt=1,
     )  # fmt: skip
     audit: int = option(

@@ -35,13 +35,13 @@ def _is_on_hub(name: str | None) -> bool:
 DRAFT = Requirement(lambda s: s.uses_draft, "is for a draft model, but none picks tokens", "give --draft and --keep")
 BOUNDED_FLIPS = Requirement(
     lambda s: any(each.bounds_flips() for each in features_of(s)),
-    "bounds what --keep auto and --exit may flip, but neither is given",
-    "give --exit or --keep auto",
+    "bounds what --keep auto, --exit and --first may flip, but none of them is given",
+    "give one of them",
 )
 AUDITABLE = Requirement(
     lambda s: any(each.flips for each in features_of(s)),
     "reads rows in full as well, but all rows are read in full",
-    "give --draft and --keep, or --exit",
+    "give --draft and --keep, --exit or --first",
 )
 SHOWN_TEXT = Requirement(
     lambda s: any(each.names_rows() or each.asks() for each in features_of(s)),

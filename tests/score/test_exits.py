@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -616,6 +617,8 @@ def test_a_first_model_decides_rows_that_keep_their_answers(cascaded: Path, in_f
     decided = [row for row in rows if row["method"] == "first"]
     unread = [row for row in decided if row["audit_score"] is None]
     assert len(unread) > ROWS / 8
+    assert len(decided) - len(unread) > 5  # audited: the model reads them all the same
+    assert sum(row["audit_score"] is not None for row in rows) > 40
     for row, full in zip(rows, in_full, strict=True):
         assert (row["method"] == "first") == (row["exit_layer"] == 0) == (row["label_mass"] is None), row
         if row["method"] == "first":
@@ -700,20 +703,23 @@ def test_a_stopped_job_with_a_first_model_goes_on_and_another_night_takes_its_pr
     assert score(data, "again.jsonl", model=deep_model, **EXITS | profile)["status"] == "complete"
     assert read_report("again.run.json")["exits"]["status"] == "reused"
     assert sum(row["method"] == "first" for row in read_output("again.jsonl")) > ROWS / 4
+    stop_in_the_third_window(data, deep_model, monkeypatch, **given, overwrite=True)
+    another = score(data, "out.jsonl", model=deep_model, resume=True, **EXITS | given | {"first": deep_model})
+    assert another["exit_code"] == 4
     other = score(data, "other.jsonl", model=deep_model, **EXITS | profile | {"first": None, "exit": True})
     assert (other["exit_code"], "different prompt settings" in other["error"]) == (2, True)
 
 
-def test_the_model_itself_as_first_decides_nearly_all_and_saves_nothing_but_luck(
-    data: Path, deep_model: Path, in_full: list[dict[str, Any]]
+def test_the_model_itself_as_first_model_decides_nearly_all_rows_and_saves_little(
+    data: Path, deep_model: Path
 ) -> None:
     assert score(data, "out.jsonl", model=deep_model, first=deep_model, **FIRST)["status"] == "complete"
     exits = read_report("out.run.json")["exits"]
-    if exits["status"] == "none":  # a whole reading saves the work of another only by the last layer's part
+    if exits["status"] == "none":  # its reading cost as much as it saves
         assert "save work" in exits["reason"]
-        return
-    assert exits["layers"][0]["expected"] > 0.95
-    assert exits["predicted_gain"] < 1.5
+    else:
+        assert exits["layers"][0]["expected"] > 0.95
+        assert exits["predicted_gain"] < 1.5
 
 
 def test_a_first_model_that_knows_nothing_decides_nothing(data: Path, deep_model: Path, tmp_path: Path) -> None:
@@ -722,6 +728,24 @@ def test_a_first_model_that_knows_nothing_decides_nothing(data: Path, deep_model
     exits, rows = read_report("out.run.json")["exits"], read_output("out.jsonl")
     assert exits["status"] == "none"
     assert {row["method"] for row in rows} == {"full"}
+
+
+@pytest.mark.parametrize("most", [20, 26])
+def test_rows_that_are_too_long_for_the_first_model_go_to_the_model(
+    data: Path, deep_model: Path, shallow_model: Path, tmp_path: Path, in_full: list[dict[str, Any]], most: int
+) -> None:
+    short = shutil.copytree(shallow_model, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": most}
+    (short / "config.json").write_text(json.dumps(config))
+    found = score(data, "out.jsonl", model=deep_model, first=short, exit=True, **FIRST)
+    assert (found["exit_code"], found["rows"]["scored"]) == (0, ROWS)
+    rows = read_output("out.jsonl")
+    decided = [row for row in rows if row["method"] == "first"]
+    assert all(row["prompt_tokens"] <= most for row in decided)
+    assert any(row["method"] == "early-exit" for row in rows)  # the others may leave the model
+    for label in LABELS.split(","):
+        own = [row for row, full in zip(rows, in_full, strict=True) if full["prediction"] == label]
+        assert sum(row["prediction"] != label for row in own) <= FLIPS * len(own)
 
 
 def test_a_first_model_reads_the_text_in_its_own_tokens() -> None:
@@ -743,12 +767,15 @@ def test_a_first_model_reads_the_text_in_its_own_tokens() -> None:
         ({"first": "nowhere/at/all"}, "--first nowhere/at/all: no such directory"),
         ({"engine": "hf"}, "--first: the hf engine"),
         ({"shard": "1/2"}, "--first learns from the rows of the whole job"),
+        ({"labels": None, "choices_column": "prompt"}, "cannot be combined with --first"),
+        ({"labels": None, "target_column": "prompt"}, "--first"),
     ],
 )
 def test_what_cannot_go_with_a_first_model_is_refused(
     data: Path, deep_model: Path, shallow_model: Path, flags: dict[str, Any], said: str
 ) -> None:
     given = {"model": deep_model, "first": shallow_model, **FIRST, **flags}
+    given = {name: value for name, value in given.items() if value is not None}
     try:
         error = score(data, "out.jsonl", **given)["error"]
     except UsageError as raised:

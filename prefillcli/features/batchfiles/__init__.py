@@ -29,7 +29,17 @@ ID, METHOD, URL, BODY = "custom_id", "method", "url", "body"
 # Options about labels, of which an output in this format has none, and about columns, of which it has others.
 _WITHOUT = (
     *("labels", "label_norm", "label_end", "temperature", "choices_column", "label_values", "questions"),
-    *("target_column", "exit", "exit_profile", "calibration", "calibrate_with", "rationale", "evidence", "truth"),
+    *(
+        "target_column",
+        "exit",
+        "first",
+        "exit_profile",
+        "calibration",
+        "calibrate_with",
+        "rationale",
+        "evidence",
+        "truth",
+    ),
     *("audit", "min_label_mass", "max_drift", "keep", "keep_columns", "partition", "template"),
 )
 
@@ -142,7 +152,7 @@ class BatchFiles(Feature):
         models = self.settings.served_model_name or (model, os.path.basename(model.rstrip("/")))
         if self._format and _scores_pairs(opened):
             pairs = self._pair_builder(opening, settings)
-            return PairRequestBuilder(opened.tokenizer, settings, models=models, pairs=pairs, pair=PAIR)
+            return PairRequestBuilder(opened.tokenizer, settings, models=models, pairs=pairs)
         if opened.files.encoder:
             raise UsageError(
                 "the input is a batch file, and the model an encoder, which scores the pairs of its lines\n"

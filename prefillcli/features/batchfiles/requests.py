@@ -14,6 +14,7 @@ from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.data.prompts.encoding import Encoder, Marks
 from prefillcli.data.prompts.labels import Following, Label, LabelError, Labels
 from prefillcli.data.rows import ErrorCode, Prompt, RowBatch, RowError, TokenText, encode_json
+from prefillcli.features.batchfiles import PAIR
 from prefillcli.models.open import Opened, stop_tokens
 from prefillcli.plan.behind import LabelSet
 from prefillcli.stats.evaluation import Measure
@@ -34,10 +35,13 @@ _ONLY: Mapping[str, Any] = {
     **{"stream": False, "echo": False, "suffix": "", "logit_bias": {}, "tools": [], "modalities": ["text"]},
     "response_format": {"type": "text"},
 }
-# The same of a body with pairs of texts. A body is of one kind, so it has the texts of one kind alone.
+# The same of a body with pairs of texts.
 _PAIRS_NO_EFFECT = {"model", "user", "request_id", "priority", "cache_salt"}
 _PAIRS_ONLY: Mapping[str, Any] = {
-    **{"max_tokens_per_query": 0, "max_tokens_per_doc": 0, "use_activation": True, "padding": "do_not_pad"},
+    "max_tokens_per_query": 0,
+    "max_tokens_per_doc": 0,
+    "use_activation": True,
+    "padding": "do_not_pad",
 }
 _MESSAGE = {"role", "content", "name"}
 
@@ -136,7 +140,7 @@ class RequestBuilder(PromptBuilder):
 
 
 class PairRequestBuilder(RequestBuilder):
-    """Makes a prompt of each pair of texts in a line, by what makes those of rows with the columns of `pair`."""
+    """Makes a prompt of each pair of texts in a line; `pairs` makes those of rows with the columns of `PAIR`."""
 
     _answered = "the model scores pairs of texts, so only /v1/score and /v1/rerank are answered"
 
@@ -147,15 +151,12 @@ class PairRequestBuilder(RequestBuilder):
         *,
         models: Sequence[str],
         pairs: PromptBuilder,
-        pair: tuple[str, str],
     ) -> None:
         super().__init__(tokenizer, replace(settings, pair_column=None), models=models, answers=True)
-        self._pairs, self._pair = pairs, pair
+        self._pairs = pairs
 
     def another(self) -> PromptBuilder:
-        return PairRequestBuilder(
-            self._tokenizer, self.settings, models=self._models, pairs=self._pairs.another(), pair=self._pair
-        )
+        return PairRequestBuilder(self._tokenizer, self.settings, models=self._models, pairs=self._pairs.another())
 
     def fingerprint(self) -> str:
         return hashlib.sha256(f"{super().fingerprint()}{self._pairs.fingerprint()}".encode()).hexdigest()
@@ -175,7 +176,7 @@ class PairRequestBuilder(RequestBuilder):
             own = _pairs(url, body)
             places += [(row, part) for part in range(len(own))]
             texts += own
-        columns = dict(zip(self._pair, map(list, zip(*texts, strict=True)), strict=True)) if texts else {}
+        columns = dict(zip(PAIR, map(list, zip(*texts, strict=True)), strict=True)) if texts else {}
         apart = replace(
             batch, rows=np.arange(len(texts)), columns=columns, carried=batch.carried.slice(0, 0), errors={}
         )

@@ -39,7 +39,7 @@ class Choices(Feature):
             raise UsageError("--labels: with --choices-column each row has answers of its own\nleave one of them out")
         others = [each for each in features_of(settings) if type(each) is not type(self)]
         refused = {
-            "--exit": (
+            next(filter(None, (each.learns() for each in others if each.flips and not each.rewrites)), ""): (
                 any(each.flips and not each.rewrites for each in others),
                 "exits learn what decides between labels, and rows have none in common",
             ),

@@ -65,7 +65,7 @@ class ExitOptions(Settings):
     )  # fmt: skip
     flips_of: Literal["each", "all"] = option(
         "each",
-        "What --max-flips bounds with --exit: the flips of each answer's rows, or of all rows together.",
+        "What --max-flips bounds with --exit or --first: the flips of each answer's rows, or of all rows together.",
         EARLY_EXIT, changes="scores", requires=EXIT,
     )  # fmt: skip
     exit_rows: int | None = option(
@@ -148,8 +148,8 @@ class Exits(Feature):
             )
         if isinstance(settings, ExitOptions) and getattr(settings, "keep", 1) == "auto":
             raise UsageError(
-                "--exit: what is learnt about exits is of one keep rate, and --keep auto has not chosen it yet\n"
-                "choose the rate in a run without --exit, then give it"
+                f"{settings.exit_option}: what is learnt about exits is of one keep rate, and --keep auto has not "
+                f"chosen it yet\nchoose the rate in a run without {settings.exit_option}, then give it"
             )
         if isinstance(settings, ExitProfileOptions) and settings.exit_profile and getattr(settings, "adapter", None):
             raise UsageError("--exit-profile: it does not say which adapters it is of\nleave it or --adapter out")
@@ -175,7 +175,7 @@ class Exits(Feature):
         return self.settings.exit_option if isinstance(self.settings, ExitOptions) else None
 
     def meaningless(self, labels: Labels) -> list[str]:
-        return ["exit"]
+        return ["exit", "first"]
 
     def writes(self, report: str) -> list[tuple[str, str, str]]:
         from prefillcli.features.exits.policy import exits_path

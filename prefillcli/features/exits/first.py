@@ -49,10 +49,14 @@ class FirstReading(NamedTuple):
 
 
 def readings_of(found: Sequence[FirstReading | None]) -> Readings:
-    """The readings of several prompts, as of a layer; those of a prompt that it cannot read are NaN."""
+    """The readings of several prompts, as of a layer.
+
+    Those of a prompt that it cannot read are 0. The rows that judge the thresholds must have such prompts too, because
+    exits inside the model may let them leave. At most they leave too often there, which makes the bound no weaker.
+    """
     read = next((each for each in found if each is not None), None)
-    hidden = np.full((len(found), 1 if read is None else len(read.hidden)), np.nan, np.float32)
-    logits = np.full((len(found), 2 if read is None else len(read.logprobs)), np.nan)
+    hidden = np.zeros((len(found), 1 if read is None else len(read.hidden)), np.float32)
+    logits = np.zeros((len(found), 2 if read is None else len(read.logprobs)))
     for row, each in enumerate(found):
         if each is not None:
             hidden[row], logits[row] = each.hidden, each.logprobs
@@ -96,7 +100,8 @@ class FirstModel:
         self._engine, self._observed, self._max_length = engine, observed, max_length
 
     def read(self, prompts: Sequence[FirstPrompt], tick: Tick = lambda tokens: None) -> list[FirstReading | None]:
-        """The reading of each prompt; None for one that is too long, or for which memory does not suffice."""
+        """The reading of each prompt; None for one that is too long, for which memory does not suffice, or whose
+        reading has numbers that are not finite."""
         most = min(self._engine.limits.max_tokens, self._max_length)
         able = [number for number, each in enumerate(prompts) if len(each.tokens) + each.labels.tokens <= most]
         own = [prompts[number] for number in able]
@@ -105,9 +110,9 @@ class FirstModel:
         treatment = Treatment(EarlyExits(observed=self._observed))
         for answers in self._engine.answer_all(plan.packs, lambda number: own[number].labels, tick, treatment):
             for answer in answers:
-                if answer.failure is None:
-                    shown = answer.readings
-                    hidden = shown[0].hidden[0] if shown else answer.logprobs.astype(np.float32)
+                shown = answer.readings
+                hidden = shown[0].hidden[0] if shown else answer.logprobs.astype(np.float32)
+                if answer.failure is None and np.isfinite(hidden).all() and np.isfinite(answer.logprobs).all():
                     found[able[answer.prompt]] = FirstReading(
                         hidden, answer.logprobs, answer.computed_tokens, answer.seconds
                     )

@@ -12,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from prefillcli.core.question import Question
-from prefillcli.data.rows import Int64Array
+from prefillcli.data.rows import BEFORE, Int64Array
 from prefillcli.engines.base import Answer, Readings
 from prefillcli.features.exits.policy import (
     ALL_ROWS,
-    FIRST,
     KNOWS,
     ClassFinding,
     ExitFinding,
@@ -291,7 +290,7 @@ def work_of(
     for number, layer in enumerate(exit_layers):
         going = inside & decided[number]
         staying = inside & ~decided[number]
-        if layer == FIRST:  # every row is read, and a decided one is not begun
+        if layer == BEFORE:  # every row is read, and a decided one is not begun
             paid += costs.first * weights
             gone[going] = 0
             left[going] = number
@@ -684,14 +683,14 @@ def _short(task: _Task, judge: CalibrationRows) -> list[str]:
 
 def _nothing_saved(best: Candidate, task: _Task) -> str:
     return (
-        f"no exit would save work at {task.max_flips:.2%} flips: the best probe, {place_of(best.layer + 1)} of "
-        f"{task.layers}, is off by {best.spread:.2g} in a margin (correlation {best.correlation:.2f})"
+        f"no exit would save work at {task.max_flips:.2%} flips: the best probe, {place_of(best.layer + 1)}, is "
+        f"off by {best.spread:.2g} in a margin (correlation {best.correlation:.2f})"
     )
 
 
 def place_of(layer: int) -> str:
-    """Where rows leave: after this layer, numbered from 1, or before the first."""
-    return f"after layer {layer}" if layer else "by the first model, before layer 1"
+    """Where rows leave, for people: after this layer, numbered from 1; 0: they are decided before."""
+    return f"after layer {layer}" if layer else "by the first model"
 
 
 def _not_proven(task: _Task, tested: Sequence[Level]) -> str:

@@ -22,7 +22,7 @@ from prefillcli.core.question import Question, plan_questions, scored_row, thinn
 from prefillcli.core.question import Tick as TickTokens
 from prefillcli.data.output.columns import TO_THE_END, Counts
 from prefillcli.data.output.store import write_sealed
-from prefillcli.data.rows import Int64Array, Prompt, ScoredRow, early_exit_method
+from prefillcli.data.rows import BEFORE, FIRST, Int64Array, Prompt, ScoredRow
 from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
 from prefillcli.errors import PrefillError
 from prefillcli.features.exits.first import FirstReader, FirstReading, readings_of
@@ -33,12 +33,12 @@ from prefillcli.features.exits.judging import (
     drifted_classes,
     exit_costs,
     observed_layers,
+    place_of,
     recheck_exits,
     rows_for_rarest,
     rows_to_learn,
 )
 from prefillcli.features.exits.policy import (
-    FIRST,
     ExitPolicy,
     ExitProfile,
     FlipsOf,
@@ -426,7 +426,7 @@ def gain_plot(use: ExitUse) -> Plot | None:
 
 def _by_layer(use: ExitUse) -> list[Bar]:
     values = {name: float(own.rows) for name, own in use.by_layer.items()}
-    names = {name: "to the end" if name == TO_THE_END else _place(name) for name in values}
+    names = {name: "to the end" if name == TO_THE_END else place_of(int(name)) for name in values}
     texts = {
         names[name]: f"{own.rows:,} ({own.rows / max(use.rows, 1):.1%}), {abbreviated(own.prompt_tokens)} tokens"
         for name, own in use.by_layer.items()
@@ -435,10 +435,6 @@ def _by_layer(use: ExitUse) -> list[Bar]:
     if use.free_rows < use.rows:
         texts[names[TO_THE_END]] += f"; {use.rows - use.free_rows:,} rows to learn from"
     return bars({names[name]: value for name, value in values.items()}, texts, kinds)
-
-
-def _place(name: str) -> str:
-    return "by the first model" if name == "0" else f"after layer {name}"
 
 
 def _table(header: list[str], rows: list[list[str]]) -> list[list[str]]:
@@ -501,18 +497,18 @@ class JobExits:
     def ahead(self, questions: Sequence[Question], tick: TickTokens) -> tuple[dict[int, ScoredRow], int]:
         """The answers that the first model gives, by the places of the questions, and the tokens that it computed."""
         first = self.first
-        if first is None or self.policy is None or FIRST not in self.policy.layers or not questions:
+        if first is None or self.policy is None or BEFORE not in self.policy.layers or not questions:
             return {}, 0
         tokens, seconds = first.tokens, first.seconds
         found = first.read([question.prompt for question in questions], tick)
-        decided, logprobs = self.policy.decide(FIRST, readings_of(found))
+        read = [number for number, each in enumerate(found) if each is not None]
         rows = {}
-        for number, (question, leaves, own, reading) in enumerate(
-            zip(questions, decided.tolist(), logprobs, found, strict=True)
-        ):
-            if leaves and reading is not None:
-                rows[number] = decided_row(question, own, reading)
-                self.spared += len(question.tokens)
+        if read:
+            decided, logprobs = self.policy.decide(BEFORE, readings_of([found[number] for number in read]))
+            for number, leaves, own in zip(read, decided.tolist(), logprobs, strict=True):
+                if leaves:
+                    rows[number] = decided_row(questions[number], own, found[number])
+                    self.spared += len(questions[number].tokens)
         self.first_rows += len(questions)
         self.first_seconds += first.seconds - seconds
         return rows, first.tokens - tokens
@@ -571,18 +567,10 @@ class JobExits:
         return self.use.model_copy(update=gains)
 
 
-def decided_row(question: Question, logprobs: Any, reading: FirstReading) -> ScoredRow:
+def decided_row(question: Question, logprobs: Any, reading: FirstReading | None) -> ScoredRow:
     """A row that the first model has decided: nothing of it is computed by the model itself."""
-    return ScoredRow(
-        row=question.prompt.row,
-        logprobs=logprobs,
-        shared_tokens=0,
-        computed_tokens=0,
-        kept_tokens=0,
-        seconds=reading.seconds,
-        method=early_exit_method("", FIRST),
-        exit_layer=0,
-    )
+    row, seconds = question.prompt.row, 0.0 if reading is None else reading.seconds
+    return ScoredRow(row, logprobs, 0, 0, 0, seconds, method=FIRST, exit_layer=BEFORE + 1)
 
 
 def _layers_through(exit_layers: Sequence[int | None]) -> int | None:
@@ -755,7 +743,7 @@ class ExitLearning:
         seconds = float(np.median(full)) if full else 0.0
         cost = float(np.median(own)) / seconds if seconds else 0.0
         use = FirstUse(model=str(self.job.settings.first), cost=cost, token_seconds=seconds)
-        return replace(rows, readings={FIRST: readings_of(read.first), **rows.readings}), use
+        return replace(rows, readings={BEFORE: readings_of(read.first), **rows.readings}), use
 
     def _read_rows(self, layers: Sequence[int], provable: ProvableFlips | None) -> _ReadRows:
         # Random rows of the job, read in full: as many as the user asks for, but no more than half of its rows.

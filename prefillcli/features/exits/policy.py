@@ -24,13 +24,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from prefillcli.data.output.store import read_sealed
 from prefillcli.data.proof import ModelContents, hash_value
+from prefillcli.data.rows import BEFORE
 from prefillcli.engines.base import Readings
 from prefillcli.errors import UsageError, without_secrets
 
 if TYPE_CHECKING:
     from prefillcli.core.feature import Job, Labels, Opened
-
-FIRST: Final = -1  # the place of a first model's reading among the layers, which are numbered from 0
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
@@ -399,7 +398,7 @@ class ExitPolicy:
     @property
     def inside(self) -> ExitPolicy | None:
         """Those after layers of the model itself; None: there are none."""
-        own = tuple(each for each in self.exits if each.layer != FIRST)
+        own = tuple(each for each in self.exits if each.layer != BEFORE)
         return ExitPolicy(own) if own else None
 
     def at(self, layer: int) -> ExitLayer:
@@ -455,7 +454,7 @@ def policy_of(written: Sequence[Mapping[str, Any]]) -> ExitPolicy:
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"an exit layer is damaged: {error}") from None
     layers = [each.layer for each in exits]
-    if layers != sorted(set(layers)) or any(layer < FIRST for layer in layers):
+    if layers != sorted(set(layers)) or any(layer < BEFORE for layer in layers):
         raise ValueError(f"the exit layers {layers} do not rise")
     if any(not value >= 0 for each in exits for value in each.thresholds):
         raise ValueError("a threshold is not a number of 0 or more")
