@@ -129,7 +129,8 @@ def load_models(
 
 
 def _load_draft(opened: Opened, settings: LoadingOptions) -> Any:
-    """The weights of the draft, or of the first model, on the model's device. Raises as `load_model`, and UsageError if it cannot be a draft."""
+    """The weights of the draft or of the first model, on the model's device. Raises as `load_model`, and UsageError if
+    it cannot be a draft."""
     from prefillcli.models.load import load_model
     from prefillcli.models.rehearsal import check_uses
 
