@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -730,22 +731,23 @@ def test_a_first_model_that_knows_nothing_decides_nothing(data: Path, deep_model
     assert {row["method"] for row in rows} == {"full"}
 
 
-@pytest.mark.parametrize("most", [20, 26])
-def test_rows_that_are_too_long_for_the_first_model_go_to_the_model(
-    data: Path, deep_model: Path, shallow_model: Path, tmp_path: Path, in_full: list[dict[str, Any]], most: int
-) -> None:
-    short = shutil.copytree(shallow_model, tmp_path / "short")
-    config = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": most}
+def test_rows_that_are_too_long_for_the_first_model_go_to_the_model(tmp_path: Path) -> None:
+    source = Path(__file__).parents[2] / "samples"
+    short = shutil.copytree(source / "models" / "draft", tmp_path / "short")
+    config = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": 60}
     (short / "config.json").write_text(json.dumps(config))
-    found = score(data, "out.jsonl", model=deep_model, first=short, exit=True, **FIRST)
-    assert (found["exit_code"], found["rows"]["scored"]) == (0, ROWS)
-    rows = read_output("out.jsonl")
-    decided = [row for row in rows if row["method"] == "first"]
-    assert all(row["prompt_tokens"] <= most for row in decided)
-    assert any(row["method"] == "early-exit" for row in rows)  # the others may leave the model
-    for label in LABELS.split(","):
-        own = [row for row, full in zip(rows, in_full, strict=True) if full["prediction"] == label]
-        assert sum(row["prediction"] != label for row in own) <= FLIPS * len(own)
+    texts = pq.read_table(source / "labeling.parquet", columns=["prompt"])["prompt"].to_pylist()[:700]
+    write_jsonl("in.jsonl", [{"prompt": text} for text in sorted(texts, key=len)])  # the last windows are all too long
+    given = {"model": source / "models" / "deep", "dtype": "float32"}
+    assert score("in.jsonl", "full.jsonl", **given)["exit_code"] == 0
+    found = score("in.jsonl", "out.jsonl", first=short, max_flips=0.1, exit_rows=250, **given)
+    assert (found["exit_code"], found["rows"]["scored"]) == (0, len(texts))
+    pairs = list(zip(read_output("out.jsonl"), read_output("full.jsonl"), strict=True))
+    assert sum(row["method"] == "first" for row, _ in pairs) > 70
+    for row, full in pairs:
+        if row["prompt_tokens"] > 60:
+            assert (row["method"], row["score"]) == ("full", pytest.approx(full["score"], abs=1e-5))
+    assert all(row["prompt_tokens"] > 60 for row, _ in pairs[-64:])
 
 
 def test_a_first_model_reads_the_text_in_its_own_tokens() -> None:

@@ -49,14 +49,10 @@ class FirstReading(NamedTuple):
 
 
 def readings_of(found: Sequence[FirstReading | None]) -> Readings:
-    """The readings of several prompts, as of a layer.
-
-    Those of a prompt that it cannot read are 0. The rows that judge the thresholds must have such prompts too, because
-    exits inside the model may let them leave. At most they leave too often there, which makes the bound no weaker.
-    """
+    """The readings of several prompts, as of a layer; those of a prompt that it cannot read are NaN."""
     read = next((each for each in found if each is not None), None)
-    hidden = np.zeros((len(found), 1 if read is None else len(read.hidden)), np.float32)
-    logits = np.zeros((len(found), 2 if read is None else len(read.logprobs)))
+    hidden = np.full((len(found), 1 if read is None else len(read.hidden)), np.nan, np.float32)
+    logits = np.full((len(found), 2 if read is None else len(read.logprobs)), np.nan)
     for row, each in enumerate(found):
         if each is not None:
             hidden[row], logits[row] = each.hidden, each.logprobs

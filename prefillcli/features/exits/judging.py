@@ -139,6 +139,15 @@ class CalibrationRows:
     def labels(self) -> int:
         return int(self.final.shape[1])
 
+    def read_after(self, layer: int) -> BoolArray:
+        """A mask of the rows with a reading there [rows]; a first model may not be able to read all."""
+        return np.asarray(np.isfinite(self.readings[layer].hidden).all(axis=1), np.bool_)
+
+    @property
+    def paying(self) -> Float64Array:
+        """The tokens of each row that a first model reads [rows]."""
+        return self.weights * self.read_after(BEFORE) if BEFORE in self.readings else self.weights
+
     def chosen(self, rows: IntArray | BoolArray) -> CalibrationRows:
         """Some of the rows."""
         readings = {
@@ -148,11 +157,13 @@ class CalibrationRows:
         return CalibrationRows(readings, self.final[rows], self.weights[rows])
 
     def sound(self) -> BoolArray:
-        """A mask of the rows with finite values only [rows]."""
+        """A mask of the rows with finite values only [rows].
+
+        Those that a first model cannot read are sound: they must be judged too, as they may leave inside the model.
+        """
         sound: BoolArray = np.ones(len(self), dtype=np.bool_)
-        shown = [
-            each for readings in self.readings.values() for each in (readings.hidden, readings.logits, readings.before)
-        ]
+        inside = [readings for layer, readings in self.readings.items() if layer != BEFORE]
+        shown = [each for readings in inside for each in (readings.hidden, readings.logits, readings.before)]
         for values in (self.final, *shown):
             sound &= np.isfinite(values).all(axis=1)
         return sound
@@ -274,12 +285,18 @@ class Work(NamedTuple):
 
 
 def work_of(
-    decided: npt.NDArray[np.bool_], exit_layers: Sequence[int], weights: Float64Array, layers: int, costs: ExitCosts
+    decided: npt.NDArray[np.bool_],
+    exit_layers: Sequence[int],
+    weights: Float64Array,
+    layers: int,
+    costs: ExitCosts,
+    read: Float64Array | None = None,
 ) -> Work:
     """The work for rows of which `decided` [exits, rows] may leave after `exit_layers`, numbered from 0.
 
-    Each row pays for `weights` [rows] tokens alone, through so many `layers`. An exit peeks where that is cheaper:
-    rows that leave skip the layer except for its K,V; rows that stay compute a part of it twice.
+    Each row pays for `weights` [rows] tokens alone, through so many `layers`; of these a first model reads `read`
+    [rows] (None: all). An exit peeks where that is cheaper: rows that leave skip the layer except for its K,V; rows
+    that stay compute a part of it twice.
     """
     full = layers - 1 + costs.keys
     inside = np.ones(decided.shape[1], dtype=np.bool_)
@@ -291,7 +308,7 @@ def work_of(
         going = inside & decided[number]
         staying = inside & ~decided[number]
         if layer == BEFORE:  # every row is read, and a decided one is not begun
-            paid += costs.first * weights
+            paid += costs.first * (weights if read is None else read)
             gone[going] = 0
             left[going] = number
             peeks.append(False)
@@ -453,7 +470,13 @@ class Candidate(NamedTuple):
 
 
 def candidate_of(fit: CalibrationRows, layer: int, seed: int) -> Candidate:
-    """The best probe for a layer. `fit` has the rows to fit it to."""
+    """The best probe for a layer. `fit` has the rows to fit it to; those without a reading there stay."""
+    read = fit.read_after(layer)
+    if not read.all():
+        found = candidate_of(fit.chosen(read), layer, seed)
+        label, reach = np.zeros(len(fit), np.int64), np.full(len(fit), -math.inf)
+        label[read], reach[read] = found.label, found.reach
+        return found._replace(label=label, reach=reach)
     (probe, held_out), errors = fit_best(fit.readings[layer], fit.final, seed)
     final, lead = relative(fit.final), lead_of(held_out)
     two = np.take_along_axis(final, np.argsort(held_out, axis=1)[:, -2:], axis=1)
@@ -469,7 +492,7 @@ def work_at(
     """The cost of the rows that exits were fitted to, each by a prediction that left it out, at `levels` [labels]."""
     at = np.asarray(levels)
     decided = np.stack([each.reach >= at[each.label] for each in exits])
-    return work_of(decided, [each.layer for each in exits], fit.weights, layers, costs)
+    return work_of(decided, [each.layer for each in exits], fit.weights, layers, costs, fit.paying)
 
 
 def choose_layers(
@@ -614,7 +637,10 @@ def calibrate_exits(
     # A class that proves nothing keeps rows with the other labels from leaving, but not those with its own.
     if len(fit) < _FEWEST or len(short) > (1 if flips_of == "each" else 0):
         return _none(findings, short[0] if short else f"{len(fit):,} rows are too few to fit probes to")
-    found = [candidate_of(fit, layer, seed) for layer in candidates]
+    able = [layer for layer in candidates if fit.read_after(layer).sum() >= _FEWEST]
+    if not able:
+        return _none(findings, "the first model can read too few of the rows")
+    found = [candidate_of(fit, layer, seed) for layer in able]
     chosen = choose_layers(found, fit, task)
     if not chosen:
         best = max(found, key=lambda each: each.correlation)
@@ -707,14 +733,15 @@ def _seen(exits: Sequence[Candidate], rows: CalibrationRows) -> tuple[IntArray, 
     # Predicted labels, and the levels at and below which rows leave, both [exits, rows].
     leads = [lead_of(each.probe.logits(rows.readings[each.layer])) for each in exits]
     reach = [lead.ahead / each.spread for lead, each in zip(leads, exits, strict=True)]
-    return np.stack([lead.label for lead in leads]), np.stack(reach)
+    said = np.stack([lead.label for lead in leads])
+    return said, np.nan_to_num(np.stack(reach), nan=-math.inf, posinf=math.inf)  # without a reading, a row stays
 
 
 def _work(exits: Sequence[Candidate], levels: Sequence[float], judge: CalibrationRows, task: _Task) -> Work:
     # The cost of the judged rows at these levels [labels]. Only the levels were chosen on these rows.
     said, reach = _seen(exits, judge)
     decided = reach >= np.asarray(levels)[said]
-    return work_of(decided, [each.layer for each in exits], judge.weights, task.layers, task.costs)
+    return work_of(decided, [each.layer for each in exits], judge.weights, task.layers, task.costs, judge.paying)
 
 
 def _classes(
@@ -741,7 +768,9 @@ def _curve(task: _Task, exits: Sequence[Candidate], judge: CalibrationRows) -> t
     # The effect of all exits on the judged rows, level by level.
     (said, reach), truth, found = _seen(exits, judge), judge.truth, []
     for level in _CURVE:
-        work = work_of(reach >= level, [each.layer for each in exits], judge.weights, task.layers, task.costs)
+        work = work_of(
+            reach >= level, [each.layer for each in exits], judge.weights, task.layers, task.costs, judge.paying
+        )
         flipped = (work.left >= 0) & (said[work.left, np.arange(len(truth))] != truth)
         of_class = [flipped[truth == number] for number in range(judge.labels)]
         found.append(
