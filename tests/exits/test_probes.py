@@ -16,7 +16,6 @@ from sklearn.model_selection import LeaveOneOut, cross_val_predict
 from prefillcli.features.exits.policy import (
     FITS,
     PROBES,
-    STRENGTHS,
     AffineProbe,
     MlpProbe,
     Readings,
@@ -29,6 +28,7 @@ from prefillcli.features.exits.policy import (
     probe_of,
     relative,
 )
+from prefillcli.stats.ridge import STRENGTHS
 from tests.exits.populations import population
 
 

@@ -27,6 +27,7 @@ from prefillcli.data.proof import ModelContents, hash_value
 from prefillcli.data.rows import BEFORE
 from prefillcli.engines.base import Readings
 from prefillcli.errors import UsageError, without_secrets
+from prefillcli.stats.ridge import ridge
 
 if TYPE_CHECKING:
     from prefillcli.core.feature import Job, Labels, Opened
@@ -174,8 +175,6 @@ def _check_shapes(probe: Probe) -> None:
 # Fitting probes to rows with final answers, and their predictions for rows that they were not fitted to.
 
 
-# Ridge strengths that are tried, in units of the hidden states' total variance.
-STRENGTHS: Final = tuple(10.0**power for power in np.arange(-7, 1.1, 0.5))
 FOLDS = 5  # folds of the probes without a formula for leaving one out
 UNITS = 512  # as in SpecEE
 _NEAR = 1.25
@@ -217,30 +216,9 @@ def fit_best(readings: Readings, final: Float64Array, seed: int) -> tuple[Fitted
 
 
 def fit_ridge(readings: Readings, target: Float64Array, seed: int = 0) -> FittedProbe:
-    """Ridge regression from hidden states to relative logits `target` [rows, labels], with a free intercept.
-
-    The strength is the one with the smallest squared error when each row is left out in turn. One decomposition of the
-    smaller Gram matrix, that of the rows (the dual form) or that of the hidden units, gives the fits of all strengths
-    and, by the diagonal of the hat matrix, their exact predictions for left-out rows.
-    """
-    points = unit_length(readings.hidden)
-    centre, mean = points.mean(axis=0), target.mean(axis=0)
-    points = points - centre
-    left, values = _decomposed(points)
-    aims = left.T @ (target - mean)
-    total = max(float(values.sum()), np.finfo(np.float64).tiny)
-    best, strength = np.inf, 0.0
-    held_out: Float64Array = np.zeros_like(target)
-    for share in STRENGTHS:
-        shrunk = values / (values + share * total)
-        off = target - mean - left @ (shrunk[:, None] * aims)
-        alone = 1 - 1 / len(points) - (left**2) @ shrunk
-        off /= np.maximum(alone, 1e-9)[:, None]
-        error = float(np.mean(off**2))
-        if error < best:
-            best, held_out, strength = error, target - off, share * total
-    weights = points.T @ (left @ (aims / (values + strength)[:, None]))
-    return FittedProbe(RidgeProbe(_single(weights), _single(mean - centre @ weights)), held_out)
+    """`stats.ridge.ridge` from hidden states to relative logits `target` [rows, labels]."""
+    found = ridge(unit_length(readings.hidden), target)
+    return FittedProbe(RidgeProbe(_single(found.weights), _single(found.bias)), found.held_out)
 
 
 def fit_affine(readings: Readings, target: Float64Array, seed: int = 0) -> FittedProbe:
@@ -278,17 +256,6 @@ def margin_error(off: Float64Array) -> float:
     """The error of a margin between two labels, where relative logits are `off` [rows, labels]: root mean square."""
     labels = off.shape[1]
     return float(np.sqrt(2 * np.mean(off**2) * labels / (labels - 1)))  # the errors of a row's labels add up to 0
-
-
-def _decomposed(points: Float64Array) -> tuple[Float64Array, Float64Array]:
-    # Left singular vectors [rows, rank] of points [rows, hidden], and the squares of the singular values.
-    rows, hidden = points.shape
-    gram = points @ points.T if rows <= hidden else points.T @ points
-    values, vectors = np.linalg.eigh(gram)
-    known = values > max(float(values[-1]), 0.0) * 1e-12
-    values, vectors = values[known], vectors[:, known]
-    left = vectors if rows <= hidden else points @ (vectors / np.sqrt(values))
-    return left, values
 
 
 def _folded(target: Float64Array, seed: int, predict: Callable[[IntArray, IntArray], Float64Array]) -> Float64Array:
