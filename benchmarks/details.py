@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -47,7 +48,7 @@ from prefillcli.prefill import forest, fusion
 from prefillcli.prefill.attention import Shift, attend_blockwise, attend_by_products
 from prefillcli.profile.children import prompts_with_histories, resident
 from prefillcli.report.section import mebibytes
-from prefillcli.stats.evaluation import Measure
+from prefillcli.stats.evaluation import Measure, rows_for
 from recipes.real_model import real_model, reviews
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -360,6 +361,45 @@ def save_model(
 ) -> None:
     """Write a random Llama into a folder, for `prefill profile --model FOLDER`."""
     random_llama(size, getattr(torch, dtype)).save_pretrained(folder)
+
+
+@app.command()
+def bounds(orders: int = 15) -> None:
+    """Judged rows that prove a flip rate in spite of some flips, by three bounds at 95 %.
+
+    Betting (Waudby-Smith and Ramdas, arXiv 2010.09686, section 5) without replacement: the capital of a mixture of
+    fixed shares, at the median of some `orders` of the flips.
+    """
+    table = Table("rate", "flips", "Clopper-Pearson", *(f"{kind}, of {of:,}" for of in FILES for kind in KINDS))
+    for rate in (0.01, 0.02, 0.05):
+        for flips in (0, 1, 2, 5):
+            cells = [f"{rows_for(rate, flips):,}"]
+            for of in FILES:
+                cells += [f"{rows_for(rate, flips, of=of):,}", f"{_rows_to_win(rate, flips, of, orders):,}"]
+            table.add_row(f"{rate:.0%}", f"{flips}", *cells)
+    Console(width=150).print(table)
+
+
+FILES = (2_000, 10_000, 1_000_000)
+KINDS = ("hypergeometric", "betting")
+
+
+def _rows_to_win(rate: float, flips: int, of: int, orders: int) -> int:
+    def wins(rows: int) -> bool:
+        return sorted(_log_capital(rate, flips, of, rows, seed) for seed in range(orders))[orders // 2] >= np.log(20)
+
+    most = rows_for(rate, flips)
+    return bisect_left(range(min(4 * most, of)), True, lo=flips, key=wins)
+
+
+def _log_capital(rate: float, flips: int, of: int, rows: int, seed: int) -> float:
+    flipped = np.zeros(rows)
+    flipped[np.random.default_rng(seed).permutation(rows)[:flips]] = 1
+    before = np.cumsum(flipped) - flipped
+    mean = (rate * of - before) / (of - np.arange(rows))  # of the rows that are left, if the rate is that of all
+    shares = np.linspace(0.05, 0.999, 20)[:, None]
+    logs = np.log1p(shares * (mean - flipped) / (1 - mean)).sum(axis=1)
+    return float(np.logaddexp.reduce(logs) - np.log(len(logs)))
 
 
 if __name__ == "__main__":

@@ -996,25 +996,58 @@ def audit_lines(audit: Audit) -> list[tuple[str, str]]:
     return lines
 
 
-def flip_bound(flips: int, rows: int, confidence: float = 0.95) -> float:
-    """The one-sided exact upper bound of the flip rate; 1 without rows. Raises ValueError like `exact_interval`."""
+def flip_bound(flips: int, rows: int, confidence: float = 0.95, of: float | None = None) -> float:
+    """The one-sided exact upper bound of the flip rate; 1 without rows. Raises ValueError like `exact_interval`.
+
+    `rows` are a sample of infinitely many (Clopper and Pearson), or of at most as many as `of`, each drawn once: then
+    their number of flips is hypergeometric, and the bound is lower. As 'at most' leaves open how many there are, the
+    flips of all of them need not be a whole number.
+    """
     exact_interval(flips, rows, confidence)
-    return exact_upper(flips, rows, 1 - confidence)
+    most = exact_upper(flips, rows, 1 - confidence)
+    if of is None:
+        return most
+    of = max(of, rows, 1)
+    least = flips / of
+    for _ in range(36):  # bisection: so few flips are the less probable, the more there are in all
+        middle = (least + most) / 2
+        if _chance_of_fewer(flips, rows, middle * of, of) > 1 - confidence:
+            least = middle
+        else:
+            most = middle
+    return most
 
 
-def rows_for(max_flips: float, flips: int = 0, confidence: float = 0.95) -> int:
+def _chance_of_fewer(flips: int, rows: int, all_flips: float, of: float) -> float:
+    # The probability of at most so many flips in a sample without replacement. Numbers may be no whole ones.
+    from scipy.special import gammaln
+
+    seen = np.arange(flips + 1)
+    others = of - all_flips - rows + seen  # rows that do not flip and are not in the sample
+    able = others > -1
+    seen, others = seen[able], others[able]
+
+    def log_choose(n: float, k: Any, rest: Any) -> Any:
+        return gammaln(n + 1) - gammaln(k + 1) - gammaln(rest + 1)
+
+    ways = log_choose(all_flips, seen, all_flips - seen) + log_choose(of - all_flips, rows - seen, others)
+    return float(np.exp(ways - log_choose(of, rows, of - rows)).sum())
+
+
+def rows_for(max_flips: float, flips: int = 0, confidence: float = 0.95, of: float | None = None) -> int:
     """The fewest rows with which `flips` flips still prove a flip rate of at most `max_flips` (a share).
 
-    Raises ValueError unless 0 < max_flips < 1, flips >= 0 and 0 < confidence < 1.
+    They are a sample of at most as many as `of`, as in `flip_bound`. Raises ValueError unless 0 < max_flips < 1,
+    flips >= 0 and 0 < confidence < 1.
     """
     if not 0 < max_flips < 1:
         raise ValueError(f"a flip rate between 0 and 1 can be proven, not {max_flips}")
     enough = max(2 * flips, 1)
-    while flip_bound(flips, enough, confidence) > max_flips:
+    while flip_bound(flips, enough, confidence, of) > max_flips:
         enough *= 2
     # The bound falls with every row. If all rows flip it is 1, so the search may begin there.
     proven = range(enough + 1)
-    return bisect_left(proven, True, lo=flips, key=lambda rows: flip_bound(flips, rows, confidence) <= max_flips)
+    return bisect_left(proven, True, lo=flips, key=lambda rows: flip_bound(flips, rows, confidence, of) <= max_flips)
 
 
 def _percent(share: float) -> str:

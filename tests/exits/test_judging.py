@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import binom, binomtest
+from scipy.stats import binom, binomtest, hypergeom
 
 from prefillcli.engines.base import Readings
 from prefillcli.features.exits import policy
@@ -19,10 +19,12 @@ from prefillcli.features.exits.judging import (
     ExitCalibration,
     ExitCosts,
     calibrate_exits,
+    class_sizes,
     halves,
     judge_classes,
     levels_of_labels,
     lowest_level,
+    most_flips,
     work_of,
 )
 from prefillcli.features.exits.policy import ExitPolicy, policy_of
@@ -106,6 +108,38 @@ def test_more_than_allowed_of_all_rows_flip_in_one_of_twenty_jobs_at_most(
             jobs += 1
     assert jobs > repetitions / 4
     assert binomtest(broken, repetitions, 0.05, alternative="greater").pvalue > SURE
+
+
+def test_bounds_for_rows_drawn_without_replacement_hold_for_each_answer() -> None:
+    """The most flips that pass, where one row more of an answer than is allowed flips; sizes are not known."""
+    rows, of, size, bad, allowed = 600, 1200, 600, 13, 0.02
+    draws, wrong, jobs = np.random.default_rng(1), 0, 600
+    for flips, others, rest in draws.multivariate_hypergeometric([bad, size - bad, of - size], rows, jobs):
+        truth = np.repeat([0, 0, 1], [flips, others, rest])
+        flipped = np.repeat([True, False, False], [flips, others, rest])
+        fitted = draws.permutation(flips + others)[: (flips + others) // 2]
+        judged = np.delete(np.arange(flips + others), fitted)
+        found = class_sizes(truth, np.zeros(len(fitted), np.int64), 2, of)[0]
+        assert found is not None
+        # Those that fit may have taken flips with them: then fewer than are allowed are left, and to pass is right.
+        too_many = bad - flipped[fitted].sum() > allowed * (size - len(fitted))
+        wrong += too_many and flipped[judged].sum() <= most_flips(len(judged), allowed, 0.951, found)
+    assert binomtest(int(wrong), jobs, 0.05, alternative="greater").pvalue > SURE
+
+
+def test_a_large_part_of_a_job_proves_more_than_the_same_rows_of_a_larger_one() -> None:
+    rows = population(780, seed=0)
+    rows = CalibrationRows({4: rows.readings[4]}, rows.final, rows.weights)
+    alone, part, all_rows = exits_of(rows), exits_of(rows, of=1560), exits_of(rows, of=1560, flips_of="all")
+    assert exits_of(rows, of=15_600).findings == alone.findings
+    for few, many in zip(alone.findings.classes, part.findings.classes, strict=True):
+        assert few.level is not None
+        assert many.level is not None
+        assert (few.flips, -few.level) < (many.flips, -many.level)
+    for each in (*part.findings.classes, *all_rows.findings.classes):
+        size = 1170 * each.judged // 390  # about as many as the judged ones are drawn from
+        assert each.bound <= ALLOWED
+        assert hypergeom.cdf(each.flips, size, math.ceil(each.bound * size), each.judged) < 0.05
 
 
 def test_a_rare_class_does_not_stop_exits_where_the_flips_of_all_rows_are_bounded() -> None:
@@ -284,7 +318,7 @@ def test_no_class_flips_more_than_its_own_test_has_counted(labels: int, exits: i
     truth = draws.integers(0, labels, 600)
     label = np.where(draws.random((exits, 600)) < 0.9, truth, draws.integers(0, labels, (exits, 600)))
     reach = np.exp(draws.normal(0, 1, (exits, 600)))
-    tested = judge_classes(reach, label != truth, truth, labels, 0.1, 0.95)
+    tested = judge_classes(reach, label != truth, truth, 0.1, 0.95, (None,) * labels)
     at = np.array(levels_of_labels(tested, labels))
     for kept in ([*range(exits)], [*range(exits)][1:]):
         decided = reach[kept] >= at[label[kept]]

@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binom, binomtest
+from scipy.stats import binom, binomtest, hypergeom
 
 from prefillcli.stats.evaluation import Audit, auc, audit_lines, audit_of, exact_interval, flip_bound, rows_for
 
@@ -45,6 +45,17 @@ def test_rows_for_is_the_least_number_of_rows(rate: float, flips: int, confidenc
     # So few flips or fewer are rarer than 1 - confidence where the true rate is `rate`; with a row less they are not.
     assert binom.cdf(flips, rows, rate) <= (1 - confidence) * (1 + 1e-9)
     assert binom.cdf(flips, rows - 1, rate) > (1 - confidence) * (1 - 1e-9)
+
+
+@given(st.integers(1, 400), st.integers(0, 400), st.integers(0, 6), st.integers(0, 300))
+def test_the_bound_without_replacement_is_the_hypergeometric_one(rows: int, rest: int, flips: int, more: int) -> None:
+    flips, of = min(flips, rows), rows + rest
+    bound = flip_bound(flips, rows, of=of)
+
+    not_refused = [k for k in range(flips, of - rows + flips + 1) if hypergeom.cdf(flips, of, k, rows) > 0.05]
+    most = max(not_refused, default=flips)
+    assert most - 1e-6 <= bound * of <= most + 1 + 1e-6  # between two whole numbers of flips
+    assert bound - 1e-9 <= flip_bound(flips, rows, of=of + more) <= flip_bound(flips, rows) + 1e-9
 
 
 @pytest.mark.parametrize(

@@ -337,10 +337,9 @@ def work_of(
 # A class consists of the rows that get one label when they are read in full. Its flip rate at a level is the share of
 # its rows that some exit layer sends away with another label. The levels are tested by fixed-sequence testing
 # (Angelopoulos et al., Learn then Test, 2021, arXiv 2110.01052, section 4.2): from the safest one down, each by an
-# exact binomial bound of the flip rate (Clopper and Pearson, Biometrika 26, 1934), until one fails. The order is fixed
-# before the judged rows are looked at. So the probability that the last level that passes has a higher flip rate than
-# allowed is at most 1 - confidence, however many levels are tried: to err, the first level that is too low must pass,
-# and that is one test.
+# exact bound of the flip rate, until one fails. The order is fixed before the judged rows are looked at. So the
+# probability that the last level that passes has a higher flip rate than allowed is at most 1 - confidence, however
+# many levels are tried: to err, the first level that is too low must pass, and that is one test.
 #
 # Each class has a sequence of its own, with its own rows. A label leaves at the largest of the levels of the *other*
 # classes: these are the rows that its exits can flip. That is valid for each class, because its flips only become
@@ -352,6 +351,13 @@ def work_of(
 # For the same reasons the test of a class does not depend on the levels of the others.
 #
 # With `--flips-of all` all rows are one class, with one sequence of tests, and every label leaves at its level.
+#
+# The bound is binomial (Clopper and Pearson, Biometrika 26, 1934), or, where the rows are a large part of a job,
+# hypergeometric, because they are drawn from its rows without replacement. That takes the number of a class's rows in
+# the job. An upper bound of it, from the same rows, is enough: a flip rate that is refused for so many rows is refused
+# for fewer too. That bound fails with a probability of `_SIZE_RISK`, by which the tests are more confident (Berger and
+# Boos, Journal of the American Statistical Association 89, 1994). Which bound is taken depends on numbers of rows
+# alone, not on their labels or flips.
 
 
 # In the order in which they are tested: each is 2 % lower than the one before.
@@ -382,22 +388,25 @@ def endangered(levels: Float64Array, wrong: npt.NDArray[np.bool_]) -> Float64Arr
     return np.asarray(np.where(wrong, levels, -math.inf).max(axis=0), np.float64)
 
 
-def lowest_level(danger: Float64Array, max_flips: float, confidence: float) -> Level:
-    """Test all levels with the rows of a class, which are `endangered` at and below the levels `danger` [rows]."""
-    rows, most = len(danger), most_flips(len(danger), max_flips, confidence)
+def lowest_level(danger: Float64Array, max_flips: float, confidence: float, of: float | None = None) -> Level:
+    """Test all levels with the rows of a class, which are `endangered` at and below the levels `danger` [rows].
+
+    They are drawn from at most as many as `of`; None: from infinitely many.
+    """
+    rows, most = len(danger), most_flips(len(danger), max_flips, confidence, of)
     flips = rows - np.searchsorted(np.sort(danger), LEVELS, side="left")  # at each level; never fewer at the next
     passed = int(np.searchsorted(flips, most, side="right"))
     if not passed:
-        return Level(math.inf, 0, rows, flip_bound(0, rows, confidence), 0)
+        return Level(math.inf, 0, rows, flip_bound(0, rows, confidence, of), 0)
     last = int(flips[passed - 1])
-    return Level(LEVELS[passed - 1], last, rows, flip_bound(last, rows, confidence), passed)
+    return Level(LEVELS[passed - 1], last, rows, flip_bound(last, rows, confidence, of), passed)
 
 
 @lru_cache(maxsize=1024)
-def most_flips(rows: int, max_flips: float, confidence: float) -> int:
+def most_flips(rows: int, max_flips: float, confidence: float, of: float | None = None) -> int:
     """The most flips of the rows that still prove a flip rate of at most `max_flips`; -1 if not even 0 do."""
     flips = -1
-    while flips + 1 < rows and flip_bound(flips + 1, rows, confidence) <= max_flips:
+    while flips + 1 < rows and flip_bound(flips + 1, rows, confidence, of) <= max_flips:
         flips += 1
     return flips
 
@@ -415,23 +424,45 @@ def judge_classes(
     levels: Float64Array,
     wrong: npt.NDArray[np.bool_],
     numbers: npt.NDArray[np.int64],
-    classes: int,
     max_flips: float,
     confidence: float,
+    sizes: Sequence[float | None],
 ) -> tuple[Level, ...]:
-    """The lowest level of each of the `classes`. `levels` and `wrong` are [exits, rows], `numbers` [rows] is the class
-    of each row."""
+    """The lowest level of each class. `levels` and `wrong` are [exits, rows], `numbers` [rows] is the class of each
+    row, and `sizes` [classes] are the most rows that each class is drawn from, None where that is unknown."""
     danger = endangered(levels, wrong)
-    return tuple(lowest_level(danger[numbers == each], max_flips, confidence) for each in range(classes))
+    return tuple(lowest_level(danger[numbers == each], max_flips, confidence, size) for each, size in enumerate(sizes))
 
 
-def short_of_rows(label: str | None, rows: int, total: int, max_flips: float, confidence: float) -> str | None:
+_SIZE_RISK: Final = 0.001  # the probability that a class has more rows than is assumed
+_LARGE_PART: Final = 0.1  # of the job's rows: with fewer, knowing the number of a class gains less than its risk costs
+
+
+def class_sizes(truth: IntArray, fitted: IntArray, classes: int, of: int | None) -> tuple[float | None, ...]:
+    """The most rows that the judged ones of each class are drawn from, in a job with `of` rows.
+
+    `truth` [rows] are the classes of the rows that were read in full, `fitted` those of the half that does not judge.
+    None: unknown, or not worth knowing.
+    """
+    if of is None or (classes > 1 and len(truth) < _LARGE_PART * of):
+        return (None,) * classes
+    if classes == 1:
+        return (float(of - len(fitted)),)
+    return tuple(
+        flip_bound(int((truth == each).sum()), len(truth), 1 - _SIZE_RISK, of) * of - int((fitted == each).sum())
+        for each in range(classes)
+    )
+
+
+def short_of_rows(
+    label: str | None, rows: int, total: int, max_flips: float, confidence: float, of: float | None = None
+) -> str | None:
     """The message on a class with too few judged rows to prove anything; None if there are enough.
 
     `rows` of the `total` judged ones are of the class, and as many rows again only fit. The `label` is None where all
     rows are one class.
     """
-    needed = rows_for(max_flips, confidence=confidence)
+    needed = rows_for(max_flips, confidence=confidence, of=of)
     if rows >= needed:
         return None
     said = f"the full read answers {rows:,} of {total:,} judged rows with {label!r}"
@@ -579,6 +610,12 @@ class _Task(NamedTuple):
     confidence: float
     costs: ExitCosts
     flips_of: FlipsOf
+    sizes: tuple[float | None, ...] = ()  # of the classes, as of `class_sizes`
+
+    @property
+    def risk(self) -> float:
+        """How much more confident each test is than the calibration, because the size of a class is uncertain."""
+        return _SIZE_RISK if len(self.sizes) > 1 and self.sizes[0] is not None else 0.0
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -587,7 +624,7 @@ class _Task(NamedTuple):
     def judged(self, levels: Float64Array, wrong: npt.NDArray[np.bool_], rows: CalibrationRows) -> tuple[Level, ...]:
         # The lowest level of each class; `levels` and `wrong` are [exits, rows].
         numbers = class_numbers(rows.truth, self.flips_of)
-        return judge_classes(levels, wrong, numbers, len(self.classes), self.max_flips, self.confidence)
+        return judge_classes(levels, wrong, numbers, self.max_flips, self.confidence + self.risk, self.sizes)
 
 
 def calibrate_exits(
@@ -600,14 +637,16 @@ def calibrate_exits(
     seed: int = 0,
     costs: ExitCosts = ExitCosts(),
     flips_of: FlipsOf = "each",
+    of: int | None = None,
 ) -> ExitCalibration:
     """Fit probes and choose exit layers on one half of the rows, and prove the lowest thresholds on the other.
 
     The model has this number of `layers`. For each class, the rows that the full read answers with one of the
     `labels`, the probability that more than `max_flips` (a share) of the class leave with another label is at most 1 -
     `confidence` (the comment on levels says why). With `flips_of` all rows together it is one class. The halves are
-    drawn with `seed`, each with half of every class. Readings of the last layer are ignored. Raises ValueError unless
-    0 < max_flips < 1 and 0 < confidence < 1.
+    drawn with `seed`, each with half of every class. Readings of the last layer are ignored. The rows are drawn from
+    `of` rows, if their number did not depend on their labels; the bound is then of the flips among those rows that did
+    not fit. Raises ValueError unless 0 < max_flips < 1 and 0 < confidence < 1.
     """
     rows_for(max_flips, confidence=confidence)
     task = _Task(
@@ -620,6 +659,8 @@ def calibrate_exits(
     )
     sound = rows.sound()
     fit, judge = halves(rows if sound.all() else rows.chosen(sound), seed, flips_of)
+    classes = [class_numbers(each, flips_of) for each in (rows.truth[sound], fit.truth)]
+    task = task._replace(sizes=class_sizes(*classes, len(task.classes), of))
     candidates = tuple(sorted(layer for layer in rows.readings if layer < layers - 1))
     findings = ExitFindings(
         max_flips=max_flips,
@@ -697,12 +738,12 @@ def _none(findings: ExitFindings, reason: str) -> ExitCalibration:
 
 def _short(task: _Task, judge: CalibrationRows) -> list[str]:
     if task.flips_of == "all":
-        said = [short_of_rows(None, len(judge), len(judge), task.max_flips, task.confidence)]
+        said = [short_of_rows(None, len(judge), len(judge), task.max_flips, task.confidence, task.sizes[0])]
     else:
         counts = np.bincount(judge.truth, minlength=judge.labels).tolist()
         said = [
-            short_of_rows(name, count, len(judge), task.max_flips, task.confidence)
-            for name, count in zip(task.names, counts, strict=True)
+            short_of_rows(name, count, len(judge), task.max_flips, task.confidence + task.risk, size)
+            for name, count, size in zip(task.names, counts, task.sizes, strict=True)
         ]
     return [each for each in said if each is not None]
 
@@ -758,9 +799,9 @@ def _classes(
             bound=level.bound,
             level=level.level if math.isfinite(level.level) else None,
             levels_passed=level.passed,
-            rows_needed=rows_for(task.max_flips, confidence=task.confidence),
+            rows_needed=rows_for(task.max_flips, confidence=task.confidence + task.risk, of=size),
         )
-        for number, (name, level) in enumerate(zip(task.classes, levels, strict=True))
+        for number, (name, level, size) in enumerate(zip(task.classes, levels, task.sizes, strict=True))
     )
 
 

@@ -694,6 +694,7 @@ class ExitLearning:
                 labels=names,
                 costs=replace(exit_costs(config), first=0.0 if first is None else first.cost * in_full(depth)),
                 flips_of=settings.flips_of,
+                of=self._drawn_from,
             )
             exits = None if found.policy is None else found.policy.to_json()
             profile = ExitProfile(**job_of_exits(self.job), exits=exits, findings=found.findings)
@@ -789,6 +790,14 @@ class ExitLearning:
         if self.given is not None:
             return CHECKED_ROWS
         return rows_to_learn(self.job.settings.max_flips, self._classes)
+
+    @property
+    def _drawn_from(self) -> int | None:
+        # The number of rows from which those read in full are drawn. None if it is their labels that decide how many, or
+        # if the job is a part of a file: its exits may be meant for the rest.
+        settings, total = self.job.settings, len(self._rows())
+        fixed = settings.exit_rows is not None or self._classes == 1 or self._count >= total // 2
+        return total if fixed and settings.limit is None and settings.sample is None else None
 
     @property
     def _classes(self) -> int:
