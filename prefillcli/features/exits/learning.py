@@ -793,8 +793,8 @@ class ExitLearning:
 
     @property
     def _drawn_from(self) -> int | None:
-        # The number of rows from which those read in full are drawn. None if it is their labels that decide how many, or
-        # if the job is a part of a file: its exits may be meant for the rest.
+        # The number of rows from which those read in full are drawn. None if it is their labels that decide how many,
+        # or if the job is a part of a file: its exits may be meant for the rest.
         settings, total = self.job.settings, len(self._rows())
         fixed = settings.exit_rows is not None or self._classes == 1 or self._count >= total // 2
         return total if fixed and settings.limit is None and settings.sample is None else None
