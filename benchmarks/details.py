@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -386,7 +387,8 @@ KINDS = ("hypergeometric", "betting")
 
 def _rows_to_win(rate: float, flips: int, of: int, orders: int) -> int:
     def wins(rows: int) -> bool:
-        return sorted(_log_capital(rate, flips, of, rows, seed) for seed in range(orders))[orders // 2] >= np.log(20)
+        found = sorted(_log_capital(rate, flips, of, rows, seed) for seed in range(orders))
+        return found[orders // 2] >= math.log(20)
 
     most = rows_for(rate, flips)
     return bisect_left(range(min(4 * most, of)), True, lo=flips, key=wins)

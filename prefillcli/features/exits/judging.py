@@ -659,8 +659,8 @@ def calibrate_exits(
     )
     sound = rows.sound()
     fit, judge = halves(rows if sound.all() else rows.chosen(sound), seed, flips_of)
-    classes = [class_numbers(each, flips_of) for each in (rows.truth[sound], fit.truth)]
-    task = task._replace(sizes=class_sizes(*classes, len(task.classes), of))
+    every, fitted = (class_numbers(truth, flips_of) for truth in (rows.truth[sound], fit.truth))
+    task = task._replace(sizes=class_sizes(every, fitted, len(task.classes), of))
     candidates = tuple(sorted(layer for layer in rows.readings if layer < layers - 1))
     findings = ExitFindings(
         max_flips=max_flips,
