@@ -56,7 +56,7 @@ def main(
         files = read_model_files(folder)
         begun = time.process_time()
         folders = {each: str(folder / each) for each in names}
-        opened = open_adapters(Opened(files, CPU, None, None, 1 << 17), folders, "who")
+        opened = open_adapters(Opened(files, CPU, None, (), 1 << 17), folders, "who")
         variants = cast("AdapterVariants", opened.variants)
         checked = time.process_time() - begun
         model = load_model(files, CPU)

@@ -119,7 +119,7 @@ def _walk(model: Path, dtype: str, prompts: Sequence[TokenArray]) -> Iterator[tu
     from prefillcli.options.groups import LoadingOptions
 
     files = read_model_files(model, dtype=dtype)
-    loaded = load_walk(Opened(files, torch.device("cpu"), None, None, files.max_length), LoadingOptions())
+    loaded = load_walk(Opened(files, torch.device("cpu"), None, (), files.max_length), LoadingOptions())
     about = {"threads": torch.get_num_threads(), "chunk_tokens": loaded.plan["chunk_tokens"]}
     about |= {"pack_tokens": loaded.engine.limits.tokens}
     with ExitStack() as stack:

@@ -70,7 +70,7 @@ def _serve(pipe: Connection, folder: Path, memory: str | None) -> None:
     weights = "resident" if memory is None else "stream"
     flags = {"inputs": ["rows"], "memory": "4GiB", "weights": weights, "weights_memory": memory}
     settings = load_settings(ScoreSettings, {k: v for k, v in flags.items() if v is not None}, environment={})
-    opened = Opened(files, torch.device("cpu"), None, None, files.max_length)
+    opened = Opened(files, torch.device("cpu"), None, (), files.max_length)
     loaded = load_walk(opened, settings)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(10, 8_000, PROMPT_TOKENS).astype(np.int32) for _ in range(1 << 10)]

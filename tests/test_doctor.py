@@ -237,7 +237,7 @@ def test_the_memory_of_an_apple_gpu_is_what_its_system_recommends(monkeypatch: p
 
 def test_no_weights_are_streamed_to_an_apple_gpu(model: Path) -> None:
     files = read_model_files(model)
-    opened = Opened(files, torch.device("mps"), None, None, 2048)
+    opened = Opened(files, torch.device("mps"), None, (), 2048)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "loadable_memory", lambda device: 1 << 30)
         assert plan_weights(ScoreSettings(inputs=("x",), weights="auto"), opened).mode == "resident"

@@ -286,7 +286,7 @@ def unasked(row: int) -> ScoredRow:
 
 FULL, EARLY_EXIT = "full", "early-exit"
 # The method of rows that another model has decided before this one reads them, and the place of its reading among the
-# layers, which are numbered from 0.
+# layers, which are numbered from 0. Where several models read before this one, the others' places are further ahead.
 FIRST, BEFORE = "first", -1
 _LEFT = f"+{EARLY_EXIT}"
 
@@ -294,7 +294,7 @@ _LEFT = f"+{EARLY_EXIT}"
 def early_exit_method(reading: str, layer: int) -> str:
     """The method of a row that left after this layer, numbered from 0, and whose prompt was read by `reading`; before
     the first layer it was read by another model."""
-    if layer == BEFORE:
+    if layer <= BEFORE:
         return FIRST
     return EARLY_EXIT if reading == FULL else reading + _LEFT
 

@@ -354,7 +354,7 @@ def _with_model(settings: DoctorSettings, device: torch.device, found: Diagnosis
     walk = "is compared with its own forward when it is loaded"
     if files.family in VERIFIED and device.type == "cpu":
         walk = "layer by layer; the tests compare this family with its own forward"
-    opened = Opened(files, device, None, None, files.max_length_apart)
+    opened = Opened(files, device, None, (), files.max_length_apart)
     weights = plan_weights(ScoreSettings.model_construct(), opened)  # as by the defaults of `prefill score`
     budget = found.memory["budget_bytes"]
     if not settings.memory and budget is not None:

@@ -98,14 +98,20 @@ def fingerprint(opening: Opening, models: LocalModels) -> dict[str, str]:
         found["label_norm"] = settings.label_norm
     if settings.engine != "torch":
         found["engine"] = hash_engine(settings)
-    if opened.draft is not None:
-        found["draft"] = models.of(opened.draft.origin).model()
-        if opened.draft_tokenizer is not None:
-            found["draft_tokenizer"] = models.of(opened.draft.origin).tokenizer()
+    small = [models.of(each.files.origin) for each in opened.small]
+    if small:
+        found["draft"] = _one_or_hash([each.model() for each in small])
+    own = [each.tokenizer() if opened.small[at].tokenizer is not None else "" for at, each in enumerate(small)]
+    if any(own):
+        found["draft_tokenizer"] = _one_or_hash(own)
     for each in opening.features:
         found |= each.identity(opening, values, models)
     found["settings"] = hash_value([*(values[name] for name in SETTINGS_ORDER), *added(values, SETTINGS_ORDER)])
     return found
+
+
+def _one_or_hash(digests: Sequence[str]) -> str:
+    return digests[0] if len(digests) == 1 else hash_value(digests)
 
 
 def output_job(fingerprint: Mapping[str, str], settings: ScoreSettings) -> Job:
@@ -145,5 +151,5 @@ def _replaces_code(opened: Opened) -> bool:
     """Whether the model or its draft brings code for a family that transformers could run without it."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    models = [files for files in (opened.files, opened.draft) if files is not None]
+    models = [opened.files, *(each.files for each in opened.small)]
     return any(files.family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and brings_code(files.path) for files in models)

@@ -13,7 +13,7 @@ from prefillcli.core.feature import Feature, features_of, plan_weights, text_roo
 from prefillcli.engines.base import Engine, LoadRequest
 from prefillcli.engines.memory_plan import RESIDENT, Measured
 from prefillcli.engines.registry import loader_of
-from prefillcli.models.open import Opened
+from prefillcli.models.open import Opened, Small
 from prefillcli.options.groups import LoadingOptions, PlacementOptions
 
 if TYPE_CHECKING:
@@ -40,27 +40,26 @@ class Models(Generic[AnyEngine]):
     budget: int = 0
     """Bytes that one pack may take."""
     pack_seconds: float = 0.0  # as of `Loaded`
-    draft: Any = None
-    """The weights of the draft."""
+    small: Sequence[Any] = ()
+    """The weights of the small models beside the model."""
     beside: dict[type[Feature], Any] = field(default_factory=dict)
     """The results of `Feature.load`, by feature."""
-    _draft_walk: LayerWalk | None = None
+    _small_walks: dict[int, LayerWalk] = field(default_factory=dict)
     _closing: ExitStack = field(default_factory=ExitStack)
 
-    def draft_walk(self, chunk_tokens: int | None = None) -> LayerWalk:
-        """A walk over the draft, which all users share in turn. The first one sets the number of tokens of a chunk."""
+    def small_walk(self, number: int = 0, chunk_tokens: int | None = None) -> LayerWalk:
+        """A walk over a small model, which all users share in turn. The first one sets the number of tokens of a
+        chunk."""
         from prefillcli.models.law import choose_chunk, memory_law
         from prefillcli.prefill.walk import LayerWalk
 
-        if self._draft_walk is None:
-            small = self.opened.draft
-            if small is None:
-                raise ValueError("no draft was opened")
+        if number not in self._small_walks:
+            small = self.opened.small[number].files
             if chunk_tokens is None:
                 chunk_tokens = choose_chunk(memory_law(small.config, small.dtype), self.budget, self.opened.device)
-            self._draft_walk = LayerWalk(self.draft, chunk_tokens=chunk_tokens)
-            self._closing.callback(self._draft_walk.close)
-        return self._draft_walk
+            walk = self._small_walks[number] = LayerWalk(self.small[number], chunk_tokens=chunk_tokens)
+            self._closing.callback(walk.close)
+        return self._small_walks[number]
 
     def add_features(self) -> None:
         """Let features load models or tables of their own. Raises UsageError."""
@@ -91,10 +90,9 @@ def load_models(
     plan of an earlier attempt, or empty. `share` and `planned` as in `LoadRequest`. `names` are those of the labels.
     Raises ResourceError where the weights cannot fit, before they are loaded.
     """
-    draft = None
-    if opened.draft is not None:
+    if opened.small:
         plan_weights(settings, opened)  # raises ResourceError
-        draft = _load_draft(opened, settings)
+    small = [_load_small(each, opened, settings) for each in opened.small]
     loaded = loader_of(getattr(settings, "engine", "torch")).load(
         LoadRequest(
             opened,
@@ -120,7 +118,7 @@ def load_models(
         planned=planned,
         budget=loaded.budget or 0,
         pack_seconds=loaded.pack_seconds,
-        draft=draft,
+        small=small,
     )
     models.add_features()
     for each in features_of(settings):
@@ -128,18 +126,16 @@ def load_models(
     return models
 
 
-def _load_draft(opened: Opened, settings: LoadingOptions) -> Any:
-    """The weights of the draft or of the first model, on the model's device. Raises as `load_model`, and UsageError if
-    it cannot be a draft."""
+def _load_small(small: Small, opened: Opened, settings: LoadingOptions) -> Any:
+    """The weights of a small model, on the model's device. Raises as `load_model`, and UsageError if it cannot be a
+    draft."""
     from prefillcli.models.load import load_model
     from prefillcli.models.rehearsal import check_uses
 
-    if opened.draft is None:
-        raise ValueError("no draft was opened")
-    draft = load_model(opened.draft, opened.device, trust_remote_code=settings.trust_remote_code)
+    loaded = load_model(small.files, opened.device, trust_remote_code=settings.trust_remote_code)
     if settings.draft is not None:
-        check_uses(draft, drafts=f"--draft {opened.draft.origin}", compresses=False)
-    return draft
+        check_uses(loaded, drafts=f"--draft {small.files.origin}", compresses=False)
+    return loaded
 
 
 def load_walk(

@@ -516,12 +516,13 @@ def _ahead(
     both = found.keys() & set(audited)
     left = [number for number in range(len(questions)) if number not in found or number in both]
     place = {number: at for at, number in enumerate(left)}
-    asked = [
-        replace(questions[number], early=EarlyAnswer(BEFORE, found[number].logprobs) if number in both else None)
-        for number in left
-    ]
+    asked = [replace(questions[number], early=_early(found[number]) if number in both else None) for number in left]
     known = [(questions[number], own) for number, own in sorted(found.items()) if number not in both]
     return asked, [place[number] for number in audited], known
+
+
+def _early(row: ScoredRow) -> EarlyAnswer:
+    return EarlyAnswer(BEFORE if row.exit_layer is None else row.exit_layer - 1, row.logprobs)
 
 
 def _add_ahead(

@@ -16,7 +16,7 @@ from prefillcli.data.rows import Prompt, Window
 from prefillcli.data.windows import Prefetcher, WindowSize, windows
 from prefillcli.errors import UsageError, without_secrets
 from prefillcli.models.files import sample_model
-from prefillcli.models.open import Opened, answer_labels, local_model, small_model
+from prefillcli.models.open import Opened, answer_labels, local_model, small_models
 from prefillcli.options.groups import JobOptions
 from prefillcli.runtime import log
 from prefillcli.runtime.memory import parse_size
@@ -210,8 +210,8 @@ class Opening:
 def local_models(settings: JobOptions) -> list[Path]:
     """The folders and GGUF files on this machine of the model, the draft and the features."""
     found = [sample_model() if settings.model is None else local_model(settings.model, "--model")]
-    if (small := small_model(settings)) is not None:
-        found.append(local_model(small[1], f"--{small[0]}"))
+    option, names = small_models(settings)
+    found += [local_model(name, f"--{option}") for name in names]
     return [*filter(None, found), *(path for each in features_of(settings) for path in each.folders())]
 
 

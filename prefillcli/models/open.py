@@ -89,20 +89,39 @@ class Variants(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """The files of a model and its draft, checked; no weights. `max_length` is the longest prompt in tokens.
+class Small:
+    """The files of a small model beside the model, and its tokenizer where that differs from the model's."""
 
-    `threads` are those of this process, if it computes itself.
+    files: ModelFiles
+    tokenizer: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The files of a model and the small ones beside it, checked; no weights. `max_length` is the longest prompt in
+    tokens.
+
+    The small ones are a draft, or the first models of a cascade in their order. `threads` are those of this process,
+    if it computes itself.
     """
 
     files: ModelFiles
     device: torch.device
     tokenizer: Any
-    draft: ModelFiles | None
+    small: tuple[Small, ...]
     max_length: int
     threads: Threads | None = None
-    draft_tokenizer: Any = None  # the draft's tokenizer, where it differs from the model's
     variants: Variants | None = None
+
+    @property
+    def draft(self) -> ModelFiles | None:
+        """The files of the draft, or of the first small model."""
+        return self.small[0].files if self.small else None
+
+    @property
+    def draft_tokenizer(self) -> Any:
+        """The draft's tokenizer, where it differs from the model's."""
+        return self.small[0].tokenizer if self.small else None
 
 
 def local_model(name: str, option: str) -> Path | None:
@@ -172,38 +191,54 @@ def _read(choice: ModelChoice, path: Path, device: torch.device, head: HeadChoic
     return read_model_files(path, dtype=choice.dtype, device=device.type, trust_remote_code=trusted, head=head)
 
 
-def small_model(choice: Any) -> tuple[str, str] | None:
-    """The option that names a small model to open beside the model, and its name: a draft, or a first model."""
+WORDS = "words"  # instead of a first model: its reading of a prompt are the words, and no model is needed
+
+
+def small_models(choice: Any) -> tuple[str, list[str]]:
+    """The option that names the small models to open beside the model, and their names: a draft, or first models."""
     if choice.draft is not None and not choice.drafts_itself:
-        return "draft", choice.draft
-    first = getattr(choice, "first", None)
-    return None if first is None else ("first", first)
+        return "draft", [choice.draft]
+    return "first", [name for name in getattr(choice, "first", ()) if name != WORDS]
+
+
+def with_small(choice: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The option that names the small models, as it is with other `names` for them."""
+    option, before = small_models(choice)
+    if not before:
+        return {}
+    own = iter(names)
+    return (
+        {option: names[0]}
+        if option == "draft"
+        else {option: tuple(name if name == WORDS else next(own) for name in choice.first)}
+    )
 
 
 def open_models(choice: DraftChoice) -> Opened:
     """`open_model`, and its tokenizer and the small model beside it. Raises UsageError or ResourceError."""
-    path, draft = _find_chosen(choice), None
-    option, name = small_model(choice) or ("", None)
-    if name is not None:
-        draft = find_model(name, option=f"--{option}")
+    path, (option, names) = _find_chosen(choice), small_models(choice)
+    found = [find_model(name, option=f"--{option}") for name in names]
     device, threads = _device_of(choice), Threads(choice.threads)
     files = _read(choice, path, device, choice.head)
     tokenizer = _load_tokenizer(files, choice.trust_remote_code)
-    small = other = None
-    if draft is not None:
-        small = _read(choice, draft, device)
-        if small.head is not None:
+    small = []
+    for name, folder in zip(names, found, strict=True):
+        own = _read(choice, folder, device)
+        if own.head is not None:
             raise UsageError(
                 f"--{option} {name}: it has a classification head, and must be a causal language model\n"
                 f"take another model, or {'--draft self' if option == 'draft' else 'leave it out'}"
             )
-        check_walkable(small, "take another small model")
-        check_loadable(small, device)
-        own = _load_tokenizer(small, choice.trust_remote_code)
+        check_walkable(own, "take another small model")
+        check_loadable(own, device)
         other = _other_tokenizer(
-            tokenizer, own, f"--{option} {name}", choice.draft_tokenizer if option == "draft" else "translate"
+            tokenizer,
+            _load_tokenizer(own, choice.trust_remote_code),
+            f"--{option} {name}",
+            choice.draft_tokenizer if option == "draft" else "translate",
         )
-    return Opened(files, device, tokenizer, small, files.max_length, threads, other)
+        small.append(Small(own, other))
+    return Opened(files, device, tokenizer, tuple(small), files.max_length, threads)
 
 
 def _other_tokenizer(tokenizer: Any, own: Any, said: str, how: Literal["same", "translate"]) -> Any:

@@ -434,8 +434,8 @@ def free_beside_draft(opened: Opened, budget: int) -> int:
 
 
 def draft_bytes(opened: Opened) -> int:
-    """Bytes of the device's free memory that the draft's weights take, at least; 0 without a draft."""
-    return 0 if opened.draft is None else weight_bytes(opened.draft, opened.device)
+    """Bytes of the device's free memory that the weights of the small models take, at least; 0 without any."""
+    return sum(weight_bytes(each.files, opened.device) for each in opened.small)
 
 
 def layer_bytes(files: ModelFiles, device: torch.device) -> dict[int | None, int]:

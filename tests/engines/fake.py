@@ -58,7 +58,7 @@ def open_models(choice: EngineChoice) -> Opened:
     sizes = SimpleNamespace(vocab_size=len(tokenizer))
     files: Any = SimpleNamespace(path=path, origin=path, dtype="fake", config=sizes, head=None, encoder=False)
     device: Any = None
-    return Opened(files, device, tokenizer, None, MAX_LENGTH)
+    return Opened(files, device, tokenizer, (), MAX_LENGTH)
 
 
 def load(request: LoadRequest) -> Loaded[FakeEngine]:

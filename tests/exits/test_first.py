@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 from prefillcli.core.question import Question
 from prefillcli.data.rows import BEFORE, Prompt
 from prefillcli.engines.base import Readings
-from prefillcli.features.exits.judging import CalibrationRows, calibrate_exits
+from prefillcli.features.exits.first import WIDTH, FirstReading, WordsReader, hashed_words, readings_of
+from prefillcli.features.exits.judging import CalibrationRows, ExitCosts, calibrate_exits
 from prefillcli.features.exits.learning import ExitUse, JobExits
 from prefillcli.features.exits.policy import ExitLayer, ExitPolicy, RidgeProbe
 from prefillcli.plan.behind import LabelSet
@@ -19,7 +21,7 @@ from prefillcli.plan.behind import LabelSet
 class Blind:
     """A first model that can read nothing."""
 
-    tokens, seconds = 0, 0.0
+    tokens, seconds, block = 0, 0.0, 2
 
     def read(self, prompts: Any, tick: Any) -> list[None]:
         return [None] * len(prompts)
@@ -28,9 +30,79 @@ class Blind:
 def test_where_it_can_read_nothing_it_decides_nothing() -> None:
     probe = RidgeProbe(np.ones((8, 2), np.float32), np.array([9, 0], np.float32))
     policy = ExitPolicy((ExitLayer(BEFORE, probe, (0.0, 0.0)),))
-    exits = JobExits(policy, ExitUse(status="calibrated", max_flips=0.1, model_layers=4), first=Blind())  # type: ignore[arg-type]
+    exits = JobExits(
+        policy, ExitUse(status="calibrated", max_flips=0.1, model_layers=4), first={BEFORE: ("blind", Blind())}
+    )
     question = Question(Prompt(0, np.arange(5, dtype=np.int32), labels=LabelSet.of([[5], [7]])))
     assert exits.ahead([question] * 3, lambda tokens: None) == ({}, 0)
+
+
+def test_words_are_counted_and_what_repeats_counts_by_its_logarithm() -> None:
+    one, twice = (hashed_words(np.array(tokens, np.int32)) for tokens in ([7], [7, 7]))
+    assert np.count_nonzero(one) == 1
+    assert np.abs(one).max() == np.float32(np.log(2))
+    assert np.count_nonzero(twice) == 2  # the token, and the pair
+    assert np.abs(twice).max() == np.float32(np.log(3))
+    # Other tokens lie elsewhere, and the order of two counts.
+    assert not np.array_equal(hashed_words(np.array([8, 9], np.int32)), hashed_words(np.array([9, 8], np.int32)))
+    many = np.stack([hashed_words(np.array([token], np.int32)) for token in range(4096)])
+    assert (np.count_nonzero(many, axis=1) == 1).all()
+    assert np.count_nonzero(many.any(axis=0)) > 0.9 * WIDTH * (1 - np.exp(-4096 / WIDTH))  # as many as chance fills
+    assert abs(float(np.sign(many).sum())) < 4 * 4096**0.5
+
+
+def test_where_a_word_decides_words_know_the_answer() -> None:
+    draws = np.random.default_rng(1)
+    prompts = draws.integers(0, 300, (1600, 30))
+    said = draws.random(1600) < 0.5
+    prompts[np.arange(1600), draws.integers(0, 30, 1600)] = np.where(said, 901, 902)
+    final = np.where(said, 3.0, -3.0)[:, None] * np.array([1.0, -1.0]) + draws.normal(0, 0.1, (1600, 1))
+    labels = LabelSet.of([[5], [7]])
+    rows = [Prompt(row, own.astype(np.int32), labels=labels) for row, own in enumerate(prompts)]
+    found = WordsReader(2).read(rows, lambda tokens: None)
+    readings = {BEFORE - 1: readings_of(found), BEFORE: readings_of([None] * 1600)}
+    costs = ExitCosts(first={BEFORE - 1: 0.01, BEFORE: 1.0})
+    learnt = calibrate_exits(CalibrationRows(readings, final, np.ones(1600)), layers=8, max_flips=0.02, costs=costs)
+    assert learnt.policy is not None
+    assert learnt.policy.layers == (BEFORE - 1,)
+    assert learnt.policy.inside is None
+    assert learnt.findings.exits[0].leaving > 0.9
+
+
+def test_each_of_several_reads_what_is_left_by_those_ahead_of_it() -> None:
+    draws = np.random.default_rng(2)
+    asked: list[list[int]] = []
+
+    class Sees:
+        """Reads a number of each prompt: its first token, or its second, less 50."""
+
+        tokens, seconds, block = 0, 0.0, 7
+
+        def __init__(self, place: int) -> None:
+            self.place = place
+
+        def read(self, prompts: Any, tick: Any) -> list[FirstReading]:
+            asked.append([prompt.row for prompt in prompts])
+            values = [float(prompt.tokens[self.place]) - 50 for prompt in prompts]
+            return [FirstReading(np.array([each, 1], np.float32), np.zeros(2), 0, 0.0) for each in values]
+
+    # Unit length makes the sign of what it reads; the bias of 0 is exceeded by all but a value near 0.
+    probe = RidgeProbe(np.array([[1, -1], [0, 0]], np.float32), np.zeros(2, np.float32))
+    policy = ExitPolicy((ExitLayer(BEFORE - 1, probe, (1.9, 1.9)), ExitLayer(BEFORE, probe, (1.9, math.inf))))
+    use = ExitUse(status="calibrated", max_flips=0.1, model_layers=4)
+    exits = JobExits(policy, use, first={BEFORE - 1: ("one", Sees(0)), BEFORE: ("two", Sees(1))})
+    tokens = np.where(draws.random((40, 2)) < 0.5, 50, draws.choice([10, 90], (40, 2)))
+    labels = LabelSet.of([[5], [7]])
+    questions = [Question(Prompt(row, own.astype(np.int32), labels=labels)) for row, own in enumerate(tokens)]
+    rows, _ = exits.ahead(questions, lambda tokens: None)
+    first = {row for row in range(40) if tokens[row, 0] != 50}
+    second = {row for row in range(40) if row not in first and tokens[row, 1] == 90}
+    assert {number: row.exit_layer for number, row in rows.items()} == dict.fromkeys(first, -1) | dict.fromkeys(
+        second, 0
+    )
+    assert [row for part in asked for row in part] == [*range(40), *(row for row in range(40) if row not in first)]
+    assert max(map(len, asked)) == 7
+    assert (exits.first_rows[BEFORE - 1], exits.first_rows[BEFORE]) == (40, 40 - len(first))
 
 
 def test_what_it_cannot_read_is_judged_too() -> None:

@@ -82,7 +82,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(model: Path, choice: Choice, tokenizer: Any = None) -> Opened:
     files = read_model_files(model)
-    return checked(Opened(files, CPU, tokenizer, None, files.max_length), choice)
+    return checked(Opened(files, CPU, tokenizer, (), files.max_length), choice)
 
 
 def checked(opened: Opened, choice: Choice) -> Opened:
@@ -159,7 +159,7 @@ def test_checking_reads_no_weights_of_the_model(model: Path, tmp_path: Path) -> 
     gone = replace(files, path=tmp_path / "config alone")
     gone.path.mkdir()
     (gone.path / "config.json").write_text((model / "config.json").read_text())
-    adapter = files_of(checked(Opened(gone, CPU, None, None, 100), OneChoice(it=folder)))[0]
+    adapter = files_of(checked(Opened(gone, CPU, None, (), 100), OneChoice(it=folder)))[0]
     wanted = [name for name in load_file(model / "model.safetensors") if "q_proj" in name or "v_proj" in name]
     sizes = load_file(model / "model.safetensors")
     wanted += [name for name in sizes if "down_proj" in name]
@@ -287,7 +287,7 @@ def test_quantised_models_are_refused(model: Path, tmp_path: Path) -> None:
     (packed / "config.json").write_text(json.dumps(config | {"quantization_config": own}))
     files = read_model_files(packed)
     with pytest.raises(UsageError, match="quantised, and merging would round them once more"):
-        checked(Opened(files, CPU, None, None, 100), OneChoice(it=folder))
+        checked(Opened(files, CPU, None, (), 100), OneChoice(it=folder))
 
 
 def test_an_option_of_a_newer_peft_is_told(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -633,9 +633,10 @@ def test_a_first_model_decides_rows_that_keep_their_answers(cascaded: Path, in_f
         own = [row for row, full in zip(rows, in_full, strict=True) if full["prediction"] == label]
         assert sum(row["prediction"] != label for row in own) <= FLIPS * len(own)
     exits = report["exits"]
-    assert (exits["first"]["rows"], report["methods"]["first"]) == (len(decided), len(decided))
+    (first,) = exits["first"]
+    assert (first["rows"], report["methods"]["first"]) == (len(decided), len(decided))
     assert exits["by_layer"]["0"]["rows"] == len(decided)
-    assert exits["first"]["cost"] > 0
+    assert first["cost"] > 0
     assert [each["layer"] for each in exits["layers"]] == [0]
     assert sum(each["left"] for each in exits["audited"]) == len(decided) - len(unread)
     assert report["tokens"]["draft"] > 0
@@ -707,7 +708,7 @@ def test_a_stopped_job_with_a_first_model_goes_on_and_another_night_takes_its_pr
     stop_in_the_third_window(data, deep_model, monkeypatch, **given, overwrite=True)
     another = score(data, "out.jsonl", model=deep_model, resume=True, **EXITS | given | {"first": deep_model})
     assert another["exit_code"] == 4
-    other = score(data, "other.jsonl", model=deep_model, **EXITS | profile | {"first": None, "exit": True})
+    other = score(data, "other.jsonl", model=deep_model, **EXITS | profile | {"first": (), "exit": True})
     assert (other["exit_code"], "different prompt settings" in other["error"]) == (2, True)
 
 
@@ -760,6 +761,30 @@ def test_a_first_model_reads_the_text_in_its_own_tokens() -> None:
     decided = [(row, full) for row, full in pairs if row["method"] == "first"]
     assert len(decided) > 70
     assert sum(row["prediction"] != full["prediction"] for row, full in decided) <= 0.05 * 700
+
+
+@pytest.mark.parametrize("flags", [{}, {"workers": 2, "exit": True}], ids=["here", "in workers, with exits"])
+def test_several_first_models_read_in_turn(
+    data: Path, deep_model: Path, shallow_model: Path, tmp_path: Path, in_full: list[Any], flags: dict[str, Any]
+) -> None:
+    other = save_model(tmp_path / "other", layers=2, seed=11)  # knows nothing, so it is not asked
+    given = {"model": deep_model, "first": (str(other), "words", str(shallow_model)), "audit": 60, **FIRST, **flags}
+    assert score(data, "out.jsonl", **given)["status"] == "complete"
+    rows, exits = read_output("out.jsonl"), read_report("out.run.json")["exits"]
+    blind, words, shallow = exits["first"]
+    assert [each["layer"] for each in exits["first"]] == [-2, -1, 0]
+    assert (words["model"], words["read_tokens"], blind["rows"], blind["read_rows"]) == ("words", 0, 0, 0)
+    assert shallow["rows"] == sum(row["exit_layer"] == 0 for row in rows) > ROWS / 8
+    for label in LABELS.split(","):
+        own = [row for row, full in zip(rows, in_full, strict=True) if full["prediction"] == label]
+        assert sum(row["prediction"] != label for row in own) <= FLIPS * len(own)
+    profile = json.loads(Path("out.exit.json").read_text())
+    again = given | {"exit_profile": "out.exit.json", "exit_rows": 40}
+    assert score(data, "again.jsonl", **again)["status"] == "complete"
+    assert {row["exit_layer"] for row in read_output("again.jsonl")} >= {0}
+    assert profile["exits"][-1 if not flags else 0]["layer"] <= -1
+    turned = score(data, "turned.jsonl", **again | {"first": ("words", str(shallow_model), str(other))})
+    assert (turned["exit_code"], "different prompt settings" in turned["error"]) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def load_draft(models: Models[Any]) -> Draft | None:
             log.warning(f"the draft failed, its rows are read in full: {text}")
 
     return Draft(
-        models.draft_walk(plan["chunk_tokens"]),
+        models.small_walk(chunk_tokens=plan["chunk_tokens"]),
         compression,
         limits=Limits(**plan["limits"]),
         max_length=opened.draft.max_length,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+from pydantic import BeforeValidator
 
 from prefillcli.core.feature import Feature, Objection, SideFile, json_with
 from prefillcli.errors import UsageError
+from prefillcli.models.open import WORDS
 from prefillcli.options.option import BENCH, EARLY_EXIT, Settings, details_of, option
 from prefillcli.options.requirements import Requirement
 
@@ -35,18 +38,23 @@ if TYPE_CHECKING:
         Treatment,
         Window,
     )
-    from prefillcli.features.exits.first import FirstModel
+    from prefillcli.features.exits.first import FirstModels
     from prefillcli.features.exits.learning import JobExits
     from prefillcli.features.exits.policy import ExitProfile
 
 EXIT = Requirement(
-    lambda s: s.exit or s.first is not None, "is for rows that leave early, but none does", "give --exit or --first"
+    lambda s: s.exit or s.first, "is for rows that leave early, but none does", "give --exit or --first"
 )
 EXIT_METHOD = Requirement(
     lambda s: "early-exit" in s.method,
     "is for the method early-exit, but it is not compared",
     "give --method early-exit",
 )
+
+
+def _names(value: object) -> object:
+    # A recipe or a program may give one name.
+    return (value,) if isinstance(value, str) else value
 
 
 class ExitOptions(Settings):
@@ -57,11 +65,12 @@ class ExitOptions(Settings):
         "Let rows leave the model once their answer is decided. --max-flips bounds how many answers that flips.",
         EARLY_EXIT, changes="scores", needs="exits",
     )  # fmt: skip
-    first: str | None = option(
-        None,
-        "A small model that reads every row first: a directory, a GGUF file or the name of a hub model. --model reads "
-        "the rows whose answer it cannot foretell; --max-flips bounds how many answers that flips.",
-        EARLY_EXIT, changes="scores", metavar="MODEL", path="model", needs="exits",
+    first: Annotated[tuple[str, ...], BeforeValidator(_names)] = option(
+        (),
+        "A small model that reads every row first: a directory, a GGUF file, the name of a hub model, or words, which "
+        "needs no model. --model reads the rows whose answer it cannot foretell; --max-flips bounds how many answers "
+        "that flips. Several read one after the other what is still in doubt.",
+        EARLY_EXIT, changes="scores", metavar="MODEL|words", path="model", repeatable=True, needs="exits", off=(),
     )  # fmt: skip
     flips_of: Literal["each", "all"] = option(
         "each",
@@ -138,11 +147,11 @@ class Exits(Feature):
     def asked(cls, settings: Any) -> bool:
         if not isinstance(settings, ExitOptions):
             return True
-        return settings.exit or settings.first is not None
+        return settings.exit or bool(settings.first)
 
     def check(self) -> None:
         settings = self.settings
-        if getattr(settings, "first", None) is not None and settings.draft is not None:
+        if getattr(settings, "first", ()) and settings.draft is not None:
             raise UsageError(
                 "--first cannot be combined with --draft: there is room for one small model\nleave one out"
             )
@@ -195,10 +204,9 @@ class Exits(Feature):
 
         own = [name for name in values if details_of(type(self.settings), name).panel == EARLY_EXIT]
         hashed = {name: values.pop(name) for name in own}
-        if hashed.get("first") is None:  # a model goes by its contents, as a draft does
-            hashed.pop("first", None)
-        else:
-            hashed["first"] = True
+        first = hashed.pop("first", ())  # a model goes by its contents, as a draft does
+        if first:
+            hashed["first"] = [name == WORDS for name in first]
         found = {"exit": hash_value(sorted(hashed.items()))}
         if self.profile is not None:
             found["exit_profile"] = hash_value(self.profile.model_dump(mode="json"))
@@ -211,7 +219,7 @@ class Exits(Feature):
             require_same_job(self.profile, self.settings.exit_profile, job_of_exits(job))
 
     def models_opened(self, opening: Opening) -> None:
-        if getattr(self.settings, "first", None) is not None and opening.opened.files.head is not None:
+        if getattr(self.settings, "first", ()) and opening.opened.files.head is not None:
             raise UsageError(
                 "--first: the model's classification head is read, and a first model has only tokens\n"
                 "leave --first out, or read the next token with --head vocabulary"
@@ -231,19 +239,19 @@ class Exits(Feature):
     def learn(
         self, opening: Opening, engine: PlanEngine, plan: Mapping[str, Any], tick: Callable[[float], None]
     ) -> Mapping[str, Any]:
-        from prefillcli.features.exits.first import FirstReader
+        from prefillcli.features.exits.first import readers_of
         from prefillcli.features.exits.learning import ExitLearning
 
         job = cast("Job", opening)  # nothing else has the option
         with job.clock.phase("exits"):
-            first = None if self.settings.first is None else FirstReader(job, type(self))
+            first = readers_of(job, type(self))
             self.exits = ExitLearning(job, engine, self.profile, first).exits()
         return {}
 
-    def load(self, models: Models[Any]) -> FirstModel | None:
+    def load(self, models: Models[Any]) -> FirstModels | None:
         from prefillcli.features.exits.first import load_first
 
-        return None if getattr(self.settings, "first", None) is None else load_first(models)
+        return load_first(models) if getattr(self.settings, "first", ()) else None
 
     @classmethod
     def work(cls, beside: Any, asked: Any, tick: Tick) -> Any:

@@ -1,7 +1,8 @@
-"""The first model of a cascade: it reads every row, and decides those whose answer by the large one it can foretell.
+"""The first models of a cascade: they read rows in turn, and decide those whose answer by the large one they foretell.
 
-Its reading of a row is what an exit reads after a layer: a hidden state, that of its last layer but one, and the
-log-probabilities of the labels, which are its own answer. So it is an exit before the first layer of the large model.
+The reading of a row is what an exit reads after a layer: a hidden state, that of the small model's last layer but one,
+and the log-probabilities of the labels, which are its own answer. So it is an exit before the first layer of the large
+model. The words of a prompt, without any model, are such a reading too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,8 +18,9 @@ from prefillcli.core.question import Tick
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Following, Labels, parse_labels, tail_of
 from prefillcli.data.prompts.translation import Translation, Translator
-from prefillcli.data.rows import Int32Array, Prompt
+from prefillcli.data.rows import BEFORE, Int32Array, Prompt
 from prefillcli.engines.base import EarlyExits, Engine, Readings, Treatment
+from prefillcli.models.open import WORDS, Small
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
@@ -29,6 +31,11 @@ if TYPE_CHECKING:
     from prefillcli.jobs.runners.pool import Pool
 
 _TAIL_TOKENS = 16
+WIDTH = 1 << 13  # numbers of a reading of words
+_BLOCK = 1024  # prompts whose words are read at a time
+# Odd constants of multiplicative hashing (Knuth, The Art of Computer Programming 3, 6.4): 2^64 over the golden ratio,
+# and another one.
+_SPREAD, _PAIRS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 
 
 class FirstPrompt(NamedTuple):
@@ -62,13 +69,13 @@ def readings_of(found: Sequence[FirstReading | None]) -> Readings:
 class FirstPrompts:
     """Makes the prompts of the first model of those of the large one: the same text, in its own tokens."""
 
-    def __init__(self, opened: Opened, settings: Any) -> None:
+    def __init__(self, opened: Opened, small: Small, settings: Any) -> None:
         self._translator, self._labels = None, None
-        if opened.draft_tokenizer is not None:
-            self._translator = Translator(opened.tokenizer, opened.draft_tokenizer)
-            self._encoder = Encoder(opened.draft_tokenizer)
+        if small.tokenizer is not None:
+            self._translator = Translator(opened.tokenizer, small.tokenizer)
+            self._encoder = Encoder(small.tokenizer)
             self._labels = Labels(
-                opened.draft_tokenizer,
+                small.tokenizer,
                 parse_labels(settings.labels),
                 norm=settings.label_norm,
                 end=settings.label_end,
@@ -90,7 +97,7 @@ class FirstPrompts:
 
 
 class FirstModel:
-    """The first model, loaded in this process."""
+    """A first model, loaded in this process."""
 
     def __init__(self, engine: Engine, observed: tuple[int, ...], max_length: int) -> None:
         self._engine, self._observed, self._max_length = engine, observed, max_length
@@ -114,35 +121,47 @@ class FirstModel:
                     )
         return found
 
+
+@dataclass(frozen=True, slots=True)
+class FirstModels:
+    """The first models of a job, in their order."""
+
+    models: Sequence[FirstModel]
+
     def close(self) -> None:
-        """The walk is closed by those who made it."""
+        """The walks are closed by those who made them."""
 
 
-def load_first(models: Models[Any]) -> FirstModel:
-    """The loaded first model, ready to read. The plan has the limits of its packs. Raises ResourceError."""
-    from prefillcli.engines.torch import TorchEngine
+def load_first(models: Models[Any]) -> FirstModels:
+    """The loaded first models, ready to read. The plan has the limits of their packs. Raises ResourceError."""
+    if not models.planned:
+        before = models.before.get("first", [])
+        models.plan["first"] = [
+            _planned(models, each, before[number] if number < len(before) else None)
+            for number, each in enumerate(models.opened.small)
+        ]
+    return FirstModels([_loaded(models, number, plan) for number, plan in enumerate(models.plan["first"])])
+
+
+def _planned(models: Models[Any], small: Small, before: dict[str, Any] | None) -> dict[str, Any]:
+    # The limits of its packs, or those of an earlier attempt.
     from prefillcli.models.law import choose_chunk, draft_limits, memory_law
 
-    small = models.opened.draft
-    if small is None:
-        raise ValueError("no first model was opened")
-    if not models.planned:
-        law = memory_law(small.config, small.dtype)
-        chunk = models.settings.chunk_tokens or choose_chunk(law, models.budget, models.opened.device)
-        limits = draft_limits(
-            law,
-            budget=models.budget,
-            device=models.opened.device,
-            chunk_tokens=chunk,
-            queries=1,
-            all_layers=False,
-        )
-        made = {"chunk_tokens": chunk, "limits": asdict(replace(limits, read_tokens=None))}
-        before = models.before.get("first", {})
-        keeps = before and before["limits"]["max_tokens"] <= limits.max_tokens
-        models.plan["first"] = dict(before) if keeps else made
-    plan = models.plan["first"]
-    walk = models.draft_walk(plan["chunk_tokens"])
+    law = memory_law(small.files.config, small.files.dtype)
+    chunk = models.settings.chunk_tokens or choose_chunk(law, models.budget, models.opened.device)
+    limits = draft_limits(
+        law, budget=models.budget, device=models.opened.device, chunk_tokens=chunk, queries=1, all_layers=False
+    )
+    if before is not None and before["limits"]["max_tokens"] <= limits.max_tokens:
+        return dict(before)
+    return {"chunk_tokens": chunk, "limits": asdict(replace(limits, read_tokens=None))}
+
+
+def _loaded(models: Models[Any], number: int, plan: dict[str, Any]) -> FirstModel:
+    from prefillcli.engines.torch import TorchEngine
+
+    small = models.opened.small[number].files
+    walk = models.small_walk(number, plan["chunk_tokens"])
     depth = small.config.get_text_config().num_hidden_layers
     observed = (depth - 2,) if depth > 1 else ()
     return FirstModel(TorchEngine(walk, limits=Limits(**plan["limits"])), observed, small.max_length)
@@ -150,27 +169,90 @@ def load_first(models: Models[Any]) -> FirstModel:
 
 @dataclass(frozen=True, slots=True)
 class FirstTask:
-    """Prompts for the first model of a worker."""
+    """Prompts for one of the first models of a worker."""
 
+    number: int
     prompts: list[FirstPrompt]
 
-    def answer(self, first: FirstModel, tick: Tick) -> list[FirstReading | None]:
+    def answer(self, first: FirstModels, tick: Tick) -> list[FirstReading | None]:
         """Ask it."""
-        return first.read(self.prompts, tick)
+        return first.models[self.number].read(self.prompts, tick)
+
+
+class Reader(Protocol):
+    """A reading before the first layer: of a first model, or of words.
+
+    `tokens` and `seconds` are those that it took so far. It reads at most `block` prompts at a time.
+    """
+
+    tokens: int
+    seconds: float
+    block: int
+
+    def read(self, prompts: Sequence[Prompt], tick: Tick) -> list[FirstReading | None]:
+        """The reading of each prompt; None for one that it cannot read."""
+
+
+def readers_of(scorer: Scorer, feature: type[Feature]) -> dict[int, tuple[str, Reader]]:
+    """The names and readers of `--first` by their layers: the last one's is that before the first layer."""
+    names, own = scorer.settings.first, iter(range(len(scorer.opened.small)))
+    return {
+        BEFORE - len(names) + 1 + place: (
+            name,
+            WordsReader(len(scorer.labels.names)) if name == WORDS else FirstReader(scorer, feature, next(own)),
+        )
+        for place, name in enumerate(names)
+    }
+
+
+class WordsReader:
+    """Reads the words of prompts: tokens and pairs of neighbours, hashed to the numbers of a vector.
+
+    A token or pair adds 1 or -1 at a place, both of which follow from its hash, so that different ones that meet there
+    do not add up on average (Weinberger et al. 2009, arXiv 0902.2206). What repeats counts by its logarithm.
+    """
+
+    block = _BLOCK
+
+    def __init__(self, labels: int) -> None:
+        self.tokens = 0  # none is computed
+        self.seconds = 0.0
+        self._unsaid = np.zeros(labels)  # words have no answer of their own
+
+    def read(self, prompts: Sequence[Prompt], tick: Tick) -> list[FirstReading | None]:
+        """The reading of each prompt."""
+        begun = time.monotonic()
+        found = [hashed_words(each.tokens) for each in prompts]
+        taken = time.monotonic() - begun
+        self.seconds += taken
+        return [FirstReading(each, self._unsaid, 0, taken / len(prompts)) for each in found]
+
+
+def hashed_words(tokens: Int32Array) -> Float32Array:
+    """The hashed tokens and pairs of neighbours of a prompt, float32 [`WIDTH`]."""
+    ones = tokens.astype(np.uint64) + np.uint64(1)
+    hashed = np.concatenate([ones, ones[:-1] * _SPREAD + ones[1:]]) * _PAIRS
+    hashed = (hashed ^ (hashed >> np.uint64(32))) * _PAIRS
+    places = (hashed >> np.uint64(51)).astype(np.int64)
+    signs = np.where(hashed & np.uint64(1 << 20), 1.0, -1.0)
+    counts = np.bincount(places, signs, WIDTH)
+    return np.asarray(np.sign(counts) * np.log1p(np.abs(counts)), np.float32)
 
 
 class FirstReader:
-    """The first model of a job, here or in workers."""
+    """A first model of a job, here or in workers."""
 
-    def __init__(self, scorer: Scorer, feature: type[Feature]) -> None:
+    block = 1 << 31  # all at once
+
+    def __init__(self, scorer: Scorer, feature: type[Feature], number: int) -> None:
         from prefillcli.jobs.runners.pool import Pool
 
-        self.tokens = 0  # computed so far
+        self.tokens = 0
         self.seconds = 0.0
-        self._prompts = FirstPrompts(scorer.opened, scorer.settings)
+        self._prompts = FirstPrompts(scorer.opened, scorer.opened.small[number], scorer.settings)
         self._pool: Pool | None = scorer.pool if isinstance(scorer.pool, Pool) else None
-        self._model: FirstModel | None = scorer.beside.get(feature)
-        self._feature = feature
+        self._models: FirstModels | None = scorer.beside.get(feature)
+        self._feature, self._number = feature, number
 
     def read(self, prompts: Sequence[Prompt], tick: Tick) -> list[FirstReading | None]:
         """The reading of each prompt; None for one that the first model cannot read."""
@@ -187,15 +269,15 @@ class FirstReader:
         return found
 
     def _local(self, prompts: Sequence[FirstPrompt], tick: Tick) -> list[FirstReading | None]:
-        if self._model is None:
+        if self._models is None:
             raise ValueError("no first model was loaded")
-        return self._model.read(prompts, tick)
+        return self._models.models[self._number].read(prompts, tick)
 
     def _remote(self, prompts: Sequence[FirstPrompt], tick: Tick) -> list[FirstReading | None]:
         pool = self._pool
         if pool is None:
             raise ValueError("there are no workers")
-        limits = Limits(**pool.plan["first"]["limits"])
+        limits = Limits(**pool.plan["first"][self._number]["limits"])
         able = [number for number, each in enumerate(prompts) if len(each.tokens) <= limits.max_tokens]
         plan = make_plan([prompts[number].tokens for number in able], limits)
         parts = [([able[prompt] for prompt in pack.prompts], Plan([pack], 0)) for pack in plan.packs if pack.reads]
@@ -206,6 +288,6 @@ class FirstReader:
                 found[number] = each
             tick(0.0)
 
-        tasks = [(FirstTask([prompts[number] for number in own]), own_plan) for own, own_plan in parts]
+        tasks = [(FirstTask(self._number, [prompts[number] for number in own]), own_plan) for own, own_plan in parts]
         pool.ask_feature(self._feature, tasks, took)
         return found

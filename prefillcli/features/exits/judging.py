@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -144,9 +144,9 @@ class CalibrationRows:
         return np.asarray(np.isfinite(self.readings[layer].hidden).all(axis=1), np.bool_)
 
     @property
-    def paying(self) -> Float64Array:
-        """The tokens of each row that a first model reads [rows]."""
-        return self.weights * self.read_after(BEFORE) if BEFORE in self.readings else self.weights
+    def before(self) -> dict[int, BoolArray]:
+        """The rows that each of the first models can read, masks [rows], by layer."""
+        return {layer: self.read_after(layer) for layer in self.readings if layer <= BEFORE}
 
     def chosen(self, rows: IntArray | BoolArray) -> CalibrationRows:
         """Some of the rows."""
@@ -162,7 +162,7 @@ class CalibrationRows:
         Those that a first model cannot read are sound: they must be judged too, as they may leave inside the model.
         """
         sound: BoolArray = np.ones(len(self), dtype=np.bool_)
-        inside = [readings for layer, readings in self.readings.items() if layer != BEFORE]
+        inside = [readings for layer, readings in self.readings.items() if layer > BEFORE]
         shown = [each for readings in inside for each in (readings.hidden, readings.logits, readings.before)]
         for values in (self.final, *shown):
             sound &= np.isfinite(values).all(axis=1)
@@ -254,7 +254,8 @@ class ExitCosts:
     repeated: float = 0.115
     regroup: float = 0.05
     reading: float = 3.0
-    first: float = 0.0  # the reading of a token by a first model, in layers of the model
+    # The reading of a token by each of the first models, in layers of the model.
+    first: Mapping[int, float] = field(default_factory=dict)
 
 
 def exit_costs(config: Any) -> ExitCosts:
@@ -290,13 +291,13 @@ def work_of(
     weights: Float64Array,
     layers: int,
     costs: ExitCosts,
-    read: Float64Array | None = None,
+    before: Mapping[int, BoolArray] | None = None,
 ) -> Work:
     """The work for rows of which `decided` [exits, rows] may leave after `exit_layers`, numbered from 0.
 
-    Each row pays for `weights` [rows] tokens alone, through so many `layers`; of these a first model reads `read`
-    [rows] (None: all). An exit peeks where that is cheaper: rows that leave skip the layer except for its K,V; rows
-    that stay compute a part of it twice.
+    Each row pays for `weights` [rows] tokens alone, through so many `layers`. `before` are the rows that first models
+    can read, masks [rows] by layer (None: all). An exit peeks where that is cheaper: rows that leave skip the layer
+    except for its K,V; rows that stay compute a part of it twice.
     """
     full = layers - 1 + costs.keys
     inside = np.ones(decided.shape[1], dtype=np.bool_)
@@ -307,8 +308,9 @@ def work_of(
     for number, layer in enumerate(exit_layers):
         going = inside & decided[number]
         staying = inside & ~decided[number]
-        if layer == BEFORE:  # every row is read, and a decided one is not begun
-            paid += costs.first * (weights if read is None else read)
+        if layer <= BEFORE:  # a row that it can read is read, and a decided one is not begun
+            read = inside if before is None else inside & before[layer]
+            paid[read] += costs.first.get(layer, 0.0) * weights[read]
             gone[going] = 0
             left[going] = number
             peeks.append(False)
@@ -523,7 +525,7 @@ def work_at(
     """The cost of the rows that exits were fitted to, each by a prediction that left it out, at `levels` [labels]."""
     at = np.asarray(levels)
     decided = np.stack([each.reach >= at[each.label] for each in exits])
-    return work_of(decided, [each.layer for each in exits], fit.weights, layers, costs, fit.paying)
+    return work_of(decided, [each.layer for each in exits], fit.weights, layers, costs, fit.before)
 
 
 def choose_layers(
@@ -680,7 +682,7 @@ def calibrate_exits(
         return _none(findings, short[0] if short else f"{len(fit):,} rows are too few to fit probes to")
     able = [layer for layer in candidates if fit.read_after(layer).sum() >= _FEWEST]
     if not able:
-        return _none(findings, "the first model can read too few of the rows")
+        return _none(findings, "--first can read too few of the rows")
     found = [candidate_of(fit, layer, seed) for layer in able]
     chosen = choose_layers(found, fit, task)
     if not chosen:
@@ -756,8 +758,8 @@ def _nothing_saved(best: Candidate, task: _Task) -> str:
 
 
 def place_of(layer: int) -> str:
-    """Where rows leave, for people: after this layer, numbered from 1; 0: they are decided before."""
-    return f"after layer {layer}" if layer else "by the first model"
+    """Where rows leave, for people: after this layer, numbered from 1; 0 and less: they are decided before."""
+    return f"after layer {layer}" if layer > 0 else "before layer 1"
 
 
 def _not_proven(task: _Task, tested: Sequence[Level]) -> str:
@@ -782,7 +784,7 @@ def _work(exits: Sequence[Candidate], levels: Sequence[float], judge: Calibratio
     # The cost of the judged rows at these levels [labels]. Only the levels were chosen on these rows.
     said, reach = _seen(exits, judge)
     decided = reach >= np.asarray(levels)[said]
-    return work_of(decided, [each.layer for each in exits], judge.weights, task.layers, task.costs, judge.paying)
+    return work_of(decided, [each.layer for each in exits], judge.weights, task.layers, task.costs, judge.before)
 
 
 def _classes(
@@ -810,7 +812,7 @@ def _curve(task: _Task, exits: Sequence[Candidate], judge: CalibrationRows) -> t
     (said, reach), truth, found = _seen(exits, judge), judge.truth, []
     for level in _CURVE:
         work = work_of(
-            reach >= level, [each.layer for each in exits], judge.weights, task.layers, task.costs, judge.paying
+            reach >= level, [each.layer for each in exits], judge.weights, task.layers, task.costs, judge.before
         )
         flipped = (work.left >= 0) & (said[work.left, np.arange(len(truth))] != truth)
         of_class = [flipped[truth == number] for number in range(judge.labels)]

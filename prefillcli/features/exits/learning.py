@@ -25,7 +25,7 @@ from prefillcli.data.output.store import write_sealed
 from prefillcli.data.rows import BEFORE, FIRST, Int64Array, Prompt, ScoredRow
 from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
 from prefillcli.errors import PrefillError
-from prefillcli.features.exits.first import FirstReader, FirstReading, readings_of
+from prefillcli.features.exits.first import FirstReading, Reader, readings_of
 from prefillcli.features.exits.judging import (
     CalibrationRows,
     calibrate_exits,
@@ -33,7 +33,6 @@ from prefillcli.features.exits.judging import (
     drifted_classes,
     exit_costs,
     observed_layers,
-    place_of,
     recheck_exits,
     rows_for_rarest,
     rows_to_learn,
@@ -141,9 +140,10 @@ class UsedExit(BaseModel):
 
 
 class FirstUse(BaseModel):
-    """The first model of a run."""
+    """One of the first models of a run, or words."""
 
     model: str
+    layer: int = 0  # the exit layer of the rows that it decides: 0 for the last one, -1 for the one before, and so on
     cost: float  # of its reading of a token, over that of the model
     token_seconds: float  # of the model for a token of a prompt, by the rows that were read in full first
     rows: int = 0  # of the output that it decided
@@ -175,7 +175,7 @@ class ExitUse(BaseModel):
     calibration_rows: int = 0  # read in full before the first window
     learnt_rows: int = 0  # those of them whose scores in the output are from that read
     classes: list[JudgedLabel] = Field(default_factory=list)
-    first: FirstUse | None = None
+    first: list[FirstUse] = Field(default_factory=list)
     layers: list[UsedExit] = Field(default_factory=list)
     by_layer: dict[str, LayerCount] = Field(default_factory=dict)  # the layers that rows went through, then "full"
     layers_saved: float | None = None  # share of the layers of computed tokens that exits spared this run
@@ -197,8 +197,9 @@ class ExitUse(BaseModel):
             own = self.by_layer.get(str(each.layer))
             each.rows = own.rows if own is not None else 0
             each.share = each.rows / self.free_rows if self.free_rows else None
-            if each.layer == 0 and self.first is not None:
-                self.first.rows, self.first.share = each.rows, each.share
+            for first in self.first:
+                if first.layer == each.layer:
+                    first.rows, first.share = each.rows, each.share
         self.audited = [
             AuditedLabel(
                 label=label,
@@ -235,8 +236,7 @@ class ExitUse(BaseModel):
 def exit_lines(use: ExitUse) -> Iterator[tuple[str, str]]:
     """The lines that exits add to the table of a run: name and text."""
     yield "exits", _status(use)
-    if use.first is not None:
-        own = use.first
+    for own in use.first:
         yield (
             "first model",
             f"{visible(own.model, line=True)}, {own.cost:.1%} of the cost of a token; it read "
@@ -292,14 +292,21 @@ def _layers(use: ExitUse) -> str:
         learnt = use.rows - use.free_rows if name == TO_THE_END else 0
         share = f"{(own.rows - learnt) / use.free_rows:.1%}"
         wanted = f", {expected[name]:.1%} expected" if name in expected else ""
-        place = "by the first model" if name == "0" else f"after {name}"
-        texts.append(f"to the end {share}" if name == TO_THE_END else f"{place} {share}{wanted}")
+        texts.append(f"{_place(use, name)} {share}{wanted}")
     others = f"; without {counted(use.rows - use.free_rows, 'row')} to learn from" if use.free_rows < use.rows else ""
     return f"of {use.model_layers}: " + "; ".join(texts) + others
 
 
+def _place(use: ExitUse, name: str) -> str:
+    # Where rows left, by the name that their layer has in a report.
+    if name == TO_THE_END:
+        return "to the end"
+    by = next((first.model for first in use.first if first.layer == int(name)), None)
+    return f"after {name}" if by is None else f"by {visible(by, line=True)}"
+
+
 def _saved(use: ExitUse) -> str | None:
-    texts, inside = [], any(each.layer for each in use.layers)
+    texts, inside = [], any(each.layer > 0 for each in use.layers)
     if use.layers_saved is not None and inside:
         texts.append(f"{use.layers_saved:.1%} of the tokens' layers spared")
     if use.measured_gain is not None:
@@ -349,7 +356,7 @@ def section(use: ExitUse) -> Section:
     labels = [f"ahead for {label}" for label in use.layers[0].thresholds] if use.layers else []
     layer_rows = [
         [
-            f"{each.layer}" if each.layer else "0 (first model)",
+            f"{each.layer}" if each.layer > 0 else f"{each.layer} ({_place(use, str(each.layer))})",
             each.probe,
             "yes" if each.peek else "no",
             *("stays" if ahead is None else f"{ahead:.2f}" for ahead in each.thresholds.values()),
@@ -426,7 +433,7 @@ def gain_plot(use: ExitUse) -> Plot | None:
 
 def _by_layer(use: ExitUse) -> list[Bar]:
     values = {name: float(own.rows) for name, own in use.by_layer.items()}
-    names = {name: "to the end" if name == TO_THE_END else place_of(int(name)) for name in values}
+    names = {name: _place(use, name).replace("after", "after layer") for name in values}
     texts = {
         names[name]: f"{own.rows:,} ({own.rows / max(use.rows, 1):.1%}), {abbreviated(own.prompt_tokens)} tokens"
         for name, own in use.by_layer.items()
@@ -483,10 +490,11 @@ class JobExits:
     layers: float = 0.0
     skipped: float = 0.0
     kept_alive: Counter[str] = field(default_factory=Counter)  # token-layers of shared prefixes, by number of rows
-    # A first model, its rows and seconds in this run, and the tokens of the prompts that it decided.
-    first: FirstReader | None = None
-    first_rows: int = 0
-    first_seconds: float = 0.0
+    # The first models by layer with their names; their rows and seconds in this run, and the tokens of the prompts
+    # that they decided.
+    first: Mapping[int, tuple[str, Reader]] = field(default_factory=dict)
+    first_rows: Counter[int] = field(default_factory=Counter)
+    first_seconds: dict[int, float] = field(default_factory=dict)
     spared: int = 0
 
     def treatment(self, in_full: frozenset[int]) -> Treatment:
@@ -495,23 +503,38 @@ class JobExits:
         return PLAIN if inside is None else Treatment(EarlyExits(inside, in_full), self.regroup_cost)
 
     def ahead(self, questions: Sequence[Question], tick: TickTokens) -> tuple[dict[int, ScoredRow], int]:
-        """The answers that the first model gives, by the places of the questions, and the tokens that it computed."""
-        first = self.first
-        if first is None or self.policy is None or BEFORE not in self.policy.layers or not questions:
-            return {}, 0
-        tokens, seconds = first.tokens, first.seconds
-        found = first.read([question.prompt for question in questions], tick)
-        read = [number for number, each in enumerate(found) if each is not None]
-        rows = {}
-        if read:
-            decided, logprobs = self.policy.decide(BEFORE, readings_of([found[number] for number in read]))
-            for number, leaves, own in zip(read, decided.tolist(), logprobs, strict=True):
-                if leaves:
-                    rows[number] = decided_row(questions[number], own, found[number])
-                    self.spared += len(questions[number].tokens)
-        self.first_rows += len(questions)
-        self.first_seconds += first.seconds - seconds
-        return rows, first.tokens - tokens
+        """The answers that the first models give, by the places of the questions, and the tokens that they
+        computed."""
+        rows: dict[int, ScoredRow] = {}
+        computed = 0
+        for layer in () if self.policy is None else self.policy.layers:
+            if layer > BEFORE:
+                break
+            reader = self.first[layer][1]
+            tokens, seconds = reader.tokens, reader.seconds
+            left = [number for number in range(len(questions)) if number not in rows]
+            for at in range(0, len(left), reader.block):
+                rows |= self._decided(layer, reader, questions, left[at : at + reader.block], tick)
+            self.first_rows[layer] += len(left)
+            self.first_seconds[layer] = self.first_seconds.get(layer, 0.0) + reader.seconds - seconds
+            computed += reader.tokens - tokens
+        self.spared += sum(len(questions[number].tokens) for number in rows)
+        return rows, computed
+
+    def _decided(
+        self, layer: int, reader: Reader, questions: Sequence[Question], numbers: Sequence[int], tick: TickTokens
+    ) -> dict[int, ScoredRow]:
+        # The rows of the questions with these `numbers` that a first model decides.
+        found = reader.read([questions[number].prompt for number in numbers], tick)
+        read = [(number, each) for number, each in zip(numbers, found, strict=True) if each is not None]
+        if not read or self.policy is None:
+            return {}
+        decided, logprobs = self.policy.decide(layer, readings_of([each for _, each in read]))
+        return {
+            number: decided_row(questions[number], own, layer, each.seconds)
+            for (number, each), leaves, own in zip(read, decided.tolist(), logprobs, strict=True)
+            if leaves
+        }
 
     def add(self, pack: Pack, answers: Sequence[Answer]) -> None:
         """Count the layers that exits saved in a pack, by all of its answers."""
@@ -544,7 +567,7 @@ class JobExits:
             "rows are not like those that the exits were learnt on"
         )
         sink.plan = sink.plan | {EXITS: sink.plan[EXITS] | {name: getattr(use, name) for name in ENDED}}
-        log.warning(f"{'--exit' if use.first is None else '--first'}: {use.reason}; all further rows are read in full")
+        log.warning(f"{'--first' if use.first else '--exit'}: {use.reason}; all further rows are read in full")
 
     def report(self, tokens: Any) -> ExitUse:
         """The exits for the run's report, with the savings in its packs; `tokens` (`report.run.Tokens`) are those of
@@ -553,24 +576,31 @@ class JobExits:
         The counts of the output are still missing: see `ExitUse.take`.
         """
         computed = tokens.computed * self.use.model_layers
-        spared = 0.0 if self.use.first is None else self.spared * self.use.first.token_seconds
-        taken = self.seconds + self.first_seconds
+        spared = self.spared * self.use.first[0].token_seconds if self.use.first else 0.0
+        taken = self.seconds + sum(self.first_seconds.values())
         gains = {
             "layers_saved": tokens.skipped / computed if computed else None,
             "layers_gain": self.layers / (self.layers - self.skipped) if self.layers else None,
             "measured_gain": (self.full_seconds + spared) / taken if taken else None,
             "kept_alive": dict(self.kept_alive),
         }
-        if self.use.first is not None and self.first is not None:
-            read = {"read_rows": self.first_rows, "read_tokens": self.first.tokens, "seconds": self.first_seconds}
-            gains["first"] = self.use.first.model_copy(update=read)
+        if self.first:
+            gains["first"] = [
+                each.model_copy(
+                    update={
+                        "read_rows": self.first_rows[each.layer - 1],
+                        "read_tokens": self.first[each.layer - 1][1].tokens,
+                        "seconds": self.first_seconds.get(each.layer - 1, 0.0),
+                    }
+                )
+                for each in self.use.first
+            ]
         return self.use.model_copy(update=gains)
 
 
-def decided_row(question: Question, logprobs: Any, reading: FirstReading | None) -> ScoredRow:
-    """A row that the first model has decided: nothing of it is computed by the model itself."""
-    row, seconds = question.prompt.row, 0.0 if reading is None else reading.seconds
-    return ScoredRow(row, logprobs, 0, 0, 0, seconds, method=FIRST, exit_layer=BEFORE + 1)
+def decided_row(question: Question, logprobs: Any, layer: int, seconds: float) -> ScoredRow:
+    """A row that a first model has decided: nothing of it is computed by the model itself."""
+    return ScoredRow(question.prompt.row, logprobs, 0, 0, 0, seconds, method=FIRST, exit_layer=layer + 1)
 
 
 def _layers_through(exit_layers: Sequence[int | None]) -> int | None:
@@ -596,17 +626,18 @@ def _use_of(stored: Mapping[str, Any]) -> ExitUse:
 @dataclass(slots=True)
 class _ReadRows:
     # Questions that were answered in full; `unique` is the size of their trie, in tokens. `first` has the readings of
-    # a first model.
+    # the first models, by layer.
     questions: list[Question]
     answers: list[Answer]
     unique: int
-    first: list[FirstReading | None]
+    first: dict[int, list[FirstReading | None]]
 
     def add(self, other: _ReadRows) -> None:
         self.questions += other.questions
         self.answers += other.answers
         self.unique += other.unique
-        self.first += other.first
+        for layer, found in other.first.items():
+            self.first.setdefault(layer, []).extend(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -616,7 +647,7 @@ class ExitLearning:
     job: Job
     engine: PlanEngine
     given: ExitProfile | None  # the profile that `--exit-profile` names
-    first: FirstReader | None = None
+    first: Mapping[int, tuple[str, Reader]] = field(default_factory=dict)
 
     def exits(self) -> JobExits:
         """The exits. The job's recorder counts the tokens that learning them took in this run."""
@@ -692,7 +723,9 @@ class ExitLearning:
                 layers=depth,
                 max_flips=settings.max_flips,
                 labels=names,
-                costs=replace(exit_costs(config), first=0.0 if first is None else first.cost * in_full(depth)),
+                costs=replace(
+                    exit_costs(config), first={each.layer - 1: each.cost * in_full(depth) for each in first}
+                ),
                 flips_of=settings.flips_of,
                 of=self._drawn_from,
             )
@@ -733,18 +766,19 @@ class ExitLearning:
         )
         return profile, known, use
 
-    def _with_first(self, read: _ReadRows, rows: CalibrationRows) -> tuple[CalibrationRows, FirstUse | None]:
-        # The rows with the readings of the first model, and what a token costs each of the two. Medians, because the
+    def _with_first(self, read: _ReadRows, rows: CalibrationRows) -> tuple[CalibrationRows, list[FirstUse]]:
+        # The rows with the readings of the first models, and what a token costs each of them. Medians, because the
         # first packs take longer than others.
-        if self.first is None:
-            return rows, None
-        both = [each for each in zip(read.first, read.questions, read.answers, strict=True) if each[0] is not None]
-        own = [each.seconds / len(question.tokens) for each, question, _ in both if each is not None]
-        full = [answer.seconds / len(question.tokens) for _, question, answer in both]
-        seconds = float(np.median(full)) if full else 0.0
-        cost = float(np.median(own)) / seconds if seconds else 0.0
-        use = FirstUse(model=str(self.job.settings.first), cost=cost, token_seconds=seconds)
-        return replace(rows, readings={BEFORE: readings_of(read.first), **rows.readings}), use
+        readings, used = {}, []
+        for layer, found in read.first.items():
+            both = [each for each in zip(found, read.questions, read.answers, strict=True) if each[0] is not None]
+            own = [each.seconds / len(question.tokens) for each, question, _ in both if each is not None]
+            full = [answer.seconds / len(question.tokens) for _, question, answer in both]
+            seconds = float(np.median(full)) if full else 0.0
+            cost = float(np.median(own)) / seconds if seconds else 0.0
+            used.append(FirstUse(model=self.first[layer][0], layer=layer + 1, cost=cost, token_seconds=seconds))
+            readings[layer] = readings_of(found)
+        return replace(rows, readings=readings | dict(rows.readings)), used
 
     def _read_rows(self, layers: Sequence[int], provable: ProvableFlips | None) -> _ReadRows:
         # Random rows of the job, read in full: as many as the user asks for, but no more than half of its rows.
@@ -756,6 +790,9 @@ class ExitLearning:
         read = self._read(drawn[:count], layers, f"for {settings.exit_option}")
         if settings.exit_rows is None and provable is not None and classes > 1 and read.answers:
             bytes_of_row = 4 * max(len(layers), 1) * self.job.opened.files.config.get_text_config().hidden_size
+            bytes_of_row += sum(
+                next((each.hidden.nbytes for each in own if each is not None), 0) for own in read.first.values()
+            )
             most = min(len(drawn), MOST_BYTES // bytes_of_row)
             best = [int(answer.logprobs.argmax()) for answer in read.answers]
             total = rows_for_rarest(np.bincount(best, minlength=classes), settings.max_flips, most)
@@ -766,7 +803,7 @@ class ExitLearning:
         # The rows with these numbers that fit the memory, read in full, with readings after these layers.
         questions = self._questions(np.sort(numbers))
         if not questions:
-            return _ReadRows([], [], 0, [])
+            return _ReadRows([], [], 0, {})
         if not self.job.settings.quiet:
             log.info(f"{len(questions):,} rows are read in full first, {why}")
         plan = plan_questions(questions, self.engine.limits, self.job.settings.schedule)
@@ -779,7 +816,8 @@ class ExitLearning:
             found |= {answer.prompt: answer for answer in answers if answer.failure is None}
         answered = sorted(found)
         own = [questions[number] for number in answered]
-        first = [] if self.first is None else self.first.read([each.prompt for each in own], self.job.tick)
+        prompts = [each.prompt for each in own]
+        first = {layer: reader.read(prompts, self.job.tick) for layer, (_, reader) in self.first.items()}
         return _ReadRows(own, [found[number] for number in answered], plan.unique_tokens, first)
 
     @property

@@ -27,6 +27,7 @@ from prefillcli.data.proof import ModelContents, hash_value
 from prefillcli.data.rows import BEFORE
 from prefillcli.engines.base import Readings
 from prefillcli.errors import UsageError, without_secrets
+from prefillcli.models.open import WORDS
 from prefillcli.stats.ridge import ridge
 
 if TYPE_CHECKING:
@@ -365,7 +366,7 @@ class ExitPolicy:
     @property
     def inside(self) -> ExitPolicy | None:
         """Those after layers of the model itself; None: there are none."""
-        own = tuple(each for each in self.exits if each.layer != BEFORE)
+        own = tuple(each for each in self.exits if each.layer > BEFORE)
         return ExitPolicy(own) if own else None
 
     def at(self, layer: int) -> ExitLayer:
@@ -421,7 +422,7 @@ def policy_of(written: Sequence[Mapping[str, Any]]) -> ExitPolicy:
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"an exit layer is damaged: {error}") from None
     layers = [each.layer for each in exits]
-    if layers != sorted(set(layers)) or any(layer < BEFORE for layer in layers):
+    if layers != sorted(set(layers)):
         raise ValueError(f"the exit layers {layers} do not rise")
     if any(not value >= 0 for each in exits for value in each.thresholds):
         raise ValueError("a threshold is not a number of 0 or more")
@@ -645,14 +646,12 @@ def job_of_exits(job: Job) -> dict[str, Any]:
     digests = job.report.fingerprint
     # Not the digest of all options of compression: an audit changes nothing that a model reads.
     kept: list[Any] = [each for feature in job.features for each in feature.read_as()]
-    first = job.settings.first and "first"
+    first = [WORDS if name == WORDS else "first" for name in job.settings.first]
     if "adapters" in digests:
         kept.append(digests["adapters"])
     return {
         "model": digests["model"],
-        "prompt": hash_value(
-            [*(digests.get(part) for part in ("tokenizer", "prompt", "draft")), *kept, *filter(None, [first])]
-        ),
+        "prompt": hash_value([*(digests.get(part) for part in ("tokenizer", "prompt", "draft")), *kept, *first]),
         "labels": job.labels.names,
         "label_tokens": digests["labels"],
         "layers": job.opened.files.config.get_text_config().num_hidden_layers,

@@ -237,7 +237,9 @@ class Rationale(Feature):
         from prefillcli.prefill.forest import UnsupportedModelError
 
         try:
-            models.engine.guess_with(DraftModel(models.draft_walk(self.settings.chunk_tokens), small.max_length))
+            models.engine.guess_with(
+                DraftModel(models.small_walk(chunk_tokens=self.settings.chunk_tokens), small.max_length)
+            )
         except UnsupportedModelError as error:
             raise UsageError(
                 f"--speculation {self.settings.speculation}: --draft {small.origin} cannot guess tokens: "

@@ -213,7 +213,7 @@ def _writer(equipment: Equipment, material: Material) -> DraftModel | None:
     if small is None or equipment.opened.draft_tokenizer is not None:
         return None
     try:
-        return DraftModel(equipment.loaded.draft_walk(equipment.settings.chunk_tokens), small.max_length)
+        return DraftModel(equipment.loaded.small_walk(chunk_tokens=equipment.settings.chunk_tokens), small.max_length)
     except UnsupportedModelError as error:
         material.notes.append(f"the draft cannot guess tokens: {error}")
         return None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import UsageError
 from prefillcli.jobs.runners.pool import Cost, Crew, Pool, WorkerSpec
-from prefillcli.models.open import Opened, small_model
+from prefillcli.models.open import Opened, with_small
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.plan import Plan
 from prefillcli.runtime.signals import Stop
@@ -75,9 +75,8 @@ def start_pool(
 
     kind = opened.device.type if opened.device is not None else "cpu"
     crew = RUNNERS[settings.runner].crew(settings, opened)
-    folders = {"model": str(opened.files.origin), "revision": None}
-    if opened.draft is not None and (small := small_model(settings)) is not None:
-        folders[small[0]] = str(opened.draft.origin)
+    folders: dict[str, Any] = {"model": str(opened.files.origin), "revision": None}
+    folders |= with_small(settings, [str(each.files.origin) for each in opened.small])
     spec = WorkerSpec(
         number=0,
         settings=settings.model_copy(update=folders),

@@ -20,7 +20,7 @@ from prefillcli import __version__
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief
 from prefillcli.jobs.runners.pool import Advanced, Done, Event, Failed, Lost, Started, Task, WorkerError, WorkerSpec
 from prefillcli.jobs.runners.worker import TELL, WorkerActor
-from prefillcli.models.open import Opened, small_model
+from prefillcli.models.open import Opened, small_models, with_small
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.runtime import log
 from prefillcli.runtime.cores import allowed
@@ -284,8 +284,7 @@ class RayCrew:
         """The same for a worker on another machine: whole paths, and the number format that the driver has chosen."""
         settings = spec.settings
         changes: dict[str, Any] = {"model": settings.model and os.path.abspath(settings.model), "dtype": self._dtype}
-        if (small := small_model(settings)) is not None:
-            changes[small[0]] = os.path.abspath(small[1])
+        changes |= with_small(settings, [os.path.abspath(name) for name in small_models(settings)[1]])
         digests = {os.path.abspath(folder): digest for folder, digest in spec.digests.items()}
         return replace(spec, settings=settings.model_copy(update=changes), digests=digests)
 
