@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # the nouns of the hooks: features import them from here, for
     from prefillcli.engines.base import Loader as Loader
     from prefillcli.engines.base import PlanEngine as PlanEngine
     from prefillcli.engines.base import Treatment as Treatment
+    from prefillcli.forecast.survey import Survey as Survey
     from prefillcli.jobs.identity import LocalModels as LocalModels
     from prefillcli.jobs.load import Models as Models
     from prefillcli.jobs.opening import Opening as Opening
@@ -85,6 +86,14 @@ class Objection(NamedTuple):
 
     reason: str
     remedy: str
+
+
+class Outlook(NamedTuple):
+    """What a dry run says of a feature: under the `key` the numbers, a pydantic model, and lines of name and text."""
+
+    key: str
+    numbers: Any
+    lines: Sequence[tuple[str, str]]
 
 
 class Foresight(ABC):
@@ -269,6 +278,10 @@ class Feature:
     def foresee(self, opened: Opened, budget: int) -> Foresight | None:
         """Its forecast of how prompts would be read; None where it does not decide that. A pack may take `budget`
         bytes."""
+
+    def surveyed(self, opening: Opening, survey: Survey) -> Outlook | None:
+        """What a dry run says of it, by all rows of the input; None: nothing. Raises UsageError."""
+        return None
 
     def identified(self, job: Job) -> None:
         """The job's fingerprint is known. The output is not open."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+
+from pydantic import Field
 
 from prefillcli.core.feature import plan_weights
 from prefillcli.errors import PrefillError, ResourceError, UsageError
@@ -29,6 +31,7 @@ class DryRunReport(CommandReport):
     survey: Survey | None = None
     profile: str | None = None  # the profile that predicted
     no_prediction: str | None = None  # why there is none
+    outlooks: dict[str, Any] = Field(default_factory=dict)  # of features, by their keys
     peak_memory_bytes: int = 0  # of the host
 
     def summary(self) -> dict[str, Any]:
@@ -50,11 +53,12 @@ class DryRunReport(CommandReport):
         return line | ({"error": self.error} if self.error else {})
 
 
-def _print_dry_run(report: DryRunReport) -> None:
-    # The whole report, on stderr.
+def _print_dry_run(report: DryRunReport, lines: Sequence[tuple[str, str]]) -> None:
+    # The whole report, on stderr, with the lines of features.
     if report.survey is not None:
         print_section(stderr_console(), survey_section(report.survey))
     rows = [
+        *lines,
         ("prediction", f"by {report.profile}" if report.profile else f"none: {report.no_prediction}"),
         ("dry run", f"{duration(report.seconds)}, {mebibytes(report.peak_memory_bytes)} MiB; none scored"),
         ("output", f"{report.output} (not written)"),
@@ -69,6 +73,7 @@ def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, 
     No output is looked at or written. Errors are reported on stderr, and become the exit code in the summary.
     """
     clock, report = Clock(), DryRunReport.new(settings)
+    lines: list[tuple[str, str]] = []
 
     def finish() -> None:
         report.seconds, report.peak_memory_bytes = clock.total, peak_memory()["host"]
@@ -95,10 +100,14 @@ def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, 
         progress = Progress(total, interval=settings.progress_interval, quiet=settings.quiet)
         with progress, stop.at_once():
             report.survey = survey(scorer, scorer.windows(scorer.builder.close), plans, progress.advance)
+            found = (each.surveyed(scorer, report.survey) for each in scorer.features)
+            outlooks = [each for each in found if each is not None]
+        report.outlooks = {each.key: each.numbers for each in outlooks}
+        lines = [line for each in outlooks for line in each.lines]
         counts = report.survey.rows.counts
         conclude(report, counts, max_error_rate=settings.max_error_rate, skip_empty=settings.skip_empty)
     if not settings.quiet and report.status == "complete":
-        _print_dry_run(report.safe())
+        _print_dry_run(report.safe(), lines)
     return report.summary()
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prefillcli.data.output.columns import AuditedExits, Counts
@@ -640,6 +641,36 @@ def test_a_first_model_decides_rows_that_keep_their_answers(cascaded: Path, in_f
     assert [each["layer"] for each in exits["layers"]] == [0]
     assert sum(each["left"] for each in exits["audited"]) == len(decided) - len(unread)
     assert report["tokens"]["draft"] > 0
+
+
+def test_a_dry_run_says_what_a_first_model_may_save(
+    data: Path, deep_model: Path, shallow_model: Path, cascaded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"model": deep_model, "first": shallow_model, **FIRST, "dry_run": True, "quiet": False}
+    assert score(data, "out.jsonl", **given)["status"] == "complete"
+    report = read_report("out.dry-run.json")
+    counted = []
+    for path in (shallow_model, deep_model):
+        model = AutoModelForCausalLM.from_pretrained(path)
+        tokens = torch.zeros(1, round(report["survey"]["lengths"]["mean"]), dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(tokens, logits_to_keep=1, use_cache=False)
+        counted.append(counter.get_total_flops())
+    found = report["outlooks"]["exits"]
+    assert found["first_cost"] == pytest.approx(counted[0] / counted[1], rel=0.03)
+    assert f"{found['first_cost']:.1%} of the" in " ".join(capsys.readouterr().err.split())
+    assert (found["rows_in_full"], found["provable"]["judged"], found["gain"]) == (ROWS // 2, 45, None)
+
+    profile = cascaded / "out.exit.json"
+    given |= {"exit_profile": profile, "exit_rows": 40}
+    assert score(data, "out.jsonl", **given)["status"] == "complete"
+    found, learnt = read_report("out.dry-run.json")["outlooks"]["exits"], json.loads(profile.read_text())["findings"]
+    assert (found["rows_in_full"], found["provable"]) == (40, None)
+    assert found["leaving"] == {str(each["layer"] + 1): each["leaving"] for each in learnt["exits"]}
+    assert found["gain"] == pytest.approx(ROWS / (40 + (ROWS - 40) / (learnt["gain"] or 1.0)))
+    assert f"{found['gain']:.2f}x for tokens" in " ".join(capsys.readouterr().err.split())
+    other = score(data, "out.jsonl", **given | {"labels": "n,q"})
+    assert "different labels" in other["error"]
 
 
 def test_what_a_first_model_decides_follows_from_its_forward_and_the_profile(

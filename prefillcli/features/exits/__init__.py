@@ -28,12 +28,14 @@ if TYPE_CHECKING:
         Models,
         Opened,
         Opening,
+        Outlook,
         Pack,
         PlanEngine,
         Question,
         RunReport,
         ScoredRow,
         Section,
+        Survey,
         Tick,
         Treatment,
         Window,
@@ -217,6 +219,11 @@ class Exits(Feature):
             from prefillcli.features.exits.policy import job_of_exits, require_same_job
 
             require_same_job(self.profile, self.settings.exit_profile, job_of_exits(job))
+
+    def surveyed(self, opening: Opening, survey: Survey) -> Outlook | None:
+        from prefillcli.features.exits.outlook import outlook_of
+
+        return outlook_of(opening, survey, self.profile) if isinstance(self.settings, ExitOptions) else None
 
     def models_opened(self, opening: Opening) -> None:
         if getattr(self.settings, "first", ()) and opening.opened.files.head is not None:

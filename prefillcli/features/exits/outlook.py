@@ -1,0 +1,79 @@
+"""What a dry run says of exits and first models: what they may save, and the rows that the proof takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, Field
+
+from prefillcli.core.feature import Outlook
+from prefillcli.features.exits.judging import place_of, rows_to_learn
+from prefillcli.features.exits.learning import CHECKED_ROWS, ProvableFlips, provable_flips, provable_text
+from prefillcli.features.exits.policy import ExitProfile, require_same_job
+from prefillcli.models.shape import NoCostModel, prefill_flops
+from prefillcli.runtime.clock import duration
+
+if TYPE_CHECKING:
+    from prefillcli.core.feature import Opening
+    from prefillcli.forecast.survey import Survey
+
+
+class ExitOutlook(BaseModel):
+    """The exits of a job that has not begun. `gain` and `seconds` are those of the whole job; None without a profile
+    of exits, or of the machine."""
+
+    rows_in_full: int  # that are read first, to learn from or to check a profile
+    provable: ProvableFlips | None = None  # None with a profile
+    first_cost: float | None = None  # operations of the first model for a mean prompt, over the model's
+    leaving: dict[str, float] = Field(default_factory=dict)  # by the layers that rows go through, their expected share
+    gain: float | None = None
+    seconds: float | None = None
+
+
+def outlook_of(opening: Opening, survey: Survey, profile: ExitProfile | None) -> Outlook:
+    """The outlook of a job with these rows. Raises UsageError where the profile is plainly of another job."""
+    settings: Any = opening.settings
+    classes, rows = len(opening.labels.names) if settings.flips_of == "each" else 1, survey.rows.prompts
+    usual = CHECKED_ROWS if profile is not None else rows_to_learn(settings.max_flips, classes)
+    found = ExitOutlook(rows_in_full=min(settings.exit_rows or usual, rows // 2))
+    lines = []
+    if profile is None:
+        found.provable = provable_flips(found.rows_in_full, settings.max_flips, classes)
+        lines.append(("proof", provable_text(found.provable, classes, settings.max_flips, settings.exit_option)))
+    else:
+        own = {"layers": opening.opened.files.config.get_text_config().num_hidden_layers}
+        own |= {"labels": tuple(opening.labels.names), "max_flips": settings.max_flips, "flips_of": settings.flips_of}
+        require_same_job(profile, settings.exit_profile, profile.model_dump() | own)
+        found.leaving = {str(each.layer + 1): each.leaving for each in profile.findings.exits}
+        share = found.rows_in_full / rows if rows else 1.0
+        found.gain = 1 / (share + (1 - share) / (profile.findings.gain or 1.0))
+        if survey.plan.seconds is not None:
+            found.seconds = survey.plan.seconds / found.gain
+        lines.append(("expected", _expected(found, survey)))
+    small = opening.opened.draft
+    if small is not None and survey.lengths is not None:
+        tokens = round(survey.lengths.mean)
+        try:
+            cost, whole = (
+                prefill_flops(each.config.get_text_config(), tokens).total for each in (small, opening.opened.files)
+            )
+            found.first_cost = cost / whole
+            said = (
+                f"a prompt of {tokens:,} tokens costs it {found.first_cost:.1%} of the model's operations: it pays if "
+                "it decides a larger share of the rows"
+            )
+        except NoCostModel as error:
+            said = f"its operations are not counted: {error}"
+        lines.append(("first model", said))
+    return Outlook("exits", found, lines)
+
+
+def _expected(found: ExitOutlook, survey: Survey) -> str:
+    where = ", ".join(f"{share:.1%} {place_of(int(layer))}" for layer, share in found.leaving.items())
+    text = (
+        f"of the rows leave {where or 'none'} (by --exit-profile); {found.rows_in_full:,} are read in full first; "
+        f"{found.gain:.2f}x for tokens that no two rows share"
+    )
+    if found.seconds is None or survey.plan.seconds is None:
+        return text
+    return f"{text}: {duration(found.seconds)} instead of {duration(survey.plan.seconds)}"
