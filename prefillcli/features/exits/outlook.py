@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import BaseModel, Field
 
@@ -10,7 +10,9 @@ from prefillcli.core.feature import Outlook
 from prefillcli.features.exits.judging import place_of, rows_to_learn
 from prefillcli.features.exits.learning import CHECKED_ROWS, ProvableFlips, provable_flips, provable_text
 from prefillcli.features.exits.policy import ExitProfile, require_same_job
+from prefillcli.models.open import WORDS
 from prefillcli.models.shape import NoCostModel, prefill_flops
+from prefillcli.report.section import visible
 from prefillcli.runtime.clock import duration
 
 if TYPE_CHECKING:
@@ -24,7 +26,8 @@ class ExitOutlook(BaseModel):
 
     rows_in_full: int  # that are read first, to learn from or to check a profile
     provable: ProvableFlips | None = None  # None with a profile
-    first_cost: float | None = None  # operations of the first model for a mean prompt, over the model's
+    # Operations of each first model for a prompt of mean length, over the model's.
+    first_cost: dict[str, float] = Field(default_factory=dict)
     leaving: dict[str, float] = Field(default_factory=dict)  # by the layers that rows go through, their expected share
     gain: float | None = None
     seconds: float | None = None
@@ -50,22 +53,25 @@ def outlook_of(opening: Opening, survey: Survey, profile: ExitProfile | None) ->
         if survey.plan.seconds is not None:
             found.seconds = survey.plan.seconds / found.gain
         lines.append(("expected", _expected(found, survey)))
-    small = opening.opened.draft
-    if small is not None and survey.lengths is not None:
-        tokens = round(survey.lengths.mean)
-        try:
-            cost, whole = (
-                prefill_flops(each.config.get_text_config(), tokens).total for each in (small, opening.opened.files)
-            )
-            found.first_cost = cost / whole
-            said = (
-                f"a prompt of {tokens:,} tokens costs it {found.first_cost:.1%} of the model's operations: it pays if "
-                "it decides a larger share of the rows"
-            )
-        except NoCostModel as error:
-            said = f"its operations are not counted: {error}"
-        lines.append(("first model", said))
+    if opening.opened.small and survey.lengths is not None:
+        lines.append(("first model", _costs(found, opening, round(survey.lengths.mean))))
     return Outlook("exits", found, lines)
+
+
+def _costs(found: ExitOutlook, opening: Opening, tokens: int) -> str:
+    opened, settings = opening.opened, cast("Any", opening.settings)
+    names = [name for name in settings.first if name != WORDS]
+    try:
+        whole = prefill_flops(opened.files.config.get_text_config(), tokens).total
+        for name, each in zip(names, opened.small, strict=True):
+            found.first_cost[name] = prefill_flops(each.files.config.get_text_config(), tokens).total / whole
+    except NoCostModel as error:
+        return f"operations are not counted: {error}"
+    costs = ", ".join(f"{visible(name, line=True)} {cost:.1%}" for name, cost in found.first_cost.items())
+    return (
+        f"of the model's operations, a prompt of {tokens:,} tokens takes {costs}; one that decides no larger share of "
+        "the rows that it reads does not pay"
+    )
 
 
 def _expected(found: ExitOutlook, survey: Survey) -> str:
