@@ -37,6 +37,7 @@ TOLD: dict[str, tuple[Values, Values]] = {
     "SPECPREFILL": ({"method": "specprefill"}, {"method": "hf"}),
     "EXIT": ({"exit": "true"}, {"exit": "false"}),
     "EXIT_METHOD": ({"method": "early-exit"}, {"method": "hf"}),
+    "FIRST_METHOD": ({"method": "first"}, {"method": "hf"}),
     "BOUNDED_FLIPS": ({"draft": "d", "keep": "auto"}, {"keep": "0.5"}),
     "AUDITABLE": ({"exit": "true"}, {"exit": "false"}),
     "RATIONALE": ({"rationale": "9"}, {"rationale": "0"}),

@@ -81,6 +81,8 @@ class Equipment:
         self.model = loaded.engine.walk.model
         self._activation = opened.files.activation
         self.loaded = loaded
+        self.beside = loaded.beside
+        self.pool = None  # there are no workers
         self._chunk_tokens: int = loaded.plan["chunk_tokens"]
         self._offload = settings.prefix_kv == "offload"
         self._schedule = settings.schedule

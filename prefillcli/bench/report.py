@@ -88,7 +88,7 @@ class ExitResult(BaseModel):
 
     max_flips: float
     rows_read: int  # other rows, from which the exits were learnt
-    left: dict[str, int]  # rows by the layers they went through, then "full"
+    left: dict[str, int]  # rows by the layers they went through, none by those that --first decided, then "full"
     layers_saved: float  # share of the layers of computed tokens
     classes: list[ClassFlips]
 
@@ -317,7 +317,8 @@ def workload_remarks(workload: WorkloadResult) -> list[str]:
 def _of_exits(method: str, exits: ExitResult, rows: int) -> str:
     # Which rows left where, and the effects of that.
     early = {name: count for name, count in exits.left.items() if name != "full"}
-    where = ", ".join(f"{count / rows:.0%} after layer {name}" for name, count in early.items())
+    places = {name: f"after layer {name}" if int(name) > 0 else "before layer 1" for name in early}
+    where = ", ".join(f"{count / rows:.0%} {places[name]}" for name, count in early.items())
     flips = ", ".join(
         f"{each.flips:,} of {each.rows:,} {each.label!r}"
         + (f" ({percent_interval(each.interval)})" if each.interval is not None else "")

@@ -328,10 +328,10 @@ class BenchSettings(
     method: NameList = option(
         (),
         "A method to compare: hf, full, hybrid (always), specprefill, self-draft, gemfilter, random, ends, bm25, "
-        "early-exit or vllm; repeatable. (default: hf, hybrid and, where there is a draft, specprefill, or with "
-        "--draft self self-draft, and random; with --full all but early-exit and vllm). With --rationale: plain "
-        "(always), lookup, suffix, retrieval, draft, hierarchy, generate, generate-padded or vllm. (default: "
-        "all but vllm)",
+        "early-exit, first, first-exit or vllm; repeatable. (default: hf, hybrid and, where there is a draft, "
+        "specprefill, or with --draft self self-draft, and random; with --full all but those that let rows leave and "
+        "vllm). With --rationale: plain (always), lookup, suffix, retrieval, draft, hierarchy, generate, "
+        "generate-padded or vllm. (default: all but vllm)",
         BENCH, level="first", changes="report", metavar="NAME", repeatable=True,
     )  # fmt: skip
     rows: int = option(60, "Rows to generate without INPUT.", BENCH, level="first", changes="rows", metavar="N", ge=2)

@@ -18,6 +18,7 @@ from prefillcli.bench.material import Material, made_material
 from prefillcli.bench.report import BenchReport, workload_remarks
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.engines.base import Readings
+from prefillcli.features.exits import Exits
 from prefillcli.features.exits.contender import EarlyExit, class_flips, learn_exits
 from prefillcli.features.exits.policy import ExitLayer, ExitPolicy, Float64Array
 from prefillcli.jobs.load import load_walk
@@ -97,7 +98,7 @@ def test_flips_are_counted_among_the_rows_of_each_full_answer() -> None:
 def test_too_few_rows_leave_the_method_out_with_the_reason(stage: tuple[Equipment, Material]) -> None:
     equipment, material = stage
     own = Material(material.name, True, list(material.prompts), list(material.truths))
-    assert learn_exits(equipment, own) is None
+    assert learn_exits(["early-exit"], equipment, own, Exits) == []
     assert own.notes[-1].startswith("early-exit is left out: ")
     assert len(own.prompts) == ROWS  # it was learnt on others
 
@@ -122,20 +123,30 @@ def test_the_command_learns_on_some_rows_and_compares_on_the_others(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     settings = BenchSettings(
-        inputs=(str(SAMPLES / "labeling.parquet"),), model=str(MODELS / "deep"), method=("early-exit",), limit=400,
-        exit_rows=200, max_flips=0.1, rounds=1, truth="answer", quiet=True,
+        inputs=(str(SAMPLES / "labeling.parquet"),), model=str(MODELS / "deep"), limit=400, exit_rows=200,
+        method=("early-exit", "first", "first-exit"), first=(str(MODELS / "draft"),), max_flips=0.1, rounds=1,
+        truth="answer", quiet=True,
     )  # fmt: skip
     summary = bench_job(settings)
     assert summary["exit_code"] == 0
     report = BenchReport.model_validate_json(Path("bench.json").read_text(), strict=False)
     (workload,) = report.workloads
-    walk, early = workload.methods
-    assert (walk.method, early.method, workload.rows, workload.truth_rows) == ("hybrid", "early-exit", 200, 200)
+    walk, early, first, both = workload.methods
+    assert [each.method for each in workload.methods] == ["hybrid", "early-exit", "first", "first-exit"]
+    assert (workload.rows, workload.truth_rows) == (200, 200)
     assert early.exits.rows_read == 200
     assert early.exits.left.get("full", 0) < 100
     assert early.exits.layers_saved > 0.3
     assert early.predicted.flops == pytest.approx(1 / (1 - early.exits.layers_saved), rel=0.01)
     assert sum(early.exits.left.values()) == sum(each.rows for each in early.exits.classes) == 200
-    assert early.answers.audit.flip_rate <= 0.1
+    for own in (early, first, both):
+        assert own.answers.audit.flip_rate <= 0.1
+        assert sum(own.exits.left.values()) == 200
+    assert first.exits.left["0"] == 200 - first.exits.left.get("full", 0) > 100
+    assert both.exits.left["0"] > 0
+    assert first.target_tokens < walk.target_tokens / 2
+    assert first.draft_tokens > 0
+    assert first.predicted.flops is None
+    assert any("before layer 1)" in text for text in workload_remarks(workload))
     assert any("learnt on 200 rows: others of the file" in note for note in workload.notes)
     assert "of the layers" in Path("bench.html").read_text()

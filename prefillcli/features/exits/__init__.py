@@ -47,16 +47,30 @@ if TYPE_CHECKING:
 EXIT = Requirement(
     lambda s: s.exit or s.first, "is for rows that leave early, but none does", "give --exit or --first"
 )
+METHODS = {
+    "early-exit": "the layer walk, which rows leave when they are decided, as with prefill score --exit",
+    "first": "the models of --first decide rows, and the layer walk reads the others, as with prefill score --first",
+    "first-exit": "the models of --first decide rows, and others leave the layer walk when they are decided",
+}
 EXIT_METHOD = Requirement(
-    lambda s: "early-exit" in s.method,
-    "is for the method early-exit, but it is not compared",
-    "give --method early-exit",
+    lambda s: any(name in METHODS for name in s.method),
+    "is for the methods early-exit, first and first-exit, but none is compared",
+    "give --method early-exit, or --first and --method first",
+)
+FIRST_METHOD = Requirement(
+    lambda s: "first" in s.method or "first-exit" in s.method,
+    "is for the methods first and first-exit, but neither is compared",
+    "give --method first",
 )
 
 
 def _names(value: object) -> object:
     # A recipe or a program may give one name.
     return (value,) if isinstance(value, str) else value
+
+
+DRAFT_TOO = "--first cannot be combined with --draft: there is room for one small model\nleave one out"
+FirstNames = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
 class ExitOptions(Settings):
@@ -67,7 +81,7 @@ class ExitOptions(Settings):
         "Let rows leave the model once their answer is decided. --max-flips bounds how many answers that flips.",
         EARLY_EXIT, changes="scores", needs="exits",
     )  # fmt: skip
-    first: Annotated[tuple[str, ...], BeforeValidator(_names)] = option(
+    first: FirstNames = option(
         (),
         "A small model that reads every row first: a directory, a GGUF file, the name of a hub model, or words, which "
         "needs no model. --model reads the rows whose answer it cannot foretell; --max-flips bounds how many answers "
@@ -110,17 +124,29 @@ class ExitProfileOptions(Settings):
 class ExitMethodOptions(Settings):
     """How the method early-exit is learnt."""
 
+    first: FirstNames = option(
+        (),
+        "A model that decides rows in the methods first and first-exit, as of prefill score --first; repeatable.",
+        BENCH, changes="scores", metavar="MODEL|words", path="model", repeatable=True, requires=FIRST_METHOD, off=(),
+    )  # fmt: skip
     max_flips: float = option(
         0.01,
-        "Share of each answer that the method early-exit may flip, at 95 % confidence.",
+        "Share of each answer that the methods early-exit, first and first-exit may flip, at 95 % confidence.",
         BENCH, changes="scores", metavar="RATE", requires=EXIT_METHOD, gt=0, lt=1,
     )  # fmt: skip
     exit_rows: int | None = option(
         None,
-        "Rows set apart for the method early-exit to learn from. (default: as many as --max-flips takes, at most "
+        "Rows set apart for these methods to learn from. (default: as many as --max-flips takes, at most "
         "half of INPUT)",
         BENCH, changes="scores", metavar="N", requires=EXIT_METHOD, ge=20,
     )  # fmt: skip
+
+    def check(self) -> None:
+        super().check()
+        if FIRST_METHOD.met(self) and not self.first:
+            raise UsageError("--method first needs --first: a small model that reads every row first, or words")
+        if self.first and getattr(self, "draft", None) is not None:
+            raise UsageError(DRAFT_TOO)
 
 
 class Exits(Feature):
@@ -135,12 +161,7 @@ class Exits(Feature):
     plan_keys = ("exits",)
     keys = {"exits": None}
     side_files = {"exits": SideFile("an exit profile", json_with("label_tokens", "exits"))}
-    methods = {
-        "early-exit": (
-            "the layer walk, which rows leave when they are decided, as with prefill score --exit",
-            "learning exits",
-        )
-    }
+    methods = {name: (said, "learning what decides rows") for name, said in METHODS.items()}
     flips = True
     profile: ExitProfile | None = None
     exits: JobExits | None = None
@@ -154,9 +175,7 @@ class Exits(Feature):
     def check(self) -> None:
         settings = self.settings
         if getattr(settings, "first", ()) and settings.draft is not None:
-            raise UsageError(
-                "--first cannot be combined with --draft: there is room for one small model\nleave one out"
-            )
+            raise UsageError(DRAFT_TOO)
         if isinstance(settings, ExitOptions) and getattr(settings, "keep", 1) == "auto":
             raise UsageError(
                 f"{settings.exit_option}: what is learnt about exits is of one keep rate, and --keep auto has not "
@@ -317,8 +336,8 @@ class Exits(Feature):
     def contenders(cls, names: Collection[str], equipment: Equipment, material: Material) -> list[Contender]:
         from prefillcli.features.exits.contender import learn_exits
 
-        learnt = learn_exits(equipment, material) if "early-exit" in names else None
-        return [] if learnt is None else [learnt]
+        asked = [name for name in METHODS if name in names]
+        return list(learn_exits(asked, equipment, material, cls)) if asked else []
 
     @classmethod
     def section(cls, report: RunReport) -> Section | None:

@@ -1,9 +1,12 @@
-"""The method early-exit of `prefill bench`: learnt on some prompts, compared on others."""
+"""The methods of `prefill bench` that decide rows early: learnt on some prompts, compared on others."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,8 +14,9 @@ from prefillcli.bench.contenders import Contender, Cost, Equipment, MethodRun
 from prefillcli.bench.material import Material, made_material
 from prefillcli.bench.report import ClassFlips, ExitResult
 from prefillcli.core.question import Question
-from prefillcli.data.rows import Float64Array, Prompt
+from prefillcli.data.rows import BEFORE, Float64Array, Prompt
 from prefillcli.engines.base import EarlyExits, Treatment
+from prefillcli.features.exits.first import Reader, readers_of
 from prefillcli.features.exits.judging import (
     calibrate_exits,
     calibration_rows,
@@ -20,33 +24,58 @@ from prefillcli.features.exits.judging import (
     observed_layers,
     rows_to_learn,
 )
+from prefillcli.features.exits.learning import ExitUse, JobExits, with_first
 from prefillcli.features.exits.policy import ExitPolicy
 from prefillcli.plan.pack import in_full
 from prefillcli.stats.evaluation import exact_interval
 
+if TYPE_CHECKING:
+    from prefillcli.core.feature import Feature
+
 _SEED = 1
+EXIT, FIRST, BOTH = "early-exit", "first", "first-exit"  # the methods
 
 
 class EarlyExit(Contender):
-    """The layer walk, from which rows leave as in `prefill score --exit`."""
+    """The layer walk, from which rows leave as in `prefill score --exit`; with `first`, the readers of `--first`, rows
+    may be decided before."""
 
-    def __init__(self, equipment: Equipment, policy: ExitPolicy, rows_read: int) -> None:
-        super().__init__("early-exit", equipment)
-        self._between = Treatment(EarlyExits(policy))
+    def __init__(
+        self,
+        equipment: Equipment,
+        policy: ExitPolicy,
+        rows_read: int,
+        name: str = EXIT,
+        first: Mapping[int, tuple[str, Reader]] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(name, equipment)
+        depth = equipment.config.get_text_config().num_hidden_layers
+        use = ExitUse(status="calibrated", max_flips=equipment.settings.max_flips, model_layers=depth)
+        self._exits = JobExits(policy, use, first=first)
         self._rows_read = rows_read
 
     def run(self, prompts: Sequence[Prompt]) -> MethodRun:
         questions = [Question(prompt) for prompt in prompts]
-        answers = self._equipment.answers(questions, self._between)
+        decided, computed = self._exits.ahead(questions, lambda tokens: None)
+        left = [number for number in range(len(questions)) if number not in decided]
+        asked = [questions[number] for number in left]
+        answers = self._equipment.answers(asked, self._exits.treatment(frozenset())) if asked else []
+        layers = {number: answer.exit_layer for number, answer in zip(left, answers, strict=True)}
+        layers |= {number: (row.exit_layer or 0) - 1 for number, row in decided.items()}
+        logprobs = {number: answer.logprobs for number, answer in zip(left, answers, strict=True)}
+        logprobs |= {number: row.logprobs for number, row in decided.items()}
         return MethodRun(
-            np.stack([answer.logprobs for answer in answers]),
-            questions,
-            exit_layers=[answer.exit_layer for answer in answers],
+            np.stack([logprobs[number] for number in range(len(questions))]),
+            asked,
+            draft_tokens=computed,
+            exit_layers=[layers[number] for number in range(len(questions))],
             skipped=sum(answer.skipped for answer in answers),
         )
 
     def cost(self, run: MethodRun) -> Cost:
         cost = super().cost(run)
+        if run.draft_tokens:
+            return Cost(cost.target_tokens, None, "those of first models are not counted")
         left = 1 - self._saved(run, cost.target_tokens)
         return Cost(cost.target_tokens, None if cost.flops is None else cost.flops * left, cost.unknown)
 
@@ -65,7 +94,7 @@ class EarlyExit(Contender):
     def _saved(self, run: MethodRun, tokens: int) -> float:
         # Share of the layers of computed tokens that exits spared.
         layers = self._equipment.config.get_text_config().num_hidden_layers
-        return run.skipped / (tokens * in_full(layers))
+        return run.skipped / (tokens * in_full(layers)) if tokens else 0.0
 
 
 def class_flips(names: Sequence[str], full: Float64Array, early: Float64Array) -> list[ClassFlips]:
@@ -80,9 +109,12 @@ def class_flips(names: Sequence[str], full: Float64Array, early: Float64Array) -
     return found
 
 
-def learn_exits(equipment: Equipment, material: Material) -> EarlyExit | None:
-    """The method, learnt on prompts that then leave the material; None, with a note, if there are no exits."""
-    settings = equipment.settings
+def learn_exits(
+    names: Collection[str], equipment: Equipment, material: Material, feature: type[Feature]
+) -> list[EarlyExit]:
+    """The methods with these names, learnt on prompts that then leave the material. A note explains each that has no
+    exits. What the `feature` has loaded are the first models."""
+    settings, config = equipment.settings, equipment.config
     count = settings.exit_rows or rows_to_learn(settings.max_flips, len(equipment.labels.names))
     if material.made:
         more = {
@@ -95,22 +127,38 @@ def learn_exits(equipment: Equipment, material: Material) -> EarlyExit | None:
         prompts = [prompt for prompt in other.prompts if len(prompt.tokens) <= equipment.limits.max_tokens]
     else:
         prompts = material.set_apart(min(count, len(material.prompts) // 2), settings.seed)
-    depth = equipment.config.get_text_config().num_hidden_layers
-    layers, names = observed_layers(depth), equipment.labels.names
+    depth = config.get_text_config().num_hidden_layers
+    layers = observed_layers(depth)
     questions = [Question(prompt) for prompt in prompts]
     answers = equipment.answers(questions, Treatment(EarlyExits(observed=layers)))
-    found = calibrate_exits(
-        calibration_rows(questions, answers, layers, len(names)),
-        layers=depth,
-        max_flips=settings.max_flips,
-        labels=names,
-        costs=exit_costs(equipment.config),
-    )
-    if found.policy is None:
-        material.notes.append(f"early-exit is left out: {found.reason}; --exit-rows and --max-flips decide")
-        return None
-    where = "others that were made" if material.made else "others of the file, drawn at random"
-    material.notes.append(
-        f"early-exit was learnt on {len(prompts):,} rows: {where}; these are not among those compared"
-    )
-    return EarlyExit(equipment, found.policy, len(prompts))
+    rows = calibration_rows(questions, answers, layers, len(equipment.labels.names))
+    readers = readers_of(equipment, feature)
+    read = {layer: reader.read(prompts, lambda tokens: None) for layer, (_, reader) in readers.items()}
+    rows, used = with_first(rows, read, readers, questions, answers)
+    costs = replace(exit_costs(config), first={each.layer - 1: each.cost * in_full(depth) for each in used})
+    methods = []
+    for name in names:
+        able = {layer: own for layer, own in rows.readings.items() if _takes(name, layer)}
+        found = calibrate_exits(
+            replace(rows, readings=able),
+            layers=depth,
+            max_flips=settings.max_flips,
+            labels=equipment.labels.names,
+            costs=costs,
+        )
+        if found.policy is None:
+            material.notes.append(f"{name} is left out: {found.reason}; --exit-rows and --max-flips decide")
+        else:
+            methods.append(EarlyExit(equipment, found.policy, len(prompts), name, readers))
+    if methods:
+        where = "others that were made" if material.made else "others of the file, drawn at random"
+        learnt = " and ".join(each.name for each in methods)
+        material.notes.append(
+            f"{learnt}: learnt on {len(prompts):,} rows: {where}; these are not among those compared"
+        )
+    return methods
+
+
+def _takes(name: str, layer: int) -> bool:
+    # Whether rows may leave after a layer in the method with this name.
+    return name == BOTH or (name == FIRST) == (layer <= BEFORE)

@@ -640,6 +640,27 @@ class _ReadRows:
             self.first.setdefault(layer, []).extend(found)
 
 
+def with_first(
+    rows: CalibrationRows,
+    read: Mapping[int, Sequence[FirstReading | None]],
+    readers: Mapping[int, tuple[str, Reader]],
+    questions: Sequence[Question],
+    answers: Sequence[Answer],
+) -> tuple[CalibrationRows, list[FirstUse]]:
+    """The rows with what first models `read` of their questions, by layer, and what a token costs each of the
+    `readers`. These are medians, because the first packs take longer than others."""
+    readings, used = {}, []
+    for layer, found in read.items():
+        both = [each for each in zip(found, questions, answers, strict=True) if each[0] is not None]
+        own = [each.seconds / len(question.tokens) for each, question, _ in both if each is not None]
+        full = [answer.seconds / len(question.tokens) for _, question, answer in both]
+        seconds = float(np.median(full)) if full else 0.0
+        cost = float(np.median(own)) / seconds if seconds else 0.0
+        used.append(FirstUse(model=readers[layer][0], layer=layer + 1, cost=cost, token_seconds=seconds))
+        readings[layer] = readings_of(found)
+    return replace(rows, readings=readings | dict(rows.readings)), used
+
+
 @dataclass(frozen=True, slots=True)
 class ExitLearning:
     """Learns the exits of a job, once. They stay in the work folder in case the job is resumed."""
@@ -711,7 +732,8 @@ class ExitLearning:
         if given is None:
             provable = provable_flips(min(self._count, len(self._rows()) // 2), settings.max_flips, self._classes)
         read = self._read_rows(layers, provable)
-        rows, first = self._with_first(read, calibration_rows(read.questions, read.answers, layers, len(names)))
+        rows = calibration_rows(read.questions, read.answers, layers, len(names))
+        rows, first = with_first(rows, read.first, self.first, read.questions, read.answers)
         if given is not None and policy is not None:
             check = recheck_exits(policy, rows, settings.max_flips, names, settings.flips_of)
             profile, reason = given, check.reason
@@ -765,20 +787,6 @@ class ExitLearning:
             curve=list(learnt.curve),
         )
         return profile, known, use
-
-    def _with_first(self, read: _ReadRows, rows: CalibrationRows) -> tuple[CalibrationRows, list[FirstUse]]:
-        # The rows with the readings of the first models, and what a token costs each of them. Medians, because the
-        # first packs take longer than others.
-        readings, used = {}, []
-        for layer, found in read.first.items():
-            both = [each for each in zip(found, read.questions, read.answers, strict=True) if each[0] is not None]
-            own = [each.seconds / len(question.tokens) for each, question, _ in both if each is not None]
-            full = [answer.seconds / len(question.tokens) for _, question, answer in both]
-            seconds = float(np.median(full)) if full else 0.0
-            cost = float(np.median(own)) / seconds if seconds else 0.0
-            used.append(FirstUse(model=self.first[layer][0], layer=layer + 1, cost=cost, token_seconds=seconds))
-            readings[layer] = readings_of(found)
-        return replace(rows, readings=readings | dict(rows.readings)), used
 
     def _read_rows(self, layers: Sequence[int], provable: ProvableFlips | None) -> _ReadRows:
         # Random rows of the job, read in full: as many as the user asks for, but no more than half of its rows.
