@@ -14,6 +14,7 @@ from prefillcli.command_line import option_help
 from prefillcli.features.adapters import AdapterUse
 from prefillcli.features.calibration.calibration import CalibrationUse
 from prefillcli.features.compress.compressor import KeepChoice
+from prefillcli.features.estimate.estimating import EstimateUse
 from prefillcli.features.evaluation.evaluating import RunEvaluation
 from prefillcli.features.evidence.weighing import EvidenceUse
 from prefillcli.features.exits.learning import ExitUse
@@ -37,6 +38,7 @@ BLOCKS: dict[str, Any] = {
     "calibration": CalibrationUse | None,
     "correlations": Correlations | None,
     "drift": DriftUse | None,
+    "estimate": EstimateUse | None,
     "evaluation": RunEvaluation | None,
     "evaluations": dict[str, RunEvaluation],
     "exits": ExitUse | None,

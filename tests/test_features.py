@@ -36,6 +36,7 @@ ASKED = {
     "choices": ["--choices-column", "choices"],
     "compress": ["--keep", "0.3", "--draft", str(sample_draft()), "--compress-above", "0"],
     "calibration": ["--template", "{{ prompt }}", "--calibrate-with", "N/A"],
+    "estimate": ["--estimate", "20"],
     "exits": ["--exit", "--max-flips", "0.9"],
     "evaluation": ["--truth", "answer"],
     "gates": ["--expect-rows", "24"],

@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # the nouns of the hooks: features import them from here, for
     from prefillcli.engines.base import LeavingRule as LeavingRule
     from prefillcli.engines.base import Loader as Loader
     from prefillcli.engines.base import PlanEngine as PlanEngine
+    from prefillcli.engines.base import Readings as Readings
     from prefillcli.engines.base import Treatment as Treatment
     from prefillcli.forecast.survey import Survey as Survey
     from prefillcli.jobs.identity import LocalModels as LocalModels
@@ -325,6 +326,10 @@ class Feature:
         """The answers, by the places of these questions, that the model need not be asked for, and the tokens that
         another model has computed to find them."""
         return {}, 0
+
+    def glance(self, scorer: Scorer, prompts: Sequence[Prompt], tick: Tick) -> Sequence[Readings]:
+        """Readings of these prompts by each reader that is cheaper than the model; NaN where it cannot read one."""
+        return ()
 
     def known(self) -> Mapping[int, ScoredRow]:
         """Rows by number that have been scored before the first window."""

@@ -80,7 +80,7 @@ class Job(Scorer):
     stop: Stop
     sink: Sink
     recorder: Recorder
-    profile: Profile | None
+    profile: Profile | None = None
     """Predicts times, and sizes packs."""
 
     def __init__(self, settings: ScoreSettings, clock: Clock, report: RunReport, granularity: Granularity) -> None:
@@ -182,7 +182,7 @@ class Job(Scorer):
                 self.labels.check(first)
                 for each in self.features:
                     each.first_window(self, first)
-                self._load()
+                self.load_models()
                 self.learn(self.tick)
                 self.score(
                     chain([first], waiting),
@@ -200,8 +200,8 @@ class Job(Scorer):
                     for each in self.features:
                         sink.plan = sink.plan | dict(each.shard_ended(self))
                 sink.finish(count)
-                for each in self.features:
-                    each.finished(self)
+            for each in self.features:
+                each.finished(self)
 
     @property
     def plan(self) -> Mapping[str, Any]:
@@ -211,7 +211,8 @@ class Job(Scorer):
     def plan(self, plan: Mapping[str, Any]) -> None:
         self.sink.plan = dict(plan)
 
-    def _load(self) -> None:
+    def load_models(self) -> None:
+        """Load the models here or in workers."""
         if self.settings.uses_workers:
             with self.clock.phase("load"):
                 self.start_workers(self.stop, self.models.digests, self.profile)

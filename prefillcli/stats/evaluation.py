@@ -42,10 +42,10 @@ class Estimate(BaseModel):
     reason: str | None = None  # why there is no value
 
 
-def exact_interval(successes: float, trials: int, confidence: float = 0.95) -> Interval:
+def exact_interval(successes: float, trials: float, confidence: float = 0.95) -> Interval:
     """The two-sided Clopper-Pearson interval of a share; each tail has half of 1 - `confidence`.
 
-    `successes` may be a fraction, of trials that count as part of one. Raises ValueError unless 0 <= `successes` <=
+    Both may be fractions, of trials that count as part of one. Raises ValueError unless 0 <= `successes` <=
     `trials` and 0 < `confidence` < 1.
     """
     if not 0 < confidence < 1:
@@ -60,7 +60,7 @@ def exact_interval(successes: float, trials: int, confidence: float = 0.95) -> I
     return lower, exact_upper(successes, trials, tail)
 
 
-def exact_upper(successes: float, trials: int, tail: float) -> float:
+def exact_upper(successes: float, trials: float, tail: float) -> float:
     """The share at which so many successes, or fewer, have the probability `tail`."""
     from scipy.special import betaincinv
 

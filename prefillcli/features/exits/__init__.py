@@ -31,16 +31,19 @@ if TYPE_CHECKING:
         Outlook,
         Pack,
         PlanEngine,
+        Prompt,
         Question,
+        Readings,
         RunReport,
         ScoredRow,
+        Scorer,
         Section,
         Survey,
         Tick,
         Treatment,
         Window,
     )
-    from prefillcli.features.exits.first import FirstModels
+    from prefillcli.features.exits.first import FirstModels, Reader
     from prefillcli.features.exits.learning import JobExits
     from prefillcli.features.exits.policy import ExitProfile
 
@@ -165,6 +168,7 @@ class Exits(Feature):
     flips = True
     profile: ExitProfile | None = None
     exits: JobExits | None = None
+    readers: list[Reader] | None = None  # for those that ask for a glance
 
     @classmethod
     def asked(cls, settings: Any) -> bool:
@@ -245,13 +249,10 @@ class Exits(Feature):
         return outlook_of(opening, survey, self.profile) if isinstance(self.settings, ExitOptions) else None
 
     def models_opened(self, opening: Opening) -> None:
-        opened = opening.opened
-        if opened.files.head is None or not getattr(self.settings, "first", ()):
-            return
-        if any(each.files.head is None for each in opened.small):
+        if getattr(self.settings, "first", ()) and opening.opened.files.head is not None:
             raise UsageError(
-                "--first: the model's classification head is read, and the first model has only tokens\n"
-                "give a first model with a head, or read the model's next token with --head vocabulary"
+                "--first: the model's classification head is read, and a first model has only tokens\n"
+                "leave --first out, or read the next token with --head vocabulary"
             )
 
     def first_window(self, job: Job, window: Window) -> None:
@@ -271,6 +272,8 @@ class Exits(Feature):
         from prefillcli.features.exits.first import readers_of
         from prefillcli.features.exits.learning import ExitLearning
 
+        if getattr(self.settings, "estimate", None) is not None:  # its rows are read in full
+            return {}
         job = cast("Job", opening)  # nothing else has the option
         with job.clock.phase("exits"):
             first = readers_of(job, type(self))
@@ -288,6 +291,13 @@ class Exits(Feature):
 
     def ahead(self, questions: Sequence[Question], tick: Tick) -> tuple[dict[int, ScoredRow], int]:
         return ({}, 0) if self.exits is None else self.exits.ahead(questions, tick)
+
+    def glance(self, scorer: Scorer, prompts: Sequence[Prompt], tick: Tick) -> Sequence[Readings]:
+        from prefillcli.features.exits.first import readers_of, readings_of
+
+        if self.readers is None:
+            self.readers = [each for _, each in readers_of(scorer, type(self)).values()]
+        return [readings_of(each.read(prompts, tick)) for each in self.readers]
 
     def known(self) -> Mapping[int, ScoredRow]:
         return {} if self.exits is None else self.exits.known

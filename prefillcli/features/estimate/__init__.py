@@ -1,0 +1,121 @@
+"""The share of each answer over a whole file, with an interval: by some of its rows with `--estimate`, or where exits
+decide rows, by all answers and the audit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import model_validator
+
+from prefillcli.core.feature import Feature, Objection
+from prefillcli.errors import UsageError
+from prefillcli.options.option import FILES, Settings, as_typed, option
+
+if TYPE_CHECKING:
+    from prefillcli.core.feature import Counts, Job, Labels, Opening, RunReport, Section
+
+# Options by which rows leave the model, or are read in full beside that.
+_OF_EXITS = ("exit", "exit_rows", "exit_profile", "flips_of", "max_flips", "audit")
+
+
+class EstimateOptions(Settings):
+    """How many rows are read for an estimate."""
+
+    estimate: int | None = option(
+        None,
+        "Read N random rows only, and report the share of each answer in the whole input, with a 95 % interval. With "
+        "--first a small model or words read all rows, which narrows it.",
+        FILES, changes="report", metavar="N", ge=20,
+    )  # fmt: skip
+
+    @model_validator(mode="before")
+    @classmethod
+    def _draw_them(cls, values: Any) -> Any:
+        # The rows are those of --sample N.
+        if isinstance(values, dict) and values.get("estimate") is not None and values.get("sample") is None:
+            return values | {"sample": values["estimate"]}
+        return values
+
+    def check(self) -> None:
+        settings: Any = self
+        if self.estimate is not None:
+            if settings.limit is not None or settings.sample != self.estimate:
+                raise UsageError(
+                    f"--estimate {self.estimate} draws its rows itself, from the whole input\n"
+                    f"leave --{'sample' if settings.limit is None else 'limit'} out"
+                )
+            fields = type(self).model_fields
+            for name in (each for each in _OF_EXITS if each in fields):
+                if getattr(self, name) != fields[name].default:
+                    raise UsageError(
+                        f"{as_typed(type(self), name)}: with --estimate the model reads its rows in full\n"
+                        "leave one of them out"
+                    )
+        super().check()
+
+
+class Estimating(Feature):
+    """The estimate of a job. The key `estimate` of its report holds an `estimating.EstimateUse`."""
+
+    order = 35
+    options = {"score": EstimateOptions}
+    keys = {"estimate": None}
+
+    @classmethod
+    def asked(cls, settings: Any) -> bool:
+        return settings.estimate is not None or bool(
+            settings.audit and (getattr(settings, "exit", False) or getattr(settings, "first", ()))
+        )
+
+    def joint(self, option: str) -> Objection | None:
+        if self.settings.estimate is None:
+            return None
+        return Objection("--estimate is about all rows of the input", "leave one of them out")
+
+    def meaningless(self, labels: Labels) -> list[str]:
+        return ["estimate"]
+
+    def models_opened(self, opening: Opening) -> None:
+        from prefillcli.stats.evaluation import Measure
+
+        if self.settings.estimate is None:
+            return
+        if opening.labels.measure is not Measure.SHARES or opening.labels.each or "openai" in opening.groups:
+            raise UsageError(
+                "--estimate: it is about the answers to one question, in scores of this program's own columns\n"
+                "leave it out, or ask with --labels"
+            )
+
+    def finished(self, job: Job) -> None:  # the models are still loaded
+        from prefillcli.features.estimate.estimating import estimate
+
+        if self.settings.estimate is not None:
+            with job.clock.phase("evaluate"):
+                estimate(job)
+
+    def ended(self, job: Job) -> None:
+        from prefillcli.features.estimate.estimating import estimate_audited, is_known
+
+        if self.settings.estimate is None:
+            with job.clock.phase("evaluate"), job.stop.at_once():
+                estimate_audited(job)
+        elif not is_known(job):  # an earlier attempt ended behind its last row
+            with job.loaded:
+                if getattr(self.settings, "first", ()):
+                    job.load_models()
+                self.finished(job)
+
+    def reported(self, job: Job, counts: Counts | None) -> None:
+        from prefillcli.features.estimate.estimating import stored
+
+        job.report.blocks["estimate"] = None if counts is None else stored(job)
+
+    @classmethod
+    def section(cls, report: RunReport) -> Section | None:
+        from prefillcli.features.estimate.estimating import section
+
+        found: Any = report.blocks["estimate"]
+        return None if found is None else section(found)
+
+
+FEATURE = Estimating
