@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from prefillcli.engines.base import PLAIN, Answer, Engine, Loaded, LoadRequest, Treatment, sequences
+from prefillcli.engines.base import PLAIN, Answer, Engine, Loaded, LoadRequest, Readings, Treatment, sequences
 from prefillcli.errors import brief, out_of_memory
 from prefillcli.models.heads import Activation, label_numbers
 from prefillcli.models.load import load_weights
@@ -50,6 +51,11 @@ class EncoderEngine(Engine):
         self.batch_tokens = _CPU_TOKENS if model.device.type == "cpu" else _DEVICE_TOKENS
         self._activation = activation
         self._takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
+        self._pooled: Tensor | None = None  # what the last map to the classes reads, [texts, hidden]
+        for part in reversed(list(model.modules())):
+            if isinstance(part, nn.Linear) and part.out_features == model.config.num_labels:
+                part.register_forward_pre_hook(self._notice)
+                break
 
     def answer(
         self,
@@ -87,9 +93,18 @@ class EncoderEngine(Engine):
             for (row, prompt), found in zip(own, numbers, strict=True):
                 size, (first, *others) = len(batch[row]), readers[batch[row].tobytes()]
                 shared, computed = size if others else 0, size if prompt == first else 0
-                answers.append(Answer(prompt, found, shared, computed, seconds, failure=failure))
+                shown = () if treatment.exits is None or failure else (self._reading(row, found),)
+                answers.append(Answer(prompt, found, shared, computed, seconds, readings=shown, failure=failure))
             yield answers
             tick(step * len(own))
+
+    def _notice(self, _part: nn.Module, given: tuple[Tensor, ...]) -> None:
+        self._pooled = given[0]
+
+    def _reading(self, row: int, numbers: npt.NDArray[np.float64]) -> Readings:
+        # Of a text of the last batch: the hidden state that the head reads, else its outputs.
+        pooled = numbers if self._pooled is None else self._pooled[row].flatten().float().cpu().numpy()
+        return Readings(pooled[None].astype(np.float32), numbers[None], numbers[None])
 
     def outputs(self, texts: Sequence[TokenArray]) -> Tensor:
         """The outputs of the head for each text, float32 [texts, classes].

@@ -129,10 +129,11 @@ def load_models(
 def _load_small(small: Small, opened: Opened, settings: LoadingOptions) -> Any:
     """The weights of a small model, on the model's device. Raises as `load_model`, and UsageError if it cannot be a
     draft."""
-    from prefillcli.models.load import load_model
+    from prefillcli.models.load import load_model, load_weights
     from prefillcli.models.rehearsal import check_uses
 
-    loaded = load_model(small.files, opened.device, trust_remote_code=settings.trust_remote_code)
+    load = load_weights if small.files.encoder else load_model  # an encoder is not walked
+    loaded = load(small.files, opened.device, trust_remote_code=settings.trust_remote_code)
     if settings.draft is not None:
         check_uses(loaded, drafts=f"--draft {small.files.origin}", compresses=False)
     return loaded

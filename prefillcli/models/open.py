@@ -130,6 +130,11 @@ def local_model(name: str, option: str) -> Path | None:
     Raises UsageError that names the `option` where the path holds nothing, or no model.
     """
     path = Path(name).expanduser()
+    if option != "--model" and (path / "adapter_config.json").is_file():
+        raise UsageError(
+            f"{option} {name}: an adapter, which is read with its model\n"
+            f"merge it into its model with PEFT, and give the merged model as {option}"
+        )
     if path.is_dir() and not gguf_parts(path):
         find_weights(path)
     if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
@@ -224,20 +229,18 @@ def open_models(choice: DraftChoice) -> Opened:
     small = []
     for name, folder in zip(names, found, strict=True):
         own = _read(choice, folder, device)
-        if own.head is not None:
+        if option == "draft" and own.head is not None:
             raise UsageError(
-                f"--{option} {name}: it has a classification head, and must be a causal language model\n"
-                f"take another model, or {'--draft self' if option == 'draft' else 'leave it out'}"
+                f"--draft {name}: it has a classification head, and must be a causal language model\n"
+                "take another model, or --draft self"
             )
-        check_walkable(own, "take another small model")
+        if not own.encoder:
+            check_walkable(own, "take another small model")
         check_loadable(own, device)
-        other = _other_tokenizer(
-            tokenizer,
-            _load_tokenizer(own, choice.trust_remote_code),
-            f"--{option} {name}",
-            choice.draft_tokenizer if option == "draft" else "translate",
-        )
-        small.append(Small(own, other))
+        reads = _load_tokenizer(own, choice.trust_remote_code)
+        how = choice.draft_tokenizer if option == "draft" else "translate"
+        other = _other_tokenizer(tokenizer, reads, f"--{option} {name}", how)
+        small.append(Small(own, reads if own.encoder else other))  # an encoder reads texts with tokens around them
     return Opened(files, device, tokenizer, tuple(small), files.max_length, threads)
 
 

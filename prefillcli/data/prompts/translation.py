@@ -76,6 +76,21 @@ class Translator:
         coded = self._draft.encode_with_offsets([text for text, _ in read], special=True, literal=self._literal)
         return [self._mapped(text, places, own) for (text, places), own in zip(read, coded, strict=True)]
 
+    def whole(self, prompts: Sequence[Int32Array]) -> list[Int32Array]:
+        """Each prompt, int32 [tokens], as an encoder reads its text: in the draft's tokens, with all special ones
+        around them."""
+        texts = []
+        for ids, start in (self._begun(tokens.tolist()) for tokens in prompts):
+            runs = self._runs(ids[start:])
+            texts.append(
+                "".join(self._control(run)[0] if run.control else self._target.decode(run.ids) for run in runs)
+            )
+        return [each.ids for each in self._draft.encode_pairs([(text,) for text in texts], literal=self._literal)]
+
+    def decode(self, tokens: Int32Array) -> str:
+        """The text of some of the draft's tokens."""
+        return self._draft.decode(tokens)
+
     def _begun(self, ids: list[int]) -> tuple[list[int], int]:
         # A prompt, and the number of tokens at its start that stand before every text.
         starts = self._target.start_ids

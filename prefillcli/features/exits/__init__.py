@@ -249,10 +249,13 @@ class Exits(Feature):
         return outlook_of(opening, survey, self.profile) if isinstance(self.settings, ExitOptions) else None
 
     def models_opened(self, opening: Opening) -> None:
-        if getattr(self.settings, "first", ()) and opening.opened.files.head is not None:
+        opened = opening.opened
+        if opened.files.head is None or not getattr(self.settings, "first", ()):
+            return
+        if any(each.files.head is None for each in opened.small):
             raise UsageError(
-                "--first: the model's classification head is read, and a first model has only tokens\n"
-                "leave --first out, or read the next token with --head vocabulary"
+                "--first: the model's classification head is read, and the first model has only tokens\n"
+                "give a first model with a head, or read the model's next token with --head vocabulary"
             )
 
     def first_window(self, job: Job, window: Window) -> None:

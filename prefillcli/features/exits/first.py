@@ -2,7 +2,8 @@
 
 The reading of a row is what an exit reads after a layer: a hidden state, that of the small model's last layer but one,
 and the log-probabilities of the labels, which are its own answer. So it is an exit before the first layer of the large
-model. The words of a prompt, without any model, are such a reading too.
+model. A model with a classification head has outputs of its own classes in place of the labels. Of an encoder the
+hidden state is what its head reads. The words of a prompt, without any model, are such a reading too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from prefillcli.core.question import Tick
-from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Following, Labels, parse_labels, tail_of
 from prefillcli.data.prompts.translation import Translation, Translator
 from prefillcli.data.rows import BEFORE, Int32Array, Prompt
@@ -46,8 +46,8 @@ class FirstPrompt(NamedTuple):
 
 
 class FirstReading(NamedTuple):
-    """What the first model makes of a prompt: its hidden state [hidden], the labels' log-probabilities [labels], and
-    the tokens and seconds that this took."""
+    """What the first model makes of a prompt: its hidden state [hidden], the labels' log-probabilities [labels] or the
+    outputs of its head and a 0 [classes + 1], and the tokens and seconds that this took."""
 
     hidden: Float32Array
     logprobs: Float64Array
@@ -70,37 +70,41 @@ class FirstPrompts:
     """Makes the prompts of the first model of those of the large one: the same text, in its own tokens."""
 
     def __init__(self, opened: Opened, small: Small, settings: Any) -> None:
-        self._translator, self._labels = None, None
-        if small.tokenizer is not None:
-            self._translator = Translator(opened.tokenizer, small.tokenizer)
-            self._encoder = Encoder(small.tokenizer)
-            self._labels = Labels(
-                small.tokenizer,
-                parse_labels(settings.labels),
-                norm=settings.label_norm,
-                end=settings.label_end,
-            )
+        own, head = small.tokenizer, small.files.head
+        self._whole = small.files.encoder
+        self._classes = None if head is None else LabelSet.of([[each] for each in range(len(head.classes))])
+        self._translator = None if own is None else Translator(opened.tokenizer, own)
+        self._labels = None
+        if own is not None and head is None:
+            labels = parse_labels(settings.labels)
+            self._labels = Labels(own, labels, norm=settings.label_norm, end=settings.label_end)
 
     def of(self, prompts: Sequence[Prompt]) -> list[FirstPrompt | None]:
         """Each prompt; None for one that the first model has no tokens for."""
-        if self._translator is None or self._labels is None:
-            return [FirstPrompt(prompt.tokens, prompt.labels) for prompt in prompts]
-        found = self._translator.translate([prompt.tokens for prompt in prompts])
-        able = [number for number, each in enumerate(found) if isinstance(each, Translation)]
-        tails = [tail_of(self._encoder.decode(found[number].tokens[-_TAIL_TOKENS:].tolist())) for number in able]  # type: ignore[union-attr]
+        if self._translator is None:
+            return [FirstPrompt(prompt.tokens, self._classes or prompt.labels) for prompt in prompts]
+        texts = [prompt.tokens for prompt in prompts]
+        found = self._translator.whole(texts) if self._whole else self._translator.translate(texts)
+        tokens = [each.tokens if isinstance(each, Translation) else each for each in found]
+        able = {number: each for number, each in enumerate(tokens) if not isinstance(each, str)}
         made: list[FirstPrompt | None] = [None] * len(prompts)
-        for number, following in zip(able, self._labels.resolve_all(tails), strict=True):
+        if self._labels is None:
+            for number, own in able.items():
+                made[number] = FirstPrompt(own, self._classes or prompts[number].labels)
+            return made
+        tails = [tail_of(self._translator.decode(own[-_TAIL_TOKENS:])) for own in able.values()]
+        for (number, own), following in zip(able.items(), self._labels.resolve_all(tails), strict=True):
             if isinstance(following, Following):
-                tokens = found[number].tokens  # type: ignore[union-attr]
-                made[number] = FirstPrompt(tokens[: len(tokens) - len(following.moved)], following.labels)
+                made[number] = FirstPrompt(own[: len(own) - len(following.moved)], following.labels)
         return made
 
 
 class FirstModel:
     """A first model, loaded in this process."""
 
-    def __init__(self, engine: Engine, observed: tuple[int, ...], max_length: int) -> None:
-        self._engine, self._observed, self._max_length = engine, observed, max_length
+    def __init__(self, engine: Engine, observed: tuple[int, ...], small: Small) -> None:
+        self._engine, self._observed, self._max_length = engine, observed, small.files.max_length
+        self._classifies = small.files.head is not None
 
     def read(self, prompts: Sequence[FirstPrompt], tick: Tick = lambda tokens: None) -> list[FirstReading | None]:
         """The reading of each prompt; None for one that is too long, for which memory does not suffice, or whose
@@ -115,10 +119,11 @@ class FirstModel:
             for answer in answers:
                 shown = answer.readings
                 hidden = shown[0].hidden[0] if shown else answer.logprobs.astype(np.float32)
-                if answer.failure is None and np.isfinite(hidden).all() and np.isfinite(answer.logprobs).all():
-                    found[able[answer.prompt]] = FirstReading(
-                        hidden, answer.logprobs, answer.computed_tokens, answer.seconds
-                    )
+                # Beside a 0, what is left of outputs less their mean is all of them, even of a single one.
+                logits = np.append(answer.logprobs, 0.0) if self._classifies else answer.logprobs
+                if answer.failure is None and np.isfinite(hidden).all() and np.isfinite(logits).all():
+                    reading = FirstReading(hidden, logits, answer.computed_tokens, answer.seconds)
+                    found[able[answer.prompt]] = reading
         return found
 
 
@@ -144,27 +149,33 @@ def load_first(models: Models[Any]) -> FirstModels:
 
 
 def _planned(models: Models[Any], small: Small, before: dict[str, Any] | None) -> dict[str, Any]:
-    # The limits of its packs, or those of an earlier attempt.
-    from prefillcli.models.law import choose_chunk, draft_limits, memory_law
+    # The limits of its packs, or those of an earlier attempt. An encoder computes a pack in batches of a fixed size.
+    from prefillcli.models.law import PACK_TOKENS, choose_chunk, draft_limits, memory_law
 
-    law = memory_law(small.files.config, small.files.dtype)
-    chunk = models.settings.chunk_tokens or choose_chunk(law, models.budget, models.opened.device)
-    limits = draft_limits(
-        law, budget=models.budget, device=models.opened.device, chunk_tokens=chunk, queries=1, all_layers=False
-    )
+    files, device, budget = small.files, models.opened.device, models.budget
+    if files.encoder:
+        return {"limits": asdict(Limits(max(PACK_TOKENS[device.type], files.max_length), files.max_length))}
+    law = memory_law(files.config, files.dtype, None if files.head is None else len(files.head.classes))
+    chunk = models.settings.chunk_tokens or choose_chunk(law, budget, device)
+    limits = draft_limits(law, budget=budget, device=device, chunk_tokens=chunk, queries=1, all_layers=False)
     if before is not None and before["limits"]["max_tokens"] <= limits.max_tokens:
         return dict(before)
     return {"chunk_tokens": chunk, "limits": asdict(replace(limits, read_tokens=None))}
 
 
 def _loaded(models: Models[Any], number: int, plan: dict[str, Any]) -> FirstModel:
+    from prefillcli.engines.encoders import EncoderEngine
     from prefillcli.engines.torch import TorchEngine
 
-    small = models.opened.small[number].files
+    small, limits = models.opened.small[number], Limits(**plan["limits"])
+    if small.files.encoder:
+        encoder = EncoderEngine(models.small[number], "none")
+        encoder.limits = limits
+        return FirstModel(encoder, (), small)
     walk = models.small_walk(number, plan["chunk_tokens"])
-    depth = small.config.get_text_config().num_hidden_layers
-    observed = (depth - 2,) if depth > 1 else ()
-    return FirstModel(TorchEngine(walk, limits=Limits(**plan["limits"])), observed, small.max_length)
+    engine = TorchEngine(walk, limits=limits, activation="softmax" if small.files.head is None else "none")
+    depth = small.files.config.get_text_config().num_hidden_layers
+    return FirstModel(engine, (depth - 2,) if depth > 1 else (), small)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ Three kinds are tried for each layer; cross-validation chooses:
 
 - `ridge` reads the hidden state, brought to unit length. It finds an answer before the model's own head can read it.
 - `affine` reads the label logits of the model's own norm and head: they need another scale and another offset at each
-  layer ("tuned lens", Belrose et al. 2023, arXiv 2303.08112, in its smallest form).
+  layer ("tuned lens", Belrose et al. 2023, arXiv 2303.08112, in its smallest form). Those of a first model with a
+  classification head are the outputs of its classes.
 - `mlp` reads the features of SpecEE's predictor (arXiv 2504.08850, section 4.3): the label logits, their softmax among
   the labels, and how the layer has changed that softmax; 512 hidden units with ReLU. SpecEE predicts whether to exit;
   this probe predicts the final label logits."""
@@ -78,7 +79,7 @@ class RidgeProbe(Probe):
 
 @dataclass(frozen=True, eq=False)
 class AffineProbe(Probe):
-    """A linear map of the label logits, less their mean: `weights` [labels, labels] and `bias` [labels]."""
+    """A linear map of the logits, less their mean: `weights` [logits, labels] and `bias` [labels]."""
 
     weights: Float32Array
     bias: Float32Array
@@ -92,7 +93,7 @@ class AffineProbe(Probe):
 class MlpProbe(Probe):
     """Two linear maps of `lens_features` with a ReLU between them.
 
-    `inner` [3 * labels, units] and `inner_bias` [units], `outer` [units, labels] and `outer_bias` [labels].
+    `inner` [3 * logits, units] and `inner_bias` [units], `outer` [units, labels] and `outer_bias` [labels].
     """
 
     inner: Float32Array
@@ -163,10 +164,10 @@ def _check_shapes(probe: Probe) -> None:
     # Raise ValueError unless the arrays of a probe fit together.
     if isinstance(probe, MlpProbe):
         maps = [(probe.inner, probe.inner_bias), (probe.outer, probe.outer_bias)]
-        fits = probe.inner.shape[:1] == (3 * probe.labels,) and probe.outer.shape[:1] == probe.inner_bias.shape
+        fits = len(probe.inner) % 3 == 0 and probe.outer.shape[:1] == probe.inner_bias.shape
     elif isinstance(probe, RidgeProbe | AffineProbe):
         maps = [(probe.weights, probe.bias)]
-        fits = isinstance(probe, RidgeProbe) or probe.weights.shape[:1] == (probe.labels,)
+        fits = True
     else:
         return
     if not fits or probe.labels < 2 or any(map.ndim != 2 or map.shape[1:] != bias.shape for map, bias in maps):
