@@ -21,7 +21,7 @@ JOB_SHUFFLES ?= 2
 TEST_WORKERS ?= 2
 
 .PHONY: setup setup-real setup-airflow setup-vllm setup-ray setup-tables reference demo demo-real test test-matrix test-real test-nightly test-faults \
-	test-tables dist test-install test-container test-airflow test-vllm test-ray removals fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
+	test-tables dist test-install test-container test-airflow test-vllm test-ray removals fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-chains bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
 
 setup: $(VENV)/.ready
 
@@ -227,6 +227,10 @@ bench-families: setup
 # Speeds and longest prompts on a GPU, with shapes of Llama-3.1-8B. For other devices: python -m benchmarks.gpu --help
 bench-gpu: setup
 	$(BIN)/python -m benchmarks.gpu
+
+# Whether the bound on flips holds on real rows, and which chain pays. Takes half an hour on one core
+bench-chains: setup-real
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.chains --first words
 
 # What early exit brings, on the real model and on the deep samples. Takes an hour on one core
 bench-exits: setup-real

@@ -53,7 +53,7 @@ def outlook_of(opening: Opening, survey: Survey, profile: ExitProfile | None) ->
         if survey.plan.seconds is not None:
             found.seconds = survey.plan.seconds / found.gain
         lines.append(("expected", _expected(found, survey)))
-    if opening.opened.small and survey.lengths is not None:
+    if any(not each.files.encoder for each in opening.opened.small) and survey.lengths is not None:
         lines.append(("first model", _costs(found, opening, round(survey.lengths.mean))))
     return Outlook("exits", found, lines)
 
@@ -64,7 +64,8 @@ def _costs(found: ExitOutlook, opening: Opening, tokens: int) -> str:
     try:
         whole = prefill_flops(opened.files.config.get_text_config(), tokens).total
         for name, each in zip(names, opened.small, strict=True):
-            found.first_cost[name] = prefill_flops(each.files.config.get_text_config(), tokens).total / whole
+            if not each.files.encoder:
+                found.first_cost[name] = prefill_flops(each.files.config.get_text_config(), tokens).total / whole
     except NoCostModel as error:
         return f"operations are not counted: {error}"
     costs = ", ".join(f"{visible(name, line=True)} {cost:.1%}" for name, cost in found.first_cost.items())
