@@ -8,6 +8,7 @@ workers); DATE in a path stands for the day of the run:
     prefill_recipe          the job                                               recipes/labeling.yaml
     prefill_input           the file, if it is not the recipe's                   e.g. in/DATE.parquet
     prefill_output          where the scores go                                   out/nightly.DATE.parquet
+    prefill_exit_profile    what a run with --exit or --first has learnt          e.g. out/first.exit.json
     prefill_max_error_rate  share of error rows above which the run fails         0.01
 """
 
@@ -25,7 +26,8 @@ from airflow.sdk import DAG, task
 # --max-error-rate 1: bad rows are not a reason to retry; `check` judges them by their number.
 COMMAND = """
 cd "$SCORING_HOME" && exec "$SCORING_COMMAND" score ${SCORING_INPUT:+"$SCORING_INPUT"} --recipe "$SCORING_RECIPE" \
-    --output "$SCORING_OUTPUT" --resume --skip-empty --max-error-rate 1 --progress-interval 60
+    ${SCORING_EXIT_PROFILE:+--exit-profile "$SCORING_EXIT_PROFILE"} --output "$SCORING_OUTPUT" --resume --skip-empty \
+    --max-error-rate 1 --progress-interval 60
 """
 
 
@@ -51,6 +53,7 @@ with DAG(
             "SCORING_RECIPE": variable("recipe", "recipes/labeling.yaml"),
             "SCORING_INPUT": variable("input", ""),
             "SCORING_OUTPUT": variable("output", "out/nightly.DATE.parquet"),
+            "SCORING_EXIT_PROFILE": variable("exit_profile", ""),
         },
         append_env=True,  # PREFILL_MODEL, PREFILL_THREADS, ... of the worker reach the command
         skip_on_exit_code=99,  # no rows tonight: this task and `check` are skipped
@@ -68,6 +71,8 @@ with DAG(
         """Fail if the scores must not be used."""
         rows, mean = summary["rows"], summary["mean_score"]
         print(f"{rows['scored']:,} of {rows['total']:,} rows scored, mean {mean}: {summary['output']}")
+        if exits := summary.get("exits"):  # where none is proven, or the audit stopped them, rows are read in full
+            print(f"{exits['left']:,} rows decided early; exits: {exits['status']}")
         if rows["errors"] > float(max_error_rate) * rows["total"]:
             raise ValueError(f"{rows['errors']:,} of {rows['total']:,} rows failed: {rows['errors_by_code']}")
         if mean is None or not 0.01 < mean < 0.99:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -90,6 +92,19 @@ def test_what_is_reserved_without_being_used_is_free(cards: Cards) -> None:
     cards.use(1, 100 * MIB)
     cards.allocated[1] -= 40 * MIB
     assert available_memory(CARD) == loadable_memory(CARD) == 940 * MIB
+
+
+def test_in_a_control_group_what_it_cannot_drop_has_no_room_for_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefillcli.runtime.memory._GROUP", tmp_path)
+    monkeypatch.setattr("prefillcli.runtime.memory._meminfo", lambda: {"MemAvailable": 9000, "SwapFree": 0})
+    files = {"memory.max": "1000", "memory.swap.max": "100", "memory.swap.current": "20"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert loadable_memory(torch.device("cpu")) == 1100
+    (tmp_path / "memory.stat").write_text("anon 300\nfile 650\nshmem 50\n")
+    assert loadable_memory(torch.device("cpu")) == 1100 - 300 - 50 - 20
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])

@@ -39,7 +39,7 @@ FIELD = r"(?:\*|\d+(?:-\d+)?(?:,\d+)*)(?:/\d+)?"
 
 def test_every_recipe_is_tested() -> None:
     # The models of two are no samples: tests/test_rerank_recipe.py, tests/score/test_adapters.py.
-    elsewhere = {"rerank", "adapters", "perplexity"}
+    elsewhere = {"rerank", "adapters", "perplexity", "cascade"}
     assert {path.stem for path in RECIPES.glob("*.yaml")} == ROWS.keys() | QUESTIONS.keys() | elsewhere
 
 
@@ -57,6 +57,28 @@ def test_the_recipe_for_perplexity_reads_each_token_of_a_corpus_once(
     use = json.loads((tmp_path / "perplexity.run.json").read_text())["likelihood"]
     tokens = sum(row["target_tokens"] for row in rows)
     assert use["perplexity"] == pytest.approx(math.exp(-sum(row["logprob"] for row in rows) / tokens))
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_a_cascade_goes_from_night_to_night_by_the_dags_command(home: Path) -> None:
+    for path in ("samples", "recipes"):
+        (home / path).symlink_to(ROOT / path)
+    command, profile = dag_command(), "out/first.exit.json"
+    for night, given in (("first", ""), ("second", profile)):
+        names = {"COMMAND": ".venv/bin/prefill", "RECIPE": "recipes/cascade.yaml", "EXIT_PROFILE": given}
+        names |= {"INPUT": "", "OUTPUT": f"out/{night}.parquet"}
+        done = subprocess.run(
+            ["bash", "-c", command],
+            env=environment(home, **{f"SCORING_{name}": value for name, value in names.items()}),
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        exits = json.loads(done.stdout.splitlines()[-1])["exits"]
+        assert exits["status"] == ("reused" if given else "calibrated")
+        rows = pq.read_table(home / "out" / f"{night}.parquet").to_pylist()
+        assert exits["left"] == sum(row["method"] == "first" for row in rows) > len(rows) / 4
 
 
 @pytest.mark.sampled(1)

@@ -61,6 +61,17 @@ class Models(Generic[AnyEngine]):
             self._closing.callback(walk.close)
         return self._small_walks[number]
 
+    def held_bytes(self) -> int:
+        """Bytes of the budget that K,V take at most which the engine keeps between packs."""
+        from prefillcli.models.law import memory_law
+
+        if getattr(self.settings, "prefix_kv", "auto") not in ("auto", "keep"):
+            return 0
+        return (
+            self.engine.limits.held_tokens
+            * memory_law(self.opened.files.config, self.opened.files.dtype).all_key_values
+        )
+
     def add_features(self) -> None:
         """Let features load models or tables of their own. Raises UsageError."""
         for each in features_of(self.settings):

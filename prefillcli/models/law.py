@@ -515,7 +515,7 @@ def draft_limits(
     most = (room - 4 * queries * max(votes, 0)) // token
     if most < 16 or votes < 16:
         raise ResourceError(
-            f"a memory budget of {budget / 2**20:,.0f} MiB is too small for the draft model; raise --memory"
+            f"a memory budget of {budget / 2**20:,.0f} MiB is too small for the small model; raise --memory"
         )
     return Limits(tokens=min(PACK_TOKENS[device.type], most), max_tokens=most, read_tokens=votes)
 

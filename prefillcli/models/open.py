@@ -312,12 +312,12 @@ def _load_tokenizer(files: ModelFiles, trust_remote_code: bool) -> Any:
 
 def weights_of(opened: Opened, *, draft: bool = True) -> int:
     """Bytes of the device's free memory that the model's weights will take, with its variants, and with those of the
-    `draft` or without."""
+    draft, or of all first models, or without."""
     from prefillcli.models.weights import weight_bytes
 
-    every = (opened.files, opened.draft if draft else None)
+    every = [opened.files, *(each.files for each in opened.small if draft)]
     beside = 0 if opened.variants is None else opened.variants.memory_bytes(opened.device)
-    return beside + sum(weight_bytes(files, opened.device) for files in every if files is not None)
+    return beside + sum(weight_bytes(files, opened.device) for files in every)
 
 
 def refuse_what_cannot_fit(opened: Opened, *, draft: bool = True) -> None:
@@ -326,7 +326,7 @@ def refuse_what_cannot_fit(opened: Opened, *, draft: bool = True) -> None:
 
     need, most = weights_of(opened, draft=draft), loadable_memory(opened.device)
     if most is not None and need > most:
-        and_draft = " and those of the draft" if draft and opened.draft is not None else ""
+        and_draft = " and those of the small model beside it" if draft and opened.small else ""
         raise ResourceError(
             f"{opened.files.origin}: the weights{and_draft} take "
             f"{need / 2**30:.1f} GiB in {str(opened.files.dtype).removeprefix('torch.')}, and {opened.device} has "

@@ -56,9 +56,10 @@ def loadable_memory(device: torch.device) -> int | None:
         most = found["MemAvailable"] + found["SwapFree"]
     except (OSError, KeyError, ValueError):
         return None
-    # A control group counts pages of files as used although it can drop them, so only its limit is certain.
+    # A control group counts pages of files as used although it can drop them: only those without a file are certain.
     with suppress(OSError, ValueError):
-        most = min(most, _group("memory.max") + _group("memory.swap.max"))
+        limit = _group("memory.max") + _group("memory.swap.max")
+        most = min(most, max(limit - _group_used(), 0))
     return most
 
 
@@ -196,6 +197,14 @@ def _meminfo() -> dict[str, int]:
 
 def _group(name: str) -> int:
     return int((_GROUP / name).read_text())
+
+
+def _group_used() -> int:
+    # Bytes that a control group cannot drop: pages without a file, in memory or swapped out; 0 if it does not tell.
+    with suppress(OSError, ValueError, KeyError):
+        lines = dict(line.split() for line in (_GROUP / "memory.stat").read_text().splitlines())
+        return int(lines["anon"]) + int(lines["shmem"]) + _group("memory.swap.current")
+    return 0
 
 
 def trim_heap() -> None:

@@ -13,6 +13,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from prefillcli.core.feature import open_models
+from prefillcli.jobs import load as load_job
+from prefillcli.models.law import memory_law
+from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.load import load_settings
+from prefillcli.plan.pack import Limits
 from tests.engines.encoder_models import MAX_LENGTH, save_encoder
 from tests.score.jobs import read_output, read_report, score, write_jsonl
 from tests.score.models import save_model
@@ -179,3 +185,42 @@ def test_an_adapter_is_no_first_model(data: Path, large: Path, tmp_path: Path) -
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(large)}))
     said = score(data, "out.jsonl", model=large, first=tmp_path, **FIRST)["error"]
     assert "merge it into its model with PEFT, and give the merged model as --first" in said
+
+
+@pytest.mark.parametrize("limited", [False, True], ids=["room for both", "room for the model alone"])
+def test_a_model_is_streamed_where_a_first_model_takes_its_room(
+    limited: bool, data: Path, large: Path, reward: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPUs only weights that are converted take memory; mapped files may be dropped."""
+    loaded, load = [], load_job._load_small
+    sizes = {path: (path / "model.safetensors").stat().st_size // 2 for path in (large, reward)}
+    room = sizes[large] + sizes[reward] // 2 if limited else sizes[large] + 2 * sizes[reward]
+
+    def load_small(small: Any, *others: Any) -> Any:
+        loaded.append(sizes[Path(small.files.origin)])
+        return load(small, *others)
+
+    monkeypatch.setattr(load_job, "_load_small", load_small)
+    monkeypatch.setattr("prefillcli.runtime.memory.loadable_memory", lambda device: room - sum(loaded))
+    given = FIRST | {"dtype": "bfloat16"}
+    assert score(data, "out.jsonl", model=large, first=reward, **given)["exit_code"] == 0
+    weights = read_report("out.run.json")["weights"]
+    assert (weights["mode"], weights["memory_bytes"] <= room - sizes[reward]) == (
+        "stream" if limited else "resident",
+        True,
+    )
+    rows = read_output("out.jsonl")
+    assert sum(row["method"] == "first" for row in rows) > ROWS / 8
+
+
+def test_a_first_model_leaves_room_for_what_the_next_window_begins_with(data: Path, large: Path, reward: Path) -> None:
+    given = {"inputs": [str(data)], "model": str(large), "first": str(reward), "memory": "150MiB", **FIRST}
+    settings = load_settings(ScoreSettings, given, environment={})
+    models = load_job.load_models(open_models(settings), settings)
+    own, first = models.engine.limits, Limits(**models.plan["first"][0]["limits"])
+    models.close()
+    held = own.held_tokens * 24 * 2 * 2 * 32 * 4  # layers, K and V, heads, width of a head, bytes
+    law = memory_law(models.opened.small[0].files.config, torch.float32, 1)
+    chunk = models.plan["first"][0]["chunk_tokens"]
+    assert held > 20 << 20
+    assert held + law.constant(chunk, torch.device("cpu")) + first.max_tokens * law.token <= 150 << 20

@@ -149,10 +149,11 @@ def load_first(models: Models[Any]) -> FirstModels:
 
 
 def _planned(models: Models[Any], small: Small, before: dict[str, Any] | None) -> dict[str, Any]:
-    # The limits of its packs, or those of an earlier attempt. An encoder computes a pack in batches of a fixed size.
+    # The limits of its packs, or those of an earlier attempt. While it reads, the model's engine keeps the K,V of what
+    # the next window begins with. An encoder computes a pack in batches of a fixed size.
     from prefillcli.models.law import PACK_TOKENS, choose_chunk, draft_limits, memory_law
 
-    files, device, budget = small.files, models.opened.device, models.budget
+    files, device, budget = small.files, models.opened.device, models.budget - models.held_bytes()
     if files.encoder:
         return {"limits": asdict(Limits(max(PACK_TOKENS[device.type], files.max_length), files.max_length))}
     law = memory_law(files.config, files.dtype, None if files.head is None else len(files.head.classes))

@@ -713,7 +713,7 @@ def plan_streamed(
     if free is not None and max(least, given or 0) > free:
         dtype = str(opened.files.dtype).removeprefix("torch.")
         asked = f"--weights-memory {weights_memory}" if given else "embedding, head and two layers"
-        and_draft = " beside the draft" if small else ""
+        and_draft = " beside the small model" if small else ""
         raise ResourceError(
             f"{opened.files.origin}: the weights take {total / 2**30:.1f} GiB in {dtype}, and even streamed, {asked} "
             f"take more than the {free / 2**30:.1f} GiB that {opened.device} has free{and_draft}\n"
