@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from random import Random
 
@@ -11,10 +12,10 @@ import pytest
 from recipes import review_passages
 from recipes.choose_prompt import first_short
 from recipes.real_model import Review
-from recipes.review_passages import cut, passage_table, write_passages
+from recipes.review_passages import cut, passage_table, write_nights, write_passages
 
 
-def made_reviews(split: str, folder: Path | None = None) -> list[Review]:
+def made_reviews(split: str, folder: Path | None = None, *, neutral: bool = False) -> list[Review]:
     """Forty reviews of up to nine sentences, each sentence unlike all others."""
     return [
         Review(
@@ -66,3 +67,16 @@ def test_passages_come_from_both_splits(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(review_passages, "reviews", made_reviews)
     passages = pq.read_table(write_passages(tmp_path))["passage"].to_pylist()
     assert {split for split in ("Train", "Test") if any(split in each for each in passages)} == {"Train", "Test"}
+
+
+def test_a_first_model_learns_from_other_reviews_than_it_judges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(review_passages, "reviews", made_reviews)
+    night, today = (pq.read_table(path)["prompt"].to_pylist() for path in write_nights(tmp_path))
+    sentences = re.compile(r"Sentence \d+ of (review \d+ in \w+)")
+    learnt, judged = ({own for text in rows for own in sentences.findall(text)} for rows in (night, today))
+    assert (len(learnt), len(judged)) == (26, 54)
+    assert not learnt & judged
+    assert {len(sentences.findall(text)) for text in night} == {1, 2, 3, 4}
+    assert len(set(night)) == len(night) > len(today)
