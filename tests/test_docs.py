@@ -107,7 +107,7 @@ def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
     known |= {"--workload", "--try", "--no-try"}  # of python -m benchmarks.peers
     known |= {"--profile", "--cache-tokens", "--fairness"}  # of python -m benchmarks.replay
     known |= {"--steps", "--rate", "--batch-tokens"}  # of python -m recipes.train_sample_models
-    known |= {"--layers", "--train"}  # of python -m recipes.distill_draft and recipes.train_first
+    known |= {"--layers", "--train", "--epochs"}  # of python -m recipes.distill_draft and recipes.train_first
     known |= {"--tag", "--rm", "--read-only", "--network", "--build-arg"}  # of podman
     # of python -m benchmarks.soak
     known |= {"--long", "--kill-every", "--short-sample", "--long-sample", "--memory-every"}
