@@ -839,3 +839,67 @@ def test_what_cannot_go_with_a_first_model_is_refused(
     except UsageError as raised:
         error = str(raised)
     assert said in error
+
+
+# A rare answer: recall and precision of the first label.
+
+RARE: dict[str, Any] = {"recall": 0.9, "precision": 0.9, "labels": LABELS, "dtype": "float32", "exit_rows": 60}
+
+
+def test_recall_and_precision_of_the_first_label_hold(
+    data: Path,
+    deep_model: Path,
+    shallow_model: Path,
+    in_full: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In workers; then here, in a job that is stopped and goes on with the same decisions, and without them."""
+    given = {"model": deep_model, "first": shallow_model, **RARE}
+    assert score(data, "whole.jsonl", workers=2, **given)["status"] == "complete"
+    rows, exits = read_output("whole.jsonl"), read_report("whole.run.json")["exits"]
+    decided = [row for row in rows if row["method"] == "first"]
+    assert len(decided) > ROWS / 8
+    label = LABELS.split(",")[0]
+    output, full = ([row["prediction"] == label for row in each] for each in (rows, in_full))
+    both = sum(own and right for own, right in zip(output, full, strict=True))
+    assert min(both / sum(full), both / sum(output)) >= 0.9
+    for row, right in zip(rows, in_full, strict=True):
+        assert row["score"] == pytest.approx(right["score"], abs=0.3 if row["method"] == "first" else 1e-5)
+    rare = exits["rare"]
+    assert rare["accepted"] == sum(row["prediction"] == label for row in decided)
+    assert rare["refused"] == len(decided) - rare["accepted"]
+    assert (rare["label"], rare["recall"], exits["calibration_rows"]) == (label, 0.9, 60 + rare["sampled"])
+    assert not Path("whole.exit.json").exists()
+
+    for lost in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(Sink, "finish", interrupted)
+            assert score(data, "out.jsonl", overwrite=True, **given)["status"] != "complete"
+        if lost:
+            Path("out.jsonl.prefill/first.f32").write_bytes(b"")
+            for part in Path("out.jsonl.prefill").glob("part-*"):
+                part.unlink()
+        assert score(data, "out.jsonl", resume=True, **given)["status"] == "complete"
+        assert_same(read_output("out.jsonl"), rows)
+        assert not Path("out.jsonl.prefill/first.f32").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"max_flips": 0.1}, "--recall cannot be combined with --max-flips"),
+        ({"exit": True}, "--recall cannot be combined with --exit"),
+        ({"first": ("words", "words")}, "--recall cannot be combined with a second --first"),
+        ({"labels": "n,t,o"}, "--recall: a row that does not have the first label must have the other one"),
+        ({"first": (), "exit_rows": None}, "--recall is for what a first model decides, but there is none"),
+    ],
+)
+def test_what_cannot_go_with_recall_is_refused(data: Path, deep_model: Path, flags: dict[str, Any], said: str) -> None:
+    given = {"model": deep_model, "first": "words", **RARE, **flags}
+    try:
+        error = score(data, "out.jsonl", **{name: value for name, value in given.items() if value is not None})[
+            "error"
+        ]
+    except UsageError as raised:
+        error = str(raised)
+    assert said in error

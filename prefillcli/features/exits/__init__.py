@@ -55,6 +55,7 @@ METHODS = {
     "first": "the models of --first decide rows, and the layer walk reads the others, as with prefill score --first",
     "first-exit": "the models of --first decide rows, and others leave the layer walk when they are decided",
 }
+FIRST = Requirement(lambda s: s.first, "is for what a first model decides, but there is none", "give --first")
 EXIT_METHOD = Requirement(
     lambda s: any(name in METHODS for name in s.method),
     "is for the methods early-exit, first and first-exit, but none is compared",
@@ -108,10 +109,28 @@ class ExitOptions(Settings):
         EARLY_EXIT, changes="scores", metavar="FILE", path="file", requires=EXIT,
     )  # fmt: skip
 
+    recall: float | None = option(
+        None,
+        "Instead of --max-flips, for a rare answer: least share of the rows that --model would answer with the first "
+        "label that keep it, at 95 % confidence. The first model says of others that they are not.",
+        EARLY_EXIT, changes="scores", metavar="SHARE", requires=FIRST, gt=0, lt=1,
+    )  # fmt: skip
+    precision: float | None = option(
+        None,
+        "Instead of --max-flips: least share of the rows given the first label that --model would give it too, at "
+        "95 % confidence. The first model decides rows that surely have it.",
+        EARLY_EXIT, changes="scores", metavar="SHARE", requires=FIRST, gt=0, lt=1,
+    )  # fmt: skip
+
     @property
     def exit_option(self) -> str:
         """The option that lets rows leave."""
-        return "--exit" if self.exit else "--first"
+        return self.rare_option or ("--exit" if self.exit else "--first")
+
+    @property
+    def rare_option(self) -> str | None:
+        """--recall or --precision, if one is given."""
+        return "--recall" if self.recall is not None else "--precision" if self.precision is not None else None
 
 
 class ExitProfileOptions(Settings):
@@ -185,8 +204,31 @@ class Exits(Feature):
                 f"{settings.exit_option}: what is learnt about exits is of one keep rate, and --keep auto has not "
                 f"chosen it yet\nchoose the rate in a run without {settings.exit_option}, then give it"
             )
+        if isinstance(settings, ExitOptions) and settings.rare_option is not None:
+            self._check_rare(settings, settings.rare_option)
         if isinstance(settings, ExitProfileOptions) and settings.exit_profile and getattr(settings, "adapter", None):
             raise UsageError("--exit-profile: it does not say which adapters it is of\nleave it or --adapter out")
+
+    def _check_rare(self, settings: Any, option: str) -> None:
+        from prefillcli.data.prompts.labels import parse_labels
+
+        others = {
+            "--max-flips": "max_flips" in settings.model_fields_set,
+            "--flips-of": "flips_of" in settings.model_fields_set,
+            "--exit": settings.exit,
+            "--exit-profile": settings.exit_profile is not None,
+            "a second --first": len(settings.first) > 1,
+            "--estimate": getattr(settings, "estimate", None) is not None,
+        }
+        for other in (name for name, given in others.items() if given):
+            raise UsageError(
+                f"{option} cannot be combined with {other}: it is proven of one first model, in place of a bound on "
+                "flips\nleave one out"
+            )
+        if len(parse_labels(settings.labels)) != 2:
+            raise UsageError(
+                f"{option}: a row that does not have the first label must have the other one\nname two --labels"
+            )
 
     def joint(self, option: str) -> Objection | None:
         if option == "--shard" and self.settings.exit_profile is not None:
@@ -214,7 +256,7 @@ class Exits(Feature):
     def writes(self, report: str) -> list[tuple[str, str, str]]:
         from prefillcli.features.exits.policy import exits_path
 
-        if self.settings.exit_profile is not None:
+        if self.settings.exit_profile is not None or self.settings.rare_option is not None:
             return []
         return [("exits", exits_path(report), "what is learnt of exits,")]
 
@@ -232,6 +274,9 @@ class Exits(Feature):
         first = hashed.pop("first", ())  # a model goes by its contents, as a draft does
         if first:
             hashed["first"] = [name == WORDS for name in first]
+        for name in ("recall", "precision"):
+            if hashed.get(name) is None:
+                hashed.pop(name, None)
         found = {"exit": hash_value(sorted(hashed.items()))}
         if self.profile is not None:
             found["exit_profile"] = hash_value(self.profile.model_dump(mode="json"))
@@ -274,13 +319,14 @@ class Exits(Feature):
     ) -> Mapping[str, Any]:
         from prefillcli.features.exits.first import readers_of
         from prefillcli.features.exits.learning import ExitLearning
+        from prefillcli.features.exits.rare import RareLearning
 
         if getattr(self.settings, "estimate", None) is not None:  # its rows are read in full
             return {}
         job = cast("Job", opening)  # nothing else has the option
+        learning = ExitLearning if self.settings.rare_option is None else RareLearning
         with job.clock.phase("exits"):
-            first = readers_of(job, type(self))
-            self.exits = ExitLearning(job, engine, self.profile, first).exits()
+            self.exits = learning(job, engine, self.profile, readers_of(job, type(self))).exits()
         return {}
 
     def load(self, models: Models[Any]) -> FirstModels | None:
@@ -318,8 +364,10 @@ class Exits(Feature):
 
     def finished(self, job: Job) -> None:
         from prefillcli.features.exits.learning import FILE
+        from prefillcli.features.exits.rare import SCORES
 
         job.sink.work.delete(FILE)
+        job.sink.work.delete(SCORES)
 
     def reported(self, job: Job, counts: Counts | None) -> None:
         from prefillcli.features.exits.learning import stored_exit_use

@@ -153,6 +153,21 @@ class FirstUse(BaseModel):
     seconds: float = 0.0
 
 
+class RareUse(BaseModel):
+    """What `--recall` and `--precision` prove of the first label, and the rows that are decided by it."""
+
+    label: str
+    recall: float | None  # least share of the rows with the label, by the full read, that have it in the output
+    precision: float | None  # least share of the rows with the label in the output that have it by the full read
+    # The label's foretold lead below which it is decided that a row does not have it, and from which on, that it has.
+    below: float | None
+    above: float | None
+    sampled: int  # rows that were read in full because of their scores
+    refused: int  # rows decided not to have the label
+    accepted: int  # rows decided to have it
+    digest: str  # of the decisions in the work folder
+
+
 class LayerCount(BaseModel):
     """Rows of the output that went through the same number of layers."""
 
@@ -167,7 +182,7 @@ class ExitUse(BaseModel):
     reason: str | None = None  # why there are no exits, or no longer
     reused: bool = False  # whether an earlier job has learnt the exits
     stopped_window: int | None = None  # the first window without exits
-    max_flips: float
+    max_flips: float | None  # None where recall and precision are bounded
     flips_of: FlipsOf = "each"  # whose flips are bounded: the rows' of each label, or all rows'
     confidence: float = 0.95
     model_layers: int
@@ -176,6 +191,7 @@ class ExitUse(BaseModel):
     learnt_rows: int = 0  # those of them whose scores in the output are from that read
     classes: list[JudgedLabel] = Field(default_factory=list)
     first: list[FirstUse] = Field(default_factory=list)
+    rare: RareUse | None = None  # with --recall and --precision
     layers: list[UsedExit] = Field(default_factory=list)
     by_layer: dict[str, LayerCount] = Field(default_factory=dict)  # the layers that rows went through, then "full"
     layers_saved: float | None = None  # share of the layers of computed tokens that exits spared this run
@@ -260,8 +276,10 @@ def exit_lines(use: ExitUse) -> Iterator[tuple[str, str]]:
 def _status(use: ExitUse) -> str:
     if use.status == "none":
         return f"none: {visible(use.reason or '', line=True)}"
-    rows, most = counted(use.calibration_rows, "row"), _percent(use.max_flips)
-    sure = f"({100 * use.confidence:g} % confidence)"
+    rows, sure = counted(use.calibration_rows, "row"), f"({100 * use.confidence:g} % confidence)"
+    if use.rare is not None:
+        return f"learnt from {rows} in full; {_rare(use.rare)} {sure}"
+    most = _percent(use.max_flips or 0)
     each = use.flips_of == "each"
     whose = "the rows of each label" if each else "all rows"
     text = f"learnt from {rows} in full; of {whose} at most {most} flip {sure}"
@@ -274,6 +292,15 @@ def _status(use: ExitUse) -> str:
         at = "" if use.stopped_window is None else f" at window {use.stopped_window:,}"
         return f"stopped{at}: {visible(use.reason or '', line=True)}; {text}"
     return text
+
+
+def _rare(use: RareUse) -> str:
+    label, texts = visible(use.label, line=True), []
+    if use.recall is not None:
+        texts.append(f"at least {_percent(use.recall)} of the rows that are {label} in full are so here")
+    if use.precision is not None:
+        texts.append(f"at least {_percent(use.precision)} of the rows that are {label} here are so in full")
+    return f"{' and '.join(texts)}; decided before: {use.refused:,} not {label}, {use.accepted:,} {label}"
 
 
 def _judged(each: JudgedLabel) -> str:
@@ -333,6 +360,7 @@ ALL_BOUND_NOTE = (
     "The bound is of all rows together: of the rows of a rare answer more may flip. It does not say that the model is "
     "right."
 )
+RARE_NOTE = "Recall and precision are against the model's own answers, and do not say that the model is right."
 OWN_ROWS_NOTE = (
     "It holds for rows like those that were judged, which are drawn from the whole job. If others come it is void."
 )
@@ -353,6 +381,7 @@ ALIVE_NOTE = (
 def section(use: ExitUse) -> Section:
     """The exits in terminal, page, metrics and summary."""
     bound = BOUND_NOTE if use.flips_of == "each" else ALL_BOUND_NOTE
+    bound = bound if use.rare is None else RARE_NOTE
     labels = [f"ahead for {label}" for label in use.layers[0].thresholds] if use.layers else []
     layer_rows = [
         [
@@ -416,14 +445,15 @@ def gain_plot(use: ExitUse) -> Plot | None:
     if len(points) < 2:
         return None
     best = max(gain for _, gain in points)
-    x = round_ticks(100 * max(use.max_flips, *(flips for flips, _ in points)))
+    allowed = use.max_flips or 0.0
+    x = round_ticks(100 * max(allowed, *(flips for flips, _ in points)))
     y = round_ticks(max(best - 1, 0.05))
     wide, high = x[-1] / 100, y[-1]
-    limit = f"{100 * use.max_flips / wide:.2f}"
+    limit = f"{100 * allowed / wide:.2f}"
     return Plot(
         x=[Tick(100 * at / x[-1], f"{at:g} %") for at in x],
         y=[Tick(100 * at / high, f"{1 + at:g}x") for at in y],
-        series=[("gain", f"up to {best:.2f}x"), ("--max-flips", f"{100 * use.max_flips:g} %")],
+        series=[("gain", f"up to {best:.2f}x"), ("--max-flips", f"{100 * allowed:g} %")],
         lines=[
             " ".join(f"{100 * flips / wide:.2f},{100 - 100 * max(gain - 1, 0) / high:.2f}" for flips, gain in points),
             f"{limit},0 {limit},100",
@@ -472,7 +502,7 @@ ENDED = ("reason", "stopped_window")  # the plan's value there once drift has en
 FILE = "exits.json"  # in the work folder
 CHECKED_ROWS = 300
 MOST_BYTES = 1 << 30  # bytes of readings in memory, unless the user sets the number of rows
-_SEED = 20_262
+SEED = 20_262
 
 
 @dataclass(eq=False, slots=True)
@@ -550,20 +580,20 @@ class JobExits:
 
     def watch(self, job: Job, window: int) -> None:
         """End the exits after a `window` if the written audited rows show that too many answers flip."""
-        if self.policy is None:
+        sink, use, allowed = job.sink, self.use, self.use.max_flips
+        if self.policy is None or allowed is None:
             return
-        sink, use = job.sink, self.use
         audited = sink.counts.audited_exits
         counts = {f"audited rows that are {label!r} in full": (own.flips, own.rows) for label, own in audited.items()}
         if use.flips_of == "all" and counts:
             counts = {"audited rows": (sum(flips for flips, _ in counts.values()), sum(n for _, n in counts.values()))}
-        drifted = drifted_classes(list(counts.values()), use.max_flips)
+        drifted = drifted_classes(list(counts.values()), allowed)
         if not drifted:
             return
         of, (flips, rows) = list(counts.items())[drifted[0]]
         self.policy, use.status, use.stopped_window = None, "stopped", window + 1
         use.reason = (
-            f"{flips:,} of {rows:,} {of} have flipped, more than --max-flips {use.max_flips:g} explains: the "
+            f"{flips:,} of {rows:,} {of} have flipped, more than --max-flips {allowed:g} explains: the "
             "rows are not like those that the exits were learnt on"
         )
         sink.plan = sink.plan | {EXITS: sink.plan[EXITS] | {name: getattr(use, name) for name in ENDED}}
@@ -682,7 +712,7 @@ class ExitLearning:
             ended = {name: before[name] for name in ENDED if name in before}  # ended by drift, and learnt again since
             learnt = {"digest": hashlib.sha256(data).hexdigest(), "use": use.model_dump(mode="json")}
             sink.plan = sink.plan | {EXITS: learnt | ended}
-            if self.job.report.report is not None and self.job.settings.exit_profile is None:
+            if self.job.report.report is not None and self.job.settings.exit_profile is None and use.rare is None:
                 path = exits_path(self.job.report.report)
                 try:
                     write_sealed(path, profile.to_json())
@@ -754,12 +784,7 @@ class ExitLearning:
             exits = None if found.policy is None else found.policy.to_json()
             profile = ExitProfile(**job_of_exits(self.job), exits=exits, findings=found.findings)
             reason = found.reason
-        self.job.recorder.tokens.computed += sum(answer.computed_tokens for answer in read.answers)
-        self.job.recorder.tokens.unique += read.unique
-        # A compressed prompt may keep other tokens beside those that it shares a prefix with.
-        rewritten = any(each.rewrites for each in self.job.features)
-        pairs = [] if rewritten else zip(read.questions, read.answers, strict=True)
-        known, learnt = [scored_row(*each) for each in pairs], profile.findings
+        known, learnt = self._counted(read), profile.findings
         use = ExitUse(
             status="none" if reason is not None else "calibrated" if given is None else "reused",
             reason=reason,
@@ -788,11 +813,19 @@ class ExitLearning:
         )
         return profile, known, use
 
+    def _counted(self, read: _ReadRows) -> list[ScoredRow]:
+        # The rows that need not be read again. Counts their tokens.
+        self.job.recorder.tokens.computed += sum(answer.computed_tokens for answer in read.answers)
+        self.job.recorder.tokens.unique += read.unique
+        # A compressed prompt may keep other tokens beside those that it shares a prefix with.
+        rewritten = any(each.rewrites for each in self.job.features)
+        return [] if rewritten else [scored_row(*each) for each in zip(read.questions, read.answers, strict=True)]
+
     def _read_rows(self, layers: Sequence[int], provable: ProvableFlips | None) -> _ReadRows:
         # Random rows of the job, read in full: as many as the user asks for, but no more than half of its rows.
         settings, classes, count = self.job.settings, self._classes, self._count
         rows = self._rows()
-        drawn = rows[np.random.default_rng(_SEED).permutation(len(rows))[: len(rows) // 2]]
+        drawn = rows[np.random.default_rng(SEED).permutation(len(rows))[: len(rows) // 2]]
         if provable is not None and not settings.quiet:
             log.info(provable_text(provable, classes, settings.max_flips, settings.exit_option))
         read = self._read(drawn[:count], layers, f"for {settings.exit_option}")
@@ -856,16 +889,19 @@ class ExitLearning:
 
     def _questions(self, numbers: Int64Array) -> list[Question]:
         # How the model reads the rows with these numbers, ascending.
+        prompts = [prompt for batch in self._prompts(numbers) for prompt in batch]
+        questions, _ = self.job.questions(prompts, self.job.tick)
+        return [question for question in questions if len(question.tokens) <= self.engine.limits.max_tokens]
+
+    def _prompts(self, numbers: Int64Array) -> Iterator[list[Prompt]]:
+        # The prompts of the rows with these numbers, ascending.
         again = Opening(self.job.settings)  # the job's own source is being read
         again.open_source()
         again.use_models(self.job.opened)
         source, builder = again.source, again.new_builder()
         try:
-            prompts: list[Prompt] = []
             for batch in source.rows(numbers) if len(numbers) else ():
-                prompts += builder.build(batch, self.job.labels)[0]
+                yield builder.build(batch, self.job.labels)[0]
                 self.job.tick(0.0)
         finally:
             builder.close()
-        questions, _ = self.job.questions(prompts, self.job.tick)
-        return [question for question in questions if len(question.tokens) <= self.engine.limits.max_tokens]

@@ -10,6 +10,7 @@ from prefillcli.core.feature import Outlook
 from prefillcli.features.exits.judging import place_of, rows_to_learn
 from prefillcli.features.exits.learning import CHECKED_ROWS, ProvableFlips, provable_flips, provable_text
 from prefillcli.features.exits.policy import ExitProfile, require_same_job
+from prefillcli.features.exits.rare import rows_to_fit
 from prefillcli.models.open import WORDS
 from prefillcli.models.shape import NoCostModel, prefill_flops
 from prefillcli.report.section import visible
@@ -25,7 +26,7 @@ class ExitOutlook(BaseModel):
     of exits, or of the machine."""
 
     rows_in_full: int  # that are read first, to learn from or to check a profile
-    provable: ProvableFlips | None = None  # None with a profile
+    provable: ProvableFlips | None = None  # None with a profile, and where recall or precision is to be proven
     # Operations of each first model for a prompt of mean length, over the model's.
     first_cost: dict[str, float] = Field(default_factory=dict)
     leaving: dict[str, float] = Field(default_factory=dict)  # by the layers that rows go through, their expected share
@@ -38,9 +39,13 @@ def outlook_of(opening: Opening, survey: Survey, profile: ExitProfile | None) ->
     settings: Any = opening.settings
     classes, rows = len(opening.labels.names) if settings.flips_of == "each" else 1, survey.rows.prompts
     usual = CHECKED_ROWS if profile is not None else rows_to_learn(settings.max_flips, classes)
+    usual = usual if settings.rare_option is None else rows_to_fit(rows)
     found = ExitOutlook(rows_in_full=min(settings.exit_rows or usual, rows // 2))
     lines = []
-    if profile is None:
+    if settings.rare_option is not None:
+        text = f"{settings.rare_option} reads {found.rows_in_full:,} rows in full first, and as many more as it draws"
+        lines.append(("proof", f"{text}: that depends on how many have the answer"))
+    elif profile is None:
         found.provable = provable_flips(found.rows_in_full, settings.max_flips, classes)
         lines.append(("proof", provable_text(found.provable, classes, settings.max_flips, settings.exit_option)))
     else:
