@@ -21,7 +21,7 @@ JOB_SHUFFLES ?= 2
 TEST_WORKERS ?= 2
 
 .PHONY: setup setup-real setup-airflow setup-vllm setup-ray setup-tables reference demo demo-real test test-matrix test-real test-nightly test-faults \
-	test-tables dist test-install test-container test-airflow test-vllm test-ray removals fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-chains bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
+	test-tables dist test-install test-container test-airflow test-vllm test-ray removals fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
 
 setup: $(VENV)/.ready
 
@@ -235,6 +235,10 @@ bench-chains: setup-real
 # What early exit brings, on the real model and on the deep samples. Takes an hour on one core
 bench-exits: setup-real
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.exits --dtype bfloat16
+
+# The intervals of --estimate, on the real model and on the deep sample. Takes an hour on one core
+bench-estimates: setup-real
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.estimates
 
 clean:
 	rm -rf $(VENV) $(AIRFLOW_VENV) $(VLLM_VENV) $(RAY_VENV) out build dist
