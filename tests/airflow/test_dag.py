@@ -242,3 +242,22 @@ def test_a_night_with_bad_rows_fails_in_the_check_without_another_try(airflow: A
     assert airflow.codes == ["0"], run.log
     assert run.states == {"score": "success", "check": "failed"}, run.log
     assert "1 of 50 rows failed: {'null_prompt': 1}" in run.log
+
+
+def test_a_night_of_a_cascade_takes_the_profile_of_an_earlier_one(
+    airflow: Airflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = f"model: {SAMPLES}/models/deep\nfirst: {SAMPLES}/models/draft"
+    recipe = f"{models}\nchat: false\nid_column: id\nmax_flips: 0.05\nlabels: [Yes, No]\n"
+    (airflow.home / "cascade.yaml").write_text(recipe)
+    command = [sys.executable, "-m", "prefillcli", "score", str(SAMPLES / "labeling.parquet"), "--quiet"]
+    command += ["--recipe", "cascade.yaml", "--output", "learnt.parquet"]
+    subprocess.run(command, cwd=airflow.home, env=airflow.environment, check=True)
+    monkeypatch.setitem(airflow.environment, "AIRFLOW_VAR_PREFILL_RECIPE", "cascade.yaml")
+    monkeypatch.setitem(airflow.environment, "AIRFLOW_VAR_PREFILL_EXIT_PROFILE", "learnt.exit.json")
+    put_input(airflow, "2026-01-06")
+    run = airflow.run("2026-01-06")
+    assert run.states == {"score": "success", "check": "success"}, run.log
+    left = sum(row["method"] == "first" for row in rows(output(airflow, "2026-01-06")))
+    assert left > 500
+    assert f"{left:,} rows decided early; exits: reused" in run.log

@@ -212,6 +212,26 @@ questions:
     assert_same(Path("alone.parquet"))
 
 
+def test_actors_read_with_a_first_model_too() -> None:
+    samples = ROOT / "samples"
+    flags = {"model": samples / "models" / "deep", "first": samples / "models" / "draft", "limit": 600}
+    flags |= {"max_flips": 0.1, "exit_rows": 200, "dtype": "float32", **SIZES}
+    assert score(samples / "labeling.parquet", "first.parquet", **flags)["exit_code"] == 0
+    flags |= {"exit_profile": "first.exit.json", "exit_rows": 40}
+    assert score(samples / "labeling.parquet", "alone.parquet", **flags)["exit_code"] == 0
+    words = [word for name, value in flags.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    command = [sys.executable, "-m", "prefillcli", "score", samples / "labeling.parquet", "-o", "out.parquet", *words]
+    subprocess.run(
+        [*command, "--runner", "ray", "--workers", "2"], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True
+    )
+    alone, ours = (pq.read_table(name).to_pylist() for name in ("alone.parquet", "out.parquet"))
+    assert sum(row["method"] == "first" for row in ours) > 150
+    assert [(row["method"], row["prediction"]) for row in ours] == [
+        (row["method"], row["prediction"]) for row in alone
+    ]
+    assert [row["score"] for row in ours] == pytest.approx([row["score"] for row in alone], abs=1e-5)
+
+
 def test_an_actor_that_is_killed_loses_no_row(job: Path) -> None:
     driver = Driver(job)
     os.kill(driver.wait_until_they_work()[0], signal.SIGKILL)
