@@ -95,6 +95,7 @@ def test_a_run_that_ended_behind_its_last_row_is_finished_by_the_next(
         ({"sample": 50}, "leave --sample out"),
         ({"exit": True}, "--exit: with --estimate the model reads its rows in full"),
         ({"first": "words", "audit": 9}, "--audit: with --estimate"),
+        ({"first": "words", "recall": 0.9}, "--recall: with --estimate"),
         ({"shard": "1/2"}, "--estimate is about all rows of the input"),
         ({"target_column": "prompt"}, "--estimate: it is about the answers to one question"),
         ({"estimate": 5}, "--estimate"),

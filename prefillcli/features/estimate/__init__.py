@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from prefillcli.core.feature import Counts, Job, Labels, Opening, RunReport, Section
 
 # Options by which rows leave the model, or are read in full beside that.
-_OF_EXITS = ("exit", "exit_rows", "exit_profile", "flips_of", "max_flips", "audit")
+_OF_EXITS = ("exit", "exit_rows", "exit_profile", "flips_of", "max_flips", "recall", "precision", "audit")
 
 
 class EstimateOptions(Settings):
