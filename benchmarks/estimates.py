@@ -162,12 +162,13 @@ def main() -> None:
     if "deep" in cases:
         texts = pq.read_table(SAMPLES / "labeling.parquet")["prompt"].to_pylist()
         model, draft = SAMPLES / "models" / "deep", SAMPLES / "models" / "draft"
-        final = np.asarray(read(model, texts, ["Yes", "No"], [], OUT / "deep.npz")["logprobs"], np.float64)
+        final = np.asarray(read(model, texts, [" Yes", " No"], [], OUT / "deep.npz")["logprobs"], np.float64)
         layers = AutoModelForCausalLM.from_pretrained(draft).config.num_hidden_layers - 1
-        small = read(draft, texts, ["Yes", "No"], [layers], OUT / "draft.npz")
+        small = read(draft, texts, [" Yes", " No"], [layers], OUT / "draft.npz")
         cost = _row_seconds(draft, texts) / _row_seconds(model, texts)
         for rows in given.rows:
-            found.append(resampled("draft sample", hidden(small[f"h{layers}"]), final, cost, rows, given.draws))
+            said = Readings(small[f"h{layers}"], np.asarray(small["logprobs"], np.float64), final)
+            found.append(resampled("draft sample", said, final, cost, rows, given.draws))
     sure = sure_readers(given.draws) if "sure" in cases else []
     print(json.dumps({"estimates": found, "sure": sure}))
 
