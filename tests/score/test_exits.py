@@ -794,7 +794,7 @@ def test_a_first_model_reads_the_text_in_its_own_tokens() -> None:
     assert sum(row["prediction"] != full["prediction"] for row, full in decided) <= 0.05 * 700
 
 
-@pytest.mark.parametrize("flags", [{}, {"workers": 2, "exit": True}], ids=["here", "in workers, with exits"])
+@pytest.mark.parametrize("flags", [{}, {"workers": 2}], ids=["here", "in workers"])
 def test_several_first_models_read_in_turn(
     data: Path, deep_model: Path, shallow_model: Path, tmp_path: Path, in_full: list[Any], flags: dict[str, Any]
 ) -> None:
@@ -809,11 +809,9 @@ def test_several_first_models_read_in_turn(
     for label in LABELS.split(","):
         own = [row for row, full in zip(rows, in_full, strict=True) if full["prediction"] == label]
         assert sum(row["prediction"] != label for row in own) <= FLIPS * len(own)
-    profile = json.loads(Path("out.exit.json").read_text())
     again = given | {"exit_profile": "out.exit.json", "exit_rows": 40}
     assert score(data, "again.jsonl", **again)["status"] == "complete"
     assert {row["exit_layer"] for row in read_output("again.jsonl")} >= {0}
-    assert profile["exits"][-1 if not flags else 0]["layer"] <= -1
     turned = score(data, "turned.jsonl", **again | {"first": ("words", str(shallow_model), str(other))})
     assert (turned["exit_code"], "different prompt settings" in turned["error"]) == (2, True)
 
