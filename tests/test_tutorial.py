@@ -9,9 +9,12 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pytest
+
 PAGE = Path(__file__).parent.parent / "docs" / "tutorial.md"
 
 
+@pytest.mark.nightly
 def test_the_tutorial_runs_from_its_first_command_to_the_line_for_cron(tmp_path: Path) -> None:
     blocks = re.findall(r"^```(sh|text|cron)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert [kind for kind, _ in blocks].count("sh") > 7

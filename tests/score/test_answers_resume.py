@@ -109,6 +109,7 @@ def test_a_job_goes_on_after_a_kill(job: dict[str, Any], hold: Hold) -> None:
     assert_whole(job)
 
 
+@pytest.mark.nightly
 def test_a_job_goes_on_after_many_kills_at_any_moment(job: dict[str, Any]) -> None:
     rng = random.Random(3)
     for _ in range(4):

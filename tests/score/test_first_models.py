@@ -163,6 +163,7 @@ def test_an_encoder_that_knows_nothing_decides_nothing(data: Path, large: Path, 
     assert {row["method"] for row in read_output("out.jsonl")} == {"full"}
 
 
+@pytest.mark.nightly
 def test_a_model_whose_head_is_read_takes_a_first_model_with_a_head_alone(
     data: Path, large: Path, reward: Path, tmp_path: Path
 ) -> None:
@@ -227,6 +228,7 @@ def test_a_first_model_leaves_room_for_what_the_next_window_begins_with(data: Pa
     assert held + law.constant(chunk, torch.device("cpu")) + first.max_tokens * law.token <= 150 << 20
 
 
+@pytest.mark.nightly
 def test_shards_take_the_profile_of_a_first_model(data: Path, large: Path, reward: Path) -> None:
     given = {"model": large, "first": reward, **FIRST}
     assert score(data, "learnt.jsonl", **given)["exit_code"] == 0

@@ -82,6 +82,7 @@ VLLM = {
 
 #: Values that are not the default; other options take the first of VALUES that they can.
 OTHER: dict[str, Any] = {
+    "estimate": 20,
     "rejects": "rejects.jsonl",
     "keep": 0.25,
     "prompt_column": "text",

@@ -9,7 +9,6 @@ from pydantic import BeforeValidator
 
 from prefillcli.core.feature import Feature, Objection, SideFile, json_with
 from prefillcli.errors import UsageError
-from prefillcli.models.open import WORDS
 from prefillcli.options.option import BENCH, EARLY_EXIT, Settings, details_of, option
 from prefillcli.options.requirements import Requirement
 
@@ -268,6 +267,7 @@ class Exits(Feature):
 
     def identity(self, opening: Opening, values: dict[str, Any], models: LocalModels) -> Mapping[str, str]:
         from prefillcli.data.proof import hash_value
+        from prefillcli.models.open import WORDS
 
         own = [name for name in values if details_of(type(self.settings), name).panel == EARLY_EXIT]
         hashed = {name: values.pop(name) for name in own}
