@@ -133,7 +133,7 @@ def test_nothing_outside_a_feature_imports_it() -> None:
             assert room is None or module.split(".")[1:3] == ["features", room], (module, name)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_feature_can_be_deleted(name: str, tmp_path: Path, whole: Callable[[str], list[dict[str, Any]]]) -> None:
     rest = tmp_path / "copy" / "prefillcli"

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -91,6 +93,7 @@ def patches() -> list[tuple[str, str, str]]:
     ]
 
 
+@pytest.mark.nightly
 def test_what_a_test_replaces_is_read() -> None:
     assert len(patches()) > 30
     assert unread(patches()) == [], "bound elsewhere when it is called"
