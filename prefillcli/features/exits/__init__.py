@@ -72,7 +72,7 @@ def _names(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
-DRAFT_TOO = "--first cannot be combined with --draft: there is room for one small model\nleave one out"
+DRAFT_TOO = "--first cannot be combined with --draft: a job has first models or a draft\nleave one out"
 FirstNames = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
@@ -111,7 +111,7 @@ class ExitOptions(Settings):
     recall: float | None = option(
         None,
         "Instead of --max-flips, for a rare answer: least share of the rows that --model would answer with the first "
-        "label that keep it, at 95 % confidence. The first model says of others that they are not.",
+        "label that keep it, at 95 % confidence. The first model decides others that surely do not have it.",
         EARLY_EXIT, changes="scores", metavar="SHARE", requires=FIRST, gt=0, lt=1,
     )  # fmt: skip
     precision: float | None = option(
@@ -143,7 +143,7 @@ class ExitProfileOptions(Settings):
 
 
 class ExitMethodOptions(Settings):
-    """How the method early-exit is learnt."""
+    """How the methods that let rows leave are learnt."""
 
     first: FirstNames = option(
         (),
