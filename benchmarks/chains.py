@@ -92,6 +92,7 @@ class Material:
             self.readings[layer], paid[layer] = shown(own, BEFORE), float(own["cost"])
             self.chains |= {called: (layer,), f"{called}, exits": (layer, *inside)}
             log(f"{called}: a token costs it {paid[layer] / in_full(self.depth):.1%} of the model's work")
+            log(f"{called}: {self.known(layer)}")
         if len(first) > 1:
             self.chains |= {"all of --first": tuple(paid), "all of --first, exits": (*paid, *inside)}
         self.costs = replace(exit_costs(config), first=paid)
@@ -100,6 +101,20 @@ class Material:
         """Rows that have their number for a reading after these layers."""
         number = Readings(chosen[:, None].astype(np.float32), self.final[chosen], self.final[chosen])
         return CalibrationRows(dict.fromkeys(layers, number), self.final[chosen], self.weights[chosen])
+
+    def known(self, layer: int) -> str:
+        """What a first model knows, by a probe fitted to some rows, each of which is left out of the fit once: the
+        correlation of margins, and the share of rows that could be decided in hindsight at most so many flips of each
+        answer: that proves nothing."""
+        said, order = [], np.random.default_rng(0).permutation(len(self.final))
+        for count in sorted({min(each, len(order)) for each in (700, 2_000, len(order))}):
+            own, every = np.sort(order[:count]), self.readings[layer]
+            readings = Readings(*(getattr(every, each.name)[own] for each in fields(Readings)))
+            rows = CalibrationRows({layer: readings}, self.final[own], self.weights[own])
+            found = judging.candidate_of(rows, layer, 0)
+            shares = [f"{decided_in_hindsight(found, rows.truth, most):.0%}" for most in (0.01, 0.02, 0.05)]
+            said.append(f"{count:,} rows {found.correlation:.2f}, {', '.join(shares)} at 1, 2, 5 %")
+        return "; ".join(said)
 
     @contextmanager
     def fitted_once(self) -> Iterator[None]:
@@ -116,6 +131,17 @@ class Material:
 
         with patch.object(judging, "candidate_of", once):
             yield
+
+
+def decided_in_hindsight(found: judging.Candidate, truth: IntArray, most: float) -> float:
+    """The share of the rows that leave at the lowest levels at which at most so many of each answer's rows flip."""
+    levels = []
+    for label in np.unique(truth):
+        own = truth == label
+        danger = np.sort(judging.endangered(found.reach[None, own], found.label[None, own] != label))[::-1]
+        levels.append(max(float(danger[int(most * len(danger))]), 0.0))  # the first flip too many
+    others = [max(each for other, each in enumerate(levels) if other != label) for label in range(len(levels))]
+    return float(np.mean(found.reach > np.asarray(others)[found.label]))
 
 
 def main(

@@ -14,7 +14,7 @@ from benchmarks.sample_text import CASES, ask
 from benchmarks.score_runs import SAMPLES
 from prefillcli.bench.material import post_case, prompt
 from recipes.real_model import FOLDER, real_model, reviews
-from recipes.review_passages import write_passages
+from recipes.review_passages import write_nights, write_passages
 from recipes.review_rows import SHORT, many_shot
 
 TOGETHER = 20  # rows behind one prefix
@@ -42,6 +42,13 @@ def passages(folder: Path) -> Path:
     """Several thousand passages of reviews."""
     path = folder / "exits.passages.parquet"
     pq.write_table(pq.read_table(write_passages(FOLDER), columns=["prompt", "sentiment"]), path)
+    return path
+
+
+def today(folder: Path) -> Path:
+    """The passages of those reviews that teach no first model."""
+    path = folder / "exits.today.parquet"
+    pq.write_table(pq.read_table(write_nights(FOLDER)[1], columns=["prompt", "sentiment"]), path)
     return path
 
 
@@ -98,6 +105,10 @@ EXIT_CASES: Mapping[str, ExitCase] = {
     "passages": ExitCase(
         "SmolLM2-135M, passages of reviews",
         real_model, passages, _SENTIMENT, 2_000, (0.01, 0.02, 0.05),
+    ),
+    "today": ExitCase(
+        "SmolLM2-135M, passages of other reviews than its first models were taught by",
+        real_model, today, _SENTIMENT, 1_200, (0.02, 0.05),
     ),
     "shared": ExitCase(
         "SmolLM2-135M, 20 reviews each behind the same 28 examples",
