@@ -242,8 +242,19 @@ def _longest(vectors: Tensor) -> float:
 LANES = 64  # queries of all heads of a K,V head in one block, as in the source
 WIDEST = 256  # numbers of a head, as in the source
 TILE = 48  # keys that are looked at together, as in the source
-_SOURCE = ("prefillcli.prefill", "forest_attention.cpp")
-_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mfma", "-ffp-contract=off")
+#: Compilers' flags by the instructions that they allow. Not `-march=native`: a cache of compiled libraries that several
+#: machines share keeps one for each set of flags.
+_FLAGS = {
+    "avx2": "-mavx2",
+    "fma3": "-mfma",
+    "f16c": "-mf16c",
+    "avx512_f": "-mavx512f",
+    "avx512_bw": "-mavx512bw",
+    "avx512_dq": "-mavx512dq",
+    "avx512_vl": "-mavx512vl",
+    "avx512_bf16": "-mavx512bf16",
+    "avx512_vnni": "-mavx512vnni",
+}
 
 BlockArray = npt.NDArray[np.int64]
 
@@ -308,11 +319,23 @@ def takes(query: Tensor, value: Tensor, kv_heads: int) -> bool:
 
 
 @cache
+def compiled_library(name: str, package: str = "prefillcli.prefill") -> ctypes.CDLL | None:
+    """The C++ file of a package, compiled for this processor; None if that is impossible.
+
+    It shares the OpenMP threads of torch, and may use the instructions of `_FLAGS` that the processor has: compilers
+    define `__AVX512BF16__` and the like.
+    """
+    if not share_openmp("torch"):
+        return None
+    have = _instructions()
+    flags = [flag for instruction, flag in _FLAGS.items() if instruction in have]
+    return load_compiled(package, name, [*flags, "-ffp-contract=off"])
+
+
+@cache
 def compiled_kernel() -> ForestKernel | None:
     """The kernel, if this machine can compile and run it."""
-    if not has_kernel_instructions() or not share_openmp("torch"):
-        return None
-    library = load_compiled(*_SOURCE, _FLAGS)
+    library = compiled_library("forest_attention.cpp") if has_kernel_instructions() else None
     return None if library is None else ForestKernel(library)
 
 

@@ -208,7 +208,8 @@ def test_a_kernel_that_computes_something_else_is_found(monkeypatch: pytest.Monk
         text.replace("{ return _mm512_mul_ps(score, by.scale); }", "{ return score; }")
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(attention, "_SOURCE", ("wrong_kernel", "wrong.cpp"))
+    wrong = attention.compiled_library("wrong.cpp", "wrong_kernel")
+    monkeypatch.setattr(attention, "compiled_library", lambda _: wrong)
     attention.compiled_kernel.cache_clear()
     try:
         assert attention_checks.check_path("kernel", CPU, torch.bfloat16).status == "differs"
