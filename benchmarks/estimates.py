@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.exit_cases import passages
 from benchmarks.score_runs import SAMPLES
 from prefillcli.engines.base import Readings
-from prefillcli.features.estimate.shares import fit_guesser, guided_share, indicators, plain_share
+from prefillcli.features.estimate.estimating import fit_guesser, guided_share, indicators, plain_share
 from prefillcli.features.exits.first import hashed_words
 from recipes.real_model import real_model
 

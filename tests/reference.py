@@ -20,9 +20,8 @@ from prefillcli.features.evidence.weighing import EvidenceUse
 from prefillcli.features.exits.learning import ExitUse
 from prefillcli.features.gates import DriftUse, Gate
 from prefillcli.features.incremental.earlier_output import SinceUse
-from prefillcli.features.likelihood.report import LikelihoodUse
-from prefillcli.features.questions.correlation import Correlations
-from prefillcli.features.questions.report import AuditUse, OrderUse
+from prefillcli.features.likelihood import LikelihoodUse
+from prefillcli.features.questions.report import AuditUse, Correlations, OrderUse
 from prefillcli.features.rationale.writing import RationaleUse
 from prefillcli.options.commands import COMMANDS
 from prefillcli.options.option import as_typed, details_of

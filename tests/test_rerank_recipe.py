@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from typer.testing import CliRunner
 
 from prefillcli.cli import app
-from prefillcli.models.rerankers import LOGIT_SCORE
+from prefillcli.models.files import LOGIT_SCORE
 from tests.engines.encoder_models import save_encoder
 from tests.score.models import save_model
 

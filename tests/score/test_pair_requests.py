@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from prefillcli.engines.encoders import EncoderEngine
 from prefillcli.jobs.verify import verify_job
-from prefillcli.models.rerankers import LOGIT_SCORE
+from prefillcli.models.files import LOGIT_SCORE
 from tests.engines.encoder_models import save_encoder
 from tests.score.jobs import score
 from tests.score.models import save_model

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest, norm
 
 from prefillcli.engines.base import Readings
-from prefillcli.features.estimate.shares import corrected_share, fit_guesser, guided_share, indicators, plain_share
+from prefillcli.features.estimate.estimating import corrected_share, fit_guesser, guided_share, indicators, plain_share
 
 ROWS = 4000
 Z = norm.ppf(0.975)

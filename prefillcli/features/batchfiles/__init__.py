@@ -185,7 +185,7 @@ class BatchFiles(Feature):
 
 def _scores_pairs(opened: Opened) -> bool:
     # Whether the model scores pairs of texts, and so has no likeliest tokens.
-    from prefillcli.models.rerankers import read_reranker
+    from prefillcli.models.files import read_reranker
 
     return opened.files.head is not None or read_reranker(opened.files.path) is not None
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
 
 from prefillcli.core.feature import Feature
 from prefillcli.errors import UsageError
@@ -60,7 +63,7 @@ class LikelihoodOptions(Settings):
 
 
 class Likelihood(Feature):
-    """The likelihoods of a job. The key `likelihood` of its report has a `report.LikelihoodUse`."""
+    """The likelihoods of a job. The key `likelihood` of its report has a `LikelihoodUse`."""
 
     order = 3
     options = {"score": LikelihoodOptions}
@@ -122,25 +125,76 @@ class Likelihood(Feature):
         )
 
     def reported(self, job: Job, counts: Counts | None) -> None:
-        from prefillcli.features.likelihood.report import use_of
-
         job.report.blocks["likelihood"] = use_of(counts)
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
-        from prefillcli.features.likelihood.report import use_of
-
         if manifest.counts is not None and manifest.counts.tallies.likelihood.tokens:
             report.blocks["likelihood"] = use_of(manifest.counts)
 
     @classmethod
     def section(cls, report: RunReport) -> Section | None:
         found: Any = report.blocks["likelihood"]
-        if found is None:
-            return None
-        from prefillcli.features.likelihood.report import section
+        return None if found is None else _section(found)
 
-        return section(found)
+
+class LikelihoodUse(BaseModel):
+    """Sums over the scored rows, and the figures that follow from them."""
+
+    logprob: float = 0.0  # of all targets together
+    target_tokens: int = 0
+    target_bytes: int = 0
+    target_words: int = 0
+    greedy_rows: int = 0  # rows whose target greedy decoding would write
+    perplexity: float | None = None  # of a token: exp(-logprob / target_tokens)
+    word_perplexity: float | None = None  # exp(-logprob / target_words)
+    byte_perplexity: float | None = None  # exp(-logprob / target_bytes)
+    bits_per_byte: float | None = None  # -logprob / ln 2 / target_bytes
+
+
+def use_of(counts: Counts | None) -> LikelihoodUse:
+    """The figures of an output with these counts."""
+    found = LikelihoodUse()
+    if counts is None or not counts.tallies.likelihood.tokens:
+        return found
+    own = counts.tallies.likelihood
+    return LikelihoodUse(
+        logprob=own.logprob,
+        target_tokens=own.tokens,
+        target_bytes=own.bytes,
+        target_words=own.words,
+        greedy_rows=own.greedy,
+        perplexity=_perplexity(own.logprob, own.tokens),
+        word_perplexity=_perplexity(own.logprob, own.words),
+        byte_perplexity=_perplexity(own.logprob, own.bytes),
+        bits_per_byte=-own.logprob / math.log(2) / own.bytes,
+    )
+
+
+def _perplexity(logprob: float, count: int) -> float:
+    # Beyond that a double has no such number.
+    return math.exp(min(-logprob / count, 709.0))
+
+
+def _section(found: LikelihoodUse) -> Section:
+    """The section on the figures."""
+    from prefillcli.report.section import Section, three_digits
+
+    made = Section(title="Likelihood")
+    if found.perplexity is None or found.bits_per_byte is None or found.word_perplexity is None:
+        return made
+    made.lines = [
+        ("perplexity", f"{three_digits(found.perplexity)} a token, over {found.target_tokens:,} tokens"),
+        ("word perplexity", f"{three_digits(found.word_perplexity)}, over {found.target_words:,} words"),
+        ("bits per byte", f"{found.bits_per_byte:.4f}, over {found.target_bytes:,} bytes"),
+        ("greedy", f"{found.greedy_rows:,} targets are what greedy decoding would write"),
+    ]
+    made.tiles = [("perplexity", three_digits(found.perplexity))]
+    made.metric("perplexity", "Perplexity per token over all targets.", found.perplexity)
+    made.metric("word_perplexity", "Perplexity per word over all targets.", found.word_perplexity)
+    made.metric("bits_per_byte", "Bits per byte over all targets.", found.bits_per_byte)
+    made.summary = {name: getattr(found, name) for name in ("perplexity", "word_perplexity", "bits_per_byte")}
+    return made
 
 
 FEATURE = Likelihood

@@ -11,7 +11,7 @@ from prefillcli.options.option import PROMPTS, Settings, option
 
 if TYPE_CHECKING:
     from prefillcli.core.feature import Labels, Opened, Opening, PromptBuilder, PromptSettings
-    from prefillcli.models.rerankers import Reranker
+    from prefillcli.models.files import Reranker
 
 PAIR = QUERY, DOCUMENT = "query", "document"
 _OTHER_PROMPTS = ("questions", "target_column", "choices_column")  # options that make prompts and labels of their own
@@ -61,7 +61,7 @@ class Pairs(Feature):
 
     def labels(self, opened: Opened) -> Labels | None:
         from prefillcli.features.pairs.reranking import own_labels
-        from prefillcli.models.rerankers import read_reranker
+        from prefillcli.models.files import read_reranker
 
         found = self._reranker = read_reranker(opened.files.path)
         return None if found is None or self.settings.labels_given else own_labels(found, opened)

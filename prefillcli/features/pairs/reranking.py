@@ -17,7 +17,7 @@ from prefillcli.data.prompts.templates import ChatTemplate, RowTemplate
 from prefillcli.data.rows import ErrorCode, RowBatch, RowError
 from prefillcli.errors import UsageError
 from prefillcli.features.pairs import DOCUMENT, PAIR, QUERY
-from prefillcli.models.rerankers import Reranker
+from prefillcli.models.files import Reranker
 from prefillcli.runtime import log
 from prefillcli.stats.evaluation import Measure
 

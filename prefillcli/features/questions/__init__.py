@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         RunReport,
         Section,
     )
-    from prefillcli.features.questions.second import SecondPass
+    from prefillcli.features.questions.asking import SecondPass
 
 CORRELATIONS = "correlations"  # in a report, and in the plan of a shard
 
@@ -163,7 +163,7 @@ class Questions(Feature):
         return QuestionsBuilder(opening.opened.tokenizer, settings, available, self._file, templates)
 
     def condition(self, schema: OutputSchema) -> Condition | None:
-        from prefillcli.features.questions.second import SecondPass
+        from prefillcli.features.questions.asking import SecondPass
 
         settings, waiting = self.settings, self._file.waiting
         others = [each for each in features_of(settings) if each.asks() or each.rewrites]
@@ -203,7 +203,7 @@ class Questions(Feature):
 
     @staticmethod
     def _correlate(report: RunReport, output: str, names: Sequence[str]) -> None:
-        from prefillcli.features.questions.correlation import correlations_of
+        from prefillcli.features.questions.report import correlations_of
 
         if len(names) > 1:
             report.blocks[CORRELATIONS] = correlations_of(output, names)
@@ -213,11 +213,10 @@ class Questions(Feature):
         orders, audits, correlations = (report.blocks[name] for name in cls.keys)
         if not (orders or audits or correlations):
             return ()
-        from prefillcli.features.questions import correlation
-        from prefillcli.features.questions.report import section
+        from prefillcli.features.questions.report import correlation_section, section
 
         sections = [section(orders or [], audits or [])] if orders or audits else []
-        return sections if correlations is None else [*sections, correlation.section(correlations)]
+        return sections if correlations is None else [*sections, correlation_section(correlations)]
 
 
 FEATURE = Questions

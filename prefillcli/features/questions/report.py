@@ -1,12 +1,19 @@
-"""What a run reports on questions that are asked in both orders, and on the audit of each."""
+"""What a run reports on several questions: those that are asked in both orders, the audit of each, and how their
+answers go together (Spearman's correlation between their scores)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import combinations, combinations_with_replacement
+
+import numpy as np
+import pyarrow as pa
 from pydantic import BaseModel
 
 from prefillcli.data.output.columns import Counts
-from prefillcli.report.section import Section, percent_interval
-from prefillcli.stats.evaluation import Audit, Estimate, audit_lines, audit_of, share_estimate
+from prefillcli.data.output.target import Target
+from prefillcli.report.section import Part, Section, counted, percent_interval
+from prefillcli.stats.evaluation import Audit, Estimate, audit_lines, audit_of, correlation, share_estimate
 
 
 class OrderUse(BaseModel):
@@ -61,4 +68,52 @@ def section(orders: list[OrderUse], audits: list[AuditUse]) -> Section:
     if shares:
         text = "Share of rows whose prediction the order of two values decided."
         made.metric("order_decided_share", text, shares, "question")
+    return made
+
+
+class Correlations(BaseModel):
+    """The questions, and for each of them those with all others, in the same order."""
+
+    questions: list[str]
+    rows: list[list[int]]  # that have both scores
+    spearman: list[list[float | None]]  # None where these are too few, or all the same
+
+
+def correlations_of(output: str, questions: Sequence[str]) -> Correlations:
+    """Of a finished output with these questions. Raises what pyarrow raises, or ValueError, if it is damaged."""
+    names = [f"{name}.score" for name in questions]
+    pieces = [np.empty((len(names), 0))]
+    for table in Target.parse(output).tables(names):
+        # a score is a text in JSON Lines, and null becomes NaN
+        pieces.append(np.stack([table[name].cast(pa.float64()).to_numpy() for name in names]))
+    scores = np.concatenate(pieces, axis=1)
+    most = range(len(names))
+    found = Correlations(
+        questions=list(questions),
+        rows=[[0 for _ in most] for _ in most],
+        spearman=[[None for _ in most] for _ in most],
+    )
+    for one, other in combinations_with_replacement(most, 2):
+        known = ~np.isnan(scores[one] + scores[other])
+        value = correlation(scores[one][known], scores[other][known], ranks=True).value
+        for here, there in ((one, other), (other, one)):
+            found.rows[here][there], found.spearman[here][there] = int(known.sum()), value
+    return found
+
+
+def correlation_section(found: Correlations) -> Section:
+    """The matrix on the page, and the strongest correlation in the terminal."""
+    table = [["", *found.questions]]
+    for name, row in zip(found.questions, found.spearman, strict=True):
+        table.append([name, *("" if value is None else f"{value:.2f}" for value in row)])
+    made = Section(
+        title="Correlation between questions", parts=[Part(table=table, note="Spearman's, of their scores.")]
+    )
+    pairs = {pair: found.spearman[pair[0]][pair[1]] for pair in combinations(range(len(found.questions)), 2)}
+    known = {pair: value for pair, value in pairs.items() if value is not None}
+    if known:
+        (one, other), value = max(known.items(), key=lambda item: abs(item[1]))
+        rows = counted(found.rows[one][other], "row")
+        text = f"{value:.2f} between {found.questions[one]} and {found.questions[other]}, over {rows}"
+        made.lines = [("strongest correlation", text)]
     return made
