@@ -158,5 +158,5 @@ def refuse_of_encoder(needs: Mapping[str, Capability], typed: Callable[[str], st
 
 def loader_of(engine: str) -> Loader:
     """The module that opens and loads the engine of this name."""
-    with light_imports():
+    with light_imports(compiler=engine == "vllm"):
         return cast("Loader", import_module(ENGINES[engine].module))

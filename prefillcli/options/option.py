@@ -182,7 +182,8 @@ class Settings(BaseModel):
     @classmethod
     def of_level(cls, *levels: Level) -> list[str]:
         """Names of the options of these levels."""
-        named = [name for name in cls.model_fields if name != cls.given_by_place()]
+        by_place = cls.given_by_place()
+        named = [name for name in cls.model_fields if name != by_place]
         return [name for name in named if details_of(cls, name).level in levels]
 
     def check(self) -> None:
