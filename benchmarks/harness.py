@@ -23,7 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.console import log, log_run
-from benchmarks.runners import CORES, METHODS, Method, Runner, Settings, use_vllm_cores
+from benchmarks.contenders import CORES, use_vllm_cores
+from benchmarks.runners import Runner
+from benchmarks.serving import Method, Settings
 from benchmarks.spread import Spread
 from prefillcli.bench.contest import interleaved
 from prefillcli.plan.trie import TokenArray
@@ -46,7 +48,14 @@ GOALS = {"hf": ">= 6", "vllm": ">= 1.5"}
 
 @contextmanager
 def contender(
-    model: Path, dtype: str, prompts: Sequence[TokenArray], tasks: str, name: str, args: str, batch_size: int | str
+    model: Path,
+    dtype: str,
+    prompts: Sequence[TokenArray],
+    labels: tuple[int, int],
+    tasks: str,
+    name: str,
+    args: str,
+    batch_size: int | str,
 ) -> Iterator[tuple[Method, Settings]]:
     """A model of the harness, and what scores the tasks of this folder with it: the log-likelihood of each request."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -78,9 +87,6 @@ def contender(
     yield run, {"args": args, "batch_size": batch_size}
     if name == "vllm":  # whose processes would outlive this one
         loaded.model.llm_engine.engine_core.shutdown()
-
-
-METHODS["harness"] = contender
 
 
 def write_task(folder: Path, choices: Sequence[str], rows: int) -> None:
@@ -147,7 +153,7 @@ def race(choices: Sequence[str], rows: int, rounds: int, dtype: str) -> dict[str
 
         def start(name: str, args: str = "", batch_size: int | str = 1) -> Runner:
             settings = {"tasks": tasks, "name": name, "args": args, "batch_size": batch_size}
-            return Runner("harness", model, dtype, [], settings)
+            return Runner("benchmarks.harness:contender", model, dtype, [], settings, labels=(0, 0))
 
         tried = {}
         for batch in BATCHES:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,14 +38,32 @@ def _send_peak(pipe: Connection, task: Callable[..., Callable[[], object]], args
     pipe.send(peak)
 
 
-def tree_memory(root: int | None) -> int:
+def tree_memory(root: int) -> int:
     """Proportional set size of a process and of all below it. What has just ended counts nothing."""
-    total, waiting = 0, [root]
+    total = 0
+    for process in _tree(root):
+        with suppress(OSError):
+            lines = (process / "smaps_rollup").read_text().splitlines()
+            total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def tree_processor_seconds(root: int) -> float:
+    """What a process and all below it have computed, in seconds of one core."""
+    total = 0.0
+    for process in _tree(root):
+        with suppress(OSError):
+            after_name = (process / "stat").read_text().rpartition(")")[2].split()
+            total += sum(map(int, after_name[11:13])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+def _tree(root: int) -> Iterator[Path]:
+    """A process and all below it, as folders of /proc."""
+    waiting = [root]
     while waiting:
         process = Path(f"/proc/{waiting.pop()}")
         with suppress(OSError):
             for children in process.glob("task/*/children"):
                 waiting += map(int, children.read_text().split())
-            lines = (process / "smaps_rollup").read_text().splitlines()
-            total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
-    return total
+            yield process

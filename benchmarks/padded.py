@@ -6,24 +6,13 @@ takes its fast causal kernel. The head reads each row's last real token only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.serving import batches
 from prefillcli.plan.trie import TokenArray
-
-
-def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Row numbers of each batch, longest rows first, of at most `tokens` tokens with padding; one row at least."""
-    batch: list[int] = []
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if batch and (len(batch) + 1) * lengths[batch[0]] > tokens:
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
 
 
 def padded_batches(model: PreTrainedModel, prompts: Sequence[TokenArray], tokens: int) -> torch.Tensor:

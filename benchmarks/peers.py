@@ -1,17 +1,18 @@
-"""`python -m benchmarks.peers`: the layer walk against a plain loop, padded batches and vLLM on the same rows.
+"""`python -m benchmarks.peers`: the layer walk against the programs that people would pick, on the same rows.
 
-Progress goes to stderr, the table and one line of JSON to stdout.
+Each contender runs in a process and, where it needs one, in a virtual environment of its own. One whose environment is
+not made is left out. Progress goes to stderr, the table and one line of JSON to stdout.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -23,30 +24,101 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.console import log, log_run
+from benchmarks.contenders import CORES
 from benchmarks.models import random_llama
-from benchmarks.reviews import TOPICS, question_prompts, review_prompts
-from benchmarks.runners import CORES, Runner, Scores, Settings
+from benchmarks.reviews import TOPICS, question_prompts, review_prompts, review_truths, sentiment_tokens
+from benchmarks.runners import ROOT, Runner
+from benchmarks.serving import Scores, Settings
 from benchmarks.spread import Spread
 from benchmarks.workloads import short_rows
 from prefillcli.bench.contest import interleaved
 from prefillcli.plan.trie import TokenArray
 from prefillcli.profile.children import prompts_with_histories, random_prompt
 from prefillcli.report.section import mebibytes
+from prefillcli.stats.evaluation import auc
 from recipes.real_model import real_model
 
 WALK, PLAIN, PADDED, VLLM = "torch walk", "plain loop", "padded batches", "vLLM"
-#: What is tried for each setting, one after the other, each time with the best so far of the others.
-TRIALS: Mapping[str, Mapping[str, Sequence[Any]]] = {
-    PADDED: {"batch_tokens": (512, 2048, 8192)},
-    VLLM: {
-        "enforce_eager": (False, True),
-        "max_num_batched_tokens": (512, 2048, 8192, 32_768),
-        "block_size": (16, 32, 64, 128),
-        "cores": (CORES, "0"),
-        "libiomp": (True, False),
-    },
-}
+LLAMA_BF16, LLAMA_Q8, LLAMA_Q4 = (f"llama.cpp {kind}" for kind in ("BF16", "Q8_0", "Q4_K"))
+ZENTORCH = "padded, zentorch"
+OPENVINO, OPENVINO_INT8 = "OpenVINO bf16", "OpenVINO int8"
+SHARES_NOTHING = (PLAIN, PADDED, ZENTORCH)
+SLOW_LOOP = {PLAIN: "padded batches are faster"}
+#: Of contenders that do not read this variable.
+THREADS = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
 KV_CACHE = 1 << 30  # bytes that vLLM is given: more than any of these workloads fills
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """Where a contender is found, and with what it is raced.
+
+    `way` and `environment` are as in `Runner`, the folder below the root of the clone. `tries` is what is tried for
+    each setting, one after the other, each time with the best so far of the others. `other_dtype`: it computes in
+    numbers of its own, so that it races in bfloat16 only.
+    """
+
+    way: str
+    environment: str | None = None
+    settings: Settings = field(default_factory=dict)
+    tries: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    other_dtype: bool = False
+
+    @property
+    def folder(self) -> Path | None:
+        return None if self.environment is None else ROOT / self.environment
+
+
+def _llama_cpp(kind: str) -> Contender:
+    tries = {
+        "sequences": (1, 4, 16, 64),
+        "batch_tokens": (512, 2048, 4096),
+        "micro_batch": (128, 256, 512, 1024, 2048),
+        "unified": (True, False),
+        "flash": (True, False),
+    }
+    sizes = {"batch_tokens": 2048, "micro_batch": 512, "sequences": 16, "unified": True, "flash": True}
+    settings = {"kind": kind, "threads": THREADS, **sizes}
+    return Contender("benchmarks.llama_cpp_peer:llama_cpp_peer", ".venv-llamacpp", settings, tries, other_dtype=True)
+
+
+def _openvino(weights: str) -> Contender:
+    tries: dict[str, Sequence[Any]] = {"batch_tokens": (1, 512, 1024, 2048, 4096), "cache": ("bf16", "u8")}
+    if weights != "none":
+        tries |= {"weights": ("INT8_SYM", "INT8_ASYM"), "group": (0, 32, 64, 128), "precision": ("bf16", "f32")}
+    fixed = {"weights": weights, "group": 32 if weights != "none" else 0, "cache": "bf16", "precision": "bf16"}
+    settings = {"batch_tokens": 2048, "threads": THREADS, **fixed}
+    return Contender("benchmarks.openvino_peer:openvino_peer", ".venv-openvino", settings, tries, other_dtype=True)
+
+
+CONTENDERS: Mapping[str, Contender] = {
+    WALK: Contender("benchmarks.contenders:walk"),
+    PLAIN: Contender("benchmarks.contenders:plain"),
+    PADDED: Contender("benchmarks.contenders:padded", tries={"batch_tokens": (512, 2048, 8192)}),
+    VLLM: Contender(
+        "benchmarks.contenders:vllm",
+        ".venv-vllm",
+        {"kv_cache_memory_bytes": KV_CACHE},
+        {
+            "enforce_eager": (False, True),
+            "max_num_batched_tokens": (512, 2048, 8192, 32_768),
+            "block_size": (16, 32, 64, 128),
+            "cores": (CORES, "0"),
+            "libiomp": (True, False),
+        },
+    ),
+    LLAMA_BF16: _llama_cpp("BF16"),
+    LLAMA_Q8: _llama_cpp("Q8_0"),
+    LLAMA_Q4: _llama_cpp("Q4_K"),
+    ZENTORCH: Contender(
+        "benchmarks.contenders:padded",
+        ".venv-zentorch",
+        {"batch_tokens": 2048, "zentorch": True},
+        {"batch_tokens": (512, 2048, 8192)},
+    ),
+    OPENVINO: _openvino("none"),
+    OPENVINO_INT8: _openvino("INT8_SYM"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +126,7 @@ class RaceRows:
     """Rows to score, and the settings that stand where none are tried.
 
     `equal`: where all rows cost the same, the number of them, evenly spaced, that contenders score which share nothing
-    between rows.
+    between rows. `truths`: whether each row's answer is the first of the `labels`.
     """
 
     text: str
@@ -62,12 +134,14 @@ class RaceRows:
     goals: Mapping[str, str]
     settings: Mapping[str, Settings]
     equal: int | None = None
+    truths: Sequence[bool] | None = None
+    labels: tuple[int, int] = (5, 7)  # to random weights their meaning does not matter
     left_out: Mapping[str, str] | None = None
 
     def rows(self, name: str) -> list[int]:
         """The rows that a contender scores."""
         count = len(self.prompts)
-        if self.equal is None or self.equal >= count or name not in (PLAIN, PADDED):
+        if self.equal is None or self.equal >= count or name not in SHARES_NOTHING:
             return list(range(count))
         return [row * count // self.equal for row in range(self.equal)]
 
@@ -83,7 +157,7 @@ def shared(vocabulary: int, scale: float) -> RaceRows:
     return RaceRows(
         f"{users} users x {posts} posts, {history:,} + {post} tokens",
         prompts_with_histories(users, posts, history, post, vocabulary),
-        {VLLM: ">= 3", PLAIN: ">= 15"},
+        {VLLM: ">= 2.2", PLAIN: ">= 15"},
         {PADDED: {"batch_tokens": 8192}, VLLM: _vllm(32_768, 32)},
         equal=4,
     )
@@ -95,9 +169,9 @@ def one(vocabulary: int, scale: float) -> RaceRows:
     return RaceRows(
         f"one prompt of {tokens:,} tokens",
         [random_prompt(tokens, vocabulary)],
-        {VLLM: ">= 1.5", PLAIN: ">= 1.5"},
+        {VLLM: ">= 1.6", PLAIN: ">= 1.5"},
         {VLLM: _vllm(2048, 32)},
-        left_out={PADDED: "one row is never padded: it is the plain loop"},
+        left_out=dict.fromkeys((PADDED, ZENTORCH), "one row is never padded: it is the plain loop"),
     )
 
 
@@ -105,10 +179,11 @@ def many(vocabulary: int, scale: float) -> RaceRows:
     """Short texts that share nothing, as in labelling."""
     rows = max(2, int(400 * scale))
     return RaceRows(
-        f"{rows} rows of 20-500 tokens",
+        "20-500 tokens, nothing shared",
         short_rows(rows, 20, 500, vocabulary),
-        {PADDED: ">= 1.5"},
+        {VLLM: ">= 1.4", PADDED: ">= 1.5"},
         {PADDED: {"batch_tokens": 2048}, VLLM: _vllm(8192, 32)},
+        left_out=SLOW_LOOP,
     )
 
 
@@ -116,10 +191,13 @@ def real(_: int, scale: float) -> RaceRows:
     """Reviews behind two examples, for the real model and its tokenizer."""
     rows = max(2, int(400 * scale))
     return RaceRows(
-        f"{rows} reviews behind two examples, SmolLM2-135M",
+        "reviews behind two examples, SmolLM2-135M",
         review_prompts(rows),
-        {VLLM: ">= 1.2"},
+        {VLLM: ">= 1.4"},
         {PADDED: {"batch_tokens": 2048}, VLLM: _vllm(8192, 32)},
+        left_out=SLOW_LOOP,
+        truths=review_truths(rows),
+        labels=sentiment_tokens(),
     )
 
 
@@ -136,6 +214,7 @@ def questions(_: int, scale: float) -> RaceRows:
 
 
 REAL = REVIEWS, QUESTIONS = "reviews", "questions"
+USUAL = (REVIEWS, "short", "shared")
 WORKLOADS: Mapping[str, Callable[[int, float], RaceRows]] = {
     "shared": shared, "single": one, "short": many, REVIEWS: real, QUESTIONS: questions,
 }  # fmt: skip
@@ -148,46 +227,61 @@ def main(
         list[str] | None,
         typer.Option(help=f"One of {', '.join(WORKLOADS)}; repeatable. {' and '.join(REAL)} bring their own model."),
     ] = None,
+    contender: Annotated[
+        list[str] | None, typer.Option(help=f"{WALK} races against these; repeatable: {', '.join(CONTENDERS)}.")
+    ] = None,
     rounds: Annotated[int, typer.Option(help="Rounds after the warm-up.")] = 3,
+    rows: Annotated[int, typer.Option(help="Most rows of a workload.")] = 100,
     scale: Annotated[float, typer.Option(help="Shrinks prompts and rows, for a quick look.")] = 1.0,
+    cpu_time: Annotated[
+        bool, typer.Option(help="Measure time on cores, on a busy machine, with one thread each.")
+    ] = False,
     trial: Annotated[bool, typer.Option("--try/--no-try", help="Find the peers' best settings first.")] = False,
 ) -> None:
-    """Race the walk against its peers: same model, rows, dtype and cores, in turn."""
+    """Race the walk against its peers: same model, rows and cores, in turn."""
     network = random_llama(model, getattr(torch, dtype))
     vocabulary: int = network.config.vocab_size
-    names = [WALK, PLAIN, PADDED, VLLM]
-    if find_spec("vllm") is None:
-        log("vLLM is not installed here, so it is left out: `make bench-peers` brings its own")
-        names.remove(VLLM)
+    names = [name for name in CONTENDERS if name == WALK or not contender or name in contender]
+    missing = [name for name in names if (folder := CONTENDERS[name].folder) and not (folder / ".ready").exists()]
+    for name in missing:
+        log(f"{name} is left out: {CONTENDERS[name].environment} is not made; `make bench-peers` makes it")
+    names = [name for name in names if name not in missing]
+    if dtype != "bfloat16":
+        names = [name for name in names if not CONTENDERS[name].other_dtype]
     results = {}
-    with TemporaryDirectory() as folder:
-        network.save_pretrained(folder)
+    with TemporaryDirectory() as temporary:
+        made = Path(temporary, "model")
+        network.save_pretrained(made)
         del network
-        for which in workload or list(WORKLOADS):
+        for which in workload or USUAL:
             log(f"{which}, {model}, {dtype}")
-            home = real_model() if which in REAL else Path(folder)
-            results[which] = race(WORKLOADS[which](vocabulary, scale), names, home, dtype, rounds, trial)
-    for result in results.values():
-        _print(result)
-    print(json.dumps({"model": model, "dtype": dtype, "cores": os.cpu_count(), "workloads": results}))
+            home = real_model() if which in REAL else made
+            raced = WORKLOADS[which](vocabulary, scale)
+            raced = replace(raced, prompts=raced.prompts[:rows], truths=raced.truths and raced.truths[:rows])
+            results[which] = race(raced, names, home, dtype, rounds, trial, cpu_time)
+    _print(results)
+    print(
+        json.dumps(
+            {"model": model, "dtype": dtype, "cores": os.cpu_count(), "cpu_time": cpu_time, "workloads": results}
+        )
+    )
 
 
 def race(
-    workload: RaceRows, names: Sequence[str], model: Path, dtype: str, rounds: int, trial: bool
+    workload: RaceRows, names: Sequence[str], model: Path, dtype: str, rounds: int, trial: bool, cpu_time: bool
 ) -> dict[str, Any]:
     """All contenders on one workload, as a value for JSON."""
     open_one = partial(_open, workload=workload, model=model, dtype=dtype)
     names = [name for name in names if name not in (workload.left_out or {})]
-    settings = {name: dict(workload.settings.get(name, {})) for name in names}
+    settings = {name: {**CONTENDERS[name].settings, **workload.settings.get(name, {})} for name in names}
+    with closing(_open(WALK, settings={}, workload=workload, model=model, dtype="float32")) as exact:
+        wanted = exact.run()
     if trial:
-        settings |= {name: _best(name, settings[name], open_one) for name in TRIALS if name in names}
+        settings |= {name: _best(name, settings[name], open_one, cpu_time) for name in names if CONTENDERS[name].tries}
     with ExitStack() as stack:
         runners = {name: stack.enter_context(closing(open_one(name, settings=settings[name]))) for name in names}
         firsts = {name: runner.run_watched() for name, runner in runners.items()}
-        scores = {name: scores for name, (scores, _, _) in firsts.items()}
-        seconds = interleaved(
-            {name: runner.run for name, runner in runners.items()}, rounds, warm_up=False, on_run=log_run
-        )
+        seconds = timed(runners, rounds, cpu_time, on_run=log_run)
     rows = {name: workload.rows(name) for name in names}
     rates = {name: [len(rows[name]) / each for each in seconds[name]] for name in names}
     tokens = {name: sum(len(workload.prompts[row]) for row in rows[name]) / len(rows[name]) for name in names}
@@ -197,33 +291,49 @@ def race(
             "rows_per_second": _spread(rates[name]),
             "tokens_per_second": _spread([rate * tokens[name] for rate in rates[name]]),
             "walk_is_faster_by": _spread([w / r for w, r in zip(rates[WALK], rates[name], strict=True)]),
-            "goal": workload.goals.get(name, ""),
+            "goal": workload.goals.get(name, ">= 1" if CONTENDERS[name].other_dtype else ""),
             "seconds_to_start": runners[name].seconds_to_start,
             "ready_bytes": before,
             "peak_bytes_above_ready": peak - before,
-            "largest_difference": _difference(scores[WALK][rows[name]], scores[name]),
+            **quality(scores, wanted, workload.truths, rows[name]),
             "settings": runners[name].about,
         }
-        for name, (_, before, peak) in firsts.items()
+        for name, (scores, before, peak) in firsts.items()
     }
-    low, high = float(scores[WALK].min()), float(scores[WALK].max())
     left_out = dict(workload.left_out or {})
     return {
-        "text": workload.text,
-        "lowest_score": low,
-        "highest_score": high,
+        "text": f"{len(workload.prompts)} rows: {workload.text}",
+        "lowest_score": float(wanted.min()),
+        "highest_score": float(wanted.max()),
         "contenders": contenders,
         "left_out": left_out,
     }
 
 
+def timed(runners: Mapping[str, Runner], rounds: int, cpu_time: bool, **more: Any) -> dict[str, list[float]]:
+    """Seconds of each round of each contender, in turn; on cores if `cpu_time`."""
+    clock = (lambda: sum(each.processor_seconds() for each in runners.values())) if cpu_time else time.perf_counter
+    methods = {name: runner.run for name, runner in runners.items()}
+    return interleaved(methods, rounds, warm_up=False, clock=clock, **more)
+
+
+def quality(scores: Scores, wanted: Scores, truths: Sequence[bool] | None, rows: Sequence[int]) -> dict[str, Any]:
+    """How far the scores of these rows are from `wanted` of all rows, which are in float32, and their AUC if known."""
+    differences = np.abs(scores - wanted[rows])
+    return {
+        "mean_difference": float(differences.mean()),
+        "largest_difference": float(differences.max()),
+        "auc": None if truths is None else auc(scores, [truths[row] for row in rows]),
+    }
+
+
 def _open(name: str, *, settings: Settings, workload: RaceRows, model: Path, dtype: str) -> Runner:
     prompts = [workload.prompts[row] for row in workload.rows(name)]
-    more = {"kv_cache_memory_bytes": KV_CACHE} if name == VLLM else {}
-    return Runner(name, model, dtype, prompts, {**settings, **more})
+    own = CONTENDERS[name]
+    return Runner(own.way, model, dtype, prompts, settings, labels=workload.labels, environment=own.folder)
 
 
-def _best(name: str, start: dict[str, Any], open_one: Callable[..., Runner]) -> dict[str, Any]:
+def _best(name: str, start: dict[str, Any], open_one: Callable[..., Runner], cpu_time: bool) -> dict[str, Any]:
     """The fastest settings, one coordinate after the other. Every try is a new process: seconds of its second run."""
     taken: dict[str, float] = {}
 
@@ -232,7 +342,8 @@ def _best(name: str, start: dict[str, Any], open_one: Callable[..., Runner]) -> 
         if key not in taken:
             try:
                 with closing(open_one(name, settings=settings)) as runner:
-                    (taken[key],) = interleaved({name: runner.run}, 1)[name]
+                    runner.run()
+                    (taken[key],) = timed({name: runner}, 1, cpu_time)[name]
             except RuntimeError as error:
                 log(f"  {name} {settings}: {error}")
                 taken[key] = float("inf")
@@ -241,14 +352,10 @@ def _best(name: str, start: dict[str, Any], open_one: Callable[..., Runner]) -> 
         return taken[key]
 
     best = start
-    for setting, values in TRIALS[name].items():
+    for setting, values in CONTENDERS[name].tries.items():
         best = min((best, *({**best, setting: value} for value in values)), key=seconds)
     log(f"  {name}, the best: {best}")
     return best
-
-
-def _difference(scores: Scores, others: Scores) -> float:
-    return float(np.abs(scores - others).max())
 
 
 def _spread(values: list[float]) -> dict[str, float]:
@@ -260,29 +367,35 @@ def _show(spread: Mapping[str, float], digits: int = 2) -> str:
     return "{median:,.{d}f} ({low:,.{d}f}-{high:,.{d}f})".format(**spread, d=digits)
 
 
-def _print(result: Mapping[str, Any]) -> None:
-    columns = ("", "rows/s", "tokens/s", "walk / it", "goal", "start, s", "ready, MiB", "+ peak, MiB", "difference")
-    scores = f"scores {result['lowest_score']:.3f}-{result['highest_score']:.3f}"
-    table = Table(*columns, title=f"{result['text']}; {scores}", title_justify="left")
-    for name, each in result["contenders"].items():
-        table.add_row(
-            name,
-            _show(each["rows_per_second"]),
-            _show(each["tokens_per_second"], 0),
-            _show(each["walk_is_faster_by"]) if name != WALK else "",
-            each["goal"],
-            f"{each['seconds_to_start']:.1f}",
-            mebibytes(each["ready_bytes"]),
-            mebibytes(each["peak_bytes_above_ready"]),
-            f"{each['largest_difference']:.1e}" if name != WALK else "",
-        )
-    console = Console(width=150)
+def _print(results: Mapping[str, Any]) -> None:
+    columns = ("", "rows/s", "tokens/s", "walk / it", "goal", "mean difference", "AUC", "start, s", "MiB", "+ peak")
+    table = Table(*columns)
+    for which, result in results.items():
+        table.add_section()
+        table.add_row(f"[bold]{which}")
+        for name, each in result["contenders"].items():
+            table.add_row(
+                name,
+                _show(each["rows_per_second"]),
+                _show(each["tokens_per_second"], 0),
+                _show(each["walk_is_faster_by"]) if name != WALK else "",
+                each["goal"],
+                f"{each['mean_difference']:.1e}",
+                "" if each["auc"] is None else f"{each['auc']:.3f}",
+                f"{each['seconds_to_start']:.1f}",
+                mebibytes(each["ready_bytes"]),
+                mebibytes(each["peak_bytes_above_ready"]),
+            )
+    console = Console(width=160)
     console.print(table)
-    for name, each in result["contenders"].items():
-        settings = ", ".join(f"{key} {value}" for key, value in each["settings"].items())
-        console.print(f"  {name}: {each['rows']} rows, {settings}", highlight=False)
-    for name, why in result["left_out"].items():
-        console.print(f"  {name}: left out, {why}", highlight=False)
+    for which, result in results.items():
+        scores = f"scores {result['lowest_score']:.3f}-{result['highest_score']:.3f}"
+        console.print(f"{which}: {result['text']}; {scores}", highlight=False)
+        for name, each in result["contenders"].items():
+            settings = ", ".join(f"{key} {value}" for key, value in each["settings"].items())
+            console.print(f"  {name}: {each['rows']} rows, {settings}", highlight=False)
+        for name, why in result["left_out"].items():
+            console.print(f"  {name}: left out, {why}", highlight=False)
 
 
 if __name__ == "__main__":

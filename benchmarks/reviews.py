@@ -11,6 +11,7 @@ from prefillcli.plan.trie import TokenArray
 from recipes.real_model import FOLDER, Review, real_model, reviews
 
 EXAMPLE_CHARACTERS = (150, 400)
+SENTIMENTS = ("positive", "negative")
 TOPICS = ("pain", "sleep", "skin", "mood", "weight", "infection", "birth control", "headache", "nausea", "the price")
 
 
@@ -18,15 +19,31 @@ def review_prompts(rows: int, folder: Path = FOLDER) -> list[TokenArray]:
     """Token ids of `rows` prompts: a positive and a negative example, then a review of the test split and, where these
     are not enough, of the training split. The model and the reviews are downloaded if they are not there."""
     tokenizer = AutoTokenizer.from_pretrained(real_model(folder))
+    examples, asked = _examples_and_asked(rows, folder)
+    head = "".join(f"{_ask(each)} {each.sentiment}\n\n" for each in examples)
+    return [np.asarray(tokenizer(head + _ask(each)).input_ids, np.int32) for each in asked]
+
+
+def review_truths(rows: int, folder: Path = FOLDER) -> list[bool]:
+    """Whether each of the reviews of `review_prompts` is positive."""
+    return [each.sentiment == "positive" for each in _examples_and_asked(rows, folder)[1]]
+
+
+def sentiment_tokens(folder: Path = FOLDER) -> tuple[int, int]:
+    """The first token of a positive and of a negative answer."""
+    tokenizer = AutoTokenizer.from_pretrained(real_model(folder))
+    positive, negative = (tokenizer(f" {sentiment}").input_ids[0] for sentiment in SENTIMENTS)
+    return positive, negative
+
+
+def _examples_and_asked(rows: int, folder: Path) -> tuple[list[Review], list[Review]]:
     train = reviews("Train", folder)
     fewest, most = EXAMPLE_CHARACTERS
     examples = [
         next(each for each in train if each.sentiment == sentiment and fewest < len(each.text) < most)
-        for sentiment in ("positive", "negative")
+        for sentiment in SENTIMENTS
     ]
-    head = "".join(f"{_ask(each)} {each.sentiment}\n\n" for each in examples)
-    asked = [each for each in [*reviews("Test", folder), *train] if each not in examples][:rows]
-    return [np.asarray(tokenizer(head + _ask(each)).input_ids, np.int32) for each in asked]
+    return examples, [each for each in [*reviews("Test", folder), *train] if each not in examples][:rows]
 
 
 def question_prompts(documents: int, tokens: int, folder: Path = FOLDER) -> list[TokenArray]:

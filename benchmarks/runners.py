@@ -1,57 +1,64 @@
-"""The contenders of `python -m benchmarks.peers`, each in its own process, which waits for its turn."""
+"""A contender of a race in a process of its own, which waits for its turn."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
+import json
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Event, Thread
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
-from benchmarks.memory import tree_memory
-from benchmarks.methods import plain_loop
-from benchmarks.padded import padded_batches
-from prefillcli.engines.base import Engine
-from prefillcli.models.heads import label_numbers
-from prefillcli.plan.behind import LabelSet
-from prefillcli.plan.plan import make_plan
+from benchmarks.memory import tree_memory, tree_processor_seconds
+from benchmarks.serving import JOB, PROMPTS, SCORES, Scores, Settings
 from prefillcli.plan.trie import TokenArray
 
-#: Two labels of one token each. To random weights their meaning does not matter.
-LABELS = LabelSet.of([[5], [7]])
-CORES = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") or f"0-{(os.cpu_count() or 1) - 1}"  # on which vLLM computes
+ROOT = Path(__file__).resolve().parents[1]
 SAMPLE_SECONDS = 0.02  # between two looks at a contender's memory
-Scores = npt.NDArray[np.float64]
-Method = Callable[[], Scores]
-Settings = Mapping[str, Any]
 
 
 class Runner:
     """A contender in its own process, ready to score `prompts`. Always close it.
 
-    `seconds_to_start` counts from the start of the process until it can score: imports, weights, and the start of what
-    it starts itself. `settings` depend on the contender. Raises RuntimeError if the process ends before it is ready;
-    what it wrote to stderr says why.
+    `way` is where it is found, as module:function. `environment` is the folder of the virtual environment in which it
+    runs; None: this one. `seconds_to_start` counts from the start of the process until it can score: imports, weights,
+    their conversion, and the start of what it starts itself. `settings` depend on the contender. Raises RuntimeError
+    if the process ends before it has answered; what it wrote to stderr says why.
     """
 
     def __init__(
-        self, name: str, model: Path, dtype: str, prompts: Sequence[TokenArray], settings: Settings | None = None
+        self,
+        way: str,
+        model: Path,
+        dtype: str,
+        prompts: Sequence[TokenArray],
+        settings: Settings | None = None,
+        *,
+        labels: tuple[int, int],
+        environment: Path | None = None,
     ) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, there = spawn.Pipe()
+        self._folder = TemporaryDirectory()
+        folder = Path(self._folder.name)
+        job = {"way": way, "model": str(model.resolve()), "dtype": dtype, "labels": labels, "settings": settings or {}}
+        (folder / JOB).write_text(json.dumps(job))
+        tokens = np.concatenate([np.empty(0, np.int32), *prompts])
+        np.savez(folder / PROMPTS, tokens=tokens, ends=np.cumsum([len(each) for each in prompts], dtype=np.int64))
+        python = sys.executable if environment is None else str(environment / "bin" / "python")
         begun = time.monotonic()
-        self._process = spawn.Process(target=_serve, args=(there, name, model, dtype, prompts, settings or {}))
-        self._process.start()
-        there.close()
+        self._process = subprocess.Popen(  # noqa: S603 - our own module
+            [python, "-m", "benchmarks.serving", str(folder)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
         try:
             self.about: dict[str, Any] = self._answer()
         except BaseException:
@@ -61,8 +68,10 @@ class Runner:
 
     def run(self) -> Scores:
         """P(first label) among the labels, float64 [prompts], computed anew."""
-        self._pipe.send(True)
-        scores: Scores = self._answer()
+        with suppress(BrokenPipeError):  # then there is no answer
+            print(file=self._process.stdin)
+        self._answer()
+        scores: Scores = np.load(Path(self._folder.name, SCORES))
         return scores
 
     def run_watched(self) -> tuple[Scores, int, int]:
@@ -86,125 +95,17 @@ class Runner:
             done.set()
             thread.join()
 
+    def processor_seconds(self) -> float:
+        """What the process and its children have computed so far, in seconds of one core. Linux only."""
+        return tree_processor_seconds(self._process.pid)
+
     def _answer(self) -> Any:
-        try:
-            return self._pipe.recv()
-        except EOFError:
-            self._process.join()
-            raise RuntimeError(f"the process ended with {self._process.exitcode}") from None
+        line = self._process.stdout.readline() if self._process.stdout else ""
+        if not line:
+            raise RuntimeError(f"the process ended with {self._process.wait()}")
+        return json.loads(line)
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._pipe.send(False)
-        self._process.join()
-
-
-def _serve(
-    pipe: Connection, name: str, model: Path, dtype: str, prompts: Sequence[TokenArray], settings: Settings
-) -> None:
-    """Open the contender, report that, then run it whenever asked."""
-    with METHODS[name](model, dtype, prompts, **settings) as (method, about):
-        pipe.send(about)
-        with suppress(EOFError):  # the parent is gone
-            while pipe.recv():
-                pipe.send(method())
-
-
-@contextmanager
-def _walk(model: Path, dtype: str, prompts: Sequence[TokenArray]) -> Iterator[tuple[Method, Settings]]:
-    """The engine of `prefill score`, with the packs and chunks that it chooses by itself."""
-    from prefillcli.jobs.load import load_walk
-    from prefillcli.models.find import read_model_files
-    from prefillcli.models.open import Opened
-    from prefillcli.options.groups import LoadingOptions
-
-    files = read_model_files(model, dtype=dtype)
-    loaded = load_walk(Opened(files, torch.device("cpu"), None, (), files.max_length), LoadingOptions())
-    about = {"threads": torch.get_num_threads(), "chunk_tokens": loaded.plan["chunk_tokens"]}
-    about |= {"pack_tokens": loaded.engine.limits.tokens}
-    with ExitStack() as stack:
-        stack.callback(loaded.close)
-        yield lambda: _scores(loaded.engine, prompts)[0], about
-
-
-@contextmanager
-def _plain(model: Path, dtype: str, prompts: Sequence[TokenArray]) -> Iterator[tuple[Method, Settings]]:
-    network = _transformers_model(model, dtype)
-    yield lambda: _share(_logprobs(plain_loop(network, prompts))), {"threads": torch.get_num_threads()}
-
-
-@contextmanager
-def _padded(
-    model: Path, dtype: str, prompts: Sequence[TokenArray], batch_tokens: int
-) -> Iterator[tuple[Method, Settings]]:
-    network = _transformers_model(model, dtype)
-    about = {"threads": torch.get_num_threads(), "batch_tokens": batch_tokens}
-    yield lambda: _share(_logprobs(padded_batches(network, prompts, batch_tokens))), about
-
-
-@contextmanager
-def _vllm(
-    model: Path, dtype: str, prompts: Sequence[TokenArray], cores: str, libiomp: bool, **options: Any
-) -> Iterator[tuple[Method, Settings]]:
-    """The engine of `prefill score --engine vllm`. Each run begins with an empty prefix cache.
-
-    `libiomp`: its processes load Intel's OpenMP first where it is installed, which vLLM recommends on CPUs.
-    """
-    from prefillcli.engines.vllm import VllmEngine
-
-    libiomp = use_vllm_cores(cores, libiomp)
-    engine = VllmEngine(model, dtype=dtype, max_length=max(map(len, prompts)), options=options)
-
-    def run() -> Scores:
-        engine.forget()
-        scores, cached = _scores(engine, prompts)
-        if cached:
-            raise RuntimeError(f"the prefix cache was not empty: {cached} tokens of the first prompt came from it")
-        return scores
-
-    with ExitStack() as stack:
-        stack.callback(engine.close)
-        yield run, {"cores": cores, "libiomp": libiomp, **options}
-
-
-def use_vllm_cores(cores: str, libiomp: bool) -> bool:
-    """Have vLLM's processes compute on these cores, with Intel's OpenMP if asked and installed. Whether it is."""
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    library = Path(sys.prefix, "lib", "libiomp5.so")
-    if libiomp := libiomp and library.exists():
-        os.environ["LD_PRELOAD"] = str(library)
-    return libiomp
-
-
-METHODS: dict[str, Any] = {"torch walk": _walk, "plain loop": _plain, "padded batches": _padded, "vLLM": _vllm}
-
-
-def _scores(engine: Engine, prompts: Sequence[TokenArray]) -> tuple[Scores, int]:
-    """Plan and answer. The scores, and the cached tokens of the first prompt's answer."""
-    found: dict[int, Scores] = {}
-    cached: dict[int, int] = {}
-    plan = make_plan(prompts, engine.limits)
-    for pack in plan.packs:
-        for answers in engine.answer(pack, lambda _: LABELS, lambda _: None):
-            found |= {each.prompt: each.logprobs for each in answers}
-            cached |= {each.prompt: each.shared_tokens for each in answers}
-    first = plan.packs[0].reads[0][1][0]
-    return _share(np.stack([found[row] for row in range(len(prompts))])), cached[first]
-
-
-def _transformers_model(model: Path, dtype: str) -> Any:
-    from prefillcli.models.find import read_model_files
-    from prefillcli.models.load import load_weights
-
-    return load_weights(read_model_files(model, dtype=dtype), torch.device("cpu"), attention="sdpa")
-
-
-def _logprobs(logits: torch.Tensor) -> Scores:
-    return np.stack(label_numbers(logits, list(range(len(logits))), [LABELS.first] * len(logits)))
-
-
-def _share(logprobs: Scores) -> Scores:
-    """P(first label) among the labels [prompts], of log-probabilities [prompts, labels]."""
-    share: Scores = np.exp(logprobs[:, 0] - np.logaddexp.reduce(logprobs, axis=1))
-    return share
+        """End the process, which has nothing left to do."""
+        self._process.communicate()
+        self._folder.cleanup()

@@ -104,7 +104,7 @@ def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
     known |= {"--confirm"}  # of python -m benchmarks.longest
     known |= {"--lines", "--tokens"}  # of python -m benchmarks.speculation
     known |= {"--lengths", "--tokens", "--budget", "--cpu-time"}  # of python -m benchmarks.rationales
-    known |= {"--workload", "--try", "--no-try"}  # of python -m benchmarks.peers
+    known |= {"--workload", "--contender", "--try", "--no-try"}  # of python -m benchmarks.peers
     known |= {"--profile", "--cache-tokens", "--fairness"}  # of python -m benchmarks.replay
     known |= {"--steps", "--rate", "--batch-tokens"}  # of python -m recipes.train_sample_models
     known |= {"--layers", "--train", "--epochs"}  # of python -m recipes.distill_draft and recipes.train_first

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +18,9 @@ from typer.testing import CliRunner
 from benchmarks import peers
 from benchmarks.methods import plain_loop
 from benchmarks.models import random_llama
-from benchmarks.padded import batches, padded_batches
+from benchmarks.padded import padded_batches
+from benchmarks.runners import Runner
+from benchmarks.serving import FEWEST_SHARED, batches, groups
 from benchmarks.workloads import short_rows
 
 
@@ -42,23 +47,91 @@ def test_sampled_rows_are_evenly_spaced_and_the_walk_scores_all() -> None:
 
 
 @pytest.mark.nightly
-def test_the_race_prints_a_table_and_a_line_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)  # vLLM takes a minute to start
+def test_the_race_prints_a_table_and_a_line_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "ROOT", tmp_path)  # no peer's environment is there
     words = "--workload single --workload short --rounds 1 --scale 0.02 --dtype float32"
     app = typer.Typer()
     app.command()(peers.main)
     result = CliRunner().invoke(app, words.split())
     assert result.exit_code == 0, result.output
-    assert "vLLM is not installed here" in result.stderr
+    assert "vLLM is left out: .venv-vllm is not made" in result.stderr
     workloads = json.loads(result.stdout.splitlines()[-1])["workloads"]
     assert list(workloads) == ["single", "short"]
-    assert list(workloads["short"]["contenders"]) == ["torch walk", "plain loop", "padded batches"]
-    assert list(workloads["single"]["left_out"]) == ["padded batches"]
+    assert list(workloads["short"]["contenders"]) == ["torch walk", "padded batches"]
+    assert list(workloads["single"]["contenders"]) == ["torch walk", "plain loop"]
     for workload in workloads.values():
         for contender in workload["contenders"].values():
             assert contender["rows_per_second"]["median"] > 0
             assert contender["largest_difference"] < 1e-5
             assert contender["ready_bytes"] > 0
+
+
+SUMS = """
+from contextlib import contextmanager
+import numpy as np
+
+@contextmanager
+def sums(model, dtype, prompts, labels, scale):
+    print("noise of a library")
+    found = np.array([prompt.sum() for prompt in prompts], np.float64)
+    yield lambda: found * scale + labels[1], {"dtype": dtype, "model": model.name}
+"""
+
+
+def test_a_contender_with_its_own_interpreter_gets_rows_and_settings_and_gives_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "made_contender.py").write_text(SUMS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    prompts = [np.arange(count, dtype=np.int32) for count in (3, 1, 5)]
+    own, here = "made_contender:sums", Path(sys.prefix)
+    with closing(Runner(own, tmp_path, "x", prompts, {"scale": 0.5}, labels=(5, 7), environment=here)) as runner:
+        assert runner.about == {"dtype": "x", "model": tmp_path.name}
+        assert runner.run().tolist() == [8.5, 7.0, 12.0]
+        assert runner.run().tolist() == [8.5, 7.0, 12.0]
+        assert runner.processor_seconds() > 0
+
+
+def test_a_contender_that_cannot_start_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        Runner("benchmarks.nowhere:nothing", tmp_path, "x", [], labels=(5, 7))
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.booleans()), min_size=2, max_size=30))
+def test_quality_is_the_mean_difference_and_the_area_of_scikit_learn(rows: list[tuple[float, float, bool]]) -> None:
+    metrics = pytest.importorskip("sklearn.metrics")
+    scores, wanted, truths = (list(each) for each in zip(*rows, strict=True))
+    found = peers.quality(np.array(scores), np.array(wanted), truths, range(len(rows)))
+    assert found["mean_difference"] == pytest.approx(
+        sum(abs(a - b) for a, b in zip(scores, wanted, strict=True)) / len(rows)
+    )
+    if len(set(truths)) == 2:
+        assert found["auc"] == pytest.approx(metrics.roc_auc_score(truths, scores))
+    some = peers.quality(np.array(scores[1:]), np.array(wanted), None, range(1, len(rows)))
+    assert some["largest_difference"] == max(abs(a - b) for a, b in zip(scores[1:], wanted[1:], strict=True))
+    assert some["auc"] is None
+
+
+TEXTS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 60), st.integers(1, 20)), max_size=12)
+
+
+@given(TEXTS)
+def test_groups_hold_every_row_once_in_order_with_tokens_that_all_of_them_share(
+    texts: list[tuple[int, int, int]],
+) -> None:
+    rows = [[kind] * head + [100 + number] * tail for number, (kind, head, tail) in enumerate(texts)]
+    found = groups([np.array(row, np.int32) for row in rows])
+    assert [row for _, own in found for row in own] == list(range(len(rows)))
+    for shared, own in found:
+        assert shared == 0 or (shared >= FEWEST_SHARED and len(own) > 1)
+        assert len({tuple(rows[row][:shared]) for row in own}) == 1
+        assert all(len(rows[row]) > shared or not shared for row in own)
+
+
+def test_rows_behind_one_head_are_one_group_and_others_wait_together() -> None:
+    head = list(range(40))
+    rows = [[1, 2], [3, 4], [*head, 90, 1], [*head, 91], [*head[:35], 92], [5], [6]]
+    assert groups([np.array(row, np.int32) for row in rows]) == [(0, [0, 1]), (35, [2, 3, 4]), (0, [5, 6])]
 
 
 def test_a_trial_takes_the_fastest_and_survives_what_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,11 +145,11 @@ def test_a_trial_takes_the_fastest_and_survives_what_does_not_start(monkeypatch:
 
         def close(self) -> None: ...
 
-    monkeypatch.setitem(peers.TRIALS, "fake", {"a": (1, 2), "b": (3, 4)})
+    monkeypatch.setattr(peers, "CONTENDERS", {"fake": peers.Contender("", tries={"a": (1, 2), "b": (3, 4)})})
     seconds = {(1, 4): 3.0, (2, 4): 2.0}
     seen = []
 
-    def timed(methods, rounds):
+    def timed(runners, rounds, processor):
         seen.append(dict(settings_now))
         return {"fake": [seconds[tuple(settings_now.values())]]}
 
@@ -86,6 +159,6 @@ def test_a_trial_takes_the_fastest_and_survives_what_does_not_start(monkeypatch:
         settings_now.update(settings)
         return Fake(settings)
 
-    monkeypatch.setattr(peers, "interleaved", timed)
-    assert peers._best("fake", {"a": 1, "b": 4}, open_one) == {"a": 2, "b": 4}
+    monkeypatch.setattr(peers, "timed", timed)
+    assert peers._best("fake", {"a": 1, "b": 4}, open_one, False) == {"a": 2, "b": 4}
     assert seen == [{"a": 1, "b": 4}, {"a": 2, "b": 4}]
