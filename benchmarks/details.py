@@ -224,10 +224,13 @@ def compiled(
     scale: Annotated[float, typer.Option(help="Shrinks prompts and rows.")] = 1.0,
     threads: int = 1,
 ) -> None:
-    """What the compiled kernel and fused products bring in bfloat16, in processor seconds, and how near the walk comes
-    to the speed of a plain product. `reviews` is the real model, the others are 25M."""
+    """What the compiled kernel, fused products and compiled passes bring in bfloat16, in processor seconds, and how
+    near the walk comes to the speed of a plain product. `reviews` is the real model, the others are 25M."""
     torch.set_num_threads(threads)
-    ways = {"neither": (False, False), "fused products": (True, False), "kernel": (False, True), "both": (True, True)}
+    ways = {
+        "none": (False, False, False), "fused products": (True, False, False), "kernel": (False, False, True),
+        "both": (True, False, True), "and passes": (True, True, True),
+    }  # fmt: skip
     rows, weights = torch.randn(2_048, 1_024).bfloat16(), torch.randn(1_024, 1_024).bfloat16()
     for name in workload or ["shared", "single", "short", "reviews"]:
         network, prompts = race_material(name, scale)
@@ -250,24 +253,26 @@ def compiled(
                     own.append(time.process_time() - begun)
         plan = plan_for(network, prompts)
         work = walk_flops(network.config, plan) + answer_flops(network.config, plan)
-        best, peak = (float(np.median(seconds[each])) for each in ("both", "product"))
+        best, peak = (float(np.median(seconds[each])) for each in ("and passes", "product"))
         rate, product = work / best, 20 * 2 * 2_048 * 1_024 * 1_024 / peak
-        gains = Spread.of([a / b for a, b in zip(seconds["neither"], seconds["both"], strict=True)])
-        table = Table("workload", *ways, "neither / both", "TFLOP", "GFLOP/s", "of a product", "share", "difference")
+        gains = Spread.of([a / b for a, b in zip(seconds["none"], seconds["and passes"], strict=True)])
+        table = Table("workload", *ways, "none / all", "TFLOP", "GFLOP/s", "of a product", "share", "difference")
         table.add_row(
             name, *(f"{np.median(seconds[way]):.2f}" for way in ways), str(gains), f"{work / 1e12:.2f}",
             f"{rate / 1e9:.0f}", f"{product / 1e9:.0f}", f"{rate / product:.2f}",
-            f"{float((scores['both'] - scores['neither']).abs().max()):.1e}",
+            f"{float((scores['and passes'] - scores['none']).abs().max()):.1e}",
         )  # fmt: skip
         Console(width=150).print(table)
 
 
 @contextmanager
-def switched(fused: bool, kernel: bool) -> Iterator[None]:
+def switched(fused: bool, passes: bool, kernel: bool) -> Iterator[None]:
     """Turn off what is not wanted, for a comparison."""
     with ExitStack() as stack:
         if not fused:
             stack.enter_context(patch.object(fusion, "copy_pays", lambda *_: False))
+        if not passes:
+            stack.enter_context(patch.object(fusion, "compiled_passes", lambda: None))
         if not kernel:
             stack.enter_context(patch.object(forest, "takes", lambda *_: False))
         yield

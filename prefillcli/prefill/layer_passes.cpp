@@ -60,8 +60,12 @@ inline Lanes rounded(Lanes x, const uint16_t*) {  // to bfloat16
 }
 
 inline Lanes times_and(Lanes x, Lanes y, Lanes z) {
+#if defined(__FMA__) || defined(__aarch64__)
     for (int i = 0; i < LANES; i++) x[i] = __builtin_fmaf(x[i], y[i], z[i]);
     return x;
+#else
+    return x * y + z;
+#endif
 }
 
 #ifdef __AVX512F__  // compilers take several instructions
