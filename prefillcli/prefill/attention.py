@@ -241,7 +241,7 @@ def _longest(vectors: Tensor) -> float:
 
 LANES = 64  # queries of all heads of a K,V head in one block, as in the source
 WIDEST = 256  # numbers of a head, as in the source
-TILE = 48  # keys that are looked at together, as in the source
+TILE = 96  # keys that are looked at together, as in the source
 #: Compilers' flags by the instructions that they allow. Not `-march=native`: a cache of compiled libraries that
 #: several machines share keeps one for each set of flags.
 _FLAGS = {

