@@ -688,6 +688,7 @@ class Asked:
         self._receiver = loop.receiver
         self._opened = opened
         self._rows = rows
+        self._shares: dict[int, tuple[float, float]] = {}  # of packs that have begun, by their identity
 
     def planned(self, packs: Sequence[Pack]) -> None:
         """These packs will be answered; called before any of them begins."""
@@ -699,7 +700,9 @@ class Asked:
 
     def advanced(self, pack: Pack, tokens: float) -> None:
         """So many more tokens of the pack are computed; negative for those that were lost with a worker."""
-        rows, prompt_tokens = self.work.share(pack)
+        if id(pack) not in self._shares:  # it looks at each of the pack's prompts, and there are many ticks
+            self._shares[id(pack)] = self.work.share(pack)
+        rows, prompt_tokens = self._shares[id(pack)]
         self._receiver.step(pack, rows * tokens, prompt_tokens * tokens, tokens / len(pack.tokens))
 
     def answered(self, pack: Pack, answers: Sequence[Answer], beside: int) -> None:
@@ -710,6 +713,7 @@ class Asked:
 
     def ended(self, pack: Pack) -> None:
         """All of the pack is answered."""
+        self._shares.pop(id(pack), None)
         self._receiver.pack_ends(pack)
         self._opened.left -= 1
         self._loop.go_on(self._opened)
