@@ -34,6 +34,7 @@ from prefillcli.prefill.forest import leave_untraced
 
 LEAST_TOKENS = 512  # of a chunk: with fewer, making the layout takes longer than it saves
 COPY_SHARE = 3  # numbers of weights at most, for each output of a linear layer and token of a chunk
+PIECE_BYTES = 16 << 20  # of what an MLP computes between two products: more leaves the cache, or is mapped each time
 TOLERANCE = 1e-5  # of the largest number, in float32, between a fused module and its own forward
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -253,7 +254,8 @@ def _gated(mlp: nn.Module, computed: _Computed) -> Forward | None:
     if both is None or last is None:
         return None
     if gating is not None:
-        return lambda rows: last(gating(*both(rows)))[0]
+        row = (gate.out_features + up.out_features) * gate.weight.itemsize
+        return partial(_in_pieces, lambda rows: last(gating(*both(rows)))[0], max(PIECE_BYTES // row, 1))
     if not {id(gate), id(up)} <= computed.weights.keys():
         return None
     gate_weight, up_weight = computed.weights[id(gate)], computed.weights[id(up)]
@@ -265,6 +267,13 @@ def _gated(mlp: nn.Module, computed: _Computed) -> Forward | None:
         return last(multiply.binary(rows, gates, up_weight, up.bias, "mul"))[0]
 
     return forward
+
+
+def _in_pieces(compute: Callable[[Tensor], Tensor], most: int, rows: Tensor) -> Tensor:
+    # A module's output for rows [..., tokens, width], `most` tokens at a time.
+    if rows.shape[-2] <= most:
+        return compute(rows)
+    return torch.cat([compute(each) for each in torch.split(rows, most, -2)], dim=-2)
 
 
 def _gating(mlp: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
@@ -475,7 +484,8 @@ def _whole_layer(layer: nn.Module, norm: _Norm, passes: Passes) -> Forward:
         if others or constants is None or not passes.norms(hidden_states, norm.weight) or hidden_states.dim() != 3:
             return type(layer).forward(layer, hidden_states, *others, **named)
         attended = parts.self_attn(hidden_states=parts.input_layernorm(hidden_states), **constants, **named)[0]
-        sums, normed = passes.add_and_norm(hidden_states, attended, norm.weight, norm.form)
+        sums = attended.contiguous()  # nobody else has it
+        normed = passes.add_and_norm(sums, hidden_states, norm.weight, norm.form)
         return passes.add(sums, parts.mlp(normed))
 
     return forward
@@ -569,11 +579,11 @@ class Passes:
         self._norm(rows, None, None, weight, out, form)
         return out
 
-    def add_and_norm(self, rows: Tensor, more: Tensor, weight: Tensor, form: NormForm) -> tuple[Tensor, Tensor]:
-        """The sum of contiguous rows and `more`, and its norm."""
-        sums, out = torch.empty_like(rows), torch.empty_like(rows)
-        self._norm(rows, more.contiguous(), sums, weight, out, form)
-        return sums, out
+    def add_and_norm(self, rows: Tensor, more: Tensor, weight: Tensor, form: NormForm) -> Tensor:
+        """Add `more` to contiguous rows, in place. Gives the norm of the sums."""
+        out = torch.empty_like(rows)
+        self._norm(rows, more.contiguous(), rows, weight, out, form)
+        return out
 
     def _norm(
         self, rows: Tensor, more: Tensor | None, sums: Tensor | None, weight: Tensor, out: Tensor, form: NormForm
@@ -586,13 +596,12 @@ class Passes:
         how = form.added, form.epsilon, form.early, torch.get_num_threads()
         self._calls["norm", rows.dtype](*places, *sizes, width, *how)
 
-    def add(self, one: Tensor, other: Tensor) -> Tensor:
-        """The sum of rows of one shape."""
-        one, other = one.contiguous(), other.contiguous()
-        out, width = torch.empty_like(one), one.shape[-1]
-        sizes = out.numel() // width, width, torch.get_num_threads()
-        self._calls["add", out.dtype](one.data_ptr(), other.data_ptr(), out.data_ptr(), *sizes)
-        return out
+    def add(self, rows: Tensor, more: Tensor) -> Tensor:
+        """Add `more` to contiguous rows, in place. Gives the rows."""
+        width, more = rows.shape[-1], more.contiguous()
+        sizes = rows.numel() // width, width, torch.get_num_threads()
+        self._calls["add", rows.dtype](rows.data_ptr(), more.data_ptr(), rows.data_ptr(), *sizes)
+        return rows
 
     def turns(self, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> bool:
         """Whether `rotary` takes queries and keys [1, heads, tokens, width] and tables [1, tokens, width]."""
@@ -629,14 +638,14 @@ def compiled_passes() -> Passes | None:
 def passes_agree(passes: Passes, dtype: torch.dtype) -> bool:
     """Whether each pass computes what torch does, within the rounding of the dtype."""
     rows, more, weight = (_random(*shape, seed=7).to(dtype) for shape in ((1, 40, 96), (2, 40, 96), (96,)))
-    more = more[1:]
-    sums, normed = passes.add_and_norm(rows, more, weight, NormForm(1e-6))
+    more, sums = more[1:], rows.clone()
+    normed = passes.add_and_norm(sums, more, weight, NormForm(1e-6))
     turning = _turning(dtype)
     cosines, sines = (each.unsqueeze(1) for each in turning[2:])
     first, second = turning[0].chunk(2, dim=-1)
     functional = nn.functional
     pairs = [
-        (passes.add(rows, more), rows + more),
+        (passes.add(rows.clone(), more), rows + more),
         (sums, rows + more),
         (normed, functional.rms_norm((rows + more).float(), [96], weight.float(), 1e-6)),
         (passes.gate(0, rows * 9, more), functional.silu(rows * 9) * more),

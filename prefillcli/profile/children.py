@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import mmap
 import multiprocessing
@@ -39,7 +38,14 @@ from prefillcli.prefill.layout import split_evenly
 from prefillcli.prefill.model_ends import embedding_device, last_row
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.runtime.log import survive_closed_streams
-from prefillcli.runtime.memory import process_memory, reserved_at_peak, reserved_memory, resident_memory, trim_heap
+from prefillcli.runtime.memory import (
+    process_memory,
+    reserved_at_peak,
+    reserved_memory,
+    resident_memory,
+    set_malloc,
+    trim_heap,
+)
 
 Tokens = npt.NDArray[np.int32]
 
@@ -189,7 +195,6 @@ def attention_windows(config: Any) -> list[tuple[int | None, int]]:
 #: glibc raises this limit to the largest block freed so far, up to 32 MiB, and keeps smaller ones in a heap with
 #: holes. Short prompts would then seem to need up to twice as much memory for each token as long ones.
 _MAPPED_BYTES = 32 << 10
-_M_MMAP_THRESHOLD = -3
 
 
 def peak_bytes(step: Callable[[], object], device: str) -> int:
@@ -267,9 +272,7 @@ def enforced(device: str, budget: int) -> Iterator[Enforcement]:
 
 def make_malloc_exact() -> None:
     """Make allocated memory follow used memory, without holes left by large blocks. glibc only."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+    set_malloc(_MAPPED_BYTES, _MAPPED_BYTES)
 
 
 def _counted(device: str) -> int:

@@ -214,6 +214,26 @@ def trim_heap() -> None:
         malloc_trim(0)
 
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc
+MAPPED_BYTES = 32 << 20  # the most that glibc allows
+KEPT_BYTES = 64 << 20
+_malloc: list[int] = []  # its settings, once they are made
+
+
+def set_malloc(mapped: int = MAPPED_BYTES, kept: int = KEPT_BYTES) -> None:
+    """From now on blocks of `mapped` bytes come from the system and return to it, and of others malloc keeps `kept`
+    bytes that are free at the heap's end. The first settings of a process stay; glibc only.
+
+    The tensors of a layer's call come and go with each chunk. Left to itself, malloc may return their pages each time,
+    and the system fills them with zeros: that took up to a tenth of a walk's time.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not _malloc:
+        _malloc[:] = mapped, kept
+        mallopt(_M_MMAP_THRESHOLD, mapped)
+        mallopt(_M_TRIM_THRESHOLD, kept)
+
+
 # Numbers of bytes as people write them.
 
 
