@@ -1,0 +1,224 @@
+"""Products of smaller numbers: linear layers that multiply in int8, or in FP8 on CUDA.
+
+A row is quantised by its own largest number when it is multiplied, a weight by the largest of its output channel. Rows
+have a few channels with numbers so large that little is left for the others. So 64 neighbours at a time are first
+turned into as many sums and differences of all of them (a Hadamard matrix, as in QuaRot, Ashkboos et al. 2024, arXiv
+2404.00456), for rows and weights alike: that changes no product, and every sum has its share of a large number. It
+needs no rows to calibrate on.
+
+On CPUs with AVX512-VNNI `int8_products.cpp` multiplies, elsewhere torch. Sums of int8 products are exact, so a row's
+result has the same bits whatever it is computed with.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any, Literal, Protocol, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prefillcli.errors import UsageError
+from prefillcli.prefill.attention import compiled_library, compute_capability
+from prefillcli.prefill.fusion import called_through, fused
+
+Narrow = Literal["int8", "fp8"]
+
+TURNED = 64  # neighbouring inputs that are turned together
+LEAST = 64  # inputs and outputs of a linear layer that changes: smaller ones choose experts or mix heads
+FP8 = torch.float8_e4m3fn
+_LARGEST = {"int8": 127.0, "fp8": 448.0}
+_DTYPES = (torch.bfloat16, torch.float32)  # of the kernel's rows and weights
+_PANEL = 64  # output channels of a panel of weights, as in the source
+
+
+def check_narrow(kind: Narrow, device: torch.device) -> None:
+    """Raise UsageError if the device has no products of this kind."""
+    if kind == "fp8" and (device.type != "cuda" or compute_capability(device) < (8, 9)):
+        raise UsageError(
+            f"--compute fp8: {device} has no products in FP8, which need CUDA and a compute capability of 8.9\n"
+            "give --compute int8"
+        )
+
+
+class NarrowProducts:
+    """The products of a model's linear layers in smaller numbers. Their weights are quantised when they are first
+    used, and kept."""
+
+    def __init__(self, kind: Narrow) -> None:
+        self._kind = kind
+        self._weights: weakref.WeakKeyDictionary[nn.Linear, Weights] = weakref.WeakKeyDictionary()
+
+    @contextmanager
+    def prepared(self, layer: nn.Module, chunk_tokens: int) -> Iterator[None]:
+        """A `Preparation`: in this context the linear layers of `layer` multiply in smaller numbers, and the rest of it
+        is fused where that pays."""
+        with ExitStack() as stack:
+            last = _LastRows(self._kind)
+            for each in layer.modules():
+                if _changes(each):
+                    if each not in self._weights:
+                        self._weights[each] = _weights(each, self._kind)
+                    stack.enter_context(called_through(each, _Product(each, self._weights[each], last)))
+            stack.enter_context(fused(layer, chunk_tokens))
+            yield
+
+
+def _changes(module: nn.Module) -> TypeGuard[nn.Linear]:
+    plain = type(module) is nn.Linear and type(module.weight) is nn.Parameter  # else packed numbers, or something else
+    return plain and min(module.weight.shape) >= LEAST and not any(size % 16 for size in module.weight.shape)
+
+
+class Weights(Protocol):
+    """A linear layer's weights in small numbers."""
+
+    def quantised(self, rows: Tensor) -> Any:
+        """Rows [rows, inputs] in small numbers."""
+
+    def product(self, rows: Any, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Quantised rows times the weights, [rows, outputs] in `dtype`."""
+
+
+class _LastRows:
+    # Quantised rows for linear layers that read the same ones after another.
+    def __init__(self, kind: Narrow) -> None:
+        self._rows: weakref.ref[Tensor] | None = None
+        self._quantised: Any = None
+
+    def of(self, rows: Tensor, weights: Weights) -> Any:
+        if self._rows is None or self._rows() is not rows:
+            self._quantised = weights.quantised(rows.reshape(-1, rows.shape[-1]))
+            self._rows = weakref.ref(rows)
+        return self._quantised
+
+
+class _Product:
+    def __init__(self, linear: nn.Linear, weights: Weights, last: _LastRows) -> None:
+        self._linear, self._weights, self._last = linear, weights, last
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        found = self._weights.product(self._last.of(rows, self._weights), self._linear.bias, rows.dtype)
+        return found.view(*rows.shape[:-1], -1)
+
+
+def _weights(linear: nn.Linear, kind: Narrow) -> Weights:
+    weight = linear.weight
+    kernel = int8_kernel() if weight.device.type == "cpu" and weight.dtype in _DTYPES else None
+    return TorchWeights(weight, kind) if kernel is None else KernelWeights(weight, kernel)
+
+
+# By torch.
+
+
+def turned(numbers: Tensor) -> Tensor:
+    """Numbers [..., width] as float32, `TURNED` neighbours at a time times a Hadamard matrix; as they are where the
+    width is no multiple of that."""
+    numbers, width = numbers.float(), numbers.shape[-1]
+    return numbers if width % TURNED else (numbers.unflatten(-1, (-1, TURNED)) @ _hadamard(numbers.device)).flatten(-2)
+
+
+@cache
+def _hadamard(device: torch.device) -> Tensor:
+    found = torch.ones(1, 1, device=device)
+    while len(found) < TURNED:
+        found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])
+    return found / TURNED**0.5
+
+
+class TorchWeights:
+    """Weights [outputs, inputs] for torch's products in int8 and FP8."""
+
+    def __init__(self, weight: Tensor, kind: Narrow) -> None:
+        self._kind = kind
+        self._numbers, self._scales = self.quantised(weight)
+
+    def quantised(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The small numbers [rows, inputs] and what gives the rows back, float32 [rows, 1]."""
+        numbers, largest = turned(rows), _LARGEST[self._kind]
+        scales = numbers.abs().amax(-1, keepdim=True) / largest
+        numbers = numbers / scales.clamp_min(1e-30)
+        return (numbers.round().to(torch.int8) if self._kind == "int8" else numbers.to(FP8)), scales
+
+    def product(self, rows: tuple[Tensor, Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """As of `Weights`."""
+        numbers, scales = rows
+        count = len(numbers)
+        if count <= 16:  # CUDA multiplies more rows only
+            numbers, scales = (torch.cat([each, each.new_zeros(17 - count, each.shape[1])]) for each in rows)
+        if self._kind == "fp8":
+            out = torch._scaled_mm(
+                numbers, self._numbers.t(), scale_a=scales, scale_b=self._scales.t(), out_dtype=torch.bfloat16
+            )
+        else:
+            out = torch._int_mm(numbers, self._numbers.t()) * (scales * self._scales.t())
+        out = out[:count].to(dtype)
+        return out if bias is None else out + bias
+
+
+# By the kernel.
+
+
+class Int8Kernel:
+    """The functions of `int8_products.cpp`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self.quantise, self.pack, self.multiply = (
+            getattr(library, f"prefill_int8_{name}") for name in ("quantise", "pack", "product")
+        )
+        self.quantise.argtypes = [pointer, *[number] * 5, *[pointer] * 3]
+        self.pack.argtypes = [pointer, *[number] * 4, pointer, pointer]
+        self.multiply.argtypes = [*[pointer] * 6, number, pointer]
+        for each in (self.quantise, self.pack, self.multiply):
+            each.restype = None
+
+
+class KernelWeights:
+    """Weights [outputs, inputs] for the kernel."""
+
+    def __init__(self, weight: Tensor, kernel: Int8Kernel) -> None:
+        self._kernel, (self._outputs, self._width) = kernel, weight.shape
+        rows = -(-self._outputs // _PANEL) * _PANEL
+        self._panels = torch.full((rows * self._width,), 128, dtype=torch.uint8)
+        self._scales = torch.zeros(rows)
+        shape = self._outputs, self._width, torch.get_num_threads(), weight.dtype == torch.bfloat16
+        kernel.pack(weight.contiguous().data_ptr(), *shape, self._panels.data_ptr(), self._scales.data_ptr())
+
+    def quantised(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The small numbers, what gives the rows back, and sums of the numbers."""
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        numbers = torch.empty(rows.shape, dtype=torch.int8)
+        scales, sums = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int32)
+        how = rows.stride(0), *rows.shape, torch.get_num_threads(), rows.dtype == torch.bfloat16
+        self._kernel.quantise(rows.data_ptr(), *how, *(each.data_ptr() for each in (numbers, scales, sums)))
+        return numbers, scales, sums
+
+    def product(self, rows: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """As of `Weights`."""
+        out = torch.empty(len(rows[0]), self._outputs, dtype=dtype)
+        sizes = np.array([*rows[0].shape, self._outputs, out.stride(0), torch.get_num_threads()], np.int64)
+        tensors = (each.data_ptr() for each in (*rows, self._panels, self._scales))
+        self._kernel.multiply(*tensors, sizes.ctypes.data, dtype == torch.bfloat16, out.data_ptr())
+        return out if bias is None else out.add_(bias)
+
+
+@cache
+def int8_kernel() -> Int8Kernel | None:
+    """The kernel, if this machine can compile and run it, and its products are those of torch."""
+    library = compiled_library("int8_products.cpp")
+    if library is None or not hasattr(library, "prefill_int8_product"):
+        return None
+    kernel = Int8Kernel(library)
+    rows, weight = torch.randn(2, 75, 192, generator=torch.Generator().manual_seed(0))
+    return kernel if _agree(KernelWeights(weight[:48], kernel), TorchWeights(weight[:48], "int8"), rows) else None
+
+
+def _agree(one: Weights, other: Weights, rows: Tensor) -> bool:
+    # Where a number lies between two small ones, either may be taken: turning adds in different orders.
+    found, wanted = (each.product(each.quantised(rows), None, torch.float32) for each in (one, other))
+    return bool(torch.linalg.norm(found - wanted) <= 1e-3 * torch.linalg.norm(wanted))
