@@ -51,13 +51,16 @@ class Models(Generic[AnyEngine]):
         """A walk over a small model, which all users share in turn. The first one sets the number of tokens of a
         chunk."""
         from prefillcli.models.law import choose_chunk, memory_law
-        from prefillcli.prefill.walk import LayerWalk
+        from prefillcli.prefill.narrow import in_smaller_numbers
+        from prefillcli.prefill.walk import FASTEST, LayerWalk
 
         if number not in self._small_walks:
             small = self.opened.small[number].files
             if chunk_tokens is None:
                 chunk_tokens = choose_chunk(memory_law(small.config, small.dtype), self.budget, self.opened.device)
-            walk = self._small_walks[number] = LayerWalk(self.small[number], chunk_tokens=chunk_tokens)
+            model, narrow = self.small[number], self.opened.small[number].narrow
+            how = FASTEST if narrow is None else in_smaller_numbers(model, narrow)
+            walk = self._small_walks[number] = LayerWalk(model, chunk_tokens=chunk_tokens, arithmetic=how)
             self._closing.callback(walk.close)
         return self._small_walks[number]
 

@@ -435,7 +435,12 @@ def free_beside_draft(opened: Opened, budget: int) -> int:
 
 def draft_bytes(opened: Opened) -> int:
     """Bytes of the device's free memory that the weights of the small models take, at least; 0 without any."""
-    return sum(weight_bytes(each.files, opened.device) for each in opened.small)
+    found = 0
+    for each in opened.small:
+        found += weight_bytes(each.files, opened.device)
+        if each.narrow is not None:  # beside those that are read to make them
+            found += sum(tensor.numbers for tensor in _saved_tensors(each.files, opened.device) if tensor.dtype)
+    return found
 
 
 def layer_bytes(files: ModelFiles, device: torch.device) -> dict[int | None, int]:

@@ -22,10 +22,13 @@ from typing import Any, Literal, Protocol, TypeGuard
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from prefillcli.errors import UsageError
 from prefillcli.prefill.attention import compiled_library, compute_capability
 from prefillcli.prefill.fusion import called_through, fused
+from prefillcli.prefill.model_ends import decoder_layers
+from prefillcli.prefill.walk import Arithmetic
 
 Narrow = Literal["int8", "fp8"]
 
@@ -46,27 +49,33 @@ def check_narrow(kind: Narrow, device: torch.device) -> None:
         )
 
 
-class NarrowProducts:
-    """The products of a model's linear layers in smaller numbers. Their weights are quantised when they are first
-    used, and kept."""
+def in_smaller_numbers(model: PreTrainedModel, kind: Narrow) -> Arithmetic:
+    """How a walk over `model` multiplies in `kind`: the linear layers of its decoder layers lose their own weights.
 
-    def __init__(self, kind: Narrow) -> None:
-        self._kind = kind
-        self._weights: weakref.WeakKeyDictionary[nn.Linear, Weights] = weakref.WeakKeyDictionary()
+    Raises UsageError if none of them can.
+    """
+    linear = [each for layer in decoder_layers(model).layers for each in layer.modules() if _changes(each)]
+    if not linear:
+        raise UsageError(
+            f"--compute {kind}: no weights of this model can be multiplied so: they are packed, or of unusual shapes\n"
+            "leave --compute out"
+        )
+    products = {}
+    for each in linear:
+        products[each] = _weights(each, kind)
+        each.weight = nn.Parameter(each.weight.new_empty(0), requires_grad=False)
 
     @contextmanager
-    def prepared(self, layer: nn.Module, chunk_tokens: int) -> Iterator[None]:
-        """A `Preparation`: in this context the linear layers of `layer` multiply in smaller numbers, and the rest of it
-        is fused where that pays."""
+    def prepared(layer: nn.Module, chunk_tokens: int) -> Iterator[None]:
         with ExitStack() as stack:
-            last = _LastRows(self._kind)
+            last = _LastRows()
             for each in layer.modules():
-                if _changes(each):
-                    if each not in self._weights:
-                        self._weights[each] = _weights(each, self._kind)
-                    stack.enter_context(called_through(each, _Product(each, self._weights[each], last)))
+                if isinstance(each, nn.Linear) and each in products:
+                    stack.enter_context(called_through(each, _Product(each.bias, products[each], last)))
             stack.enter_context(fused(layer, chunk_tokens))
             yield
+
+    return Arithmetic(prepare=prepared)
 
 
 def _changes(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -86,7 +95,7 @@ class Weights(Protocol):
 
 class _LastRows:
     # Quantised rows for linear layers that read the same ones after another.
-    def __init__(self, kind: Narrow) -> None:
+    def __init__(self) -> None:
         self._rows: weakref.ref[Tensor] | None = None
         self._quantised: Any = None
 
@@ -98,11 +107,11 @@ class _LastRows:
 
 
 class _Product:
-    def __init__(self, linear: nn.Linear, weights: Weights, last: _LastRows) -> None:
-        self._linear, self._weights, self._last = linear, weights, last
+    def __init__(self, bias: Tensor | None, weights: Weights, last: _LastRows) -> None:
+        self._bias, self._weights, self._last = bias, weights, last
 
     def __call__(self, rows: Tensor) -> Tensor:
-        found = self._weights.product(self._last.of(rows, self._weights), self._linear.bias, rows.dtype)
+        found = self._weights.product(self._last.of(rows, self._weights), self._bias, rows.dtype)
         return found.view(*rows.shape[:-1], -1)
 
 

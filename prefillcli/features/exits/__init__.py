@@ -47,18 +47,19 @@ if TYPE_CHECKING:
     from prefillcli.features.exits.policy import ExitProfile
 
 EXIT = Requirement(
-    lambda s: s.exit or s.first, "is for rows that leave early, but none does", "give --exit or --first"
+    lambda s: s.exit or s.chain, "is for rows that leave early, but none does", "give --exit, --first or --compute"
 )
 METHODS = {
     "early-exit": "the layer walk, which rows leave when they are decided, as with prefill score --exit",
     "first": "the models of --first decide rows, and the layer walk reads the others, as with prefill score --first",
     "first-exit": "the models of --first decide rows, and others leave the layer walk when they are decided",
+    "int8": "the model reads rows in int8, and again those that are in doubt, as with prefill score --compute int8",
 }
 FIRST = Requirement(lambda s: s.first, "is for what a first model decides, but there is none", "give --first")
 EXIT_METHOD = Requirement(
     lambda s: any(name in METHODS for name in s.method),
-    "is for the methods early-exit, first and first-exit, but none is compared",
-    "give --method early-exit, or --first and --method first",
+    "is for the methods early-exit, first, first-exit and int8, but none is compared",
+    "give --method early-exit or int8, or --first and --method first",
 )
 FIRST_METHOD = Requirement(
     lambda s: "first" in s.method or "first-exit" in s.method,
@@ -72,7 +73,7 @@ def _names(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
-DRAFT_TOO = "--first cannot be combined with --draft: a job has first models or a draft\nleave one out"
+DRAFT_TOO = "{} cannot be combined with --draft: a job has first models or a draft\nleave one out"
 FirstNames = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
@@ -91,9 +92,15 @@ class ExitOptions(Settings):
         "that flips. Several read one after the other what is still in doubt.",
         EARLY_EXIT, changes="scores", metavar="MODEL|words", path="model", repeatable=True, needs="exits", off=(),
     )  # fmt: skip
+    compute: Literal["int8", "fp8"] | None = option(
+        None,
+        "Let the model read every row in smaller numbers first. It reads again, in --dtype, the rows whose answer that "
+        "does not foretell; --max-flips bounds how many answers that flips. fp8 is for CUDA.",
+        EARLY_EXIT, changes="scores", metavar="int8|fp8", needs="exits",
+    )  # fmt: skip
     flips_of: Literal["each", "all"] = option(
         "each",
-        "What --max-flips bounds with --exit or --first: the flips of each answer's rows, or of all rows together.",
+        "What --max-flips bounds with --exit, --first or --compute: the flips of each answer's rows, or of all rows together.",
         EARLY_EXIT, changes="scores", requires=EXIT,
     )  # fmt: skip
     exit_rows: int | None = option(
@@ -124,7 +131,17 @@ class ExitOptions(Settings):
     @property
     def exit_option(self) -> str:
         """The option that lets rows leave."""
-        return self.rare_option or ("--exit" if self.exit else "--first")
+        return self.rare_option or ("--exit" if self.exit else "--first" if self.first else "--compute")
+
+    @property
+    def chain(self) -> tuple[str, ...]:
+        """What reads rows before the model, in this order: first models, and the model in smaller numbers."""
+        return (*self.first, self.narrow) if self.narrow else self.first
+
+    @property
+    def narrow(self) -> Literal["int8", "fp8"] | None:
+        """The smaller numbers in which the model reads rows first."""
+        return self.compute
 
     @property
     def rare_option(self) -> str | None:
@@ -152,7 +169,7 @@ class ExitMethodOptions(Settings):
     )  # fmt: skip
     max_flips: float = option(
         0.01,
-        "Share of each answer that the methods early-exit, first and first-exit may flip, at 95 % confidence.",
+        "Share of each answer that the methods early-exit, first, first-exit and int8 may flip, at 95 % confidence.",
         BENCH, changes="scores", metavar="RATE", requires=EXIT_METHOD, gt=0, lt=1,
     )  # fmt: skip
     exit_rows: int | None = option(
@@ -162,12 +179,22 @@ class ExitMethodOptions(Settings):
         BENCH, changes="scores", metavar="N", requires=EXIT_METHOD, ge=20,
     )  # fmt: skip
 
+    @property
+    def chain(self) -> tuple[str, ...]:
+        """As of `ExitOptions`."""
+        return (*self.first, self.narrow) if self.narrow else self.first
+
+    @property
+    def narrow(self) -> Literal["int8"] | None:
+        """As of `ExitOptions`."""
+        return "int8" if "int8" in getattr(self, "method") else None
+
     def check(self) -> None:
         super().check()
         if FIRST_METHOD.met(self) and not self.first:
             raise UsageError("--method first needs --first: a small model that reads every row first, or words")
-        if self.first and getattr(self, "draft", None) is not None:
-            raise UsageError(DRAFT_TOO)
+        if self.chain and getattr(self, "draft", None) is not None:
+            raise UsageError(DRAFT_TOO.format("--first" if self.first else "--method int8"))
 
 
 class Exits(Feature):
@@ -192,12 +219,12 @@ class Exits(Feature):
     def asked(cls, settings: Any) -> bool:
         if not isinstance(settings, ExitOptions):
             return True
-        return settings.exit or bool(settings.first)
+        return settings.exit or bool(settings.chain)
 
     def check(self) -> None:
         settings = self.settings
-        if getattr(settings, "first", ()) and settings.draft is not None:
-            raise UsageError(DRAFT_TOO)
+        if getattr(settings, "chain", ()) and settings.draft is not None:
+            raise UsageError(DRAFT_TOO.format("--first" if settings.first else "--compute"))
         if isinstance(settings, ExitOptions) and getattr(settings, "keep", 1) == "auto":
             raise UsageError(
                 f"{settings.exit_option}: what is learnt about exits is of one keep rate, and --keep auto has not "
@@ -217,6 +244,7 @@ class Exits(Feature):
             "--exit": settings.exit,
             "--exit-profile": settings.exit_profile is not None,
             "a second --first": len(settings.first) > 1,
+            "--compute": settings.compute is not None,
             "--estimate": getattr(settings, "estimate", None) is not None,
         }
         for other in (name for name, given in others.items() if given):
@@ -250,7 +278,7 @@ class Exits(Feature):
         return self.settings.exit_option if isinstance(self.settings, ExitOptions) else None
 
     def meaningless(self, labels: Labels) -> list[str]:
-        return ["exit", "first"]
+        return ["exit", "first", "compute"]
 
     def writes(self, report: str) -> list[tuple[str, str, str]]:
         from prefillcli.features.exits.policy import exits_path
@@ -274,7 +302,7 @@ class Exits(Feature):
         first = hashed.pop("first", ())  # a model goes by its contents, as a draft does
         if first:
             hashed["first"] = [name == WORDS for name in first]
-        for name in ("recall", "precision"):
+        for name in ("recall", "precision", "compute"):
             if hashed.get(name) is None:
                 hashed.pop(name, None)
         found = {"exit": hash_value(sorted(hashed.items()))}
@@ -332,7 +360,7 @@ class Exits(Feature):
     def load(self, models: Models[Any]) -> FirstModels | None:
         from prefillcli.features.exits.first import load_first
 
-        return load_first(models) if getattr(self.settings, "first", ()) else None
+        return load_first(models) if getattr(self.settings, "chain", ()) else None
 
     @classmethod
     def work(cls, beside: Any, asked: Any, tick: Tick) -> Any:

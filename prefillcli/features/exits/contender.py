@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from prefillcli.core.feature import Feature
 
 _SEED = 1
-EXIT, FIRST, BOTH = "early-exit", "first", "first-exit"  # the methods
+EXIT, FIRST, BOTH, INT8 = "early-exit", "first", "first-exit", "int8"  # the methods
 
 
 class EarlyExit(Contender):
@@ -138,7 +138,7 @@ def learn_exits(
     costs = replace(exit_costs(config), first={each.layer - 1: each.cost * in_full(depth) for each in used})
     methods = []
     for name in names:
-        able = {layer: own for layer, own in rows.readings.items() if _takes(name, layer)}
+        able = {layer: own for layer, own in rows.readings.items() if _takes(name, layer, readers)}
         found = calibrate_exits(
             replace(rows, readings=able),
             layers=depth,
@@ -159,6 +159,7 @@ def learn_exits(
     return methods
 
 
-def _takes(name: str, layer: int) -> bool:
+def _takes(name: str, layer: int, readers: Mapping[int, tuple[str, Reader]]) -> bool:
     # Whether rows may leave after a layer in the method with this name.
-    return name == BOTH or (name == FIRST) == (layer <= BEFORE)
+    by = EXIT if layer > BEFORE else INT8 if readers[layer][0] == INT8 else FIRST
+    return by == name or (name == BOTH and by != INT8)

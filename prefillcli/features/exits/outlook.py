@@ -65,7 +65,7 @@ def outlook_of(opening: Opening, survey: Survey, profile: ExitProfile | None) ->
 
 def _costs(found: ExitOutlook, opening: Opening, tokens: int) -> str:
     opened, settings = opening.opened, cast("Any", opening.settings)
-    names = [name for name in settings.first if name != WORDS]
+    names = [name for name in settings.chain if name != WORDS]
     try:
         whole = prefill_flops(opened.files.config.get_text_config(), tokens).total
         for name, each in zip(names, opened.small, strict=True):
