@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from bisect import bisect_left
@@ -47,9 +48,12 @@ from prefillcli.plan.plan import make_plan, make_plans
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill import forest, fusion
 from prefillcli.prefill.attention import Shift, attend_blockwise, attend_by_products
+from prefillcli.prefill.forest import ATTENTION
+from prefillcli.prefill.narrow import in_smaller_numbers
+from prefillcli.prefill.walk import FASTEST
 from prefillcli.profile.children import prompts_with_histories, resident
 from prefillcli.report.section import mebibytes
-from prefillcli.stats.evaluation import Measure, rows_for
+from prefillcli.stats.evaluation import Measure, auc, rows_for
 from recipes.real_model import real_model, reviews
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -262,6 +266,45 @@ def compiled(
             f"{rate / 1e9:.0f}", f"{product / 1e9:.0f}", f"{rate / product:.2f}",
             f"{float((scores['and passes'] - scores['none']).abs().max()):.1e}",
         )  # fmt: skip
+        Console(width=150).print(table)
+
+
+@app.command(name="narrow")
+def in_int8(
+    workload: Annotated[list[str] | None, typer.Argument(help="shared, single, short or reviews.")] = None,
+    rounds: int = 3,
+    scale: Annotated[float, typer.Option(help="Shrinks prompts and rows.")] = 1.0,
+    threads: int = 1,
+) -> None:
+    """What products of int8 gain over bfloat16, in processor seconds of the whole walk, and what they do to P: its mean
+    and largest difference from the walk in float32, flips, and the AUC of `reviews`."""
+    torch.set_num_threads(threads)
+    for name in workload or ["short", REVIEWS]:
+        network, prompts = race_material(name, scale)
+        tokens, truth = ([5, 7], None) if name != REVIEWS else review_answers(len(prompts))
+        plan, exact = plan_for(network, prompts), copy.deepcopy(network).float()
+        network.set_attn_implementation(ATTENTION)
+        narrow = copy.deepcopy(network)
+        ways = {"bfloat16": (network, FASTEST), "int8": (narrow, in_smaller_numbers(narrow, "int8"))}
+        scores: dict[str, torch.Tensor] = {}
+        seconds: dict[str, list[float]] = {each: [] for each in ways}
+        for turn in range(rounds + 1):
+            for each, (model, how) in ways.items():
+                begun = time.process_time()
+                scores[each] = walk_plan(model, plan, arithmetic=how)[:, tokens].softmax(-1)[:, 0]
+                if turn:
+                    seconds[each].append(time.process_time() - begun)
+        correct = walk_plan(exact, plan)[:, tokens].softmax(-1)[:, 0]
+        gain = Spread.of([a / b for a, b in zip(seconds["bfloat16"], seconds["int8"], strict=True)])
+        table = Table("workload", "numbers", "seconds", "gain", "mean difference of P", "largest", "flips", "AUC")
+        for each, found in [("float32", correct), *scores.items()]:
+            off = (found - correct).abs()
+            table.add_row(
+                name, each, f"{np.median(seconds[each]):.2f}" if each in seconds else "",
+                str(gain) if each == "int8" else "", f"{off.mean():.4f}", f"{off.max():.3f}",
+                f"{((found > 0.5) != (correct > 0.5)).sum()} of {len(off)}",
+                "" if truth is None else f"{auc(found.double().numpy(), truth):.3f}",
+            )  # fmt: skip
         Console(width=150).print(table)
 
 

@@ -49,11 +49,13 @@ def layer_walk(
     return walk_plan(model, plan_for(model, prompts, positions), chunk_tokens)
 
 
-def walk_plan(model: PreTrainedModel, plan: Plan, chunk_tokens: int | None = None) -> torch.Tensor:
+def walk_plan(
+    model: PreTrainedModel, plan: Plan, chunk_tokens: int | None = None, arithmetic: Arithmetic = FASTEST
+) -> torch.Tensor:
     """Walk the packs of a plan. Float32 [prompts, vocabulary]."""
     model.set_attn_implementation(ATTENTION)
     kind = model.get_input_embeddings().weight.device.type
-    walk = LayerWalk(model, chunk_tokens=chunk_tokens or CHUNK_TOKENS[kind])
+    walk = LayerWalk(model, chunk_tokens=chunk_tokens or CHUNK_TOKENS[kind], arithmetic=arithmetic)
     try:
         rows: dict[int, torch.Tensor] = {}
         for pack in plan.packs:

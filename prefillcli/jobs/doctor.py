@@ -20,7 +20,7 @@ from prefillcli.models.open import Opened, open_model
 from prefillcli.models.rehearsal import DeviceRecord
 from prefillcli.models.shape import UNWALKED, VERIFIED, NoCostModel
 from prefillcli.options.commands import DoctorSettings, ScoreSettings
-from prefillcli.prefill import attention, attention_checks
+from prefillcli.prefill import attention, attention_checks, narrow
 from prefillcli.report.run import versions
 from prefillcli.report.section import TableRows, byte_size, numbers_table, pairs_table, stderr_console
 from prefillcli.runtime import cores, device_key, extras, log, memory, signals, user_cache
@@ -51,6 +51,8 @@ class Diagnosis(Ended):
     # `budget_bytes` for activations and K,V before weights are there, and `why`.
     memory: dict[str, Any] = field(default_factory=dict)
     dtype: dict[str, str] = field(default_factory=dict)  # `advice`, and `why`
+    # For each kind of smaller numbers that the device multiplies: `by` which way, and the `error` of a product.
+    compute: dict[str, dict[str, Any]] = field(default_factory=dict)
     # The paths that agree, by dtype, in the order in which they are tried.
     attention: dict[str, list[str]] = field(default_factory=dict)
     # Each path in each dtype: `path`, `dtype`, `status`, `why`, `error`, `large_error`, `lse_error`.
@@ -109,6 +111,8 @@ def _use_lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "--dtype", f"{found.dtype['advice']} ({found.dtype['why']})"
     for dtype in DTYPES:
         yield f"in {dtype}", ", ".join(found.attention[dtype]) or "nothing: attention is wrong"
+    ways = [f"{kind} by {way['by']} (error {way['error']:.1%})" for kind, way in found.compute.items()]
+    yield "--compute", ", ".join(ways)
     yield "--threads", f"{found.threads} ({found.why_threads})"
     budget = found.memory["budget_bytes"]
     yield "--memory", (f"{byte_size(budget)} " if budget is not None else "") + f"({found.memory['why']})"
@@ -237,6 +241,7 @@ def _check(device: torch.device, found: Diagnosis) -> None:
     record.note(checks)
     found.cache = {"folder": str(user_cache.cache_folder()), "remembered": record.save()}
     found.checks = [asdict(check) for check in checks]
+    found.compute = narrow.narrow_ways(device)
     for name in DTYPES:
         agree = {check.path for check in checks if check.dtype == name and check.status == "agrees"}
         found.attention[name] = [path for path in _ORDER if path in agree]

@@ -328,7 +328,7 @@ class BenchSettings(
     method: NameList = option(
         (),
         "A method to compare: hf, full, hybrid (always), specprefill, self-draft, gemfilter, random, ends, bm25, "
-        "early-exit, first, first-exit or vllm; repeatable. (default: hf, hybrid and, where there is a draft, "
+        "early-exit, first, first-exit, int8 or vllm; repeatable. (default: hf, hybrid and, where there is a draft, "
         "specprefill, or with --draft self self-draft, and random; with --full all but those that let rows leave and "
         "vllm). With --rationale: plain (always), lookup, suffix, retrieval, draft, hierarchy, generate, "
         "generate-padded or vllm. (default: all but vllm)",
