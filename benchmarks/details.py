@@ -31,6 +31,7 @@ from transformers import (
 from benchmarks.methods import layer_walk, plan_for, walk_plan, windowed_walk
 from benchmarks.models import SHAPES, random_llama
 from benchmarks.peers import REVIEWS, WORKLOADS
+from benchmarks.reviews import review_truths, sentiment_tokens
 from benchmarks.spread import Spread
 from benchmarks.workloads import short_rows
 from prefillcli.bench.contest import interleaved
@@ -281,7 +282,8 @@ def in_int8(
     torch.set_num_threads(threads)
     for name in workload or ["short", REVIEWS]:
         network, prompts = race_material(name, scale)
-        tokens, truth = ([5, 7], None) if name != REVIEWS else review_answers(len(prompts))
+        reviewed = name == REVIEWS
+        tokens, truth = (list(sentiment_tokens()), review_truths(len(prompts))) if reviewed else ([5, 7], None)
         plan, exact = plan_for(network, prompts), copy.deepcopy(network).float()
         network.set_attn_implementation(ATTENTION)
         narrow = copy.deepcopy(network)

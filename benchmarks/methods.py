@@ -22,7 +22,7 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan, packs_to_run
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.prefill.walk import FASTEST, Arithmetic, LayerWalk
 
 
 def plain_loop(model: PreTrainedModel, prompts: Sequence[TokenArray]) -> torch.Tensor:

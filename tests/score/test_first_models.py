@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from prefillcli.core.feature import open_models
+from prefillcli.errors import UsageError
 from prefillcli.jobs import load as load_job
 from prefillcli.models.law import memory_law
 from prefillcli.options.commands import ScoreSettings
@@ -246,3 +247,45 @@ def test_shards_take_the_profile_of_a_first_model(data: Path, large: Path, rewar
     assert read_report("out.run.json")["exits"]["by_layer"]["0"]["rows"] == sum(
         row["method"] == "first" for row, _ in pairs
     )
+
+
+def test_the_model_in_int8_decides_rows_that_keep_their_answers(
+    data: Path, large: Path, in_full: list[dict[str, Any]]
+) -> None:
+    given = FIRST | {"compute": "int8"}
+    assert score(data, "out.jsonl", model=large, audit=40, **given)["status"] == "complete"
+    rows, (used,) = read_output("out.jsonl"), read_report("out.run.json")["exits"]["first"]
+    decided = [(row, full) for row, full in zip(rows, in_full, strict=True) if row["method"] == "first"]
+    assert (used["model"], used["rows"]) == ("int8", len(decided))
+    assert len(decided) > ROWS / 8
+    assert sum(row["prediction"] != full["prediction"] for row, full in decided) <= FIRST["max_flips"] * ROWS / 2
+    off = [abs(row["score"] - full["score"]) for row, full in decided]
+    assert 0 < np.mean(off) < 0.02
+    assert score(data, "two.jsonl", model=large, workers=2, threads=1, **given)["exit_code"] == 0
+    assert [row["method"] for row in read_output("two.jsonl")].count("first") > ROWS / 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"compute": "fp8"}, "--compute fp8: cpu has no products in FP8"),
+        ({"compute": "int8", "draft": "self"}, "--compute cannot be combined with --draft"),
+        ({"compute": "int8", "deterministic": True}, "leave --compute out"),
+        ({"compute": "int8", "engine": "hf"}, "--compute"),
+        ({"compute": "int4"}, "compute"),
+    ],
+)
+def test_what_does_not_go_with_smaller_numbers_is_refused(
+    data: Path, large: Path, flags: dict[str, Any], said: str
+) -> None:
+    try:
+        found = score(data, "out.jsonl", model=large, **FIRST | flags)["error"]
+    except UsageError as error:
+        found = str(error)
+    assert said in found
+
+
+def test_an_encoder_has_no_smaller_numbers(data: Path, tmp_path: Path) -> None:
+    encoder = save_encoder(tmp_path / "encoder")
+    given = {name: value for name, value in FIRST.items() if name != "labels"}
+    assert "an encoder" in score(data, "out.jsonl", model=encoder, compute="int8", **given)["error"]
