@@ -277,8 +277,8 @@ def in_int8(
     scale: Annotated[float, typer.Option(help="Shrinks prompts and rows.")] = 1.0,
     threads: int = 1,
 ) -> None:
-    """What products of int8 gain over bfloat16, in processor seconds of the whole walk, and what they do to P: its mean
-    and largest difference from the walk in float32, flips, and the AUC of `reviews`."""
+    """What products of int8 gain over bfloat16, in processor seconds of the whole walk, and what they do to P: its
+    mean and largest difference from the walk in float32, flips, and the AUC of `reviews`."""
     torch.set_num_threads(threads)
     for name in workload or ["short", REVIEWS]:
         network, prompts = race_material(name, scale)

@@ -255,7 +255,9 @@ def open_models(choice: DraftChoice) -> Opened:
 def _narrow(files: ModelFiles, device: torch.device, kind: Narrow) -> Small:
     # The model in smaller numbers. Raises UsageError.
     if files.encoder:
-        raise UsageError(f"--compute {kind}: {files.origin} is an encoder, and only decoders compute in smaller numbers")
+        raise UsageError(
+            f"--compute {kind}: {files.origin} is an encoder, and only decoders compute in smaller numbers"
+        )
     with light_imports():
         from prefillcli.prefill.narrow import check_narrow
 

@@ -254,6 +254,9 @@ def test_the_model_in_int8_decides_rows_that_keep_their_answers(
 ) -> None:
     given = FIRST | {"compute": "int8"}
     assert score(data, "out.jsonl", model=large, audit=40, **given)["status"] == "complete"
+    if read_report("out.run.json")["exits"]["status"] == "none":  # no kernel: torch's products in int8 cost too much
+        assert "save work" in read_report("out.run.json")["exits"]["reason"]
+        return
     rows, (used,) = read_output("out.jsonl"), read_report("out.run.json")["exits"]["first"]
     decided = [(row, full) for row, full in zip(rows, in_full, strict=True) if row["method"] == "first"]
     assert (used["model"], used["rows"]) == ("int8", len(decided))

@@ -94,13 +94,14 @@ class ExitOptions(Settings):
     )  # fmt: skip
     compute: Literal["int8", "fp8"] | None = option(
         None,
-        "Let the model read every row in smaller numbers first. It reads again, in --dtype, the rows whose answer that "
+        "Let the model read every row in smaller numbers first. It reads again, in --dtype, rows whose answer that "
         "does not foretell; --max-flips bounds how many answers that flips. fp8 is for CUDA.",
         EARLY_EXIT, changes="scores", metavar="int8|fp8", needs="exits",
     )  # fmt: skip
     flips_of: Literal["each", "all"] = option(
         "each",
-        "What --max-flips bounds with --exit, --first or --compute: the flips of each answer's rows, or of all rows together.",
+        "What --max-flips bounds with --exit, --first or --compute: the flips of each answer's rows, or of all rows "
+        "together.",
         EARLY_EXIT, changes="scores", requires=EXIT,
     )  # fmt: skip
     exit_rows: int | None = option(
@@ -187,7 +188,7 @@ class ExitMethodOptions(Settings):
     @property
     def narrow(self) -> Literal["int8"] | None:
         """As of `ExitOptions`."""
-        return "int8" if "int8" in getattr(self, "method") else None
+        return "int8" if "int8" in cast("Any", self).method else None
 
     def check(self) -> None:
         super().check()

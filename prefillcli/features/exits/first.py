@@ -206,7 +206,7 @@ class Reader(Protocol):
 
 
 def readers_of(scorer: Scorer | Equipment, feature: type[Feature]) -> dict[int, tuple[str, Reader]]:
-    """The names and readers of `--first` and `--compute` by their layers: the last one's is that before the first layer."""
+    """The names and readers of `--first` and `--compute` by their layers: the last is that before the first layer."""
     names, own = scorer.settings.chain, iter(range(len(scorer.opened.small)))
     return {
         BEFORE - len(names) + 1 + place: (
