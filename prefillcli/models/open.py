@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # these take seconds to import; wrong input should not wait f
 
     from prefillcli.models.find import ModelFiles
     from prefillcli.models.heads import HeadChoice
-    from prefillcli.prefill.narrow import Narrow
 
 
 class ModelChoice(Protocol):
@@ -98,7 +97,7 @@ class Small:
 
     files: ModelFiles
     tokenizer: Any = None
-    narrow: Narrow | None = None
+    narrow: Literal["int8", "fp8"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,21 +247,8 @@ def open_models(choice: DraftChoice) -> Opened:
         small.append(Small(own, reads if own.encoder else other))  # an encoder reads texts with tokens around them
     narrow = getattr(choice, "narrow", None)
     if narrow is not None:
-        small.append(_narrow(files, device, narrow))
+        small.append(Small(files, narrow=narrow))
     return Opened(files, device, tokenizer, tuple(small), files.max_length, threads)
-
-
-def _narrow(files: ModelFiles, device: torch.device, kind: Narrow) -> Small:
-    # The model in smaller numbers. Raises UsageError.
-    if files.encoder:
-        raise UsageError(
-            f"--compute {kind}: {files.origin} is an encoder, and only decoders compute in smaller numbers"
-        )
-    with light_imports():
-        from prefillcli.prefill.narrow import check_narrow
-
-        check_narrow(kind, device)
-    return Small(files, narrow=kind)
 
 
 def _other_tokenizer(tokenizer: Any, own: Any, said: str, how: Literal["same", "translate"]) -> Any:

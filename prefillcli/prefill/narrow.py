@@ -41,8 +41,12 @@ _DTYPES = (torch.bfloat16, torch.float32)  # of the kernel's rows and weights
 _PANEL = 64  # output channels of a panel of weights, as in the source
 
 
-def check_narrow(kind: Narrow, device: torch.device) -> None:
-    """Raise UsageError if the device has no products of this kind."""
+def check_narrow(kind: Narrow, device: torch.device, encoder: str | None = None) -> None:
+    """Raise UsageError if the device has no products of this kind, or the model is an `encoder` of this name."""
+    if encoder is not None:
+        raise UsageError(
+            f"--compute {kind}: {encoder} is an encoder, and only decoders compute in smaller numbers\nleave it out"
+        )
     if kind == "fp8" and (device.type != "cuda" or attention.compute_capability(device) < (8, 9)):
         raise UsageError(
             f"--compute fp8: {device} has no products in FP8, which need CUDA and a compute capability of 8.9\n"

@@ -323,7 +323,11 @@ class Exits(Feature):
         return outlook_of(opening, survey, self.profile) if isinstance(self.settings, ExitOptions) else None
 
     def models_opened(self, opening: Opening) -> None:
-        opened = opening.opened
+        opened, narrow = opening.opened, getattr(self.settings, "narrow", None)
+        if narrow is not None:
+            from prefillcli.prefill.narrow import check_narrow
+
+            check_narrow(narrow, opened.device, str(opened.files.origin) if opened.files.encoder else None)
         if opened.files.head is None or not getattr(self.settings, "first", ()):
             return
         if any(each.files.head is None for each in opened.small):
