@@ -13,10 +13,9 @@ result has the same bits whatever it is computed with.
 from __future__ import annotations
 
 import ctypes
-import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, Protocol, TypeGuard
 
 import numpy as np
@@ -27,7 +26,7 @@ from transformers import PreTrainedModel
 from prefillcli.errors import UsageError
 from prefillcli.prefill import attention
 from prefillcli.prefill.attention import compiled_library
-from prefillcli.prefill.fusion import called_through, fused
+from prefillcli.prefill.fusion import Product, called_through, fused
 from prefillcli.prefill.model_ends import decoder_layers
 from prefillcli.prefill.walk import Arithmetic
 
@@ -85,22 +84,38 @@ def in_smaller_numbers(model: PreTrainedModel, kind: Narrow) -> Arithmetic:
             f"--compute {kind}: no weights of this model can be multiplied so: they are packed, or of unusual shapes\n"
             "leave --compute out"
         )
-    products = {}
+    numbers = linear[0].weight
+    weights = {}
     for each in linear:
-        products[each] = _weights(each, kind)
+        weights[each] = _weights(each, kind)
         each.weight = nn.Parameter(each.weight.new_empty(0), requires_grad=False)
 
+    def products(group: Sequence[nn.Linear], chunk_tokens: int) -> Product | None:
+        if any(each not in weights for each in group):
+            return None
+
+        def product(rows: Tensor) -> list[Tensor]:
+            flat = rows.reshape(-1, rows.shape[-1])
+            quantised = weights[group[0]].quantised(flat)
+            found = [weights[each].product(quantised, each.bias, rows.dtype) for each in group]
+            return [each.view(*rows.shape[:-1], -1) for each in found]
+
+        return product
+
     @contextmanager
-    def prepared(layer: nn.Module, chunk_tokens: int) -> Iterator[None]:
+    def called(layer: nn.Module, chunk_tokens: int) -> Iterator[None]:
         with ExitStack() as stack:
-            last = _LastRows()
             for each in layer.modules():
-                if isinstance(each, nn.Linear) and each in products:
-                    stack.enter_context(called_through(each, _Product(each.bias, products[each], last)))
-            stack.enter_context(fused(layer, chunk_tokens))
+                if isinstance(each, nn.Linear) and (product := products([each], chunk_tokens)) is not None:
+                    stack.enter_context(called_through(each, partial(_only, product)))
             yield
 
-    return Arithmetic(prepare=prepared)
+    fits = numbers.device.type == "cpu" and numbers.dtype in _DTYPES
+    return Arithmetic(prepare=partial(fused, products=products) if fits else called)
+
+
+def _only(product: Product, rows: Tensor) -> Tensor:
+    return product(rows)[0]
 
 
 def _changes(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -118,28 +133,6 @@ class Weights(Protocol):
 
     def product(self, rows: Any, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Quantised rows times the weights, [rows, outputs] in `dtype`."""
-
-
-class _LastRows:
-    # Quantised rows for linear layers that read the same ones after another.
-    def __init__(self) -> None:
-        self._rows: weakref.ref[Tensor] | None = None
-        self._quantised: Any = None
-
-    def of(self, rows: Tensor, weights: Weights) -> Any:
-        if self._rows is None or self._rows() is not rows:
-            self._quantised = weights.quantised(rows.reshape(-1, rows.shape[-1]))
-            self._rows = weakref.ref(rows)
-        return self._quantised
-
-
-class _Product:
-    def __init__(self, bias: Tensor | None, weights: Weights, last: _LastRows) -> None:
-        self._bias, self._weights, self._last = bias, weights, last
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        found = self._weights.product(self._last.of(rows, self._weights), self._bias, rows.dtype)
-        return found.view(*rows.shape[:-1], -1)
 
 
 def _weights(linear: nn.Linear, kind: Narrow) -> Weights:
