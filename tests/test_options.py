@@ -226,7 +226,7 @@ def test_variables_of_others_are_let_be() -> None:
 NO_PATHS = {
     "ADDRESS", "COLUMN", "DEVICE", "DISTANCE", "EXPR", "FACTOR", "I/N", "ID", "KEY=VALUE", "LABELS", "MASS", "N",
     "N|auto", "NAME", "NAMES", "NAME=NUMBER", "NUMBERS", "PRICE", "RANGE", "RATE", "RATE|auto", "SECONDS", "SHARE",
-    "SIZE", "T", "TEXT", "TEXT|eos", "torch|hf|vllm",
+    "SIZE", "T", "TEXT", "TEXT|eos", "int8|fp8", "torch|hf|vllm",
 }  # fmt: skip
 """Metavars of options that name no file or folder."""
 
@@ -258,6 +258,7 @@ def test_from_python_every_option_that_changes_a_score_is_taken() -> None:
     taken = {"model", *ScorerOptions.__annotations__, *FileOptions.__annotations__}
     assert taken <= set(ScoreSettings.model_fields)
     of_jobs = {
+        "compute",
         "exit",
         "first",
         "exit_rows",

@@ -124,22 +124,22 @@ def test_the_command_learns_on_some_rows_and_compares_on_the_others(
     monkeypatch.chdir(tmp_path)
     settings = BenchSettings(
         inputs=(str(SAMPLES / "labeling.parquet"),), model=str(MODELS / "deep"), limit=400, exit_rows=200,
-        method=("early-exit", "first", "first-exit"), first=(str(MODELS / "draft"),), max_flips=0.1, rounds=1,
+        method=("early-exit", "first", "first-exit", "int8"), first=(str(MODELS / "draft"),), max_flips=0.1, rounds=1,
         truth="answer", quiet=True,
     )  # fmt: skip
     summary = bench_job(settings)
     assert summary["exit_code"] == 0
     report = BenchReport.model_validate_json(Path("bench.json").read_text(), strict=False)
     (workload,) = report.workloads
-    walk, early, first, both = workload.methods
-    assert [each.method for each in workload.methods] == ["hybrid", "early-exit", "first", "first-exit"]
+    walk, early, first, both, *int8 = workload.methods  # so small a model gains nothing by int8, which may be left out
+    assert [each.method for each in workload.methods[:4]] == ["hybrid", "early-exit", "first", "first-exit"]
     assert (workload.rows, workload.truth_rows) == (200, 200)
     assert early.exits.rows_read == 200
     assert early.exits.left.get("full", 0) < 100
     assert early.exits.layers_saved > 0.3
     assert early.predicted.flops == pytest.approx(1 / (1 - early.exits.layers_saved), rel=0.01)
     assert sum(early.exits.left.values()) == sum(each.rows for each in early.exits.classes) == 200
-    for own in (early, first, both):
+    for own in (early, first, both, *int8):
         assert own.answers.audit.flip_rate <= 0.1
         assert sum(own.exits.left.values()) == 200
     assert first.exits.left["0"] == 200 - first.exits.left.get("full", 0) > 100
