@@ -62,6 +62,9 @@ def examine(**flags: Any) -> dict[str, Any]:
 
 
 def test_a_healthy_machine_is_described(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+    (kept := cache / "gguf" / "kept").mkdir(parents=True)
+    (kept / "model.safetensors").write_bytes(bytes(2996))
+    (kept / "prefillcli.digest").write_text("none")
     found = examine()
     assert (found["status"], found["exit_code"], found["error"]) == ("complete", 0, None)
     assert found["device"]["name"] == "cpu"
@@ -71,7 +74,12 @@ def test_a_healthy_machine_is_described(capsys: pytest.CaptureFixture[str], cach
     assert found["versions"]["torch"] == torch.__version__
     assert {(each["path"], each["dtype"]) for each in found["checks"]} == {(p, d) for p in CHECKED for d in DTYPES}
     assert {each["status"] for each in found["checks"]} <= {"agrees", "not here"}
-    assert found["cache"] == {"folder": str(cache), "remembered": True}
+    assert found["cache"] == {
+        "folder": str(cache),
+        "remembered": True,
+        "gguf_folder": str(cache / "gguf"),
+        "gguf_bytes": 3000,
+    }
     assert found["model"] is None
     told = capsys.readouterr()
     assert told.out == ""

@@ -15,6 +15,7 @@ from prefillcli.core.feature import plan_weights
 from prefillcli.engines.memory_plan import budget_of, plan_packs
 from prefillcli.errors import ResourceError, shown
 from prefillcli.jobs.shell import Ended, shell
+from prefillcli.models.gguf import cache_use
 from prefillcli.models.law import FREE_SHARE, memory_law
 from prefillcli.models.open import Opened, open_model
 from prefillcli.models.rehearsal import DeviceRecord
@@ -60,7 +61,9 @@ class Diagnosis(Ended):
     # `error` and `large_error` of eager attention in the same cases, by dtype.
     eager_errors: dict[str, tuple[float, float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    cache: dict[str, Any] = field(default_factory=dict)  # `folder`, and whether the outcome is `remembered` there
+    # `folder`, whether the outcome is `remembered` there, and the `gguf_bytes` of models made of GGUF files in
+    # `gguf_folder`.
+    cache: dict[str, Any] = field(default_factory=dict)
     # With --model: `path`, `family`, `dtype`, `walk`, `weight_bytes`, `token_bytes`, `chunk_tokens`, `longest_prompt`,
     # `limited_by`.
     model: dict[str, Any] | None = None
@@ -118,6 +121,8 @@ def _use_lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "--memory", (f"{byte_size(budget)} " if budget is not None else "") + f"({found.memory['why']})"
     kept = "" if found.cache["remembered"] else " (cannot be written: every run checks anew)"
     yield "cache", f"{found.cache['folder']}{kept}"
+    if found.cache["gguf_bytes"]:
+        yield "GGUF models", f"{byte_size(found.cache['gguf_bytes'])} in {found.cache['gguf_folder']}"
 
 
 def _check_rows(found: Diagnosis) -> TableRows:
@@ -239,7 +244,9 @@ def _check(device: torch.device, found: Diagnosis) -> None:
         found.eager_errors[name] = attention_checks.eager_errors(dtype)
         checks += attention_checks.check_paths(attention_checks.CHECKED, device, dtype)
     record.note(checks)
+    models, taken = cache_use()
     found.cache = {"folder": str(user_cache.cache_folder()), "remembered": record.save()}
+    found.cache |= {"gguf_folder": str(models), "gguf_bytes": taken}
     found.checks = [asdict(check) for check in checks]
     found.compute = narrow.narrow_ways(device)
     for name in DTYPES:

@@ -29,7 +29,7 @@ from prefillcli.models.files import (
     refuse_code_elsewhere,
     weight_files,
 )
-from prefillcli.models.gguf import GgufModel, dequantise_gguf, describe_gguf, find_cached, open_gguf
+from prefillcli.models.gguf import GgufModel, dequantise_gguf, describe_gguf, find_cached, open_gguf, prune_cached
 from prefillcli.models.heads import Activation, ClassHead, HeadChoice, find_head
 from prefillcli.models.multimodal import text_part
 from prefillcli.models.shape import is_encoder, longest_prompt, refusal, sees_nothing
@@ -169,7 +169,7 @@ def with_weights(files: ModelFiles) -> ModelFiles:
     """
     if files.gguf is None or files.saved:
         return files
-    need = files.dtype.itemsize * sum(tensor.numbers for tensor in files.gguf.tensors)
+    need = files.gguf.nbytes(files.dtype)
     most = loadable_memory(torch.device("cpu"))
     if most is not None and need > most:
         raise ResourceError(
@@ -179,3 +179,9 @@ def with_weights(files: ModelFiles) -> ModelFiles:
         )
     folder = dequantise_gguf(files.gguf, files.path, files.dtype)
     return files if folder is None else replace(files, path=folder)
+
+
+def prune_cache(files: ModelFiles, most: int) -> None:
+    """Before a GGUF model is used: make room for it in the cache, which takes about `most` bytes."""
+    if files.gguf is not None:
+        prune_cached(most, 0 if files.saved else files.gguf.nbytes(files.dtype))

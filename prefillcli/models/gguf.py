@@ -17,6 +17,7 @@ import re
 import shutil
 import struct
 import tempfile
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -460,18 +461,27 @@ _SETTINGS: dict[str, Callable[[Any], Any]] = {
 # Models made of GGUF files, kept for the next start: folders in `$XDG_CACHE_HOME/prefillcli/gguf`.
 #
 # A folder is made beside its place, written to the disk and renamed, under a lock: it is whole or absent. It carries
-# digests of its files, so that a damaged folder is made again.
+# digests of its files, so that a damaged folder is made again. A process that uses a folder holds another lock of it,
+# which ends with the process however that ends; a folder goes under the same lock, first to another name.
 
 
-_PROOF = "prefillcli.digest"
+_PROOF = "prefillcli.digest"  # its time is that of the last use
 _SPARE = 64 << 20  # bytes of the disk that stay free
+UNUSED_DAYS = 30  # after which a folder goes
 
 _kept: list[tempfile.TemporaryDirectory[str]] = []  # until this process ends
+_used: dict[Path, int] = {}  # the open locks of the folders that this process uses
 
 
 def find_cached(name: str) -> Path | None:
-    """The folder of this name, if it is whole."""
+    """The folder of this name, if it is whole. It stays there until this process ends."""
     folder = _place(name)
+    with contextlib.suppress(OSError):  # where the cache cannot be written, nobody removes anything
+        if folder not in _used and folder.is_dir():
+            handle = os.open(_lock_file(folder, "use"), os.O_WRONLY | os.O_CREAT, 0o644)
+            fcntl.flock(handle, fcntl.LOCK_SH)
+            _used[folder] = handle
+        os.utime(folder / _PROOF)
     try:
         proof = (folder / _PROOF).read_text()
         return folder if proof == _digest(folder) else None
@@ -487,16 +497,14 @@ def make_cached(name: str, make: Callable[[Path], None], *, size: int) -> Path |
     place = _place(name)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(place):
+        with _locked(_lock_file(place, "lock")):
             found = find_cached(name)
             if found is not None:
                 return found
-            for folder in place.parent.glob(f"{place.name}.*.tmp"):  # left by processes that were killed
-                shutil.rmtree(folder, ignore_errors=True)
             free = shutil.disk_usage(place.parent).free
             if free < size + _SPARE:
                 raise OSError(errno.ENOSPC, f"{size / 2**30:.1f} GiB wanted, {free / 2**30:.1f} GiB free")
-            folder = Path(tempfile.mkdtemp(dir=place.parent, prefix=f"{name}.", suffix=".tmp"))
+            folder = Path(tempfile.mkdtemp(dir=place.parent, prefix=f"{name}.", suffix=_UNFINISHED))
             try:
                 make(folder)
                 _seal(folder)
@@ -507,10 +515,43 @@ def make_cached(name: str, make: Callable[[Path], None], *, size: int) -> Path |
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
+            return find_cached(name)
     except OSError as error:
         log.warning(f"{place.parent}: nothing is cached: {error.strerror or error}")
         return None
-    return place
+
+
+def prune_cached(most: int, wanted: int = 0) -> None:
+    """Remove folders that no process uses: those unused for `UNUSED_DAYS`, then those used longest ago, until the
+    others and `wanted` bytes more take `most` bytes at most. Also what killed processes have left half made."""
+    parent = _place("_").parent
+    for folder in parent.glob(f"*{_UNFINISHED}"):
+        name = folder.name.rsplit(".", 2)[0]
+        with contextlib.suppress(OSError), _locked(_lock_file(parent / name, "lock"), fcntl.LOCK_EX | fcntl.LOCK_NB):
+            shutil.rmtree(folder, ignore_errors=True)
+    found = sorted(_entries(parent))
+    taken, oldest = wanted + sum(size for _, size, _ in found), time.time() - UNUSED_DAYS * 86400
+    for used, size, folder in found:
+        if (used < oldest or taken > most) and folder not in _used:
+            with contextlib.suppress(OSError), _locked(_lock_file(folder, "use"), fcntl.LOCK_EX | fcntl.LOCK_NB):
+                going = folder.with_name(f"{folder.name}.pruned{_UNFINISHED}")
+                os.rename(folder, going)
+                shutil.rmtree(going, ignore_errors=True)
+                taken -= size
+
+
+def cache_use() -> tuple[Path, int]:
+    """The folder of the cache, and the bytes of the models in it."""
+    parent = _place("_").parent
+    return parent, sum(size for _, size, _ in _entries(parent))
+
+
+def _entries(parent: Path) -> Iterator[tuple[float, int, Path]]:
+    # The time of its last use, the bytes and the folder of each model.
+    for proof in parent.glob(f"*/{_PROOF}"):
+        if not proof.parent.name.endswith(_UNFINISHED):
+            with contextlib.suppress(OSError):
+                yield proof.stat().st_mtime, sum(each.stat().st_size for each in proof.parent.iterdir()), proof.parent
 
 
 def make_once(make: Callable[[Path], None]) -> Path:
@@ -547,11 +588,19 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
+_UNFINISHED = ".tmp"  # the end of the name of a folder that is being made or removed
+
+
+def _lock_file(place: Path, kind: str) -> Path:
+    # `lock`: of several processes that want the same folder, one makes it and the others wait. `use`: see above.
+    return place.with_name(f"{place.name}.{kind}")
+
+
 @contextlib.contextmanager
-def _locked(place: Path) -> Iterator[None]:
-    # Of several processes that want the same folder, one makes it and the others wait.
-    with place.with_name(f"{place.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def _locked(path: Path, how: int = fcntl.LOCK_EX) -> Iterator[None]:
+    # With LOCK_NB it raises OSError if another process has the lock.
+    with path.open("w") as file:
+        fcntl.flock(file, how)
         yield
 
 
@@ -586,6 +635,10 @@ class GgufModel:
             return next((_FLOATS[kind] for kind in (30, 1) if kind in kinds), torch.float32)
         return torch.bfloat16
 
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the weights in this dtype."""
+        return dtype.itemsize * sum(tensor.numbers for tensor in self.tensors)
+
     def cached_name(self, dtype: torch.dtype | None = None) -> str:
         """The name in the cache: of configuration and tokenizer, or of the whole model in a `dtype`."""
         stem = re.sub(r"[^\w.-]", "_", self.parts[0].path.stem)[:60]
@@ -618,7 +671,7 @@ def dequantise_gguf(model: GgufModel, folder: Path, dtype: torch.dtype) -> Path 
 
     `folder` is that of `describe_gguf`. Raises UsageError and ResourceError.
     """
-    size = _TOKENIZER_BYTES + dtype.itemsize * sum(tensor.numbers for tensor in model.tensors)
+    size = _TOKENIZER_BYTES + model.nbytes(dtype)
     return make_cached(model.cached_name(dtype), partial(_dequantise, model, folder, dtype), size=size)
 
 
@@ -730,8 +783,13 @@ def _whole_file(parts: Sequence[GgufHeader], *, data: bool = True) -> Iterator[P
     if len(parts) == 1:
         yield parts[0].path
         return
-    place = cache_folder() / "gguf"
-    with tempfile.TemporaryDirectory(prefix="joined-", dir=place if data and place.is_dir() else None) as folder:
+    place, room = cache_folder() / "gguf", contextlib.ExitStack()
+    if keep := data and place.is_dir():
+        room.enter_context(_locked(place / "joined.lock", how=fcntl.LOCK_SH))
+    with (
+        room,
+        tempfile.TemporaryDirectory(prefix="joined.", suffix=_UNFINISHED, dir=place if keep else None) as folder,
+    ):
         file = Path(folder, parts[0].path.name)
         try:
             write_joined(parts, file, data=data)

@@ -16,6 +16,7 @@ from prefillcli.models.files import check_files, find_weights, read_json, refuse
 from prefillcli.runtime import log
 from prefillcli.runtime.cores import Threads
 from prefillcli.runtime.extras import light_imports
+from prefillcli.runtime.memory import parse_size
 
 if TYPE_CHECKING:  # these take seconds to import; wrong input should not wait for them
     import torch
@@ -42,6 +43,8 @@ class ModelChoice(Protocol):
     def head(self) -> Literal["auto", "vocabulary", "probability", "value"]: ...
     @property
     def threads(self) -> int | Literal["auto"]: ...
+    @property
+    def gguf_cache(self) -> str: ...
 
 
 class DraftChoice(ModelChoice, Protocol):
@@ -194,10 +197,12 @@ def _device_of(choice: ModelChoice) -> torch.device:
 
 def _read(choice: ModelChoice, path: Path, device: torch.device, head: HeadChoice = "auto") -> ModelFiles:
     with light_imports():
-        from prefillcli.models.find import read_model_files
+        from prefillcli.models.find import prune_cache, read_model_files
 
     trusted = choice.trust_remote_code
-    return read_model_files(path, dtype=choice.dtype, device=device.type, trust_remote_code=trusted, head=head)
+    files = read_model_files(path, dtype=choice.dtype, device=device.type, trust_remote_code=trusted, head=head)
+    prune_cache(files, parse_size(choice.gguf_cache))
+    return files
 
 
 WORDS = "words"  # instead of a first model: its reading of a prompt are the words, and no model is needed

@@ -228,6 +228,12 @@ class ModelOptions(Settings):
         "CPU threads to compute with; auto: one for each usable core, fewer while other programs are busy.",
         MODEL, changes="speed", metavar="N|auto", needs="threads",
     )  # fmt: skip
+    gguf_cache: ByteSize = option(
+        "20GiB",
+        "Room for models made of GGUF files in the user's cache. The one used longest ago goes first, and any that was "
+        "not used for 30 days; never one in use.",
+        MODEL, level="settled", changes="speed", metavar="SIZE",
+    )  # fmt: skip
 
     @property
     def computes_here(self) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from prefillcli.data.proof import ModelContents
 from prefillcli.errors import ResourceError
+from prefillcli.models.gguf import prune_cached
 from prefillcli.runtime.user_cache import cache_folder
 from tests.gguf_files import GgufReference, part_of, rotary_factors, write_gguf
 from tests.score.jobs import (
@@ -256,6 +259,52 @@ def test_what_killed_processes_left_in_the_cache_goes(file: Path) -> None:
     assert_scored(read_output("out.parquet"), answers(file))
     assert not left.exists()
     assert sum(name.endswith("-float32") for name in cached()) == 1
+
+
+def kept(name: str, days: float) -> Path:
+    """A folder in the cache as another process left it, of 1,000 bytes, last used so many days ago."""
+    folder = cache_folder() / "gguf" / name
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(bytes(996))
+    (folder / "prefillcli.digest").write_text("none")
+    os.utime(folder / "prefillcli.digest", (then := time.time() - days * 86400, then))
+    return folder
+
+
+def test_what_was_used_longest_ago_leaves_the_cache() -> None:
+    for name, days in (("old", 3.0), ("older", 4.0), ("new", 0.0), ("unused", 31.0)):
+        kept(name, days)
+    prune_cached(3000)
+    assert cached() == ["new", "old", "older"]
+    prune_cached(2500, wanted=1000)
+    assert cached() == ["new"]
+    prune_cached(0)
+    assert cached() == []
+
+
+def test_what_a_process_uses_or_makes_stays_in_the_cache() -> None:
+    place = kept("used", 40.0).parent
+    kept("idle", 40.0)
+    kept("made.abc.tmp", 0.0)
+    kept("left.pruned.tmp", 0.0)  # by one that was killed while it removed it
+    with (place / "used.use").open("w") as used, (place / "made.lock").open("w") as made:
+        fcntl.flock(used, fcntl.LOCK_SH)
+        fcntl.flock(made, fcntl.LOCK_EX)
+        prune_cached(0)
+        assert cached() == ["made.abc.tmp", "used"]
+    prune_cached(0)  # as after kill -9, which ends locks too
+    assert cached() == []
+
+
+def test_a_job_keeps_its_own_model_in_a_small_cache(file: Path) -> None:
+    kept("other", 1.0)
+    assert job(file, gguf_cache="1")["exit_code"] == 0
+    own = cached()
+    assert len(own) == 2 and "other" not in own
+    with (cache_folder() / "gguf" / f"{own[-1]}.use").open("w") as use, pytest.raises(BlockingIOError):
+        fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    prune_cached(0)
+    assert cached() == own
 
 
 def test_another_file_under_the_same_name_is_another_job(model: Path, chat_model: Path) -> None:
