@@ -230,8 +230,8 @@ class ModelOptions(Settings):
     )  # fmt: skip
     gguf_cache: ByteSize = option(
         "20GiB",
-        "Room for models made of GGUF files in the user's cache. The one used longest ago goes first, and any that was "
-        "not used for 30 days; never one in use.",
+        "Room for models made of GGUF files in the user's cache. The one used longest ago goes first, and any not "
+        "used for 30 days; never one in use.",
         MODEL, level="settled", changes="speed", metavar="SIZE",
     )  # fmt: skip
 

@@ -300,7 +300,8 @@ def test_a_job_keeps_its_own_model_in_a_small_cache(file: Path) -> None:
     kept("other", 1.0)
     assert job(file, gguf_cache="1")["exit_code"] == 0
     own = cached()
-    assert len(own) == 2 and "other" not in own
+    assert len(own) == 2
+    assert "other" not in own
     with (cache_folder() / "gguf" / f"{own[-1]}.use").open("w") as use, pytest.raises(BlockingIOError):
         fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
     prune_cached(0)
