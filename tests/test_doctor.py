@@ -26,7 +26,7 @@ from prefillcli.models.find import read_model_files
 from prefillcli.models.open import Opened
 from prefillcli.options.commands import DoctorSettings, ScoreSettings
 from prefillcli.options.load import load_settings
-from prefillcli.prefill import attention
+from prefillcli.prefill import attention, fusion
 from prefillcli.prefill.attention import PATHS
 from prefillcli.prefill.attention_checks import CHECKED
 from prefillcli.runtime import memory
@@ -136,6 +136,21 @@ def test_without_the_doctor_a_run_finds_it_too(model: Path, monkeypatch: pytest.
     prompts, reference = texts(9), Reference(model)
     score(write_parquet("in.parquet", prompt=prompts), model=model)
     assert_scored(read_output("out.parquet"), [reference.answer(text) for text in prompts])
+
+
+@pytest.mark.skipif(fusion.compiled_passes() is None, reason="needs a C++ compiler and GNU's OpenMP")
+def test_a_compiled_pass_with_wrong_numbers_is_found_and_gone_around(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert examine()["passes"] == {"bfloat16": "agrees", "float32": "agrees"}
+    assert "compiled passes" in capsys.readouterr().err
+    own = fusion.Passes.gate
+    monkeypatch.setattr(fusion.Passes, "gate", lambda self, number, *rows: own(self, 0, *rows))
+    found = examine(quiet=True)
+    assert (found["exit_code"], found["error"]) == (1, "compiled passes are wrong in bfloat16")
+    assert set(found["passes"].values()) == {"differs"}
+    assert "go without them" in capsys.readouterr().err
+    assert fusion.compiled_passes.__wrapped__() is None
 
 
 @needs_kernel

@@ -21,7 +21,7 @@ from prefillcli.models.open import Opened, open_model
 from prefillcli.models.rehearsal import DeviceRecord
 from prefillcli.models.shape import UNWALKED, VERIFIED, NoCostModel
 from prefillcli.options.commands import DoctorSettings, ScoreSettings
-from prefillcli.prefill import attention, attention_checks, narrow
+from prefillcli.prefill import attention, attention_checks, fusion, narrow
 from prefillcli.report.run import versions
 from prefillcli.report.section import TableRows, byte_size, numbers_table, pairs_table, stderr_console
 from prefillcli.runtime import cores, device_key, extras, log, memory, signals, user_cache
@@ -60,6 +60,7 @@ class Diagnosis(Ended):
     checks: list[dict[str, Any]] = field(default_factory=list)
     # `error` and `large_error` of eager attention in the same cases, by dtype.
     eager_errors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    passes: dict[str, str] = field(default_factory=dict)  # between a layer's products, on CPUs: `agrees`, ... by dtype
     notes: list[str] = field(default_factory=list)
     # `folder`, whether the outcome is `remembered` there, and the `gguf_bytes` of models made of GGUF files in
     # `gguf_folder`.
@@ -116,6 +117,10 @@ def _use_lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
         yield f"in {dtype}", ", ".join(found.attention[dtype]) or "nothing: attention is wrong"
     ways = [f"{kind} by {way['by']} (error {way['error']:.1%})" for kind, way in found.compute.items()]
     yield "--compute", ", ".join(ways)
+    if found.passes:
+        statuses = set(found.passes.values())
+        why = "there is no C++ compiler" if "not here" in statuses else "they are wrong"
+        yield "layers", "compiled passes" if statuses == {"agrees"} else f"without compiled passes: {why}"
     yield "--threads", f"{found.threads} ({found.why_threads})"
     budget = found.memory["budget_bytes"]
     yield "--memory", (f"{byte_size(budget)} " if budget is not None else "") + f"({found.memory['why']})"
@@ -225,12 +230,18 @@ def _examine(settings: DoctorSettings, found: Diagnosis, stop: signals.Stop) -> 
     for check in wrong:
         around = "nothing can take its place" if check["path"] == "blocks" else "runs on this machine go without it"
         log.error(f"{check['path']} is wrong in {check['dtype']}: {check['why']}; {around}")
+    differ = [dtype for dtype, status in found.passes.items() if status == "differs"]
+    for dtype in differ:
+        log.error(f"compiled passes are wrong in {dtype}; runs on this machine go without them")
     if settings.model is not None:
         with stop.at_once():
             found.model = _with_model(settings, device, found)
     if wrong:
         found.status, found.exit_code = "failed", 1
         found.error = f"{wrong[0]['path']} is wrong in {wrong[0]['dtype']}: {wrong[0]['why']}"
+    elif differ:
+        found.status, found.exit_code = "failed", 1
+        found.error = f"compiled passes are wrong in {differ[0]}"
 
 
 def _check(device: torch.device, found: Diagnosis) -> None:
@@ -249,6 +260,7 @@ def _check(device: torch.device, found: Diagnosis) -> None:
     found.cache |= {"gguf_folder": str(models), "gguf_bytes": taken}
     found.checks = [asdict(check) for check in checks]
     found.compute = narrow.narrow_ways(device)
+    found.passes = fusion.check_passes() if device.type == "cpu" else {}
     for name in DTYPES:
         agree = {check.path for check in checks if check.dtype == name and check.status == "agrees"}
         found.attention[name] = [path for path in _ORDER if path in agree]

@@ -630,12 +630,19 @@ class Passes:
 def compiled_passes() -> Passes | None:
     """The passes, if this machine can compile them and they compute what torch does."""
     library = compiled_library("layer_passes.cpp")
-    passes = None if library is None else Passes(library)
-    return passes if passes is not None and all(map(partial(passes_agree, passes), _DTYPES)) else None
+    return Passes(library) if library is not None and set(check_passes().values()) == {"agrees"} else None
+
+
+def check_passes() -> dict[str, str]:
+    """By dtype, whether the passes are `not here`, or each of them `agrees` with torch, or one `differs`."""
+    library = compiled_library("layer_passes.cpp")
+    if library is None:
+        return {str(dtype)[6:]: "not here" for dtype in _DTYPES}
+    return {str(dtype)[6:]: "agrees" if _passes_agree(Passes(library), dtype) else "differs" for dtype in _DTYPES}
 
 
 @torch.inference_mode()
-def passes_agree(passes: Passes, dtype: torch.dtype) -> bool:
+def _passes_agree(passes: Passes, dtype: torch.dtype) -> bool:
     """Whether each pass computes what torch does, within the rounding of the dtype."""
     rows, more, weight = (_random(*shape, seed=7).to(dtype) for shape in ((1, 40, 96), (2, 40, 96), (96,)))
     more, sums = more[1:], rows.clone()
