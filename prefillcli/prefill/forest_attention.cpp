@@ -14,7 +14,8 @@
 // exactly nothing for keys that its query does not see.
 //
 // Vectors are as wide as the processor's. What is multiplied comes in words of 32 bits: a float32, or a pair of
-// bfloat16 where the processor has products of them (PAIRS). Elsewhere bfloat16 becomes float32 as it is loaded.
+// bfloat16 where the processor has products of them (PAIRS). Elsewhere bfloat16 becomes float32 as it is loaded. With
+// AMX, the products of pairs are those of tiles of 16 rows of 16 words.
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -26,6 +27,10 @@
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
+#endif
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace {
@@ -42,8 +47,13 @@ constexpr bool PAIRS = true;
 #else
 constexpr bool PAIRS = false;
 #endif
+#if defined(__AMX_BF16__)
+constexpr bool AMX = true;
+#else
+constexpr bool AMX = false;
+#endif
 
-constexpr int LANES = 64, VECTORS = LANES / WIDE, TILE = 96, WIDEST = 256, DIMS = 4;
+constexpr int LANES = 64, VECTORS = LANES / WIDE, TILE = 96, DIMS = 4;
 constexpr int TOGETHER = 8, PREPARED = 16, ROOM = 128 << 10;  // groups; tiles, and their bytes
 constexpr float LOWEST = -1e30f;
 
@@ -59,16 +69,23 @@ struct Run {
     int64_t start, end, depth;  // of keys in the buffer; the depth of the first
 };
 
+// Numbers in a word; keys that are scored at once, and added at once; whether products are those of AMX.
 struct Float32 {
     typedef float Number;
-    static constexpr int PER_WORD = 1;
-    static constexpr bool EXACT = true;
+    static constexpr int PER_WORD = 1, SCORED = KEYS, ADDED = 2;
+    static constexpr bool TILES = false, EXACT = true;
 };
 struct Bfloat16 {
     typedef uint16_t Number;
-    static constexpr int PER_WORD = PAIRS ? 2 : 1;
-    static constexpr bool EXACT = false;
+    static constexpr int PER_WORD = PAIRS ? 2 : 1, SCORED = AMX ? 32 : KEYS, ADDED = AMX ? 32 : 2;
+    static constexpr bool TILES = AMX, EXACT = false;
 };
+
+template <class Kind>
+inline int words_of(int64_t width) {  // of a row of numbers; tiles take 16 at a time
+    const int words = (int)width / Kind::PER_WORD;
+    return Kind::TILES ? (words + 15) / 16 * 16 : words;
+}
 
 inline Floats all(float x) { return x - Floats{}; }
 inline Words all(int32_t x) { return x - Words{}; }
@@ -76,12 +93,27 @@ inline Words all(int32_t x) { return x - Words{}; }
 // The operations for which compilers' own vectors do not do.
 #if defined(__AVX512F__)
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
-inline Floats smaller(Floats a, Floats b) { return _mm512_min_ps(a, b); }
+inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }  // b if one is no number
 inline bool any_above(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+#elif defined(__AVX2__)
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+inline bool any_above(Floats a, Floats b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)); }
+#elif defined(__ARM_NEON)
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+inline Floats larger(Floats a, Floats b) { return (Floats)vmaxq_f32((float32x4_t)a, (float32x4_t)b); }
+inline bool any_above(Floats a, Floats b) { return vmaxvq_u32(vcgtq_f32((float32x4_t)a, (float32x4_t)b)); }
 #endif
 #if defined(__AVX512BF16__)
-inline Floats multiply_pairs(Words a, Words b, Floats sum) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+inline Floats multiply_halves(Words a, Words b, Floats sum) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+inline Floats multiply_halves(Words a, Words b, Floats sum) {
+    return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+}
+#else
+inline Floats multiply_halves(Words a, Words b, Floats sum) { return multiply_add((Floats)a, (Floats)b, sum); }
 #endif
 
 // Two powers rounded to bfloat16: halves up, which for them is the nearest.
@@ -114,9 +146,7 @@ inline Floats power_of_two(Floats x) {  // within 1e-7 of it, or 3e-6; 0 far bel
 }
 
 inline Floats multiply_words(Floats sum, Words a, Words b, Float32) { return multiply_add((Floats)a, (Floats)b, sum); }
-inline Floats multiply_words(Floats sum, Words a, Words b, Bfloat16) {
-    return multiply_pairs(a, b, sum);
-}
+inline Floats multiply_words(Floats sum, Words a, Words b, Bfloat16) { return multiply_halves(a, b, sum); }
 
 // What brings products to scores; with a soft cap `scale` brings them to where a power of two is e^(2 score / cap).
 template <bool CAPPED>
@@ -129,7 +159,7 @@ inline Floats scaled(Floats score, const Factors<false>& by) { return score * by
 inline Floats scaled(Floats score, const Factors<true>& by) {
     // tanh(x) = p / (p + 2) with p = e^2x - 1, which is computed without adding the 1: a score that is small beside the
     // cap is as exact as a large one. No p above 2^30 changes anything.
-    score = larger(all(-126.0f), smaller(all(30.0f), score * by.scale));
+    score = larger(all(-126.0f), -larger(all(-30.0f), -score * by.scale));
     const Floats rounded = score + ROUND, part = score - (rounded - ROUND);
     Floats y = all(1.54531629e-4f);  // (2^part - 1) / part within 1.3e-7 of it
     y = multiply_add(y, part, all(1.33908634e-3f));
@@ -141,6 +171,41 @@ inline Floats scaled(Floats score, const Factors<true>& by) {
     const Floats less = multiply_add(y * part, power, power - 1.0f);
     return by.cap * less / (less + 2.0f);
 }
+
+#if defined(__AMX_BF16__)
+// Products of 16 rows of words, with `step` words between them, and columns of words for all lanes. They are added to
+// `sums` [16][LANES], or replace them. Tiles 0 to 3 are sums: as many as are needed to wait for none.
+inline void multiply_tiles(const uint32_t* rows, int step, const uint32_t (*columns)[LANES], int words, float* sums,
+                           bool add) {
+    constexpr int LINE = 4 * LANES;
+    if (add) {
+        _tile_loadd(0, sums, LINE);
+        _tile_loadd(1, sums + 16, LINE);
+        _tile_loadd(2, sums + 32, LINE);
+        _tile_loadd(3, sums + 48, LINE);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int w = 0; w < words; w += 16) {
+        _tile_loadd(4, rows + w, 4 * step);
+        _tile_loadd(5, columns[w], LINE);
+        _tile_loadd(6, columns[w] + 16, LINE);
+        _tile_loadd(7, columns[w] + 32, LINE);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_loadd(5, columns[w] + 48, LINE);
+        _tile_dpbf16ps(1, 4, 6);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_stored(0, sums, LINE);
+    _tile_stored(1, sums + 16, LINE);
+    _tile_stored(2, sums + 32, LINE);
+    _tile_stored(3, sums + 48, LINE);
+}
+#endif
 
 // Scores of KEYS keys for the lanes from one on.
 template <class Kind, bool CAPPED>
@@ -250,7 +315,8 @@ inline void copy_words(uint32_t* to, const Number* from, int width) {
             for (int j = i; j < i + 16; j++) to[j] = (uint32_t)from[j] << 16;
 }
 
-// A tile's keys as words, key by key, and its values; those of pairs of keys number by number.
+// A tile's keys as words, key by key, and its values; those of pairs of keys number by number. For AMX the words of a
+// number follow one another.
 struct Prepared {
     Tile tile;
     uint32_t *keys, *values;
@@ -259,19 +325,21 @@ struct Prepared {
 template <class Kind, class Number = typename Kind::Number>
 void prepare(Prepared& to, const Tile& tile, const Sizes& n, const Number* key, const Number* value) {
     const Tile& has = to.tile;
-    // Another path's key behind the last one, which completes a pair, may be no number.
-    if (has.begin <= tile.begin && (has.count == tile.count || (has.count > tile.count && tile.count % 2 == 0)) &&
+    // Another path's keys behind the last one, which complete a word or a tile, may be no numbers.
+    const bool whole = tile.count % Kind::ADDED == 0;
+    if (has.begin <= tile.begin && (has.count == tile.count || (has.count > tile.count && whole)) &&
         !memcmp(has.at + tile.begin, tile.at + tile.begin, sizeof(int64_t) * (tile.count - tile.begin)))
         return;
     to.tile = tile;
-    const int width = (int)n.value_width, words = (int)n.width / Kind::PER_WORD;
+    const int width = (int)n.value_width, words = words_of<Kind>(n.width);
     // Numbers that are not there take those of one that is.
     for (int k = 0; k < tile.begin; k++) to.tile.at[k] = tile.at[tile.begin];
-    const int count = (tile.count + KEYS - 1) / KEYS * KEYS;
+    const int count = (tile.count + Kind::SCORED - 1) / Kind::SCORED * Kind::SCORED;
     for (int k = tile.count; k < count; k++) to.tile.at[k] = tile.at[tile.count - 1];
     for (int k = 0; k < count; k++) {
         const Number* row = key + to.tile.at[k] * n.key_token;
         copy_words<Kind>(to.keys + k * words, row, (int)n.width);
+        memset(to.keys + k * words + n.width / Kind::PER_WORD, 0, 4 * (words - n.width / Kind::PER_WORD));
         for (int i = 0; i < n.width; i += 64 / sizeof(Number)) __builtin_prefetch(row + TILE * n.key_token + i);
     }
     for (int k = 0; k < count; k += Kind::PER_WORD) {
@@ -288,7 +356,10 @@ void prepare(Prepared& to, const Tile& tile, const Sizes& n, const Number* key, 
             for (int i = 0; i < width; i += 16) {
                 uint32_t both[16];
                 for (int j = 0; j < 16; j++) both[j] = (uint32_t)even[i + j] | (uint32_t)odd[i + j] << 16;
-                memcpy(row + i, both, 64);
+                if (Kind::TILES)
+                    for (int j = 0; j < 16; j++) to.values[(i + j) * TILE / 2 + k / 2] = both[j];
+                else
+                    memcpy(row + i, both, 64);
             }
     }
 }
@@ -369,6 +440,7 @@ inline void find_rows(const Group& group, int64_t kv_head, const Sizes& n, Numbe
 template <class Kind, class Number = typename Kind::Number>
 void load_queries(const Group& group, int64_t kv_head, const Sizes& n, const Number* query, uint32_t* to) {
     const int words = (int)n.width / Kind::PER_WORD;
+    memset(to + words * LANES, 0, 4 * LANES * (words_of<Kind>(n.width) - words));
     const Number* rows[LANES] = {};
     find_rows(group, kv_head, n, query, n.query_head, n.query_token, rows);
     for (int lane = 0; lane < LANES; lane += 16)
@@ -398,12 +470,18 @@ void score_tile(const Tile& tile, const uint32_t* keys, int64_t depth, const Sta
                 const Factors<CAPPED>& by) {
     const Floats nothing = all(-__builtin_inff());
     const Active& active = state.active;
-    const int first = tile.begin / KEYS * KEYS, padded = (tile.count + 1) / 2 * 2;
-    const int words = (int)n.width / Kind::PER_WORD;
-    for (int b = first; b < tile.count; b += KEYS)
+    const int words = words_of<Kind>(n.width), padded = (tile.count + Kind::ADDED - 1) / Kind::ADDED * Kind::ADDED;
+    auto row = [&](int k, int v) -> Floats& { return *(Floats*)&own.scores[k][WIDE * v]; };
+#if defined(__AMX_BF16__)
+    for (int b = tile.begin / 16 * 16; Kind::TILES && b < tile.count; b += 16) {
+        multiply_tiles(keys + b * words, words, (const uint32_t(*)[LANES])state.query, words, own.scores[b], false);
+        for (int k = b; k < b + 16; k++)
+            for (int v = 0; v < VECTORS; v++) row(k, v) = scaled(row(k, v), by);
+    }
+#endif
+    for (int b = tile.begin / KEYS * KEYS; !Kind::TILES && b < tile.count; b += KEYS)
         for (int lane = 0; lane < LANES; lane += WIDE * ACROSS)
             score_keys<Kind>(keys + b * words, state.query, words, lane, own.scores + b, by);
-    auto row = [&](int k, int v) -> Floats& { return *(Floats*)&own.scores[k][WIDE * v]; };
     for (int k = 0; k < tile.begin; k++)
         for (int v = 0; v < VECTORS; v++) row(k, v) = nothing;
     for (int k = tile.count; k < padded; k++)
@@ -488,9 +566,9 @@ struct Room {
     int tiles;  // of them
     uint32_t* memory;
 
-    Room(const Sizes& n, int per_word) {
-        const int64_t query = n.width / per_word * LANES, out = n.value_width * LANES;
-        const int64_t keys = n.width / per_word * TILE, values = n.value_width / per_word * TILE;
+    Room(const Sizes& n, int64_t words, int per_word) {
+        const int64_t query = words * LANES, out = n.value_width * LANES;
+        const int64_t keys = words * TILE, values = n.value_width * TILE / per_word;
         const int64_t most = ROOM / 4 / (keys + values);
         tiles = (int)(most < 2 ? 2 : most < PREPARED ? most : PREPARED);
         memory = (uint32_t*)aligned_alloc(64, 4 * (TOGETHER * (query + out) + tiles * (keys + values)));
@@ -511,7 +589,21 @@ void attend_tiles(int64_t depth, int64_t until, int64_t end, const Run*& run, St
     Rising rising;
     rising.scores = room.scratch.scores;
     auto add = [&](int step) {
-        for (int d = 0; d < width; d += DIMS)
+#if defined(__AMX_BF16__)
+        for (int d = 0; Kind::TILES && d < width; d += 16) {
+            float *sums = state.out + d * LANES, before_it[16 * LANES];
+            if (!state.active.all) memcpy(before_it, sums, sizeof(before_it));
+            multiply_tiles(before->values + d * TILE / 2, TILE / 2, room.scratch.powers[at], words, sums, true);
+            for (int i = 0; i < 16 * LANES && !state.active.all; i += WIDE) {
+                Floats& to = *(Floats*)(sums + i);
+                Floats old;
+                memcpy(&old, before_it + i, sizeof(old));
+                to = state.active.lanes[i % LANES / WIDE] ? to : old;
+            }
+            for (int i = 0; i < 16 && rising.next < rising.count; i++) raise_next<Kind>(rising);
+        }
+#endif
+        for (int d = 0; !Kind::TILES && d < width; d += DIMS)
             for (int lane = 0; lane < LANES; lane += WIDE * ACROSS)
                 add_values<Kind>(before->values + d, width, room.scratch.powers[at], words, lane, state.out + d * LANES,
                                  state.active, rising, step);
@@ -522,7 +614,7 @@ void attend_tiles(int64_t depth, int64_t until, int64_t end, const Run*& run, St
         Prepared& ready = room.prepared[depth / TILE % room.tiles];
         prepare<Kind>(ready, tile, n, key, value);
         score_tile<Kind>(tile, ready.keys, depth, state, n, room.scratch, by);
-        const int padded = (tile.count + 1) / 2 * 2;
+        const int padded = (tile.count + Kind::ADDED - 1) / Kind::ADDED * Kind::ADDED;
         rising.powers = room.scratch.powers[1 - at];
         find_highest(padded, state.lanes, rising);
         if (before) add(words * calls / rising.count > 1 ? words * calls / rising.count : 1);
@@ -632,7 +724,15 @@ void attend(const void* query, const void* key, const void* value, void* out, fl
     const Factors<CAPPED> by = {all(scale), all(cap * 1.44269504f)};
 #pragma omp parallel num_threads((int)threads)
     {
-        Room room(n, Kind::PER_WORD);
+        Room room(n, words_of<Kind>(n.width), Kind::PER_WORD);
+#if defined(__AMX_BF16__)
+        struct {
+            uint8_t palette = 1, from = 0, nothing[14] = {};
+            uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+        } shapes;  // of the tiles
+        _tile_loadconfig(&shapes);
+#endif
 #pragma omp for schedule(dynamic, 1)
         for (int64_t unit = 0; unit < units; unit++) {
             const int64_t at = unit / n.kv_heads * together, left = all_groups - at;
@@ -640,10 +740,22 @@ void attend(const void* query, const void* key, const void* value, void* out, fl
                                 unit % n.kv_heads, n, (const Number*)query, (const Number*)key, (const Number*)value,
                                 (Number*)out, lse, by, room);
         }
+#if defined(__AMX_BF16__)
+        _tile_release();
+#endif
     }
 }
 
 }  // namespace
+
+// Whether this process may run what was compiled: Linux gives the state of tiles only to those that ask.
+extern "C" int prefill_forest_allowed() {
+#if defined(__AMX_BF16__)
+    return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
+#else
+    return 1;
+#endif
+}
 
 // query, key, value, out: float32, or bfloat16 if `halves`, with the strides in `sizes`; lse: float32 [heads, tokens].
 // `factor`: scale * log2(e). `cap`: the soft cap of scores; 0: none.
