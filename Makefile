@@ -24,7 +24,7 @@ JOB_SHUFFLES ?= 2
 TEST_WORKERS ?= 2
 
 .PHONY: setup setup-real setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-matrix test-real test-nightly test-faults \
-	test-tables dist test-install test-container test-airflow test-vllm test-ray removals fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
+	test-ports test-tables dist test-install test-container test-airflow test-vllm test-ray removals fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
 
 setup: $(VENV)/.ready
 
@@ -147,6 +147,11 @@ test-nightly: setup
 # The loops over every call of a job, without gaps: an hour on two cores
 test-faults: setup
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal tests/faults tests/score/test_job_faults.py
+
+# The compiled kernel for other processors: ARM under an emulator (Debian: g++-aarch64-linux-gnu, qemu-user), and a model of
+# AMX's tiles
+test-ports: setup
+	$(BIN)/python -m pytest --no-skips -m "" tests/prefill/test_kernel_forms.py
 
 # The recipes of docs/tables.md with the real packages
 test-tables: setup-tables

@@ -48,12 +48,13 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan, make_plans
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill import forest, fusion
-from prefillcli.prefill.attention import Shift, attend_blockwise, attend_by_products
+from prefillcli.prefill.attention import ForestKernel, Shift, attend, attend_blockwise, attend_by_products
 from prefillcli.prefill.forest import ATTENTION
 from prefillcli.prefill.narrow import in_smaller_numbers
 from prefillcli.prefill.walk import FASTEST
 from prefillcli.profile.children import prompts_with_histories, resident
 from prefillcli.report.section import mebibytes
+from prefillcli.runtime.user_cache import load_compiled, share_openmp
 from prefillcli.stats.evaluation import Measure, auc, rows_for
 from recipes.real_model import real_model, reviews
 
@@ -97,6 +98,43 @@ def attention(threads: int = 1, rounds: int = 9) -> None:
         work = 4 * 64 * 8 * queries * keys / (2 if causal else 1) / 1e9
         rates = [f"{work / float(np.median(seconds[name])):.0f}" for name in ("flash", "products", "bounded")]
         table.add_row(f"{queries:,}", f"{keys:,}", str(causal), *rates)
+    Console(width=120).print(table)
+
+
+#: What the compiled kernel's forms need besides, and less than AVX512-BF16.
+FORMS = {"AVX2": ["-mavx2", "-mfma"], "AVX-512": ["-mavx2", "-mfma", "-mavx512f"]}
+
+
+@app.command()
+def forms(form: Annotated[str, typer.Argument(help=" or ".join(FORMS))], rounds: int = 9) -> None:
+    """GFLOP/s of one thread: the compiled kernel for older CPUs, and torch's own attention, which is told by its
+    environment to use no more: ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2, or
+    avx512, AVX512_CORE_VNNI and AVX512. 8 heads over 4 K,V heads of 64."""
+    torch.set_num_threads(1)
+    library = load_compiled("prefillcli.prefill", "forest_attention.cpp", [*FORMS[form], "-ffp-contract=off"])
+    if library is None or not share_openmp("torch"):
+        raise typer.BadParameter("no C++ compiler, or no OpenMP of GNU in torch")
+    kernel = ForestKernel(library)
+    table = Table("dtype", "queries", "keys", "causal", "torch", f"kernel, {kernel.form}", "kernel / torch")
+    for dtype in (torch.bfloat16, torch.float32):
+        for queries, keys, causal in (
+            (1_024, 4_096, False), (150, 2_000, False), (32, 2_000, False), (1_024, 1_024, True), (150, 150, True),
+        ):  # fmt: skip
+            q, k, v = (torch.randn(1, heads, n, 64).to(dtype) for heads, n in ((8, queries), (4, keys), (4, keys)))
+            depth = 0 if causal else keys
+            blocks = [[at, min(32, queries - at), depth + at, 0, 1, 0] for at in range(0, queries, 32)]
+            tables = np.array(blocks, np.int64), np.array([[0, keys, 0]], np.int64)
+            ways: dict[str, Callable[[], object]] = {
+                "torch": partial(attend, q, k, v, scale=0.125, causal=causal),
+                "kernel": partial(kernel.attend, q, k, v, *tables, scale=0.125, window=None),
+            }
+            with torch.inference_mode():
+                seconds = interleaved(ways, rounds, clock=time.process_time)
+            taken = {name: float(np.median(each)) for name, each in seconds.items()}
+            work = 4 * 64 * 8 * queries * keys / (2 if causal else 1) / 1e9
+            rates = [f"{work / each:.0f}" for each in taken.values()]
+            gain = f"{taken['torch'] / taken['kernel']:.2f}"
+            table.add_row(str(dtype)[6:], f"{queries:,}", f"{keys:,}", str(causal), *rates, gain)
     Console(width=120).print(table)
 
 

@@ -41,7 +41,7 @@ class Diagnosis(Ended):
     device: dict[str, Any] = field(default_factory=dict)
     why_device: str = ""
     others: list[str] = field(default_factory=list)  # further devices of this machine
-    # `model`, `cores` of the affinity, `quota` in cores, `instructions`, `compiler`.
+    # `model`, `cores` of the affinity, `quota` in cores, `instructions`, `compiler`, `kernel`: its form.
     cpu: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     # Optional packages and their versions, null for one that is not installed.
@@ -106,6 +106,7 @@ def _machine_lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
     lacking = [f"{name} ({found.uses[name]})" for name, version in found.packages.items() if version is None]
     yield "not here", ", ".join(lacking) or "no optional package"
     yield "compiler", cpu["compiler"] or "none"
+    yield "kernel", f"attention by {cpu['kernel']}" if cpu["kernel"] else "none"
 
 
 def _use_lines(found: Diagnosis) -> Iterator[tuple[str, str]]:
@@ -272,13 +273,14 @@ def _check(device: torch.device, found: Diagnosis) -> None:
 def _processor() -> dict[str, Any]:
     quota = min((each.cores for each in cores.quotas()), default=None)
     flags = set(cores.cpu_flags())
-    compiler = user_cache.compiler_file()
+    compiler, kernel = user_cache.compiler_file(), attention.compiled_kernel()
     return {
         "model": cores.cpu_name(),
         "cores": len(cores.affinity()),
         "quota": quota,
         "instructions": [name for flag, name in _INSTRUCTIONS.items() if flag in flags],
         "compiler": None if compiler is None else compiler.rsplit(" ", 2)[0],
+        "kernel": None if kernel is None else kernel.form,
     }
 
 

@@ -20,7 +20,7 @@ PATHS: dict[str, str] = {
     "blocks": "explicit scores in float32, some keys at a time",
     "flash-cpu": "PyTorch's flash attention for CPUs",
     "products": "products in bfloat16 whose scores stay in the cache, on CPUs with instructions for them",
-    "kernel": "a whole chunk in one call of the compiled kernel, on CPUs with AVX512-BF16",
+    "kernel": "a whole chunk in one call of the compiled kernel, on CPUs with AVX2",
     "flash-cuda": "PyTorch's flash attention for CUDA",
     "varlen-flash": "the same for many sequences of different lengths in one call",
     "flex": "compiled flex attention, for soft caps",
@@ -230,7 +230,7 @@ def _longest(vectors: Tensor) -> float:
     return float(torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float32).max())
 
 
-# Attention of a chunk over its forest as one call of a compiled kernel, on CPUs with AVX512-BF16.
+# Attention of a chunk over its forest as one call of a compiled kernel, on CPUs with AVX2 or more.
 #
 # `forest_attention.cpp` computes what the products do, but writes no scores to memory. A tile of keys is scored,
 # raised to powers of two and multiplied with its values while it is in a core's cache. Tiles follow from the depths
@@ -240,7 +240,7 @@ def _longest(vectors: Tensor) -> float:
 
 
 LANES = 64  # queries of all heads of a K,V head in one block, as in the source
-WIDEST = 256  # numbers of a head, as in the source
+WIDEST = 256  # numbers of a head
 TILE = 96  # keys that are looked at together, as in the source
 #: Compilers' flags by the instructions that they allow. Not `-march=native`: a cache of compiled libraries that
 #: several machines share keeps one for each set of flags.
@@ -260,7 +260,11 @@ BlockArray = npt.NDArray[np.int64]
 
 
 class ForestKernel:
+    """The kernel of a library; `form` names the instructions that it uses."""
+
     def __init__(self, library: ctypes.CDLL) -> None:
+        library.prefill_forest_form.restype = ctypes.c_char_p
+        self.form: str = library.prefill_forest_form().decode()
         self._call = library.prefill_forest_attention
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._call.argtypes = [*[pointer] * 6, number, pointer, pointer, number, *[ctypes.c_float] * 2, number]
@@ -319,24 +323,33 @@ def takes(query: Tensor, value: Tensor, kv_heads: int) -> bool:
 
 
 @cache
-def compiled_library(name: str, package: str = "prefillcli.prefill") -> ctypes.CDLL | None:
+def compiled_library(
+    name: str, package: str = "prefillcli.prefill", others: tuple[str, ...] = ()
+) -> ctypes.CDLL | None:
     """The C++ file of a package, compiled for this processor; None if that is impossible.
 
     It shares the OpenMP threads of torch, and may use the instructions of `_FLAGS` that the processor has: compilers
-    define `__AVX512BF16__` and the like.
+    define `__AVX512BF16__` and the like. `others` are more flags.
     """
     if not share_openmp("torch"):
         return None
     have = _instructions()
     flags = [flag for instruction, flag in _FLAGS.items() if instruction in have]
-    return load_compiled(package, name, [*flags, "-ffp-contract=off"])
+    return load_compiled(package, name, [*flags, *others, "-ffp-contract=off"])
 
 
 @cache
 def compiled_kernel() -> ForestKernel | None:
     """The kernel, if this machine can compile and run it."""
-    library = compiled_library("forest_attention.cpp") if has_kernel_instructions() else None
-    return None if library is None else ForestKernel(library)
+    if not has_kernel_instructions():
+        return None
+    for tiles in (True, False):
+        if tiles and not {"amx_tile", "amx_bf16"} <= _instructions():
+            continue
+        library = compiled_library("forest_attention.cpp", others=("-mamx-tile", "-mamx-bf16") if tiles else ())
+        if library is not None and library.prefill_forest_allowed():
+            return ForestKernel(library)
+    return None
 
 
 def forest_kernel() -> ForestKernel | None:
@@ -345,8 +358,8 @@ def forest_kernel() -> ForestKernel | None:
 
 
 def has_kernel_instructions() -> bool:
-    """Whether the processor has the instructions that the kernel is compiled for."""
-    return {"avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16"} <= _instructions()
+    """Whether the processor is one on which the kernel was found to be faster than torch."""
+    return {"avx2", "fma3"} <= _instructions()
 
 
 KEY_BLOCK = 1024  # keys at a time where scores are computed explicitly

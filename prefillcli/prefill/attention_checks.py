@@ -342,7 +342,7 @@ def _lacks_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
         return "for bfloat16 and float32 on CPUs"
     if not has_kernel_instructions():
-        return "the processor has no AVX512-BF16"
+        return "the processor has no AVX2"
     return None if compiled_kernel() is not None else "no C++ compiler, or no OpenMP of GNU in torch"
 
 

@@ -748,6 +748,23 @@ void attend(const void* query, const void* key, const void* value, void* out, fl
 
 }  // namespace
 
+// The instructions that were compiled in.
+extern "C" const char* prefill_forest_form() {
+#if defined(__AMX_BF16__)
+    return "AMX";
+#elif defined(__AVX512BF16__)
+    return "AVX512-BF16";
+#elif defined(__AVX512F__)
+    return "AVX-512";
+#elif defined(__AVX2__)
+    return "AVX2";
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return "NEON with BF16";
+#else
+    return "NEON";
+#endif
+}
+
 // Whether this process may run what was compiled: Linux gives the state of tiles only to those that ask.
 extern "C" int prefill_forest_allowed() {
 #if defined(__AMX_BF16__)

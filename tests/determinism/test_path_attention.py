@@ -149,7 +149,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(by_path, "QUERIES", 8)
         monkeypatch.setattr(by_path, "KEYS", 32)
     elif attention.forest_kernel() is None:
-        pytest.skip("needs AVX512-BF16, GNU's OpenMP and a C++ compiler")
+        pytest.skip("needs AVX2, GNU's OpenMP and a C++ compiler")
     return str(request.param)
 
 

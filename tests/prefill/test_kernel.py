@@ -26,7 +26,7 @@ from tests.prefill.test_flex import forests, seen_by
 from tests.prefill.test_walk import eager, mixed, p_yes, walked
 
 needs_kernel = pytest.mark.skipif(
-    attention.forest_kernel() is None, reason="needs AVX512-BF16, GNU's OpenMP and a C++ compiler"
+    attention.forest_kernel() is None, reason="needs AVX2, GNU's OpenMP and a C++ compiler"
 )
 CPU = torch.device("cpu")
 SOURCE = 'extern "C" int answer() { return ANSWER; }'

@@ -1,4 +1,4 @@
-"""The compiled kernel on processors that this machine is not: against explicit scores, like every path of attention."""
+"""The compiled kernel for other processors than this one, against explicit scores like every path of attention."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 from prefillcli.prefill import attention, attention_checks
 from prefillcli.prefill.attention import ForestKernel
 from prefillcli.runtime import user_cache
+from tests.prefill import test_kernel as kernels
 
 pytestmark = pytest.mark.nightly
 
@@ -91,10 +92,14 @@ def test_the_kernel_for_other_instructions_agrees(
     library = user_cache.load_compiled("prefillcli.prefill", "forest_attention.cpp", [*flags, "-ffp-contract=off"])
     if library is None:
         pytest.skip("no C++ compiler")
-    assert_agrees(ForestKernel(library), dtype, monkeypatch)
+    kernel = ForestKernel(library)
+    assert kernel.form == form
+    assert_agrees(kernel, dtype, monkeypatch)
+    monkeypatch.setattr(attention, "compiled_kernel", lambda: kernel)
+    kernels.test_nodes_that_are_computed_together_get_the_bits_of_one_alone()
 
 
-@pytest.mark.skipif(CROSS is None or EMULATOR is None, reason="needs g++-aarch64-linux-gnu and qemu-user of Debian")
+@pytest.mark.skipif(CROSS is None or EMULATOR is None, reason="needs Debian's g++-aarch64-linux-gnu and qemu-user")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("processor", ["armv8-a", "armv8.2-a+bf16", "armv8.2-a+bf16+sve"])
 def test_the_kernel_agrees_on_an_emulated_arm_processor(
