@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,21 +29,34 @@ CORES = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") or f"0-{(os.cpu_count() or 1
 
 @contextmanager
 def walk(
-    model: Path, dtype: str, prompts: Sequence[TokenArray], labels: tuple[int, int], **options: Any
+    model: Path,
+    dtype: str,
+    prompts: Sequence[TokenArray],
+    labels: tuple[int, int],
+    narrow: Literal["int8"] | None = None,
+    **options: Any,
 ) -> Iterator[tuple[Method, Settings]]:
-    """The engine of `prefill score`, with the packs and chunks that it chooses by itself; `options` are the job's."""
+    """The engine of `prefill score`, with the packs and chunks that it chooses by itself; `options` are the job's.
+
+    With `narrow` that of `--compute`, whose rows are not read again.
+    """
+    from prefillcli.engines.torch import TorchEngine
     from prefillcli.jobs.load import load_walk
     from prefillcli.models.find import read_model_files
-    from prefillcli.models.open import Opened
+    from prefillcli.models.open import Opened, Small
     from prefillcli.options.groups import LoadingOptions
 
     files = read_model_files(model, dtype=dtype)
-    loaded = load_walk(Opened(files, torch.device("cpu"), None, (), files.max_length), LoadingOptions(**options))
+    small = () if narrow is None else (Small(files, narrow=narrow),)
+    loaded = load_walk(Opened(files, torch.device("cpu"), None, small, files.max_length), LoadingOptions(**options))
+    engine = loaded.engine
+    if narrow is not None:
+        engine = TorchEngine(loaded.small_walk(chunk_tokens=loaded.plan["chunk_tokens"]), limits=engine.limits)
     about = {"threads": torch.get_num_threads(), "chunk_tokens": loaded.plan["chunk_tokens"]}
-    about |= {"pack_tokens": loaded.engine.limits.tokens, **options}
+    about |= {"pack_tokens": engine.limits.tokens, "narrow": narrow, **options}
     with ExitStack() as stack:
         stack.callback(loaded.close)
-        yield lambda: _scores(loaded.engine, prompts, labels)[0], about
+        yield lambda: _scores(engine, prompts, labels)[0], about
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from prefillcli.report.section import mebibytes
 from prefillcli.stats.evaluation import auc
 from recipes.real_model import real_model
 
-WALK, PLAIN, PADDED, VLLM = "torch walk", "plain loop", "padded batches", "vLLM"
+WALK, WALK_INT8, PLAIN, PADDED, VLLM = "torch walk", "torch walk int8", "plain loop", "padded batches", "vLLM"
 LLAMA_BF16, LLAMA_Q8, LLAMA_Q4 = (f"llama.cpp {kind}" for kind in ("BF16", "Q8_0", "Q4_K"))
 ZENTORCH = "padded, zentorch"
 OPENVINO, OPENVINO_INT8 = "OpenVINO bf16", "OpenVINO int8"
@@ -93,6 +93,7 @@ def _openvino(weights: str) -> Contender:
 
 CONTENDERS: Mapping[str, Contender] = {
     WALK: Contender("benchmarks.contenders:walk"),
+    WALK_INT8: Contender("benchmarks.contenders:walk", settings={"narrow": "int8"}, other_dtype=True),
     PLAIN: Contender("benchmarks.contenders:plain"),
     PADDED: Contender("benchmarks.contenders:padded", tries={"batch_tokens": (512, 2048, 8192)}),
     VLLM: Contender(
