@@ -292,3 +292,9 @@ def test_an_encoder_has_no_smaller_numbers(data: Path, tmp_path: Path) -> None:
     encoder = save_encoder(tmp_path / "encoder")
     given = {name: value for name, value in FIRST.items() if name != "labels"}
     assert "an encoder" in score(data, "out.jsonl", model=encoder, compute="int8", **given)["error"]
+
+
+def test_a_dry_run_counts_no_operations_of_smaller_numbers(data: Path, large: Path) -> None:
+    assert score(data, "dry.jsonl", model=large, dry_run=True, compute="int8", **FIRST)["status"] == "complete"
+    found = read_report("dry.dry-run.json")["outlooks"]["exits"]
+    assert (found["first_cost"], found["rows_in_full"]) == ({}, FIRST["exit_rows"])

@@ -19,6 +19,7 @@ from prefillcli.runtime.clock import duration
 if TYPE_CHECKING:
     from prefillcli.core.feature import Opening
     from prefillcli.forecast.survey import Survey
+    from prefillcli.models.open import Small
 
 
 class ExitOutlook(BaseModel):
@@ -58,9 +59,14 @@ def outlook_of(opening: Opening, survey: Survey, profile: ExitProfile | None) ->
         if survey.plan.seconds is not None:
             found.seconds = survey.plan.seconds / found.gain
         lines.append(("expected", _expected(found, survey)))
-    if any(not each.files.encoder for each in opening.opened.small) and survey.lengths is not None:
+    if any(map(_is_counted, opening.opened.small)) and survey.lengths is not None:
         lines.append(("first model", _costs(found, opening, round(survey.lengths.mean))))
     return Outlook("exits", found, lines)
+
+
+def _is_counted(small: Small) -> bool:
+    # Whether operations say what it costs: those of encoders are not counted, and in smaller numbers they are faster.
+    return not small.files.encoder and small.narrow is None
 
 
 def _costs(found: ExitOutlook, opening: Opening, tokens: int) -> str:
@@ -69,7 +75,7 @@ def _costs(found: ExitOutlook, opening: Opening, tokens: int) -> str:
     try:
         whole = prefill_flops(opened.files.config.get_text_config(), tokens).total
         for name, each in zip(names, opened.small, strict=True):
-            if not each.files.encoder:
+            if _is_counted(each):
                 found.first_cost[name] = prefill_flops(each.files.config.get_text_config(), tokens).total / whole
     except NoCostModel as error:
         return f"operations are not counted: {error}"
