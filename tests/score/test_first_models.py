@@ -264,6 +264,11 @@ def test_the_model_in_int8_decides_rows_that_keep_their_answers(
     assert sum(row["prediction"] != full["prediction"] for row, full in decided) <= FIRST["max_flips"] * ROWS / 2
     off = [abs(row["score"] - full["score"]) for row, full in decided]
     assert 0 < np.mean(off) < 0.02
+    again = given | {"exit_profile": "out.exit.json"}
+    other = {name: value for name, value in again.items() if name != "compute"} | {"exit": True}
+    for changed in (other, other | {"exit": False, "first": large}):
+        assert "different prompt settings" in score(data, "other.jsonl", model=large, **changed)["error"]
+    assert score(data, "again.jsonl", model=large, **again)["exit_code"] == 0
     assert score(data, "two.jsonl", model=large, workers=2, threads=1, **given)["exit_code"] == 0
     assert [row["method"] for row in read_output("two.jsonl")].count("first") > ROWS / 8
 

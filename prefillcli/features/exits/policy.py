@@ -647,7 +647,8 @@ def job_of_exits(job: Job) -> dict[str, Any]:
     digests = job.report.fingerprint
     # Not the digest of all options of compression: an audit changes nothing that a model reads.
     kept: list[Any] = [each for feature in job.features for each in feature.read_as()]
-    first = [WORDS if name == WORDS else "first" for name in job.settings.first]
+    named = (WORDS, job.settings.narrow)  # a first model goes by its contents
+    first = [name if name in named else "first" for name in job.settings.chain]
     if "adapters" in digests:
         kept.append(digests["adapters"])
     return {
