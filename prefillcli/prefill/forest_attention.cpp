@@ -28,7 +28,8 @@
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
 #endif
-#if defined(__AMX_BF16__)
+#if defined(__AMX_BF16__) || defined(__AMXBF16__)  // GCC, and older Clang
+#define WITH_AMX
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -47,7 +48,7 @@ constexpr bool PAIRS = true;
 #else
 constexpr bool PAIRS = false;
 #endif
-#if defined(__AMX_BF16__)
+#if defined(WITH_AMX)
 constexpr bool AMX = true;
 #else
 constexpr bool AMX = false;
@@ -172,12 +173,16 @@ inline Floats scaled(Floats score, const Factors<true>& by) {
     return by.cap * less / (less + 2.0f);
 }
 
-#if defined(__AMX_BF16__)
+#if defined(WITH_AMX)
+// Everything is in memory: GCC does not know that intrinsics of tiles read it.
+inline void settle(const void* there) { __asm__ volatile("" : : "r"(there) : "memory"); }
+
 // Products of 16 rows of words, with `step` words between them, and columns of words for all lanes. They are added to
 // `sums` [16][LANES], or replace them. Tiles 0 to 3 are sums: as many as are needed to wait for none.
 inline void multiply_tiles(const uint32_t* rows, int step, const uint32_t (*columns)[LANES], int words, float* sums,
                            bool add) {
     constexpr int LINE = 4 * LANES;
+    settle(rows);
     if (add) {
         _tile_loadd(0, sums, LINE);
         _tile_loadd(1, sums + 16, LINE);
@@ -437,6 +442,13 @@ inline void find_rows(const Group& group, int64_t kv_head, const Sizes& n, Numbe
             *rows++ = from + (kv_head * heads + head) * head_step + (group.query + i) * token_step;
 }
 
+// Asks for the numbers of the lanes of a group, so that reading or writing them waits for memory but once.
+template <int WRITE, class Number>
+inline void expect_rows(Number* const* rows, int64_t width) {
+    for (int lane = 0; lane < LANES && rows[lane]; lane++)
+        for (int i = 0; i < width; i += 64 / sizeof(Number)) __builtin_prefetch(rows[lane] + i, WRITE, 2);
+}
+
 template <class Kind, class Number = typename Kind::Number>
 void load_queries(const Group& group, int64_t kv_head, const Sizes& n, const Number* query, uint32_t* to) {
     const int words = (int)n.width / Kind::PER_WORD;
@@ -472,7 +484,7 @@ void score_tile(const Tile& tile, const uint32_t* keys, int64_t depth, const Sta
     const Active& active = state.active;
     const int words = words_of<Kind>(n.width), padded = (tile.count + Kind::ADDED - 1) / Kind::ADDED * Kind::ADDED;
     auto row = [&](int k, int v) -> Floats& { return *(Floats*)&own.scores[k][WIDE * v]; };
-#if defined(__AMX_BF16__)
+#if defined(WITH_AMX)
     for (int b = tile.begin / 16 * 16; Kind::TILES && b < tile.count; b += 16) {
         multiply_tiles(keys + b * words, words, (const uint32_t(*)[LANES])state.query, words, own.scores[b], false);
         for (int k = b; k < b + 16; k++)
@@ -540,6 +552,7 @@ void write_group(const Group& group, int64_t kv_head, const Sizes& n, const Stat
     float* log_sums[LANES] = {};
     find_rows(group, kv_head, n, out, n.out_head, n.out_token, rows);
     find_rows(group, kv_head, n, lse, n.lse_head, 1, log_sums);
+    expect_rows<1>(rows, width);
     for (int v = 0; v < VECTORS; v++) {
         const Floats share = all(1.0f) / state.lanes.total[v];
         for (int d = 0; d < width; d++) *(Floats*)(state.out + d * LANES + WIDE * v) *= share;
@@ -589,7 +602,7 @@ void attend_tiles(int64_t depth, int64_t until, int64_t end, const Run*& run, St
     Rising rising;
     rising.scores = room.scratch.scores;
     auto add = [&](int step) {
-#if defined(__AMX_BF16__)
+#if defined(WITH_AMX)
         for (int d = 0; Kind::TILES && d < width; d += 16) {
             float *sums = state.out + d * LANES, before_it[16 * LANES];
             if (!state.active.all) memcpy(before_it, sums, sizeof(before_it));
@@ -668,6 +681,11 @@ void attend_groups(const Group* groups, int count, const Run* runs, int64_t kv_h
     for (int i = 0; i < room.tiles; i++) room.prepared[i].tile.count = -1;
     int64_t depth = INT64_MAX, end = 0;
     for (int g = 0; g < count; g++) {
+        const Number* rows[LANES] = {};
+        find_rows(groups[g], kv_head, n, query, n.query_head, n.query_token, rows);
+        expect_rows<0>(rows, n.width);
+    }
+    for (int g = 0; g < count; g++) {
         State& state = room.states[g];
         begin_group<Kind>(groups[g], runs, kv_head, n, query, state);
         if (state.depth < depth) depth = state.depth;
@@ -725,12 +743,13 @@ void attend(const void* query, const void* key, const void* value, void* out, fl
 #pragma omp parallel num_threads((int)threads)
     {
         Room room(n, words_of<Kind>(n.width), Kind::PER_WORD);
-#if defined(__AMX_BF16__)
+#if defined(WITH_AMX)
         struct {
             uint8_t palette = 1, from = 0, nothing[14] = {};
             uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
             uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
         } shapes;  // of the tiles
+        settle(&shapes);
         _tile_loadconfig(&shapes);
 #endif
 #pragma omp for schedule(dynamic, 1)
@@ -740,7 +759,7 @@ void attend(const void* query, const void* key, const void* value, void* out, fl
                                 unit % n.kv_heads, n, (const Number*)query, (const Number*)key, (const Number*)value,
                                 (Number*)out, lse, by, room);
         }
-#if defined(__AMX_BF16__)
+#if defined(WITH_AMX)
         _tile_release();
 #endif
     }
@@ -750,7 +769,7 @@ void attend(const void* query, const void* key, const void* value, void* out, fl
 
 // The instructions that were compiled in.
 extern "C" const char* prefill_forest_form() {
-#if defined(__AMX_BF16__)
+#if defined(WITH_AMX)
     return "AMX";
 #elif defined(__AVX512BF16__)
     return "AVX512-BF16";
@@ -767,7 +786,7 @@ extern "C" const char* prefill_forest_form() {
 
 // Whether this process may run what was compiled: Linux gives the state of tiles only to those that ask.
 extern "C" int prefill_forest_allowed() {
-#if defined(__AMX_BF16__)
+#if defined(WITH_AMX)
     return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
 #else
     return 1;
