@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import math
+import subprocess
+import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 import typer
 from rich.console import Console
@@ -32,6 +36,7 @@ from benchmarks.methods import layer_walk, plan_for, walk_plan, windowed_walk
 from benchmarks.models import SHAPES, random_llama
 from benchmarks.peers import REVIEWS, WORKLOADS
 from benchmarks.reviews import review_truths, sentiment_tokens
+from benchmarks.score_runs import outside_share, score_file
 from benchmarks.spread import Spread
 from benchmarks.workloads import short_rows
 from prefillcli.bench.contest import interleaved
@@ -440,6 +445,68 @@ def encoders(rows: int = 100, rounds: int = 2, characters: int = 10_000) -> None
     for name, seconds in interleaved(contenders, rounds, warm_up=False, clock=time.process_time).items():
         table.add_row(name, str(Spread.of([len(texts) / each for each in seconds])))
     Console(width=120).print(table)
+
+
+@app.command()
+def start(rounds: int = 5) -> None:
+    """From the start of `prefill score` until the real model is ready to score two reviews: seconds on the clock, and
+    processor time."""
+    with TemporaryDirectory() as folder:
+        data = _short_reviews(Path(folder), 2)
+        found = [_ready(data, Path(folder, f"{number}.parquet")) for number in range(rounds + 1)][1:]  # warmed up
+    table = Table("", "seconds")
+    for name, seconds in zip(("on the clock", "of a processor"), zip(*found, strict=True), strict=True):
+        table.add_row(name, str(Spread.of(list(seconds))))
+    Console().print(table)
+
+
+def _ready(data: Path, output: Path) -> tuple[float, float]:
+    # The command, which ends once its model is ready.
+    code = """
+import os, time
+from prefillcli import cli
+def ready(self):
+    load(self)
+    os.write(1, f"{time.time()} {time.process_time()}".encode())
+    os._exit(0)
+begun = cli.load_options
+def begin(*given):
+    global load
+    found = begun(*given)
+    from prefillcli.jobs.score import Job
+    load, Job.load_models = Job.load_models, ready
+    return found
+cli.load_options = begin
+cli.main()
+"""
+    command = [sys.executable, "-c", code, "score", str(data), "-o", str(output), "-m", str(real_model()), "--no-chat"]
+    before = time.time()
+    done = subprocess.run([*command, "--quiet"], check=True, capture_output=True, text=True)  # noqa: S603 - our own
+    clock, processor = map(float, done.stdout.split())
+    return clock - before, processor
+
+
+@app.command()
+def outside(rows: int = 5_000, sample: bool = False) -> None:
+    """The part of a run's wall time that is spent neither in the real model (or the sample of a million parameters)
+    nor on loading it, for short pieces of reviews of 12 to 82 tokens."""
+    with TemporaryDirectory() as folder:
+        data = _short_reviews(Path(folder), rows)
+        model = "target" if sample else real_model().resolve()
+        report = score_file(data, Path(folder, "scores.parquet"), model, "--no-chat")
+    seconds = {name: round(spent, 2) for name, spent in report["seconds"].items() if spent}
+    Console(width=120).print(f"{rows:,} rows: {outside_share(report):.1%} outside the model; seconds {seconds}")
+
+
+def _short_reviews(folder: Path, rows: int) -> Path:
+    # A Parquet file of seeded pieces of reviews, of 12 to 37 words.
+    words = " ".join(each.text for each in reviews("Train")).split()
+    chance = np.random.default_rng(0)
+    sizes = chance.integers(12, 38, rows)
+    places = chance.integers(0, len(words) - 38, rows)
+    texts = [" ".join(words[at : at + size]) for at, size in zip(places, sizes, strict=True)]
+    pq.write_table(pa.table({"prompt": texts}), folder / "short.parquet")
+    return folder / "short.parquet"
 
 
 @app.command()
