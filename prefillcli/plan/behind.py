@@ -140,7 +140,13 @@ def with_labels(pack: Pack, labels: Callable[[int], LabelSet]) -> tuple[Pack, Ma
     sets = {prompt: labels(prompt) for prompt in pack.prompts}
     if all(each.single is not None for each in sets.values()):
         return pack, {}
-    branches = {node: _Branches([sets[prompt] for prompt in prompts]) for node, prompts in pack.reads}
+    branches, made = {}, dict[tuple[int, ...], _Branches]()
+    for node, prompts in pack.reads:  # nearly all of which have the same labels
+        own_sets = [sets[prompt] for prompt in prompts]
+        key = tuple(map(id, own_sets))
+        if key not in made:
+            made[key] = _Branches(own_sets)
+        branches[node] = made[key]
     places = {
         prompt: Places(rows, np.concatenate(sets[prompt].sequences))
         for node, prompts in pack.reads
