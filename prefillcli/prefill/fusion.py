@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from prefillcli.errors import UsageError, brief
-from prefillcli.prefill.attention import compiled_library
+from prefillcli.prefill.attention import ROW_STEP, compiled_library
 from prefillcli.prefill.forest import leave_untraced
 
 LEAST_TOKENS = 512  # of a chunk: with fewer, making the layout takes longer than it saves
@@ -255,7 +255,7 @@ def _gated(mlp: nn.Module, computed: _Computed) -> Forward | None:
         return None
     if gating is not None:
         row = (gate.out_features + up.out_features) * gate.weight.itemsize
-        return partial(_in_pieces, lambda rows: last(gating(*both(rows)))[0], max(PIECE_BYTES // row, 1))
+        return partial(_in_pieces, lambda rows: last(gating(*both(rows)))[0], max(PIECE_BYTES // row // ROW_STEP, 1) * ROW_STEP)
     if not {id(gate), id(up)} <= computed.weights.keys():
         return None
     gate_weight, up_weight = computed.weights[id(gate)], computed.weights[id(up)]

@@ -92,6 +92,24 @@ def test_an_mlp_computes_the_same(act: str, bias: bool, dtype: torch.dtype) -> N
     torch.testing.assert_close(found, exact, atol=tolerance, rtol=0)
 
 
+@needs_passes
+@pytest.mark.usefixtures("always")
+def test_a_wide_mlp_is_computed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PASSES is not None
+    gates: list[int] = []
+    own = fusion.Passes.gate
+    monkeypatch.setattr(
+        fusion.Passes, "gate", lambda self, *given: gates.append(given[1].shape[-2]) or own(self, *given)
+    )
+    monkeypatch.setattr(fusion, "PIECE_BYTES", 1)
+    mlp, rows = OwnMlp(), torch.randn(1, 40, 64)
+    with torch.inference_mode():
+        wanted = mlp(rows)
+        with fusion.fused(mlp, 40):
+            torch.testing.assert_close(mlp(rows), wanted, atol=1e-5, rtol=0)
+    assert gates[-3:] == [16, 16, 8]
+
+
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("mlp", [OwnMlp(swapped=True), OtherMlp()], ids=["swapped", "another class"])
 def test_an_mlp_that_computes_something_else_is_left_alone(mlp: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
