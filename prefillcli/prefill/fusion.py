@@ -255,7 +255,8 @@ def _gated(mlp: nn.Module, computed: _Computed) -> Forward | None:
         return None
     if gating is not None:
         row = (gate.out_features + up.out_features) * gate.weight.itemsize
-        return partial(_in_pieces, lambda rows: last(gating(*both(rows)))[0], max(PIECE_BYTES // row // ROW_STEP, 1) * ROW_STEP)
+        most = max(PIECE_BYTES // row // ROW_STEP, 1) * ROW_STEP
+        return partial(_in_pieces, lambda rows: last(gating(*both(rows)))[0], most)
     if not {id(gate), id(up)} <= computed.weights.keys():
         return None
     gate_weight, up_weight = computed.weights[id(gate)], computed.weights[id(up)]
