@@ -104,6 +104,7 @@ OTHER: dict[str, Any] = {
     "worker_resources": {"num_cpus": 2},
     "exit_rows": 500,
     "batch_format": "openai",
+    "compute": "int8",
 }
 VALUES = (0.5, 5, "5MiB", "text", True, False)
 #: What else there must be to see a change.
