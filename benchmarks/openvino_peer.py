@@ -85,7 +85,8 @@ class Paged:
         compiled = openvino.Core().compile_model(network, "CPU", settings)
         self.request = compiled.create_infer_request()
         caches = [each for each in compiled.inputs if "_cache." in each.get_any_name()]
-        self.block = int(caches[0].get_partial_shape()[2].get_length())
+        # Tokens of a block; quantised keys have their scales among them
+        self.block = min(int(each.get_partial_shape()[2].get_length()) for each in caches)
         rows = max(len(rows) for _, rows in self.groups)
         blocks = -(-(2 * max(map(len, prompts)) + batch_tokens) // self.block) + rows
         for each in caches:

@@ -77,17 +77,17 @@ def _llama_cpp(kind: str) -> Contender:
         "unified": (True, False),
         "flash": (True, False),
     }
-    sizes = {"batch_tokens": 2048, "micro_batch": 512, "sequences": 16, "unified": True, "flash": True}
+    sizes = {"batch_tokens": 2048, "micro_batch": 512, "sequences": 1, "unified": True, "flash": True}
     settings = {"kind": kind, "threads": THREADS, **sizes}
     return Contender("benchmarks.llama_cpp_peer:llama_cpp_peer", ".venv-llamacpp", settings, tries, other_dtype=True)
 
 
 def _openvino(weights: str) -> Contender:
-    tries: dict[str, Sequence[Any]] = {"batch_tokens": (1, 512, 1024, 2048, 4096), "cache": ("bf16", "u8")}
+    tries: dict[str, Sequence[Any]] = {"batch_tokens": (512, 1024, 2048, 4096, 8192), "cache": ("bf16", "u8")}
     if weights != "none":
         tries |= {"weights": ("INT8_SYM", "INT8_ASYM"), "group": (0, 32, 64, 128), "precision": ("bf16", "f32")}
-    fixed = {"weights": weights, "group": 32 if weights != "none" else 0, "cache": "bf16", "precision": "bf16"}
-    settings = {"batch_tokens": 2048, "threads": THREADS, **fixed}
+    fixed = {"weights": weights, "group": 128 if weights != "none" else 0, "cache": "bf16", "precision": "bf16"}
+    settings = {"batch_tokens": 4096, "threads": THREADS, **fixed}
     return Contender("benchmarks.openvino_peer:openvino_peer", ".venv-openvino", settings, tries, other_dtype=True)
 
 
@@ -118,7 +118,7 @@ CONTENDERS: Mapping[str, Contender] = {
         {"batch_tokens": (512, 2048, 8192)},
     ),
     OPENVINO: _openvino("none"),
-    OPENVINO_INT8: _openvino("INT8_SYM"),
+    OPENVINO_INT8: _openvino("INT8_ASYM"),
 }
 
 
@@ -183,7 +183,7 @@ def many(vocabulary: int, scale: float) -> RaceRows:
         "20-500 tokens, nothing shared",
         short_rows(rows, 20, 500, vocabulary),
         {VLLM: ">= 1.4", PADDED: ">= 1.5"},
-        {PADDED: {"batch_tokens": 2048}, VLLM: _vllm(8192, 32)},
+        {PADDED: {"batch_tokens": 2048}, VLLM: _vllm(8192, 32), LLAMA_BF16: {"micro_batch": 256}},
         left_out=SLOW_LOOP,
     )
 
@@ -195,7 +195,13 @@ def real(_: int, scale: float) -> RaceRows:
         "reviews behind two examples, SmolLM2-135M",
         review_prompts(rows),
         {VLLM: ">= 1.4"},
-        {PADDED: {"batch_tokens": 2048}, VLLM: _vllm(8192, 32)},
+        {
+            PADDED: {"batch_tokens": 2048},
+            VLLM: _vllm(8192, 32),
+            LLAMA_BF16: {"micro_batch": 256},
+            OPENVINO: {"batch_tokens": 8192},
+            OPENVINO_INT8: {"batch_tokens": 8192, "group": 64},  # of which the hidden size is a multiple
+        },
         left_out=SLOW_LOOP,
         truths=review_truths(rows),
         labels=sentiment_tokens(),
