@@ -238,7 +238,7 @@ def main(
         list[str] | None, typer.Option(help=f"{WALK} races against these; repeatable: {', '.join(CONTENDERS)}.")
     ] = None,
     rounds: Annotated[int, typer.Option(help="Rounds after the warm-up.")] = 3,
-    rows: Annotated[int, typer.Option(help="Most rows of a workload.")] = 100,
+    rows: Annotated[int, typer.Option(help="Most rows of a workload.")] = 80,
     scale: Annotated[float, typer.Option(help="Shrinks prompts and rows, for a quick look.")] = 1.0,
     cpu_time: Annotated[
         bool, typer.Option(help="Measure time on cores, on a busy machine, with one thread each.")
@@ -298,7 +298,7 @@ def race(
             "rows_per_second": _spread(rates[name]),
             "tokens_per_second": _spread([rate * tokens[name] for rate in rates[name]]),
             "walk_is_faster_by": _spread([w / r for w, r in zip(rates[WALK], rates[name], strict=True)]),
-            "goal": workload.goals.get(name, ">= 1" if CONTENDERS[name].other_dtype else ""),
+            "goal": workload.goals.get(name, ">= 1" if CONTENDERS[name].environment else ""),
             "seconds_to_start": runners[name].seconds_to_start,
             "ready_bytes": before,
             "peak_bytes_above_ready": peak - before,
