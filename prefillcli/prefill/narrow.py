@@ -34,6 +34,7 @@ Narrow = Literal["int8", "fp8"]
 
 TURNED = 64  # neighbouring inputs that are turned together
 LEAST = 64  # inputs and outputs of a linear layer that changes: smaller ones choose experts or mix heads
+_CHOOSE = ("gate", "router")  # names of linear layers that choose experts, in some families for more than 64
 FP8 = torch.float8_e4m3fn
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 _DTYPES = (torch.bfloat16, torch.float32)  # of the kernel's rows and weights
@@ -78,13 +79,14 @@ def in_smaller_numbers(model: PreTrainedModel, kind: Narrow) -> Arithmetic:
 
     Raises UsageError if none of them can.
     """
-    linear = [each for layer in decoder_layers(model).layers for each in layer.modules() if _changes(each)]
+    parts = (part for layer in decoder_layers(model).layers for part in layer.named_modules())
+    linear = {each: None for name, each in parts if _changes(each) and name.split(".")[-1] not in _CHOOSE}
     if not linear:
         raise UsageError(
             f"--compute {kind}: no weights of this model can be multiplied so: they are packed, or of unusual shapes\n"
             "leave --compute out"
         )
-    numbers = linear[0].weight
+    numbers = next(iter(linear)).weight
     weights = {}
     for each in linear:
         weights[each] = _weights(each, kind)

@@ -127,6 +127,19 @@ def test_layers_that_read_the_same_rows_quantise_them_once(monkeypatch: pytest.M
     assert calls.count(1) == 4
 
 
+def test_what_chooses_experts_stays_and_a_layer_that_is_there_twice_changes_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(narrow, "LEAST", 16)
+    model = copy.deepcopy(model_of("llama"))
+    layers = model.model.layers
+    layers[0].mlp.gate = nn.Linear(64, 64)
+    layers[1] = layers[0]
+    in_smaller_numbers(model, "int8")
+    assert layers[0].mlp.gate.weight.numel() == 64 * 64
+    assert layers[0].mlp.up_proj.weight.numel() == layers[2].self_attn.q_proj.weight.numel() == 0
+
+
 def test_what_has_no_such_products_is_refused() -> None:
     with pytest.raises(UsageError, match=r"--compute fp8: cpu has no products in FP8"):
         narrow.check_narrow("fp8", torch.device("cpu"))
