@@ -1,4 +1,4 @@
-"""`python -m benchmarks.workers`: rows per second of one single-threaded process and of several workers.
+"""`python -m benchmarks.workers`: rows per second of one process and of several workers with a thread each.
 
 Whole runs of `prefill score` in turn, with a random model and prompts of token ids. The table goes to stdout.
 """
@@ -52,6 +52,7 @@ def _idle(report: Report) -> float:
 
 def main(
     workers: Annotated[int, typer.Option(help="Workers to compare with one process.")] = 2,
+    threads: Annotated[int, typer.Option(help="Threads of the one process; each worker has one.")] = 1,
     rounds: Annotated[int, typer.Option(help="Runs of each.")] = 3,
     model: Annotated[str, typer.Option(help="Size of the random Llama: 25M or 100M.")] = "25M",
     dtype: str = "float32",
@@ -75,7 +76,8 @@ def main(
             for number in range(rounds):
                 for count, reports in found.items():
                     log(f"{name}, round {number + 1}, {count} workers")
-                    options = ["--threads", "1", "--workers", str(count), "--prompt-column", "prompt_token_ids"]
+                    own = threads if count == 1 else 1
+                    options = ["--threads", str(own), "--workers", str(count), "--prompt-column", "prompt_token_ids"]
                     options += ["--max-error-rate", "1"]  # behind random tokens a label may be none
                     output = folder / "out.parquet"
                     reports.append(
