@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, cast
@@ -158,5 +159,7 @@ def refuse_of_encoder(needs: Mapping[str, Capability], typed: Callable[[str], st
 
 def loader_of(engine: str) -> Loader:
     """The module that opens and loads the engine of this name."""
-    with light_imports(compiler=engine == "vllm"):
-        return cast("Loader", import_module(ENGINES[engine].module))
+    module = ENGINES[engine].module
+    own = module.startswith(f"{__package__}.")  # another engine may need no torch
+    with light_imports(compiler=engine == "vllm") if own else nullcontext():
+        return cast("Loader", import_module(module))

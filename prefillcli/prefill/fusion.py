@@ -292,9 +292,10 @@ def _agrees(mlp: nn.Module) -> bool:
     parts: Any = mlp
     kind = type(mlp), type(parts.act_fn)
     if kind not in _known:
-        _known[kind] = False
+        same = False
         with suppress(Exception):  # whatever it is, the class stays as it is
-            _known[kind] = _difference(_small(mlp)) <= TOLERANCE
+            same = _difference(_small(mlp)) <= TOLERANCE
+        _known[kind] = same
     return _known[kind]
 
 
@@ -394,9 +395,10 @@ def _norm_of(module: nn.Module, passes: Passes | None) -> _Norm | None:
     simple = ((name, value) for name, value in vars(module).items() if isinstance(value, int | float | str))
     kind = type(module), len(weight), *simple
     if kind not in _forms:
-        _forms[kind] = None
+        found = None
         with suppress(Exception), torch.inference_mode():  # whatever it is, the class stays as it is
-            _forms[kind] = _form_of(module, epsilons[0], passes)
+            found = _form_of(module, epsilons[0], passes)
+        _forms[kind] = found
     form = _forms[kind]
     return None if form is None else _Norm(module, form, passes)
 

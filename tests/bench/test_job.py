@@ -177,7 +177,7 @@ def test_a_model_without_draft_has_two_methods_and_a_note() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--max-flips", "0.02"], "--max-flips is for the methods early-exit, first and first-exit"),
+        (["--max-flips", "0.02"], "--max-flips is for the methods early-exit, first, first-exit and int8"),
         (["--method", "first", "-m", str(TARGET)], "--method first needs --first"),
         (["--method", "specprefil"], "did you mean 'specprefill'?"),
         (["--method", "specprefill@0.2"], "did you mean 'specprefill'?"),

@@ -85,6 +85,7 @@ def walked(
     done: tuple[int, ...] = (), offload_held: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Float32 logits [prompts, vocabulary or classes] of the walk; rows of `done` prompts may stay 0."""
+    register()
     model.set_attn_implementation(ATTENTION)
     walk = LayerWalk(model, chunk_tokens=chunk, offload_held=offload_held)
     logits = torch.zeros(len(prompts), getattr(model, "num_labels", VOCABULARY))
