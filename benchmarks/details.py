@@ -318,6 +318,7 @@ def in_int8(
     workload: Annotated[list[str] | None, typer.Argument(help="shared, single, short or reviews.")] = None,
     rounds: int = 3,
     scale: Annotated[float, typer.Option(help="Shrinks prompts and rows.")] = 1.0,
+    skip: Annotated[int, typer.Option(help="First rows to leave out.")] = 0,
     threads: int = 1,
 ) -> None:
     """What products of int8 gain over bfloat16, in processor seconds of the whole walk, and what they do to P: its
@@ -325,8 +326,10 @@ def in_int8(
     torch.set_num_threads(threads)
     for name in workload or ["short", REVIEWS]:
         network, prompts = race_material(name, scale)
-        reviewed = name == REVIEWS
-        tokens, truth = (list(sentiment_tokens()), review_truths(len(prompts))) if reviewed else ([5, 7], None)
+        tokens, truth = [5, 7], None
+        if name == REVIEWS:
+            tokens, truth = list(sentiment_tokens()), review_truths(len(prompts))[skip:]
+        prompts = prompts[skip:]
         plan, exact = plan_for(network, prompts), copy.deepcopy(network).float()
         network.set_attn_implementation(ATTENTION)
         narrow = copy.deepcopy(network)
