@@ -255,6 +255,7 @@ _FLAGS = {
     "avx512_bf16": "-mavx512bf16",
     "avx512_vnni": "-mavx512vnni",
 }
+_TILE_FLAGS = {"amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16", "amx_int8": "-mamx-int8"}
 
 BlockArray = npt.NDArray[np.int64]
 
@@ -323,19 +324,23 @@ def takes(query: Tensor, value: Tensor, kv_heads: int) -> bool:
 
 
 @cache
-def compiled_library(
-    name: str, package: str = "prefillcli.prefill", others: tuple[str, ...] = ()
-) -> ctypes.CDLL | None:
+def compiled_library(name: str, package: str = "prefillcli.prefill") -> ctypes.CDLL | None:
     """The C++ file of a package, compiled for this processor; None if that is impossible.
 
     It shares the OpenMP threads of torch, and may use the instructions of `_FLAGS` that the processor has: compilers
-    define `__AVX512BF16__` and the like. `others` are more flags.
+    define `__AVX512BF16__` and the like.
     """
     if not share_openmp("torch"):
         return None
     have = _instructions()
     flags = [flag for instruction, flag in _FLAGS.items() if instruction in have]
-    return load_compiled(package, name, [*flags, *others, "-ffp-contract=off"])
+    # Linux gives the state of tiles only to those that ask; an older compiler does not know them.
+    tiles = have >= _TILE_FLAGS.keys() and torch.cpu._init_amx()
+    for more in ([*_TILE_FLAGS.values()], []) if tiles else ([],):
+        library = load_compiled(package, name, [*flags, *more, "-ffp-contract=off"])
+        if library is not None:
+            return library
+    return None
 
 
 @cache
@@ -343,13 +348,8 @@ def compiled_kernel() -> ForestKernel | None:
     """The kernel, if this machine can compile and run it."""
     if not has_kernel_instructions():
         return None
-    for tiles in (True, False):
-        if tiles and not {"amx_tile", "amx_bf16"} <= _instructions():
-            continue
-        library = compiled_library("forest_attention.cpp", others=("-mamx-tile", "-mamx-bf16") if tiles else ())
-        if library is not None and library.prefill_forest_allowed():
-            return ForestKernel(library)
-    return None
+    library = compiled_library("forest_attention.cpp")
+    return None if library is None else ForestKernel(library)
 
 
 def forest_kernel() -> ForestKernel | None:

@@ -30,8 +30,6 @@
 #endif
 #if defined(__AMX_BF16__) || defined(__AMXBF16__)  // GCC, and older Clang
 #define WITH_AMX
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 namespace {
@@ -781,15 +779,6 @@ extern "C" const char* prefill_forest_form() {
     return "NEON with BF16";
 #else
     return "NEON";
-#endif
-}
-
-// Whether this process may run what was compiled: Linux gives the state of tiles only to those that ask.
-extern "C" int prefill_forest_allowed() {
-#if defined(WITH_AMX)
-    return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
-#else
-    return 1;
 #endif
 }
 

@@ -1,11 +1,11 @@
-// Products of int8 rows with int8 weights, for CPUs with AVX512-VNNI, and the passes that make both.
+// Products of int8 rows with int8 weights, for CPUs with AVX512-VNNI or AMX, and the passes that make both.
 //
 // A row is quantised by its own largest number, a weight by the largest of its output channel; both are turned first
 // (`narrow.py`). Sums of products are exact integers, so a row's result has the same bits whatever it is computed with.
 //
-// Weights lie in panels of 64 output channels: four numbers of each channel beside each other, as one instruction
-// multiplies them. It takes one side as unsigned: weights are stored plus 128, and 128 times the sum of the row's
-// numbers is taken off again.
+// Weights lie in panels of output channels: four numbers of each channel beside each other, as one instruction
+// multiplies them. That of VNNI takes one side as unsigned: weights are stored plus 128, and 128 times the sum of the
+// row's numbers is taken off again. Those of AMX multiply tiles of both.
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
 
@@ -15,9 +15,19 @@
 
 #include <vector>
 
+#if defined(__AMX_INT8__) || defined(__AMXINT8__)  // GCC, and older Clang
+#define WITH_AMX
+#endif
+
 namespace {
 
-constexpr int LANES = 16, VECTORS = 4, PANEL = LANES * VECTORS, ROWS = 6, BLOCK = 240;
+constexpr int LANES = 16, VECTORS = 4, TURNED = LANES * VECTORS, ROWS = 6;
+#if defined(WITH_AMX)
+constexpr int PANEL = 32, BLOCK = 256, SHIFT = 0;
+#else
+constexpr int PANEL = 64, BLOCK = 240, SHIFT = 128;
+#endif
+constexpr int TILE = 16, STEP = 64;  // rows of a tile, and bytes of one: `STEP` divides the width of what is quantised
 
 inline __m512 load(const uint16_t* from) {
     return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
@@ -52,14 +62,14 @@ inline void turn(__m512* x) {
 template <class Number>
 inline float turned(const Number* from, int64_t width, float* to) {
     __m512 most = _mm512_setzero_ps();
-    if (width % PANEL)
+    if (width % TURNED)
         for (int64_t k = 0; k < width; k += LANES) {
             const __m512 x = load(from + k);
             _mm512_storeu_ps(to + k, x);
             most = _mm512_max_ps(most, _mm512_abs_ps(x));
         }
     else
-        for (int64_t k = 0; k < width; k += PANEL) {
+        for (int64_t k = 0; k < width; k += TURNED) {
             __m512 x[VECTORS];
             for (int v = 0; v < VECTORS; v++) x[v] = load(from + k + LANES * v);
             turn(x);
@@ -78,10 +88,47 @@ inline __m512i rounded(const float* from, __m512 by) {
 inline __m512 steps(float largest) { return _mm512_set1_ps(largest > 0 ? 127.0f / largest : 0.0f); }
 
 struct Quantised {
-    int8_t* numbers;  // [rows, width]
+    int8_t* numbers;  // [rows, padded]: as many rows as blocks of the product have, behind `width` zeros
     float* scales;    // [rows], what gives the rows back
     int32_t* sums;    // [rows], of the numbers
+    int64_t padded;
 };
+
+inline int64_t padded_to(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
+
+// One row that was turned, as small numbers.
+inline void quantise_row(const float* from, float largest, int64_t row, int64_t width, const Quantised& to) {
+    const __m512 by = steps(largest);
+    __m512i sum = _mm512_setzero_si512();
+    int8_t* numbers = to.numbers + row * to.padded;
+    for (int64_t k = 0; k < width; k += LANES) {
+        const __m512i some = rounded(from + k, by);
+        sum = _mm512_add_epi32(sum, some);
+        _mm_storeu_si128((__m128i*)(numbers + k), _mm512_cvtepi32_epi8(some));
+    }
+    memset(numbers + width, 0, to.padded - width);
+    to.scales[row] = largest / 127.0f;
+    to.sums[row] = _mm512_reduce_add_epi32(sum);
+}
+
+#if defined(WITH_AMX)
+// Everything is in memory: GCC does not know that intrinsics of tiles read it.
+inline void settle(const void* there) { __asm__ volatile("" : : "r"(there) : "memory"); }
+
+// Tiles of 16 rows of 64 bytes, during a thread's turn.
+struct Tiles {
+    Tiles() {
+        struct {
+            uint8_t palette = 1, from = 0, nothing[14] = {};
+            uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+        } shapes;
+        settle(&shapes);
+        _tile_loadconfig(&shapes);
+    }
+    ~Tiles() { _tile_release(); }
+};
+#endif
 
 template <class Number>
 void quantise(const Number* from, int64_t stride, int64_t rows, int64_t width, int64_t threads, const Quantised& to) {
@@ -89,22 +136,12 @@ void quantise(const Number* from, int64_t stride, int64_t rows, int64_t width, i
     {
         std::vector<float> own(width);
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; row++) {
-            const float largest = turned(from + row * stride, width, own.data());
-            const __m512 by = steps(largest);
-            __m512i sum = _mm512_setzero_si512();
-            for (int64_t k = 0; k < width; k += LANES) {
-                const __m512i numbers = rounded(own.data() + k, by);
-                sum = _mm512_add_epi32(sum, numbers);
-                _mm_storeu_si128((__m128i*)(to.numbers + row * width + k), _mm512_cvtepi32_epi8(numbers));
-            }
-            to.scales[row] = largest / 127.0f;
-            to.sums[row] = _mm512_reduce_add_epi32(sum);
-        }
+        for (int64_t row = 0; row < rows; row++)
+            quantise_row(own.data(), turned(from + row * stride, width, own.data()), row, width, to);
     }
 }
 
-// Weights [outputs, width] as panels; `scales` [outputs].
+// Weights [outputs, width] as panels, which are there as numbers that add nothing; `scales` [outputs].
 template <class Number>
 void pack(const Number* from, int64_t outputs, int64_t width, int64_t threads, uint8_t* to, float* scales) {
 #pragma omp parallel num_threads((int)threads)
@@ -114,10 +151,10 @@ void pack(const Number* from, int64_t outputs, int64_t width, int64_t threads, u
         for (int64_t output = 0; output < outputs; output++) {
             const float largest = turned(from + output * width, width, own.data());
             const __m512 by = steps(largest);
-            uint8_t* panel = to + output / PANEL * PANEL * width + 4 * (output % PANEL);
+            uint8_t* panel = to + output / PANEL * PANEL * padded_to(width, STEP) + 4 * (output % PANEL);
             for (int64_t k = 0; k < width; k += LANES) {
                 alignas(16) uint32_t words[4];
-                const __m512i numbers = _mm512_add_epi32(rounded(own.data() + k, by), _mm512_set1_epi32(128));
+                const __m512i numbers = _mm512_add_epi32(rounded(own.data() + k, by), _mm512_set1_epi32(SHIFT));
                 _mm_store_si128((__m128i*)words, _mm512_cvtepi32_epi8(numbers));
                 for (int i = 0; i < 4; i++) memcpy(panel + (k + 4 * i) * PANEL, words + i, 4);
             }
@@ -126,26 +163,69 @@ void pack(const Number* from, int64_t outputs, int64_t width, int64_t threads, u
     }
 }
 
+struct Sizes {  // int64 in Python
+    int64_t rows, width, outputs, out_stride, threads;
+};
+
+#if defined(WITH_AMX)
+// Two tiles of rows with two of weights.
+template <class Number>
+void panel_rows(const Quantised& rows, const uint8_t* weights, const float* scales, const Sizes& n, int64_t row,
+                int64_t end, int64_t first, Number* out) {
+    alignas(64) int32_t sums[2 * TILE][PANEL];
+    weights += first * rows.padded;
+    for (; row < end; row += 2 * TILE) {
+        const int8_t* numbers = rows.numbers + row * rows.padded;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t k = 0; k < rows.padded; k += STEP) {
+            _tile_loadd(4, numbers + k, rows.padded);
+            _tile_loadd(6, weights + k * PANEL, 4 * PANEL);
+            _tile_loadd(5, numbers + TILE * rows.padded + k, rows.padded);
+            _tile_loadd(7, weights + k * PANEL + STEP, 4 * PANEL);
+            _tile_dpbssd(0, 4, 6);
+            _tile_dpbssd(1, 4, 7);
+            _tile_dpbssd(2, 5, 6);
+            _tile_dpbssd(3, 5, 7);
+        }
+        settle(sums);
+        _tile_stored(0, sums[0], sizeof(sums[0]));
+        _tile_stored(1, sums[0] + LANES, sizeof(sums[0]));
+        _tile_stored(2, sums[TILE], sizeof(sums[0]));
+        _tile_stored(3, sums[TILE] + LANES, sizeof(sums[0]));
+        settle(sums);
+        const int count = (int)(end - row < 2 * TILE ? end - row : 2 * TILE);
+        for (int64_t v = 0; v < PANEL && first + v < n.outputs; v += LANES) {
+            const __m512 own = _mm512_loadu_ps(scales + first + v);
+            for (int r = 0; r < count; r++) {
+                const __m512 by = _mm512_mul_ps(_mm512_set1_ps(rows.scales[row + r]), own);
+                const __m512 sum = _mm512_cvtepi32_ps(_mm512_load_si512(sums[r] + v));
+                store(out + (row + r) * n.out_stride + first + v, _mm512_mul_ps(sum, by));
+            }
+        }
+    }
+}
+#else
+struct Tiles {};  // none
+
 // Adds the products of four unsigned and four signed bytes to each word. Compilers copy the sums of the intrinsic, and
 // then have too few registers.
 inline void add_products(__m512i& sum, __m512i bytes, __m512i others) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(bytes), "v"(others));
 }
 
-struct Sizes {  // int64 in Python
-    int64_t rows, width, outputs, out_stride, threads;
-};
-
 // R rows with V vectors of a panel. Unrolled, so that all sums stay in registers.
 template <int R, int V, class Number>
 inline void tile(const Quantised& rows, const uint8_t* weights, const float* scales, const Sizes& n, int64_t row,
                  int64_t first, Number* out) {
-    const int8_t* numbers = rows.numbers + row * n.width;
-    weights += first * n.width;
+    const int8_t* numbers = rows.numbers + row * rows.padded;
+    weights += first * rows.padded;
     __m512i sum[R][V];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-        const __m512i less = _mm512_set1_epi32(-128 * rows.sums[row + r]);
+        const __m512i less = _mm512_set1_epi32(-SHIFT * rows.sums[row + r]);
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) sum[r][v] = less;
     }
@@ -156,7 +236,7 @@ inline void tile(const Quantised& rows, const uint8_t* weights, const float* sca
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             int32_t word;
-            memcpy(&word, numbers + r * n.width + k, 4);
+            memcpy(&word, numbers + r * rows.padded + k, 4);
             const __m512i four = _mm512_set1_epi32(word);
 #pragma GCC unroll 8
             for (int v = 0; v < V; v++) add_products(sum[r][v], weight[v], four);
@@ -174,35 +254,55 @@ inline void tile(const Quantised& rows, const uint8_t* weights, const float* sca
 }
 
 template <int V, class Number>
-void panel_rows(const Quantised& rows, const uint8_t* weights, const float* scales, const Sizes& n, int64_t row,
-                int64_t end, int64_t first, Number* out) {
+void vector_rows(const Quantised& rows, const uint8_t* weights, const float* scales, const Sizes& n, int64_t row,
+                 int64_t end, int64_t first, Number* out) {
     for (; row + ROWS <= end; row += ROWS) tile<ROWS, V>(rows, weights, scales, n, row, first, out);
     for (; row < end; row++) tile<1, V>(rows, weights, scales, n, row, first, out);
 }
 
 template <class Number>
+void panel_rows(const Quantised& rows, const uint8_t* weights, const float* scales, const Sizes& n, int64_t row,
+                int64_t end, int64_t first, Number* out) {
+    const int64_t left = n.outputs - first;
+    const auto some = left > 3 * LANES   ? vector_rows<4, Number>
+                      : left > 2 * LANES ? vector_rows<3, Number>
+                      : left > LANES     ? vector_rows<2, Number>
+                                         : vector_rows<1, Number>;
+    some(rows, weights, scales, n, row, end, first, out);
+}
+#endif
+
+template <class Number>
 void multiply(const Quantised& rows, const uint8_t* weights, const float* scales, const Sizes& n, Number* out) {
     const int64_t blocks = (n.rows + BLOCK - 1) / BLOCK;
-#pragma omp parallel for num_threads((int)n.threads) schedule(dynamic, 1)
-    for (int64_t block = 0; block < blocks; block++) {
-        const int64_t row = block * BLOCK, end = row + BLOCK < n.rows ? row + BLOCK : n.rows;
-        for (int64_t first = 0; first < n.outputs; first += PANEL) {
-            const int64_t left = n.outputs - first;
-            const auto some = left > 3 * LANES   ? panel_rows<4, Number>
-                              : left > 2 * LANES ? panel_rows<3, Number>
-                              : left > LANES     ? panel_rows<2, Number>
-                                                 : panel_rows<1, Number>;
-            some(rows, weights, scales, n, row, end, first, out);
+#pragma omp parallel num_threads((int)n.threads)
+    {
+        [[maybe_unused]] const Tiles tiles;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t block = 0; block < blocks; block++) {
+            const int64_t row = block * BLOCK, end = row + BLOCK < n.rows ? row + BLOCK : n.rows;
+            for (int64_t first = 0; first < n.outputs; first += PANEL)
+                panel_rows(rows, weights, scales, n, row, end, first, out);
         }
     }
 }
 
 }  // namespace
 
-// Rows and weights: bfloat16 if `halves`, else float32, of a width that is a multiple of 16, as outputs are.
+// The instructions that were compiled in.
+extern "C" const char* prefill_int8_form() {
+#if defined(WITH_AMX)
+    return "AMX";
+#else
+    return "AVX512-VNNI";
+#endif
+}
+
+// Rows and weights: bfloat16 if `halves`, else float32, of a width that is a multiple of 16, as outputs are. There is
+// memory for multiples of 32 rows, of 64 numbers of a row and of 64 output channels.
 extern "C" void prefill_int8_quantise(const void* from, int64_t stride, int64_t rows, int64_t width, int64_t threads,
                                       int64_t halves, int8_t* numbers, float* scales, int32_t* sums) {
-    const Quantised to = {numbers, scales, sums};
+    const Quantised to = {numbers, scales, sums, padded_to(width, STEP)};
     if (halves)
         quantise((const uint16_t*)from, stride, rows, width, threads, to);
     else
@@ -219,7 +319,8 @@ extern "C" void prefill_int8_pack(const void* from, int64_t outputs, int64_t wid
 
 extern "C" void prefill_int8_product(int8_t* numbers, float* row_scales, int32_t* sums, const uint8_t* weights,
                                      const float* scales, const int64_t* sizes, int64_t halves, void* out) {
-    const Quantised rows = {numbers, row_scales, sums};
+    const int64_t width = ((const Sizes*)sizes)->width;
+    const Quantised rows = {numbers, row_scales, sums, padded_to(width, STEP)};
     if (halves)
         multiply(rows, weights, scales, *(const Sizes*)sizes, (uint16_t*)out);
     else

@@ -6,7 +6,7 @@ turned into as many sums and differences of all of them (a Hadamard matrix, as i
 2404.00456), for rows and weights alike: that changes no product, and every sum has its share of a large number. It
 needs no rows to calibrate on.
 
-On CPUs with AVX512-VNNI `int8_products.cpp` multiplies, elsewhere torch. Sums of int8 products are exact, so a row's
+On CPUs with AVX512-VNNI or AMX `int8_products.cpp` multiplies, elsewhere torch. Sums of int8 products are exact, so a row's
 result has the same bits whatever it is computed with.
 """
 
@@ -38,7 +38,7 @@ _CHOOSE = ("gate", "router")  # names of linear layers that choose experts, in s
 FP8 = torch.float8_e4m3fn
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 _DTYPES = (torch.bfloat16, torch.float32)  # of the kernel's rows and weights
-_PANEL = 64  # output channels of a panel of weights, as in the source
+_ROWS, _STEP, _PANEL = 32, 64, 64  # the kernel's memory is for multiples of so many rows, inputs and outputs
 
 
 def check_narrow(kind: Narrow, device: torch.device, encoder: str | None = None) -> None:
@@ -198,7 +198,7 @@ class TorchWeights:
 
 
 class Int8Kernel:
-    """The functions of `int8_products.cpp`."""
+    """The functions of `int8_products.cpp`; `form` names the instructions that they use."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -210,6 +210,8 @@ class Int8Kernel:
         self.multiply.argtypes = [*[pointer] * 6, number, pointer]
         for each in (self.quantise, self.pack, self.multiply):
             each.restype = None
+        library.prefill_int8_form.restype = ctypes.c_char_p
+        self.form: str = library.prefill_int8_form().decode()
 
 
 class KernelWeights:
@@ -217,16 +219,17 @@ class KernelWeights:
 
     def __init__(self, weight: Tensor, kernel: Int8Kernel) -> None:
         self._kernel, (self._outputs, self._width) = kernel, weight.shape
-        rows = -(-self._outputs // _PANEL) * _PANEL
-        self._panels = torch.full((rows * self._width,), 128, dtype=torch.uint8)
+        rows = _multiple(self._outputs, _PANEL)
+        # Where the width is padded, rows have zeros: whatever stands there adds nothing
+        self._panels = torch.zeros(rows * _multiple(self._width, _STEP), dtype=torch.uint8)
         self._scales = torch.zeros(rows)
         shape = self._outputs, self._width, torch.get_num_threads(), weight.dtype == torch.bfloat16
         kernel.pack(weight.contiguous().data_ptr(), *shape, self._panels.data_ptr(), self._scales.data_ptr())
 
     def quantised(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The small numbers, what gives the rows back, and sums of the numbers."""
+        """The small numbers with what they are padded by, what gives the rows back, and sums of the numbers."""
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-        numbers = torch.empty(rows.shape, dtype=torch.int8)
+        numbers = torch.empty(_multiple(len(rows), _ROWS), _multiple(rows.shape[1], _STEP), dtype=torch.int8)
         scales, sums = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int32)
         how = rows.stride(0), *rows.shape, torch.get_num_threads(), rows.dtype == torch.bfloat16
         self._kernel.quantise(rows.data_ptr(), *how, *(each.data_ptr() for each in (numbers, scales, sums)))
@@ -234,11 +237,15 @@ class KernelWeights:
 
     def product(self, rows: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """As of `Weights`."""
-        out = torch.empty(len(rows[0]), self._outputs, dtype=dtype)
-        sizes = np.array([*rows[0].shape, self._outputs, out.stride(0), torch.get_num_threads()], np.int64)
+        out = torch.empty(len(rows[1]), self._outputs, dtype=dtype)
+        sizes = np.array([len(out), self._width, self._outputs, out.stride(0), torch.get_num_threads()], np.int64)
         tensors = (each.data_ptr() for each in (*rows, self._panels, self._scales))
         self._kernel.multiply(*tensors, sizes.ctypes.data, dtype == torch.bfloat16, out.data_ptr())
         return out if bias is None else out.add_(bias)
+
+
+def _multiple(size: int, step: int) -> int:
+    return -(-size // step) * step
 
 
 @cache

@@ -224,7 +224,7 @@ def test_a_kernel_that_computes_something_else_is_found(monkeypatch: pytest.Monk
     )
     monkeypatch.syspath_prepend(tmp_path)
     wrong = attention.compiled_library("wrong.cpp", "wrong_kernel")
-    monkeypatch.setattr(attention, "compiled_library", lambda _, **options: wrong)
+    monkeypatch.setattr(attention, "compiled_library", lambda _: wrong)
     attention.compiled_kernel.cache_clear()
     try:
         assert attention_checks.check_path("kernel", CPU, torch.bfloat16).status == "differs"

@@ -1,4 +1,4 @@
-"""The compiled kernel for other processors than this one, against explicit scores like every path of attention."""
+"""The compiled kernels for other processors than this one: attention against explicit scores, int8 against NumPy."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ import torch
 
 from prefillcli.prefill import attention, attention_checks
 from prefillcli.prefill.attention import ForestKernel
+from prefillcli.prefill.narrow import Int8Kernel
 from prefillcli.runtime import user_cache
 from tests.prefill import test_kernel as kernels
+from tests.prefill import test_narrow as products
 
 pytestmark = pytest.mark.nightly
 
@@ -35,6 +37,8 @@ HERE_TOO = {
         {"avx512_f", "avx512_bf16"},
     ),
 }
+_VNNI = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mavx512vnni"]
+INT8_HERE_TOO = {"AVX512-VNNI": _VNNI, "AMX": [*_VNNI, "-include", str(HERE / "tiles.h")]}
 
 
 class EmulatedKernel(ForestKernel):
@@ -97,6 +101,24 @@ def test_the_kernel_for_other_instructions_agrees(
     assert_agrees(kernel, dtype, monkeypatch)
     monkeypatch.setattr(attention, "compiled_kernel", lambda: kernel)
     kernels.test_nodes_that_are_computed_together_get_the_bits_of_one_alone()
+
+
+@pytest.mark.parametrize("form", INT8_HERE_TOO)
+def test_products_of_int8_for_other_instructions_are_those_of_the_rounded_numbers(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not {"avx512_vnni", "avx512_bf16"} <= attention._instructions():
+        pytest.skip("the processor lacks AVX512-VNNI")
+    library = user_cache.load_compiled("prefillcli.prefill", "int8_products.cpp", INT8_HERE_TOO[form])
+    if library is None:
+        pytest.skip("no C++ compiler")
+    kernel = Int8Kernel(library)
+    assert kernel.form == form
+    monkeypatch.setattr(products, "int8_kernel", lambda: kernel)
+    for outputs, width in ((64, 64), (80, 112), (208, 192)):
+        for dtype in (torch.float32, torch.bfloat16):
+            products.test_products_are_those_of_the_rounded_numbers("kernel", dtype, outputs, width)
+    products.test_a_row_has_the_same_bits_beside_any_others("kernel")
 
 
 @pytest.mark.skipif(CROSS is None or EMULATOR is None, reason="needs Debian's g++-aarch64-linux-gnu and qemu-user")

@@ -1,5 +1,5 @@
-// The tile instructions of AMX that the kernel uses, as Intel documents them (Software Developer's Manual, volume 2:
-// LDTILECFG, TILELOADD, TILESTORED, TILEZERO, TDPBF16PS). What is undefined there, or raises an exception, aborts.
+// The tile instructions of AMX that the kernels use, as Intel documents them (Software Developer's Manual, volume 2:
+// LDTILECFG, TILELOADD, TILESTORED, TILEZERO, TDPBF16PS, TDPBSSD). What is undefined there, or raises an exception, aborts.
 
 #include <immintrin.h>
 #include <stdint.h>
@@ -10,7 +10,9 @@
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbf16ps
+#undef _tile_dpbssd
 #define __AMX_BF16__ 1
+#define __AMX_INT8__ 1
 #define __AMX_TILE__ 1
 #define _tile_loadconfig model_loadconfig
 #define _tile_release model_release
@@ -18,6 +20,7 @@
 #define _tile_stored model_stored
 #define _tile_zero model_zero
 #define _tile_dpbf16ps model_dpbf16ps
+#define _tile_dpbssd model_dpbssd
 
 namespace {
 
@@ -76,10 +79,26 @@ inline float model_flushed(float number) {
     return model_flushed(bits);
 }
 
-inline void model_dpbf16ps(int sums, int a, int b) {
+inline void model_check(int sums, int a, int b) {
     ModelTile &to = model_tile(sums), &left = model_tile(a), &right = model_tile(b);
     if (sums == a || sums == b || a == b) abort();
     if (to.rows != left.rows || to.bytes != right.bytes || left.bytes != 4 * right.rows) abort();
+}
+
+inline void model_dpbssd(int sums, int a, int b) {
+    model_check(sums, a, b);
+    ModelTile &to = model_tile(sums), &left = model_tile(a), &right = model_tile(b);
+    for (int m = 0; m < to.rows; m++)
+        for (int n = 0; n < to.bytes / 4; n++)
+            for (int k = 0; k < left.bytes; k++) {
+                const uint32_t x = left.words[m][k / 4] >> 8 * (k % 4), y = right.words[k / 4][n] >> 8 * (k % 4);
+                to.words[m][n] += (int8_t)x * (int8_t)y;
+            }
+}
+
+inline void model_dpbf16ps(int sums, int a, int b) {
+    model_check(sums, a, b);
+    ModelTile &to = model_tile(sums), &left = model_tile(a), &right = model_tile(b);
     for (int m = 0; m < to.rows; m++)
         for (int n = 0; n < to.bytes / 4; n++) {
             float even = 0, odd = 0;
