@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import subprocess
 import sys
@@ -106,16 +107,21 @@ def attention(threads: int = 1, rounds: int = 9) -> None:
     Console(width=120).print(table)
 
 
-#: What the compiled kernel's forms need besides, and less than AVX512-BF16.
-FORMS = {"AVX2": ["-mavx2", "-mfma"], "AVX-512": ["-mavx2", "-mfma", "-mavx512f"]}
+#: What the compiled kernel's forms need.
+FORMS = {"AVX2": ["-mavx2", "-mfma"]}
+FORMS["AVX-512"] = [*FORMS["AVX2"], "-mavx512f"]
+FORMS["AVX512-BF16"] = [*FORMS["AVX-512"], "-mavx512bf16"]
+FORMS["AMX"] = [*FORMS["AVX512-BF16"], "-mamx-tile", "-mamx-bf16"]
 
 
 @app.command()
 def forms(form: Annotated[str, typer.Argument(help=" or ".join(FORMS))], rounds: int = 9) -> None:
-    """GFLOP/s of one thread: the compiled kernel for older CPUs, and torch's own attention, which is told by its
+    """GFLOP/s of one thread: a form of the compiled kernel, and torch's own attention, which is told by its
     environment to use no more: ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2, or
     avx512, AVX512_CORE_VNNI and AVX512. 8 heads over 4 K,V heads of 64."""
     torch.set_num_threads(1)
+    if form == "AMX" and not torch.cpu._init_amx():  # Linux gives tiles to those that ask
+        raise typer.BadParameter("the processor has no AMX, or Linux does not give it")
     library = load_compiled("prefillcli.prefill", "forest_attention.cpp", [*FORMS[form], "-ffp-contract=off"])
     if library is None or not share_openmp("torch"):
         raise typer.BadParameter("no C++ compiler, or no OpenMP of GNU in torch")
@@ -371,6 +377,7 @@ def switched(fused: bool, passes: bool, kernel: bool) -> Iterator[None]:
 
 def race_material(workload: str, scale: float = 1.0) -> tuple[PreTrainedModel, list[TokenArray]]:
     """The model and the prompts of a race of `benchmarks.peers`, in bfloat16."""
+    gc.freeze()  # as the program does behind its imports
     if workload == REVIEWS:
         files = read_model_files(real_model(), dtype="bfloat16")
         return load_model(files, torch.device("cpu")), WORKLOADS[workload](0, scale).prompts

@@ -7,6 +7,7 @@ stdout. This module and those of contenders with an environment of their own imp
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -37,6 +38,7 @@ def serve(folder: Path) -> None:
     module, _, name = job["way"].partition(":")
     opened = getattr(import_module(module), name)
     with opened(Path(job["model"]), job["dtype"], prompts, tuple(job["labels"]), **job["settings"]) as (method, about):
+        gc.freeze()  # as the program does: collections need not look at the million objects of imports
         print(json.dumps(about), file=answers)
         for _ in sys.stdin:
             np.save(folder / SCORES, method())

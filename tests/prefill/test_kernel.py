@@ -39,7 +39,7 @@ def test_a_forest_in_bfloat16_is_as_near_the_eager_forward_as_without_the_kernel
 ) -> None:
     """Over packs that hold prefixes, windows, sinks and soft caps; the reference is float32 over the same weights.
 
-    In the median, because a last bit may send a token to another expert.
+    In the mean, and in the median where a last bit may send a token to another expert.
     """
     register()
     half, exact = make_model(family, torch.bfloat16), make_model(family)
@@ -58,7 +58,8 @@ def test_a_forest_in_bfloat16_is_as_near_the_eager_forward_as_without_the_kernel
     monkeypatch.setattr(forest, "forest_kernel", lambda: None)
     without = (p_yes(walked(half, mixed(), chunk=97, limits=limits)) - wanted).abs()
     assert used
-    assert with_kernel.median() <= max(1.5 * float(without.median()), 2e-3)
+    middle = torch.median if any("experts" in name for name in half.config.to_dict()) else torch.mean
+    assert middle(with_kernel) <= 1.3 * middle(without)
 
 
 @needs_kernel

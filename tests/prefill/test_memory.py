@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -164,27 +162,20 @@ def ready_to_walk(budget: int, kind: str):
     return lambda: run(prompts)
 
 
-def least_peak(prepare: Callable[..., Any], *what: Any, budget: int) -> int:
-    """The peak of a child, or where it is above the budget the least of three: in one of six processes malloc keeps a
-    tenth more, of what was freed."""
-    peaks = [peak_in_child(prepare, *what)]
-    while peaks[-1] > budget and len(peaks) < 3:
-        peaks.append(peak_in_child(prepare, *what))
-    return min(peaks)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["longest", "trees"])
 def test_peak_memory_stays_within_the_budget(kind: str) -> None:
     budget = 130 << 20
-    assert budget / 4 < least_peak(ready_to_walk, budget, kind, budget=budget) <= budget
+    peak = peak_in_child(ready_to_walk, budget, kind)
+    assert budget / 4 < peak <= budget
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", LARGER)
 def test_peak_memory_of_other_families_stays_within_the_budget(family: str) -> None:
     budget = 96 << 20
-    assert budget / 16 < least_peak(ready_to_walk_any, family, budget, budget=budget) <= budget
+    peak = peak_in_child(ready_to_walk_any, family, budget)
+    assert budget / 16 < peak <= budget
 
 
 @pytest.mark.nightly
