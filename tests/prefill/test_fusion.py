@@ -230,11 +230,8 @@ def test_scores_are_those_of_the_eager_forward_where_heads_are_turned(
 
 @needs_passes
 @pytest.mark.usefixtures("always")
-def test_a_layer_is_called_as_a_whole_where_it_adds_what_its_parts_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    for known in ("_forms", "_known"):  # whatever other tests have left of their own
-        monkeypatch.setattr(fusion, known, {})
-    fusion._turns.cache_clear()
-    monkeypatch.setattr(fusion, "compiled_passes", lambda: PASSES)
+def test_a_layer_is_called_as_a_whole_where_it_adds_what_its_parts_give() -> None:
+    # Models of their own: transformers leaves hooks on those that other tests have asked for hidden states
     for family, whole in (("llama", True), ("qwen3", True), ("granite", False), ("gemma2", False)):
         layer = make_model(family).model.layers[0]
         layer.residual_multiplier = 0.5  # granite's looks at it
