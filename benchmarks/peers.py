@@ -277,17 +277,27 @@ def main(
 def race(
     workload: RaceRows, names: Sequence[str], model: Path, dtype: str, rounds: int, trial: bool, cpu_time: bool
 ) -> dict[str, Any]:
-    """All contenders on one workload, as a value for JSON."""
+    """All contenders on one workload, as a value for JSON. A peer whose process ends is left out."""
     open_one = partial(_open, workload=workload, model=model, dtype=dtype)
-    names = [name for name in names if name not in (workload.left_out or {})]
+    left_out = dict(workload.left_out or {})
+    names = [name for name in names if name not in left_out]
     settings = {name: {**CONTENDERS[name].settings, **workload.settings.get(name, {})} for name in names}
     with closing(_open(WALK, settings={}, workload=workload, model=model, dtype="float32")) as exact:
         wanted = exact.run()
     if trial:
         settings |= {name: _best(name, settings[name], open_one, cpu_time) for name in names if CONTENDERS[name].tries}
     with ExitStack() as stack:
-        runners = {name: stack.enter_context(closing(open_one(name, settings=settings[name]))) for name in names}
-        firsts = {name: runner.run_watched() for name, runner in runners.items()}
+        runners, firsts = {}, {}
+        for name in names:
+            try:
+                runner = stack.enter_context(closing(open_one(name, settings=settings[name])))
+                firsts[name] = runner.run_watched()
+                runners[name] = runner
+            except RuntimeError as error:
+                if name == WALK:
+                    raise
+                left_out[name] = str(error)
+        names = list(runners)
         seconds = timed(runners, rounds, cpu_time, on_run=log_run)
     rows = {name: workload.rows(name) for name in names}
     rates = {name: [len(rows[name]) / each for each in seconds[name]] for name in names}
@@ -307,7 +317,6 @@ def race(
         }
         for name, (scores, before, peak) in firsts.items()
     }
-    left_out = dict(workload.left_out or {})
     return {
         "text": f"{len(workload.prompts)} rows: {workload.text}",
         "lowest_score": float(wanted.min()),

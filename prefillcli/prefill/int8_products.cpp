@@ -27,7 +27,7 @@ constexpr int PANEL = 32, BLOCK = 256, SHIFT = 0;
 #else
 constexpr int PANEL = 64, BLOCK = 240, SHIFT = 128;
 #endif
-constexpr int TILE = 16, STEP = 64;  // rows of a tile, and bytes of one: `STEP` divides the width of what is quantised
+constexpr int TILE = 16, STEP = 64;  // rows of a tile, and bytes of each
 
 inline __m512 load(const uint16_t* from) {
     return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
@@ -88,7 +88,7 @@ inline __m512i rounded(const float* from, __m512 by) {
 inline __m512 steps(float largest) { return _mm512_set1_ps(largest > 0 ? 127.0f / largest : 0.0f); }
 
 struct Quantised {
-    int8_t* numbers;  // [rows, padded]: as many rows as blocks of the product have, behind `width` zeros
+    int8_t* numbers;  // [rows, padded], zeros from `width` on; there is memory for whole tiles of rows
     float* scales;    // [rows], what gives the rows back
     int32_t* sums;    // [rows], of the numbers
     int64_t padded;
@@ -141,7 +141,7 @@ void quantise(const Number* from, int64_t stride, int64_t rows, int64_t width, i
     }
 }
 
-// Weights [outputs, width] as panels, which are there as numbers that add nothing; `scales` [outputs].
+// Weights [outputs, width] as panels, which are zeros where there are no such outputs and inputs; `scales` [outputs].
 template <class Number>
 void pack(const Number* from, int64_t outputs, int64_t width, int64_t threads, uint8_t* to, float* scales) {
 #pragma omp parallel num_threads((int)threads)

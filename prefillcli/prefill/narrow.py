@@ -6,8 +6,8 @@ turned into as many sums and differences of all of them (a Hadamard matrix, as i
 2404.00456), for rows and weights alike: that changes no product, and every sum has its share of a large number. It
 needs no rows to calibrate on.
 
-On CPUs with AVX512-VNNI or AMX `int8_products.cpp` multiplies, elsewhere torch. Sums of int8 products are exact, so a row's
-result has the same bits whatever it is computed with.
+On CPUs with AVX512-VNNI or AMX `int8_products.cpp` multiplies, elsewhere torch. Sums of int8 products are exact, so a
+row's result has the same bits whatever it is computed with.
 """
 
 from __future__ import annotations

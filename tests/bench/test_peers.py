@@ -49,6 +49,7 @@ def test_sampled_rows_are_evenly_spaced_and_the_walk_scores_all() -> None:
 @pytest.mark.nightly
 def test_the_race_prints_a_table_and_a_line_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "ROOT", tmp_path)  # no peer's environment is there
+    monkeypatch.setitem(peers.CONTENDERS, "broken", peers.Contender("benchmarks.nowhere:nothing"))
     words = "--workload single --workload short --rounds 1 --scale 0.02 --dtype float32"
     app = typer.Typer()
     app.command()(peers.main)
@@ -60,6 +61,7 @@ def test_the_race_prints_a_table_and_a_line_of_json(tmp_path: Path, monkeypatch:
     assert list(workloads["short"]["contenders"]) == ["torch walk", "padded batches"]
     assert list(workloads["single"]["contenders"]) == ["torch walk", "plain loop"]
     for workload in workloads.values():
+        assert workload["left_out"]["broken"] == "the process ended with 1"
         for contender in workload["contenders"].values():
             assert contender["rows_per_second"]["median"] > 0
             assert contender["largest_difference"] < 1e-5
