@@ -60,6 +60,7 @@ from prefillcli.prefill.narrow import in_smaller_numbers
 from prefillcli.prefill.walk import FASTEST
 from prefillcli.profile.children import prompts_with_histories, resident
 from prefillcli.report.section import mebibytes
+from prefillcli.runtime.memory import keep_blocks
 from prefillcli.runtime.user_cache import load_compiled, share_openmp
 from prefillcli.stats.evaluation import Measure, auc, rows_for
 from recipes.real_model import real_model, reviews
@@ -378,6 +379,7 @@ def switched(fused: bool, passes: bool, kernel: bool) -> Iterator[None]:
 def race_material(workload: str, scale: float = 1.0) -> tuple[PreTrainedModel, list[TokenArray]]:
     """The model and the prompts of a race of `benchmarks.peers`, in bfloat16."""
     gc.freeze()  # as the program does behind its imports
+    keep_blocks()
     if workload == REVIEWS:
         files = read_model_files(real_model(), dtype="bfloat16")
         return load_model(files, torch.device("cpu")), WORKLOADS[workload](0, scale).prompts

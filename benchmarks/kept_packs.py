@@ -19,6 +19,7 @@ from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.profile.children import prompts_with_histories, random_prompt
+from prefillcli.runtime.memory import keep_blocks
 
 CPU = torch.device("cpu")
 VOCABULARY = 8_000
@@ -88,7 +89,8 @@ def ready(name: str, size: str, share: float) -> Callable[[], object]:
     """A case, with `share` of what the law says as the budget, up to the measured step."""
     model, case = random_llama(size, torch.float32), CASES[name]
     prompts = case.prompts()
-    _, limits = _sized(model, prompts, case, share)
+    budget, limits = _sized(model, prompts, case, share)
+    keep_blocks(budget)
     plan, walk = make_plan(prompts, limits), LayerWalk(model, chunk_tokens=CHUNK)
     short = [random_prompt(64, VOCABULARY)]
     write_all(walk, make_plan(short, limits), short, limits, 1, 2)  # what is set up once is not the packs'

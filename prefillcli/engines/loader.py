@@ -17,7 +17,7 @@ from prefillcli.prefill.attention import ruled_out
 from prefillcli.prefill.fusion import check_compiler, compiled
 from prefillcli.prefill.walk import FASTEST, LayerWalk
 from prefillcli.runtime import log
-from prefillcli.runtime.memory import available_memory, device_capacity
+from prefillcli.runtime.memory import available_memory, device_capacity, keep_blocks
 
 
 def open_models(choice: EngineChoice) -> Opened:
@@ -50,6 +50,8 @@ def load(request: LoadRequest) -> Loaded[TorchEngine] | Loaded[encoders.EncoderE
     if not choice.memory:
         free = int(available_memory(device) * request.share) - (0 if source is None else source.memory_bytes)
     budget = budget_of(choice, free)
+    if device.type == "cpu":
+        keep_blocks(budget)
     speed = None if source is None else source.measure_speed()
     plan = dict(request.before)
     if not request.planned:

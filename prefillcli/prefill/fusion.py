@@ -34,7 +34,7 @@ from prefillcli.prefill.forest import leave_untraced
 
 LEAST_TOKENS = 512  # of a chunk: with fewer, making the layout takes longer than it saves
 COPY_SHARE = 3  # numbers of weights at most, for each output of a linear layer and token of a chunk
-PIECE_BYTES = 8 << 20  # of what an MLP computes between two products: more leaves the cache, or is mapped each time
+PIECE_BYTES = 16 << 20  # of what an MLP computes between two products: more leaves the cache, or is mapped each time
 TOLERANCE = 1e-5  # of the largest number, in float32, between a fused module and its own forward
 
 _DTYPES = (torch.bfloat16, torch.float32)

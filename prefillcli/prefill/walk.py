@@ -39,7 +39,6 @@ from prefillcli.prefill.own_cache import (
     moved,
 )
 from prefillcli.prefill.recurrent import LayerRecurrence, ReadRuns, recurrent_modules
-from prefillcli.runtime.memory import set_malloc
 
 # Where a pack is cut into chunks. One call of a layer computes one chunk.
 
@@ -101,8 +100,6 @@ class LayerWalk:
         self._ends = ModelEnds(model, arithmetic.mode)
         self.layers: LayerSource = layers or LayerSource(self._ends.layers)
         self.device = self._ends.device
-        if self.device.type == "cpu":
-            set_malloc()
         self._cut = arithmetic.cutter(self._ends.layers, self.device)
         self._residual = ResidualRows(self.device, on_host=hidden_on_host)
         self._held = HeldParts(len(self._ends.layers), self.device, offload=offload_held)

@@ -58,7 +58,7 @@ from prefillcli.profile.children import (
     trace,
 )
 from prefillcli.report.section import byte_size
-from prefillcli.runtime.memory import available_memory, parse_size
+from prefillcli.runtime.memory import available_memory, keep_blocks, parse_size
 
 #: Prints the next step on stderr.
 Announce = Callable[[str], None]
@@ -112,6 +112,8 @@ def time_packs(send: Send, subject: Subject, memory: int | None, target: float) 
     law = memory_law(files.config, files.dtype)
     chunk = subject.chunk_tokens or choose_chunk(law, budget, device)
     vocabulary, windows = int(files.config.vocab_size), attention_windows(files.config)
+    if device.type == "cpu":
+        keep_blocks(budget)
     walk = LayerWalk(model, chunk_tokens=chunk)
     run = partial(_timed, walk, device)
     room = budget - law.constant(chunk, device)

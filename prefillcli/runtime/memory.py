@@ -215,23 +215,25 @@ def trim_heap() -> None:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc
-MAPPED_BYTES = 8 << 20  # with 32 MiB, one process of six kept a tenth more of what was freed
-KEPT_BYTES = 64 << 20
-_malloc: list[int] = []  # its settings, once they are made
+_SMALL_BUDGET = 1 << 30  # of it, what malloc keeps between large blocks is a part that counts
 
 
-def set_malloc(mapped: int = MAPPED_BYTES, kept: int = KEPT_BYTES) -> None:
+def set_malloc(mapped: int, kept: int) -> None:
     """From now on blocks of `mapped` bytes come from the system and return to it, and of others malloc keeps `kept`
-    bytes that are free at the heap's end. The first settings of a process stay; glibc only.
-
-    The tensors of a layer's call come and go with each chunk. Left to itself, malloc may return their pages each time,
-    and the system fills them with zeros: that took up to a tenth of a walk's time.
-    """
+    bytes that are free at the heap's end. glibc only; it maps all of 32 MiB."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and not _malloc:
-        _malloc[:] = mapped, kept
+    if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, mapped)
         mallopt(_M_TRIM_THRESHOLD, kept)
+
+
+def keep_blocks(budget: int | None = None) -> None:
+    """Have malloc keep the memory of what a layer's calls compute, for walks with this budget.
+
+    These tensors come and go with each chunk. Left to itself, malloc may return their pages each time, and the system
+    fills them with zeros: that took up to a tenth of a walk's time.
+    """
+    set_malloc((8 if budget is not None and budget < _SMALL_BUDGET else 32) << 20, 64 << 20)
 
 
 # Numbers of bytes as people write them.

@@ -20,7 +20,7 @@ from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.model_ends import CallBuffers
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.profile.children import prompts_with_histories, random_prompt
-from prefillcli.runtime.memory import available_memory
+from prefillcli.runtime.memory import available_memory, keep_blocks
 from tests.prefill.families import each_family, make_model
 from tests.prefill.test_walk import ONE_PACK, mixed
 from tests.prefill.tiny_models import make_tiny_model
@@ -131,6 +131,7 @@ def ready_to_walk_any(family: str, budget: int):
     law = memory_law(model.config, torch.float32)
     chunk = choose_chunk(law, budget, CPU)
     limits = pack_limits(law, budget=budget, device=CPU, chunk_tokens=chunk, pack_tokens=1 << 30)
+    keep_blocks(budget)
     walk = LayerWalk(model, chunk_tokens=chunk)
 
     def run(prompts: list[np.ndarray]) -> None:
@@ -152,6 +153,7 @@ def ready_to_walk(budget: int, kind: str):
         if kind == "longest"
         else prompts_with_histories(2, 60, 3000, 150, 8000)
     )
+    keep_blocks(budget)
     walk = LayerWalk(model, chunk_tokens=CHUNK)
 
     def run(prompts: list[np.ndarray]) -> None:
@@ -195,6 +197,7 @@ def ready_to_write_hybrid(budget: int):
     model = make_tiny_model("nemotron_h", vocab_size=8000, max_position_embeddings=1 << 20, **LARGER["nemotron_h"])
     model.set_attn_implementation(ATTENTION)
     limits = kept_packs.limits_for(memory_law(model.config, torch.float32), budget, 32)
+    keep_blocks(budget)
     walk = LayerWalk(model, chunk_tokens=kept_packs.CHUNK)
 
     def run(prompts: list[np.ndarray]) -> None:
