@@ -329,7 +329,8 @@ def in_int8(
     threads: int = 1,
 ) -> None:
     """What products of int8 gain over bfloat16, in processor seconds of the whole walk, and what they do to P: its
-    mean and largest difference from the walk in float32, flips, and the AUC of `reviews`."""
+    mean and largest difference from the walk in float32, how much of it is a shift, flips, and the AUC of
+    `reviews`."""
     torch.set_num_threads(threads)
     for name in workload or ["short", REVIEWS]:
         network, prompts = race_material(name, scale)
@@ -351,12 +352,13 @@ def in_int8(
                     seconds[each].append(time.process_time() - begun)
         correct = walk_plan(exact, plan)[:, tokens].softmax(-1)[:, 0]
         gain = Spread.of([a / b for a, b in zip(seconds["bfloat16"], seconds["int8"], strict=True)])
-        table = Table("workload", "numbers", "seconds", "gain", "mean difference of P", "largest", "flips", "AUC")
+        table = Table("workload", "numbers", "seconds", "gain", "difference of P", "shift", "largest", "flips", "AUC")
         for each, found in [("float32", correct), *scores.items()]:
             off = (found - correct).abs()
             table.add_row(
                 name, each, f"{np.median(seconds[each]):.2f}" if each in seconds else "",
-                str(gain) if each == "int8" else "", f"{off.mean():.4f}", f"{off.max():.3f}",
+                str(gain) if each == "int8" else "", f"{off.mean():.4f}",
+                f"{(found - correct).mean():.4f}", f"{off.max():.3f}",
                 f"{((found > 0.5) != (correct > 0.5)).sum()} of {len(off)}",
                 "" if truth is None else f"{auc(found.double().numpy(), truth):.3f}",
             )  # fmt: skip
