@@ -14,7 +14,7 @@ from typer.core import TyperArgument, TyperCommand
 from prefillcli.errors import Interrupted, PrefillError, shown
 from prefillcli.options.groups import ModelOptions
 from prefillcli.options.load import load_settings, settled_options
-from prefillcli.options.option import RUN, Settings, details_of
+from prefillcli.options.option import RUN, Settings, details_of, unescaped
 from prefillcli.runtime import log
 from prefillcli.runtime.cores import prepare
 from prefillcli.runtime.extras import quiet_imports
@@ -102,6 +102,8 @@ def option_help(settings: type[Settings], name: str) -> str:
     """The help text of an option, with its default."""
     field = settings.model_fields[name]
     help = field.description or ""
+    if details_of(settings, name).text:
+        help += r" \n is a line break, \t a tab."
     if "(default" not in help and field.default not in (None, False, "", (), {}):
         default = field.default if not isinstance(field.default, tuple) else ", ".join(map(str, field.default))
         help += f" (default: {default})"
@@ -201,6 +203,7 @@ def load_options(kind: type[AnyOptions], recipe: str | None, flags: dict[str, An
     """The settings of a command, with this process prepared for them. Ends the command where they are wrong."""
     given = {name: value for name, value in flags.items() if value not in (None, [])}
     given.pop(HELP_ALL, None)
+    given = {name: value if name == SET else unescaped(kind, name, value) for name, value in given.items()}
     try:
         given |= settled_options(kind, given.pop(SET, []))
         settings = load_settings(kind, given, recipe=recipe)

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
+from typing import Any
 
+import jinja2
+import jinja2.meta
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from prefillcli import cli, command_line
 from prefillcli.bench.bench_job import METHODS
 from prefillcli.bench.report import BenchReport, MethodResult, WorkloadResult
 from prefillcli.cli import app
 from prefillcli.command_line import MOST_OPTIONS
 from prefillcli.core.feature import features
 from prefillcli.data.output import FORMATS
+from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.rows import ErrorCode
 from prefillcli.jobs.status import Status
 from prefillcli.jobs.verify import Verified
+from prefillcli.models.files import sample_model
 from prefillcli.models.weights import FORMATS as QUANTISED
 from prefillcli.models.weights import QuantisedFormat
 from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.plan import SCHEDULES
 from prefillcli.report.run import RunReport
+from tests.data.test_prompts import batch_of
 from tests.reference import BLOCKS, PAGE, SCHEMA, reference, run_schema
 
 ROOT = Path(__file__).parent.parent
@@ -142,6 +152,71 @@ def anchors(page: Path) -> set[str]:
 def test_links_to_headings_have_one(page: Path) -> None:
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)]+)\)", page.read_text()):
         assert anchor in anchors(page.parent / target if target else page), (target, anchor)
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """The words of each prefill command of a page, as the shell gives them to the program."""
+    lines = []
+    for kind, block in re.findall(r"^```(sh|cron)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if kind == "cron":
+                lines += re.findall(r"prefill [^>]*", line.replace("\\%", "%"))
+            elif re.match(r" *prefill |[A-Za-z]+=|for .* do$|done", line):
+                lines.append(line)
+    program = "prefill() { printf '%s\\0' \"$@\"; printf '\\1\\0'; }"
+    said = subprocess.run(["bash", "-c", "\n".join([program, *lines])], capture_output=True, text=True, check=True)
+    return [words.split("\0")[:-1] for words in said.stdout.split("\1\0")[:-1]]
+
+
+class Read(Exception):
+    """A command line was read."""
+
+
+def read_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The settings that a command would run with; None where it only looks at an output."""
+
+    def load(*given: Any) -> None:
+        raise Read(command_line.load_options(*given))
+
+    monkeypatch.setattr(cli, "load_options", load)
+    for name in ("prepare", "prepare_allocator"):
+        monkeypatch.setattr(command_line, name, lambda *_: None)
+    try:
+        app(words)
+    except Read as read:
+        return read.args[0]
+    except SystemExit:
+        assert words[0] in ("verify", "status"), words
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_of_a_page_are_taken_and_their_prompts_are_those_that_it_shows(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("job.yaml", "nightly.yaml"):
+        Path(name).write_text("labels: [Yes, No]")
+    tokenizer = AutoTokenizer.from_pretrained(sample_model())
+    compared = 0
+    for words in commands_of(page):
+        settings = read_command(words, monkeypatch)
+        if "--template" not in words or "{{" not in (given := words[words.index("--template") + 1]):
+            continue
+        shown = given.encode().decode("unicode_escape")  # what a reader takes \n for
+        jinja = jinja2.Environment(keep_trailing_newline=True)  # noqa: S701
+        names = sorted(jinja2.meta.find_undeclared_variables(jinja.parse(shown)))
+        values = {name: f"a {name} of\ntwo lines" for name in names}
+        wanted = tokenizer(jinja.from_string(shown).render(values))["input_ids"]
+        made = PromptSettings(template=settings.template, max_length=10_000, vocab_size=len(tokenizer), chat=False)
+        builder = PromptBuilder(tokenizer, made, names)
+        (prompt,), _ = builder.build(
+            batch_of(**{name: [value] for name, value in values.items()}), Labels(tokenizer, parse_labels("Yes,No"))
+        )
+        builder.close()
+        assert prompt.tokens.tolist() == wanted, words
+        compared += 1
+    assert compared == len(re.findall(r"--template '.*\{\{", page.read_text()))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

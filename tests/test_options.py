@@ -16,11 +16,12 @@ from pydantic import Field, ValidationError
 from typer.testing import CliRunner
 
 from prefillcli.cli import app
+from prefillcli.command_line import load_options
 from prefillcli.core.feature import features
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
 from prefillcli.options.commands import COMMANDS, ScoreSettings
-from prefillcli.options.load import FileOptions, ScorerOptions, load_settings, settled_options
+from prefillcli.options.load import FileOptions, ScorerOptions, load_settings, scorer_settings, settled_options
 from prefillcli.options.option import COMPRESSION, RUN, Settings, as_typed, details_of, option
 from prefillcli.options.requirements import Requirement
 
@@ -206,6 +207,30 @@ def test_one_environment_and_one_recipe_serve_all_commands() -> None:
     for command in COMMANDS:
         load_with(environment, command)
         load_settings(COMMANDS[command], LEAST[command], recipe="job.yaml", environment={})
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (r"{{ a }}\nAnswer:\n", "{{ a }}\nAnswer:\n"),
+        (r"{{ a }}\tyes\\no C:\data", "{{ a }}\tyes\\no C:\\data"),
+        (r"{{ a }}\\\n", "{{ a }}\\\n"),
+        (r"{{ a.replace('\\n', '\n') }}\n", "{{ a.replace('\\\\n', '\\n') }}\n"),
+        (r"{% if '\t' in a %}\t{% endif %}", "{% if '\\t' in a %}\t{% endif %}"),
+        ("{{ a }}\nAnswer:", "{{ a }}\nAnswer:"),
+    ],
+)  # fmt: skip
+def test_backslash_n_is_a_line_break_where_a_shell_gives_it_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, typed: str, meant: str
+) -> None:
+    monkeypatch.setenv("PREFILL_SYSTEM", typed)
+    recipe = tmp_path / "job.yaml"
+    recipe.write_text(json.dumps({"label_end": typed}))
+    flags = {"inputs": ["x.parquet"], "template": typed, "calibrate_with": [typed], "id_column": typed}
+    found = load_options(ScoreSettings, str(recipe), flags)
+    assert (found.template, found.system, found.calibrate_with) == (meant, meant, (meant,))
+    assert (found.label_end, found.id_column) == (typed, typed)
+    assert scorer_settings(None, {"template": typed}, owner="Scorer").template == typed
 
 
 def test_the_environment_may_name_the_recipe_and_a_flag_another_one() -> None:

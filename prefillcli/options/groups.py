@@ -252,13 +252,13 @@ class PromptOptions(Settings):
     template: str | None = option(
         None,
         "Jinja template, or a file with one, rendered with the row's columns.",
-        PROMPTS, level="first", changes="scores", metavar="JINJA", path="template",
+        PROMPTS, level="first", changes="scores", metavar="JINJA", path="template", text=True,
     )  # fmt: skip
     chat: bool | None = option(
         None, "Apply the tokenizer's chat template. (default: if it has one)", PROMPTS, level="first", changes="scores"
     )
     system: str | None = option(
-        None, "System message to begin each chat with.", PROMPTS, changes="scores", metavar="TEXT"
+        None, "System message to begin each chat with.", PROMPTS, changes="scores", metavar="TEXT", text=True
     )
     max_length: int | None = option(
         None,
@@ -290,7 +290,7 @@ class PromptOptions(Settings):
         "Yes,No",
         "Answers of any length, the positive one first; 'Yes= Yes|yes|YES' sums variants. Of a classification head, "
         "classes.",
-        ANSWERS, level="first", changes="scores", metavar="LABELS",
+        ANSWERS, level="first", changes="scores", metavar="LABELS", text=True,
     )  # fmt: skip
     label_norm: Literal["none", "tokens", "bytes"] = option(
         "none",
@@ -300,7 +300,7 @@ class PromptOptions(Settings):
     label_end: str | None = option(
         None,
         "Text after every label, or eos for the model's end token. Needed if one label begins another.",
-        ANSWERS, changes="scores", metavar="TEXT|eos",
+        ANSWERS, changes="scores", metavar="TEXT|eos", text=True,
     )  # fmt: skip
     temperature: float = option(
         1.0,

@@ -19,7 +19,7 @@ from prefillcli.data.filesystems import read_given
 from prefillcli.errors import UsageError, brief, did_you_mean
 from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.groups import read_mapping
-from prefillcli.options.option import Settings, as_typed, details_of
+from prefillcli.options.option import Settings, as_typed, details_of, unescaped
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 _From = Literal["recipe", "environment", "flag"]
@@ -67,7 +67,7 @@ def load_settings(
     for name in kind.model_fields:
         variable = ENVIRONMENT_PREFIX + name.upper()
         if name != "inputs" and environment.get(variable):
-            given.set(name, environment[variable], variable, "environment")
+            given.set(name, unescaped(kind, name, environment[variable]), variable, "environment")
     for name, value in flags.items():
         given.set(name, value, as_typed(kind, name, value), "flag")
     for name, other in (("resume", "overwrite"), ("overwrite", "resume")):

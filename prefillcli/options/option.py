@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -91,6 +92,7 @@ class Details:
     path: PathRole | None = None
     same_as: str = ""
     level: Level = "more"
+    text: bool = False
 
 
 def option(
@@ -109,6 +111,7 @@ def option(
     path: PathRole | None = None,
     same_as: str = "",
     level: Level = "more",
+    text: bool = False,
     **field: Any,
 ) -> Any:
     """A field that is an option of the command line; `repeatable` ones may be given several times.
@@ -118,7 +121,8 @@ def option(
     that. `requires` is a condition on the other options without which this one has no effect and is refused. The
     message names the first of several that is not met. `off` is the value that asks for nothing, besides None and the
     default of a switch. `path` says how a run uses the path that the option names; one that is read may be that of the
-    written option `same_as`. `level` says who it is for. `field` goes to pydantic.
+    written option `same_as`. `level` says who it is for. `text` is that of prompts: see `unescaped`. `field` goes to
+    pydantic.
     """
     details = Details(
         changes=changes,
@@ -133,6 +137,7 @@ def option(
         path=path,
         same_as=same_as,
         level=level,
+        text=text,
     )
     return Field(default, description=help, json_schema_extra={"option": details}, **field)  # type: ignore[dict-item]
 
@@ -229,6 +234,30 @@ def as_typed(kind: type[Settings], name: str, value: Any = None) -> str:
     if value is False:
         word = details.negative or f"no-{word}"
     return "INPUT" if name == "inputs" else f"--{word}"
+
+
+_IN_JINJA = re.compile(r"(\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\})", re.DOTALL)
+_ESCAPE = re.compile(r"(\\+)([nt])")
+
+
+def unescaped(kind: type[Settings], name: str, value: Any) -> Any:
+    """The value of an option as a shell or the environment gives it, where a new line is hard to write: in the text of
+    prompts, backslash-n is a line break and backslash-t a tab.
+
+    Two backslashes stand for one there. Jinja reads what is between its own braces.
+    """
+    if not details_of(kind, name).text:
+        return value
+    if not isinstance(value, str):
+        return [unescaped(kind, name, each) for each in value]
+    parts = _IN_JINJA.split(value)
+    parts[::2] = [_ESCAPE.sub(_meant, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _meant(found: re.Match[str]) -> str:
+    pairs, single = divmod(len(found[1]), 2)
+    return "\\" * pairs + ({"n": "\n", "t": "\t"}[found[2]] if single else found[2])
 
 
 def require(found: dict[str, list[Requirement]], names: Iterable[str], required: Requirement) -> None:

@@ -52,8 +52,8 @@ VALUES: dict[str, Any] = {
     ],
 )
 def test_it_renders_what_jinja_renders(text: str) -> None:
-    expected = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(text).render(VALUES)  # noqa: S701
-    assert render(text, VALUES) == expected
+    jinja = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)  # noqa: S701
+    assert render(text, VALUES) == jinja.from_string(text).render(VALUES)
 
 
 @given(st.lists(st.tuples(st.text(), st.integers(), st.lists(st.text(), max_size=4))))
@@ -74,9 +74,11 @@ def test_needed_columns_are_the_undeclared_variables() -> None:
     assert RowTemplate(text).columns == ("posts", "user")
 
 
-def test_a_template_may_be_a_file(tmp_path: Path) -> None:
-    (tmp_path / "prompt.j2").write_text("Hi {{ user }}\n", encoding="utf-8")
-    assert render(str(tmp_path / "prompt.j2"), VALUES) == "Hi Ann"
+@pytest.mark.parametrize("end", ["", "\n", "\r\n", "\n\n", " \n", "{{ '\\n' }}\n"])
+def test_a_file_is_read_as_jinja_reads_one_without_the_break_that_ends_its_last_line(tmp_path: Path, end: str) -> None:
+    (tmp_path / "prompt.j2").write_text(f"Hi {{{{ user }}}}{end}", encoding="utf-8", newline="")
+    jinja = jinja2.Environment(loader=jinja2.FileSystemLoader(tmp_path))  # noqa: S701
+    assert render(str(tmp_path / "prompt.j2"), VALUES) == jinja.get_template("prompt.j2").render(VALUES)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def __init__(self) -> None:
-        super().__init__(undefined=StrictUndefined, autoescape=False, finalize=_printable)
+        super().__init__(undefined=StrictUndefined, autoescape=False, finalize=_printable, keep_trailing_newline=True)
         self._steps = self._chars = 0
         self.concat = self._concat  # type: ignore[method-assign]  # joins the output of macros and blocks
         for name in ("lipsum", "cycler", "joiner"):

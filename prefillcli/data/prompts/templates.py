@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import select
 import signal
 import subprocess
@@ -293,18 +294,20 @@ def _size(size: int) -> str:
 
 
 _MARKS = ("{{", "{%", "{#")
+_LAST_BREAK = re.compile(r"(\r\n|\n|\r)\Z")
 
 
 def read_template(template: str) -> tuple[str, str]:
     """The Jinja text of `--template`, itself text or a file's path, and a name for messages.
 
+    Text is taken whole. The line break that ends a file's last line, which editors add, is not part of its text.
     Raises UsageError if it is neither.
     """
     if not names_template(template):
         return template, "--template"
     shown = template if len(template) < 200 else f"{template[:100]}..."
     try:
-        return read_given("--template", template).decode(), template
+        return _LAST_BREAK.sub("", read_given("--template", template).decode()), template
     except (UsageError, UnicodeDecodeError) as error:
         reason = str(error).removeprefix(f"--template {template}: ")
         raise UsageError(

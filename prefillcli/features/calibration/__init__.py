@@ -46,7 +46,7 @@ class ProbabilityOptions(Settings):
         (),
         "Text without content, such as N/A. What the model answers to it in the template is divided out, in the "
         "column probability; repeatable.",
-        ANSWERS, changes="columns", metavar="TEXT", repeatable=True, requires=TEMPLATE,
+        ANSWERS, changes="columns", metavar="TEXT", repeatable=True, requires=TEMPLATE, text=True,
     )  # fmt: skip
     calibrate_columns: NameList = option(
         (),

@@ -74,7 +74,7 @@ class WritingOptions(Settings):
     rationale_template: str = option(
         DEFAULT_TEMPLATE,
         "Jinja text between the prompt and the rationale; label is the row's answer, labels are all of them.",
-        RATIONALES, changes="columns", metavar="JINJA", requires=RATIONALE,
+        RATIONALES, changes="columns", metavar="JINJA", requires=RATIONALE, text=True,
     )  # fmt: skip
     rationale_temperature: float = option(
         0.0,
