@@ -431,3 +431,20 @@ def test_settings_may_have_dashes_and_reach_the_job() -> None:
     given = settled_options(ScoreSettings, ["select-chunk=8", "query_reduce=mean"])
     settings = load("score", {"inputs": ["x.parquet"]}, {"draft": "d", "keep": 0.5, **given})
     assert settings.model_dump(include={"select_chunk", "query_reduce"}) == {"select_chunk": 8, "query_reduce": "mean"}
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (r"a\,b", ("a,b",)),
+        (r" a\,b , c,, d\\,", ("a,b", "c", "d\\")),
+        ("a\\b\\", ("a\\b\\",)),
+    ],
+)
+def test_a_comma_in_a_name_is_escaped_in_a_text_and_not_in_a_list(text: str, names: tuple[str, ...]) -> None:
+    Path("job.json").write_text(json.dumps({"keep_columns": [*names, " e"]}))
+    in_list = load_settings(ScoreSettings, {"inputs": ["i"]}, recipe="job.json", environment={})
+    of_flag = load_settings(ScoreSettings, {"inputs": ["i"], "keep_columns": text}, environment={})
+    of_environment = load_settings(ScoreSettings, {"inputs": ["i"]}, environment={"PREFILL_KEEP_COLUMNS": text})
+    assert in_list.keep_columns == (*names, " e")
+    assert of_flag.keep_columns == of_environment.keep_columns == names

@@ -21,7 +21,7 @@ from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import DEFAULT_COLUMN, Prompt, RowBatch, RowError
+from prefillcli.data.rows import DEFAULT_COLUMN, Prompt, RowBatch, RowError, to_python
 from prefillcli.data.windows import MAX_ROWS, windows
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.models.open import Opened
@@ -370,7 +370,7 @@ def input_material(
     labels.check(window)
     answers: dict[int, Any] = {}
     if truth is not None:
-        values = window.carried.column(truth).to_pylist()
+        values = to_python(window.carried.column(truth))
         if source.kind == "jsonl":
             values = [None if value is None else json.loads(value) for value in values]
         answers = dict(zip(window.rows.tolist(), values, strict=True))

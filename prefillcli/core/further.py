@@ -177,7 +177,7 @@ def first_rows(output: str, names: Sequence[str], id_name: str | None) -> list[d
     target = Target.parse(output)
     found: list[dict[str, Any]] = []
     for table in target.tables([id_name or ROW_COLUMN, "score", "prediction", *names]):
-        rows = table.to_pylist()
+        rows = table.select([name for name in table.column_names if name != id_name]).to_pylist()
         chosen = [at for at, row in enumerate(rows) if any(row[name] is not None for name in names)]
         chosen = chosen[: MOST_ROWS - len(found)]
         ids: Sequence[str | None] = [None] * len(chosen)

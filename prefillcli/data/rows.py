@@ -344,19 +344,25 @@ def python_values(array: pa.Array) -> tuple[list[Any], dict[int, str]]:
 
 
 def to_python(column: pa.Array | pa.ChunkedArray) -> list[Any]:
-    """Like `to_pylist`, but nanoseconds, which Python's times do not hold, become text in ISO 8601.
+    """Like `to_pylist`, but times that Python cannot hold become text in ISO 8601, each by itself.
 
-    Raises UnicodeDecodeError for a text that is not valid UTF-8.
+    Those are nanoseconds, years before 1 and after 9999, zones without a rule here, and durations of over a billion
+    days. Raises UnicodeDecodeError for a text that is not valid UTF-8.
     """
     try:
+        held = column
         if _counts_nanoseconds(column.type):  # with pandas installed, `to_pylist` would make its own times of them
-            column = column.cast(_in_microseconds(column.type))
-        values: list[Any] = column.to_pylist()
+            held = column.cast(_in_microseconds(column.type))
+        values: list[Any] = held.to_pylist()
     except UnicodeDecodeError:
         raise
-    except (ValueError, NotImplementedError):
+    except (*_NO_TIME, NotImplementedError):
         values = [_scalar(scalar) for scalar in column]
     return values
+
+
+# Times that Python cannot hold: a nanosecond is lost, it is out of range, or its zone is unknown.
+_NO_TIME = (ValueError, OverflowError, LookupError)
 
 
 def _counts_nanoseconds(kind: pa.DataType) -> bool:
@@ -391,20 +397,38 @@ def _scalar(scalar: pa.Scalar) -> Any:
         return [(_scalar(entry[0]), _scalar(entry[1])) for entry in scalar.values]
     if pa.types.is_nested(kind):
         return [_scalar(value) for value in scalar.values]
-    if pa.types.is_temporal(kind) and getattr(kind, "unit", None) == "ns":
-        return _nanoseconds(scalar)
+    if pa.types.is_temporal(kind):
+        return _time(scalar)
     return scalar.as_py()
 
 
-def _nanoseconds(scalar: pa.Scalar) -> str:
-    # A timestamp, time of day or duration in nanoseconds, in ISO 8601; timestamps with a zone in UTC.
-    if pa.types.is_duration(scalar.type):
-        seconds, rest = divmod(abs(scalar.value), 10**9)
-        return f"{'-' * (scalar.value < 0)}PT{seconds}.{rest:09}S"
-    if pa.types.is_time(scalar.type):
+def _time(scalar: pa.Scalar) -> Any:
+    try:
+        counts = getattr(scalar.type, "unit", None) == "ns"
+        return (scalar.cast(_in_microseconds(scalar.type)) if counts else scalar).as_py()
+    except _NO_TIME:
+        return _time_text(scalar)
+
+
+_DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}
+_DAY = 86_400_000  # milliseconds
+
+
+def _time_text(scalar: pa.Scalar) -> str:
+    # A date, timestamp, time of day or duration in ISO 8601; timestamps with a zone in UTC.
+    kind, value = scalar.type, scalar.value
+    if pa.types.is_time(kind):
         return str(scalar.cast(pa.string()).as_py())
-    text = str(scalar.cast(pa.timestamp("ns")).cast(pa.string()).as_py()).replace(" ", "T")
-    return f"{text}+00:00" if scalar.type.tz else text
+    if pa.types.is_duration(kind):
+        digits = _DIGITS[kind.unit]
+        seconds, rest = divmod(abs(value), 10**digits)
+        return f"{'-' * (value < 0)}PT{seconds}" + f".{rest:0{digits}}" * (digits > 0) + "S"
+    plain = scalar.cast(pa.timestamp(kind.unit)) if pa.types.is_timestamp(kind) else scalar
+    text = str(plain.cast(pa.string()).as_py()).replace(" ", "T")
+    if text.startswith("<"):  # Arrow writes no years of more than five digits
+        days = value // _DAY if pa.types.is_date64(kind) else value
+        text = str(np.datetime64(value, kind.unit) if pa.types.is_timestamp(kind) else np.datetime64(days, "D"))
+    return f"{text}+00:00" if getattr(kind, "tz", None) else text
 
 
 def text_of(json_text: str) -> str:
@@ -482,10 +506,11 @@ def plain_column(array: pa.Array, kind: pa.DataType) -> tuple[pa.Array, dict[int
         array.validate(full=True)
     except pa.ArrowInvalid:
         values, bad = python_values(array)
-        if is_text(array.type):
-            raw = array.cast(pa.large_binary())
-            for position in bad:
-                values[position] = raw[position].as_py().decode("utf-8", "replace")
+        if not is_text(array.type):
+            return _with_nulls(array, np.isin(np.arange(len(array)), list(bad))), bad
+        raw = array.cast(pa.large_binary())
+        for position in bad:
+            values[position] = raw[position].as_py().decode("utf-8", "replace")
         return pa.array(values, kind), bad
     return array, {}
 

@@ -70,7 +70,7 @@ class TableScorer(Scorer):
             if name in table.column_names:
                 raise UsageError(f"the table has a column {name!r} already, which scoring adds\nrename or drop it")
         steps.expect(table.num_rows)
-        found = [schema.empty_table()]
+        found: list[pa.Table] = []
         if table.num_rows:  # an empty list has no columns either
             rows = TableRows(table, bad)
             self.source = cast("Source", rows)
@@ -78,8 +78,8 @@ class TableScorer(Scorer):
                 for each in self.features:
                     each.columns_known(rows.available)
             self._prepare(rows)
-            found += [each.select(schema.names) for each in self._scored(self, steps)]
-        added = pa.concat_tables(found)
+            found = [each.select(schema.names) for each in self._scored(self, steps)]
+        added = pa.concat_tables(found or [schema.empty_table()])
         for name in added.column_names:
             table = table.append_column(added.field(name), added[name])
         return table

@@ -30,6 +30,7 @@ from prefillcli.options.groups import (
     RunOptions,
     ScheduledOptions,
     ShardName,
+    WordList,
     WorkerOptions,
 )
 from prefillcli.options.option import (
@@ -73,7 +74,7 @@ class ScoreSettings(
     )  # fmt: skip
     keep_columns: NameList = option(
         (),
-        "Input columns to copy to the output, comma-separated.",
+        r"Input columns to copy to the output, comma-separated; \, is a comma in a name.",
         FILES,
         level="first",
         changes="columns",
@@ -244,7 +245,7 @@ class ProfileSettings(
         "All modes, longer measurements: tens of minutes; hours for a large model.",
         PROFILE, level="first", changes="report",
     )  # fmt: skip
-    mode: NameList = option(
+    mode: WordList = option(
         (),
         "Mode to find the longest prompt of: full, chunked or hybrid; repeatable. (default: full and hybrid, with "
         "--full all)",
@@ -325,7 +326,7 @@ class BenchSettings(
         "What to generate without INPUT: needle, questions about one line of a long history.",
         BENCH, level="first", changes="rows",
     )  # fmt: skip
-    method: NameList = option(
+    method: WordList = option(
         (),
         "A method to compare: hf, full, hybrid (always), specprefill, self-draft, gemfilter, random, ends, bm25, "
         "early-exit, first, first-exit, int8 or vllm; repeatable. (default: hf, hybrid and, where there is a draft, "

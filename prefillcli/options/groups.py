@@ -28,8 +28,17 @@ from prefillcli.plan import DEFAULT, SCHEDULES
 from prefillcli.runtime.memory import parse_size
 
 
-def _split_names(value: object) -> object:
-    # `a,b` is a list of two names.
+def split_names(value: object) -> tuple[str, ...]:
+    r"""The names in a text, separated by commas; a backslash before a comma or a backslash takes it literally. A list
+    has one name in each item."""
+    if isinstance(value, list | tuple):
+        return tuple(map(str, value))
+    parts = re.findall(r"(?:\\.|[^,])+", str(value), re.DOTALL)
+    return tuple(re.sub(r"\\([,\\])", r"\1", part.strip()) for part in parts if part.strip())
+
+
+def _split_words(value: object) -> object:
+    # The same for words without commas, in an option that may be given several times.
     parts = value if isinstance(value, list | tuple) else [value]
     return tuple(name.strip() for part in parts for name in str(part).split(",") if name.strip())
 
@@ -134,7 +143,8 @@ def _check_resources(value: object) -> object:
 
 ByteSize = Annotated[str, AfterValidator(_check_size)]
 TextList = Annotated[tuple[str, ...], BeforeValidator(_as_texts)]
-NameList = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
+NameList = Annotated[tuple[str, ...], BeforeValidator(split_names)]
+WordList = Annotated[tuple[str, ...], BeforeValidator(_split_words)]
 ThreadCount = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(count_or_auto)]
 if TYPE_CHECKING:
     ScheduleName = str

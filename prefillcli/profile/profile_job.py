@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 from datetime import UTC, datetime
 from typing import Any
 
 from prefillcli.errors import require_known, without_secrets
-from prefillcli.forecast.profile import MODES, CompletionModel, ModeResult, Profile
+from prefillcli.forecast.profile import DEFAULT_PROFILE, MODES, CompletionModel, ModeResult, Profile
 from prefillcli.forecast.survey import Alternatives, Survey, survey_section
 from prefillcli.jobs.dry_run import survey
 from prefillcli.jobs.opening import Opening
@@ -142,9 +144,13 @@ def _next(settings: ProfileSettings, profile: Profile) -> str:
     # The next command to run.
     if profile.completion is None:
         return "prefill profile once more, when nothing else runs on this machine"
-    rows = settings.inputs[0] if settings.inputs else "YOUR.parquet"
-    model = "" if settings.model is None else f" -m {settings.model}"
-    return f"prefill score {rows}{model} --dry-run says what a run of these rows takes"
+    words = ["prefill", "score", settings.inputs[0] if settings.inputs else "YOUR.parquet"]
+    words += [] if settings.model is None else ["-m", settings.model]
+    for name in ("dtype", "device", "threads"):  # with others the profile does not apply
+        words += [f"--{name}", str(getattr(settings, name))] if settings.is_flag(name) else []
+    if os.path.abspath(settings.output) != os.path.abspath(DEFAULT_PROFILE):
+        words += ["--profile", settings.output]
+    return f"{shlex.join([*words, '--dry-run'])} says what a run of these rows takes"
 
 
 # The page: the charts of figures 3 and 10 of PrefillOnly, completion times, INPUT.

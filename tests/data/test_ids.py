@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from prefillcli.data.output.columns import _texts, kinds_of, type_for, typed_column
 from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import as_json, plain_column, plain_type
+from prefillcli.data.rows import as_json, plain_column, plain_type, to_python
 from prefillcli.data.windows import SeenIds
 
 SMALL = st.integers(-3, 120)
@@ -123,6 +123,59 @@ def test_nanoseconds_are_written_to_the_last_digit() -> None:
     assert as_json(pa.chunked_array([zoned])) == ['"2026-01-01T00:00:00.123456789+00:00"']
     assert as_json(pa.chunked_array([pa.array([1_000_000_001]).view(pa.duration("ns"))])) == ['"PT1.000000001S"']
     assert as_json(pa.chunked_array([pa.array([1]).view(pa.time64("ns"))])) == ['"00:00:00.000000001"']
+
+
+TIMES = [
+    *(pa.timestamp(unit, zone) for unit in ("s", "ms", "us", "ns") for zone in (None, "Asia/Tokyo", "tzutc()")),
+    *(pa.duration(unit) for unit in ("s", "ms", "us", "ns")),
+    *(pa.date32(), pa.date64()),
+]
+
+PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+
+
+def time_arrays() -> st.SearchStrategy[pa.Array]:
+    """Some times of one type, of all that it holds."""
+
+    def of(kind: pa.DataType) -> st.SearchStrategy[pa.Array]:
+        bits = 31 if kind == pa.date32() else 63
+        numbers = st.none() | st.integers(1 - 2**bits, 2**bits - 1) | st.integers(-(2**31), 2**31 - 1)
+        if kind == pa.date64():
+            numbers = numbers.map(lambda number: number and number // 86_400_000 * 86_400_000)
+        return st.lists(numbers, min_size=1, max_size=5).map(lambda some: make(some, kind))
+
+    return st.sampled_from(TIMES).flatmap(of)
+
+
+def as_arrow_says(value: pa.Scalar) -> str | None:
+    """A time as pyarrow's own cast writes it: in UTC, a duration as its count. None where it writes none."""
+    kind = value.type
+    bare = value.cast(pa.timestamp(kind.unit)) if pa.types.is_timestamp(kind) else value
+    text = str(bare.cast(pa.string()).as_py())
+    return None if "out of range" in text else text
+
+
+@given(time_arrays())
+@example(make([0, 253_402_300_800_000_000, None], pa.timestamp("us")))
+@example(make([0, 253_402_300_799], pa.timestamp("s", "Asia/Tokyo")))
+@example(make([1_000, 1], pa.timestamp("ns")))
+def test_a_time_that_python_cannot_hold_is_a_text_in_its_own_row_alone(array: pa.Array) -> None:
+    values = to_python(array)
+    for value, scalar in zip(values, array, strict=True):
+        assert value == to_python(pa.array([scalar], array.type))[0], "it does not depend on the rows beside it"
+        if isinstance(value, datetime.timedelta):
+            count = value // datetime.timedelta(microseconds=1)
+            assert count * PER_SECOND[array.type.unit] == scalar.value * 10**6
+        elif not isinstance(value, str):  # Arrow takes it back as the same time
+            assert pa.scalar(value, array.type).equals(scalar)
+        elif pa.types.is_duration(array.type):
+            sign, count = (-1 if value.startswith("-") else 1), value.lstrip("-").removeprefix("PT").removesuffix("S")
+            assert str(sign * int(count.replace(".", ""))) == as_arrow_says(scalar)
+        elif (said := as_arrow_says(scalar)) is not None:
+            assert value.removesuffix("+00:00").replace("T", " ") == said
+    nested = pa.StructArray.from_arrays([array, pa.ListArray.from_arrays(range(len(array) + 1), array)], ["a", "b"])
+    assert to_python(nested) == [{"a": value, "b": [value]} for value in values]
+    assert [json.loads(text) for text in as_json(pa.chunked_array([nested]))]
 
 
 @pytest.mark.parametrize(

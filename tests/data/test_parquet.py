@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,45 @@ def test_kept_columns_of_several_files_get_one_type(tmp_path: Path) -> None:
     clash = save(tmp_path, "c.parquet", prompt=["c"], n=["text"])
     with pytest.raises(UsageError, match=r"'n' is int32 in .*a\.parquet but string in .*c\.parquet"):
         Source.open([paths[0], clash], columns=["prompt"], carried=["n"])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (pa.array([1]), pa.array([2**63], pa.uint64())),
+        (pa.array([2**53 + 1]), pa.array([0.5])),
+        (pa.array([0.5]), pa.array([2**60 + 1])),
+        (pa.array([253_402_300_800_000_000]).view(pa.timestamp("us")), pa.array([1]).view(pa.timestamp("ns"))),
+        (pa.array([{"a": 2**53 + 1}]), pa.array([{"a": 0.5}])),
+        (pa.array([Decimal("12345678.91")]), pa.array([0.5], pa.float32())),
+    ],
+    ids=lambda array: str(array.type),
+)
+def test_kept_values_that_no_common_type_holds_are_refused_at_open(
+    tmp_path: Path, one: pa.Array, other: pa.Array
+) -> None:
+    paths = [save(tmp_path, f"{name}.parquet", n=array) for name, array in (("a", one), ("b", other))]
+    with pytest.raises(UsageError) as caught:
+        Source.open(paths, carried=["n"])
+    assert f"column 'n' is {one.type} in {paths[0]} but {other.type} in {paths[1]}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (pa.array([1]), pa.array([2], pa.uint64())),
+        (pa.array([2**53]), pa.array([0.5])),
+        (pa.array([5]).view(pa.timestamp("us")), pa.array([1]).view(pa.timestamp("ns"))),
+        (pa.array([{"a": 1}]), pa.array([{"b": 2}])),
+    ],
+    ids=lambda array: str(array.type),
+)
+def test_kept_values_of_two_types_are_carried_where_one_type_holds_them(
+    tmp_path: Path, one: pa.Array, other: pa.Array
+) -> None:
+    paths = [save(tmp_path, f"{name}.parquet", n=array) for name, array in (("a", one), ("b", other))]
+    found = pa.concat_tables([batch.carried for batch in Source.open(paths, carried=["n"]).batches()])["n"]
+    assert found.equals(pa.chunked_array([each.cast(found.type) for each in (one, other)]))
 
 
 def test_a_cut_footer_fails_at_open_by_name(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -162,3 +163,14 @@ def test_what_is_not_given_is_quick_and_full_is_thorough(model: Path) -> None:
 def test_the_next_step_is_named(model: Path) -> None:
     done = prefill("profile", "-m", model)
     assert f"next: prefill score YOUR.parquet -m {model} --dry-run" in done.stderr
+
+
+def test_the_next_command_finds_the_profile(model: Path) -> None:
+    write_parquet("in.parquet", prompt=texts(3))
+    Path("of here").mkdir()
+    done = prefill("profile", "in.parquet", "-m", model, "--dtype", "float32", "-o", "of here/profile.json")
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("next: ")]
+    words = shlex.split(line.removeprefix("next: ").partition(" says ")[0])
+    assert words[0] == "prefill"
+    foreseen = prefill(*words[1:])
+    assert "by of here/profile.json" in foreseen.stderr

@@ -122,6 +122,14 @@ def test_texts_are_prompts(scorer: prefillcli.Scorer, reference: Reference, kind
     assert scored.column_names[:2] == ["prompt", "score"]
 
 
+def test_scores_have_no_empty_chunk(scorer: prefillcli.Scorer) -> None:
+    table = pa.table({"prompt": PROMPTS, "at": pa.array([2**62] * 6).view(pa.timestamp("us", "tzutc()"))})
+    scored = scorer.score(table)
+    assert [len(chunk) for chunk in scored["score"].chunks] == [6]
+    assert scored["at"].equals(table["at"])
+    assert scorer.score([]).num_rows == 0
+
+
 def test_scores_are_those_of_the_command(scorer: prefillcli.Scorer, model: Path) -> None:
     table = pa.table({"prompt": [*texts(30), None, "  ", "word " * 3000]})
     pq.write_table(table, "in.parquet")

@@ -304,6 +304,57 @@ def test_ids_in_nanoseconds_are_carried_to_the_last_digit(model: Path, output: s
         assert ids == ["2026-01-01T00:00:00.123456789", None, "2026-01-01T00:00:00.123456788"]
 
 
+def test_columns_with_commas_in_their_names_are_kept_and_right_answers(model: Path) -> None:
+    write_parquet("in.parquet", **{"a,b": ["Yes", "No", "Yes"], "prompt": texts(3)})
+    Path("q.yaml").write_text("questions: [{name: q, template: '{{ prompt }}', labels: [Yes, No]}]")
+    more = {"questions": "q.yaml", "truth": r"q=a\,b", "overwrite": True}
+    for flags in ({"keep_columns": r"a\,b,prompt"}, {"keep_columns": r"prompt,a\,b", **more}):
+        assert score("in.parquet", model=model, **flags)["exit_code"] == 0
+        assert pq.read_table("out.parquet")["a,b"].to_pylist() == ["Yes", "No", "Yes"]
+    assert read_report()["evaluations"]["q"]["rows"] == 3
+
+
+@pytest.mark.parametrize("output", ["out.parquet", "out.jsonl"])
+def test_times_that_python_cannot_hold_are_carried_and_rendered_as_text(
+    model: Path, reference: Reference, output: str
+) -> None:
+    year_10000 = 253_402_300_800
+    far = pa.array([0, year_10000 * 1000, year_10000 * 1000 + 1]).view(pa.timestamp("ms"))
+    tokyo = pa.array([(year_10000 - 1) * 1000, 0, 1000]).view(pa.timestamp("ms", "Asia/Tokyo"))
+    unknown = pa.array([0, 1, 2]).view(pa.timestamp("us", "tzutc()"))
+    nested = pa.StructArray.from_arrays([far, pa.array(texts(3))], ["at", "text"])
+    kept = {"far": far, "tokyo": tokyo, "unknown": unknown, "nested": nested}
+    write_parquet("in.parquet", prompt=[*texts(2), None], **kept)
+    summary = score(
+        "in.parquet",
+        output,
+        model=model,
+        template="{{ far }} {{ unknown }} {{ nested.at }}: {{ prompt }}",
+        id_column="far",
+        keep_columns="tokyo,unknown,nested",
+        rejects="rejects.jsonl",
+        rationale_when="far != tokyo",
+        rationale=2,
+        max_error_rate=0.5,
+    )
+    assert summary["exit_code"] == 0
+    far_texts = ["1970-01-01 00:00:00", "10000-01-01T00:00:00.000", "10000-01-01T00:00:00.001"]
+    unknown_texts = [f"1970-01-01T00:00:00.00000{at}+00:00" for at in range(3)]
+    found = read_output("out.jsonl") if output == "out.jsonl" else pq.read_table(output)
+    if output == "out.jsonl":
+        assert [row["far"] for row in found] == [far_texts[0].replace(" ", "T"), *far_texts[1:]]
+        assert [row["tokyo"] for row in found][:2] == ["9999-12-31T23:59:59.000+00:00", "1970-01-01T09:00:00+09:00"]
+        assert [row["unknown"] for row in found] == unknown_texts
+        scores = [row["score"] for row in found]
+    else:
+        assert all(found[name].combine_chunks().equals(column) for name, column in kept.items())
+        scores = found["score"].to_pylist()
+    prompts = [f"{far_texts[at]} {unknown_texts[at]} {far_texts[at]}: {texts(2)[at]}" for at in range(2)]
+    assert scores[:2] == pytest.approx([reference.answer(prompt).score for prompt in prompts], abs=TOLERANCE)
+    (reject,) = read_output("rejects.jsonl")
+    assert (reject["far"], reject["error"]) == (far_texts[2], "template_error")
+
+
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_columns_that_folders_name_are_rendered_and_kept(model: Path, reference: Reference, kind: str) -> None:
     for day in (1, 2):

@@ -30,6 +30,8 @@ from prefillcli.data.rows import (
     RowBatch,
     RowError,
     Selection,
+    is_text,
+    plain_column,
     plain_type,
     require_columns,
     row_batches,
@@ -299,6 +301,19 @@ class ParquetInput:
         with reading(self.found.path):
             self._footer.require(names)
 
+    def fits(self, name: str, kind: pa.DataType) -> bool:
+        """Whether all values of a column stay as they are in this type; reads the column. Raises as `batches`."""
+        with reading(self.found.path), _open_parquet(self.found) as file:
+            own = plain_type(self.schema.field(name).type)
+            for piece in file.iter_batches(columns=[name]):
+                try:
+                    values, _ = plain_column(piece.column(0), own)
+                    if not values.cast(kind).cast(own).equals(values):
+                        return False
+                except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
+                    return False
+        return True
+
     def batches(
         self, first_row: int, columns: Sequence[str], carried: pa.Schema, selection: Selection, most_rows: int
     ) -> Iterator[RowBatch]:
@@ -548,13 +563,32 @@ class ParquetFiles:
             return pa.field(name, kinds[0])
         try:
             schemas = [pa.schema([(name, kind)]) for kind in kinds]
-            return pa.unify_schemas(schemas, promote_options="permissive").field(0)
+            common = pa.unify_schemas(schemas, promote_options="permissive").field(0)
         except (pa.ArrowInvalid, pa.ArrowTypeError):
-            other = next(at for at, kind in enumerate(kinds) if kind != kinds[0])
-            raise UsageError(
-                f"column {name!r} is {kinds[0]} in {self._files[0].path} but {kinds[other]} in "
-                f"{self._files[other].path}\nscore the files in separate jobs or leave the column out"
-            ) from None
+            raise self._unlike(name, kinds, 0, "") from None
+        for at, (reader, kind) in enumerate(zip(self._readers, kinds, strict=True)):
+            if not _always_fits(kind, common.type) and not reader.fits(name, common.type):
+                raise self._unlike(name, kinds, at, f"\n{common.type} does not hold all values of both")
+        return common
+
+    def _unlike(self, name: str, kinds: Sequence[pa.DataType], at: int, why: str) -> UsageError:
+        # The types of a column in this file and in the next one that has another.
+        other = next(each for each in range(len(kinds)) if kinds[each] != kinds[at])
+        at, other = sorted((at, other))
+        return UsageError(
+            f"column {name!r} is {kinds[at]} in {self._files[at].path} but {kinds[other]} in "
+            f"{self._files[other].path}{why}\nscore the files in separate jobs or leave the column out"
+        )
+
+
+def _always_fits(kind: pa.DataType, common: pa.DataType) -> bool:
+    # Whether every value of a type is one of another, as far as that is plain without looking at the values.
+    if kind == common or pa.types.is_null(kind) or is_text(kind):
+        return True
+    if pa.types.is_integer(kind) and pa.types.is_integer(common):
+        signs = pa.types.is_signed_integer(kind), pa.types.is_signed_integer(common)
+        return kind.bit_width < common.bit_width and signs != (True, False)
+    return bool(pa.types.is_floating(kind) and pa.types.is_floating(common))
 
 
 def _add_partition(batch: RowBatch, values: dict[str, object], choice: ColumnChoice) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.feature import Feature
 from prefillcli.errors import UsageError, did_you_mean
+from prefillcli.options.groups import split_names
 from prefillcli.options.option import Settings, option
 from prefillcli.options.requirements import Requirement
 
@@ -66,7 +67,7 @@ class Evaluating(Feature):
         truth = self.settings.truth
         if getattr(self.settings, "questions", None) is None:
             return {"": truth}
-        pairs = [[side.strip() for side in text.partition("=")] for text in truth.split(",")]
+        pairs = [[side.strip() for side in text.partition("=")] for text in split_names(truth)]
         found = {name: column for name, _, column in pairs}
         if not all(name and column for name, _, column in pairs) or len(found) < len(pairs):
             raise UsageError(
