@@ -117,7 +117,7 @@ def share_out(rows: int, workers: int, pack_tokens: int, workload: str) -> Balan
             sink=_NoSink(), clock=Clock(), stop=stop, settings=settings, labels=_CLASSES, probabilities=None,
             granularity=USUAL, require_unchanged=lambda rows: None,
         )  # fmt: skip
-        recorder = Recorder(job)
+        recorder = Recorder(job, lambda: None)
         options = ScoringOptions("prefix-tree", BLOCK_TOKENS)
         scoring = ScoringLoop(pool, options, recorder)
         scoring.score(_windows(rows, workload), lambda: True)

@@ -28,6 +28,7 @@ from prefillcli.options.commands import (
     ScoreSettings,
 )
 from prefillcli.options.option import RUN
+from prefillcli.runtime.clock import StepLog, step
 from prefillcli.runtime.extras import light_imports
 
 Summary = dict[str, Any]
@@ -69,7 +70,11 @@ def _job(job: Callable[[AnyOptions], Summary]) -> Callable[[AnyOptions], Summary
     kind = cast("type[AnyOptions]", COMMANDS[name])
 
     def command(recipe: str | None, **given: Any) -> None:
-        finish(job(load_options(kind, recipe, given)))
+        settings = load_options(kind, recipe, given)
+        interval, quiet = getattr(settings, "progress_interval", 30.0), getattr(settings, "quiet", False)
+        with StepLog(interval=interval, quiet=quiet):
+            summary = job(settings)
+        finish(summary)
 
     parameters = parameters_of(kind)
     command.__doc__ = job.__doc__
@@ -142,6 +147,7 @@ def doctor(settings: DoctorSettings) -> Summary:
     A path that is wrong here is not used by later runs. Tables go to stderr; the last line on stdout is one JSON
     object that says the same. Exit code 0, or 1 where a path is wrong.
     """
+    step("starting torch and transformers")
     with light_imports():
         from prefillcli.jobs.doctor import doctor_job
 

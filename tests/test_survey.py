@@ -44,7 +44,7 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan, make_plans
 from prefillcli.plan.trie import build_forest, shared_nodes, token_order
 from prefillcli.report.section import bar
-from prefillcli.runtime.clock import duration
+from prefillcli.runtime.clock import Expected, duration
 
 some_lengths = st.lists(st.integers(1, 40_000), min_size=1, max_size=60)
 some_prompts = st.lists(
@@ -185,7 +185,7 @@ def seconds_of(plan: Plan) -> float:
 
 
 def test_a_forecast_is_scaled_by_what_was_measured(clock: list[float]) -> None:
-    forecast, pack = RemainingTime(seconds_of, rows=40), ten_tokens()
+    forecast, pack = RemainingTime(seconds_of, rows=lambda: Expected(40)), ten_tokens()
     assert forecast.seconds_left() is None
     forecast.skip(10)  # found done
     forecast.plan([pack, pack], rows=10, draft_seconds=0.0)  # 20 more rows will come
@@ -207,10 +207,10 @@ def test_a_forecast_is_scaled_by_what_was_measured(clock: list[float]) -> None:
 
 def test_a_forecast_counts_the_draft_and_needs_the_number_of_rows() -> None:
     pack = ten_tokens()
-    forecast = RemainingTime(seconds_of, rows=20)
+    forecast = RemainingTime(seconds_of, rows=lambda: Expected(20))
     forecast.plan([pack], rows=10, draft_seconds=7.0)
     assert forecast.seconds_left() == pytest.approx(10 + 10 + 7)
-    forecast = RemainingTime(seconds_of, rows=None)
+    forecast = RemainingTime(seconds_of, rows=lambda: None)
     forecast.plan([pack], rows=10, draft_seconds=0.0)
     assert forecast.seconds_left() is None
 

@@ -25,6 +25,7 @@ from prefillcli.prefill import attention, attention_checks, fusion, narrow
 from prefillcli.report.run import versions
 from prefillcli.report.section import TableRows, byte_size, numbers_table, pairs_table, stderr_console
 from prefillcli.runtime import cores, device_key, extras, log, memory, signals, user_cache
+from prefillcli.runtime.clock import step
 
 # The findings of `prefill doctor`: its JSON line, and its tables.
 
@@ -225,6 +226,7 @@ def _examine(settings: DoctorSettings, found: Diagnosis, stop: signals.Stop) -> 
     found.dtype = _dtype_advice(device)
     found.memory = _budget(settings, device)
     found.notes = list(_notes(device))
+    step("checking each way to compute attention against explicit scores")
     with stop.at_once():
         _check(device, found)
     wrong = [check for check in found.checks if check["status"] in ("differs", "fails")]
@@ -235,6 +237,7 @@ def _examine(settings: DoctorSettings, found: Diagnosis, stop: signals.Stop) -> 
     for dtype in differ:
         log.error(f"compiled passes are wrong in {dtype}; runs on this machine go without them")
     if settings.model is not None:
+        step("opening the model")
         with stop.at_once():
             found.model = _with_model(settings, device, found)
     if wrong:
@@ -260,7 +263,9 @@ def _check(device: torch.device, found: Diagnosis) -> None:
     found.cache = {"folder": str(user_cache.cache_folder()), "remembered": record.save()}
     found.cache |= {"gguf_folder": str(models), "gguf_bytes": taken}
     found.checks = [asdict(check) for check in checks]
+    step("checking the products in int8 and fp8")
     found.compute = narrow.narrow_ways(device)
+    step("checking the compiled passes between products")
     found.passes = fusion.check_passes() if device.type == "cpu" else {}
     for name in DTYPES:
         agree = {check.path for check in checks if check.dtype == name and check.status == "agrees"}

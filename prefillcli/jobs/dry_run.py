@@ -96,8 +96,8 @@ def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, 
             scorer.open_source()
             scorer.open_models()
             plans = _alternatives(scorer, report)
-        total = scorer.source.selected_rows if settings.shard_of is None else None
-        progress = Progress(total, interval=settings.progress_interval, quiet=settings.quiet)
+        rows = scorer.source.expected_rows if settings.shard_of is None else None
+        progress = Progress(rows, interval=settings.progress_interval, quiet=settings.quiet)
         with progress, stop.at_once():
             report.survey = survey(scorer, scorer.windows(scorer.builder.close), plans, progress.advance)
             found = (each.surveyed(scorer, report.survey) for each in scorer.features)

@@ -18,7 +18,7 @@ from prefillcli.errors import UsageError, without_secrets
 from prefillcli.models.files import sample_model
 from prefillcli.models.open import Opened, answer_labels, local_model, small_models
 from prefillcli.options.groups import JobOptions
-from prefillcli.runtime import log
+from prefillcli.runtime import clock, log
 from prefillcli.runtime.memory import parse_size
 from prefillcli.stats.evaluation import Measure
 
@@ -63,6 +63,7 @@ class Opening:
         seconds. Raises UsageError or PrefillError as `Source` does.
         """
         settings = self.settings
+        clock.step("looking at the input")
         for each in self.features:
             each.starting()
         source = Source.open(settings.inputs, limit=settings.limit, sample=settings.sample, seed=settings.seed)
@@ -95,6 +96,7 @@ class Opening:
         """Open the models' folders, and make prompts possible. No weights are loaded. Raises UsageError."""
         if not hasattr(self, "source"):
             local_models(self.settings)
+        clock.step("starting torch and transformers")
         self.use_models(open_models(self.settings))
         if hasattr(self, "source"):
             self.open_rows()

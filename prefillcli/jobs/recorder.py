@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -18,7 +18,7 @@ from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import Plan
 from prefillcli.report.run import Tokens
 from prefillcli.runtime import log
-from prefillcli.runtime.clock import Phase, Progress
+from prefillcli.runtime.clock import Expected, Phase, Progress
 from prefillcli.stats.evaluation import Measure, label_mass
 
 if TYPE_CHECKING:
@@ -32,17 +32,18 @@ class RemainingTime:
     """Seconds to the end of a run: the prediction for the rest, scaled by the ratio of actual to predicted time so
     far.
 
-    `rows` are all rows of the job, None if not known. Rows without a plan yet are expected to take as long as planned
-    ones. So many `workers` compute packs at a time.
+    `rows` tells how many rows the job has, as far as is known. Rows without a plan yet are expected to take as long as
+    planned ones. So many `workers` compute packs at a time.
     """
 
-    def __init__(self, predict: Predict, rows: int | None, workers: int = 1) -> None:
+    def __init__(self, predict: Predict, rows: Callable[[], Expected | None], workers: int = 1) -> None:
         self.ran = 0.0
         """Seconds that were predicted for the packs that are done."""
         self.least_pack = 0.0
         """The fewest seconds that a pack takes: those of reading its weights."""
         self._predict = predict
-        self._rows_left = rows
+        self._expected = rows
+        self._left_out = 0  # rows that are planned, or were done before
         self._workers = workers
         self._rows = 0  # of windows that were planned
         self._planned = 0.0  # predicted seconds of these windows
@@ -53,8 +54,7 @@ class RemainingTime:
 
     def skip(self, rows: int) -> None:
         """Leave out rows that were done before this run."""
-        if self._rows_left is not None:
-            self._rows_left -= rows
+        self._left_out += rows
 
     def plan(self, packs: list[Pack], rows: int, draft_seconds: float) -> None:
         """A window of `rows` rows will run as `packs`."""
@@ -84,12 +84,13 @@ class RemainingTime:
 
     def seconds_left(self) -> float | None:
         """None while nothing is planned, or the number of rows is not known."""
-        if self._rows_left is None or not self._rows:
+        expected = self._expected()
+        if expected is None or not self._rows:
             return None
         now = time.monotonic()
         took = self._took + sum(now - begun for _, begun in list(self._running.values()))
         scale = took / self._done if self._done > 0 and took > 0 else 1.0
-        more = max(self._rows_left, 0) / self._rows
+        more = max(expected.rows - self._left_out, 0) / self._rows
         packs = (max(self._planned - self._done, 0.0) + self._planned * more) * scale
         return packs / self._workers + self._other * more
 
@@ -145,7 +146,7 @@ class Recorder:
     since the fingerprint was made. Finished rows are written at least every `Granularity.flush_seconds`.
     """
 
-    def __init__(self, job: Job, rows: int | None = None, forecast: RemainingTime | None = None) -> None:
+    def __init__(self, job: Job, rows: Callable[[], Expected | None], forecast: RemainingTime | None = None) -> None:
         self.tokens = Tokens()
         self.packs = 0
         self._job = job
@@ -163,11 +164,12 @@ class Recorder:
             int, tuple[Window, Finished]
         ] = {}  # finished rows that are not written, by the window's index
         self._flushed = time.monotonic()
+        self._begun = False  # whether a window has begun
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Inside, progress is shown, and other processes can see that this one is alive."""
-        with self._progress, self._sink.signs_of_life(self._progress.pace):
+        with closing(self._progress), self._sink.signs_of_life(self._progress.pace):
             self._skip(self._sink.counts.total)
             yield
 
@@ -198,6 +200,9 @@ class Recorder:
 
     def begin(self, window: Window, done: set[int]) -> None:
         """A window is scored from now on; these of its rows are written."""
+        if not self._begun:
+            self._begun = True
+            self._progress.start()
         self._progress.advance(len(window.errors.keys() - done))
         self._open[window.index] = window, Finished()
 
@@ -219,6 +224,7 @@ class Recorder:
             self._job.require_unchanged(window.rows)
             self._sink.take_over(window, results)
         self._skip(self._sink.counts.total - before)
+        self._progress.advance(0)
         self._stop.check()
 
     def end(self, window: Window) -> None:

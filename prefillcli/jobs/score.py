@@ -31,7 +31,7 @@ from prefillcli.report.run import (
     write_files,
 )
 from prefillcli.runtime import log
-from prefillcli.runtime.clock import Clock, MemoryWatch
+from prefillcli.runtime.clock import Clock, Expected, MemoryWatch, step
 from prefillcli.runtime.signals import Stop
 
 if TYPE_CHECKING:
@@ -105,10 +105,12 @@ class Job(Scorer):
         for each in self.features:
             each.begin(report)
         self._open_inputs()
+        step("reading the files of input and model, to recognise them later")
         with self.clock.phase("read"), stop.at_once():
             report.fingerprint = fingerprint(self, self.models)
             for each in self.features:
                 each.identified(self)
+        step("opening the output")
         with self._open_sink() as sink:
             self.sink = sink
             if settings.shard is not None:  # else as the user named it, with its slash
@@ -117,6 +119,7 @@ class Job(Scorer):
             report.resumed = sink.counts.total > 0
             if not sink.complete:
                 self._score()
+            step("looking at the finished output")
             if settings.audit:
                 report.take_audit(sink.counts, self.labels.is_positive)
             failed: list[str] = []
@@ -161,9 +164,7 @@ class Job(Scorer):
         settings, sink = self.settings, self.sink
         self.profile = self._find_profile()
         if self.profile is not None:
-            rows = self.source.selection().count(self.source.count())
-            rows //= 1 if settings.shard_of is None else settings.shard_of.count
-            self._forecast = RemainingTime(self.profile.seconds, rows, settings.workers)
+            self._forecast = RemainingTime(self.profile.seconds, self._expected_rows, settings.workers)
         ended: list[int] = []
         columns = frozenset() if self.condition is None else self.condition.columns
         coming = self.windows(
@@ -172,17 +173,19 @@ class Job(Scorer):
             ended=ended.append,
             change=sink.digests(columns, self.common),
         )
-        total = self.source.selected_rows if settings.shard is None else None
-        self.recorder = Recorder(self, total, self._forecast)
+        self.recorder = Recorder(self, self._expected_rows, self._forecast)
         with self.loaded, coming, self.recorder.running():
             waiting = self._waiting(coming)
             for each in self.features:
                 waiting = each.left_to_score(self, waiting)
+            step("making prompts of the first rows")
             if (first := next(waiting, None)) is not None:
                 self.labels.check(first)
                 for each in self.features:
                     each.first_window(self, first)
+                step("loading the model")
                 self.load_models()
+                step("preparing to score")
                 self.learn(self.tick)
                 self.score(
                     chain([first], waiting),
@@ -192,6 +195,7 @@ class Job(Scorer):
                     written=self._written,
                 )
                 self.pool.ask_for_reports()
+            step("writing the output")
             with self.clock.phase("write"):
                 self.require_unchanged(None)
                 (count,) = ended  # reported at the end of the input
@@ -202,6 +206,13 @@ class Job(Scorer):
                 sink.finish(count)
             for each in self.features:
                 each.finished(self)
+
+    def _expected_rows(self) -> Expected | None:
+        """How many rows the job has; of a shard its share of them."""
+        found, shard = self.source.expected_rows(), self.settings.shard_of
+        if found is None or shard is None:
+            return found
+        return Expected(-(-found.rows // shard.count), exact=False)
 
     @property
     def plan(self) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from prefillcli.data.output.store import Beat
 from prefillcli.data.output.target import Manifest, Target
 from prefillcli.errors import DamagedFileError, PrefillError, UsageError
 from prefillcli.runtime import log
-from prefillcli.runtime.clock import duration
+from prefillcli.runtime.clock import Expected, duration, rows_of
 
 _STATES = {"running": "is running", "stopped": "has stopped", "complete": "is complete"}
 
@@ -26,6 +26,7 @@ class Status:
     status: str = "failed"  # `running`, `stopped`, `unmerged` or `complete`; `failed` if that cannot be found out
     exit_code: int = 0
     rows: dict[str, int | None] = field(default_factory=lambda: {"done": None, "total": None})
+    estimated: bool = False  # whether the total is an estimate
     rows_per_second: float | None = None
     expected_end: str | None = None
     updated: str | None = None  # when the job gave its last sign of life, or was complete
@@ -121,7 +122,7 @@ def _find_out(target: Target, status: Status) -> None:
 
 def _take(beat: Beat, status: Status) -> None:
     status.owner, status.updated = str(beat.owner), beat.updated.isoformat()
-    status.rows["total"] = beat.pace.total
+    status.rows["total"], status.estimated = beat.pace.total, beat.pace.estimated
     if status.status == "running":
         status.rows["done"] = int(beat.pace.rows)
         status.rows_per_second = beat.pace.rows_per_second
@@ -149,7 +150,8 @@ def _sentence(status: Status) -> str:
     if status.status == "stopped":
         text = f"the job of {status.output} has stopped"
     if done is not None:
-        text += f": {done:,}" + (f" of {total:,} rows ({done / total:.1%})" if total else " rows")
+        expected = None if total is None else Expected(total, not status.estimated)
+        text += f": {rows_of(done, expected)}" + (f" ({min(done / total, 1):.1%})" if total else "")
     if status.rows_per_second is not None:
         text += f", {status.rows_per_second:,.1f} rows/s"
     if status.expected_end is not None:
@@ -160,5 +162,5 @@ def _sentence(status: Status) -> str:
         text += f"\n{status.owner}, last seen {status.updated}"
     for shard in status.shards:
         rows = shard["rows"]["done"]
-        text += f"\nshard {shard['shard']} {_STATES[shard['status']]}" + ("" if rows is None else f": {rows:,} rows")
+        text += f"\nshard {shard['shard']} {_STATES[shard['status']]}" + ("" if rows is None else f": {rows_of(rows)}")
     return text + ("\ngo on with --resume" if status.status == "stopped" else "")

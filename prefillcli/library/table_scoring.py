@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from threading import Event
 from typing import TYPE_CHECKING, Self, cast
@@ -25,7 +25,7 @@ from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
 from prefillcli.runtime import log
-from prefillcli.runtime.clock import Phase, Progress
+from prefillcli.runtime.clock import Expected, Phase, Progress
 
 if TYPE_CHECKING:  # these take torch along
     from prefillcli.data.reading.source import Source
@@ -97,7 +97,7 @@ class TableScorer(Scorer):
         try:
             schema = files.schema()
             schema.require_distinct()
-            steps.expect(files.source.selected_rows)
+            steps.expect(files.source.expected_rows)
             found = self._scored(files, steps)
         finally:
             files.builder.close()
@@ -222,11 +222,12 @@ class Steps:
         self._shown = shown
         self._progress: Progress | None = None
 
-    def expect(self, rows: int | None) -> None:
+    def expect(self, rows: int | Callable[[], Expected | None]) -> None:
         """So many rows will be scored, as far as is known."""
         if self._shown:
             live = log.on_terminal() or "ipykernel" in sys.modules  # a notebook understands carriage returns
             self._progress = Progress(rows, interval=SECONDS_BETWEEN_LINES, live=live)
+            self._progress.start()
 
     def step(self, rows: float, tokens: float) -> None:
         """So many rows and prompt tokens more are computed."""

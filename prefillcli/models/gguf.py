@@ -39,6 +39,7 @@ from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, ou
 from prefillcli.models.completeness import bounded, quiet_transformers, require_complete
 from prefillcli.models.files import check_ranges, layer_number
 from prefillcli.runtime import log
+from prefillcli.runtime.clock import step, step_goes_on
 from prefillcli.runtime.extras import require_extra
 from prefillcli.runtime.user_cache import cache_folder
 
@@ -739,6 +740,7 @@ def _begin_texts(tokenizer: Any, header: GgufHeader) -> None:
 
 
 def _dequantise(model: GgufModel, described: Path, dtype: torch.dtype, folder: Path) -> None:
+    step(_CONVERTING.format(model.origin.name), at_once=True)
     loaded, info = load_gguf(model, described, dtype, None)
     require_complete(model.origin, loaded, info)
     with _reading(model):
@@ -748,6 +750,19 @@ def _dequantise(model: GgufModel, described: Path, dtype: torch.dtype, folder: P
                 (folder / file.name).write_bytes(file.read_bytes())
 
 
+def _each_told(model: GgufModel, tensors: Sequence[Any], **_: Any) -> Iterator[Any]:
+    # The tensors that transformers converts, in place of its progress bar.
+    whole, done = max(sum(each.numbers for each in model.tensors), 1), 0
+    for tensor in tensors:
+        step_goes_on(f"{_CONVERTING.format(model.origin.name)}, {done / whole:.0%}")
+        yield tensor
+        done += int(tensor.n_elements)
+    step_goes_on(f"{_CONVERTING.format(model.origin.name)}, writing it")
+
+
+_CONVERTING = "converting {} to safetensors, once"
+
+
 @contextmanager
 def _reading(model: GgufModel) -> Iterator[None]:
     # No progress bars. Errors name the file; those of a full disk and full memory pass.
@@ -755,7 +770,7 @@ def _reading(model: GgufModel) -> Iterator[None]:
 
     bar: Callable[..., Any] = reader.tqdm
     names: Callable[..., Any] = gguf.get_tensor_name_map
-    reader.tqdm = partial(bar, disable=True)
+    reader.tqdm = partial(_each_told, model)
     gguf.get_tensor_name_map = cache(names)  # transformers has it make the same map for each module of a model
     try:
         with quiet_transformers():

@@ -13,7 +13,7 @@ from prefillcli.data.prompts.labels import Labels, Normalisation, parse_labels
 from prefillcli.data.proof import gguf_parts
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
 from prefillcli.models.files import check_files, find_weights, read_json, refuse_code_elsewhere, sample_model
-from prefillcli.runtime import log
+from prefillcli.runtime import clock, log
 from prefillcli.runtime.cores import Threads
 from prefillcli.runtime.extras import light_imports
 from prefillcli.runtime.memory import parse_size
@@ -233,6 +233,7 @@ def open_models(choice: DraftChoice) -> Opened:
     path, (option, names) = _find_chosen(choice), small_models(choice)
     found = [find_model(name, option=f"--{option}") for name in names]
     device, threads = _device_of(choice), Threads(choice.threads)
+    clock.step("opening the model")
     files = _read(choice, path, device, choice.head)
     tokenizer = _load_tokenizer(files, choice.trust_remote_code)
     small = []

@@ -59,7 +59,7 @@ def survey_input(settings: ProfileSettings, given: Opening, profile: Profile) ->
 
     free = free_beside_draft(given.opened, profile.budget_bytes) if settings.memory is None else None
     known = profile if profile.completion is not None else None
-    with Progress(given.source.selected_rows, interval=settings.progress_interval, quiet=settings.quiet) as progress:
+    with Progress(given.source.expected_rows, interval=settings.progress_interval, quiet=settings.quiet) as progress:
         given.open_rows()
         plans = Alternatives(settings, given.opened, given.labels.names, free=free, profile=known)
         return survey(given, given.windows(given.builder.close), plans, progress.advance)

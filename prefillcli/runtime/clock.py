@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -10,9 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Literal, Never
-
-from tqdm import tqdm
+from typing import Literal, NamedTuple
 
 from prefillcli.runtime import log
 from prefillcli.runtime.memory import device_memory, peak_resident_memory, resident_memory
@@ -92,7 +89,17 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-# Progress on stderr: a live bar on a terminal, a plain line with the time now and then elsewhere.
+# Progress on stderr: a live line on a terminal, a plain line with the time now and then elsewhere.
+
+
+class Expected(NamedTuple):
+    """How many rows there will be, and whether that is their exact number or an estimate."""
+
+    rows: int
+    exact: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.rows:,}" if self.exact else f"about {self.rows:,}"
 
 
 @dataclass(frozen=True)
@@ -103,25 +110,28 @@ class Pace:
     total: int | None  # rows of the whole job; None if not known
     rows_per_second: float | None  # of this attempt; None before its first row
     seconds_left: float | None  # None if unknown
+    estimated: bool = False  # whether the total is an estimate
 
 
 class Progress:
-    """Counts rows and prompt tokens. `total` rows may not be known.
+    """Counts rows and prompt tokens.
 
-    `live` chooses between a bar and lines; by default a terminal has a bar. If `seconds_left` gives a number, it
-    predicts the end better than the rows so far.
+    `expected` tells how many rows there will be; it is asked again and again, because an estimate gets better. None
+    where nothing is known. `live` chooses between a live line and a log of lines; by default a terminal has the live
+    one. If `seconds_left` gives a number, it predicts the end better than the rows so far.
     """
 
     def __init__(
         self,
-        total: int | None,
+        expected: int | Callable[[], Expected | None] | None,
         *,
         interval: float,
         quiet: bool = False,
         live: bool | None = None,
         seconds_left: Callable[[], float | None] = lambda: None,
     ) -> None:
-        self._total = total
+        known = Expected(expected) if isinstance(expected, int) else None
+        self._expected = expected if callable(expected) else lambda: known
         self._seconds_left = seconds_left
         self._interval = interval
         self._quiet = quiet
@@ -129,65 +139,83 @@ class Progress:
         self._before = 0
         self._tokens = 0.0
         self._begun = self._last_line = time.monotonic()
-        self._bar: tqdm[Never] | None = None
-        if not quiet and not log.logs_json() and (log.on_terminal() if live is None else live):
-            shape = "{n:,.0f} rows [{elapsed}{postfix}]"
-            if total:
-                shape = "{l_bar}{bar}| {n:,.0f}/{total:,.0f} rows [{elapsed}{postfix}]"
-            self._bar = tqdm(total=total, bar_format=shape, file=sys.stderr, dynamic_ncols=True)
+        self._live = not quiet and not log.logs_json() and (log.on_terminal() if live is None else live)
+        self._drawn = 0.0  # when the live line was drawn
 
     def resume(self, rows: int) -> None:
         """So many rows were done by earlier attempts; they do not count for the speed."""
         self._before += rows
-        self.advance(rows)
+        self._rows += rows
+
+    def start(self) -> None:
+        """The first row begins now: the time before does not count for the speed."""
+        step("")
+        self._begun = self._last_line = time.monotonic()
+        if self._live:
+            self._draw(self._begun)
 
     def pace(self) -> Pace:
         """The run's progress; any thread may ask."""
-        seconds = time.monotonic() - self._begun
+        seconds, expected = time.monotonic() - self._begun, self._expected()
         done = self._rows - self._before
-        return Pace(self._rows, self._total, done / seconds if done > 0 else None, self._left(seconds))
+        return Pace(
+            self._rows,
+            None if expected is None else expected.rows,
+            done / seconds if done > 0 else None,
+            self._left(expected, seconds),
+            estimated=expected is not None and not expected.exact,
+        )
 
     def advance(self, rows: float, tokens: float = 0.0) -> None:
         """`rows` (also parts of one) and `tokens` more are done."""
         self._rows += rows
         self._tokens += tokens
         now = time.monotonic()
-        if self._bar is not None:
-            after = f"{self._tokens / max(now - self._begun, 1e-9):,.0f} tokens/s{self._end(now - self._begun)}"
-            self._bar.set_postfix_str(after, refresh=False)
-            self._bar.update(rows)
+        if self._live:
+            if now - self._drawn >= _REDRAW_SECONDS:
+                self._draw(now)
         elif not self._quiet and now - self._last_line >= self._interval:
             self._last_line = now
             self._log(now - self._begun)
 
+    def _draw(self, now: float) -> None:
+        self._drawn, seconds = now, now - self._begun
+        expected = self._expected()
+        log.show_live(
+            progress_line(
+                self._rows,
+                expected,
+                columns=log.columns() - 1,
+                elapsed=seconds,
+                tokens_per_second=self._tokens / max(seconds, 1e-9),
+                left=self._left(expected, seconds),
+            )
+        )
+
     def _log(self, seconds: float) -> None:
-        pace, tokens = self.pace(), self._tokens / seconds
-        line = f"{self._rows:,.0f}"
-        if self._total:
-            line += f" of {self._total:,} rows ({self._rows / self._total:.1%})"
-        else:
-            line += " rows"
+        pace, tokens, expected = self.pace(), self._tokens / seconds, self._expected()
+        line = rows_of(self._rows, expected)
+        if expected is not None and expected.rows:
+            line += f" ({min(self._rows / expected.rows, 1):.1%})"
         line += f", {(self._rows - self._before) / seconds:,.1f} rows/s, {tokens:,.0f} tokens/s"
-        log.timed(line + self._end(seconds), "progress", **asdict(pace), tokens_per_second=tokens)
+        left = "" if pace.seconds_left is None else f", about {duration(pace.seconds_left)} left"
+        log.timed(line + left, "progress", **asdict(pace), tokens_per_second=tokens)
 
-    def _end(self, seconds: float) -> str:
-        # `, about 5.0 min left`, if that is known.
-        left = self._left(seconds)
-        return "" if left is None else f", about {duration(left)} left"
-
-    def _left(self, seconds: float) -> float | None:
+    def _left(self, expected: Expected | None, seconds: float) -> float | None:
         left = self._seconds_left()
         done = self._rows - self._before
-        if left is None and self._total and done > 0:
-            left = max(self._total - self._rows, 0) * seconds / done
+        if left is None and expected is not None and done > 0:
+            left = max(expected.rows - self._rows, 0) * seconds / done
         return left
 
     def close(self) -> None:
-        """Leave the bar as it is."""
-        if self._bar is not None:
-            self._bar.close()
+        """Leave the live line as it is."""
+        if self._live and self._drawn:
+            self._draw(time.monotonic())
+            log.leave_live()
 
     def __enter__(self) -> Progress:
+        self.start()
         return self
 
     def __exit__(
@@ -196,22 +224,80 @@ class Progress:
         self.close()
 
 
-class StepLog:
-    """Prints on stderr which of a few long steps runs, and repeats it while the step lasts, so nothing is silent for
-    long.
+_REDRAW_SECONDS = 0.1
+_LEAST_BAR = 8  # characters, below which a bar tells nothing
 
-    Use it as a context manager. Lines are `interval` seconds apart; `announce` prints at once.
+
+def progress_line(
+    rows: float,
+    expected: Expected | None,
+    *,
+    columns: int,
+    elapsed: float,
+    tokens_per_second: float,
+    left: float | None,
+) -> str:
+    """The progress in a line of at most so many `columns`, with a bar where the number of rows is known.
+
+    Where there is no room for all of it, the speed goes first and the elapsed time second, then words, then the bar.
+    """
+    minutes, seconds = divmod(int(elapsed), 60)
+    clock = f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes:02}:{seconds:02}"
+    speed, end = f"{tokens_per_second:,.0f} tokens/s", "" if left is None else f"about {duration(left)} left"
+    counted = rows_of(rows, expected) if rows or expected is not None else "reading"
+    details = ([clock, speed, end], [clock, end], [end])
+    lines = [f"{counted} [{', '.join(filter(None, each))}]" for each in details if any(each)]
+    if expected is not None and expected.rows:
+        share, about = min(rows / expected.rows, 1.0), "" if expected.exact else "~"
+        lines.append(f"{rows:,.0f}/{about}{expected.rows:,}" + (end and f" [{end.removeprefix('about ')}]"))
+        percent = f"{share:4.0%}|"
+        for line in lines:
+            room = columns - len(percent) - len(line) - 2
+            if room >= _LEAST_BAR:
+                return f"{percent}{'█' * int(share * room):<{room}}| {line}"
+        lines = [f"{share:.0%} {line}" for line in lines]
+    return next((line for line in lines if len(line) <= columns), counted[:columns])
+
+
+def rows_of(rows: float, expected: Expected | None = None) -> str:
+    """`12 rows`, `12 of 40 rows`, `12 of about 40 rows`."""
+    if expected is None or not expected.rows:
+        return f"{rows:,.0f} {'row' if round(rows) == 1 else 'rows'}"
+    return f"{rows:,.0f} of {expected} {'row' if expected.rows == 1 else 'rows'}"
+
+
+class StepLog:
+    """Says on stderr which of a few long steps runs, so nothing is silent for long.
+
+    A terminal has the step and its seconds in a live line. Elsewhere, a line is repeated while the step lasts, every
+    `interval` seconds; `announce` prints at once. Use it as a context manager: inside, `step` names the steps.
     """
 
     def __init__(self, *, interval: float, quiet: bool = False) -> None:
         self._interval, self._quiet = interval, quiet
         self._step, self._begun, self._last_line = "", time.monotonic(), time.monotonic()
+        self._changing = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="prefill-steps", daemon=True)
+        self._outer: StepLog | None = None
 
-    def begin(self, step: str) -> None:
-        """A step begins; it is named when the next line is due."""
-        self._step, self._begun = step, time.monotonic()
+    @property
+    def _live(self) -> bool:
+        return not self._quiet and log.on_terminal() and not log.logs_json()
+
+    def begin(self, step: str, *, at_once: bool = False) -> None:
+        """A step begins. A log names it `at_once`, or when the next line is due. Without a name, the step before has
+        ended."""
+        with self._changing:
+            shown, self._step, self._begun = self._step, step, time.monotonic()
+            if self._live and (shown or step):
+                self._draw()
+            elif at_once:
+                self._print(step)
+
+    def goes_on(self, step: str) -> None:
+        """The step has come so far, as its new name says."""
+        self._step = step
 
     def announce(self, text: str) -> None:
         """Print a line now; it names the step that begins with it."""
@@ -223,13 +309,27 @@ class StepLog:
         if not self._quiet:
             log.timed(text, "step")
 
+    def _draw(self) -> None:
+        seconds = time.monotonic() - self._begun
+        so_far = f" [{seconds:.0f} s]" if seconds >= 1 else ""
+        room = log.columns() - 1 - len(so_far)
+        log.show_live(f"{self._step[:room]}{so_far}" if self._step else "")
+
     def _watch(self) -> None:
-        while not self._ended.wait(max(self._last_line + self._interval - time.monotonic(), 0.05)):
-            now = time.monotonic()
-            if self._step and now - self._last_line >= self._interval:
-                self._print(f"{self._step}: {duration(now - self._begun)} so far")
+        while not self._ended.wait(self._pause()):
+            with self._changing:
+                now = time.monotonic()
+                if self._step and self._live:
+                    self._draw()
+                elif self._step and now - self._last_line >= self._interval:
+                    self._print(f"{self._step}: {duration(now - self._begun)} so far")
+
+    def _pause(self) -> float:
+        return 1.0 if self._live else max(self._last_line + self._interval - time.monotonic(), 0.05)
 
     def __enter__(self) -> StepLog:
+        global _steps
+        self._outer, _steps = _steps, self
         if not self._quiet:
             self._thread.start()
         return self
@@ -237,6 +337,25 @@ class StepLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
+        global _steps
+        _steps = self._outer
         self._ended.set()
         if not self._quiet:
             self._thread.join()
+            self.begin("")
+
+
+_steps: StepLog | None = None  # that of this process's command
+
+
+def step(name: str, *, at_once: bool = False) -> None:
+    """A long step of this process's command begins; without a name, the one before has ended. Nothing happens outside
+    a `StepLog`. A log names it `at_once`, or when it has lasted an interval."""
+    if _steps is not None:
+        _steps.begin(name, at_once=at_once)
+
+
+def step_goes_on(name: str) -> None:
+    """The step has come so far, as its new name says."""
+    if _steps is not None:
+        _steps.goes_on(name)

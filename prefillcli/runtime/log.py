@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import threading
 import uuid
@@ -129,10 +130,56 @@ def on_terminal() -> bool:
 
 
 def _print(text: str) -> None:
-    # Write to stderr, if there is one: a warning must not end a program that uses the library and has no stderr.
+    # Write to stderr, above the live line.
+    with _drawing:
+        _put(f"{_over('')}{text}{_live}")
+
+
+def _put(text: str) -> None:
+    # To stderr, if there is one: a warning must not end a program that uses the library and has no stderr.
     if sys.stderr is not None:
         with suppress(OSError, ValueError):
             print(text, end="", file=sys.stderr, flush=True)
+
+
+# The live line: the last one on a terminal, which is drawn again and again.
+
+
+_live = ""
+_drawing = threading.RLock()
+
+
+def show_live(text: str) -> None:
+    """Draw the live line, over the one before; lines of the log go above it. Empty text takes it away."""
+    global _live
+    with _drawing:
+        _put(_over(text))
+        _live = text
+
+
+def leave_live() -> None:
+    """End the live line and leave it on the screen."""
+    global _live
+    with _drawing:
+        if _live:
+            _put("\n")
+        _live = ""
+
+
+def _over(text: str) -> str:
+    # What draws a text in place of the live line. Blanks clear the rest: a notebook knows no other way.
+    if not _live:
+        return text
+    blanks = max(len(_live) - len(text), 0)
+    return f"\r{text}{' ' * blanks}" + (f"\r{text}" if blanks else "")
+
+
+def columns() -> int:
+    """The width of the terminal on stderr."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    except (OSError, ValueError, AttributeError):
+        return shutil.get_terminal_size().columns
 
 
 class _Wrapped:

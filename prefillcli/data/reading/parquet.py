@@ -37,6 +37,7 @@ from prefillcli.data.rows import (
     row_batches,
 )
 from prefillcli.errors import UsageError
+from prefillcli.runtime.clock import Expected
 
 _MAGIC_BYTES = 4  # before the first page
 _TAIL_BYTES = 8  # after the footer: its length and the magic
@@ -501,6 +502,10 @@ class ParquetFiles:
         self.available: tuple[str, ...] = tuple(self._readers[0].schema.names)
         self.total_rows: int | None = sum(file.rows for file in self._readers)
         self.starts: list[int] = []  # of every file that `batches` has begun, the number of its first row
+
+    def expected_rows(self) -> Expected | None:
+        """Rows of all files."""
+        return None if self.total_rows is None else Expected(self.total_rows)
 
     def count(self) -> int:
         """Rows of all files; reads JSON Lines to the end once."""

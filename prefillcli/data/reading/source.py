@@ -38,6 +38,7 @@ from prefillcli.data.rows import (
     row_too_large,
 )
 from prefillcli.errors import ContentChangedError, PrefillError, UsageError
+from prefillcli.runtime.clock import Expected
 
 
 class Source:
@@ -119,8 +120,19 @@ class Source:
     @property
     def selected_rows(self) -> int | None:
         """Rows that `batches` will yield; for JSON Lines None until `count` was called."""
-        total, bounds = self._files.total_rows, (self._sampling.limit, self._sampling.sample)
-        return None if total is None else min([total, *(bound for bound in bounds if bound is not None)])
+        expected = self.expected_rows()
+        return expected.rows if expected is not None and expected.exact else None
+
+    def expected_rows(self) -> Expected | None:
+        """The same, or an estimate by the share of bytes that was read; None before the first row.
+
+        Any thread may ask while another one reads.
+        """
+        expected = self._files.expected_rows()
+        if expected is None:
+            return None
+        rows = min(filter(None, (expected.rows, self._sampling.limit, self._sampling.sample)), default=0)
+        return Expected(rows if expected.rows else 0, expected.exact)
 
     def count(self) -> int:
         """Rows of the whole input; reads JSON Lines to the end once."""
@@ -270,6 +282,7 @@ def _plain(value: Any) -> Any:
 
 
 _BLOCK = 1 << 18
+_PIECE = 1 << 12  # of a compressed file
 _REMOTE_BLOCK = 8 << 20  # bytes read ahead from an object store
 _BOM = b"\xef\xbb\xbf"
 _FEW_BLANK_LINES = 16  # one after each row is read as a line: looking ahead copies the buffer
@@ -292,6 +305,20 @@ class JsonlInput:
     def __init__(self, found: InputFile) -> None:
         self.max_row_bytes = MAX_ROW_BYTES  # longer lines are not read into memory
         self._found = found
+        self._stream: _Stream | None = None  # while lines are read
+        self._buffer: io.BufferedReader | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file, as it is stored."""
+        return self._found.stamp.size
+
+    def bytes_read(self) -> float:
+        """How many of them the lines so far take; to be called between two lines, by the thread that reads."""
+        if self._stream is None or self._buffer is None:
+            return 0.0
+        ahead = len(self._buffer.peek())
+        return self._stream.stored * (1 - ahead / max(self._stream.taken, 1))
 
     def lines(self) -> Iterator[bytes | RowError]:
         """The lines that are not blank, or the error of a line that is longer than `max_row_bytes`.
@@ -323,8 +350,53 @@ class JsonlInput:
             raw: Any = io.FileIO(found.inner)
         else:
             raw = found.filesystem.open(found.inner, "rb", block_size=_REMOTE_BLOCK)
-        stream = raw if found.codec is None else pa.CompressedInputStream(raw, found.codec)
-        return io.BufferedReader(stream, _BLOCK)
+        self._stream = _Stream(raw, found.codec)
+        self._buffer = io.BufferedReader(self._stream, _BLOCK)
+        return self._buffer
+
+
+class _Stream(io.RawIOBase):
+    """The content of a file, and how much of the file it takes."""
+
+    def __init__(self, file: Any, codec: str | None) -> None:
+        self.taken = 0
+        """Bytes of the content so far."""
+        self._file = file
+        self._content = file if codec is None else pa.CompressedInputStream(_Pieces(file), codec)
+
+    @property
+    def stored(self) -> int:
+        """Bytes of the file so far."""
+        return int(self._file.tell())
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        content = self._content.read(len(buffer))
+        buffer[: len(content)] = content
+        self.taken += len(content)
+        return len(content)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._content.close()
+            self._file.close()
+        super().close()
+
+
+class _Pieces(io.RawIOBase):
+    """A compressed file in small pieces: from these one can tell how far its content has come."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        found: bytes = self._file.read(_PIECE if size < 0 else min(size, _PIECE))
+        return found
 
 
 def _skip_blank_lines(file: io.BufferedReader) -> None:
@@ -477,6 +549,12 @@ class JsonlFiles:
         self.available, self._peeked = self._peek()
         self.total_rows: int | None = None
         self.starts: list[int] = []
+        self._read: Expected | None = None  # by the rows so far
+
+    def expected_rows(self) -> Expected | None:
+        """Rows of all files, or an estimate by the share of bytes read so far. At the end of a selection of the first
+        rows, their number."""
+        return self._read if self.total_rows is None else Expected(self.total_rows)
 
     def count(self) -> int:
         if self.total_rows is None:
@@ -506,8 +584,20 @@ class JsonlFiles:
                 break
             self.starts.append(maker.row)
             maker.constants = self._partitions.values[number]
-            yield from maker.add(lines.lines())
+            for batch in maker.add(lines.lines()):
+                if selection.chosen is None:
+                    self._estimate(maker.row + 1, number)
+                yield batch
+        if selection.chosen is None:
+            self._read = Expected(maker.row)
         yield from maker.rest()
+
+    def _estimate(self, rows: int, number: int) -> None:
+        # How many rows there are, where so many take all files before this one, and a part of it.
+        read = sum(each.size for each in self._readers[:number]) + self._readers[number].bytes_read()
+        if read > 0:
+            total = rows * sum(each.size for each in self._readers) / read
+            self._read = Expected(max(round(round(total), 2 - math.floor(math.log10(total))), rows), exact=False)
 
     def _peek(self) -> tuple[tuple[str, ...], int]:
         names: dict[str, None] = {}
