@@ -88,6 +88,8 @@ class PrefillLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         self._text_tokens = 0  # of the longest text that there is room for
         self._loaded = self._load()
         self.tokenizer = self._loaded.opened.tokenizer
+        if add_bos_token is not None:
+            self.tokenizer.add_bos_token = add_bos_token  # also where the tokenizer's files put no token before a text
 
     def _load(self) -> Models[Any]:
         texts = {"rationale": self._text_tokens} if self._text_tokens else {}

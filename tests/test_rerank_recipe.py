@@ -215,6 +215,24 @@ def test_a_reranker_that_says_so_gets_its_own_prompt_and_labels(
     assert [row["score"] for row in instructed] != [row["score"] for row in found]
 
 
+@pytest.mark.parametrize("on_long", ["truncate-left", "truncate-right"])
+def test_of_a_pair_that_is_too_long_the_document_is_cut(
+    on_long: str, qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    documents = [" ".join(f"{number} foxes and no dog," for number in range(start, start + 40)) for start in range(6)]
+    (row, *_), _ = score_pairs(qwen, "--on-long", on_long, "--max-length", "300", document=documents)
+    assert row["truncated"]
+    assert 295 <= row["prompt_tokens"] <= 300
+    document, tokenizer = documents[0], AutoTokenizer.from_pretrained(qwen)
+    rests = [document[at:] if on_long == "truncate-left" else document[:at] for at in range(len(document))]
+    text = f"{PREFIX}<Instruct>: {TASK}\n<Query>: {QUERIES[0]}\n<Document>: "
+    size = row["prompt_tokens"] - len(tokenizer.encode(SUFFIX, add_special_tokens=False))
+    fitting = [rest for rest in rests if len(tokenizer.encode(text + rest, add_special_tokens=False)) == size]
+    wanted = by_the_card(qwen, [(QUERIES[0], rest) for rest in fitting])
+    assert min(abs(row["score"] - wanted)) < TOLERANCE
+
+
 def test_a_head_gets_the_prompt_of_its_chat_template(
     with_head: Path, reranker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,7 +58,7 @@ class ErrorCode(StrEnum):
     CONTROL_TEXT = "control_text", "the row has the text of a control token, and it cannot be encoded as plain text"
     TEMPLATE_ERROR = "template_error", "the --template could not be rendered from this row"
     CHAT_ERROR = "chat_error", "the chat template could not be applied to this row's messages"
-    INVALID_TOKEN_IDS = "invalid_token_ids", "prompt_token_ids is empty, negative or beyond the model's vocabulary"
+    INVALID_TOKEN_IDS = "invalid_token_ids", "token ids are empty, negative or beyond the model's vocabulary"
     PROMPT_TOO_LONG = "prompt_too_long", "the prompt has more tokens than --max-length"
     SKIPPED_TOO_LONG = (
         "skipped_too_long",
@@ -84,7 +84,10 @@ class ErrorCode(StrEnum):
         "invalid_request",
         "the line of a batch file asks for something that is not done here, or has a wrong value",
     )
-    INVALID_TARGET = "invalid_target", "the target is null, empty, no text, or has no tokens of its own"
+    INVALID_TARGET = (
+        "invalid_target",
+        "the target is null, empty, no text, or has no tokens of its own, or unknown ones",
+    )
     WORKER_LOST = "worker_lost", "the worker process ended each time that it scored this row, at last by itself"
     NONFINITE_SCORE = "nonfinite_score", "the model returned a score that is not a finite number"
 

@@ -280,7 +280,11 @@ class PromptOptions(Settings):
         ge=1,
     )
     on_long: Literal["error", "truncate-left", "truncate-middle", "truncate-right", "skip"] = option(
-        "error", "What to do with longer prompts.", PROMPTS, level="first", changes="scores"
+        "error",
+        "What to do with longer prompts. truncate-* cuts the texts of the row, and no template.",
+        PROMPTS,
+        level="first",
+        changes="scores",
     )
 
     literal: bool = option(

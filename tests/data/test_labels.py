@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 from prefillcli.data.prompts.labels import Label, LabelError, Labels, parse_labels, tail_of
 from prefillcli.data.rows import RowError, Window
 from prefillcli.errors import UsageError
+from prefillcli.features.choices.row_choices import RowChoices
+from prefillcli.features.likelihood.targets import Targets
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.behind import LabelTokens
 from tests.data.labels import resolve
 
@@ -97,13 +100,11 @@ def test_a_label_is_the_token_that_follows_the_whole_prompt(tokenizer: Any, end:
     assert chosen(tokenizer, prompt) == ((yes,), (no,))
 
 
-@pytest.mark.parametrize("name", ["byte_level", "llama3_like", "metaspace", "llama2_like"])
-def test_after_a_space_it_is_the_word_without_one(name: str, request: pytest.FixtureRequest) -> None:
-    tokenizer = request.getfixturevalue(name)
-    prompt = PROMPT + " "
-    assert len(ids(tokenizer, prompt + "Yes")) == len(ids(tokenizer, prompt))  # the space and the word are one token
-    vocabulary = tokenizer.get_vocab()
-    assert chosen(tokenizer, prompt) == ((vocabulary["Yes"],), (vocabulary["No"],))
+def test_white_space_at_the_prompts_end_goes_to_the_labels(tokenizer: Any) -> None:
+    (found,) = Labels(tokenizer, parse_labels("Yes,No")).resolve_all([tail_of(PROMPT + " ")])
+    assert not isinstance(found, LabelError)
+    assert found.labels.single == chosen(tokenizer, PROMPT)
+    assert [*ids(tokenizer, PROMPT), *found.moved] == ids(tokenizer, PROMPT + " ")
 
 
 def test_after_a_special_token_it_is_the_word_as_it_is(chat_tokenizer: Any) -> None:
@@ -120,11 +121,12 @@ def test_after_a_special_token_it_is_what_this_tokenizer_makes_of_the_word_there
     assert chosen(metaspace_always, prompt) == ((yes,), (no,))
 
 
-def test_a_word_that_is_one_token_only_without_a_space_is_taken_so(byte_level: Any) -> None:
+def test_labels_of_one_set_all_have_a_space_or_none_has(byte_level: Any) -> None:
     vocabulary = byte_level.get_vocab()
     assert "Ġ(" in vocabulary
     assert "Ġ)" not in vocabulary
-    assert chosen(byte_level, PROMPT, "(,)") == ((vocabulary["Ġ("],), (vocabulary[")"],))
+    found = resolve(Labels(byte_level, parse_labels("(,)")), PROMPT)
+    assert [own.tolist() for own in found.sequences] == [[vocabulary["Ġ("]], [vocabulary["Ġ"], vocabulary[")"]]]
 
 
 def test_variants_are_taken_literally_and_are_all_there(byte_level: Any) -> None:
@@ -208,28 +210,55 @@ def family(byte_level: Any, llama3_like: Any, metaspace: Any, llama2_like: Any, 
     return Family(byte_level, llama3_like, metaspace, llama2_like, word_level)
 
 
-@settings(max_examples=60, deadline=None)
-@given(parts=st.lists(words, min_size=1, max_size=30), end=st.sampled_from(["", ":", "\n", "?\n\n", " ->", ")"]))
-def test_the_short_tail_decides_like_the_whole_prompt(family: Family, parts: list[str], end: str) -> None:
+@settings(max_examples=100, deadline=None)
+@given(
+    parts=st.lists(words, min_size=1, max_size=30),
+    end=st.sampled_from(["", ":", "\n", "?\n\n", " ->", ")", " ", "  ", "\n ", "\t", " " * 40, " mus", " (", '"']),
+    answers=st.lists(
+        st.sampled_from(["Yes", " Yes", "No", "ic", "A", "1", " 1", "user topic", "é", " news, music", "Yes it"]),
+        min_size=2,
+        max_size=3,
+        unique=True,
+    ),
+)
+def test_every_answer_has_the_tokens_of_the_harness(
+    family: Family, parts: list[str], end: str, answers: list[str]
+) -> None:
+    """As a label, among others or not, as a choice and as a target, behind the short tail as behind the whole
+    prompt."""
     prompt = " ".join(parts) + end
     for tokenizer in family.members:
-        whole = ids(tokenizer, prompt)
-        expected = {}
-        for spelling in ("Yes", " Yes", "No", " No"):
-            joined = ids(tokenizer, prompt + spelling)
-            if joined[: len(whole)] == whole and len(joined) == len(whole) + 1:
-                expected[spelling] = joined[-1]
-        for yes, no in (("Yes", "No"), (" Yes", " No")):
-            if yes in expected and no in expected:
-                found = Labels(tokenizer, [Label("a", (yes,)), Label("b", (no,))])
-                assert resolve(found, prompt).single == ((expected[yes],), (expected[no],))
+        context, whole = ids(tokenizer, prompt.rstrip(" \t")), ids(tokenizer, prompt)
+        if not context or whole[: len(context)] != context:
+            continue  # the white space has no tokens of its own
+        for answer in answers:
+            wanted = harness_tokens(tokenizer, prompt, answer)
+            if not wanted or tokenizer.unk_token_id in wanted:
+                continue
+            choices = RowChoices(tokenizer, ScoreSettings(inputs=["a"], model="b", choices_column="c"))
+            targets = Targets(tokenizer, "t", literal=True)
+            tail, literal = tail_of(prompt), [Label(each, (each,)) for each in answers]
+            found = [
+                *Labels(tokenizer, [Label(answer, (answer,))]).resolve_all([tail]),
+                *Labels(tokenizer, literal).resolve_all([tail]),
+                *targets.resolve_all([tail], values=[[answer]]),
+            ]
+            if prompt[-1:].isspace() or answer[0] == " ":  # else a choice gets a space
+                found += choices.resolve_all([tail], values=[[[answer]]])
+            for number, each in enumerate(found):
+                if not isinstance(each, LabelError):  # as where one label begins another
+                    place = answers.index(answer) if number == 1 else 0
+                    assert each.labels.spellings[place][0].tolist() == wanted
+                    assert list(each.moved) == whole[len(context) :]
+                else:
+                    assert number == 1
 
 
 @given(st.text())
 def test_a_tail_is_the_end_of_the_prompt(text: str) -> None:
     tail = tail_of(text)
     assert text.endswith(tail)
-    assert len(tail) <= 32
+    assert len(tail.rstrip()) <= 32
     assert tail_of(tail) == tail
     assert len(tail) >= min(len(text), 6)
 
@@ -266,8 +295,9 @@ def test_a_right_answer_is_a_label_a_spelling_of_it_or_a_truth_value(
 
 
 def harness_tokens(tokenizer: Any, context: str, continuation: str) -> list[int]:
-    """The continuation's tokens as lm-evaluation-harness has them (`TemplateLM._encode_pair`)."""
-    spaces = len(context) - len(context.rstrip())
+    """The continuation's tokens as lm-evaluation-harness has them (`TemplateLM._encode_pair`), but line breaks stay
+    with the context."""
+    spaces = len(context) - len(context.rstrip(" \t"))
     if spaces > 0:
         continuation = context[-spaces:] + continuation
         context = context[:-spaces]

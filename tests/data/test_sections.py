@@ -156,7 +156,7 @@ def test_a_section_without_which_there_is_no_such_prompt_is_left_out(byte_level:
 
 
 def test_where_other_label_tokens_would_follow_a_section_stays(byte_level: Any) -> None:
-    found = ablated(byte_level, {"a": "Is it?", "b": " "}, template="{{ a }} Answer:{{ b }}")
+    found = ablated(byte_level, {"a": "Is it?", "b": "\n"}, template="{{ a }} Answer:{{ b }}")
     assert list(found) == ["a"]  # without b the labels begin with a space
 
 

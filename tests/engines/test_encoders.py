@@ -103,6 +103,23 @@ def test_pairs_are_cut_to_the_lengths_of_tokenizers(first: int, second: int, ber
         assert whole.ids[fit_pair(whole, most, "truncate-left")].tolist() == left["input_ids"]
 
 
+@pytest.mark.parametrize("on_long", ["truncate-left", "truncate-right"])
+def test_in_a_template_the_longest_text_of_a_pair_is_cut(on_long: str, bert: Path, rows: Path) -> None:
+    tokenizer, words = AutoTokenizer.from_pretrained(bert), " ".join(TEXTS)
+    write_parquet(rows, title=["fox", words], body=[words, "dog"], text_pair=["no", "yes"])
+    options = {"model": bert, "head": "value", "on_long": on_long, "pair_column": "text_pair"}
+    score(rows, template="{{ title }}: {{ body }} end", **options)
+    found = read_output("out.parquet")
+    assert all(row["truncated"] and MAX_LENGTH - 3 <= row["prompt_tokens"] <= MAX_LENGTH for row in found)
+    for row, (head, tail), second in zip(found, [("fox: ", " end"), ("", ": dog end")], ["no", "yes"], strict=True):
+        rests = [words[:at] if on_long == "truncate-right" else words[at:] for at in range(len(words))]
+        texts = [f"{head}{rest}{tail}" for rest in rests]
+        fitting = [each for each in texts if len(tokenizer(each, second)["input_ids"]) == row["prompt_tokens"]]
+        wanted = own_values(bert, fitting, [second] * len(fitting))
+        mine = np.array([value for name, value in row.items() if name.startswith("value_")])
+        assert np.abs(wanted - mine).max(axis=1).min() < TOLERANCE
+
+
 def test_columns_are_those_of_any_head(bert: Path, folder: Path, rows: Path) -> None:
     score(rows, model=bert)
     outputs = own_values(bert, TEXTS)

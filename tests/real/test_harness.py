@@ -166,6 +166,29 @@ def test_contexts_that_are_empty_too_long_or_end_in_spaces_are_read_as_by_hf(ran
     assert ours.apply_chat_template(chat) == theirs.apply_chat_template(chat) == "a fox"
 
 
+@pytest.mark.parametrize("processor", [True, False])
+@pytest.mark.parametrize("add_bos_token", [None, True, False])
+def test_a_bos_token_is_there_where_it_is_for_hf(processor: bool, add_bos_token: bool | None, tmp_path: Path) -> None:
+    """Whether the tokenizer's files put it before a text or not."""
+    from lm_eval.models.huggingface import HFLM
+
+    from prefillcli.lm_eval import PrefillLM
+
+    model = save_model(tmp_path / "model")
+    if not processor:
+        file = model / "tokenizer.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": None}))
+    ours = PrefillLM(str(model), dtype="float32", add_bos_token=add_bos_token)
+    theirs = HFLM(str(model), dtype="float64", add_bos_token=add_bos_token, device="cpu", batch_size=1)
+    requests = [asked("a fox", " yes no"), asked("", "yes"), asked("<s>a fox", " yes"), asked("a fox ", "no")]
+    for request in requests:
+        assert ours.tok_encode(request.args[0]) == theirs.tok_encode(request.args[0])
+    wanted = [logprob for logprob, _ in theirs.loglikelihood(requests)]
+    assert [logprob for logprob, _ in ours.loglikelihood(requests)] == pytest.approx(wanted, abs=1e-4)
+    text = [asked("fox dog quick")]
+    assert ours.loglikelihood_rolling(text) == pytest.approx(theirs.loglikelihood_rolling(text), abs=1e-3)
+
+
 def test_what_it_does_not_do_is_refused(random_model: Path) -> None:
     from prefillcli.lm_eval import PrefillLM
 

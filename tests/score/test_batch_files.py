@@ -231,3 +231,22 @@ def test_what_cannot_go_with_the_format_is_refused(model: Path, flags: dict[str,
     except UsageError as raised:  # before a job begins
         error = str(raised)
     assert said in error
+
+
+@pytest.mark.parametrize("on_long", ["truncate-left", "truncate-right"])
+def test_of_a_chat_that_is_too_long_the_messages_are_cut(
+    chat_model: Path, chat_reference: Reference, on_long: str
+) -> None:
+    said = " ".join(f"fox {number}" for number in range(40))
+    chat = [{"role": "system", "content": "Be quick."}, {"role": "user", "content": [{"type": "text", "text": said}]}]
+    lines = [line("long", CHAT, messages=chat, logprobs=True), line("short", CHAT, messages=HELLO, logprobs=True)]
+    row, _ = answered(lines, chat_model, on_long=on_long, max_length=60)
+    assert row["error"] is None
+    body = row["response"]["body"]
+    size = body["usage"]["prompt_tokens"]
+    assert 55 <= size <= 60
+    rests = [said[at:] if on_long == "truncate-left" else said[:at] for at in range(len(said))]
+    ids = [chat_reference.ids(f"<s>[system] Be quick.\n[user] {each}\n[assistant]\n", special=False) for each in rests]
+    found = [top_tokens(chat_reference, each, 1)[1][0] for each in ids if len(each) == size]
+    logprob = body["choices"][0]["logprobs"]["content"][0]["logprob"]
+    assert min(abs(logprob - each) for each in found) < TOLERANCE

@@ -74,12 +74,15 @@ def test_each_row_has_the_log_probabilities_of_its_own_choices(
 
 
 def test_the_norm_divides_by_the_bytes_of_each_choice(model: Path, reference: Reference) -> None:
-    write_jsonl("d.jsonl", ROWS)
-    score("d.jsonl", "o.jsonl", model=model, choices_column="choices", label_norm="bytes")
-    for row, own in zip(ROWS, read_output("o.jsonl"), strict=True):
+    """White space at a choice's ends is a part of it, but for the space between it and the prompt."""
+    rows = [*ROWS, {"prompt": "The fox:", "choices": ["No  ", " Yes", "\nYes", "Yes \n"]}]
+    write_jsonl("d.jsonl", rows)
+    score("d.jsonl", "o.jsonl", model=model, choices_column="choices", label_norm="bytes", label_end=".")
+    ended = [row | {"choices": [f"{choice}." for choice in row["choices"]]} for row in rows]
+    for row, whole, own in zip(rows, ended, read_output("o.jsonl"), strict=True):
         divided = [
-            logprob / len(choice.strip().encode())
-            for logprob, choice in zip(expected(reference, row), row["choices"], strict=True)
+            logprob / len(choice.removeprefix(" ").encode())
+            for logprob, choice in zip(expected(reference, whole), row["choices"], strict=True)
         ]
         assert own["prediction"] == int(np.argmax(divided))
         np.testing.assert_allclose(own["scores"], np.exp(divided - np.logaddexp.reduce(divided)), atol=1e-5)
@@ -281,7 +284,10 @@ def test_choices_are_held_against_right_ones(
     assert 5 < len(rows) < 35, len(rows)
 
     def accuracy(divide: bool) -> float:
-        sizes = [[len(choice.strip().encode()) if divide else 1 for choice in row["choices"]] for row, _, _ in rows]
+        sizes = [
+            [len(choice.removeprefix(" ").encode()) if divide else 1 for choice in row["choices"]]
+            for row, _, _ in rows
+        ]
         best = [np.argmax(np.divide(own, size)) for (_, _, own), size in zip(rows, sizes, strict=True)]
         return float(np.mean([at == number for at, (_, number, _) in zip(best, rows, strict=True)]))
 

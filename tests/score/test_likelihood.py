@@ -20,8 +20,8 @@ from tests.score.jobs import Reference, read_output, read_report, score, write_j
 from tests.score.test_shards import merge
 
 LONG = "The quick brown fox saw a dog. " * 9
-PROMPTS = ["The fox:", "The fox:", "The fox: \n", "A dog says", LONG, "The fox:"]
-TARGETS = [" Yes, it is.", " Yes, no", "No", ", é\n", " a fox", " Yes"]
+PROMPTS = ["The fox:", "The fox:", "The fox: \n", "A dog says", LONG, "The fox:", "The fox:\n  "]
+TARGETS = [" Yes, it is.", " Yes, no", "No", ", é\n", " a fox", " Yes", "No"]
 
 
 def forward(reference: Reference, ids: Sequence[int]) -> torch.Tensor:
@@ -31,8 +31,9 @@ def forward(reference: Reference, ids: Sequence[int]) -> torch.Tensor:
 
 
 def encoded_pair(reference: Reference, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """lm-evaluation-harness's `TemplateLM._encode_pair`, with the BOS that prompts get here."""
-    spaces = len(context) - len(context.rstrip())
+    """lm-evaluation-harness's `TemplateLM._encode_pair`, with the BOS that prompts get here; line breaks stay with the
+    context."""
+    spaces = len(context) - len(context.rstrip(" "))
     if spaces > 0:
         continuation = context[-spaces:] + continuation
         context = context[:-spaces]

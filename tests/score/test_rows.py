@@ -7,11 +7,13 @@ import json
 import shutil
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from tests.score.jobs import (
     TOLERANCE,
@@ -367,3 +369,31 @@ def test_columns_that_folders_name_are_rendered_and_kept(model: Path, reference:
     found = read_output("out.parquet")
     assert [(row["day"], row["user"]) for row in found] == [(1, "a b")] * 2 + [(2, "a b")] * 2
     assert_scored(found, [reference.answer(f"a b on day {day}: {text}") for day in (1, 2) for text in texts(2)])
+
+
+def test_tokens_beyond_the_models_vocabulary_are_errors_of_their_rows(model: Path, tmp_path: Path) -> None:
+    """Words that were added to the tokenizer, but not to the model: in a prompt, a choice, a target or a label."""
+    larger = tmp_path / "larger"
+    shutil.copytree(model, larger)
+    tokenizer = AutoTokenizer.from_pretrained(larger)
+    size = json.loads((larger / "config.json").read_text())["vocab_size"]
+    tokenizer.add_tokens([*(f"filler{number}" for number in range(size - len(tokenizer))), "covid"])
+    assert tokenizer.convert_tokens_to_ids("covid") == size
+    tokenizer.save_pretrained(larger)
+    options = {"model": larger, "max_error_rate": 1.0, "overwrite": True}
+
+    def errors(**flags: Any) -> list[str | None]:
+        assert score("in.jsonl", "o.jsonl", **options, **flags)["exit_code"] == 0
+        return [row["error"] for row in read_output("o.jsonl")]
+
+    rows = [{"prompt": "The covid:"}, {"prompt": "The fox:"}]
+    write_jsonl("in.jsonl", rows)
+    assert errors() == ["invalid_token_ids", None]
+    write_jsonl("in.jsonl", rows[1:])
+    assert score("in.jsonl", "o.jsonl", labels="covid,No", **options)["exit_code"] == 2
+    write_jsonl("in.jsonl", [{"prompt": "It:", "choices": [each, "No"]} for each in ("covid", "a covid fox", "fox")])
+    assert errors(choices_column="choices") == ["invalid_labels", "invalid_labels", None]
+    write_jsonl("in.jsonl", [{"prompt": "It:", "target": each} for each in (" covid", " fox", "a covid")])
+    assert errors(target_column="target") == ["invalid_target", None, "invalid_target"]
+    write_jsonl("in.jsonl", [{"text": "The covid fox"}, {"text": "The fox"}])
+    assert errors(target_column="text") == ["invalid_target", None]

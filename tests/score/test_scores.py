@@ -233,3 +233,40 @@ def test_longer_labels_have_the_scores_of_lm_evaluation_harness(
         shares = np.exp(divided)
         assert row["score"] == pytest.approx(shares[0] / shares.sum(), abs=1e-5)
         assert row["prediction"] == names[int(shares.argmax())]
+
+
+@pytest.mark.parametrize("engine", ["torch", "hf"])
+@pytest.mark.parametrize("prompt", ["The fox:", "The fox: ", "The fox:  ", "The fox:\n", "The br", "The fox (\n "])
+def test_an_answer_is_as_likely_among_any_others_and_of_any_kind(
+    model: Path, reference: Reference, prompt: str, engine: str
+) -> None:
+    """As lm-evaluation-harness has it: as one of several labels, a choice and a target."""
+    answers = ["No", "ow", "1", "No, never"]
+    if not prompt[-1].isspace():
+        answers = [f" {answer}" for answer in answers] + ["own"]
+    alone = len(reference.ids("\n"))
+    wanted = []
+    for answer in answers:
+        before, behind = encoded_pair(reference, prompt, answer)
+        # The harness has no number where prompt and answer are one token: the answer's own tokens are read there.
+        behind = behind or reference.ids(f"\n{answer}")[alone:]
+        wanted.append(sum(likelihood(reference, before, behind)[0]))
+    spelled = {f"a{number}": f"a{number}={each}".replace(",", r"\,") for number, each in enumerate(answers)}
+    common = {"model": model, "engine": engine}
+    source = write_parquet("in.parquet", prompt=[prompt], choices=[answers])
+    for names in (list(spelled)[:3], list(spelled)[1:3] + list(spelled)[4:], list(spelled)[2:4]):
+        score(source, labels=",".join(spelled[name] for name in names), overwrite=True, **common)
+        (row,) = read_output("out.parquet")
+        for name in names:
+            assert row[f"logprob_{name}"] == pytest.approx(wanted[int(name[1])], rel=1e-6, abs=1e-5)
+    targets = write_parquet("targets.parquet", prompt=[prompt] * len(answers), target=answers)
+    score(targets, "targets.out.parquet", target_column="target", **common)
+    assert [row["logprob"] for row in read_output("targets.out.parquet")] == pytest.approx(wanted, rel=1e-6, abs=1e-5)
+    if prompt[-1].isspace():
+        score(source, "choices.out.parquet", choices_column="choices", label_end=None, **common)
+        (row,) = read_output("choices.out.parquet")
+        assert row["error"] == "invalid_labels"  # "No" begins "No, never"
+        write_parquet("in.parquet", prompt=[prompt], choices=[answers[1:]])
+        score(source, "choices.out.parquet", choices_column="choices", overwrite=True, **common)
+        (row,) = read_output("choices.out.parquet")
+        assert row["logprobs"] == pytest.approx(wanted[1:], rel=1e-6, abs=1e-5)

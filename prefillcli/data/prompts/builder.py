@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from prefillcli.data.prompts.encoding import EncodedPair, Encoder, Marks, NotLiteral, not_literal, protect
 from prefillcli.data.prompts.labels import Following, LabelError, Labels, tail_of
+from prefillcli.data.prompts.shortening import RowTexts, Shortening
 from prefillcli.data.prompts.templates import ChatTemplate, Message, RowTemplate, messages_of
 from prefillcli.data.rows import (
     DEFAULT_COLUMN,
@@ -26,7 +27,7 @@ from prefillcli.data.rows import (
     row_too_large,
 )
 from prefillcli.errors import UsageError
-from prefillcli.plan.behind import LabelSet
+from prefillcli.runtime import log
 
 OnLong = Literal["error", "truncate-left", "truncate-middle", "truncate-right", "skip"]
 
@@ -183,7 +184,7 @@ def prompt_column(named: str, available: Sequence[str]) -> str:
 
 
 _TAIL_TOKENS = 16
-NO_LABELS = LabelSet(())
+_MOST_CUTS = 4  # of a prompt whose new end other labels follow
 GROUP_CHARS = 16 << 20  # characters of prompts that are tokenised together
 
 
@@ -237,7 +238,8 @@ class PromptBuilder:
         self.max_row_bytes = settings.max_row_bytes or default_row_bytes(
             settings.max_length, self._encoder.longest_token(), settings.on_long
         )
-        self._may_exceed_vocabulary = self._encoder.size > settings.vocab_size
+        self._may_exceed_vocabulary = self._encoder.last_id() >= settings.vocab_size
+        self.told: set[str] = set()  # what was said of prompts and answers; each is said once
         # The characters of templates and system messages, which are no data.
         typed = (self.template and self.template.text, settings.system, getattr(tokenizer, "chat_template", None))
         self._typed = frozenset("".join(map(str, typed)))
@@ -257,6 +259,22 @@ class PromptBuilder:
         Raises BuilderClosed or RendererClosed once it is closed.
         """
         errors = dict(batch.errors)
+        excess: dict[int, int] = {}
+        prompts = self._made(batch, labels, errors, excess)
+        if excess:
+            prompts += self._shortened(batch, labels, errors, excess)
+            prompts.sort(key=lambda prompt: prompt.row)
+        for each in self.settings.row_columns:
+            prompts = each.take(prompts, batch, errors)
+        if self.settings.sections:
+            self._remember(prompts, batch)
+        return prompts, errors
+
+    def _made(
+        self, batch: RowBatch, labels: Labels, errors: dict[int, RowError], excess: dict[int, int]
+    ) -> list[Prompt]:
+        # The prompts of the rows that are not in `errors`. Rows that have none are added there, or to `excess`, with
+        # the tokens by which they are too long, where their texts may be cut.
         prompts: list[Prompt] = []
         started = time.perf_counter()
         for group in _groups(self._read(batch, errors), self._group_chars):
@@ -264,14 +282,62 @@ class PromptBuilder:
             texts = self._with_chats_rendered(group, errors)
             rendered = time.perf_counter()
             self.render_seconds += rendered - started
-            prompts += self._prompts(texts, labels, batch, errors)
+            prompts += self._prompts(texts, labels, batch, errors, excess)
             started = time.perf_counter()
             self.tokenize_seconds += started - rendered
-        for each in self.settings.row_columns:
-            prompts = each.take(prompts, batch, errors)
-        if self.settings.sections:
-            self._remember(prompts, batch)
-        return prompts, errors
+        return prompts
+
+    def _shortened(
+        self, batch: RowBatch, labels: Labels, errors: dict[int, RowError], excess: Mapping[int, int]
+    ) -> Iterator[Prompt]:
+        # The prompts of rows that are too long, made of texts that are cut.
+        limit, place = self.settings.max_length, {row: at for at, row in enumerate(batch.rows.tolist())}
+        values = [self._cuttable(batch, place[row]) for row in excess]
+        texts = RowTexts.of_rows(self._encoder, values, self.settings.on_long)
+        searches = {
+            row: Shortening(own, tokens, limit) for own, (row, tokens) in zip(texts, excess.items(), strict=True)
+        }
+        failed: dict[int, RowError] = {}
+        while waiting := {row: each for row, each in sorted(searches.items()) if each.amount is not None}:
+            wrong: dict[int, RowError] = {}
+            longer: dict[int, int] = {}
+            for prompt in self._made(self._cut(batch, waiting), labels, wrong, longer):
+                waiting[prompt.row].fits(prompt, limit - len(prompt.tokens) - prompt.labels.depth)
+            for row, tokens in longer.items():
+                waiting[row].exceeds(tokens)
+            for row, error in wrong.items():
+                waiting[row].fails()
+                failed[row] = error._replace(detail=f"with its texts cut: {error.detail}")
+        for row, search in searches.items():
+            if search.prompt is not None:
+                search.prompt.truncated = True
+                yield search.prompt
+            else:
+                detail = f"without its texts it still has {search.excess} tokens more than the limit of {limit}"
+                errors[row] = failed.get(row, RowError(ErrorCode.PROMPT_TOO_LONG, detail))
+
+    def _cuttable(self, batch: RowBatch, place: int) -> dict[str, Any]:
+        # The values of a row whose texts may be cut, by column.
+        names = dict.fromkeys([*self.columns, *filter(None, [self.settings.pair_column])])
+        return {name: batch.columns[name][place] for name in names}
+
+    def _cut(self, batch: RowBatch, rows: Mapping[int, Shortening]) -> RowBatch:
+        # These rows, ascending, with shorter texts.
+        places = np.searchsorted(batch.rows, list(rows)).tolist()
+        columns = {name: [values[at] for at in places] for name, values in batch.columns.items()}
+        for at, each in enumerate(rows.values()):
+            for name, value in self._shorter(each.values(), {name: own[at] for name, own in columns.items()}).items():
+                columns[name][at] = value
+        return replace(batch, rows=batch.rows[places], columns=columns, errors={})
+
+    def _shorter(self, cut: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+        # A row's values by column, of which those that are `_cuttable` were cut.
+        return cut
+
+    def _cuts_texts(self, raw: RawPrompt) -> bool:
+        # Whether a prompt that is too long is made again of shorter texts. One without a template is cut itself.
+        made = self.template is not None or raw.chat is not None
+        return made and self.settings.on_long.startswith("truncate")
 
     def another(self) -> PromptBuilder:
         """One that makes the same prompts, for another thread."""
@@ -414,54 +480,123 @@ class PromptBuilder:
         return done
 
     def _prompts(
-        self, raw: list[RawPrompt], labels: Labels, batch: RowBatch, errors: dict[int, RowError]
+        self,
+        raw: list[RawPrompt],
+        labels: Labels,
+        batch: RowBatch,
+        errors: dict[int, RowError],
+        excess: dict[int, int],
     ) -> list[Prompt]:
         raw = self._respelled(raw, errors)
         tokens = self._tokens(raw)
-        prompts: dict[int, Prompt] = {}
-        tails: dict[bool, dict[int, str]] = {False: {}, True: {}}
+        fitted: dict[int, Int32Array] = {}
+        ends: dict[bool, dict[int, str]] = {False: {}, True: {}}
         for each in raw:
             if self.settings.padding is not None:
                 tokens[each.row] = without_padding(tokens[each.row], self.settings.padding)
-            fitted = self._fit(tokens[each.row])
-            if isinstance(fitted, RowError):
-                errors[each.row] = fitted
-                continue
-            truncated = len(fitted) < len(tokens[each.row])
-            prompts[each.row] = Prompt(each.row, fitted, labels=NO_LABELS, truncated=truncated)
-            end = tail_of(each.text or self._encoder.decode(fitted[-_TAIL_TOKENS:]))
-            tails[each.marks is not None][each.row] = end
-        found: dict[int, Following | LabelError] = {}
-        for literal, ends in tails.items():
-            if ends:
-                at = np.searchsorted(batch.rows, list(ends)) if labels.columns else ()
-                own = [[batch.columns[name][place] for name in labels.columns] for place in at]
-                found |= zip(ends, labels.resolve_all(list(ends.values()), literal=literal, values=own), strict=True)
-        done = []
-        for row, prompt in prompts.items():
-            try:
-                self._follow(prompt, found[row])
-            except LabelError as error:
-                errors[row] = RowError(error.code, str(error).replace("\n", "; "))
+            own = self._fit(tokens[each.row], cut=not self._cuts_texts(each))
+            if isinstance(own, RowError):
+                errors[each.row] = own
             else:
-                fitted = self._fit(prompt.tokens, prompt.labels.depth)
-                if isinstance(fitted, RowError):
-                    errors[row] = fitted
-                else:
-                    prompt.truncated = prompt.truncated or len(fitted) < len(prompt.tokens)
-                    prompt.tokens = fitted
-                    done.append(prompt)
+                fitted[each.row] = own
+                ends[each.marks is not None][each.row] = self._end(each, tokens[each.row], own)
+        found: dict[int, Following | LabelError] = {}
+        for literal, texts in ends.items():
+            found |= zip(texts, self._resolved(batch, labels, texts, literal=literal), strict=True)
+        done = []
+        for each in raw:
+            if each.row not in fitted:
+                continue
+            made = self._followed(each, tokens[each.row], fitted[each.row], found[each.row], batch, labels)
+            if isinstance(made, Prompt):
+                done.append(made)
+            elif isinstance(made, RowError):
+                errors[each.row] = made
+            else:
+                excess[each.row] = made
         return done
 
-    def _follow(self, prompt: Prompt, following: Following | LabelError) -> None:
-        # Give a prompt its labels, and these the tokens at its end that they begin with. Raises LabelError.
+    def _resolved(
+        self, batch: RowBatch, labels: Labels, ends: Mapping[int, str], *, literal: bool
+    ) -> list[Following | LabelError]:
+        # What follows the ends of these rows' prompts.
+        if not ends:
+            return []
+        places = np.searchsorted(batch.rows, list(ends)) if labels.columns else ()
+        values = [[batch.columns[name][place] for name in labels.columns] for place in places]
+        return labels.resolve_all(list(ends.values()), literal=literal, values=values)
+
+    def _end(self, raw: RawPrompt, whole: Int32Array, tokens: Int32Array) -> str:
+        # The tail of the prompt that is read, which may be a part of the whole.
+        lost = len(tokens) < len(whole) and (
+            self.settings.on_long == "truncate-right" or len(tokens) < _TAIL_TOKENS
+        )  # else the end stays
+        if raw.text and not lost:
+            return tail_of(raw.text)
+        return tail_of(self._encoder.decode(tokens[-_TAIL_TOKENS:], literal=raw.marks is not None))
+
+    def _followed(
+        self,
+        raw: RawPrompt,
+        whole: Int32Array,
+        tokens: Int32Array,
+        following: Following | LabelError,
+        batch: RowBatch,
+        labels: Labels,
+    ) -> Prompt | RowError | int:
+        # The prompt with what follows it, or the number of tokens by which it is too long where its texts are cut.
+        limit = self.settings.max_length
+        for _ in range(_MOST_CUTS):
+            try:
+                following = self._fitting(tokens, following, labels)
+            except LabelError as error:
+                return RowError(error.code, str(error).replace("\n", "; "))
+            moved, behind = len(following.moved), following.labels.depth
+            if behind >= limit:
+                detail = f"{behind} tokens of labels or a target behind it, the limit is {limit}"
+                return RowError(ErrorCode.PROMPT_TOO_LONG, detail)
+            size = len(tokens) - moved + behind
+            if size <= limit:
+                self._tell(following)
+                own = tokens[: len(tokens) - moved]
+                return Prompt(raw.row, own, labels=following.labels, truncated=len(tokens) < len(whole))
+            if self._cuts_texts(raw):
+                return size - limit
+            fitted = self._fit(whole, behind - moved)
+            if isinstance(fitted, RowError):
+                return fitted
+            tokens, end = fitted, {raw.row: self._end(raw, whole, fitted)}
+            (following,) = self._resolved(batch, labels, end, literal=raw.marks is not None)
+        return RowError(ErrorCode.PROMPT_TOO_LONG, f"wherever it is cut, its labels make it longer than {limit}")
+
+    def _fitting(self, tokens: Int32Array, following: Following | LabelError, labels: Labels) -> Following:
+        # What can follow a prompt of these tokens. Raises LabelError.
         if isinstance(following, LabelError):
             raise following
-        if moved := len(following.moved):
-            if len(prompt.tokens) <= moved or prompt.tokens[-moved:].tolist() != list(following.moved):
-                raise LabelError("the white space at the prompt's end is not tokenised as its text alone")
-            prompt.tokens = prompt.tokens[:-moved]
-        prompt.labels = following.labels
+        moved = list(following.moved)
+        if moved and (len(tokens) <= len(moved) or tokens[-len(moved) :].tolist() != moved):
+            raise LabelError("the white space at the prompt's end is not tokenised as its text alone", labels.fault)
+        if self._may_exceed_vocabulary:
+            for name, own in zip(following.labels.texts or labels.names, following.labels.spellings, strict=False):
+                most = max(int(each.max()) for each in own)
+                if most >= self.settings.vocab_size:
+                    (token,) = self._encoder.tokens([most])
+                    why = _not_embedded(most, self.settings.vocab_size)
+                    raise LabelError(f"{name!r} has the token {token!r}, which the model lacks: {why}", labels.fault)
+        return following
+
+    def _tell(self, following: Following) -> None:
+        # Say once where answers begin before their own letters.
+        if following.moved and "moved" not in self.told:
+            self.told.add("moved")
+            log.info("prompts end in white space, which is read as the beginning of each answer")
+        if following.merged and "merged" not in self.told:
+            self.told.add("merged")
+            end = following.merged[-20:]
+            log.warning(
+                f"the tokenizer joins the end of a prompt, {end!r}, with the beginning of an answer: its probability "
+                "means little then\nend the prompt after a word, and begin the answer with a space"
+            )
 
     def _respelled(self, raw: list[RawPrompt], errors: dict[int, RowError]) -> list[RawPrompt]:
         # The same, with text that can be encoded literally where the data has the text of a control token.
@@ -490,15 +625,14 @@ class PromptBuilder:
                 found |= zip((each.row for each in chosen), ids, strict=True)
         return found
 
-    def _fit(self, tokens: Int32Array, behind: int = 0) -> Int32Array | RowError:
-        # The tokens of a prompt that has so many more `behind` it.
+    def _fit(self, tokens: Int32Array, behind: int = 0, *, cut: bool = True) -> Int32Array | RowError:
+        # The tokens of a prompt that has so many more `behind` it; all of them unless it may be `cut`.
         if len(tokens) == 0:
             return RowError(ErrorCode.EMPTY_PROMPT, "the tokenizer makes no token of the prompt")
         if self._may_exceed_vocabulary and int(tokens.max()) >= self.settings.vocab_size:
             return not_in_vocabulary(int(tokens.max()), self.settings.vocab_size)
-        if behind >= self.settings.max_length:
-            detail = f"{behind} tokens of labels or a target behind it, the limit is {self.settings.max_length}"
-            return RowError(ErrorCode.PROMPT_TOO_LONG, detail)
+        if not cut:
+            return tokens
         return fit(tokens, self.settings.max_length - behind, self.settings.on_long, self._encoder.start_ids)
 
 
@@ -522,14 +656,22 @@ class EncoderBuilder(PromptBuilder):
         self._types = "token_type_ids" in tokenizer.model_input_names
 
     def _prompts(
-        self, raw: list[RawPrompt], labels: Labels, batch: RowBatch, errors: dict[int, RowError]
+        self,
+        raw: list[RawPrompt],
+        labels: Labels,
+        batch: RowBatch,
+        errors: dict[int, RowError],
+        excess: dict[int, int],
     ) -> list[Prompt]:
         done = []
+        cuts = {each.row for each in raw if self._cuts_texts(each)}
         for row, tokens, whole in self._encoded(raw, batch, errors):
             (following,) = labels.resolve_all([""])
             if isinstance(following, LabelError):
                 raise following
-            if isinstance(tokens, RowError):
+            if row in cuts and whole > self.settings.max_length:
+                excess[row] = whole - self.settings.max_length
+            elif isinstance(tokens, RowError):
                 errors[row] = tokens
             else:
                 done.append(Prompt(row, tokens, labels=following.labels, truncated=len(tokens) < whole))
@@ -630,7 +772,11 @@ class RawPrompt(NamedTuple):
 
 def not_in_vocabulary(token: int, vocab_size: int) -> RowError:
     """The error of a row with a token id that the model does not have."""
-    return RowError(ErrorCode.INVALID_TOKEN_IDS, f"id {token} is not in 0..{vocab_size - 1}")
+    return RowError(ErrorCode.INVALID_TOKEN_IDS, _not_embedded(token, vocab_size))
+
+
+def _not_embedded(token: int, vocab_size: int) -> str:
+    return f"id {token} is not in 0..{vocab_size - 1}"
 
 
 def text_error(text: str, what: str, max_bytes: int) -> RowError | None:

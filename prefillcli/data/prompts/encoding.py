@@ -7,7 +7,7 @@ import json
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,9 +59,9 @@ class Encoder:
             + [number for number in (tokenizer.bos_token_id, tokenizer.cls_token_id) if number is not None]
         )
         self.unknown_id: int | None = tokenizer.unk_token_id
-        self.size = len(tokenizer)
         self.has_offsets = self._backend is not None  # whether it knows where tokens lie in a text
         self.controls = Controls.of(tokenizer)
+        self.control_ids = self.special_ids | self.controls.names.keys()
 
     def bytes_of_tokens(self) -> Int32Array | None:
         """Bytes of each token's text, int32 [ids], where tokens are bytes of the text (byte-level BPE), else None."""
@@ -74,9 +74,17 @@ class Encoder:
             found[number] = len(token.encode()) if token in added else len(token)
         return found
 
+    @functools.cached_property
+    def _vocabulary(self) -> dict[str, int]:
+        return dict(self.tokenizer.get_vocab())
+
+    def last_id(self) -> int:
+        """The largest token id, which may lie beyond the number of tokens."""
+        return max(self._vocabulary.values())
+
     def longest_token(self) -> int:
         """Bytes of the longest token, as the vocabulary spells it."""
-        return max(len(token.encode()) for token in self.tokenizer.get_vocab())
+        return max(len(token.encode()) for token in self._vocabulary)
 
     def encode(self, texts: Sequence[str], *, special: bool, literal: bool = False) -> list[Int32Array]:
         """Token ids of every text, int32 [tokens].
@@ -126,9 +134,16 @@ class Encoder:
             found.append(EncodedText(np.array(coded.ids[:end], np.int32), offsets))
         return found
 
-    def decode(self, tokens: Sequence[int] | Int32Array) -> str:
-        """The text of token ids, special tokens included."""
+    def decode(self, tokens: Sequence[int] | Int32Array, *, literal: bool = False) -> str:
+        """The text of token ids, special tokens included; `literal` as `Controls.respell` writes it."""
         ids = [int(number) for number in tokens]
+        if literal:
+            names = self.controls.names
+            runs = ((is_control, list(run)) for is_control, run in groupby(ids, names.__contains__))
+            return "".join(
+                "".join(map(self.controls.spelling, run)) if is_control else self.decode(run)
+                for is_control, run in runs
+            )
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def tokens(self, ids: Sequence[int]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from prefillcli.data.prompts.encoding import Encoder
+from prefillcli.data.prompts.encoding import Controls, Encoder
 from prefillcli.data.rows import ErrorCode, Int32Array, TokenText, Window
 from prefillcli.errors import UsageError
 from prefillcli.plan.behind import LabelSet, LabelTokens
@@ -20,7 +20,6 @@ from prefillcli.stats.evaluation import Measure
 _TAIL_CHARS = 32
 _MIN_TAIL_CHARS = 6
 _MEMO_TAILS = 50_000
-_BREAKS = ("\n", '"', "(")  # texts after which a word begins without a space before it
 
 
 class LabelError(UsageError):
@@ -130,10 +129,19 @@ def _unescape(text: str) -> str:
     return re.sub(r"\\([,|=\\])", r"\1", text)
 
 
+def _own_end(text: str) -> int:
+    # Where the white space begins that goes to the answer: behind the last word or line break.
+    end = len(text.rstrip())
+    return max(end, text.rfind("\n", end) + 1, text.rfind("\r", end) + 1)
+
+
 def tail_of(text: str) -> str:
-    """The end of a prompt that decides how the next word is tokenised, cut where a line or a word starts."""
-    end = text[-_TAIL_CHARS:]
-    latest = len(end) - _MIN_TAIL_CHARS
+    """The end of a prompt that decides how the next word is tokenised, cut where a line or a word starts. The white
+    space at the end is whole."""
+    stop = _own_end(text)
+    first = max(0, stop - _TAIL_CHARS)
+    end = text[first:]
+    latest = stop - first - _MIN_TAIL_CHARS
     line = end.rfind("\n", 0, max(latest + 1, 0))
     if line >= 0:
         return end[line:]
@@ -144,10 +152,96 @@ def tail_of(text: str) -> str:
 
 
 class Following(NamedTuple):
-    """What may follow a prompt: its labels, and the tokens at the prompt's end that these begin with instead."""
+    """What may follow a prompt: its labels, and the tokens at the prompt's end that these begin with instead.
+
+    `merged` is the end of a text in which the tokenizer joins the prompt's last letters and the answer's first ones.
+    """
 
     labels: LabelSet
     moved: tuple[int, ...] = ()
+    merged: str = ""
+
+
+class PromptEnd(NamedTuple):
+    """A prompt's tail (`tail_of`) and its tokens. Answers begin behind `context` of them. `literal`: the text is as
+    `Controls.respell` writes it; `bare`: a word that follows has no space of its own before it."""
+
+    text: str
+    literal: bool
+    tokens: list[int]
+    context: int
+    bare: bool
+
+    @property
+    def moved(self) -> tuple[int, ...]:
+        """The tokens at the prompt's end with which answers begin instead."""
+        return tuple(self.tokens[self.context :])
+
+
+class Behind(NamedTuple):
+    """The tokens of an answer behind a prompt; `merged`: they lack letters of the answer, or repeat some of the
+    prompt, as the tokenizer joins the two."""
+
+    tokens: list[int]
+    merged: bool
+
+
+def prompt_ends(encoder: Encoder, tails: Sequence[tuple[str, bool]]) -> list[PromptEnd]:
+    """The end of each prompt: its tail, and whether that is literal.
+
+    White space at a prompt's end goes to the answer, as in lm-evaluation-harness (`TemplateLM._encode_pair`), but
+    never a line break: the tokenizer joins a space with the word behind it, and a line break with none.
+    """
+    before = [text[: _own_end(text)] for text, _ in tails]
+    spaced = [at for at, (text, _) in enumerate(tails) if text != before[at]]
+    coded = _encode(encoder, [*tails, *((before[at], tails[at][1]) for at in spaced)])
+    stripped = dict(zip(spaced, coded[len(tails) :], strict=True))
+    found = []
+    for at, ((text, literal), tokens) in enumerate(zip(tails, coded, strict=False)):
+        own = stripped.get(at, tokens)
+        # Without its white space a text may have other tokens: a token that began before holds it.
+        context = len(own) if own and tokens[: len(own)] == own else len(tokens)
+        bare = text[-1:].isspace() or not tokens or tokens[-1] in encoder.control_ids
+        found.append(PromptEnd(text, literal, tokens, context, bare))
+    return found
+
+
+def tokens_behind(encoder: Encoder, asked: Sequence[tuple[PromptEnd, Sequence[str]]]) -> list[list[Behind]]:
+    """The tokens of each answer behind its prompt: those of the whole text less those of the prompt, as in
+    lm-evaluation-harness.
+
+    Where the prompt's last letters and the answer become one token, nothing may be left. Then the answer has the
+    tokens of a text that merges with nothing before it.
+    """
+    wholes = iter(_encode(encoder, [(end.text + text, end.literal) for end, texts in asked for text in texts]))
+    found = []
+    for end, texts in asked:
+        own = []
+        for text in texts:
+            whole, context = next(wholes), end.tokens[: end.context]
+            tokens = whole[len(context) :]
+            if whole[: len(context)] == context:
+                own.append(Behind(tokens, merged=False))
+            else:
+                own.append(Behind(tokens or _alone(encoder, text, end.literal), merged=bool(tokens)))
+        found.append(own)
+    return found
+
+
+def _alone(encoder: Encoder, text: str, literal: bool) -> list[int]:
+    before, whole = _encode(encoder, [("\n", literal), (f"\n{text}", literal)])
+    return whole[len(before) :] if whole[: len(before)] == before else []
+
+
+def _encode(encoder: Encoder, texts: Sequence[tuple[str, bool]]) -> list[list[int]]:
+    # The tokens of each text, which may be literal.
+    found: list[list[int]] = [[] for _ in texts]
+    for literal in (False, True):
+        places = [at for at, (_, each) in enumerate(texts) if each == literal]
+        own = encoder.encode([texts[at][0] for at in places], special=False, literal=literal)
+        for at, tokens in zip(places, own, strict=True):
+            found[at] = tokens.tolist()
+    return found
 
 
 Normalisation = Literal["none", "tokens", "bytes"]
@@ -168,6 +262,7 @@ class Labels:
     values: tuple[float, ...] = ()  # the number that each label stands for; none unless they are ordered
     # Of the likeliest tokens instead of labels, the text of each by its id.
     token_text: Callable[[int], TokenText] | None = None
+    fault = ErrorCode.INVALID_LABELS  # the error of a row whose answers the model has no tokens for
     _typed = True  # whether the user has written the labels: control tokens in them are meant
 
     def __init__(
@@ -185,7 +280,6 @@ class Labels:
             self._end, self._end_ids = None, [int(eos)]
         self._known: dict[LabelSet, LabelSet] = {}  # equal sets are stored once
         self._memo: OrderedDict[tuple[str, bool], Following | LabelError] = OrderedDict()
-        self._alone: dict[str, list[int]] = {}
         self._resolving = threading.Lock()
 
     @property
@@ -233,96 +327,46 @@ class Labels:
         return result
 
     def _resolve_new(self, tails: Sequence[str], literal: bool) -> list[Following | LabelError]:
-        # Tokenise every tail, alone and before every spelling, in one batch.
-        controls = self._encoder.controls
-        spellings = [s for label in self.labels for s in label.variants or (f" {label.name}", label.name)]
-        ends = ["", *(controls.respell(spelling) if literal else spelling for spelling in spellings)]
-        ids = iter(self._encode([tail + end for tail in tails for end in ends], literal))
+        ends = prompt_ends(self._encoder, [(tail, literal) for tail in tails])
+        return [
+            each._replace(labels=self._known.setdefault(each.labels, each.labels))
+            if isinstance(each, Following)
+            else each
+            for each in self._behind([(end, self.labels) for end in ends])
+        ]
+
+    def _behind(self, asked: Sequence[tuple[PromptEnd, Sequence[Label]]]) -> list[Following | LabelError]:
+        # The labels behind the end of each prompt.
+        spelled = [[self._spelled(label, end) for label in labels] for end, labels in asked]
+        texts = [[text for own in each for text in own] for each in spelled]
+        coded = tokens_behind(self._encoder, [(end, own) for (end, _), own in zip(asked, texts, strict=True)])
         found: list[Following | LabelError] = []
-        for tail in tails:
-            base = next(ids)
-            follow = {spelling: self._following(base, next(ids), spelling) for spelling in spellings}
-            shown = controls.shown(tail) if literal else tail
+        for (end, labels), each, behind in zip(asked, spelled, coded, strict=True):
             try:
-                chosen = self._single_tokens(shown, base, follow)
-                if chosen is None:
-                    own = self._sequences(tail, base, self.labels, literal=literal)
-                else:
-                    own = Following(self._sized(LabelSet.of(chosen), self.labels))
-                found.append(own._replace(labels=self._known.setdefault(own.labels, own.labels)))
+                found.append(self._following(end, labels, [len(own) for own in each], behind))
             except LabelError as error:
                 found.append(error)
         return found
 
-    def _following(self, base: list[int], whole: list[int], spelling: str) -> list[int]:
-        # The tokens of `spelling` after the tokens `base`, where `whole` are those of the joined text.
-        if whole[: len(base)] == base:
-            return whole[len(base) :]
-        if spelling not in self._alone:  # the end of the prompt and the word become one token
-            self._alone[spelling] = self._standing_alone(spelling)
-        return self._alone[spelling]
+    def _spelled(self, label: Label, end: PromptEnd) -> list[str]:
+        # The texts of a label behind the end of a prompt.
+        own = label.variants or (label.name if end.bare or label.name[:1].isspace() else f" {label.name}",)
+        if not end.literal:
+            return [spelling + (self._end or "") for spelling in own]
+        respell = self._encoder.controls.respell
+        return [(respell(spelling) if self._typed else spelling) + respell(self._end or "") for spelling in own]
 
-    def _standing_alone(self, spelling: str) -> list[int]:
-        # The tokens of a word that merges with nothing before it.
-        ids = iter(self._encode([text for mark in _BREAKS for text in (mark, mark + spelling)]))
-        candidates = []
-        for base, whole in zip(ids, ids, strict=True):
-            if whole[: len(base)] == base and len(whole) > len(base):
-                candidates.append(whole[len(base) :])
-        return min(candidates, key=len, default=[])
-
-    def _is_bare(self, tail: str, base: Sequence[int]) -> bool:
-        # Whether a word that follows has no space of its own before it.
-        return tail[-1:].isspace() or not base or base[-1] in self._encoder.special_ids
-
-    def _single_tokens(self, tail: str, base: list[int], follow: dict[str, list[int]]) -> list[list[int]] | None:
-        # The tokens of labels that are all one token; None if one is longer, or has an end.
-        if self._end is not None or self._end_ids:
-            return None
-        bare = self._is_bare(tail, base)
-        chosen: list[list[int]] = []
-        owner: dict[int, str] = {}
-        for label in self.labels:
-            spellings = label.variants
-            if spellings is None:
-                spaced = f" {label.name}"
-                spellings = (spaced if not bare and self._is_one_token(follow[spaced]) else label.name,)
-            if not all(self._is_one_token(follow[spelling]) for spelling in spellings):
-                return None
-            ids = [follow[spelling][0] for spelling in spellings]
-            for number in ids:
-                if owner.setdefault(number, label.name) != label.name:
-                    raise _alike(owner[number], label.name, self._encoder.tokens([number]))
-            chosen.append(list(dict.fromkeys(ids)))
-        return chosen
-
-    def _is_one_token(self, ids: list[int]) -> bool:
-        return len(ids) == 1 and ids[0] != self._encoder.unknown_id
-
-    def _sequences(self, tail: str, base: list[int], labels: Sequence[Label], *, literal: bool) -> Following:
-        # Labels of any length, by the rule of lm-evaluation-harness (`TemplateLM._encode_pair`): white space at the
-        # prompt's end goes to the labels, whose tokens are those of the whole text behind those of the prompt.
-        controls = self._encoder.controls
-        stripped = tail.rstrip()
-        bare = self._is_bare(tail, base)
-        spellings = [
-            label.variants or (label.name if bare or label.name[:1].isspace() else f" {label.name}",)
-            for label in labels
-        ]
-        texts = [spelling for own in spellings for spelling in own]
-        end = self._end or ""
-        if literal:
-            end, texts = controls.respell(end), [controls.respell(text) for text in texts] if self._typed else texts
-        texts = [text + end for text in texts]
-        before, *wholes = self._encode([stripped, *(tail + text for text in texts)], literal)
-        if not before or base[: len(before)] != before:  # the white space is part of a token that begins before it
-            before = base
-        found = iter(wholes)
-        ends = np.array(self._end_ids, np.int32)
-        sequences = [[np.array([*next(found)[len(before) :], *ends], np.int32) for _ in own] for own in spellings]
-        self._require_distinct(labels, sequences, controls.shown(tail) if literal else tail)
+    def _following(
+        self, end: PromptEnd, labels: Sequence[Label], counts: Sequence[int], behind: Sequence[Behind]
+    ) -> Following:
+        # So many spellings of each label, of which these are the tokens. Raises LabelError.
+        shown = self._encoder.controls.shown(end.text) if end.literal else end.text
+        each = iter(np.array([*own.tokens, *self._end_ids], np.int32) for own in behind)
+        sequences = [[next(each) for _ in range(count)] for count in counts]
+        self._require_distinct(labels, sequences, shown)
         chosen = LabelSet(tuple(tuple(_without_longer(own)) for own in sequences))
-        return Following(self._sized(chosen, labels), tuple(base[len(before) :]))
+        merged = shown if any(own.merged for own in behind) else ""
+        return Following(self._sized(chosen, labels), end.moved, merged)
 
     def _require_distinct(self, labels: Sequence[Label], sequences: Sequence[Sequence[Int32Array]], tail: str) -> None:
         # Raise LabelError for a label without tokens, with an unknown one, or which begins another label.
@@ -356,14 +400,13 @@ class Labels:
     def _sized(self, chosen: LabelSet, labels: Sequence[Label]) -> LabelSet:
         # With the sizes that scores are made with.
         if self._norm == "bytes":
-            sizes = tuple(float(len((label.variants or (label.name,))[0].strip().encode()) or 1) for label in labels)
+            # The one space between prompt and answer does not count, whoever wrote it.
+            texts = [(label.variants or (label.name,))[0].removeprefix(" ") for label in labels]
+            sizes = tuple(float(len(text.encode()) or 1) for text in texts)
             chosen = replace(chosen, sizes=sizes)
         elif self._norm == "tokens" and chosen.single is None:
             chosen = replace(chosen, sizes=tuple(float(len(own[0])) for own in chosen.spellings))
         return chosen
-
-    def _encode(self, texts: Sequence[str], literal: bool = False) -> list[list[int]]:
-        return [tokens.tolist() for tokens in self._encoder.encode(texts, special=False, literal=literal)]
 
 
 def _alike(one: str, other: str, tokens: Sequence[str]) -> LabelError:
@@ -377,6 +420,13 @@ def _without_longer(spellings: Sequence[Int32Array]) -> list[Int32Array]:
     # The spellings of a label that no other one begins: a longer one's probability is part of the other's.
     texts = {each.tobytes(): each for each in spellings}
     return [own for own in texts.values() if not any(own[:length].tobytes() in texts for length in range(1, len(own)))]
+
+
+def literal_end(controls: Controls, tail: str, texts: Sequence[str], *, literal: bool) -> tuple[str, bool]:
+    """A tail behind which the `texts` of a row follow, and whether it is literal: it becomes so where the tokenizer
+    might find a control token in them. Raises NotLiteral."""
+    risky = controls.opens(tail) or any(controls.may_be_in(text, joined=False) for text in texts)
+    return (controls.respell(tail), True) if risky and not literal and controls.literal_backend else (tail, literal)
 
 
 class ClassLabels(Labels):

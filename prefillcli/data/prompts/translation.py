@@ -48,10 +48,11 @@ class _Run(NamedTuple):
 class Translator:
     """Maps prompts from the tokenizer `target` to the tokenizer `draft`, both of transformers.
 
-    The draft's is one of the tokenizers library.
+    The draft's is one of the tokenizers library. A draft has numbers for so many tokens as are `embedded`.
     """
 
-    def __init__(self, target: Any, draft: Any) -> None:
+    def __init__(self, target: Any, draft: Any, embedded: int | None = None) -> None:
+        self._embedded = embedded
         self._target, self._draft = Encoder(target), Encoder(draft)
         self._literal = _can_be_literal(self._draft)
         self._target_literal = _can_be_literal(self._target)
@@ -144,6 +145,8 @@ class Translator:
 
     def _mapped(self, text: str, places: Int32Array, coded: EncodedText) -> Translation | str:
         # `places` are those of the target's tokens; tokens before the text have (-1, 0).
+        if self._embedded is not None and int(coded.ids.max(initial=0)) >= self._embedded:
+            return TEXT
         own = coded.offsets.copy()
         before = int(np.argmax(own[:, 1] > 0)) if own.size and own[:, 1].any() else len(own)
         own[:before] = (-1, 0)

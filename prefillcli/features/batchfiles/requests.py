@@ -105,6 +105,12 @@ class RequestBuilder(PromptBuilder):
             value = _text_messages(body["messages"]) if url == CHAT else _one_prompt(body["prompt"])
             yield row, *self._literal(value, joined=url == CHAT)
 
+    def _cuttable(self, batch: RowBatch, place: int) -> dict[str, Any]:
+        return {"messages": batch.columns["body"][place]["messages"]}
+
+    def _shorter(self, cut: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+        return {"body": values["body"] | cut}
+
     def _objection(self, method: Any, url: Any, body: Any) -> str | None:
         # Why a line is not answered; None if it is.
         if method != "POST":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from prefillcli.data.prompts.encoding import NotLiteral
-from prefillcli.data.prompts.labels import Following, Label, LabelError, Labels
+from prefillcli.data.prompts.labels import Following, Label, LabelError, Labels, literal_end, prompt_ends
 from prefillcli.stats.evaluation import Measure
 
 
@@ -29,24 +29,24 @@ class RowChoices(Labels):
         self, tails: Sequence[str], *, literal: bool = False, values: Sequence[Sequence[Any]] = ()
     ) -> list[Following | LabelError]:
         """For every tail the tokens of its row's choices, or why they are none."""
-        found: list[Following | LabelError] = []
-        for tail, (value,) in zip(tails, values, strict=True):
+        found: list[Following | LabelError] = [LabelError("")] * len(tails)
+        asked: list[tuple[int, tuple[str, bool], list[Label]]] = []
+        for at, (tail, (value,)) in enumerate(zip(tails, values, strict=True)):
             try:
-                found.append(self._behind(tail, _labels_of(value), literal=literal))
+                labels = _labels_of(value)
+                texts = [each.name for each in labels] if self._literal else []
+                asked.append((at, literal_end(self._encoder.controls, tail, texts, literal=literal), labels))
             except LabelError as error:
-                found.append(error)
+                found[at] = error
             except NotLiteral as error:
-                found.append(LabelError(f"a choice has the text of a control token: {error}"))
+                found[at] = LabelError(f"a choice has the text of a control token: {error}")
+        ends = prompt_ends(self._encoder, [end for _, end, _ in asked])
+        behind = self._behind([(end, labels) for end, (_, _, labels) in zip(ends, asked, strict=True)])
+        for (at, _, labels), own in zip(asked, behind, strict=True):
+            if isinstance(own, Following):
+                own = own._replace(labels=own.labels.with_texts([each.name for each in labels]))
+            found[at] = own
         return found
-
-    def _behind(self, tail: str, labels: Sequence[Label], *, literal: bool) -> Following:
-        controls = self._encoder.controls
-        risky = controls.opens(tail) or any(controls.may_be_in(each.name, joined=False) for each in labels)
-        if self._literal and risky and not literal and controls.literal_backend:
-            tail, literal = controls.respell(tail), True
-        (base,) = self._encode([tail], literal)
-        found = self._sequences(tail, base, labels, literal=literal)
-        return found._replace(labels=found.labels.with_texts([each.name for each in labels]))
 
 
 def _labels_of(value: Any) -> list[Label]:

@@ -236,7 +236,9 @@ def plan_draft(
 
 def translator_of(opened: Opened) -> Translator | None:
     """Maps prompts to the tokens of the draft; None where model and draft have one tokenizer."""
-    return None if opened.draft_tokenizer is None else Translator(opened.tokenizer, opened.draft_tokenizer)
+    if opened.draft is None or opened.draft_tokenizer is None:
+        return None
+    return Translator(opened.tokenizer, opened.draft_tokenizer, opened.draft.config.vocab_size)
 
 
 def own_layers(compression: Compression, opened: Opened) -> int:

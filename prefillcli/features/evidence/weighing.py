@@ -180,6 +180,7 @@ class Ablation:
             return []
         if prompt.part not in self._builders:
             self._builders[prompt.part] = builder.another()
+            self._builders[prompt.part].told = builder.told
         prompts, _ = self._builders[prompt.part].build(_batch([section.rest for section in sections]), labels)
         found = [AblatedPrompt(sections[each.row].name, each) for each in prompts if self._ends_alike(each, prompt)]
         for each in prompts:

@@ -73,7 +73,8 @@ class FirstPrompts:
         own, head = small.tokenizer, small.files.head
         self._whole = small.files.encoder
         self._classes = None if head is None else LabelSet.of([[each] for each in range(len(head.classes))])
-        self._translator = None if own is None else Translator(opened.tokenizer, own)
+        self._embedded = small.files.config.vocab_size
+        self._translator = None if own is None else Translator(opened.tokenizer, own, self._embedded)
         self._labels = None
         if own is not None and head is None:
             labels = parse_labels(settings.labels)
@@ -86,7 +87,11 @@ class FirstPrompts:
         texts = [prompt.tokens for prompt in prompts]
         found = self._translator.whole(texts) if self._whole else self._translator.translate(texts)
         tokens = [each.tokens if isinstance(each, Translation) else each for each in found]
-        able = {number: each for number, each in enumerate(tokens) if not isinstance(each, str)}
+        able = {
+            number: each
+            for number, each in enumerate(tokens)
+            if not isinstance(each, str) and int(each.max(initial=0)) < self._embedded
+        }
         made: list[FirstPrompt | None] = [None] * len(prompts)
         if self._labels is None:
             for number, own in able.items():
@@ -94,7 +99,9 @@ class FirstPrompts:
             return made
         tails = [tail_of(self._translator.decode(own[-_TAIL_TOKENS:])) for own in able.values()]
         for (number, own), following in zip(able.items(), self._labels.resolve_all(tails), strict=True):
-            if isinstance(following, Following):
+            if isinstance(following, Following) and all(
+                int(each.max()) < self._embedded for each in following.labels.sequences
+            ):
                 made[number] = FirstPrompt(own[: len(own) - len(following.moved)], following.labels)
         return made
 

@@ -16,7 +16,17 @@ from prefillcli.data.prompts.builder import (
     text_error,
 )
 from prefillcli.data.prompts.encoding import Encoder, NotLiteral, not_literal
-from prefillcli.data.prompts.labels import Following, Label, LabelError, Labels
+from prefillcli.data.prompts.labels import (
+    Behind,
+    Following,
+    Label,
+    LabelError,
+    Labels,
+    PromptEnd,
+    literal_end,
+    prompt_ends,
+    tokens_behind,
+)
 from prefillcli.data.rows import DEFAULT_COLUMN, MAX_ROW_BYTES, ErrorCode, Int32Array, Prompt, RowBatch, RowError
 from prefillcli.errors import UsageError
 from prefillcli.plan.behind import LabelSet
@@ -54,6 +64,7 @@ class Targets(Labels):
     token."""
 
     measure = Measure.LIKELIHOOD
+    fault = ErrorCode.INVALID_TARGET
 
     def __init__(self, tokenizer: Any, column: str, *, literal: bool) -> None:
         self.labels = (Label("target"),)
@@ -65,39 +76,29 @@ class Targets(Labels):
     def resolve_all(
         self, tails: Sequence[str], *, literal: bool = False, values: Sequence[Sequence[Any]] = ()
     ) -> list[Following | LabelError]:
-        """For every tail the tokens of its row's text, by the rule of lm-evaluation-harness
-        (`TemplateLM._encode_pair`): white space at the prompt's end goes to the target, whose tokens are those of the
-        whole text behind those of the prompt."""
-        found: list[Following | LabelError] = []
-        asked: list[tuple[int, str, list[Part]]] = []  # place, target, what is tokenised
+        """For every tail the tokens of its row's text, by the rule of all answers (`tokens_behind`)."""
+        found: list[Following | LabelError] = [LabelError("")] * len(tails)
+        asked: list[tuple[int, tuple[str, bool], str]] = []
         for at, (tail, (value,)) in enumerate(zip(tails, values, strict=True)):
             wrong = self.error(value)
-            parts = [] if wrong else self._parts(tail, value, literal=literal)
-            if isinstance(parts, RowError):
-                wrong = parts
-            elif wrong is None:
-                asked.append((at, value, parts))
-            found.append(LabelError(wrong.detail, wrong.code) if wrong else LabelError(""))
+            if wrong is None:
+                try:
+                    texts = [value] if self._literal else []
+                    asked.append((at, literal_end(self._encoder.controls, tail, texts, literal=literal), value))
+                    continue
+                except NotLiteral as error:
+                    wrong = not_literal(error)
+            found[at] = LabelError(wrong.detail, wrong.code)
         for group in _groups(asked):
-            ids = iter(self.encode([part for *_, parts in group for part in parts]))
-            for at, target, _ in group:
-                found[at] = _following(next(ids), next(ids), next(ids), target)
+            ends = prompt_ends(self._encoder, [end for _, end, _ in group])
+            pairs = [(end, [target]) for end, (_, _, target) in zip(ends, group, strict=True)]
+            for (at, _, target), end, (own,) in zip(group, ends, tokens_behind(self._encoder, pairs), strict=True):
+                found[at] = _following(end, own, target)
         return found
 
-    def _parts(self, tail: str, target: str, *, literal: bool) -> list[Part] | RowError:
-        # A tail, the same without white space at its end, and with the target.
-        controls = self._encoder.controls
-        own = literal or self.needs_literal(target, tail)
-        try:
-            before = controls.respell(tail) if own and not literal and controls.literal_backend else tail
-        except NotLiteral as error:
-            return not_literal(error)
-        return [Part(each, own) for each in (before, before.rstrip(), before + target)]
-
-    def needs_literal(self, target: str, tail: str = "") -> bool:
-        """Whether the tokenizer might find a control token in a target of the data, behind this text."""
-        controls = self._encoder.controls
-        return self._literal and (controls.may_be_in(target, joined=False) or controls.opens(tail))
+    def needs_literal(self, target: str) -> bool:
+        """Whether the tokenizer might find a control token in a target of the data."""
+        return self._literal and self._encoder.controls.may_be_in(target, joined=False)
 
     def encode(self, parts: Sequence[Part]) -> list[Int32Array | RowError]:
         """The tokens of texts, without those that stand before every text."""
@@ -124,14 +125,11 @@ class Targets(Labels):
         return text_error(value, "the target", MAX_ROW_BYTES)
 
 
-def _following(base: Any, before: Any, whole: Any, target: str) -> Following | LabelError:
-    # The target of a prompt with the tokens `base`, and `before` without the white space at its end.
-    if not len(before) or base[: len(before)].tolist() != before.tolist():
-        before = base  # the white space is part of a token that begins before it
-    tokens = whole[len(before) :]
-    if not len(tokens):
+def _following(end: PromptEnd, own: Behind, target: str) -> Following | LabelError:
+    if not own.tokens:
         return LabelError("the target has no tokens of its own behind the prompt", ErrorCode.INVALID_TARGET)
-    return Following(target_set(tokens, target), tuple(base[len(before) :].tolist()))
+    tokens = np.array(own.tokens, np.int32)
+    return Following(target_set(tokens, target), end.moved, end.text if own.merged else "")
 
 
 def target_set(tokens: Int32Array, text: str) -> LabelSet:
@@ -224,7 +222,8 @@ class TargetBuilder(PromptBuilder):
         if not len(tokens):
             return RowError(ErrorCode.INVALID_TARGET, "the tokenizer makes no token of the target")
         if int(tokens.max()) >= self.settings.vocab_size:
-            return not_in_vocabulary(int(tokens.max()), self.settings.vocab_size)
+            detail = not_in_vocabulary(int(tokens.max()), self.settings.vocab_size).detail
+            return RowError(ErrorCode.INVALID_TARGET, detail)
         if self._start is None:
             return RowError(
                 ErrorCode.EMPTY_PROMPT, "the prompt is empty, and the tokenizer has no token that begins or ends texts"

@@ -78,6 +78,8 @@ class QuestionsBuilder(PromptBuilder):
             PromptBuilder(tokenizer, own, available, template=template)
             for own, template in zip(others, templates[1:], strict=True)
         ]
+        for each in self._rest:
+            each.told = self.told
         found = [name for each in self._rest for name in each.needed]
         self.needed = tuple(dict.fromkeys((*self.needed, *found)))
 
