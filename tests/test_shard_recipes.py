@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +32,23 @@ from tests.test_recipes import (
 
 CRONTAB, DAG = RECIPES / "crontab.shards.example", RECIPES / "airflow_shards_dag.py"
 DAY = "2026-01-30"
+JOBS = ["nightly", "shards", "merge"]
 
 
 def container(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The specification of a Job, and that of its container."""
+    """The specification of a Job, also one that a CronJob makes, and that of its container."""
     (job,) = yaml.safe_load_all((RECIPES / "kubernetes" / f"{name}.yaml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
+    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "CronJob" if name == "nightly" else "Job")
+    if name == "nightly":
+        job = job["spec"]["jobTemplate"]
     (found,) = job["spec"]["template"]["spec"]["containers"]
     return job["spec"], found
 
 
-def run_pod(name: str, home: Path, index: int) -> subprocess.CompletedProcess[str]:  # noqa: F811
+def run_pod(name: str, home: Path, **given: str) -> subprocess.CompletedProcess[str]:  # noqa: F811
     """Run the command of a Job's pod as its container does, with `home` for the volumes."""
     _, found = container(name)
-    given = {each["name"]: each["value"] for each in found["env"]} | {"JOB_COMPLETION_INDEX": str(index)}
+    given = {each["name"]: each["value"] for each in found["env"] if "value" in each} | given
     words = [*found["command"], *(text.replace("/job/", f"{home}/") for text in found["args"])]
     path = f"{home}/.venv/bin:/usr/bin:/bin"
     return subprocess.run(
@@ -68,13 +72,42 @@ def test_the_indexed_job_has_one_pod_for_each_shard() -> None:
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-@pytest.mark.parametrize("name", ["shards", "merge"])
+@pytest.mark.parametrize("name", JOBS)
 def test_kubernetes_own_types_have_every_key_of_a_job(name: str) -> None:
     path = RECIPES / "kubernetes" / f"{name}.yaml"
     # Without a cluster: kubectl decodes the file, refuses a wrong type, and drops what it does not know.
     words = ["kubectl", "set", "env", "--local", "-f", str(path), "ADDED=1", "-o", "json"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert_within(yaml.safe_load(path.read_text()), json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_pods_meet_the_profile_restricted_and_have_limits(name: str) -> None:
+    """As https://kubernetes.io/docs/concepts/security/pod-security-standards/ has it."""
+    spec, found = container(name)
+    pod = spec["template"]["spec"]["securityContext"]
+    assert pod["runAsNonRoot"]
+    assert pod["runAsUser"] != 0
+    assert pod["seccompProfile"]["type"] in ("RuntimeDefault", "Localhost")
+    assert found["securityContext"]["allowPrivilegeEscalation"] is False
+    assert found["securityContext"]["capabilities"]["drop"] == ["ALL"]
+    assert found["resources"]["limits"].keys() >= {"cpu", "memory"}  # the quota that --threads follows, and --memory
+
+
+@pytest.mark.parametrize(
+    ("job", "day"),
+    [
+        ("prefill-nightly-29412135", "2025-12-03"),  # due at 2025-12-03 02:15 UTC
+        ("prefill-try", datetime.now(UTC).date().isoformat()),
+    ],
+)
+def test_a_night_keeps_its_day(job: str, day: str, home: Path) -> None:  # noqa: F811
+    write_command(home, 'printf "%s\\n" "$@" > words')
+    assert run_pod("nightly", home, JOB_NAME=job).returncode == 0
+    words = (home / "words").read_text().splitlines()
+    assert words[:2] == ["score", f"in/{day}.parquet"]
+    settings = load_settings(ScoreSettings, flags_of(words[2:]), recipe=f"{home}/job.yaml", environment={})
+    assert (settings.output, settings.resume) == (f"out/{day}.parquet", True)
 
 
 def assert_within(given: Any, found: Any) -> None:
@@ -92,12 +125,12 @@ def assert_within(given: Any, found: Any) -> None:
 def test_the_pods_command_lines_are_valid(home: Path) -> None:  # noqa: F811
     write_command(home, 'printf "%s\\n" "$@" > words')
     for index in range(4):
-        assert run_pod("shards", home, index).returncode == 0
+        assert run_pod("shards", home, JOB_COMPLETION_INDEX=str(index)).returncode == 0
         first, *words = (home / "words").read_text().splitlines()
         assert first == "score"
         settings = load_settings(ScoreSettings, flags_of(words), recipe=f"{home}/job.yaml", environment={})
         assert (settings.shard, settings.resume) == (f"{index + 1}/4", True)
-    assert run_pod("merge", home, 0).returncode == 0
+    assert run_pod("merge", home).returncode == 0
     first, *words = (home / "words").read_text().splitlines()
     assert first == "merge"
     settings = load_settings(MergeSettings, flags_of(words), recipe=f"{home}/job.yaml", environment={})
@@ -125,10 +158,10 @@ def flags_of(words: list[str]) -> dict[str, Any]:
 @pytest.mark.nightly
 def test_the_pods_make_the_output_of_one_process(home: Path) -> None:  # noqa: F811
     for index in range(4):
-        done = run_pod("shards", home, index)
+        done = run_pod("shards", home, JOB_COMPLETION_INDEX=str(index))
         assert done.returncode == 0, done.stderr
     for _ in range(2):  # a pod may be started again
-        done = run_pod("merge", home, 0)
+        done = run_pod("merge", home)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout.splitlines()[-1])["rows"]["scored"] == 40
     assert_whole(home, home / "out" / "scores.parquet")

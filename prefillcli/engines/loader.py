@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from prefillcli.engines import encoders
@@ -13,11 +14,12 @@ from prefillcli.models.open import Opened, check_loadable, check_walkable
 from prefillcli.models.open import open_models as open_folders
 from prefillcli.models.rehearsal import rehearsal_of
 from prefillcli.models.weights import plan_quantisation, plan_resident
-from prefillcli.prefill.attention import ruled_out
+from prefillcli.prefill.attention import compiled_kernel, has_kernel_instructions, ruled_out
 from prefillcli.prefill.fusion import check_compiler, compiled
 from prefillcli.prefill.walk import FASTEST, LayerWalk
 from prefillcli.runtime import log
 from prefillcli.runtime.memory import available_memory, device_capacity, keep_blocks
+from prefillcli.runtime.user_cache import compiler_file
 
 
 def open_models(choice: EngineChoice) -> Opened:
@@ -52,6 +54,8 @@ def load(request: LoadRequest) -> Loaded[TorchEngine] | Loaded[encoders.EncoderE
     budget = budget_of(choice, free)
     if device.type == "cpu":
         keep_blocks(budget)
+        if request.share == 1.0:  # not by each of several workers
+            _tell_missing_compiler()
     speed = None if source is None else source.measure_speed()
     plan = dict(request.before)
     if not request.planned:
@@ -109,3 +113,9 @@ def load(request: LoadRequest) -> Loaded[TorchEngine] | Loaded[encoders.EncoderE
         longest=files.max_length,
     )
     return Loaded(engine, plan, budget, 0.0 if speed is None else speed.read_seconds)
+
+
+def _tell_missing_compiler() -> None:
+    # An empty CXX says that nothing should be compiled.
+    if has_kernel_instructions() and os.environ.get("CXX") != "" and not (compiled_kernel() or compiler_file()):
+        log.info("there is no C++ compiler here, so attention takes up to twice the time: install g++, or set CXX=''")

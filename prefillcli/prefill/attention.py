@@ -6,6 +6,7 @@ import ctypes
 import math
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from prefillcli.runtime.user_cache import load_compiled, share_openmp
+from prefillcli.runtime.user_cache import compile_beside, load_compiled, share_openmp
 
 #: Each way with a description. "blocks" runs everywhere, and takes the place of a way that is ruled out.
 PATHS: dict[str, str] = {
@@ -323,6 +324,23 @@ def takes(query: Tensor, value: Tensor, kv_heads: int) -> bool:
     )
 
 
+SOURCES = ("forest_attention.cpp", "int8_products.cpp", "layer_passes.cpp")
+_STRICT = "-ffp-contract=off"
+
+
+def compile_for_all_processors() -> list[Path]:
+    """Compile every C++ file for each kind of processor that has a form of its own, beside the files.
+
+    For an image or an installation that runs where no compiler is: a minute or two for all of them. Raises
+    OSError or SubprocessError.
+    """
+    every = [*_FLAGS.values()]
+    avx512 = every[:7]
+    kinds = (every[:3], avx512, [*avx512, _FLAGS["avx512_vnni"]], every, [*every, *_TILE_FLAGS.values()])
+    package = __package__ or ""
+    return [compile_beside(package, name, [*kind, _STRICT]) for kind in kinds for name in SOURCES]
+
+
 @cache
 def compiled_library(name: str, package: str = "prefillcli.prefill") -> ctypes.CDLL | None:
     """The C++ file of a package, compiled for this processor; None if that is impossible.
@@ -337,7 +355,7 @@ def compiled_library(name: str, package: str = "prefillcli.prefill") -> ctypes.C
     # Linux gives the state of tiles only to those that ask; an older compiler does not know them.
     tiles = have >= _TILE_FLAGS.keys() and torch.cpu._init_amx()
     for more in ([*_TILE_FLAGS.values()], []) if tiles else ([],):
-        library = load_compiled(package, name, [*flags, *more, "-ffp-contract=off"])
+        library = load_compiled(package, name, [*flags, *more, _STRICT])
         if library is not None:
             return library
     return None

@@ -86,23 +86,27 @@ COMPILERS = ("c++", "g++")
 SECONDS = 120.0  # for one run of a compiler
 _FLAGS = ("-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17")
 _DIGEST = 32  # bytes
+_BESIDE = "compiled"  # the folder beside the C++ files for libraries that an image brings
 
 
 def load_compiled(package: str, name: str, flags: Sequence[str]) -> ctypes.CDLL | None:
     """The library compiled from the C++ file `name` in a package, or None if that is impossible.
 
-    `CXX` names the compiler; without it the first existing one of `COMPILERS` is used, and with an empty `CXX` nothing
-    is compiled. The library is kept in the user's cache by its source, its flags and the compiler's version. Its
-    OpenMP symbols must be in the process already, so that it shares the threads of the package that loaded them.
+    One that `compile_beside` has made is loaded as it is. `CXX` names the compiler; without it the first existing one
+    of `COMPILERS` is used, and with an empty `CXX` nothing is compiled. The library is kept in the user's cache by its
+    source, its flags and the compiler's version. Its OpenMP symbols must be in the process already, so that it shares
+    the threads of the package that loaded them.
     """
-    compiler = _compiler()
-    if compiler is None:
-        return None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=SECONDS, check=True).stdout  # noqa: S603
         source = resources.files(package).joinpath(name).read_bytes()
-        digest = hashlib.sha256(repr((compiler, version, flags, _FLAGS)).encode() + source).hexdigest()
-        file = f"{name}.{digest[:32]}.so"
+        beside = resources.files(package).joinpath(_BESIDE).joinpath(_file_name(name, source, flags))
+        if beside.is_file():
+            return ctypes.CDLL(str(beside))
+        compiler = _compiler()
+        if compiler is None:
+            return None
+        version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=SECONDS, check=True).stdout  # noqa: S603
+        file = _file_name(name, source, flags, compiler, version)
         library = _kept(file)
         if library is not None:
             return library
@@ -111,6 +115,26 @@ def load_compiled(package: str, name: str, flags: Sequence[str]) -> ctypes.CDLL 
             _keep(made, file)
             return ctypes.CDLL(str(made))
     return None
+
+
+def compile_beside(package: str, name: str, flags: Sequence[str]) -> Path:
+    """Compile a C++ file into a folder beside it, for `load_compiled` on machines without a compiler.
+
+    Raises OSError or SubprocessError.
+    """
+    file = Path(str(resources.files(package).joinpath(name)))
+    source = file.read_bytes()
+    path = file.parent / _BESIDE / _file_name(name, source, flags)
+    path.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copyfile(_compile(_compiler() or list(COMPILERS[:1]), source, flags, Path(folder)), path)
+    return path
+
+
+def _file_name(name: str, source: bytes, flags: Sequence[str], *compiler: object) -> str:
+    # Of another source, with other flags, or by another compiler the library has another name.
+    digest = hashlib.sha256(repr((*compiler, list(flags), _FLAGS)).encode() + source).hexdigest()
+    return f"{name}.{digest[:32]}.so"
 
 
 def compiler_file() -> str | None:

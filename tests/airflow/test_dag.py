@@ -244,6 +244,15 @@ def test_a_night_with_bad_rows_fails_in_the_check_without_another_try(airflow: A
     assert "1 of 50 rows failed: {'null_prompt': 1}" in run.log
 
 
+def test_a_night_that_fails_for_good_has_one_try(airflow: Airflow, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_input(airflow, "2026-01-07")
+    monkeypatch.setitem(airflow.environment, "PREFILL_MIN_LABEL_MASS", "0.9999999")
+    run = airflow.run("2026-01-07")
+    assert airflow.codes == ["3"], run.log
+    assert run.states["score"] == "failed", run.log
+    assert "exit code 3: another try would not help" in run.log
+
+
 def test_a_night_of_a_cascade_takes_the_profile_of_an_earlier_one(
     airflow: Airflow, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from importlib import resources
@@ -269,6 +272,34 @@ def test_without_a_compiler_or_with_one_that_fails_there_is_none(
         monkeypatch.setenv("CXX", name)
         assert user_cache.load_compiled(*source, ["-DANSWER=42"]) is None
     assert files(tmp_path) == []
+
+
+def test_a_library_that_an_image_brings_needs_no_compiler(
+    source: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user_cache.compile_beside(*source, ["-DANSWER=42"])
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert user_cache.load_compiled(*source, ["-DANSWER=42"]).answer() == 42
+    assert user_cache.load_compiled(*source, ["-DANSWER=43"]) is None
+    (tmp_path / "cpp_sources" / "source.cpp").write_text(SOURCE + "// changed")
+    assert user_cache.load_compiled(*source, ["-DANSWER=42"]) is None
+    assert files(tmp_path) == []
+
+
+@pytest.mark.nightly
+@needs_kernel
+def test_the_libraries_for_all_processors_have_this_one(tmp_path: Path) -> None:
+    shutil.copytree(Path(attention.__file__).parents[1], tmp_path / "prefillcli")
+    code = """
+import torch
+from prefillcli.prefill import attention
+attention.compile_for_all_processors()
+assert attention.compiled_kernel().form
+"""
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    for program in (code, code.replace("attention.compile_for_all_processors()", "")):
+        subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True)
+        environment["CXX"] = "no-such-compiler"
 
 
 def test_what_others_may_have_written_is_not_loaded(source: tuple[str, str], tmp_path: Path) -> None:
