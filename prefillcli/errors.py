@@ -181,20 +181,25 @@ def without_secrets(text: str) -> str:
 
 
 def shown(value: Any) -> Any:
-    """Settings, or a summary, as they may be stored and printed: every text in them `without_secrets`."""
+    """Settings, a summary or a report as they may be stored and printed: every text in them `without_secrets`."""
     if isinstance(value, str):
         return without_secrets(value) if "://" in value else value
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         return [shown(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple.__new__(type(value), map(shown, value))  # a named one too
     if isinstance(value, dict):
         return {key: HIDDEN if _is_secret(key, item) else shown(item) for key, item in value.items()}
+    if hasattr(value, "model_copy"):  # of pydantic
+        return value.model_copy(update={name: shown(item) for name, item in value})  # with those of features
     return value
 
 
 def shown_report(report: Report) -> Report:
-    """A report whose paths and error may be stored and printed."""
-    names = [name for name in ("output", "report", "page", "error") if getattr(report, name, None) is not None]
-    return report.model_copy(update={name: without_secrets(getattr(report, name)) for name in names})
+    """A report as it may be stored and printed, with the parts that features have put into it."""
+    found: Report = shown(report)
+    error = getattr(found, "error", None)  # in which libraries name places without their protocol
+    return found if error is None else found.model_copy(update={"error": without_secrets(error)})
 
 
 def _shown_url(found: re.Match[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import socket
 from collections.abc import Mapping
 from importlib import import_module
 from itertools import pairwise
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from prefillcli.cli import app
 from prefillcli.command_line import load_options
 from prefillcli.core.feature import features
+from prefillcli.data import filesystems
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
 from prefillcli.options.commands import COMMANDS, ScoreSettings
@@ -239,6 +241,14 @@ def test_the_environment_may_name_the_recipe_and_a_flag_another_one() -> None:
     environment = {"PREFILL_RECIPE": "a.yaml"}
     assert load_with(environment).labels == ("A", "B")
     assert load_settings(COMMANDS["score"], LEAST["score"], recipe="b.yaml", environment=environment).labels[0] == "C"
+
+
+def test_a_file_at_a_host_that_does_not_answer_is_told_of_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filesystems, "ANSWER_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        recipe = f"http://127.0.0.1:{silent.getsockname()[1]}/job.yaml"
+        with pytest.raises(UsageError, match=f"^--recipe {recipe}: cannot read .*: no answer within 1 seconds\n"):
+            load_settings(ScoreSettings, {"inputs": ["x.parquet"]}, recipe=recipe)
 
 
 def test_variables_of_others_are_let_be() -> None:

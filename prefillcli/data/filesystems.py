@@ -10,9 +10,10 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from enum import Enum
+from queue import Empty, SimpleQueue
 from time import monotonic, sleep
 from typing import IO, Any, TypeVar
 
@@ -394,16 +395,48 @@ def read_given(option: str, path: str, again: str = "", *, most: int = MOST_BYTE
 
 
 def read_start(path: str, most: int) -> bytes:
-    """The first `most` bytes of a file or pipe at a local path or URL. Raises OSError, and errors of the clients of
-    object stores."""
+    """The first `most` bytes of a file or pipe at a local path or URL.
+
+    Raises OSError, also where a host does not answer within `ANSWER_SECONDS`, and errors of the clients of stores.
+    """
     filesystem, inner = filesystem_of(path)
     file: IO[bytes]
-    if is_local(filesystem):
+    local = is_local(filesystem)
+    if local:
         file = file_calls.open_to_read(inner, pipes=True)
     else:
-        file = patiently(lambda: filesystem.open(inner, "rb"))
+        file = _answered(lambda: patiently(lambda: filesystem.open(inner, "rb")))
     with file:
         found = io.BytesIO()
-        while found.tell() < most and (block := file.read(min(1 << 20, most - found.tell()))):
-            found.write(block)
+
+        def block() -> bytes:
+            return file.read(min(1 << 20, most - found.tell()))
+
+        while found.tell() < most and (read := block() if local else _answered(block)):
+            found.write(read)
         return found.getvalue()
+
+
+ANSWER_SECONDS = 20.0  # that a host may take to open a small file, or to send a block of it
+
+
+def _answered(request: Callable[[], T]) -> T:
+    # The result of a request, within a time: clients wait for minutes for a host that is silent, and try again. A
+    # request that is given up goes on in its thread, which ends with the process.
+    results: SimpleQueue[T | BaseException] = SimpleQueue()
+
+    def answer() -> None:
+        _patience.set(ANSWER_SECONDS / 2)  # so that a host that refuses is told as such
+        try:
+            results.put(request())
+        except BaseException as error:
+            results.put(error)
+
+    threading.Thread(target=copy_context().run, args=(answer,), daemon=True).start()
+    try:
+        result = results.get(timeout=ANSWER_SECONDS)
+    except Empty:
+        raise TimeoutError(f"no answer within {ANSWER_SECONDS:.0f} seconds") from None
+    if isinstance(result, BaseException):
+        raise result
+    return result

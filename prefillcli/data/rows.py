@@ -120,7 +120,7 @@ class RowBatch:
 
     first_row: int  # number of the first row, over the whole input
     rows: Int64Array  # row numbers, ascending [rows]
-    # The needed columns as Python values, one per row; a Parquet list of integers is an integer array.
+    # The needed columns as Python values `without_nulls`, one per row; a Parquet list of integers is an integer array.
     columns: dict[str, list[Any]]
     # Id and kept columns [rows]. From JSON Lines every one is JSON text (string, null for null).
     carried: pa.Table
@@ -344,6 +344,24 @@ def python_values(array: pa.Array) -> tuple[list[Any], dict[int, str]]:
         return to_python(array), {}
     except UnicodeDecodeError:
         return _one_by_one(array, _scalar, " of a nested text")
+
+
+def without_nulls(value: Any) -> Any:
+    """A value whose objects lack the keys that have a null, at every depth.
+
+    In Arrow every object of a column has the keys of all others, so a null says no more than that the key is not
+    there. Nulls in lists stay.
+    """
+    try:
+        return _without_nulls(value)
+    except RecursionError:  # who reads it will say so
+        return value
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def to_python(column: pa.Array | pa.ChunkedArray) -> list[Any]:
@@ -758,7 +776,8 @@ def _row_batch(
 
     values: dict[str, list[Any]] = {}
     for name in columns:
-        values[name], bad = python_values(piece.column(name))
+        found, bad = python_values(piece.column(name))
+        values[name] = list(map(without_nulls, found))
         note(name, bad)
     kept = []
     for field in carried:

@@ -44,7 +44,7 @@ def status_job(output: str, *, quiet: bool = False) -> dict[str, Any]:
     """
     status = Status(output)
     try:
-        target = Target.parse(output)
+        target = Target.parse(output, option="OUTPUT")
         shards = [_of_shard(target, folder.shard) for folder in shards_beside(target)]
         status.shards = [{"shard": str(shard), **_shown(each)} for shard, each in shards]
         try:

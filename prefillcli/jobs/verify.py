@@ -217,7 +217,7 @@ def verify_job(output: str, inputs: Sequence[str] = (), *, quiet: bool = False) 
     """
     verified = Verified("complete", 0, output=output, inputs=list(inputs))
     with shell(verified, debug=False) as stop, stop.at_once():
-        verification = Verification(Target.parse(output))
+        verification = Verification(Target.parse(output, option="OUTPUT"))
         verification.run(inputs)
         verified.rows, verified.problems = verification.rows, verification.problems
     if verified.status != "complete":

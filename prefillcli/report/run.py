@@ -729,7 +729,7 @@ def write_files(report: RunReport, metrics_file: str | None = None) -> None:
             raise
     if metrics_file is not None:
         try:
-            put_text(metrics_file, to_metrics(report, time.time()))
+            put_text(metrics_file, to_metrics(shown_report(report), time.time()))
         except Exception as error:
             _warn("metrics", error)
 

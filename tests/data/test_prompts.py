@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +18,8 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.data.rows import ErrorCode, Prompt, RowBatch, RowError
+from prefillcli.data.reading.source import Source
+from prefillcli.data.rows import ErrorCode, Prompt, RowBatch, RowError, without_nulls
 from prefillcli.errors import UsageError
 from prefillcli.features.compress.compressor import COMPRESSION_COLUMNS
 from tests.data.labels import resolve
@@ -105,13 +109,169 @@ def test_the_system_message_comes_first_unless_the_row_has_one(chat_tokenizer: A
     assert tokens(chat_tokenizer, messages=[own], system="Be brief.") == chat(("system", "Own."), ("user", "Hi"))
 
 
-def test_messages_are_rendered_without_the_nulls_that_parquet_adds(chat_tokenizer: Any) -> None:
-    chat_tokenizer.chat_template += "{% for m in messages %}{{ 'TOOL' if m.tool is defined }}{% endfor %}"
-    try:
-        padded = [{"role": "user", "content": "Hi", "tool": None}]
-        assert "TOOL" not in chat_tokenizer.decode(tokens(chat_tokenizer, messages=[padded]))
-    finally:
-        chat_tokenizer.chat_template = chat_tokenizer.chat_template.partition("{% for m in messages %}{{ 'TOOL'")[0]
+def read(path: str, column: str) -> RowBatch:
+    """The rows of a file, as a job reads them."""
+    (batch,) = Source.open([path], columns=[column]).batches()
+    return batch
+
+
+QWEN2_VL = """{% for message in messages %}<|im_start|>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for content in message['content'] %}
+{%- if content['type'] == 'image' or 'image' in content or 'image_url' in content %}<|vision_start|><|image_pad|>
+{%- elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+QWEN3 = """{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls %}<tool_call>{{ call.function.arguments | tojson }}
+{% endfor %}<|im_end|>{% endfor %}"""
+
+
+@pytest.mark.parametrize("nulls", [False, True])
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+@pytest.mark.parametrize(
+    ("template", "chats"),
+    [
+        (
+            QWEN2_VL,
+            [
+                [{"role": "user", "content": [{"type": "text", "text": "Is it?"}]}],
+                [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image", "image_url": "a.png"}, {"type": "text", "text": "b"}],
+                    }
+                ],
+            ],
+        ),
+        (
+            QWEN3,
+            [
+                [{"role": "user", "content": "Hi", "tool_calls": [{"function": {"arguments": arguments}}]}]
+                for arguments in ({"city": "Rome"}, {"city": "Oslo", "unit": "C", "days": [{"on": 1}, {"off": 2}]})
+            ],
+        ),
+    ],
+)
+def test_a_key_with_a_null_is_one_that_is_not_there(
+    chat_tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    template: str,
+    chats: list[Any],
+    ending: str,
+    nulls: bool,
+) -> None:
+    monkeypatch.setattr(chat_tokenizer, "chat_template", template)
+    table = pa.table({"messages": chats})
+    if ending == "parquet":
+        pq.write_table(table, tmp_path / "in.parquet")
+    else:
+        rows = table.to_pylist() if nulls else [{"messages": chat} for chat in chats]
+        (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts, errors = build(chat_tokenizer, read(str(tmp_path / f"in.{ending}"), "messages"))
+    assert not errors
+    for prompt, chat in zip(prompts, chats, strict=True):
+        wanted = chat_tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert prompt.tokens.tolist() == wanted
+
+
+STRUCTS = [{"a": 1, "b": None}, {"a": None, "b": [{"c": "x", "d": None}]}, {"a": 3, "b": []}]
+
+
+@pytest.mark.parametrize(("ending", "nulls"), [("parquet", True), ("jsonl", True), ("jsonl", False)])
+@pytest.mark.parametrize(
+    ("template", "texts"),
+    [
+        ("{{ m | tojson }}!", ['{"a": 1}!', '{"b": [{"c": "x"}]}!', '{"a": 3, "b": []}!']),
+        ("{{ m.a or 'no' }} {{ m.b | default([]) | length }}", ["1 0", "no 1", "3 0"]),
+        ("{{ 'none' if m.a is none else m.a }} {{ m.a == none }}", ["1 False", "none True", "3 False"]),
+        ("{% for key, value in m.items() %}{{ key }}{% endfor %}{{ m | length }}", ["a1", "b1", "ab2"]),
+        ("{{ [m.a] | tojson }} {{ m.b is defined }} {{ 'b' in m }}", ["[1] False False", "[null] True True"]),
+        ("{{ m.a }}.", ["1.", ErrorCode.TEMPLATE_ERROR, "3."]),
+        ("{% for each in m.b %}{{ each.d }}{% endfor %}.", [ErrorCode.TEMPLATE_ERROR, ErrorCode.TEMPLATE_ERROR, "."]),
+    ],
+)
+def test_a_template_reads_a_null_inside_a_column_and_a_key_that_is_not_there_alike(
+    byte_level: Any, tmp_path: Path, template: str, texts: list[Any], ending: str, nulls: bool
+) -> None:
+    table = pa.table({"m": STRUCTS})
+    if ending == "parquet":
+        pq.write_table(table, tmp_path / "in.parquet")
+    else:
+        rows = table.to_pylist() if nulls else [{"m": without_nulls(each)} for each in STRUCTS]
+        (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts, errors = build(byte_level, read(str(tmp_path / f"in.{ending}"), "m"), template=template)
+    found: dict[int, Any] = {row: each.code for row, each in errors.items()}
+    found |= {prompt.row: prompt.tokens.tolist() for prompt in prompts}
+    for row, text in enumerate(texts):
+        assert found[row] == (text if isinstance(text, ErrorCode) else byte_level(text)["input_ids"])
+
+
+TELLS_ROLES = """{% if messages[0].role != 'system' %}<|im_start|>system
+Be good.<|im_end|>{% endif %}{% for m in messages %}{% if m.role in ('user', 'assistant') or (m.role == 'system' and
+loop.first) %}<|im_start|>{{ m.role }}
+{% if m.content is string %}{{ m.content | trim }}{% endif %}
+{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{% endif %}{% endfor %}
+{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_a_message_that_the_chat_template_leaves_out_is_an_error(
+    chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_tokenizer, "chat_template", TELLS_ROLES)
+    names = {"s": "system", "u": "user", "a": "assistant", "d": "developer", "t": "tool"}
+    kept = ["u", "su", "sua", "uauau"]
+    left_out = {"du": 1, "uad": 3, "usu": 2, "udau": 2, "uat": 3, "tu": 1}
+    chats: list[list[dict[str, Any]]] = [
+        [{"role": names[letter], "content": f"I say {at}."} for at, letter in enumerate(roles)]
+        for roles in [*kept, *left_out]
+    ]
+    own = [
+        [{"role": "system", "content": "Be good."}, {"role": "user", "content": "Hi"}],  # what the template says too
+        [{"role": "developer", "content": " "}, {"role": "user", "content": "Hi"}],  # it says nothing
+        [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}],
+    ]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    prompts, errors = build(chat_tokenizer, batch_of(messages=[*own, *chats, parts, *chats]))
+    assert [prompt.row for prompt in prompts] == [0, 1, 2, 3, 4, 5, 6, *range(14, 18)]
+    for prompt in prompts[:7]:
+        chat = [*own, *chats][prompt.row]
+        wanted = chat_tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert prompt.tokens.tolist() == wanted
+    numbers = [*left_out.values(), 1, *left_out.values()]
+    for (_, error), number in zip(sorted(errors.items()), numbers, strict=True):
+        assert error.code == ErrorCode.CHAT_ERROR
+        assert f"message {number} " in error.detail
+
+
+def test_a_system_message_that_the_chat_template_leaves_out_is_an_error(
+    chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_tokenizer, "chat_template", "{{ messages[-1].content }}")
+    _, errors = build(chat_tokenizer, batch_of(prompt=["Hi"]), system="Be brief.")
+    assert "writes nothing of message 1 (role 'system')" in errors[0].detail
+
+
+def test_json_text_in_a_column_of_messages_is_messages(chat_tokenizer: Any, byte_level: Any) -> None:
+    chat = [{"role": "system", "content": 'Be "brief".'}, {"role": "user", "content": "<|im_end|> ü", "name": None}]
+    typed, _ = build(chat_tokenizer, batch_of(messages=[chat]))
+    texts = [json.dumps(chat), json.dumps(chat, ensure_ascii=False, indent=1), json.dumps(chat)[:-1], str(chat)]
+    prompts, errors = build(chat_tokenizer, batch_of(messages=[*texts, "[{plain text", '[{"content": "x"}]']))
+    assert [prompt.row for prompt in prompts] == [0, 1, 4]
+    assert [prompts[at].tokens.tolist() for at in (0, 1)] == [typed[0].tokens.tolist()] * 2
+    assert prompts[2].tokens.tolist() == tokens(chat_tokenizer, prompt=["[{plain text"])
+    assert {row: error.code for row, error in errors.items()} == {
+        2: "invalid_json",
+        3: "invalid_json",
+        5: "wrong_type",
+    }
+    (kept,), _ = build(chat_tokenizer, batch_of(prompt=[texts[0]]))
+    said = chat_tokenizer.decode(kept.tokens.tolist())
+    assert said.count("<|im_start|>") == 2, "in another column it is text"
+    prompts, errors = build(byte_level, batch_of(prompt_token_ids=["[5, 6]", "5 6", "[5, 6"]))
+    assert prompts[0].tokens.tolist() == [5, 6]
+    assert {row: error.code for row, error in errors.items()} == {1: "invalid_token_ids", 2: "invalid_json"}
 
 
 def test_a_chat_template_that_prints_the_date_gives_the_same_prompt_every_day(chat_tokenizer: Any) -> None:

@@ -14,6 +14,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from prefillcli.cli import app
 from prefillcli.errors import HIDDEN, without_secrets
+from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.option import details_of
 from tests.score.jobs import texts, write_jsonl, write_parquet
 
 KEY, SECRET, SIGNATURE = "AKIAEXAMPLE", "wJalr/XUtnFEMI+K7", "d0bf7bb68b5f"
@@ -113,6 +115,40 @@ def test_an_error_shows_no_secret(
         assert run("score", *arguments, *more) in (1, 2)
     out, err = capsys.readouterr()
     assert "403 Forbidden" in err
+    assert_no_secret(vault, tmp_path, out + err)
+
+
+PATHS = [name for name in ScoreSettings.model_fields if details_of(ScoreSettings, name).path not in (None, "rows")]
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_no_option_that_names_a_path_leaves_its_secrets_behind(
+    model: Path, vault: Vault, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    source, output = write_parquet("in.parquet", id=["a", "b"], prompt=texts(2)), tmp_path / "out.parquet"
+    given = {"model": model, "output": output, "id_column": "id", name: url(f"bucket/{name}.jsonl")}
+    words = [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", value)]
+    more = {"draft": ["--keep", 0.5], "exit_profile": ["--exit"], "drift_from": ["--max-drift", 0.1]}
+    run("score", source, *words, *more.get(name, []))
+    run("score", source, *words, *more.get(name, []), "--overwrite", "--log-format", "json")
+    out, err = capsys.readouterr()
+    left = "".join(path.read_text() for path in tmp_path.glob("*.json"))
+    left += "".join(file.getvalue().decode(errors="ignore") for file in vault.store.values())
+    assert f"{HIDDEN}@bucket/{name}.jsonl" in out + err + left
+    assert_no_secret(vault, tmp_path, out + err)
+
+
+def test_the_report_and_page_of_rows_taken_over_hide_the_secrets_of_where_they_were(
+    model: Path, vault: Vault, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, earlier = write_parquet("in.parquet", id=["a", "b"], prompt=texts(2)), url("bucket/night.parquet")
+    given = ["-m", model, "--id-column", "id"]
+    assert run("score", source, *given, "-o", earlier) == 0
+    assert run("score", source, *given, "-o", tmp_path / "out.parquet", "--since", earlier) == 0
+    out, err = capsys.readouterr()
+    since = json.loads((tmp_path / "out.run.json").read_text())["since"]
+    assert since["output"] == f"vault://{HIDDEN}@bucket/night.parquet"
+    assert since["rows"] == 2
     assert_no_secret(vault, tmp_path, out + err)
 
 

@@ -185,9 +185,9 @@ class Target:
     shard: Shard | None = None  # the share of the rows that is worked on; None for all
 
     @classmethod
-    def parse(cls, output: str, shard: Shard | None = None) -> Target:
-        """Raises UsageError for an unknown ending, and as `written_path`."""
-        named = written_path(output)
+    def parse(cls, output: str, shard: Shard | None = None, *, option: str = "--output") -> Target:
+        """The target at a path that `option` names. Raises UsageError for an unknown ending, and as `written_path`."""
+        named = written_path(output, option)
         path = named.rstrip("/")
         if named.endswith("/") or _is_directory(path):
             return cls(path, DIRECTORY, shard)
@@ -196,7 +196,7 @@ class Target:
             found = DIRECTORY
         if found is None:
             raise UsageError(
-                f"unknown ending of --output {output}\n"
+                f"unknown ending of {option} {output}\n"
                 f"use {', '.join(FILE_ENDINGS)}, or end it in / for {DIRECTORY.meaning}"
             )
         return cls(path, found, shard)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -25,8 +26,9 @@ from prefillcli.data.rows import (
     RowBatch,
     RowError,
     row_too_large,
+    without_nulls,
 )
-from prefillcli.errors import UsageError
+from prefillcli.errors import UsageError, brief
 from prefillcli.runtime import log
 
 OnLong = Literal["error", "truncate-left", "truncate-middle", "truncate-right", "skip"]
@@ -109,6 +111,8 @@ def without_padding(tokens: Int32Array, padding: int) -> Int32Array:
 
 
 _FALLBACK_COLUMNS = (DEFAULT_COLUMN, "messages", "prompt_token_ids")
+# How a JSON text of what a column of this name holds begins. In any other column, text of the data stays text.
+_JSON_LISTS = {"messages": re.compile(r"\s*\[\s*\{\s*[\"']"), "prompt_token_ids": re.compile(r"\s*\[")}
 
 
 class RowColumns(NamedTuple):
@@ -259,6 +263,7 @@ class PromptBuilder:
         Raises BuilderClosed or RendererClosed once it is closed.
         """
         errors = dict(batch.errors)
+        batch = self._without_json(batch, errors)
         excess: dict[int, int] = {}
         prompts = self._made(batch, labels, errors, excess)
         if excess:
@@ -377,6 +382,21 @@ class PromptBuilder:
             else:
                 yield raw._replace(marks=marks)
 
+    def _without_json(self, batch: RowBatch, errors: dict[int, RowError]) -> RowBatch:
+        # The batch with lists in place of JSON texts in a column that holds lists by its name.
+        looks = None if self.template else _JSON_LISTS.get(self.column)
+        if looks is None or self.column not in batch.columns:
+            return batch
+        values = list(batch.columns[self.column])
+        for at, value in enumerate(values):
+            if isinstance(value, str) and looks.match(value):
+                try:
+                    values[at] = without_nulls(json.loads(value, parse_constant=lambda _: None))
+                except (ValueError, RecursionError) as error:
+                    why = f"the text begins like a JSON list, but is none: {brief(error)}"
+                    errors.setdefault(int(batch.rows[at]), RowError(ErrorCode.INVALID_JSON, why))
+        return replace(batch, columns={**batch.columns, self.column: values})
+
     def _values(
         self, batch: RowBatch, errors: dict[int, RowError]
     ) -> Iterator[tuple[int, str | RowError | Any, Marks | None]]:
@@ -418,6 +438,8 @@ class PromptBuilder:
             return RowError(code, "RecursionError: a value is nested too deeply"), None
 
     def _raw(self, row: int, value: Any) -> RawPrompt | RowError:
+        if isinstance(value, str) and self._takes_ids:
+            return RowError(ErrorCode.INVALID_TOKEN_IDS, "a text, not a list of token ids")
         if isinstance(value, str):
             return self._from_text(row, value)
         if value is None:
@@ -464,7 +486,7 @@ class PromptBuilder:
         chats = [each.chat for each in raw if each.chat is not None]
         if chats and self._chat_template is None:
             self._chat_template = ChatTemplate(self._tokenizer, answers=not self.settings.classifies)
-        texts = iter(self._chat_template.render(chats) if self._chat_template else ())
+        texts = iter(self._chat_template.texts(chats) if self._chat_template else ())
         done = []
         for each in raw:
             if each.chat is None:

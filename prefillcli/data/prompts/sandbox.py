@@ -83,12 +83,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def __init__(self) -> None:
-        super().__init__(undefined=StrictUndefined, autoescape=False, finalize=_printable, keep_trailing_newline=True)
+        super().__init__(undefined=_Missing, autoescape=False, finalize=_printable, keep_trailing_newline=True)
         self._steps = self._chars = 0
         self.concat = self._concat  # type: ignore[method-assign]  # joins the output of macros and blocks
         for name in ("lipsum", "cycler", "joiner"):
             del self.globals[name]
         del self.filters["random"]
+        self.tests["none"] = _is_null
+        self.policies["json.dumps_kwargs"] = {"sort_keys": True, "default": _null}
         for name in ("center", "batch", "slice", "wordwrap", "truncate", "tojson", "round"):
             self.filters[name] = _with_small_arguments(self.filters[name])
         self.filters["_counted"] = lambda values: _Counted(values, self._step)
@@ -234,10 +236,48 @@ class _Counted:
         return len(self._values)  # raises TypeError for an iterator: Jinja then counts by itself
 
 
+class _Missing(StrictUndefined):
+    """A key that an object of the data lacks, which is the same as one with a null (`rows.without_nulls`): it is none
+    and false, and an error where it is printed. Anything else that does not exist is an error wherever it is used."""
+
+    __slots__ = ()
+
+    def is_null(self) -> bool:
+        """Whether it is such a key."""
+        return isinstance(self._undefined_obj, Mapping)
+
+    def __bool__(self) -> bool:  # type: ignore[override]
+        self._require_null()
+        return False
+
+    def __eq__(self, other: object) -> bool:  # type: ignore[override]
+        self._require_null()
+        return _is_null(other)
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        self._require_null()
+        return hash(None)
+
+    def _require_null(self) -> None:
+        if not self.is_null():
+            self._fail_with_undefined_error()
+
+
+def _is_null(value: object) -> bool:
+    return value is None or (isinstance(value, _Missing) and value.is_null())
+
+
+def _null(value: object) -> None:
+    # In JSON, what JSON has no form for: nothing but a null that was left out.
+    if not _is_null(value):
+        raise TypeError(f"{type(value).__name__} has no form in JSON")
+
+
 def _printable(value: Any) -> Any:
     # The text of `{{ value }}`. A null would become the word None in the prompt, so it is an error.
-    if value is None:
-        raise TemplateRuntimeError("a null value is printed; write {{ column or '' }} if it may be null")
+    if _is_null(value):
+        what = "a null value" if value is None else f"{value._undefined_name}, which is null or missing,"
+        raise TemplateRuntimeError(f"{what} is printed; write {{{{ column or '' }}}} if it may be null")
     numbers = getattr(value, "tolist", None)  # a method of numpy's arrays; numpy itself takes long to import
     return value if numbers is None else numbers()
 

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
@@ -336,18 +336,14 @@ Message = dict[str, Any]
 
 
 def messages_of(value: Sequence[Any], system: str | None) -> list[Message] | RowError:
-    """The messages of a row, with the `system` message before them unless the row has its own.
-
-    Keys with a null are left out: Parquet gives every message the keys of all others.
-    """
+    """The messages of a row, with the `system` message before them unless the row has its own."""
     messages: list[Message] = []
     for number, item in enumerate(value, 1):
         if not isinstance(item, dict) or not isinstance(item.get("role"), str):
             return RowError(ErrorCode.WRONG_TYPE, f"message {number} is not an object with a role and a content")
-        message = {key: part for key, part in item.items() if part is not None}
-        if "content" not in message and "tool_calls" not in message:
+        if "content" not in item and "tool_calls" not in item:
             return RowError(ErrorCode.CHAT_ERROR, f"message {number} has no content")
-        messages.append(message)
+        messages.append(item)
     if system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return messages
@@ -380,6 +376,77 @@ class ChatTemplate(Renderer):
             "name": "the model's chat template",
         }
         super().__init__(spec, code=ErrorCode.CHAT_ERROR, limits=limits)
+        self._left_out: dict[_Kinds, int | None] = {}
+
+    def texts(self, chats: Sequence[list[Message]]) -> list[str | RowError]:
+        """The text of each chat, or why there is none. It is an error, too, if the template leaves out what a message
+        says, as many do for a role that they do not know: the model would not read it."""
+        texts = self.render(chats)
+        for at, (chat, text) in enumerate(zip(chats, texts, strict=True)):
+            if isinstance(text, RowError):
+                continue
+            try:
+                kinds = tuple(map(_kind, chat))
+            except RecursionError:
+                texts[at] = RowError(self._code, "RecursionError: a value is nested too deeply")
+                continue
+            if kinds not in self._left_out:
+                if len(self._left_out) >= _MOST_KINDS:
+                    self._left_out.clear()
+                self._left_out[kinds] = self._find_left_out(kinds, chat, text)
+            if (number := self._left_out[kinds]) is not None:
+                why = f"the chat template writes nothing of message {number + 1} (role {chat[number]['role'][:40]!r})"
+                texts[at] = RowError(self._code, f"{why}: give it a role and a form of content that it knows")
+        return texts
+
+    def _find_left_out(self, kinds: _Kinds, chat: list[Message], text: str) -> int | None:
+        # The number of the first message that may say something else, and the text is the same: of each kind, the
+        # first and the last one are tried.
+        last = {kind: at for at, kind in enumerate(kinds)}
+        for at in sorted({*map(kinds.index, last), *last.values()}):
+            if kinds[at].says:
+                changed = [*chat[:at], _saying_more(chat[at]), *chat[at + 1 :]]
+                if self.render([changed]) == [text]:
+                    return at
+        return None
+
+
+class _Kind(NamedTuple):
+    """What a chat template may tell messages by: the role, and the keys and types of what one says."""
+
+    role: str
+    says: tuple[tuple[str, type], ...]
+
+
+_Kinds = tuple[_Kind, ...]
+_MOST_KINDS = 10_000  # sequences of kinds that are remembered
+
+
+def _kind(message: Message) -> _Kind:
+    more = _saying_more(message)
+    return _Kind(message["role"], tuple((key, type(more[key])) for key in more if more[key] != message[key]))
+
+
+def _saying_more(message: Message) -> Message:
+    # The message with a letter behind each text that it says; the same where it says nothing.
+    said = {"content": _longer_parts, "tool_calls": _longer}
+    return message | {key: longer(message[key]) for key, longer in said.items() if key in message}
+
+
+def _longer_parts(content: Any) -> Any:
+    # Of the parts of a message, templates write only texts as they are.
+    if not isinstance(content, list):
+        return _longer(content)
+    texts = [isinstance(part, dict) and "text" in part for part in content]
+    return [part | {"text": _longer(part["text"])} if own else part for part, own in zip(content, texts, strict=True)]
+
+
+def _longer(value: Any) -> Any:
+    if isinstance(value, str):
+        return f"{value}x" if value.strip() else value
+    if isinstance(value, dict):
+        return {key: _longer(item) for key, item in value.items()}
+    return [_longer(item) for item in value] if isinstance(value, list) else value
 
 
 _VARIABLES = ("label", "labels")

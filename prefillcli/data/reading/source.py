@@ -36,6 +36,7 @@ from prefillcli.data.rows import (
     require_columns,
     row_batches,
     row_too_large,
+    without_nulls,
 )
 from prefillcli.errors import ContentChangedError, PrefillError, UsageError
 from prefillcli.runtime.clock import Expected
@@ -505,7 +506,7 @@ class BatchMaker:
             parsed = {}
         parsed |= self.constants
         for name, values in self._values.items():
-            values.append(parsed.get(name))
+            values.append(without_nulls(parsed.get(name)))
             if name not in parsed and name not in self._optional:
                 self._errors.setdefault(row, RowError(ErrorCode.MISSING_COLUMN, f"the line has no {name!r}"))
         for name, texts in self._texts.items():

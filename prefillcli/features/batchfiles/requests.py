@@ -318,12 +318,9 @@ def _prompt(value: Any) -> str | None:
 def _text_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     # Parts are joined as vLLM joins them for templates that expect text.
     return [
-        {key: value for key, value in each.items() if value is not None}
-        | (
-            {}
-            if isinstance(each["content"], str)
-            else {"content": "\n".join(part["text"] for part in each["content"])}
-        )
+        each
+        if isinstance(each["content"], str)
+        else each | {"content": "\n".join(part["text"] for part in each["content"])}
         for each in messages
     ]
 

@@ -64,12 +64,12 @@ class FoundOutput:
             )
 
 
-def find_output(path: str, own: str | None = None) -> FoundOutput | str:
+def find_output(path: str, own: str | None = None, *, option: str = "--output") -> FoundOutput | str:
     """The complete output at a path, or why its rows cannot be taken over. Raises UsageError for an unknown ending.
 
     `own` is the path of the output that is to be written: until its job is complete, an older output may be there.
     """
-    target = Target.parse(path)
+    target = Target.parse(path, option=option)
     if not target.exists():
         return "there is no such output"
     try:
@@ -219,7 +219,7 @@ def find_earlier(
         return replace(own, remedy="give --overwrite"), SinceUse(output=output)
     if settings.since is None:
         return None, None
-    found = find_output(settings.since, own=output)
+    found = find_output(settings.since, own=output, option="--since")
     if isinstance(found, str):
         log.warning(f"--since {settings.since}: {found}; all rows are scored")
         return None, SinceUse(output=settings.since, reason=found)
