@@ -39,7 +39,8 @@ WORDS = ("fox", "dog", "brown", "quick", "number", "saw", "yes", "no")
 ROWS = 360
 LAYERS = 6
 FLIPS = 0.1  # proven by 29 rows of an answer, or 46 with one flip
-LABELS = "n,t"
+NAMES = ("n", "t")
+LABELS = "n=n,t=t"  # without the space that this tokenizer makes a token of its own
 EXITS: dict[str, Any] = {"exit": True, "max_flips": FLIPS, "exit_rows": 200, "labels": LABELS, "dtype": "float32"}
 
 
@@ -130,7 +131,7 @@ def test_most_rows_leave_and_keep_their_answers(exited: Path, in_full: list[dict
             assert 1 <= row["exit_layer"] < LAYERS
             assert row["label_mass"] is row["logprob_n"] is None
             assert row["score"] == pytest.approx(full["score"], abs=0.25)
-    for label in LABELS.split(","):
+    for label in NAMES:
         own = [(row, full) for row, full in zip(rows, in_full, strict=True) if full["prediction"] == label]
         assert len(own) > ROWS / 10
         assert sum(row["prediction"] != label for row, _ in own) <= FLIPS * len(own)
@@ -158,7 +159,13 @@ def test_the_report_says_what_left_where(exited: Path) -> None:
 
 def test_an_evaluation_of_three_labels_has_the_rows_that_left(data: Path, deep_model: Path) -> None:
     answered = [{"prompt": text, "truth": "n"} for text in prompts()]
-    given = EXITS | {"labels": "n,t,o", "truth": "truth", "max_flips": 0.4, "exit_rows": 180, "label_values": "3,1,-2"}
+    given = EXITS | {
+        "labels": "n=n,t=t,o=o",
+        "truth": "truth",
+        "max_flips": 0.4,
+        "exit_rows": 180,
+        "label_values": "3,1,-2",
+    }
     assert score(write_jsonl("answered.jsonl", answered), "out.jsonl", model=deep_model, **given)["exit_code"] == 0
     rows, found = read_output("out.jsonl"), read_report("out.run.json")["evaluation"]
     assert sum(row["exit_layer"] is not None for row in rows) > ROWS / 10
@@ -215,7 +222,7 @@ def test_audited_rows_are_read_to_the_end_and_say_what_they_would_have_left_with
     assert report["audit"]["rows"] == len(audited)
     flips = {
         label: sum(row["prediction"] != label for row, full in audited if full["prediction"] == label)
-        for label in LABELS.split(",")
+        for label in NAMES
     }
     assert {each["label"]: each["flips"] for each in report["exits"]["audited"]} == flips
 
@@ -257,7 +264,7 @@ def test_a_profile_of_another_job_is_refused(
     profile = exited / "out.exit.json"
     other_model = score(data, model=model, exit_profile=profile, **EXITS)
     assert (other_model["exit_code"], "different model" in other_model["error"]) == (2, True)
-    other_labels = score(data, model=deep_model, exit_profile=profile, **(EXITS | {"labels": "a,b"}))
+    other_labels = score(data, model=deep_model, exit_profile=profile, **(EXITS | {"labels": "a=a,b=b"}))
     assert (other_labels["exit_code"], "different labels" in other_labels["error"]) == (2, True)
     stricter = score(data, model=deep_model, exit_profile=profile, **(EXITS | {"max_flips": 0.01}))
     assert (stricter["exit_code"], "--max-flips" in stricter["error"]) == (2, True)
@@ -401,7 +408,7 @@ def test_the_flips_of_all_rows_are_bounded_together(
     rows, exits = read_output("out.jsonl"), read_report()["exits"]
     assert (exits["status"], exits["flips_of"], exits["provable"]["judged"]) == ("calibrated", "all", 50)
     assert [(each["label"], each["judged"]) for each in exits["classes"]] == [("all rows", 50)]
-    assert set(exits["layers"][0]["thresholds"]) == set(LABELS.split(","))
+    assert set(exits["layers"][0]["thresholds"]) == set(NAMES)
     assert sum(row["exit_layer"] is not None for row in rows) > ROWS / 4
     flips = sum(row["prediction"] != full["prediction"] for row, full in zip(rows, in_full, strict=True))
     assert flips <= FLIPS * ROWS
@@ -478,9 +485,9 @@ def test_random_weights_keep_the_bound(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(jobs, "granularity", Granularity())
     model = save_model(tmp_path / "random", layers=4, seed=5)
     rows = write_jsonl("rows.jsonl", [{"prompt": text} for text in prompts(800)])
-    assert score(rows, "full.parquet", model=model, labels="K,T")["status"] == "complete"
+    assert score(rows, "full.parquet", model=model, labels="K=K,T=T")["status"] == "complete"
     flags = {"exit": True, "max_flips": 0.05, "exit_rows": 400}
-    assert score(rows, "out.parquet", model=model, labels="K,T", **flags)["status"] == "complete"
+    assert score(rows, "out.parquet", model=model, labels="K=K,T=T", **flags)["status"] == "complete"
     pairs = list(zip(read_output("out.parquet"), read_output("full.parquet"), strict=True))
     for label in ("K", "T"):
         own = [row["prediction"] != label for row, full in pairs if full["prediction"] == label]
@@ -630,7 +637,7 @@ def test_a_first_model_decides_rows_that_keep_their_answers(cascaded: Path, in_f
         if row["audit_score"] is not None:
             assert row["audit_score"] == pytest.approx(full["score"], abs=1e-5)
     assert all(row["computed_tokens"] == 0 for row in unread)
-    for label in LABELS.split(","):
+    for label in NAMES:
         own = [row for row, full in zip(rows, in_full, strict=True) if full["prediction"] == label]
         assert sum(row["prediction"] != label for row in own) <= FLIPS * len(own)
     exits = report["exits"]
@@ -669,7 +676,7 @@ def test_a_dry_run_says_what_a_first_model_may_save(
     assert found["leaving"] == {str(each["layer"] + 1): each["leaving"] for each in learnt["exits"]}
     assert found["gain"] == pytest.approx(ROWS / (40 + (ROWS - 40) / (learnt["gain"] or 1.0)))
     assert f"{found['gain']:.2f}x for tokens" in " ".join(capsys.readouterr().err.split())
-    other = score(data, "out.jsonl", **given | {"labels": "n,q"})
+    other = score(data, "out.jsonl", **given | {"labels": "n=n,q=q"})
     assert "different labels" in other["error"]
 
 
@@ -716,7 +723,7 @@ def test_a_first_model_works_with_workers_and_exits(
     rows = read_output("out.jsonl")
     if "workers" in flags:
         assert_same(rows, read_output(cascaded / "out.jsonl"))
-    for label in LABELS.split(","):
+    for label in NAMES:
         own = [row for row, full in zip(rows, in_full, strict=True) if full["prediction"] == label]
         assert sum(row["prediction"] != label for row in own) <= FLIPS * len(own)
     assert sum(row["exit_layer"] is not None for row in rows) > ROWS / 8
@@ -806,7 +813,7 @@ def test_several_first_models_read_in_turn(
     assert [each["layer"] for each in exits["first"]] == [-2, -1, 0]
     assert (words["model"], words["read_tokens"], blind["rows"], blind["read_rows"]) == ("words", 0, 0, 0)
     assert shallow["rows"] == sum(row["exit_layer"] == 0 for row in rows) > ROWS / 8
-    for label in LABELS.split(","):
+    for label in NAMES:
         own = [row for row, full in zip(rows, in_full, strict=True) if full["prediction"] == label]
         assert sum(row["prediction"] != label for row in own) <= FLIPS * len(own)
     again = given | {"exit_profile": "out.exit.json", "exit_rows": 40}
@@ -857,7 +864,7 @@ def test_recall_and_precision_of_the_first_label_hold(
     rows, exits = read_output("whole.jsonl"), read_report("whole.run.json")["exits"]
     decided = [row for row in rows if row["method"] == "first"]
     assert len(decided) > ROWS / 8
-    label = LABELS.split(",")[0]
+    label = NAMES[0]
     output, full = ([row["prediction"] == label for row in each] for each in (rows, in_full))
     both = sum(own and right for own, right in zip(output, full, strict=True))
     assert min(both / sum(full), both / sum(output)) >= 0.9

@@ -26,7 +26,8 @@ from tests.score.models import save_model
 from tests.score.test_shards import merge
 
 ROWS = 420
-LABELS = "n,t"
+NAMES = ("n", "t")
+LABELS = "n=n,t=t"  # without the space that this tokenizer makes a token of its own
 WORDS = {"n": ("saw", "no"), "t": ("fox", "quick")}  # after these the model answers like that
 FIRST: dict[str, Any] = {"labels": LABELS, "max_flips": 0.1, "exit_rows": 210, "dtype": "float32"}
 
@@ -139,7 +140,7 @@ def test_a_head_that_knows_the_answer_decides_rows_by_its_own_forward(
     rows, profile = read_output("out.jsonl"), json.loads(Path("out.exit.json").read_text())
     decided = [number for number, row in enumerate(rows) if row["method"] == "first"]
     assert len(decided) > ROWS / 8
-    for label in LABELS.split(","):
+    for label in NAMES:
         own = [row for row, full in zip(rows, in_full, strict=True) if full["prediction"] == label]
         assert sum(row["prediction"] != label for row in own) <= FIRST["max_flips"] * len(own)
     (found,) = profile["exits"]

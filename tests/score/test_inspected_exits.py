@@ -56,7 +56,7 @@ def test_exits_of_another_model_or_other_labels_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = {"inputs": [str(data)], "row": "0", "exit_profile": str(exited / "out.exit.json")}
-    line, shown = inspected(monkeypatch, **given, model=str(deep_model), labels="t,n")
+    line, shown = inspected(monkeypatch, **given, model=str(deep_model), labels="t=t,n=n")
     assert (line["exit_code"], shown) == (2, [])
     assert "different labels" in line["error"]
     line, _ = inspected(monkeypatch, **given, model=str(model))

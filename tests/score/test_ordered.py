@@ -39,7 +39,7 @@ def expected(eager: Eager, temperature: float = 1.0) -> list[float]:
     """The expected value of each row's answer under transformers' eager forward."""
     found = []
     for text in texts(ROWS):
-        logprobs = np.array([*eager.answer(text, {label: [label] for label in LABELS}).values()]) / temperature
+        logprobs = np.array([*eager.answer(text, {label: [f" {label}"] for label in LABELS}).values()]) / temperature
         found.append(float(np.exp(logprobs - np.logaddexp.reduce(logprobs)) @ VALUES))
     return found
 

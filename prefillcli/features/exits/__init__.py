@@ -344,7 +344,7 @@ class Exits(Feature):
                 raise UsageError(
                     f"{option}: two labels begin with the same token after a prompt: the logits behind it, by which "
                     f"rows leave, do not tell them apart\nleave {option} out, or choose labels whose first tokens "
-                    "differ: 1=1 is a digit without the space before it"
+                    "differ (1=1 is a digit without the space before it)"
                 )
 
     def learn(
