@@ -405,14 +405,14 @@ def read_start(path: str, most: int) -> bytes:
     if local:
         file = file_calls.open_to_read(inner, pipes=True)
     else:
-        file = _answered(lambda: patiently(lambda: filesystem.open(inner, "rb")))
+        file = answered(lambda: patiently(lambda: filesystem.open(inner, "rb")))
     with file:
         found = io.BytesIO()
 
         def block() -> bytes:
             return file.read(min(1 << 20, most - found.tell()))
 
-        while found.tell() < most and (read := block() if local else _answered(block)):
+        while found.tell() < most and (read := block() if local else answered(block)):
             found.write(read)
         return found.getvalue()
 
@@ -420,9 +420,12 @@ def read_start(path: str, most: int) -> bytes:
 ANSWER_SECONDS = 20.0  # that a host may take to open a small file, or to send a block of it
 
 
-def _answered(request: Callable[[], T]) -> T:
-    # The result of a request, within a time: clients wait for minutes for a host that is silent, and try again. A
-    # request that is given up goes on in its thread, which ends with the process.
+def answered(request: Callable[[], T]) -> T:
+    """The result of a request at the start of a command. Clients wait for minutes for a host that is silent.
+
+    Raises TimeoutError where it takes longer than `ANSWER_SECONDS`, and what the request raises. A request that is
+    given up goes on in its thread, which ends with the process.
+    """
     results: SimpleQueue[T | BaseException] = SimpleQueue()
 
     def answer() -> None:

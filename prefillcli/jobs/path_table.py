@@ -15,8 +15,10 @@ from prefillcli.data.filesystems import (
     MOST_BYTES,
     WORK_ENDING,
     Place,
+    answered,
     filesystem_of,
     is_local,
+    is_url,
     read_start,
     reading,
     split_path,
@@ -254,10 +256,15 @@ def _rows(name: str, given: str) -> Iterator[PathUse]:
 
 
 def _scores(name: str, given: str) -> Iterator[PathUse]:
-    with suppress(PrefillError):
-        target, called = Target.parse(given), f"{_flag(name)} {given}"
-        yield PathUse(name, called, given, Place.of(target.path), uses=_uses(target), holds=_holds(target))
-        yield PathUse(name, f"the work folder of {called}", given, Place.of(target.path + WORK_ENDING))
+    called = f"{_flag(name)} {given}"
+    try:
+        target = answered(lambda: Target.parse(given)) if is_url(given) else Target.parse(given)
+    except TimeoutError as error:
+        raise PrefillError(f"{called}: {error}\ncheck the URL and the network") from None
+    except PrefillError:
+        return  # the reader will report the error
+    yield PathUse(name, called, given, Place.of(target.path), uses=_uses(target), holds=_holds(target))
+    yield PathUse(name, f"the work folder of {called}", given, Place.of(target.path + WORK_ENDING))
 
 
 def _model(name: str, given: str) -> Iterator[PathUse]:

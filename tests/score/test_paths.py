@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from prefillcli.data import filesystems
 from prefillcli.errors import UsageError
 from prefillcli.jobs.path_table import require_apart
 from prefillcli.options.commands import COMMANDS
@@ -416,6 +418,15 @@ def test_an_output_that_was_renamed_with_its_work_folder_is_taken_over(name: str
     assert (summary["exit_code"], summary["since"]["rows"]) == (0, ROWS - 1)
     assert score("in.parquet", new, **flags(resume=True))["exit_code"] == 0
     assert json.loads(Path(f"{new}.prefill/manifest.json").read_text())["state"] == "complete"
+
+
+def test_an_earlier_output_at_a_host_that_does_not_answer_is_told_of_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filesystems, "ANSWER_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/out.parquet"
+        summary = score("in.parquet", "out.parquet", **flags(since=url))
+    assert summary["exit_code"] == 1
+    assert summary["error"].startswith(f"--since {url}: no answer within 1 seconds\n")
 
 
 def test_an_output_that_was_renamed_alone_says_what_to_do(capfd: pytest.CaptureFixture[str]) -> None:
