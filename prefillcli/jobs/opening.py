@@ -11,6 +11,7 @@ from prefillcli.data.output.columns import Groups, OutputSchema, Probabilities
 from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, prompt_builder, prompt_column
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.templates import RowTemplate
+from prefillcli.data.prompts.thinking import ChatChoices
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Prompt, Window
 from prefillcli.data.windows import Prefetcher, WindowSize, windows
@@ -49,6 +50,7 @@ class Opening:
         self._carried = carried
         self._pair_column = getattr(settings, "pair_column", None)
         self._template: RowTemplate | None = None
+        self._said = ""  # of the way of chats to the answer
 
     @property
     def carried(self) -> list[str]:
@@ -148,6 +150,7 @@ class Opening:
             template=settings.template,
             chat=settings.chat,
             system=settings.system,
+            choices=ChatChoices.of(settings),
             max_length=min(settings.max_length or opened.max_length, opened.max_length),
             on_long=settings.on_long,
             vocab_size=files.config.vocab_size,
@@ -162,8 +165,16 @@ class Opening:
             sections=any(each.takes_prompts_apart for each in self.features),
         )
         own = (each.prompt_builder(self, made, available) for each in self.features)
-        found = next(filter(None, own), None)
-        return found or prompt_builder(opened.tokenizer, made, available, template=template)
+        found = next(filter(None, own), None) or prompt_builder(opened.tokenizer, made, available, template=template)
+        self._tell(found)
+        return found
+
+    def _tell(self, builder: PromptBuilder) -> None:
+        # Say, once, how chats come to the answer.
+        said = builder.way.said if builder.way else ""
+        if said and said != self._said:
+            log.info(f"{said}, so that the prompt ends where the answer begins (--thinking)")
+        self._said = said
 
     def windows(
         self,

@@ -108,6 +108,7 @@ class Job(Scorer):
         step("reading the files of input and model, to recognise them later")
         with self.clock.phase("read"), stop.at_once():
             report.fingerprint = fingerprint(self, self.models)
+            report.take_chat(self.builder.way)
             for each in self.features:
                 each.identified(self)
         step("opening the output")

@@ -138,6 +138,7 @@ class Scorer(Opening):
     def use_models_of(self, other: Scorer) -> None:
         """Score with the loaded models of another scorer, and with its plan."""
         self.use_models(other.opened, other.labels)
+        self._said = other._said
         self.pool, self.beside, self.plan, self.earlier = other.pool, other.beside, other.plan, other.earlier
 
     def questions(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import date
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -124,6 +125,15 @@ def _parsed(text: str) -> object:
         raise ValueError(f"its value is not valid YAML: {brief(error)}") from None
 
 
+def _check_chat_options(options: dict[str, Any]) -> dict[str, Any]:
+    if "date" in options:
+        try:
+            date.fromisoformat(options["date"])
+        except (TypeError, ValueError):
+            raise ValueError("date must be a day, like 2026-01-31") from None
+    return options
+
+
 def _check_resources(value: object) -> object:
     # Amounts by name; memory may be a size.
     if not isinstance(value, dict):
@@ -154,6 +164,7 @@ EngineName = Annotated[str, AfterValidator(_check_engine)]
 RowRange = Annotated[str, BeforeValidator(_check_rows)]
 ShardName = Annotated[str, AfterValidator(_check_shard)]
 KeyValues = Annotated[dict[str, Any], BeforeValidator(read_mapping)]
+ChatVariables = Annotated[dict[str, Any], AfterValidator(_check_chat_options), BeforeValidator(read_mapping)]
 Resources = Annotated[dict[str, float], BeforeValidator(_check_resources), BeforeValidator(read_mapping)]
 LabelTexts = Annotated[str | tuple[str, ...], BeforeValidator(_labels_as_text)]
 LabelValues = Annotated[tuple[float, ...], BeforeValidator(_as_numbers)]
@@ -270,6 +281,24 @@ class PromptOptions(Settings):
     system: str | None = option(
         None, "System message to begin each chat with.", PROMPTS, changes="scores", metavar="TEXT", text=True
     )
+    thinking: Literal["auto", "off", "on"] = option(
+        "auto",
+        "Where a chat template lets the model think first. auto: the prompt ends where the answer begins. off: an "
+        "empty thought also where the template says nothing of thoughts, or an error. on: the prompt ends as the "
+        "template ends it, with thinking switched on.",
+        PROMPTS, changes="scores",
+    )  # fmt: skip
+    chat_option: ChatVariables = option(
+        {},
+        "Variable of the chat template, e.g. reasoning_effort=low; date=2026-01-31 sets the day that it prints. "
+        "Repeatable; a mapping in a recipe.",
+        PROMPTS, changes="scores", metavar="NAME=VALUE", repeatable=True,
+    )  # fmt: skip
+    answer_prefix: str | None = option(
+        None,
+        "Text that opens the assistant's turn, before the answer; control tokens are allowed.",
+        PROMPTS, changes="scores", metavar="TEXT", text=True,
+    )  # fmt: skip
     max_length: int | None = option(
         None,
         "Longest prompt in tokens. (default: the model's limit)",

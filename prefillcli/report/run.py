@@ -18,6 +18,7 @@ from pydantic_core import PydanticSerializationError
 from prefillcli.core.feature import features
 from prefillcli.data.output.columns import LENGTH_EDGES, SCORE_BINS, Counts
 from prefillcli.data.output.store import put_text
+from prefillcli.data.prompts.thinking import Way
 from prefillcli.data.rows import FULL, ErrorCode, is_fallback
 from prefillcli.engines.base import PoolUse, ReducedPacks, WeightsReport, WorkerReport
 from prefillcli.errors import (
@@ -119,6 +120,15 @@ class ThreadCounts(BaseModel):
 
     min: int
     max: int
+
+
+class ChatUse(BaseModel):
+    """How chats come to the answer, where a chat template makes prompts."""
+
+    said: str | None  # what was done, in one sentence; None if the template is rendered as it is
+    variables: dict[str, Any]  # given to the template for that
+    closings: dict[str, str]  # what follows its text, by what the text ends in
+    date: str | None  # the day that the template prints, if it prints one
 
 
 class Histogram(BaseModel):
@@ -233,6 +243,7 @@ class RunReport(BaseModel):
     threads: ThreadCounts | None = None  # None if another process computes, or nothing was computed
     weights: WeightsReport | None = None  # None if the engine does not tell, or nothing was loaded
     reduced: ReducedPacks | None = None  # None if memory did not run out, or only in workers
+    chat: ChatUse | None = None  # None if no chat template makes prompts
     settings: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     fingerprint: dict[str, str] = Field(default_factory=dict)
@@ -272,6 +283,13 @@ class RunReport(BaseModel):
     def take_memory(self, samples: Sequence[tuple[float, int, int]]) -> None:
         """Take over the memory in use: seconds, bytes of the host, bytes of the device."""
         self.memory_trace = MemoryTrace.of(samples)
+
+    def take_chat(self, way: Way | None) -> None:
+        """Take over how chats come to the answer."""
+        if way is not None:
+            self.chat = ChatUse(
+                said=way.said or None, variables=dict(way.variables), closings=dict(way.closings), date=way.day
+            )
 
     def take_threads(self, fewest: int, most: int) -> None:
         """Take over the numbers of threads that computed."""
@@ -398,6 +416,8 @@ def run_html(report: RunReport) -> str:
             "The job was resumed: rows, scores and lengths are those of all attempts; tokens, time, speed and memory "
             "those of this one."
         )
+    if report.chat is not None and report.chat.said:
+        notes.append(f"{report.chat.said[0].upper()}{report.chat.said[1:]}, so that the answer comes next.")
     verdict = _verdict(report)
     return page_html(
         Section(

@@ -17,6 +17,7 @@ from prefillcli.data.prompts.encoding import EncodedPair, Encoder, Marks, NotLit
 from prefillcli.data.prompts.labels import Following, LabelError, Labels, tail_of
 from prefillcli.data.prompts.shortening import RowTexts, Shortening
 from prefillcli.data.prompts.templates import ChatTemplate, Message, RowTemplate, messages_of
+from prefillcli.data.prompts.thinking import AS_USUAL, ChatChoices, Way
 from prefillcli.data.rows import (
     DEFAULT_COLUMN,
     MAX_ROW_BYTES,
@@ -133,6 +134,7 @@ class PromptSettings:
     # Wrap text as a user message: yes, no, or (None) if the tokenizer has a chat template.
     chat: bool | None = None
     system: str | None = None  # system message of every chat that has none of its own
+    choices: ChatChoices = AS_USUAL  # how chats are rendered, and what stands behind them
     max_length: int  # longest prompt in tokens
     on_long: OnLong = "error"  # the treatment of longer ones
     vocab_size: int  # token ids are below this
@@ -157,13 +159,27 @@ def _wants_chat(settings: PromptSettings, has_template: bool) -> bool:
         raise UsageError("--chat: the tokenizer has no chat template\nleave --chat out, or write one with --template")
     chat = (has_template and not settings.classifies) if settings.chat is None else settings.chat
     if settings.system is not None and not chat:
-        why = (
-            "a classification head reads text as it is: give --chat"
-            if settings.classifies
-            else ("the tokenizer has no chat template, or --no-chat is given")
-        )
-        raise UsageError(f"--system needs a chat: {why}")
+        raise UsageError(f"--system needs a chat: {_no_chat(settings)}")
     return chat
+
+
+def _no_chat(settings: PromptSettings) -> str:
+    # Why text becomes no user message.
+    if settings.classifies:
+        return "a classification head reads text as it is: give --chat"
+    return "the tokenizer has no chat template, or --no-chat is given"
+
+
+def _check_choices(settings: PromptSettings, chats: bool) -> None:
+    # Raise UsageError for choices about chats that would be ignored; `chats` says whether there are any.
+    choices = settings.choices
+    answer = [f"--thinking {choices.thinking}"] if choices.thinking != "auto" else []
+    answer += ["--answer-prefix"] if choices.answer_prefix else []
+    for option in (*answer, *(["--chat-option"] if choices.options else [])):
+        if not chats:
+            raise UsageError(f"{option} needs a chat: {_no_chat(settings)}")
+    if answer and settings.classifies:
+        raise UsageError(f"{answer[0]}: a classification head is read, and no answer begins\nleave it out")
 
 
 def _check_column(settings: PromptSettings, column: str, has_template: bool) -> None:
@@ -245,17 +261,45 @@ class PromptBuilder:
         self._may_exceed_vocabulary = self._encoder.last_id() >= settings.vocab_size
         self.told: set[str] = set()  # what was said of prompts and answers; each is said once
         # The characters of templates and system messages, which are no data.
-        typed = (self.template and self.template.text, settings.system, getattr(tokenizer, "chat_template", None))
+        typed = [self.template and self.template.text, settings.system, getattr(tokenizer, "chat_template", None)]
+        typed += [settings.choices.answer_prefix, settings.choices.options]
         self._typed = frozenset("".join(map(str, typed)))
         self._takes_ids = self.template is None and self.column == "prompt_token_ids"
+        _check_choices(settings, self._makes_chats)
+
+    @property
+    def _makes_chats(self) -> bool:
+        # Whether rows become chats; texts of other columns than `messages` only where `chat` says so.
+        return self.chat or (self._has_chat_template and self.template is None and self.column == "messages")
+
+    @property
+    def way(self) -> Way | None:
+        """What brings chats to the answer; None if rows become no chats. Raises UsageError as `ChatTemplate` does."""
+        return self._chats().way if self._makes_chats else None
+
+    def _chats(self) -> ChatTemplate:
+        # The chat template, in a process that is started when it is needed.
+        if self._chat_template is None:
+            settings = self.settings
+            self._chat_template = ChatTemplate(
+                self._tokenizer, answers=not settings.classifies, choices=settings.choices
+            )
+        return self._chat_template
 
     def fingerprint(self) -> str:
         """Digest of everything here that changes a prompt, the text of the template included."""
         settings = self.settings
         parts: list[Any] = [self.column, self.template and self.template.text, self.chat, settings.system]
         parts += [settings.max_length, settings.on_long, self.max_row_bytes, settings.literal]
-        text = json.dumps([*parts, *filter(None, [settings.pair_column])])
+        text = json.dumps([*parts, *filter(None, [settings.pair_column, self._chat_identity()])])
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def _chat_identity(self) -> list[Any]:
+        # What makes chats other ones than the chat template by itself; nothing where nothing does.
+        choices, way = self.settings.choices, self.way or Way()
+        own = [choices.thinking == "on", dict(choices.options), choices.answer_prefix]
+        own += [dict(way.variables), dict(way.closings)]
+        return own if any(own) else []
 
     def build(self, batch: RowBatch, labels: Labels) -> tuple[list[Prompt], dict[int, RowError]]:
         """The prompts of a batch, ascending by row, and the errors of all its other rows.
@@ -484,9 +528,7 @@ class PromptBuilder:
 
     def _with_chats_rendered(self, raw: list[RawPrompt], errors: dict[int, RowError]) -> list[RawPrompt]:
         chats = [each.chat for each in raw if each.chat is not None]
-        if chats and self._chat_template is None:
-            self._chat_template = ChatTemplate(self._tokenizer, answers=not self.settings.classifies)
-        texts = iter(self._chat_template.texts(chats) if self._chat_template else ())
+        texts = iter(self._chats().texts(chats) if chats else ())
         done = []
         for each in raw:
             if each.chat is None:

@@ -24,7 +24,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
+from dataclasses import asdict, replace
+from datetime import date, datetime
 from typing import Any, BinaryIO
 
 from jinja2 import (
@@ -45,6 +46,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
+
+from prefillcli.data.prompts.thinking import DATE, ChatChoices, Way, closing_of, find_way, opened_thought
 
 MAX_STEPS = 1_000_000  # loop steps of one rendering; a call costs ten
 _CALL_STEPS = 10
@@ -320,9 +323,6 @@ def _with_small_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-_DAY = datetime(2024, 7, 26)
-
-
 class _Generation(Extension):
     """`{% generation %}` marks what the assistant says, for training; the text is the same."""
 
@@ -338,25 +338,92 @@ class _Generation(Extension):
         return caller()
 
 
-def compile_chat_template(text: str, variables: dict[str, Any], *, answers: bool = True) -> Callable[[Any], str]:
-    """A function that renders messages; if a model `answers`, up to the beginning of the assistant's answer.
-    `variables` are the tokenizer's special tokens.
+def variables_read(tree: nodes.Template) -> dict[str, list[Any]]:
+    """The variables that a template reads before it sets them, in order, each with the constants that it is compared
+    with."""
+    undeclared = meta.find_undeclared_variables(tree)
+    first: dict[str, bool] = {}
+    for name, stored in _uses(tree):
+        first.setdefault(name, stored)
+    found: dict[str, list[Any]] = {name: [] for name, stored in first.items() if not stored and name in undeclared}
+    for comparison in tree.find_all(nodes.Compare):
+        names = {node.name for node in comparison.find_all(nodes.Name)} & found.keys()
+        for name in names if len(names) == 1 else ():
+            found[name] += [node.value for node in comparison.find_all(nodes.Const)]
+    return found
 
-    Some templates print today's date. A score must not depend on the day, nor a resume on midnight, so it is always
-    the same day. Raises whatever Jinja raises.
+
+def _uses(node: nodes.Node) -> Iterator[tuple[str, bool]]:
+    # The names below a node and whether each is stored there, in the order in which Jinja comes to them.
+    if isinstance(node, nodes.Name):
+        if node.ctx != "param":
+            yield node.name, node.ctx == "store"
+        return
+    children = list(node.iter_child_nodes())
+    if isinstance(node, nodes.Assign | nodes.AssignBlock):
+        children.reverse()  # the value comes first
+    elif isinstance(node, nodes.For):
+        children.sort(key=lambda child: child is not node.iter)
+    for child in children:
+        yield from _uses(child)
+
+
+# Some templates print today's date. A score must not depend on the day, nor a resume on midnight, so it is always the
+# same day, unless the user names another one.
+_DAY = date(2024, 7, 26)
+
+
+class ChatRenderer:
+    """A compiled chat template; `answers` and `choices` as of `compile_chat_template`.
+
+    Raises whatever Jinja raises.
     """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    template = environment.from_string(text)
-    given = {**variables, "strftime_now": _DAY.strftime}
 
-    def render(messages: Any) -> str:
-        return template.render(messages=messages, tools=None, documents=None, add_generation_prompt=answers, **given)
+    def __init__(self, text: str, variables: Mapping[str, Any], answers: bool, choices: ChatChoices | None) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        tree = environment.parse(text)
+        self.read = variables_read(tree)  # the variables that it reads
+        self._template = environment.from_string(tree)
+        self._source = text
+        self._answers = answers
+        self._choices = choices or ChatChoices(thinking="on")
+        options = dict(self._choices.options)
+        day = date.fromisoformat(options.pop(DATE)) if DATE in options else _DAY
+        clock = datetime(day.year, day.month, day.day)
+        self._given = {"tools": None, "documents": None, **variables, "strftime_now": clock.strftime, **options}
+        way = find_way(self._rendered, self.read, self._choices) if answers and choices else Way()
+        self._given |= way.variables
+        self.way = replace(way, day=day.isoformat() if "strftime_now" in self.read else None)
 
-    return render
+    def __call__(self, messages: Any) -> str:
+        """The text of messages; if a model answers, up to the beginning of its answer."""
+        text = self._rendered(messages, self._answers, {})
+        if not self._answers:
+            return text
+        return text + self._closing(text) + self._choices.answer_prefix
+
+    def _rendered(self, messages: Any, answers: bool, variables: Mapping[str, Any]) -> str:
+        return self._template.render(messages=messages, add_generation_prompt=answers, **self._given | dict(variables))
+
+    def _closing(self, text: str) -> str:
+        # What follows a text so that the answer comes next. Other messages than the probes may open thoughts, too.
+        for end, closing in self.way.closings.items():
+            if text.endswith(end):
+                return closing
+        opened = "" if self._choices.thinking == "on" else opened_thought(text)
+        return closing_of(opened) if opened and opened.rstrip() in self._source else ""
+
+
+def compile_chat_template(
+    text: str, variables: Mapping[str, Any], *, answers: bool = True, choices: ChatChoices | None = None
+) -> ChatRenderer:
+    """What renders messages; if a model `answers`, up to the beginning of the assistant's turn, or, with `choices`, as
+    these say. `variables` are the tokenizer's special tokens. Raises whatever Jinja raises."""
+    return ChatRenderer(text, variables, answers, choices)
 
 
 def _tojson(
@@ -397,21 +464,26 @@ def main() -> None:
 
 def _serve(rows: BinaryIO, answers: BinaryIO, cpu_seconds: int, text_bytes: int) -> None:
     # `kind` is `template` (a user's, rendered from a row's columns) or `chat` (a model's, from messages, with
-    # `variables`); `text` is that of the template, `name` is for messages.
+    # `variables`, `answers` and `choices` as `compile_chat_template` takes them); `text` is that of the template, and
+    # `name` is for messages.
     spec = pickle.loads(_read(rows))  # noqa: S301 - written by the parent
     renewed = _renewed(cpu_seconds, -1)
-    columns: list[str] = []
+    render: Callable[[Any], str]
+    compiled: dict[str, Any] = {}
     try:
         if spec["kind"] == "template":
-            render, columns = compile_template(spec["text"], spec["name"])
+            render, compiled["columns"] = compile_template(spec["text"], spec["name"])
         else:
-            render = compile_chat_template(spec["text"], spec["variables"], answers=spec["answers"])
+            chat = compile_chat_template(
+                spec["text"], spec["variables"], answers=spec["answers"], choices=spec["choices"]
+            )
+            render, compiled = chat, {"columns": list(chat.read), "way": asdict(chat.way)}
     except MemoryError:
         raise
     except Exception as error:
         _answer(answers, b"C", json.dumps({"error": f"{spec['name']}{_why_not_compiled(error)}"}).encode())
         return
-    _answer(answers, b"C", json.dumps({"columns": columns}).encode())
+    _answer(answers, b"C", json.dumps(compiled).encode())
     while row := _read(rows):
         renewed = _renewed(cpu_seconds, renewed)
         try:

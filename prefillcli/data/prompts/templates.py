@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from prefillcli.data.filesystems import read_given
 from prefillcli.data.prompts.encoding import Encoder, NotLiteral
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.sandbox import compile_template
+from prefillcli.data.prompts.thinking import AS_USUAL, DATE, ChatChoices, Way
 from prefillcli.data.rows import ErrorCode, RowError
 from prefillcli.errors import ResourceError, UsageError, brief, did_you_mean
 from prefillcli.plan.behind import LabelSet
@@ -78,7 +79,8 @@ class Renderer:
         self._rendering = threading.Lock()
         self._worker: _Worker | None = None
         self._end = weakref.finalize(self, lambda: None)
-        self.columns = tuple(self._started()[1])  # variables that the template needs
+        self._compiled = self._started()[1]
+        self.columns = tuple(self._compiled["columns"])  # variables that the template needs
 
     def render(self, rows: Sequence[Any], most: int | None = None) -> list[str | RowError]:
         """The text of each row, or why there is none. A row is the template's variables, or messages.
@@ -126,8 +128,8 @@ class Renderer:
                     tried_again = len(done)
         return done
 
-    def _started(self) -> tuple[_Worker, list[str]]:
-        # A new process with the template compiled, and the variables that it needs.
+    def _started(self) -> tuple[_Worker, dict[str, Any]]:
+        # A new process with the template compiled, and what it says of the template.
         if self._closed:
             raise RendererClosed
         name = self._spec["name"]
@@ -150,7 +152,7 @@ class Renderer:
         if "error" in compiled:
             self._drop()
             raise UsageError(compiled["error"])
-        return worker, compiled["columns"]
+        return worker, compiled
 
     def _drop(self) -> None:
         self._worker = None
@@ -352,11 +354,19 @@ def messages_of(value: Sequence[Any], system: str | None) -> list[Message] | Row
 class ChatTemplate(Renderer):
     """The chat template of a tokenizer: rows are lists of messages.
 
-    If a model `answers`, chats end where the assistant begins to speak. Raises UsageError if there is none, or if it
-    cannot be compiled within the limits.
+    If a model `answers`, chats end where the assistant begins to speak, or, with `choices`, as these say; `way` is
+    what brings them there. Raises UsageError if there is none, if it cannot be compiled within the limits, or if it
+    cannot do what the choices ask.
     """
 
-    def __init__(self, tokenizer: Any, limits: RenderLimits | None = None, *, answers: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        limits: RenderLimits | None = None,
+        *,
+        answers: bool = True,
+        choices: ChatChoices | None = None,
+    ) -> None:
         from transformers import PreTrainedTokenizerBase  # takes long to import; the tokenizer has done so
 
         if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
@@ -368,15 +378,41 @@ class ChatTemplate(Renderer):
             text = tokenizer.get_chat_template()
         except ValueError as error:
             raise UsageError(f"the model's chat template: {error}") from None
+        if choices is not None and choices.thinking == "off":
+            choices = replace(choices, thought_tokens=_thought_tokens(tokenizer))
         spec = {
             "kind": "chat",
             "text": text,
             "answers": answers,
+            "choices": choices,
             "variables": dict(tokenizer.special_tokens_map),
             "name": "the model's chat template",
         }
         super().__init__(spec, code=ErrorCode.CHAT_ERROR, limits=limits)
         self._left_out: dict[_Kinds, int | None] = {}
+        self.way = Way(**self._compiled["way"])
+        try:
+            self._require_able(choices or AS_USUAL)
+        except UsageError:
+            self.close()
+            raise
+
+    def _require_able(self, choices: ChatChoices) -> None:
+        known = [name for name in self.columns if name not in _GIVEN]
+        if "strftime_now" in self.columns:
+            known.append(DATE)
+        for name in choices.options:
+            if name not in known:
+                reads = f"it reads {', '.join(known)}" if known else "it reads none"
+                raise UsageError(
+                    f"--chat-option {name}: the model's chat template reads no such variable"
+                    f"{did_you_mean(name, known)}\n{reads}"
+                )
+        if not self.way.arrives:
+            raise UsageError(
+                "--thinking off: the model's chat template says nothing of thoughts, nor has the tokenizer <think>\n"
+                "leave it out, or give the text that the answer follows with --answer-prefix"
+            )
 
     def texts(self, chats: Sequence[list[Message]]) -> list[str | RowError]:
         """The text of each chat, or why there is none. It is an error, too, if the template leaves out what a message
@@ -409,6 +445,17 @@ class ChatTemplate(Renderer):
                 if self.render([changed]) == [text]:
                     return at
         return None
+
+
+# What a chat template is given in any case.
+_GIVEN = frozenset({"messages", "add_generation_prompt", "strftime_now", "raise_exception"})
+_THOUGHT_TOKENS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<thought>", "</thought>"))
+
+
+def _thought_tokens(tokenizer: Any) -> tuple[str, str] | None:
+    # The tokens that open and close a thought.
+    vocabulary = tokenizer.get_vocab()
+    return next((pair for pair in _THOUGHT_TOKENS if all(token in vocabulary for token in pair)), None)
 
 
 class _Kind(NamedTuple):

@@ -90,6 +90,10 @@ class RequestBuilder(PromptBuilder):
         self.needed = (*self.columns, *settings.label_columns)
         self.chat = False  # only messages are put into the chat template
 
+    @property
+    def _makes_chats(self) -> bool:
+        return self._has_chat_template and self.settings.chat is not False
+
     def another(self) -> PromptBuilder:
         return RequestBuilder(self._tokenizer, self.settings, models=self._models, answers=self._answers)
 
@@ -149,6 +153,7 @@ class PairRequestBuilder(RequestBuilder):
     """Makes a prompt of each pair of texts in a line; `pairs` makes those of rows with the columns of `PAIR`."""
 
     _answered = "the model scores pairs of texts, so only /v1/score and /v1/rerank are answered"
+    _makes_chats = False
 
     def __init__(
         self,

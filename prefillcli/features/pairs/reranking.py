@@ -14,6 +14,7 @@ from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, promp
 from prefillcli.data.prompts.encoding import Marks
 from prefillcli.data.prompts.labels import ClassLabels, Label, parse_labels
 from prefillcli.data.prompts.templates import ChatTemplate, RowTemplate
+from prefillcli.data.prompts.thinking import AS_USUAL
 from prefillcli.data.rows import ErrorCode, RowBatch, RowError
 from prefillcli.errors import UsageError
 from prefillcli.features.pairs import DOCUMENT, PAIR, QUERY
@@ -32,6 +33,11 @@ class RerankBuilder(PromptBuilder):
     """Makes prompts of a query and a document by the model's own chat template."""
 
     def __init__(self, tokenizer: Any, settings: PromptSettings, reranker: Reranker, **given: Any) -> None:
+        if settings.choices != AS_USUAL:
+            raise UsageError(
+                "--thinking, --chat-option and --answer-prefix change a chat, and the model is a reranker, whose own "
+                "template makes its prompts\nleave them out"
+            )
         system = reranker.instruction if settings.system is None else settings.system
         chats = replace(settings, chat=True, prompt_column="messages", template=None, system=system)
         super().__init__(tokenizer, chats, **given)
