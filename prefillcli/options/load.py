@@ -200,6 +200,9 @@ class ScorerOptions(TypedDict, total=False):
     pair_column: str | None
     chat: bool | None
     system: str | None
+    thinking: Literal["auto", "off", "on"]
+    chat_option: Mapping[str, Any]
+    answer_prefix: str | None
     max_length: int | None
     on_long: Literal["error", "truncate-left", "truncate-middle", "truncate-right", "skip"]
     literal: bool
