@@ -214,8 +214,8 @@ def _check(settings: InspectSettings) -> None:
 
 def _shown(settings: InspectSettings, opening: Opening) -> dict[str, Any]:
     # The settings that the page names: those that decide on the answers.
-    names = ["template", "prompt_column", "system", "chat_option", "answer_prefix", "max_length", "on_long", "labels"]
-    names.append("temperature")
+    names = ["template", "prompt_column", "system", "max_length", "on_long", "labels", "temperature"]
+    names += [name for name in ("chat_option", "answer_prefix") if getattr(settings, name)]
     for each in opening.features:
         own = each.options["inspect"]
         names += [name for name in own.model_fields if name != "draft" and name in settings.changing("scores")]

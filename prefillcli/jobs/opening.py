@@ -172,8 +172,9 @@ class Opening:
     def _tell(self, builder: PromptBuilder) -> None:
         # Say, once, how chats come to the answer.
         said = builder.way.said if builder.way else ""
-        if said and said != self._said:
-            log.info(f"{said}, so that the prompt ends where the answer begins (--thinking)")
+        if said and said != self._said and not getattr(self.settings, "quiet", False):
+            ends = "the model thinks first" if self.settings.thinking == "on" else "the answer comes next"
+            log.info(f"{said}, so that {ends} (--thinking)")
         self._said = said
 
     def windows(

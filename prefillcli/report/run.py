@@ -417,7 +417,7 @@ def run_html(report: RunReport) -> str:
             "those of this one."
         )
     if report.chat is not None and report.chat.said:
-        notes.append(f"{report.chat.said[0].upper()}{report.chat.said[1:]}, so that the answer comes next.")
+        notes.append(f"{report.chat.said[0].upper()}{report.chat.said[1:]} (--thinking).")
     verdict = _verdict(report)
     return page_html(
         Section(

@@ -56,10 +56,10 @@ def test_the_answer_is_read_where_it_begins(
     assert scores(read_output("out.parquet")) == pytest.approx(wanted(judge, prompts, enable_thinking=False), abs=1e-5)
     said = [line for line in capsys.readouterr().err.splitlines() if SAID in line]
     assert len(said) == 1
-    assert said[0].endswith("so that the prompt ends where the answer begins (--thinking)")
+    assert said[0].endswith("so that the answer comes next (--thinking)")
     report = read_report()
     assert report["chat"] == {"said": SAID, "variables": {"enable_thinking": False}, "closings": {}, "date": None}
-    assert "enable_thinking=false, so that the answer comes next" in Path("out.run.html").read_text()
+    assert "enable_thinking=false (--thinking)" in Path("out.run.html").read_text()
 
     assert score("in.parquet", **given, resume=True, thinking="on")["exit_code"] == 4
     assert score("in.parquet", "on.parquet", **given, thinking="on")["exit_code"] == 0
