@@ -17,10 +17,9 @@ import numpy as np
 import pyarrow as pa
 
 from prefillcli.data.filesystems import split_path
-from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, chat_choices
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.prompts.thinking import ChatChoices
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import DEFAULT_COLUMN, Prompt, RowBatch, RowError, to_python
 from prefillcli.data.windows import MAX_ROWS, windows
@@ -344,7 +343,7 @@ def made_material(settings: BenchSettings, opened: Opened, labels: Labels) -> Ma
     prompt_settings = PromptSettings(
         chat=settings.chat,
         system=settings.system,
-        choices=ChatChoices.of(settings),
+        choices=chat_choices(settings),
         max_length=most,
         on_long=settings.on_long,
         vocab_size=files.config.vocab_size,

@@ -8,10 +8,9 @@ from typing import Any
 
 from prefillcli.core.feature import features_of, open_models
 from prefillcli.data.output.columns import Groups, OutputSchema, Probabilities
-from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, prompt_builder, prompt_column
+from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, chat_choices, prompt_builder, prompt_column
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.templates import RowTemplate
-from prefillcli.data.prompts.thinking import ChatChoices
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Prompt, Window
 from prefillcli.data.windows import Prefetcher, WindowSize, windows
@@ -150,7 +149,7 @@ class Opening:
             template=settings.template,
             chat=settings.chat,
             system=settings.system,
-            choices=ChatChoices.of(settings),
+            choices=chat_choices(settings),
             max_length=min(settings.max_length or opened.max_length, opened.max_length),
             on_long=settings.on_long,
             vocab_size=files.config.vocab_size,

@@ -153,6 +153,13 @@ class PromptSettings:
     sections: bool = False
 
 
+def chat_choices(options: Any) -> ChatChoices:
+    """How the options of a command want chats."""
+    return ChatChoices(
+        thinking=options.thinking, options=options.chat_option, answer_prefix=options.answer_prefix or ""
+    )
+
+
 def _wants_chat(settings: PromptSettings, has_template: bool) -> bool:
     # Whether text becomes a user message. `has_template` says whether the tokenizer has a chat template.
     if settings.chat and not has_template:

@@ -28,13 +28,6 @@ class ChatChoices:
     # Tokens that open and close a thought, for a template that says nothing of thoughts.
     thought_tokens: tuple[str, str] | None = None
 
-    @classmethod
-    def of(cls, settings: Any) -> ChatChoices:
-        """The choices that the options of a command make."""
-        return cls(
-            thinking=settings.thinking, options=settings.chat_option, answer_prefix=settings.answer_prefix or ""
-        )
-
 
 AS_USUAL = ChatChoices()
 
