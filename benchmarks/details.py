@@ -326,22 +326,29 @@ def in_int8(
     rounds: int = 3,
     scale: Annotated[float, typer.Option(help="Shrinks prompts and rows.")] = 1.0,
     skip: Annotated[int, typer.Option(help="First rows to leave out.")] = 0,
+    rows: Annotated[int | None, typer.Option(help="So many of the others.")] = None,
+    numbers: Annotated[list[str] | None, typer.Option(help="bfloat16 and int8; float32.")] = None,
     threads: int = 1,
 ) -> None:
-    """What products of int8 gain over bfloat16, in processor seconds of the whole walk, and what they do to P: its
-    mean and largest difference from the walk in float32, how much of it is a shift, flips, and the AUC of
-    `reviews`."""
+    """What products of int8 gain over bfloat16, or other `numbers` over the first ones, in processor seconds of the
+    whole walk, and what they do to P: its mean and largest difference from the walk in float32, how much of it is a
+    shift, flips, and the AUC of `reviews`."""
+    named = numbers or ["bfloat16", "int8"]
     torch.set_num_threads(threads)
     for name in workload or ["short", REVIEWS]:
         network, prompts = race_material(name, scale)
         tokens, truth = [5, 7], None
         if name == REVIEWS:
-            tokens, truth = list(sentiment_tokens()), review_truths(len(prompts))[skip:]
-        prompts = prompts[skip:]
+            tokens, truth = list(sentiment_tokens()), review_truths(len(prompts))[skip:][:rows]
+        prompts = prompts[skip:][:rows]
         plan, exact = plan_for(network, prompts), copy.deepcopy(network).float()
         network.set_attn_implementation(ATTENTION)
-        narrow = copy.deepcopy(network)
-        ways = {"bfloat16": (network, FASTEST), "int8": (narrow, in_smaller_numbers(narrow, "int8"))}
+        exact.set_attn_implementation(ATTENTION)
+        ways = {"float32": (exact, FASTEST), "bfloat16": (network, FASTEST)}
+        if "int8" in named:
+            narrow = copy.deepcopy(network)
+            ways["int8"] = (narrow, in_smaller_numbers(narrow, "int8"))
+        ways = {each: ways[each] for each in named}
         scores: dict[str, torch.Tensor] = {}
         seconds: dict[str, list[float]] = {each: [] for each in ways}
         for turn in range(rounds + 1):
@@ -351,13 +358,13 @@ def in_int8(
                 if turn:
                     seconds[each].append(time.process_time() - begun)
         correct = walk_plan(exact, plan)[:, tokens].softmax(-1)[:, 0]
-        gain = Spread.of([a / b for a, b in zip(seconds["bfloat16"], seconds["int8"], strict=True)])
         table = Table("workload", "numbers", "seconds", "gain", "difference of P", "shift", "largest", "flips", "AUC")
-        for each, found in [("float32", correct), *scores.items()]:
-            off = (found - correct).abs()
+        for each, found in (scores | {"float32": correct}).items():
+            off, own = (found - correct).abs(), seconds.get(each, [])
+            gain = Spread.of([a / b for a, b in zip(seconds[named[0]], own, strict=True)]) if own else ""
             table.add_row(
-                name, each, f"{np.median(seconds[each]):.2f}" if each in seconds else "",
-                str(gain) if each == "int8" else "", f"{off.mean():.4f}",
+                name, each, f"{np.median(own):.2f}" if own else "", "" if each == named[0] else str(gain),
+                f"{off.mean():.4f}",
                 f"{(found - correct).mean():.4f}", f"{off.max():.3f}",
                 f"{((found > 0.5) != (correct > 0.5)).sum()} of {len(off)}",
                 "" if truth is None else f"{auc(found.double().numpy(), truth):.3f}",

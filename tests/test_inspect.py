@@ -476,9 +476,9 @@ def test_texts_of_any_prompt_make_up_the_whole(text: str) -> None:
 @pytest.mark.parametrize("text", ["one two three, ", "👩\u200d💻 日本語", "\ufffd", "\x80"])
 def test_long_prompts_are_quick(text: str) -> None:
     ids = encoder.encode([text * 40_000], special=True)[0].tolist()[:100_000]
-    begun = time.monotonic()
+    begun = time.process_time()
     assert "".join(token_texts(encoder.decode, ids)) == encoder.decode(ids)
-    assert time.monotonic() - begun < 20
+    assert time.process_time() - begun < 20
 
 
 def test_documented_example_is_what_it_prints(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -482,9 +482,10 @@ def text_room(settings: Any, opened: Opened, names: Sequence[str]) -> dict[str, 
     return {"text_tokens": tokens, "texts_of": texts_of}
 
 
-def open_models(settings: Any) -> Opened:
-    """The models of these settings, as the features that are asked for need them. Raises as `Loader`."""
-    opened = loader_of(getattr(settings, "engine", "torch")).open_models(settings)
+def open_models(settings: Any, dtypes: Sequence[str] = ()) -> Opened:
+    """The models of these settings, as the features that are asked for need them. `dtypes` are those that are chosen
+    already. Raises as `Loader`."""
+    opened = loader_of(getattr(settings, "engine", "torch")).open_models(settings, dtypes)
     for each in features_of(settings):
         opened = each.change_model(opened)
     return opened

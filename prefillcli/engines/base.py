@@ -397,8 +397,9 @@ class Loaded(Generic[AnyEngine]):
 class Loader(Protocol):
     """A module that brings an engine, as `prefillcli.engines.registry` names it."""
 
-    def open_models(self, choice: EngineChoice) -> Opened:
-        """Check the model's files and everything else that can be known before weights are loaded.
+    def open_models(self, choice: EngineChoice, dtypes: Sequence[str] = ()) -> Opened:
+        """Check the model's files and everything else that can be known before weights are loaded. `dtypes` are those
+        of the models that are chosen already.
 
         Raises UsageError or ResourceError.
         """

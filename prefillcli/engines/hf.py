@@ -154,10 +154,10 @@ def _continuation(tokens: Sequence[int], writing: Writing, gap: float) -> Contin
 OPTIONS = ("attn_implementation",)
 
 
-def open_models(choice: EngineChoice) -> Opened:
+def open_models(choice: EngineChoice, dtypes: Sequence[str] = ()) -> Opened:
     """As `Loader`; any causal language model of transformers will do, and encoders with a head."""
     check_options("hf", choice.engine_options, OPTIONS)
-    opened = models.open_models(choice)
+    opened = models.open_models(choice, dtypes)
     models.check_loadable(opened.files, opened.device)
     return replace(opened, max_length=opened.files.max_length_apart)
 

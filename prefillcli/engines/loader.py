@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 from prefillcli.engines import encoders
@@ -22,9 +23,9 @@ from prefillcli.runtime.memory import available_memory, device_capacity, keep_bl
 from prefillcli.runtime.user_cache import compiler_file
 
 
-def open_models(choice: EngineChoice) -> Opened:
+def open_models(choice: EngineChoice, dtypes: Sequence[str] = ()) -> Opened:
     """As `Loader`; the model must be one that can be walked layer by layer."""
-    opened = open_folders(choice)
+    opened = open_folders(choice, dtypes)
     check_walkable(opened.files, "take another model, or --engine hf")
     check_loadable(opened.files, opened.device)
     return replace(opened, max_length=opened.files.max_length_apart)

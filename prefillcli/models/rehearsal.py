@@ -328,7 +328,7 @@ def _compare(
         )
 
 
-# Whether a device computes correctly: checked once, remembered in the user's cache for later runs.
+# Whether a device computes correctly, and how fast: found once, remembered in the user's cache for later runs.
 
 
 FILE = "devices.json"
@@ -339,13 +339,15 @@ TESTED = frozenset({"cpu"})
 # Paths that the doctor alone checks, because they are compiled for that. For runs that take them, rehearsals cover
 # them.
 SLOW_TO_CHECK = frozenset({"flex"})
+_FOUND = ("paths", "families", "speeds")  # what a record has
 
 
 class DeviceRecord:
-    """The record of a device: the attention paths that failed, and the families that were rehearsed on it.
+    """The record of a device: the attention paths that failed, the families that were rehearsed on it, and the speed
+    of its products.
 
     `paths` has None, or why it failed, under PATH/DTYPE. `families` has, under FAMILY/DTYPE, whether only explicit
-    blocks of scores agreed.
+    blocks of scores agreed. `speeds` has, under FORM/DTYPE, how many times as long a product takes in the form.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -353,9 +355,10 @@ class DeviceRecord:
         self._kept = KeptEntries(FILE)
         self.paths: dict[str, str | None] = {}
         self.families: dict[str, bool] = {}
+        self.speeds: dict[str, float] = {}
         known = self._kept.read().get(self.key.digest)
-        if isinstance(known, dict) and isinstance(known.get("paths"), dict) and isinstance(known["families"], dict):
-            self.paths, self.families = known["paths"], known["families"]
+        if isinstance(known, dict) and all(isinstance(known.get(name), dict) for name in _FOUND):
+            self.paths, self.families, self.speeds = (known[name] for name in _FOUND)
 
     @property
     def tested(self) -> bool:
@@ -365,13 +368,9 @@ class DeviceRecord:
     def save(self) -> bool:
         """Save it; returns whether the cache could be written. Findings that others saved meanwhile stay."""
         entries = self._kept.read()
-        before: dict[str, Any] = entries.get(self.key.digest, {"paths": {}, "families": {}})
-        entries[self.key.digest] = {
-            "of": asdict(self.key),
-            "paths": before["paths"] | self.paths,
-            "families": before["families"] | self.families,
-            "time": int(time.time()),
-        }
+        before: dict[str, Any] = entries.get(self.key.digest, {})
+        found = {name: before.get(name, {}) | getattr(self, name) for name in _FOUND}
+        entries[self.key.digest] = {"of": asdict(self.key), **found, "time": int(time.time())}
         return self._kept.write(dict(sorted(entries.items(), key=lambda item: -item[1]["time"])[:MOST]))
 
     def note(self, checks: Iterable[PathCheck]) -> None:

@@ -236,8 +236,11 @@ class ModelOptions(Settings):
     trust_remote_code: bool = option(False, "Run Python code that comes with the model.", MODEL, changes="scores")
     device: str = option("auto", "cpu, cuda, cuda:1, mps, ... or auto.", MODEL, changes="speed", metavar="DEVICE")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "Number format of weights and activations; auto: as the model is saved.", MODEL, changes="scores"
-    )
+        "auto",
+        "Number format of weights and activations. auto: as the model is saved, or float32 where this device is slow "
+        "at that and memory allows.",
+        MODEL, changes="scores",
+    )  # fmt: skip
     head: Literal["auto", "vocabulary", "probability", "value"] = option(
         "auto",
         "What to read from the model: the next token (vocabulary), or the probabilities or raw values of its "

@@ -584,7 +584,8 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Let each head's sink (a learned score without a value; `sinks` [heads]) take its share, in place."""
     # A sink is one more term of the sum, exp(sink), with the value 0: the rest's share is exp(lse) / (exp(lse) +
     # exp(sink)).
-    out.mul_(torch.sigmoid(lse - sinks.float().view(1, -1, 1)).unsqueeze(-1).to(out.dtype))
+    share = torch.sigmoid(lse - sinks.float().view(1, -1, 1)).unsqueeze(-1)
+    out.mul_(share)  # float32 times the output, so only the product is rounded
 
 
 def room_for_output(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

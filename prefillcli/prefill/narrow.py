@@ -13,7 +13,7 @@ row's result has the same bits whatever it is computed with.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from typing import Any, Literal, Protocol, TypeGuard
@@ -114,6 +114,12 @@ def in_smaller_numbers(model: PreTrainedModel, kind: Narrow) -> Arithmetic:
 
     fits = numbers.device.type == "cpu" and numbers.dtype in _DTYPES
     return Arithmetic(prepare=partial(fused, products=products) if fits else called)
+
+
+def narrow_product(linear: nn.Linear, kind: Narrow) -> Callable[[Tensor], Tensor]:
+    """The product of rows [rows, inputs] with the weights of a linear layer, in smaller numbers."""
+    weights = _weights(linear, kind)
+    return lambda rows: weights.product(weights.quantised(rows), linear.bias, rows.dtype)
 
 
 def _only(product: Product, rows: Tensor) -> Tensor:

@@ -410,7 +410,6 @@ def load_subject(subject: Subject) -> tuple[Any, Any]:
     files = read_model_files(
         subject.path,
         dtype=subject.dtype,
-        device=subject.device,
         trust_remote_code=subject.trust_remote_code,
         head=subject.head,
     )

@@ -131,6 +131,13 @@ class ChatUse(BaseModel):
     date: str | None  # the day that the template prints, if it prints one
 
 
+class ComputedIn(BaseModel):
+    """The number format that the model computes in."""
+
+    name: str  # "float32", ...
+    why: str
+
+
 class Histogram(BaseModel):
     """Rows in each bin, by series: bin i goes from edges[i] up to, not including, edges[i + 1]."""
 
@@ -241,6 +248,7 @@ class RunReport(BaseModel):
     packs: int = 0
     workers: list[WorkerReport] = Field(default_factory=list)  # of the run's last ones, if there are several
     threads: ThreadCounts | None = None  # None if another process computes, or nothing was computed
+    dtype: ComputedIn | None = None  # None if no model was opened
     weights: WeightsReport | None = None  # None if the engine does not tell, or nothing was loaded
     reduced: ReducedPacks | None = None  # None if memory did not run out, or only in workers
     chat: ChatUse | None = None  # None if no chat template makes prompts

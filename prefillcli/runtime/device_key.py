@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ from prefillcli.runtime.user_cache import compiler_file
 if TYPE_CHECKING:
     import torch
 
+_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -66,9 +68,16 @@ def device_key(device: torch.device) -> DeviceKey:
         transformers=metadata.version("transformers"),
         prefill=f"{__version__} {_source_digest()}",
         cpu=f"{cpu_name()}, {platform.machine()}",
-        cpu_flags=f"{torch.backends.cpu.get_cpu_capability()} {_digest(' '.join(cpu_flags()).encode())}",
+        cpu_flags=" ".join(
+            [torch.backends.cpu.get_cpu_capability(), *_limits(), _digest(" ".join(cpu_flags()).encode())]
+        ),
         compiler=compiler_file(),
     )
+
+
+def _limits() -> list[str]:
+    # The instruction sets that oneDNN may use, where the environment limits them.
+    return [f"{name}={os.environ[name]}" for name in _LIMITS if os.environ.get(name)]
 
 
 def driver_version() -> str | None:

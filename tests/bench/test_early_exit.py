@@ -122,6 +122,7 @@ def test_the_command_learns_on_some_rows_and_compares_on_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("prefillcli.models.dtype.times_as_long", lambda form, *_: 0.4)  # a processor made for int8
     settings = BenchSettings(
         inputs=(str(SAMPLES / "labeling.parquet"),), model=str(MODELS / "deep"), limit=400, exit_rows=200,
         method=("early-exit", "first", "first-exit", "int8"), first=(str(MODELS / "draft"),), max_flips=0.1, rounds=1,
@@ -143,7 +144,7 @@ def test_the_command_learns_on_some_rows_and_compares_on_the_others(
         assert own.answers.audit.flip_rate <= 0.1
         assert sum(own.exits.left.values()) == 200
     assert first.exits.left["-1"] == 200 - first.exits.left.get("full", 0) > 100
-    assert both.exits.left.get("full", 0) < 100  # by either, as their measured costs are
+    assert both.exits.left.get("full", 0) < 100  # by either, as their costs are
     assert all(own.exits.left["0"] > 100 for own in int8)
     assert first.target_tokens < walk.target_tokens / 2
     assert first.draft_tokens > 0

@@ -30,8 +30,7 @@ def test_a_heartbeat_that_hangs_holds_up_no_run(tmp_path: Path, monkeypatch: pyt
     with beats:
         if call != "remove_file":  # it is removed at the end
             assert hangs.wait(30)
-        began = time.monotonic()
-    assert time.monotonic() - began < 10
+    assert beats._thread.is_alive()  # it still hangs
     back.set()
     beats._thread.join(30)
     assert not beats._thread.is_alive()

@@ -154,6 +154,15 @@ def test_a_sink_is_one_more_score_without_a_value() -> None:
     torch.testing.assert_close(out.double(), weights @ value.double().repeat_interleave(3, dim=1), atol=1e-5, rtol=0)
 
 
+def test_a_sink_rounds_the_output_in_half_precision_once() -> None:
+    generator = torch.Generator().manual_seed(2)
+    out = torch.randn(1, 6, 300, 16, generator=generator).bfloat16()
+    lse, sinks = torch.randn(1, 6, 300, generator=generator), torch.randn(6, generator=generator)
+    wanted = out.double() * torch.sigmoid(lse.double() - sinks.double().view(1, 6, 1)).unsqueeze(-1)
+    apply_sinks(out, lse, sinks)
+    assert (out == wanted.bfloat16()).double().mean() > 0.999
+
+
 def moved_products(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """By products over moved keys, as the walk attends; the log-sum-exp is that of the keys themselves."""
     shift = Shift.of(key[:, :, :1000], 0.3)

@@ -24,7 +24,7 @@ from prefillcli.prefill import attention, attention_checks, forest
 from prefillcli.prefill.forest import register
 from prefillcli.prefill.layout import Chunk, KeyWindow, Tree
 from prefillcli.runtime import user_cache
-from tests.prefill.families import each_family, make_model
+from tests.prefill.families import FAMILIES, each_family, make_model
 from tests.prefill.test_flex import forests, seen_by
 from tests.prefill.test_walk import eager, mixed, p_yes, walked
 
@@ -42,27 +42,31 @@ def test_a_forest_in_bfloat16_is_as_near_the_eager_forward_as_without_the_kernel
 ) -> None:
     """Over packs that hold prefixes, windows, sinks and soft caps; the reference is float32 over the same weights.
 
-    In the mean, and in the median where a last bit may send a token to another expert.
+    All experts are chosen, so that no last bit sends a token to others: one that does outweighs all rounding. What the
+    kernel rounds is its output alone, so the ratio is near 1; that of one draw of prompts is off by a tenth.
     """
     register()
-    half, exact = make_model(family, torch.bfloat16), make_model(family)
+    own = FAMILIES[family]
+    experts = own.get("num_experts", own.get("num_local_experts"))
+    sizes = {} if experts is None else {"num_experts_per_tok": experts}
+    half, exact = make_model(family, torch.bfloat16, **sizes), make_model(family, **sizes)
     exact.load_state_dict({name: weight.float() for name, weight in half.state_dict().items()})
     limits = Limits(110, 10**6, held_tokens=10**6)
-    wanted = p_yes(eager(exact, mixed()))
+    prompts = [prompt for draw in (4, 5, 6) for prompt in mixed(draw)]
+    wanted = p_yes(eager(exact, prompts))
     used = []
-    own = attention.ForestKernel.attend
+    attend = attention.ForestKernel.attend
 
     def noted(self: attention.ForestKernel, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         used.append(options["window"])
-        return own(self, *args, **options)
+        return attend(self, *args, **options)
 
     monkeypatch.setattr(attention.ForestKernel, "attend", noted)
-    with_kernel = (p_yes(walked(half, mixed(), chunk=97, limits=limits)) - wanted).abs()
+    with_kernel = (p_yes(walked(half, prompts, chunk=97, limits=limits)) - wanted).abs()
     monkeypatch.setattr(forest, "forest_kernel", lambda: None)
-    without = (p_yes(walked(half, mixed(), chunk=97, limits=limits)) - wanted).abs()
+    without = (p_yes(walked(half, prompts, chunk=97, limits=limits)) - wanted).abs()
     assert used
-    middle = torch.median if any("experts" in name for name in half.config.to_dict()) else torch.mean
-    assert middle(with_kernel) <= 1.3 * middle(without)
+    assert with_kernel.mean() <= 1.3 * without.mean()
 
 
 @needs_kernel

@@ -52,9 +52,9 @@ def three_levels() -> list[Prompt]:
     return prompts
 
 
-def mixed() -> list[Prompt]:
+def mixed(seed: int = 4) -> list[Prompt]:
     """One long prompt, a shared tree, many short ones, a duplicate, and a prompt that another one begins with."""
-    rng = np.random.default_rng(4)
+    rng = np.random.default_rng(seed)
     prompts = [tokens(rng, 350), *three_levels(), *(tokens(rng, int(n)) for n in rng.integers(1, 40, 20))]
     return [*prompts, prompts[0].copy(), prompts[5][:-2].copy()]
 

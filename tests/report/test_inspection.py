@@ -361,11 +361,11 @@ def test_long_prompts_stay_small_and_fast(kept: bool) -> None:
     inspection = example(50_000)
     if kept:
         inspection = replace(inspection, tokens=[replace(t, kept=True, why="full") for t in inspection.tokens])
-    begun = time.monotonic()
+    begun = time.process_time()
     html = inspection_html(inspection)
     printed(inspection, colour=True)
 
-    assert time.monotonic() - begun < 20
+    assert time.process_time() - begun < 20
     assert len(html.encode()) < 5_000_000 * 50_000 / 20_000
     assert len(inspection_html(replace(inspection, tokens=inspection.tokens[:20_000])).encode()) < 5_000_000
     assert Page(html).prompt == "".join(token.text for token in inspection.tokens)

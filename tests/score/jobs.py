@@ -112,9 +112,9 @@ class Answer:
 class Reference:
     """A model directory under transformers' own eager forward, one prompt at a time."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, **options: Any) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self._model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+        self._model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", **options).eval()
 
     def ids(self, text: str, *, special: bool = True) -> list[int]:
         return self.tokenizer(text, add_special_tokens=special)["input_ids"]

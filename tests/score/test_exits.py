@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -665,6 +666,8 @@ def test_a_dry_run_says_what_a_first_model_may_save(
         counted.append(counter.get_total_flops())
     found = report["outlooks"]["exits"]
     assert found["first_cost"] == {str(shallow_model): pytest.approx(counted[0] / counted[1], rel=0.03)}
+    (used,) = read_report(cascaded / "out.run.json")["exits"]["first"]
+    assert used["cost"] == pytest.approx(counted[0] / counted[1], rel=0.03)
     assert "one that decides no larger share of the rows that it reads" in " ".join(capsys.readouterr().err.split())
     assert (found["rows_in_full"], found["provable"]["judged"], found["gain"]) == (ROWS // 2, 45, None)
 
@@ -678,6 +681,17 @@ def test_a_dry_run_says_what_a_first_model_may_save(
     assert f"{found['gain']:.2f}x for tokens" in " ".join(capsys.readouterr().err.split())
     other = score(data, "out.jsonl", **given | {"labels": "n=n,q=q"})
     assert "different labels" in other["error"]
+
+
+def test_on_a_busy_machine_the_same_is_learnt(
+    data: Path, deep_model: Path, shallow_model: Path, cascaded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the clock says: here it runs faster and faster, so that the first model's seconds are the longest."""
+    looks = itertools.count(1)
+    monkeypatch.setattr("prefillcli.engines.torch.time", SimpleNamespace(monotonic=lambda: 1.5 ** next(looks)))
+    assert score(data, "out.jsonl", model=deep_model, first=shallow_model, audit=60, **FIRST)["status"] == "complete"
+    assert Path("out.exit.json").read_bytes() == (cascaded / "out.exit.json").read_bytes()
+    assert_same(read_output("out.jsonl"), read_output(cascaded / "out.jsonl"))
 
 
 def test_what_a_first_model_decides_follows_from_its_forward_and_the_profile(

@@ -20,6 +20,7 @@ from prefillcli.models.law import memory_law
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from prefillcli.plan.pack import Limits
+from prefillcli.prefill.narrow import int8_kernel
 from tests.engines.encoder_models import MAX_LENGTH, save_encoder
 from tests.score.jobs import read_output, read_report, score, write_jsonl
 from tests.score.models import save_model
@@ -250,14 +251,17 @@ def test_shards_take_the_profile_of_a_first_model(data: Path, large: Path, rewar
     )
 
 
+@pytest.fixture
+def fast_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor with a kernel for it."""
+    monkeypatch.setattr("prefillcli.models.dtype.times_as_long", lambda form, *_: 0.4)
+
+
 def test_the_model_in_int8_decides_rows_that_keep_their_answers(
-    data: Path, large: Path, in_full: list[dict[str, Any]]
+    data: Path, large: Path, in_full: list[dict[str, Any]], fast_int8: None
 ) -> None:
     given = FIRST | {"compute": "int8"}
     assert score(data, "out.jsonl", model=large, audit=40, **given)["status"] == "complete"
-    if read_report("out.run.json")["exits"]["status"] == "none":  # no kernel: torch's products in int8 cost too much
-        assert "save work" in read_report("out.run.json")["exits"]["reason"]
-        return
     rows, (used,) = read_output("out.jsonl"), read_report("out.run.json")["exits"]["first"]
     decided = [(row, full) for row, full in zip(rows, in_full, strict=True) if row["method"] == "first"]
     assert (used["model"], used["rows"]) == ("int8", len(decided))
@@ -269,6 +273,8 @@ def test_the_model_in_int8_decides_rows_that_keep_their_answers(
     other = {name: value for name, value in again.items() if name != "compute"} | {"exit": True}
     for changed in (other, other | {"exit": False, "first": large}):
         assert "different prompt settings" in score(data, "other.jsonl", model=large, **changed)["error"]
+    if int8_kernel() is None:
+        return  # torch's products would take minutes
     assert score(data, "again.jsonl", model=large, **again)["exit_code"] == 0
     assert score(data, "two.jsonl", model=large, workers=2, threads=1, **given)["exit_code"] == 0
     assert [row["method"] for row in read_output("two.jsonl")].count("first") > ROWS / 8
@@ -300,7 +306,7 @@ def test_an_encoder_has_no_smaller_numbers(data: Path, tmp_path: Path) -> None:
     assert "an encoder" in score(data, "out.jsonl", model=encoder, compute="int8", **given)["error"]
 
 
-def test_a_dry_run_counts_no_operations_of_smaller_numbers(data: Path, large: Path) -> None:
+def test_a_dry_run_counts_no_operations_of_smaller_numbers(data: Path, large: Path, fast_int8: None) -> None:
     assert score(data, "dry.jsonl", model=large, dry_run=True, compute="int8", **FIRST)["status"] == "complete"
     found = read_report("dry.dry-run.json")["outlooks"]["exits"]
     assert (found["first_cost"], found["rows_in_full"]) == ({}, FIRST["exit_rows"])

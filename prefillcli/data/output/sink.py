@@ -175,6 +175,15 @@ def _manifest(work: Store, job: Job, quiet: bool) -> Manifest | None:
     return Manifest(latest.job, latest.plan)
 
 
+def plan_of(output: str, shard: Shard | None) -> dict[str, Any] | None:
+    """The plan of an earlier attempt at an output, whatever its job is; None without one, or where it cannot be read,
+    which opening the output will tell."""
+    with suppress(PrefillError, OSError):
+        found = _manifest(Target.parse(output, shard).work, Job({}), quiet=True)
+        return None if found is None else found.plan
+    return None
+
+
 def retried(target: Target, found: Manifest) -> Manifest | None:
     """The state from which a complete job starts again to score its error rows; None if it has none.
 

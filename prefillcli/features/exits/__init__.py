@@ -325,9 +325,11 @@ class Exits(Feature):
     def models_opened(self, opening: Opening) -> None:
         opened, narrow = opening.opened, getattr(self.settings, "narrow", None)
         if narrow is not None:
+            from prefillcli.models.dtype import require_faster
             from prefillcli.prefill.narrow import check_narrow
 
             check_narrow(narrow, opened.device, str(opened.files.origin) if opened.files.encoder else None)
+            require_faster(narrow, opened.files.dtype, opened.device)
         if opened.files.head is None or not getattr(self.settings, "first", ()):
             return
         if any(each.files.head is None for each in opened.small):

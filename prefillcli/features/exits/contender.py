@@ -134,7 +134,7 @@ def learn_exits(
     rows = calibration_rows(questions, answers, layers, len(equipment.labels.names))
     readers = readers_of(equipment, feature)
     read = {layer: reader.read(prompts, lambda tokens: None) for layer, (_, reader) in readers.items()}
-    rows, used = with_first(rows, read, readers, questions, answers)
+    rows, used = with_first(equipment.opened, rows, read, readers, questions, answers)
     costs = replace(exit_costs(config), first={each.layer - 1: each.cost * in_full(depth) for each in used})
     methods = []
     for name in names:

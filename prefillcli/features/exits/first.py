@@ -47,12 +47,14 @@ class FirstPrompt(NamedTuple):
 
 class FirstReading(NamedTuple):
     """What the first model makes of a prompt: its hidden state [hidden], the labels' log-probabilities [labels] or the
-    outputs of its head and a 0 [classes + 1], and the tokens and seconds that this took."""
+    outputs of its head and a 0 [classes + 1], and the tokens and seconds that this took. The prompt has `length` of
+    its own tokens."""
 
     hidden: Float32Array
     logprobs: Float64Array
     tokens: int
     seconds: float
+    length: int = 0
 
 
 def readings_of(found: Sequence[FirstReading | None]) -> Readings:
@@ -129,7 +131,8 @@ class FirstModel:
                 # Beside a 0, what is left of outputs less their mean is all of them, even of a single one.
                 logits = np.append(answer.logprobs, 0.0) if self._classifies else answer.logprobs
                 if answer.failure is None and np.isfinite(hidden).all() and np.isfinite(logits).all():
-                    reading = FirstReading(hidden, logits, answer.computed_tokens, answer.seconds)
+                    length = len(own[answer.prompt].tokens)
+                    reading = FirstReading(hidden, logits, answer.computed_tokens, answer.seconds, length)
                     found[able[answer.prompt]] = reading
         return found
 
@@ -268,7 +271,8 @@ class FirstReader:
 
         self.tokens = 0
         self.seconds = 0.0
-        self._prompts = FirstPrompts(scorer.opened, scorer.opened.small[number], scorer.settings)
+        self.small = scorer.opened.small[number]
+        self._prompts = FirstPrompts(scorer.opened, self.small, scorer.settings)
         self._pool: Pool | None = scorer.pool if isinstance(scorer.pool, Pool) else None
         self._models: FirstModels | None = scorer.beside.get(feature)
         self._feature, self._number = feature, number

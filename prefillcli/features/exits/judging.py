@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +32,12 @@ from prefillcli.features.exits.policy import (
     margin_error,
     relative,
 )
-from prefillcli.models.shape import NoCostModel, keys_share
+from prefillcli.models.open import Opened, Small, dtype_name
+from prefillcli.models.shape import NoCostModel, keys_share, prefill_flops
 from prefillcli.stats.evaluation import flip_bound, rows_for
+
+if TYPE_CHECKING:
+    from prefillcli.models.find import ModelFiles
 
 FALSE_ALARMS = 0.05
 _WIDTH = 2  # the rates that drift is looked for at are on average about so many times the allowed one
@@ -268,6 +273,40 @@ def exit_costs(config: Any) -> ExitCosts:
     except NoCostModel:
         return ExitCosts()
     return ExitCosts(keys=share, repeated=share)
+
+
+def reading_cost(small: Small, opened: Opened, lengths: Sequence[tuple[int, int]]) -> float:
+    """What a first model's readings of prompts cost, over reading them in full, where they have these `lengths`, at
+    least one: in the first model's tokens and in the model's.
+
+    It decides which rows are read in full, so it is made of counted operations, and of the speed of the device's
+    products where the first model multiplies other numbers. With the clock, a busy machine would decide.
+    """
+    own, full = zip(*lengths, strict=True)
+    try:
+        if small.files.encoder:
+            raise NoCostModel("operations of encoders are not counted")
+        share = _operations(small.files, own) / _operations(opened.files, full)
+    except NoCostModel:
+        share = _numbers(small.files, opened) * sum(own) / (_numbers(opened.files, opened) * sum(full))
+    form, than = small.narrow or dtype_name(small.files), dtype_name(opened.files)
+    if form == than:
+        return share
+    from prefillcli.models.dtype import times_as_long
+
+    return share * times_as_long(form, than, opened.device)
+
+
+def _operations(files: ModelFiles, lengths: Sequence[int]) -> float:
+    return sum(count * prefill_flops(files.config, length).total for length, count in Counter(lengths).items())
+
+
+def _numbers(files: ModelFiles, opened: Opened) -> float:
+    # Of the weights in the layers: each is multiplied once for a token, where it is no expert.
+    from prefillcli.models.weights import layer_bytes
+
+    found = layer_bytes(files, opened.device)
+    return sum(size for number, size in found.items() if number is not None) / files.dtype.itemsize
 
 
 class Work(NamedTuple):

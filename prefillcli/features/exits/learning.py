@@ -25,7 +25,7 @@ from prefillcli.data.output.store import write_sealed
 from prefillcli.data.rows import BEFORE, FIRST, Int64Array, Prompt, ScoredRow
 from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
 from prefillcli.errors import PrefillError
-from prefillcli.features.exits.first import FirstReading, Reader, readings_of
+from prefillcli.features.exits.first import FirstReader, FirstReading, Reader, readings_of
 from prefillcli.features.exits.judging import (
     CalibrationRows,
     calibrate_exits,
@@ -33,6 +33,7 @@ from prefillcli.features.exits.judging import (
     drifted_classes,
     exit_costs,
     observed_layers,
+    reading_cost,
     recheck_exits,
     rows_for_rarest,
     rows_to_learn,
@@ -66,7 +67,7 @@ from prefillcli.runtime import log
 from prefillcli.stats.evaluation import exact_interval, flip_bound, rows_for
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import Job, Pack, PlanEngine
+    from prefillcli.core.feature import Job, Opened, Pack, PlanEngine
 
 
 # The report of early exits: rows that they were learnt from, rows that left, layers spared and answers flipped.
@@ -671,6 +672,7 @@ class _ReadRows:
 
 
 def with_first(
+    opened: Opened,
     rows: CalibrationRows,
     read: Mapping[int, Sequence[FirstReading | None]],
     readers: Mapping[int, tuple[str, Reader]],
@@ -678,14 +680,18 @@ def with_first(
     answers: Sequence[Answer],
 ) -> tuple[CalibrationRows, list[FirstUse]]:
     """The rows with what first models `read` of their questions, by layer, and what a token costs each of the
-    `readers`. These are medians, because the first packs take longer than others."""
+    `readers`.
+
+    The seconds of a token, a median because the first packs take longer than others, are for the report alone.
+    """
     readings, used = {}, []
     for layer, found in read.items():
-        both = [each for each in zip(found, questions, answers, strict=True) if each[0] is not None]
-        own = [each.seconds / len(question.tokens) for each, question, _ in both if each is not None]
-        full = [answer.seconds / len(question.tokens) for _, question, answer in both]
-        seconds = float(np.median(full)) if full else 0.0
-        cost = float(np.median(own)) / seconds if seconds else 0.0
+        able, reader = [number for number, each in enumerate(found) if each is not None], readers[layer][1]
+        lengths = [(own.length, len(asked.tokens)) for own, asked in zip(found, questions, strict=True) if own]
+        # Words cost next to nothing
+        cost = reading_cost(reader.small, opened, lengths) if able and isinstance(reader, FirstReader) else 0.0
+        token = [answers[number].seconds / len(questions[number].tokens) for number in able]
+        seconds = float(np.median(token)) if able else 0.0
         used.append(FirstUse(model=readers[layer][0], layer=layer + 1, cost=cost, token_seconds=seconds))
         readings[layer] = readings_of(found)
     return replace(rows, readings=readings | dict(rows.readings)), used
@@ -763,7 +769,7 @@ class ExitLearning:
             provable = provable_flips(min(self._count, len(self._rows()) // 2), settings.max_flips, self._classes)
         read = self._read_rows(layers, provable)
         rows = calibration_rows(read.questions, read.answers, layers, len(names))
-        rows, first = with_first(rows, read.first, self.first, read.questions, read.answers)
+        rows, first = with_first(self.job.opened, rows, read.first, self.first, read.questions, read.answers)
         if given is not None and policy is not None:
             check = recheck_exits(policy, rows, settings.max_flips, names, settings.flips_of)
             profile, reason = given, check.reason

@@ -330,7 +330,7 @@ class RareLearning(ExitLearning):
         drawn = numbers[np.random.default_rng(SEED).permutation(len(numbers))[: self._count]]
         read = self._read(drawn, (), f"for {settings.exit_option}")
         rows = calibration_rows(read.questions, read.answers, (), len(names))
-        rows, first = with_first(rows, read.first, self.first, read.questions, read.answers)
+        rows, first = with_first(self.job.opened, rows, read.first, self.first, read.questions, read.answers)
         known = np.searchsorted(numbers, [question.prompt.row for question in read.questions])
         leads, probe = np.full(len(numbers), math.nan), None
         if read.answers and (able := rows.read_after(BEFORE)).sum() >= _FEWEST:

@@ -84,6 +84,7 @@ def start_pool(
         plan=before,
         measured=profile,
         digests=digests if crew.digests_needed else {},
+        dtypes=opened.dtypes,
     )
     pool = Pool(crew, spec, lambda spec, number: replace(spec, number=number), cost=_cost(opened, profile), stop=stop)
     try:

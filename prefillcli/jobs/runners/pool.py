@@ -39,7 +39,8 @@ class WorkerSpec:
 
     `settings` are those of the job, with folders for the names of models. `share` is this worker's part of the free
     memory of its machine. `plan` is that of an earlier attempt, or of this one if it is `planned`: another worker has
-    made it. `digests` are those of the folders' contents, where the worker may be on another machine.
+    made it. `digests` are those of the folders' contents, where the worker may be on another machine. The driver has
+    chosen the models' `dtypes`.
     """
 
     number: int
@@ -49,6 +50,7 @@ class WorkerSpec:
     planned: bool = False
     measured: Measured | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
+    dtypes: Sequence[str] = ()
 
     def log(self) -> AbstractContextManager[None]:
         """Inside, messages of the worker go to the log of the job's run."""

@@ -218,7 +218,6 @@ class RayCrew:
             device=device,
             quiet=settings.quiet,
         )
-        self._dtype = str(opened.files.dtype).removeprefix("torch.")
         self._patience = settings.ray_timeout
         self._quiet = settings.quiet
         self._actors: dict[int, _Actor] = {}
@@ -281,9 +280,9 @@ class RayCrew:
         self._ask(actor)
 
     def _anywhere(self, spec: WorkerSpec) -> WorkerSpec:
-        """The same for a worker on another machine: whole paths, and the number format that the driver has chosen."""
+        """The same for a worker on another machine: with whole paths."""
         settings = spec.settings
-        changes: dict[str, Any] = {"model": settings.model and os.path.abspath(settings.model), "dtype": self._dtype}
+        changes: dict[str, Any] = {"model": settings.model and os.path.abspath(settings.model)}
         changes |= with_small(settings, [os.path.abspath(name) for name in small_models(settings)[1]])
         digests = {os.path.abspath(folder): digest for folder, digest in spec.digests.items()}
         return replace(spec, settings=settings.model_copy(update=changes), digests=digests)

@@ -1,0 +1,180 @@
+"""The number format that a model computes in where nobody gave one, by the speed of this device's products.
+
+A processor without instructions for bfloat16 takes several times as long for a product in it as in float32. So a
+product is measured once in both, and the ratio is kept in the user's cache. It is far from 1 wherever it matters, and
+on a CPU it is of the seconds that the thread itself computed: other programs on the machine change nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from prefillcli.errors import UsageError
+from prefillcli.models.find import ModelFiles, in_dtype, prune_cache, read_model_files
+from prefillcli.models.heads import HeadChoice
+from prefillcli.models.open import ModelChoice, dtype_name
+from prefillcli.models.rehearsal import DeviceRecord
+from prefillcli.models.weights import layer_bytes, plan_quantisation
+from prefillcli.prefill import attention
+from prefillcli.prefill.narrow import Narrow, narrow_product
+from prefillcli.runtime import log
+from prefillcli.runtime.device_key import choose_device
+from prefillcli.runtime.memory import loadable_memory, parse_size
+
+MARGIN = 1.5  # times as long as in float32: from there on float32 is taken
+FITS = 0.8  # of the free memory, which weights in float32 may take: packs need room beside them
+_ROUNDS = 3
+_SIZES = {"cpu": (128, 1024)}  # rows, and inputs and outputs of the product that is measured
+_LARGE = (4096, 4096)  # on devices that compute smaller ones in no time
+
+
+class ModelReader:
+    """Reads the files of the models of a job, one after the other, and chooses their dtypes.
+
+    `dtypes` are those that are chosen already, `auto` for one that stays as saved. Without, `--dtype auto` chooses by
+    the job's device. Raises UsageError or ResourceError.
+    """
+
+    def __init__(self, choice: ModelChoice, dtypes: Sequence[str] = ()) -> None:
+        self.device = choose_device(choice.device)
+        self._choice, self._chosen = choice, iter(dtypes)
+        # Where other machines compute, their devices may be others than this one
+        here = getattr(choice, "runner", "local") == "local" or choice.device == "cpu"
+        self._chooses = choice.dtype == "auto" and not dtypes and here
+        self._beside = 0  # bytes of the models so far
+
+    def read(self, path: Path, head: HeadChoice = "auto", *, copies: float = 1) -> ModelFiles:
+        """A model, of whose weights there will be so many `copies`."""
+        choice, device = self._choice, self.device
+        named = choice.dtype if choice.dtype != "auto" else next(self._chosen, "auto")
+        files = read_model_files(path, dtype=named, trust_remote_code=choice.trust_remote_code, head=head)
+        if self._chooses:
+            copies *= getattr(choice, "workers", 1) if device.type == "cpu" else 1
+            files = settle_dtype(files, device, copies=copies, beside=self._beside)
+            self._beside += round(held_bytes(files, device) * copies)
+            if files.dtype_why is not None:
+                log.info(f"{files.origin}: computed in {dtype_name(files)}: {files.dtype_why} (--dtype)")
+        prune_cache(files, parse_size(choice.gguf_cache))
+        return files
+
+
+def settle_dtype(files: ModelFiles, device: torch.device, *, copies: float = 1, beside: int = 0) -> ModelFiles:
+    """The files of a model that nobody gave a dtype for, in the one to compute in, and why.
+
+    That is the dtype they are saved in, unless float32 is faster by `MARGIN` and fits the free memory with so many
+    `copies` of the weights, and `beside` bytes of other models.
+    """
+    saved = dtype_name(files)
+    if files.dtype == torch.float16 and device.type == "cpu":
+        return replace(in_dtype(files, torch.float32), dtype_why="float16 is slow and inexact on CPUs")
+    if files.dtype == torch.float32 or _is_fast(device) or _is_packed(files, device):
+        return files
+    slower = times_as_long(saved, "float32", device)
+    if slower < MARGIN:
+        return files
+    found, most = in_dtype(files, torch.float32), loadable_memory(device)
+    need = round(held_bytes(found, device) * copies) + beside
+    if most is not None and need > FITS * most:
+        room = f"the weights would take {need / 2**30:.1f} GiB, and {most / 2**30:.1f} GiB are free"
+        return replace(files, dtype_why=f"float32 is {slower:.1f} times as fast on this {_kind(device)}, but {room}")
+    why = f"products take {slower:.1f} times as long in {saved}, as the model is saved, on this {_kind(device)}"
+    return replace(found, dtype_why=why)
+
+
+def held_bytes(files: ModelFiles, device: torch.device) -> int:
+    """Bytes of all weights in the dtype of the files, those of mapped files included."""
+    return sum(layer_bytes(files, device).values())
+
+
+def require_faster(kind: Narrow, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise UsageError if products in smaller numbers take longer on the device than those in `dtype`."""
+    slower = times_as_long(kind, _name(dtype), device)
+    if slower > 1:
+        raise UsageError(
+            f"--compute {kind}: products take {slower:.1f} times as long in {kind} as in {_name(dtype)} on this "
+            f"{_kind(device)}, so it would only cost time\nleave it out"
+        )
+
+
+def times_as_long(form: str, than: str, device: torch.device) -> float:
+    """How many times as long a product takes in `form` as in the dtype `than`: measured once on a device, and
+    remembered."""
+    record, name = DeviceRecord(device), f"{form}/{than}"
+    found = record.speeds.get(name)
+    if found is None:
+        found = record.speeds[name] = _measured(form, than, device)
+        record.save()
+    return found
+
+
+def _is_packed(files: ModelFiles, device: torch.device) -> bool:
+    quantisation = plan_quantisation(files.origin, files.quantised, device)
+    return quantisation is not None and quantisation.kept == "packed"
+
+
+def _is_fast(device: torch.device) -> bool:
+    # Whether the device is known to have instructions for bfloat16 that are faster than float32.
+    return device.type == "cuda" and (bool(torch.version.hip) or attention.compute_capability(device) >= (8, 0))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _kind(device: torch.device) -> str:
+    return "processor" if device.type == "cpu" else "device"
+
+
+@torch.inference_mode()
+def _measured(form: str, than: str, device: torch.device) -> float:
+    count, width = _SIZES.get(device.type, _LARGE)
+    generator = torch.Generator().manual_seed(0)
+    weight, rows = (torch.randn(each, width, generator=generator) for each in (width, count))
+    products = [_product(each, than, weight, rows, device) for each in (form, than)]
+    with _one_thread(device):
+        for product in products:
+            product()  # which may compile something
+        taken = [[_seconds(product, device) for product in products] for _ in range(_ROUNDS)]
+    first, second = (float(min(each)) for each in zip(*taken, strict=True))
+    return first / second
+
+
+def _product(form: str, dtype: str, weight: Tensor, rows: Tensor, device: torch.device) -> Callable[[], object]:
+    # Smaller numbers are made of those in the dtype.
+    narrow: Narrow | None = "int8" if form == "int8" else "fp8" if form == "fp8" else None
+    weight, rows = (each.to(device, getattr(torch, dtype if narrow else form)) for each in (weight, rows))
+    if narrow is None:
+        return lambda: nn.functional.linear(rows, weight)
+    linear = nn.Linear(1, 1, bias=False)
+    linear.weight = nn.Parameter(weight)
+    product = narrow_product(linear, narrow)
+    return lambda: product(rows)
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    # On a CPU those of this thread alone, whatever else runs.
+    clock = time.thread_time if device.type == "cpu" else time.perf_counter
+    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(device.type, lambda: None)
+    wait()
+    begun = clock()
+    run()
+    wait()
+    return max(float(clock() - begun), 1e-9)
+
+
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
