@@ -318,6 +318,8 @@ class JsonlInput:
         """How many of them the lines so far take; to be called between two lines, by the thread that reads."""
         if self._stream is None or self._buffer is None:
             return 0.0
+        if self._buffer.closed:  # the last line was read
+            return self.size
         ahead = len(self._buffer.peek())
         return self._stream.stored * (1 - ahead / max(self._stream.taken, 1))
 
