@@ -131,6 +131,24 @@ def test_row_in_full_has_the_score_of_a_job_without_draft(tmp_path: Path, inspec
     assert inspected[0].draft is None
 
 
+def test_without_a_row_the_first_is_shown_with_what_the_model_says_next(inspected: list[Inspection]) -> None:
+    done = prefill("inspect", POSTS, *MODEL, "--dtype", "float32", "--limit", 3)
+    assert (line_of(done)["row"], line_of(done)["exit_code"]) == (0, 0)
+    (shown,) = inspected
+    model = AutoModelForCausalLM.from_pretrained(
+        SAMPLES / "models" / "target", dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.inference_mode():
+        logits = model(torch.tensor([[token.id for token in shown.tokens]])).logits[0, -1].double()
+    wanted = logits.softmax(-1).topk(5)
+    assert [each.id for each in shown.next] == wanted.indices.tolist()
+    assert [each.share for each in shown.next] == pytest.approx(wanted.values.tolist(), rel=1e-3)
+    said = done.stderr[done.stderr.index("What the model says next") :]
+    assert "` Answer` `:`" in said.splitlines()[1]
+    for each, line in zip(shown.next, said.splitlines()[3:8], strict=True):
+        assert line.startswith(f"`{encoder.tokenizer.decode([each.id])}`")
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("row", [3, 151])
 def test_margins_are_what_transformers_reads_after_each_layer(row: int, inspected: list[Inspection]) -> None:

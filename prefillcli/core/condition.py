@@ -6,7 +6,7 @@ import datetime
 import decimal
 import json
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -68,6 +68,17 @@ _PLAIN_NODES = (
 )
 
 
+class _Text(str):
+    """A typical text of a column. Of a prediction, the `labels` are all that it can be."""
+
+    labels: tuple[str, ...]
+
+    def __new__(cls, text: str, labels: tuple[str, ...] = ()) -> _Text:
+        made = super().__new__(cls, text)
+        made.labels = labels
+        return made
+
+
 class _Unknown:
     """A value of a column of unknown kind: only its rows show that."""
 
@@ -104,12 +115,17 @@ class RowCondition:
         mappings."""
         return _Evaluation(values).of(self._tree) is True
 
-    def check(self, schema: pa.Schema, untyped: Collection[str] = ()) -> None:
+    def check(
+        self, schema: pa.Schema, untyped: Collection[str] = (), labels: Mapping[str, Sequence[str]] = {}
+    ) -> None:
         """Raise UsageError for a column that `schema` does not have, for values that cannot be compared, and for a
-        condition that is not true or false. Columns of unknown kind are `untyped`."""
+        condition that is not true or false. Columns of unknown kind are `untyped`. Some columns have one of these
+        `labels`, and nothing else is compared with them."""
         for name in sorted(self.columns - set(schema.names)):
             raise UsageError(f"{self._option} {_short(self.text)!r}: {_why_not(name, schema.names)}")
         typical = {name: _UNKNOWN if name in untyped else _typical(schema.field(name).type) for name in self.columns}
+        for name in self.columns & labels.keys():
+            typical[name] = _Text("text", tuple(labels[name]))
         try:
             result = _Check(typical).of(self._tree)
         except TypeError as error:
@@ -233,11 +249,22 @@ class _Check(_Evaluation):
         if name in ("in", "notin"):
             if isinstance(right, list):
                 return all(self.compared("eq", left, each) for each in right)
-            name = "eq" if _kind(right) in ("text", "unknown") else name
+            name = "within" if _kind(right) in ("text", "unknown") else name
         kinds = _kind(left), _kind(right)
         if "unknown" not in kinds and (kinds[0] != kinds[1] or kinds[0] not in ("number", "text", "true or false")):
             raise TypeError(f"a {kinds[0]} is compared with a {kinds[1]}")
+        if name in ("eq", "ne"):
+            self._require_label(left, right)
+            self._require_label(right, left)
         return True
+
+    def _require_label(self, column: Any, value: Any) -> None:
+        # Whether a text of the condition is one of the labels that a column has.
+        labels = column.labels if isinstance(column, _Text) else ()
+        if labels and type(value) is str and value not in labels:
+            lower = next((each for each in labels if each.lower() == value.strip().lower()), None)
+            near = did_you_mean(value, labels) if lower is None else f"; did you mean {lower!r}?"
+            raise TypeError(f"the prediction is never {value!r}{near}\nthe labels are {', '.join(labels)}")
 
     def filtered(self, name: str, value: Any) -> Any:
         function, kinds = _FILTERS[name]
@@ -245,7 +272,8 @@ class _Check(_Evaluation):
             return _UNKNOWN
         if _kind(value) not in kinds:
             raise TypeError(f"the filter {name} is for a {' or '.join(kinds)}, not for a {_kind(value)}")
-        return function(value)
+        found = function(value)
+        return _Text(found) if isinstance(found, str) else found
 
     def calculated(self, operator: str, left: Any, right: Any) -> Any:
         for value in (left, right):
@@ -277,7 +305,7 @@ def _typical(kind: pa.DataType) -> Any:
         return [_typical(kind.value_type)]
     if pa.types.is_null(kind):
         return _UNKNOWN
-    return {} if pa.types.is_nested(kind) else "text"
+    return {} if pa.types.is_nested(kind) else _Text("text")
 
 
 def _why_not(name: str, known: Collection[str]) -> str:
@@ -334,7 +362,8 @@ class RowChoice:
         # A condition may use these columns. The kinds of those that are JSON are not known.
         row = [pa.field(ROW_COLUMN, pa.int64())] if self.schema.id_name is None else []
         untyped = self.schema.carried.names if self.schema.json_carried else ()
-        self.condition.check(pa.schema([*row, *self.schema.carried, *self.schema.conditional]), untyped)
+        columns = pa.schema([*row, *self.schema.carried, *self.schema.conditional])
+        self.condition.check(columns, untyped, self.schema.predictions)
 
     @property
     def columns(self) -> frozenset[str]:

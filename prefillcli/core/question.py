@@ -328,4 +328,5 @@ def scored_row(question: Question, answer: Answer, *, audited: bool = False) -> 
         audit=audit,
         by_token=answer.by_token,
         tokens=answer.tokens,
+        next=answer.next,
     )

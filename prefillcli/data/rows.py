@@ -108,6 +108,10 @@ class RowError(NamedTuple):
     code: ErrorCode
     detail: str
 
+    def of_question(self, name: str) -> RowError:
+        """The same of one of several questions; without a `name` it is unchanged."""
+        return self._replace(detail=f"question {name}: {self.detail}") if name else self
+
 
 def row_too_large(what: str, size: int, most: int) -> RowError:
     """The error of a row of which `what` has `size` bytes, more than `most`."""
@@ -158,6 +162,10 @@ class Prompt:
     # The digest of everything that the row's results depend on, where a later job may take them over.
     digest: bytes | None = None
     part: int = 0  # its number among the prompts of its row
+    question: str = ""  # of several questions, the name of the one that it asks
+    conditional: bool = False  # whether that depends on the answers to others: it can fail without its row
+    # In the first prompt of its row, why conditional ones could not be made, by their numbers.
+    failed: dict[int, RowError] | None = None
 
 
 @dataclass(slots=True)
@@ -217,6 +225,15 @@ class ReadTokens(NamedTuple):
     greedy: bool
 
 
+class NextTokens(NamedTuple):
+    """What the model says after a prompt: the likeliest tokens, the likeliest first, int64 [tokens], their
+    log-probabilities, float64 [tokens], and the probability that its next token is the first one of a label."""
+
+    tokens: Int64Array
+    logprobs: Float64Array
+    begins: float
+
+
 class TokenText(NamedTuple):
     """A token as an answer: its text, what it adds to one without control tokens, and whether it ends it."""
 
@@ -250,9 +267,11 @@ class ScoredRow:
     by_token: ReadTokens | None = None  # of labels that want them
     # The likeliest tokens, whose log-probabilities are the `logprobs`, where these are asked for instead of labels.
     tokens: Int64Array | None = None
+    next: NextTokens | None = None  # of a row of the first window
     rationale: Rationale | None = None  # of a row that is written about
     # Of a row whose sections are weighed, the largest change first.
     evidence: tuple[SectionEffect, ...] | None = None
+    error: RowError | None = None  # in the place of an answer: why there is none, if it should be asked for
 
     @property
     def answers(self) -> tuple[ScoredRow, ...]:
@@ -282,9 +301,9 @@ def joined_row(parts: Sequence[ScoredRow]) -> ScoredRow:
     )
 
 
-def unasked(row: int) -> ScoredRow:
-    """In the place of the answer to a prompt of a row that was not asked."""
-    return ScoredRow(row, np.empty(0), 0, 0, 0, 0.0)
+def unasked(row: int, error: RowError | None = None) -> ScoredRow:
+    """In the place of the answer to a prompt of a row that was not asked, or could not be: `error` says why."""
+    return ScoredRow(row, np.empty(0), 0, 0, 0, 0.0, error=error)
 
 
 FULL, EARLY_EXIT = "full", "early-exit"

@@ -427,8 +427,11 @@ class FoundRow:
     window: Window
 
 
-def find_row(source: Source, builder: PromptBuilder, labels: Labels, *, row: str, id_column: str | None) -> FoundRow:
-    """The row whose number, or with `id_column` whose id as text, is `row`; the first one if an id occurs twice.
+def find_row(
+    source: Source, builder: PromptBuilder, labels: Labels, *, row: str | None, id_column: str | None
+) -> FoundRow:
+    """The row whose number, or with `id_column` whose id as text, is `row`; the first one if an id occurs twice, and
+    of all where `row` is None.
 
     Only its own window is tokenised. Raises UsageError if there is no such row, PrefillError if a file is damaged.
     """
@@ -438,7 +441,7 @@ def find_row(source: Source, builder: PromptBuilder, labels: Labels, *, row: str
         where = f"the {search.rows:,} rows read" + ("" if search.last is None else f", 0 to {search.last:,}")
         if id_column is not None:
             where = f"column {id_column!r} of the {search.rows:,} rows read"
-        raise UsageError(f"--row {row}: no such row in {where}")
+        raise UsageError("the input has no rows" if row is None else f"--row {row}: no such row in {where}")
     return FoundRow(search.row, search.id, found)
 
 
@@ -476,7 +479,7 @@ def find_prompts(
 class _Search:
     """The batches of a source, watched for the wanted row."""
 
-    def __init__(self, source: Source, wanted: str, id_column: str | None) -> None:
+    def __init__(self, source: Source, wanted: str | None, id_column: str | None) -> None:
         self.row: int | None = None
         self.id: str | None = None
         self.rows = 0
@@ -502,8 +505,8 @@ class _Search:
         self.last = numbers[-1] if numbers else self.last
         ids = None if self._id_column is None else [self._text(v) for v in to_python(batch.carried[self._id_column])]
         names = [str(number) for number in numbers] if ids is None else ids
-        if self._wanted in names:
-            at = names.index(self._wanted)
+        if numbers and (self._wanted is None or self._wanted in names):
+            at = 0 if self._wanted is None else names.index(self._wanted)
             self.row, self.id = numbers[at], None if ids is None else ids[at]
 
     def _text(self, value: object) -> str | None:

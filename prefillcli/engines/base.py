@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.data.rows import ReadTokens
+from prefillcli.data.rows import NextTokens, ReadTokens
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Writing
 from prefillcli.engines.memory_plan import REDUCED as REDUCED
 from prefillcli.engines.memory_plan import RESIDENT, Measured, MemoryChoice, PlacementChoice
@@ -100,13 +100,15 @@ class Treatment:
 
     Engines that read layer by layer let prompts leave as `exits` say; `regroup_cost` is as in
     `prefill.leaving.ExitRule`, None: the usual cost. `thinning` chooses the tokens of prompts that go no further.
-    `continuations` chooses the prompts that are written on, and how.
+    `continuations` chooses the prompts that are written on, and how. So many `next_tokens` are told, the likeliest
+    after each prompt.
     """
 
     exits: EarlyExits | None = None
     regroup_cost: float | None = None
     thinning: ThinningRule | None = None
     continuations: Continuations | None = None
+    next_tokens: int = 0
 
     def of(self, prompts: Collection[int]) -> Treatment:
         """The treatment of these prompts alone."""
@@ -153,7 +155,8 @@ class Answer:
     `readings` are those of the observed layers, with one row each. `thinned` is the part that went on of a prompt that
     may lose tokens. `continuation` is the text written behind the prompt, if it was wanted and there was room.
     `by_token` has the numbers of single tokens, of a label set that wants them. `tokens` are the likeliest ones, the
-    likeliest first, of a label set that asks for these; `logprobs` are theirs.
+    likeliest first, of a label set that asks for these; `logprobs` are theirs. `next` has those that the treatment
+    asks for, as far as the engine knows them.
     `failure` says why there is no answer: memory ran out on this prompt alone. Then `logprobs` are NaN.
     """
 
@@ -171,6 +174,7 @@ class Answer:
     continuation: Continuation | None = None
     by_token: ReadTokens | None = None
     tokens: npt.NDArray[np.int64] | None = None
+    next: NextTokens | None = None
     failure: str | None = None
 
 

@@ -30,7 +30,7 @@ from prefillcli.engines.base import (
     sequences,
 )
 from prefillcli.models import open as models
-from prefillcli.models.heads import Activation, label_numbers, likeliest_tokens
+from prefillcli.models.heads import Activation, label_numbers, likeliest_tokens, next_tokens
 from prefillcli.models.load import load_weights
 from prefillcli.models.open import Opened, UseVariant
 from prefillcli.plan.behind import LabelSet
@@ -211,14 +211,18 @@ class HfEngine(Engine):
         step = len(pack.tokens) / len(pack.prompts)
         for prompt, tokens in sequences(pack):
             begun = time.monotonic()
-            likeliest, by_token = None, None
+            likeliest, by_token, told = None, None, None
             if count := labels(prompt).likeliest:
                 (likeliest,), (logprobs,) = likeliest_tokens(last_logits(self.model, tokens)[None], [0], count)
                 computed = len(tokens)
             else:
-                logprobs, by_token, computed = plain_numbers(self.model, tokens, labels(prompt), self._activation)
+                logprobs, by_token, computed, last = plain_numbers(
+                    self.model, tokens, labels(prompt), self._activation
+                )
+                if treatment.next_tokens:
+                    (told,) = next_tokens(last[None], [0], [labels(prompt).first], treatment.next_tokens)
             seconds = time.monotonic() - begun
-            answer = Answer(prompt, logprobs, 0, computed, seconds, by_token=by_token, tokens=likeliest)
+            answer = Answer(prompt, logprobs, 0, computed, seconds, by_token=by_token, tokens=likeliest, next=told)
             yield [self._written_on(answer, treatment, tick)]
             tick(step)
 
@@ -247,21 +251,24 @@ class HfEngine(Engine):
 
 def plain_numbers(
     model: PreTrainedModel, tokens: TokenArray, labels: LabelSet, activation: Activation = "softmax"
-) -> tuple[npt.NDArray[np.float64], ReadTokens | None, int]:
-    """A prompt's `logprobs` and `by_token` of an `Answer`, and the tokens that this has computed."""
+) -> tuple[npt.NDArray[np.float64], ReadTokens | None, int, Tensor]:
+    """A prompt's `logprobs` and `by_token` of an `Answer`, the tokens that this has computed, and the logits of the
+    prompt's last token, float32 [vocabulary]."""
     if labels.single is not None:
-        (logprobs,) = label_numbers(last_logits(model, tokens)[None], [0], [labels.single], activation)
-        return labels.divided(logprobs), None, len(tokens)
-    values, greedy, computed = sequence_logprobs(model, tokens, labels.sequences)
+        last = last_logits(model, tokens)
+        (logprobs,) = label_numbers(last[None], [0], [labels.single], activation)
+        return labels.divided(logprobs), None, len(tokens), last
+    values, greedy, computed, last = sequence_logprobs(model, tokens, labels.sequences)
     by_token = ReadTokens(values, greedy) if labels.by_token else None
-    return labels.divided(labels.logprobs(values)), by_token, computed
+    return labels.divided(labels.logprobs(values)), by_token, computed, last
 
 
 def sequence_logprobs(
     model: PreTrainedModel, tokens: TokenArray, sequences: Sequence[TokenArray]
-) -> tuple[npt.NDArray[np.float64], bool, int]:
+) -> tuple[npt.NDArray[np.float64], bool, int, Tensor]:
     """The log-probabilities of the tokens of all `sequences` behind a prompt, float64 [tokens]; whether each token is
-    the likeliest one; and the tokens that this has computed: one forward for each sequence but its last token."""
+    the likeliest one; the tokens that this has computed: one forward for each sequence but its last token; and the
+    logits of the prompt's last token, float32 [vocabulary]."""
     device = embedding_device(model)
     behind = {each[:-1].tobytes(): each[:-1] for each in sequences if len(each) > 1} or {b"": tokens[:0]}
     found: dict[bytes, Tensor] = {}
@@ -281,7 +288,7 @@ def sequence_logprobs(
         values.append((own.gather(1, at)[:, 0].double() - top[:, 0].double() - rest).cpu().numpy())
         greedy = greedy and bool((own.argmax(dim=-1) == at[:, 0]).all())
     computed = len(tokens) * len(behind) + sum(map(len, behind.values()))
-    return np.concatenate(values), greedy, computed
+    return np.concatenate(values), greedy, computed, found[b""][0]
 
 
 def last_logits(model: PreTrainedModel, tokens: TokenArray) -> Tensor:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from prefillcli.data.rows import ReadTokens
+from prefillcli.data.rows import NextTokens, ReadTokens
 from prefillcli.decode.behind import KeptPack, RowRoom, write_behind
 from prefillcli.decode.continuations import DecodingReport
 from prefillcli.decode.drafters import DraftModel, JobDrafters
@@ -30,7 +30,14 @@ from prefillcli.engines.base import (
     WeightsReport,
 )
 from prefillcli.engines.recovery import MemoryRecovery
-from prefillcli.models.heads import Activation, label_logits, label_numbers, likeliest_tokens, output_numbers
+from prefillcli.models.heads import (
+    Activation,
+    label_logits,
+    label_numbers,
+    likeliest_tokens,
+    next_tokens,
+    output_numbers,
+)
 from prefillcli.models.open import UseVariant
 from prefillcli.models.shape import NoCostModel, keys_share
 from prefillcli.plan.behind import LabelSet, Places, with_labels
@@ -105,7 +112,7 @@ class TorchEngine(Engine):
             exits = PromptExits(self.walk, pack, labels, treatment.exits, treatment.regroup_cost)
         thinning = None if treatment.thinning is None else PackThinning(treatment.thinning)
         kept = self._texts.keep(self.walk, pack, treatment, self.limits)
-        reading = PackReading(pack, places, labels, self._activation)
+        reading = PackReading(pack, places, labels, self._activation, treatment.next_tokens)
 
         def of_asked(tokens: float) -> None:
             tick(tokens * asked / len(pack.tokens))  # the tokens behind prompts are progress on these
@@ -197,6 +204,7 @@ def _answer(
         readings=() if exits is None else tuple(exits.readings[prompt]),
         by_token=reading.by_token.get(prompt),
         tokens=reading.tokens.get(prompt),
+        next=reading.next.get(prompt),
     )
 
 
@@ -211,15 +219,23 @@ def _keys_share(config: Any) -> float:
 class PackReading:
     """The numbers of a pack's labels, from pieces of its logits.
 
-    `logprobs` has them by prompt once the pieces with its tokens are there, those of longer labels after `end`.
+    `logprobs` has them by prompt once the pieces with its tokens are there, those of longer labels after `end`. `next`
+    has so many `next_tokens` of each prompt.
     """
 
     def __init__(
-        self, pack: Pack, places: Mapping[int, Places], labels: Callable[[int], LabelSet], activation: Activation
+        self,
+        pack: Pack,
+        places: Mapping[int, Places],
+        labels: Callable[[int], LabelSet],
+        activation: Activation,
+        next_tokens: int = 0,
     ) -> None:
         self.logprobs: dict[int, npt.NDArray[np.float64]] = {}
         self.by_token: dict[int, ReadTokens] = {}
         self.tokens: dict[int, npt.NDArray[np.int64]] = {}  # the likeliest ones
+        self.next: dict[int, NextTokens] = {}
+        self._next_tokens = next_tokens
         self._pack, self._places, self._labels, self._activation = pack, places, labels, activation
         self._at = 0  # rows of logits so far
         self._starts: npt.NDArray[np.int64] = np.empty(0, np.int64)  # the first row of each read that goes on
@@ -236,11 +252,17 @@ class PackReading:
             self._lay_out(going)
         first, self._at = self._at, self._at + len(logits)
         low, high = np.searchsorted(self._starts, (first, self._at)).tolist()
-        prompts = [
-            (int(self._starts[at]) - first, prompt, single)
+        ends = [
+            (int(self._starts[at]) - first, prompt)
             for at in range(low, high)
             for prompt in self._pack.reads[self._reads[at]][1]
-            if (single := self._labels(prompt).single) is not None
+        ]
+        if ends and self._next_tokens:
+            begun = [self._labels(prompt).first for _, prompt in ends]
+            told = next_tokens(logits, [row for row, _ in ends], begun, self._next_tokens)
+            self.next |= dict(zip((prompt for _, prompt in ends), told, strict=True))
+        prompts = [
+            (row, prompt, single) for row, prompt in ends if (single := self._labels(prompt).single) is not None
         ]
         if count := next((self._labels(prompt).likeliest for _, prompt, _ in prompts), 0):  # all ask for as many
             found = likeliest_tokens(logits, [row for row, _, _ in prompts], count)

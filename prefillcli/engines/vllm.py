@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, replace
 from hashlib import blake2b
@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.data.rows import ReadTokens
+from prefillcli.data.rows import NextTokens, ReadTokens
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, DrafterCounts, Writing
 from prefillcli.engines.base import (
     PLAIN,
@@ -75,6 +75,12 @@ class NextToken:
         found = _logprobs_of(output)[0]
         return np.array([np.logaddexp.reduce([found[token].logprob for token in label]) for label in labels])
 
+    def likeliest(self, output: Any, count: int) -> dict[int, float]:
+        """The likeliest next tokens, as far as they are known, and their log-probabilities: the generated one."""
+        token = output.outputs[0].token_ids[0]
+        own = _logprobs_of(output)[0].get(token)
+        return {} if own is None else {int(token): float(own.logprob)}
+
 
 class WholeVocabulary:
     """The log-probabilities of the label tokens, among those of all tokens: while it speculates, vLLM gives those of
@@ -93,6 +99,11 @@ class WholeVocabulary:
         logprobs = np.empty(tokens.max() + 1)
         logprobs[tokens] = found.logprobs
         return np.array([np.logaddexp.reduce(logprobs[list(label)]) for label in labels])
+
+    def likeliest(self, output: Any, count: int) -> dict[int, float]:
+        found = _logprobs_of(output)
+        own = {int(token): float(value) for token, value in zip(found.token_ids, found.logprobs, strict=True)}
+        return dict(sorted(own.items(), key=lambda pair: (-pair[1], pair[0]))[:count])
 
 
 def _logprobs_of(output: Any) -> Any:
@@ -126,6 +137,10 @@ class HeadOutputs:
         numbers: npt.NDArray[np.float64] = found
         return numbers
 
+    def likeliest(self, output: Any, count: int) -> dict[int, float]:
+        """A head has no next token."""
+        return {}
+
 
 class LabelRequests:
     """The requests for a prompt's labels: one for each sequence of tokens before the last token of a spelling.
@@ -146,25 +161,33 @@ class LabelRequests:
                 after.setdefault(tuple(before), {})[last] = None
             self.asked = [(list(before), tuple((token,) for token in last)) for before, last in after.items()]
 
-    def answer(self, prompt: int, reader: NextToken | WholeVocabulary | HeadOutputs) -> Answer:
-        """Made of the `outputs` of all that was `asked`."""
+    def answer(self, prompt: int, reader: NextToken | WholeVocabulary | HeadOutputs, next_tokens: int = 0) -> Answer:
+        """Made of the `outputs` of all that was `asked`. So many `next_tokens` are told, as far as vLLM gives them."""
         single, by_token = self.labels.single, None
+        likeliest: dict[int, float] = {}
+        first: dict[int, float] = {}  # the log-probability of the first token of each longer label
         if single is not None:
             logprobs = reader.numbers(self.outputs[0], single)
+            likeliest |= reader.likeliest(self.outputs[0], next_tokens) if next_tokens else {}
         else:
             found: dict[tuple[int, ...], tuple[list[float], bool]] = {}
             for number, (before, after) in enumerate(self.asked):
                 output = self.outputs[number]
                 inside = output.prompt_logprobs[len(output.prompt_token_ids) - len(before) :] if before else []
+                if next_tokens and inside:
+                    likeliest |= {int(token): each.logprob for token, each in inside[0].items() if each.rank == 1}
+                elif next_tokens:
+                    likeliest |= reader.likeliest(output, next_tokens)
                 own = [place[token] for place, token in zip(inside, before, strict=True)]
-                likeliest = all(each.rank == 1 for each in own)
+                greedy = all(each.rank == 1 for each in own)
                 for (last,), value in zip(after, reader.numbers(output, after).tolist(), strict=True):
                     values = [*(each.logprob for each in own), value]
-                    found[*before, last] = (values, likeliest and output.outputs[0].token_ids[0] == last)
+                    found[*before, last] = (values, greedy and output.outputs[0].token_ids[0] == last)
+                    first[[*before, last][0]] = values[0]
             read = [found[tuple(each.tolist())] for each in self.labels.sequences]
             tokens = np.array([value for own, _ in read for value in own])
             logprobs = self.labels.logprobs(tokens)
-            by_token = ReadTokens(tokens, all(greedy for _, greedy in read)) if self.labels.by_token else None
+            by_token = ReadTokens(tokens, all(best for _, best in read)) if self.labels.by_token else None
         return Answer(
             prompt=prompt,
             logprobs=self.labels.divided(logprobs),
@@ -172,7 +195,16 @@ class LabelRequests:
             computed_tokens=self.computed_tokens,
             seconds=self.seconds,
             by_token=by_token,
+            next=_next_tokens(likeliest, first.values() if first else logprobs) if next_tokens else None,
         )
+
+
+def _next_tokens(likeliest: Mapping[int, float], first: Iterable[float]) -> NextTokens:
+    # Of tokens with their log-probabilities, and those of the labels' first tokens.
+    ranked = sorted(likeliest.items(), key=lambda pair: (-pair[1], pair[0]))
+    begins = min(float(np.exp(list(first)).sum()), 1.0)
+    tokens, logprobs = [token for token, _ in ranked], [value for _, value in ranked]
+    return NextTokens(np.array(tokens, np.int64), np.array(logprobs, np.float64), begins)
 
 
 # Texts behind prompts by vLLM: its batches, its prefix cache, and its own speculation where that is set up.
@@ -541,10 +573,14 @@ class VllmEngine(Engine):
         waiting = sequences(pack)
         step = len(pack.tokens) / len(pack.prompts)
         if treatment.continuations is None:
-            yield from self._score(waiting, labels, tick, step)
+            yield from self._score(waiting, labels, tick, step, treatment.next_tokens)
             return
         while group := list(islice(waiting, self._room)):
-            scored = [answer for each in self._score(iter(group), labels, tick, step) for answer in each]
+            scored = [
+                answer
+                for each in self._score(iter(group), labels, tick, step, treatment.next_tokens)
+                for answer in each
+            ]
             yield self._written_on(scored, treatment.continuations, tick)
 
     def _score(
@@ -553,6 +589,7 @@ class VllmEngine(Engine):
         labels: Callable[[int], LabelSet],
         tick: Callable[[float], None],
         step: float,
+        next_tokens: int,
     ) -> Iterator[list[Answer]]:
         # The answers to prompts; `tick` is called with `step` for each.
         held: dict[int, LabelRequests] = {}  # the prompts that vLLM holds
@@ -564,7 +601,7 @@ class VllmEngine(Engine):
                     held[prompt] = LabelRequests(labels(prompt))
                     for number, (before, after) in enumerate(held[prompt].asked):
                         given = {"prompt_token_ids": [*tokens.tolist(), *before]}
-                        inside = {"prompt_logprobs": 0} if before else {}
+                        inside = {"prompt_logprobs": min(next_tokens, 1)} if before else {}
                         self._engine.add_request(f"{prompt} {number}", given, self._reader.asked(after, **inside))
                         free -= 1
                 outputs = [output for output in self._engine.step() if output.finished] if held else []
@@ -574,7 +611,7 @@ class VllmEngine(Engine):
             if outputs:
                 free += len(outputs)
                 now = time.monotonic()
-                if answers := self._answers(outputs, held, now - begun):
+                if answers := self._answers(outputs, held, now - begun, next_tokens):
                     yield answers
                 begun = now
             tick(step * len(answers))
@@ -600,7 +637,9 @@ class VllmEngine(Engine):
         except ValueError as error:
             raise UsageError(f"vLLM does not take a prompt or the labels: {brief(error)}") from error
 
-    def _answers(self, outputs: list[Any], held: dict[int, LabelRequests], seconds: float) -> list[Answer]:
+    def _answers(
+        self, outputs: list[Any], held: dict[int, LabelRequests], seconds: float, next_tokens: int
+    ) -> list[Answer]:
         # The answers to prompts whose last requests are among these `outputs` of a step.
         computed = [len(output.prompt_token_ids) - (output.num_cached_tokens or 0) for output in outputs]
         answers = []
@@ -611,7 +650,7 @@ class VllmEngine(Engine):
             requests.computed_tokens += own
             requests.seconds += seconds * own / sum(computed)
             if len(requests.outputs) == len(requests.asked):
-                answers.append(held.pop(prompt).answer(prompt, self._reader))
+                answers.append(held.pop(prompt).answer(prompt, self._reader, next_tokens))
         return answers
 
     def _wake(self) -> None:

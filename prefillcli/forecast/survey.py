@@ -7,7 +7,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import repeat
@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 
 from prefillcli.core.feature import features_of, text_room
 from prefillcli.core.question import Question, plan_questions, planned_positions, planned_variants
-from prefillcli.data.output.columns import Counts
+from prefillcli.data.output.columns import MOST, Counts
 from prefillcli.data.rows import SKIPPED_CODES, ErrorCode, Int32Array, Prompt, Window
 from prefillcli.engines.memory_plan import TEXTS, budget_of, plan_packs
 from prefillcli.errors import ResourceError
@@ -46,11 +46,14 @@ class SurveyRows(BaseModel):
     errors_by_code: dict[str, int] = Field(default_factory=dict)
     too_long: int = 0  # longer than --max-length, whatever --on-long does with them
     truncated: int = 0  # of these, shortened
+    failed: list[dict[str, Any]] = Field(default_factory=list)  # the first error rows: row, id, code, detail
 
     @property
     def counts(self) -> Counts:
         """The counts of the rows if the prompts were scored."""
-        return Counts(self.total, self.prompts, self.errors, self.skipped, self.errors_by_code)
+        counts = Counts(self.total, self.prompts, self.errors, self.skipped, self.errors_by_code)
+        counts.tallies.failed = self.failed
+        return counts
 
 
 class Bin(BaseModel):
@@ -129,10 +132,11 @@ class KeepCost(BaseModel):
 
 
 class PackLimits(BaseModel):
-    """The bounds that follow from --memory."""
+    """The bounds of packs, which follow from --memory, and of a prompt."""
 
     pack_tokens: int
-    max_tokens: int  # of a prompt
+    max_tokens: int  # of a prompt, in memory
+    max_length: int  # of a prompt, by the model and --max-length
     chunk_tokens: int
 
 
@@ -208,7 +212,7 @@ def survey_section(survey: Survey) -> Section:
                 title="Plans",
                 table=_plan_rows(survey.plans),
                 words=range(2),
-                note="The star is what the settings ask for.",
+                note="The stars are what the settings ask for. Plans of the same cost are in one line.",
             ),
             Part(title="Keep rates", table=_keep_rows(survey.keeps) if survey.keeps else None, note=f"{ESTIMATE}."),
         ],
@@ -234,7 +238,8 @@ def _lines(survey: Survey) -> Iterable[tuple[str, str]]:
     twice = survey.duplicates
     if twice.rows:
         yield "duplicates", f"{twice.rows:,} rows share their whole prompt ({twice.prompts:,} prompts) with others"
-    yield "packs", f"of {limits.pack_tokens:,} tokens; a prompt has at most {limits.max_tokens:,}"
+    most = min(limits.max_tokens, limits.max_length)
+    yield "packs", f"of {limits.pack_tokens:,} tokens; a prompt has at most {most:,}"
     texts = survey.texts
     if texts is not None:
         more = texts.small_tokens - texts.large_tokens
@@ -254,11 +259,22 @@ def _prefix_rows(prefixes: Iterable[SharedPrefix]) -> TableRows:
 
 
 def _plan_rows(plans: Sequence[PlanCost]) -> TableRows:
-    rows = [["schedule", "prefix K,V", "packs", "computed tokens", *_predictions(plans)]]
-    for plan in plans:
-        name = plan.schedule + (" *" if plan.chosen else "")
-        rows.append([name, plan.prefix_kv, f"{plan.packs:,}", f"{plan.computed_tokens:,}", *_predicted(plan)])
-    return rows
+    # Plans of the same cost have one line: first those of a schedule, then schedules whose lines are the same.
+    stars = {name for plan in plans if plan.chosen for name in (plan.schedule, plan.prefix_kv)}
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for schedule, own in itertools.groupby(plans, key=lambda plan: plan.schedule):
+        kept: dict[tuple[str, ...], list[str]] = {}
+        for plan in own:
+            cost = (f"{plan.packs:,}", f"{plan.computed_tokens:,}", *_predicted(plan))
+            kept.setdefault(cost, []).append(_starred(plan.prefix_kv, stars))
+        for cost, names in kept.items():
+            lines.setdefault((", ".join(names), *cost), []).append(_starred(schedule, stars))
+    heads = ["schedule", "prefix K,V", "packs", "computed tokens", *_predictions(plans)]
+    return [heads, *([", ".join(schedules), *cells] for cells, schedules in lines.items())]
+
+
+def _starred(name: str, stars: Set[str]) -> str:
+    return f"{name} *" if name in stars else name
 
 
 def _keep_rows(keeps: Sequence[KeepCost]) -> TableRows:
@@ -297,6 +313,7 @@ class InputStatistics:
         self.lengths: Counter[int] = Counter()  # number of prompts by their tokens
         self._rows = self._truncated = 0
         self._codes: Counter[str] = Counter()
+        self._failed: list[dict[str, Any]] = []
         self._digests: list[npt.NDArray[np.uint64]] = []
         self._windows = 0
         self._unique = 0
@@ -313,6 +330,11 @@ class InputStatistics:
         self._windows += 1
         self._rows += len(window.rows)
         self._codes.update(error.code for error in window.errors.values())
+        found = sorted((row, error) for row, error in window.errors.items() if error.code not in SKIPPED_CODES)
+        self._failed += [
+            {"row": row, "id": None, "code": str(error.code), "detail": error.detail}
+            for row, error in found[: MOST - len(self._failed)]
+        ]
         self._truncated += sum(prompt.truncated for prompt in window.prompts)
         tokens = [prompt.tokens for prompt in window.prompts]
         self.lengths.update(map(len, tokens))
@@ -352,6 +374,7 @@ class InputStatistics:
             errors_by_code=dict(sorted(codes.items())),
             too_long=self._truncated + skipped + codes[ErrorCode.PROMPT_TOO_LONG],
             truncated=self._truncated,
+            failed=self._failed,
         )
 
     def duplicates(self) -> Duplicates:
@@ -440,8 +463,12 @@ class Alternatives:
         plan = plan_packs(opened, settings, budget, profile, **room)
         self.texts = TextCost(**plan[TEXTS]) if TEXTS in plan else None
         self._own = Limits(**plan["limits"])
-        most, chunk = self._own.max_tokens, plan["chunk_tokens"]
-        self.limits = PackLimits(pack_tokens=self._own.tokens, max_tokens=most, chunk_tokens=chunk)
+        self.limits = PackLimits(
+            pack_tokens=self._own.tokens,
+            max_tokens=self._own.max_tokens,
+            max_length=min(getattr(settings, "max_length", None) or opened.max_length, opened.max_length),
+            chunk_tokens=plan["chunk_tokens"],
+        )
         self._schedule, self._profile = settings.schedule, profile
         foreseen = (each.foresee(opened, budget) for each in features_of(settings))
         self._foresight = next(filter(None, foreseen), None)

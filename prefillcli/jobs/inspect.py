@@ -16,7 +16,7 @@ from prefillcli.data.windows import find_row
 from prefillcli.engines.base import Answer, EarlyExits, Engine, Treatment
 from prefillcli.errors import UsageError
 from prefillcli.jobs.load import Models, load_walk
-from prefillcli.jobs.loop import FollowUp
+from prefillcli.jobs.loop import NEXT_TOKENS, FollowUp
 from prefillcli.jobs.opening import Opening, require_shares
 from prefillcli.jobs.path_table import require_apart
 from prefillcli.jobs.shell import Ended, shell
@@ -26,6 +26,7 @@ from prefillcli.report.inspection import (
     Inspection,
     ReadPrompt,
     margin_curve,
+    next_views,
     no_score,
     print_inspection,
     shared_prefixes,
@@ -87,9 +88,7 @@ def _inspect(
             opening.open_models()
             opened, labels = opening.opened, opening.labels
             require_shares(labels, "inspect")
-            found = find_row(
-                opening.source, opening.builder, labels, row=settings.row or "", id_column=settings.id_column
-            )
+            found = find_row(opening.source, opening.builder, labels, row=settings.row, id_column=settings.id_column)
             summary.row, summary.id, window = found.row, found.id, found.window
             labels.check(window)
             if found.row in window.errors:
@@ -157,6 +156,7 @@ def _inspect(
         margins=margin_curve(shown.readings, shown.logprobs, labels.names, next(filter(None, rules), None)),
         scored=scored,
         further=sections,
+        next=next_views(opened.tokenizer, shown.next),
     )
 
 
@@ -174,7 +174,8 @@ def _answers(
     if len(able) < len(wanted):
         log.warning(f"the memory budget holds {most:,} tokens: the prompt is not read in full")
     layers = opening.opened.files.config.get_text_config().num_hidden_layers
-    observing = Treatment(EarlyExits(observed=tuple(range(layers - 1))))
+    asked = NEXT_TOKENS if opening.opened.files.head is None else 0
+    observing = Treatment(EarlyExits(observed=tuple(range(layers - 1))), next_tokens=asked)
     found = answer_questions(loaded.engine, able, tick, treatment=observing)
     return found[0] if able[0].kept is None else None, found[-1] if able[-1].kept is not None else None
 
@@ -205,8 +206,8 @@ def _further(
 
 def _check(settings: InspectSettings) -> None:
     # Raises UsageError for mistakes that do not depend on the input.
-    row = settings.row or ""
-    if settings.id_column is None and not (row.isascii() and row.isdigit()):
+    row = settings.row
+    if row is not None and settings.id_column is None and not (row.isascii() and row.isdigit()):
         raise UsageError(f"--row {row}: a row's number counts from 0; for an id, name its column with --id-column")
     if settings.html is not None and not settings.html.lower().endswith((".html", ".htm")):
         raise UsageError(f"--html {settings.html}: the page's name ends in .html")

@@ -109,7 +109,8 @@ class WindowWork:
     `audited` prompts that are compressed have a second question. Their rows wait in `scored` or `audits` for their
     other half. The other audited prompts are read to the end. Scored rows with further questions wait in `wanted`
     until all packs are answered. With `limited` these rows are not known in advance, or there is no room to keep the
-    K,V of packs.
+    K,V of packs. So many `next_tokens` are told, the likeliest after each prompt. Conditional prompts that have
+    `failed` are not among the questions.
     """
 
     def __init__(
@@ -122,6 +123,8 @@ class WindowWork:
         further: FurtherQuestions | None = None,
         *,
         limited: bool = False,
+        next_tokens: int = 0,
+        failed: Mapping[_Key, RowError] = {},
     ) -> None:
         self.ordinary = len(questions)
         compressed = [number for number in audited if questions[number].compressed]
@@ -139,6 +142,7 @@ class WindowWork:
         self.window = window
         self.further = further
         self.limited = limited
+        self.next_tokens = next_tokens
         self._features = features
         self._in_limit = False
         self._numbers = 0  # blocks of packs, behind which later plans begin
@@ -147,8 +151,15 @@ class WindowWork:
         self._remember(questions)
         self._asked = Counter(question.prompt.row for question in questions)
         """Prompts of each row."""
-        self._made = Counter(prompt.row for prompt in window.prompts)
-        """Prompts of each row, and those that wait until the row is scored."""
+        self._failed = {
+            (prompt.row, part): why
+            for prompt in window.prompts
+            if prompt.failed
+            for part, why in prompt.failed.items()
+        }
+        self._made = Counter([prompt.row for prompt in window.prompts] + [row for row, _ in self._failed])
+        """Prompts of each row, those that wait until the row is scored, and those that failed."""
+        self._failed |= failed
         self._parts: dict[int, dict[int, ScoredRow]] = {}
         """Of rows with several prompts, the answers so far."""
 
@@ -159,7 +170,7 @@ class WindowWork:
     def treatment(self, pack: Pack) -> Treatment:
         thinning = thinning_of({prompt: self.questions[prompt] for prompt in pack.prompts})
         treatments = [each.treatment(self.in_full) for each in self._features]
-        treatment = replace(next(filter(None, treatments), PLAIN), thinning=thinning)
+        treatment = replace(next(filter(None, treatments), PLAIN), thinning=thinning, next_tokens=self.next_tokens)
         if treatment.exits is None and thinning is None:  # else nothing is kept of the rows' ways through all layers
             treatment = replace(treatment, continuations=self._continuations(pack))
         return treatment
@@ -209,18 +220,22 @@ class WindowWork:
         if len(found) < self._asked[row]:
             return []
         del self._parts[row]
-        return [joined_row([found.get(number) or unasked(row) for number in range(self._made[row])])]
+        parts = range(self._made[row])
+        return [joined_row([found.get(number) or unasked(row, self._failed.get((row, number))) for number in parts])]
 
     def fail(self, prompt: int, error: RowError) -> Finished:
-        """A prompt that cannot be answered makes its row an error row; where only its audit fails, there is none."""
+        """A prompt that cannot be answered makes its row an error row, unless it is conditional and not to be asked;
+        where only its audit fails, there is none."""
         own = self.questions[prompt].prompt
-        row, key = own.row, _key(own)
+        row, key, error = own.row, _key(own), error.of_question(own.question)
         if row in self.done:
             return Finished()
         if prompt >= self.ordinary:
             self.audited.discard(key)
             scored = self.scored.pop(key, None)
             return Finished() if scored is None else Finished(rows=self.settle(self._whole(scored, own.part), {}))
+        if own.conditional:
+            return Finished(rows=self.settle(self._whole(unasked(row, error), own.part), {}))
         self.done.add(row)
         self._parts.pop(row, None)
         for each in [each for each in (*self.scored, *self.audits) if each[0] == row]:
@@ -305,6 +320,8 @@ class WindowWork:
         return next(filter(None, found), None)
 
 
+NEXT_TOKENS = 5
+"""The likeliest tokens after each prompt that are told of the first window."""
 GROUP_TOKENS = 4 << 20
 """The most prompt tokens of questions that are asked together."""
 
@@ -321,8 +338,10 @@ class FollowUp:
         limits: Limits,
         schedule: str,
         tick: Callable[[], None] = lambda: None,
+        next_tokens: int = 0,
     ) -> None:
         self.plan = Plan([], 0)
+        self._next_tokens = next_tokens
         self.finished: list[ScoredRow] = []
         self.questions: list[Question] = []
         self._rows: list[ScoredRow] = []
@@ -349,7 +368,7 @@ class FollowUp:
     def treatment(self, pack: Pack) -> Treatment:
         texts = {prompt: text for prompt in pack.prompts if (text := self.questions[prompt].text) is not None}
         if not texts:
-            return PLAIN
+            return replace(PLAIN, next_tokens=self._next_tokens)
         writing = next(iter(texts.values()))[0]
         beginnings = {prompt: beginning for prompt, (_, beginning) in texts.items()}
         return Treatment(continuations=GivenContinuations(writing, beginnings))
@@ -368,7 +387,7 @@ class FollowUp:
         """The row keeps its score, without an answer to this question, unless it needs one."""
         if not self.questions[prompt].required:
             return Finished(rows=self._answered(prompt, None))
-        row = self._rows[prompt].row
+        row, error = self._rows[prompt].row, error.of_question(self.questions[prompt].prompt.question)
         return Finished(errors={row: error}) if self._open.pop(row, 0) > 0 else Finished()
 
     def share(self, pack: Pack) -> tuple[float, float]:
@@ -401,7 +420,7 @@ def follow_up(
     while work.wanted and (not group or tokens + each * work.wanted[0].prompt_tokens <= GROUP_TOKENS):
         group.append(work.wanted.pop(0))
         tokens += each * group[-1].prompt_tokens
-    found = FollowUp(work.window, group, further, limits, schedule, tick)
+    found = FollowUp(work.window, group, further, limits, schedule, tick, work.next_tokens)
     found.plan = replace(found.plan, packs=work.after(found.plan))
     found.finished += [each.scored for each in past_limit]
     return found
@@ -453,18 +472,19 @@ def begin_window(
     listener: Listener,
     *,
     rows_open: int = 0,
+    next_tokens: int = 0,
 ) -> tuple[WindowWork, Finished]:
     """The questions for the rows of `window` that are not `done`, and the rows that are finished without an answer.
 
     `carried` are the blocks that the window before hands on, whether or not the engine still holds them. A row that is
     read both ways is finished when both are answered. The window's own error rows are not repeated. `rows_open` is the
-    number of unwritten rows of earlier windows.
+    number of unwritten rows of earlier windows; `next_tokens` as for `WindowWork`.
     """
     questions, finished = _questions(window, done, options, listener)
     known = {row: scored for each in options.features for row, scored in each.known().items()}
     found_before = [each for each in questions if each.prompt.row in known.keys() - done]
     questions = [question for question in questions if question.prompt.row not in known]
-    questions, too_large = _fitting(questions, engine.limits.max_tokens)
+    questions, too_large, failed = _fitting(questions, engine.limits.max_tokens)
     if not engine.whole_packs:
         questions = [question for question in questions if question.prompt.row not in done]
     further, waiting = options.further, 0
@@ -476,7 +496,17 @@ def begin_window(
     audited = _audited(window, questions, engine, options)
     questions, audited, ahead = _ahead(questions, audited, options, listener, finished)
     limited = engine.limits.reads_again or (further is not None and not further.has_room(rows_open + len(window.rows)))
-    work = WindowWork(window, questions, audited, done, options.features, further, limited=limited)
+    work = WindowWork(
+        window,
+        questions,
+        audited,
+        done,
+        options.features,
+        further,
+        limited=limited,
+        next_tokens=next_tokens,
+        failed=failed,
+    )
     if ahead:
         _add_ahead(finished, work, ahead, done, listener)
     if found_before:
@@ -565,17 +595,24 @@ def _questions(
     return questions, Finished(tokens=Tokens(draft=tokens))
 
 
-def _fitting(questions: Sequence[Question], most: int) -> tuple[list[Question], dict[int, RowError]]:
-    """The questions of at most `most` tokens, which the memory budget holds; the others' rows are error rows."""
-    fitting, errors = [], {}
+def _fitting(
+    questions: Sequence[Question], most: int
+) -> tuple[list[Question], dict[int, RowError], dict[_Key, RowError]]:
+    """The questions of at most `most` tokens, which the memory budget holds. The others' rows are error rows, except
+    for conditional ones, which have failed."""
+    fitting, errors, failed = [], dict[int, RowError](), dict[_Key, RowError]()
     for question in questions:
-        tokens = question.size
+        tokens, prompt = question.size, question.prompt
         if tokens <= most:
             fitting.append(question)
+            continue
+        detail = f"{tokens} tokens; the memory budget holds {most}"
+        error = RowError(ErrorCode.EXCEEDS_MEMORY, detail).of_question(prompt.question)
+        if prompt.conditional:
+            failed[_key(prompt)] = error
         else:
-            detail = f"{tokens} tokens; the memory budget holds {most}"
-            errors[question.prompt.row] = RowError(ErrorCode.EXCEEDS_MEMORY, detail)
-    return [each for each in fitting if each.prompt.row not in errors], errors
+            errors[prompt.row] = error
+    return [each for each in fitting if each.prompt.row not in errors], errors, failed
 
 
 def _audited(window: Window, questions: Sequence[Question], engine: PlanEngine, options: ScoringOptions) -> list[int]:
@@ -618,6 +655,10 @@ USUAL = Granularity()
 
 class Receiver(Listener, Protocol):
     """Takes the rows of windows. Several windows may be open at a time; they end in any order."""
+
+    @property
+    def listens(self) -> bool:
+        """Whether it is to be told the likeliest tokens after the prompts of the windows that begin."""
 
     def done(self, window: int) -> set[int]:
         """Numbers of the rows of a window that an earlier run has scored."""
@@ -775,7 +816,16 @@ class ScoringLoop:
         self._pool.fit(max((len(prompt.tokens) for prompt in window.prompts), default=0))
         receiver.begin(window, done)
         rows_open = sum(len(each.window.rows) for each in self._open.values())
-        work, finished = begin_window(window, done, carried, self._pool, self.options, receiver, rows_open=rows_open)
+        work, finished = begin_window(
+            window,
+            done,
+            carried,
+            self._pool,
+            self.options,
+            receiver,
+            rows_open=rows_open,
+            next_tokens=NEXT_TOKENS if receiver.listens else 0,
+        )
         self._carried = window.index, work.plan.carried
         receiver.take(window, finished)
         opened = self._open[window.index] = _OpenWindow(window, work, work)

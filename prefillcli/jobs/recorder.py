@@ -1,25 +1,28 @@
-"""When a run will end."""
+"""What a run does with the rows of its windows, what it hears in the first one, and when it will end."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import ClassLabels, Labels
-from prefillcli.data.rows import ScoredRow, Window
+from prefillcli.data.rows import Float64Array, NextTokens, Prompt, ScoredRow, Window
 from prefillcli.errors import Interrupted, ResourceError
-from prefillcli.jobs.loop import Finished
+from prefillcli.jobs.loop import NEXT_TOKENS, Finished
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import Plan
-from prefillcli.report.run import Tokens
+from prefillcli.report.run import FirstAnswers, LikelyToken, Tokens
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Expected, Phase, Progress
-from prefillcli.stats.evaluation import Measure, label_mass
+from prefillcli.stats.evaluation import Measure, label_mass, label_probabilities
 
 if TYPE_CHECKING:
     from prefillcli.jobs.score import Job
@@ -95,48 +98,139 @@ class RemainingTime:
         return packs / self._workers + self._other * more
 
 
-# A warning if the model hardly ever answers with a label: scores then compare answers that it would not give.
+# What the model says after the prompts of the first window; a warning if that is hardly ever an answer.
 
 
 LEAST_MASS = 1e-3
 """Of the label mass, on average over a window."""
+_SHOWN_SHARE = 0.01  # of a token that the warning names, unless it is the likeliest
+_MOST_SHOWN = 3
+_MOST_CHARACTERS = 2000  # of a prompt that is shown, from both ends
+
+_CHECK = "check that the model is the right one, that the template asks for {what}, and how {where} spells {it}"
+_ADVICE = {
+    Measure.SHARES: (_CHECK + " (a space before a word is part of its token)", "--labels"),
+    Measure.CHOICES: (_CHECK, "the column of --choices-column"),
+    Measure.LIKELIHOOD: ("check that the model is the right one, and that {what} go on where the prompts end", ""),
+}
 
 
-class LabelMassCheck:
-    """Looks at the first window with rows that are read to the end, and warns once at most.
+@dataclass
+class _Heard:
+    """Sums over the rows of a window that were asked the same question, and the first of these rows."""
 
-    A head has no answers but its classes, and a target no others: they have no such mass. That of longer labels is
-    small in any case.
+    labels: Labels
+    rows: int = 0
+    mass: float = 0.0
+    begins: float = 0.0
+    shares: dict[int, float] = field(default_factory=dict)  # by token
+    first: tuple[Prompt, Float64Array] | None = None  # with its logprobs
+
+    def add(self, prompt: Prompt, logprobs: Float64Array, told: NextTokens) -> None:
+        self.rows += 1
+        self.mass += float(label_mass(prompt.labels.whole(logprobs)))
+        self.begins += told.begins
+        for token, logprob in zip(told.tokens.tolist(), told.logprobs.tolist(), strict=True):
+            self.shares[token] = self.shares.get(token, 0.0) + math.exp(logprob)
+        if self.first is None or prompt.row < self.first[0].row:
+            self.first = prompt, logprobs
+
+
+class FirstWindow:
+    """Hears what the model says in the first window with rows that are read to the end, and warns if the answers that
+    are asked for are not what it says: of labels, the probability of all of them together is small; of a row's choices
+    or target, that of their first tokens. Longer ones have a small probability in any case.
+
+    A head says nothing but its classes, and a whole document follows nothing.
     """
 
-    def __init__(self, labels: Labels) -> None:
-        self._looks = labels.measure is Measure.SHARES and not isinstance(labels, ClassLabels)
+    def __init__(self, labels: Labels, tokenizer: Any, temperature: float) -> None:
+        self.listens = labels.measure in _ADVICE and not isinstance(labels, ClassLabels)
+        self.found: list[FirstAnswers] = []
+        """What it heard, once the window has ended."""
+        self._labels, self._encoder, self._temperature = labels, Encoder(tokenizer), temperature
         self._window: int | None = None
-        self._masses: list[float] = []
+        self._heard: dict[str, _Heard] = {}  # by question
 
     def take(self, window: Window, rows: Iterable[ScoredRow]) -> None:
         """Rows of this window are scored."""
-        if self._looks and self._window in (None, window.index):
-            labels = {prompt.row: prompt.labels for prompt in window.prompts if prompt.part == 0}
-            self._masses += [
-                float(label_mass(labels[each.row].whole(each.logprobs)))
-                for each in rows
-                if each.exit_layer is None and not labels[each.row].depth
-            ]
-            self._window = window.index if self._masses else None
+        if not self.listens or self._window not in (None, window.index):
+            return
+        prompts = {(prompt.row, prompt.part): prompt for prompt in window.prompts}
+        for row in rows:
+            for part, own in enumerate(row.answers):
+                left = own.exit_layer is not None
+                logprobs = own.audit if left else own.logprobs
+                if own.next is None or logprobs is None or self._is_document(row, prompts[row.row, part]):
+                    continue
+                labels = self._labels.each[part] if self._labels.each else self._labels
+                heard = self._heard.setdefault(labels.question, _Heard(labels))
+                heard.add(prompts[row.row, part], logprobs, own.next)
+                self._window = window.index
+
+    def _is_document(self, row: ScoredRow, prompt: Prompt) -> bool:
+        return self._labels.measure is Measure.LIKELIHOOD and (bool(row.parts) or len(prompt.tokens) == 1)
 
     def end(self, window: int) -> None:
         """All rows of a window are scored."""
-        if not self._looks or window != self._window:
+        if not self.listens or window != self._window:
             return
-        self._looks, rows = False, len(self._masses)
-        mean = sum(self._masses) / rows
-        if mean < LEAST_MASS:
-            log.warning(
-                f"the labels have {mean:.1g} of the probability on average over the first rows ({rows:,}): the model "
-                "hardly ever answers with one of them; check that the model is the right one, that the template asks "
-                "for the labels, and how --labels spells them (a space before a word is part of its token)"
+        self.listens = False
+        for question, heard in self._heard.items():
+            said = self._said(question, heard)
+            self.found.append(said)
+            if (said.begins if said.label_mass is None else said.label_mass) < LEAST_MASS:
+                log.warning(self._warning(said))
+        self._heard = {}
+
+    def _said(self, question: str, heard: _Heard) -> FirstAnswers:
+        shares = sorted(heard.shares.items(), key=lambda pair: (-pair[1], pair[0]))[:NEXT_TOKENS]
+        prompt, answer = ("", "") if heard.first is None else self._shown(heard.labels, *heard.first)
+        return FirstAnswers(
+            question=question or None,
+            rows=heard.rows,
+            label_mass=heard.mass / heard.rows if heard.labels.measure is Measure.SHARES else None,
+            begins=heard.begins / heard.rows,
+            tokens=[
+                LikelyToken(id=token, text=self._encoder.text_behind(token), share=share / heard.rows)
+                for token, share in shares
+            ],
+            prompt=prompt,
+            answer=answer,
+        )
+
+    def _shown(self, labels: Labels, prompt: Prompt, logprobs: Float64Array) -> tuple[str, str]:
+        # A prompt as the model read it, and its answer.
+        text = self._encoder.decode(prompt.tokens)
+        if len(text) > _MOST_CHARACTERS:
+            half = _MOST_CHARACTERS // 2
+            text = f"{text[:half]}\n… {len(text) - 2 * half:,} characters …\n{text[-half:]}"
+        if labels.measure is Measure.LIKELIHOOD:
+            return text, f"the target, with a log-probability of {logprobs[0]:.4f}"
+        shares = label_probabilities(logprobs, self._temperature)
+        best = int(shares.argmax())
+        return text, f"{(prompt.labels.texts or labels.names)[best]}, with a probability of {shares[best]:.4f}"
+
+    def _warning(self, said: FirstAnswers) -> str:
+        noun = {Measure.CHOICES: "choices", Measure.LIKELIHOOD: "targets"}.get(self._labels.measure, "labels")
+        what = f"the {noun}" + ("" if said.question is None else f" of question {said.question!r}")
+        rows = f"on average over the first rows ({said.rows:,})"
+        if said.label_mass is None:
+            text = (
+                f"the first tokens of {what} have {said.begins:.1g} of the probability {rows}: the model hardly ever "
+                "begins with one of them"
             )
+        else:
+            text = (
+                f"{what} have {said.label_mass:.1g} of the probability {rows}: the model hardly ever answers with one "
+                "of them"
+            )
+        named = [each for each in said.tokens if each.share >= _SHOWN_SHARE][:_MOST_SHOWN] or said.tokens[:1]
+        if named:
+            text += "; it says " + ", ".join(f"{each.name} ({each.percent})" for each in named)
+        advice, where = _ADVICE[self._labels.measure]
+        where = where if said.question is None else "the file of --questions"
+        return f"{text}\n{advice.format(what=what, where=where, it='them')}"
 
 
 class Recorder:
@@ -151,7 +245,7 @@ class Recorder:
         self.packs = 0
         self._job = job
         self._sink, self._clock, self._stop = job.sink, job.clock, job.stop
-        self._label_mass = LabelMassCheck(job.labels)
+        self.first_window = FirstWindow(job.labels, job.opened.tokenizer, job.settings.temperature)
         self._forecast = forecast
         self._progress = Progress(
             rows,
@@ -189,6 +283,10 @@ class Recorder:
                 self._flush(window, finished)
             raise
 
+    @property
+    def listens(self) -> bool:
+        return self.first_window.listens
+
     def done(self, window: int) -> set[int]:
         return self._sink.done(window)
 
@@ -211,7 +309,7 @@ class Recorder:
         self.tokens.add(finished.tokens)
         self._progress.advance(len(finished.errors))
         self._open[window.index][1].add(finished)
-        self._label_mass.take(window, finished.rows)
+        self.first_window.take(window, finished.rows)
         if finished.rows and time.monotonic() - self._flushed > self._job.granularity.flush_seconds:
             for each, unwritten in list(self._open.values()):
                 if unwritten.rows:
@@ -230,7 +328,7 @@ class Recorder:
     def end(self, window: Window) -> None:
         """All rows of a window are finished."""
         self._flush(*self._open.pop(window.index))
-        self._label_mass.end(window.index)
+        self.first_window.end(window.index)
 
     def _flush(self, window: Window, finished: Finished) -> None:
         """Write finished rows as a part; the window's own error rows come with its first one."""

@@ -131,7 +131,7 @@ class Job(Scorer):
                 report.take(sink.counts)
                 failed = [text for each in self.features for text in each.judge(report)]
             # A shard's share of errors tells nothing about the whole: prefill merge judges that.
-            most = settings.max_error_rate if settings.shard is None else 1.0
+            most = settings.max_error_rate if settings.shard is None else None
             skip = settings.skip_empty and sink.empty_input
         conclude(report, sink.counts, max_error_rate=most, skip_empty=skip, failed=failed)
 
@@ -144,6 +144,7 @@ class Job(Scorer):
         with self.clock.phase("load"), self.stop.at_once():
             self.dtypes = self._earlier_dtypes()
             self.open_models()
+        self.report.model = self.report.settings.get("model") or f"{self.opened.files.origin} (the sample model)"
         why = self.opened.files.dtype_why or "as the model is saved"
         why = "as --dtype says" if settings.dtype != "auto" else "as the job began" if self.dtypes else why
         self.report.dtype = ComputedIn(name=self.opened.dtypes[0], why=why)
@@ -298,6 +299,7 @@ class Job(Scorer):
             report.predicted_seconds = self._forecast.ran
         if hasattr(self, "recorder"):
             report.tokens, report.packs = self.recorder.tokens, self.recorder.packs
+            report.first_answers = self.recorder.first_window.found
         if hasattr(self, "builder"):
             threads, builder, seconds = self.opened.threads, self.builder, report.seconds
             if threads is not None and threads.ran:

@@ -20,6 +20,7 @@ from prefillcli.errors import (
     out_of_resource,
     without_secrets,
 )
+from prefillcli.report.section import preview, row_name
 from prefillcli.runtime import log
 from prefillcli.runtime.signals import Stop
 
@@ -65,25 +66,51 @@ def shell(
 
 
 def conclude(
-    report: Ending, counts: Counts, *, max_error_rate: float, skip_empty: bool, failed: Sequence[str] = ()
+    report: Ending, counts: Counts, *, max_error_rate: float | None, skip_empty: bool, failed: Sequence[str] = ()
 ) -> None:
-    """A run that came to its end. `failed` are sentences about an output that differs from expectations."""
+    """A run that came to its end. `failed` are sentences about an output that differs from expectations.
+
+    It is complete unless it has rows and scored none of them. Without a `max_error_rate` nothing is said of its error
+    rows: they are a part of an output that is judged as a whole.
+    """
     report.status, report.exit_code = "complete", 0
-    if counts.errors > max_error_rate * counts.total:
-        codes = ", ".join(f"{code} {count:,}" for code, count in sorted(counts.errors_by_code.items()))
-        failed = [
-            f"{counts.errors:,} of {counts.total:,} rows are errors ({codes}); "
-            f"--max-error-rate allows {max_error_rate:g}",
-            *failed,
-        ]
+    judged = max_error_rate is not None
+    failures = list(filter(None, (each.failure(counts) for each in features())))
+    if judged and counts.total and not counts.scored:
+        report.status, failures = "failed", [_none_scored(counts), *failures]
+    if max_error_rate is not None and counts.errors > max_error_rate * counts.total:
+        said = f"{_error_rows(counts)}; --max-error-rate allows {max_error_rate:g}"
+        failed = ["\n".join([said, *_first_failed(counts)]), *failed]
     if failed:
         report.exit_code, report.error = NOT_AS_EXPECTED, "\n".join(failed)
         log.error(report.error, event="gates")
     elif counts.total == 0 and skip_empty:
         report.exit_code = NOTHING_TO_DO
-    elif failures := list(filter(None, (each.failure(counts) for each in features()))):
+    elif failures:
         report.status, report.exit_code, report.error = "failed", 1, "\n".join(failures)
         log.error(report.error)
+
+
+def _error_rows(counts: Counts) -> str:
+    codes = ", ".join(f"{code} {count:,}" for code, count in sorted(counts.errors_by_code.items()))
+    return f"{counts.errors:,} of {counts.total:,} rows are errors ({codes})"
+
+
+def _none_scored(counts: Counts) -> str:
+    said = [_error_rows(counts)] if counts.errors else []
+    said += [f"{counts.skipped:,} are left out for their length (--on-long skip)"] if counts.skipped else []
+    return "\n".join([f"no row was scored: {', '.join(said)}", *_first_failed(counts)])
+
+
+_NAMED = 3  # error rows, in a message
+
+
+def _first_failed(counts: Counts) -> list[str]:
+    # A line for each of the first error rows. Ids and details are untrusted, and may be long.
+    return [
+        preview(f"{row_name(row['row'], row['id'])}: {row['code']}: {row['detail'] or ''}")
+        for row in counts.tallies.failed[:_NAMED]
+    ]
 
 
 def fail(error: BaseException, report: Ending, *, debug: bool, resumable: bool) -> None:

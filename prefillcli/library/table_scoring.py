@@ -19,7 +19,7 @@ from prefillcli.data.reading.source import TableRows
 from prefillcli.data.rows import Window
 from prefillcli.errors import Interrupted, UsageError
 from prefillcli.jobs.loop import Finished
-from prefillcli.jobs.recorder import LabelMassCheck
+from prefillcli.jobs.recorder import FirstWindow
 from prefillcli.jobs.scorer import Scorer
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.blocks import CarriedBlock
@@ -50,7 +50,7 @@ class TableScorer(Scorer):
         self.use_models(open_models(settings))
         self.make_builder(()).close()  # a wrong template costs no load
         self.load(share=share)
-        self._label_mass = LabelMassCheck(self.labels)
+        self._first_window = FirstWindow(self.labels, self.opened.tokenizer, settings.temperature)
         self._checked = False  # whether the labels have followed some prompts
 
     @property
@@ -142,7 +142,7 @@ class TableScorer(Scorer):
         # Row numbers, carried and result columns, window by window, of the rows that `scorer` reads.
         scorer.learn(lambda tokens: steps.step(0, 0))
         self.plan = self.earlier = scorer.plan
-        received = ReceivedRows(scorer, self._label_mass, steps)
+        received = ReceivedRows(scorer, self._first_window, steps)
         with scorer.windows() as coming:
             try:
                 scorer.score(self._checking(coming), received)
@@ -163,12 +163,16 @@ class TableScorer(Scorer):
 class ReceivedRows:
     """The `Receiver` of scoring in memory: a table for each window."""
 
-    def __init__(self, scorer: Scorer, label_mass: LabelMassCheck, steps: Steps) -> None:
+    def __init__(self, scorer: Scorer, first_window: FirstWindow, steps: Steps) -> None:
         self.tables: list[pa.Table] = []
         self._scorer = scorer
-        self._label_mass = label_mass
+        self._first_window = first_window
         self._steps = steps
         self._finished = Finished()
+
+    @property
+    def listens(self) -> bool:
+        return self._first_window.listens
 
     def done(self, window: int) -> set[int]:
         return set()
@@ -189,8 +193,8 @@ class ReceivedRows:
 
     def end(self, window: Window) -> None:
         scorer, rows = self._scorer, self._finished.rows
-        self._label_mass.take(window, rows)
-        self._label_mass.end(window.index)
+        self._first_window.take(window, rows)
+        self._first_window.end(window.index)
         temperature, probabilities = scorer.settings.temperature, scorer.probabilities
         done = ResultRows.of(window, rows, self._finished.errors, scorer.schema(), temperature, probabilities)
         self.tables.append(make_rows(window, done))

@@ -7,6 +7,7 @@ softmax over several ones. The numbers of labels are computed here too, from any
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from prefillcli.data.prompts.labels import ClassLabels, Label, complementary, parse_labels
+from prefillcli.data.rows import NextTokens
 from prefillcli.errors import UsageError
 from prefillcli.models.files import CLASSIFIER, read_header, weight_files
 from prefillcli.plan.behind import LabelTokens
@@ -204,6 +206,18 @@ def likeliest_tokens(
     ids = tokens.cpu().numpy()
     order = np.lexsort((ids, -numbers), axis=-1)
     return np.take_along_axis(ids, order, -1), np.take_along_axis(numbers, order, -1)
+
+
+def next_tokens(logits: Tensor, rows: list[int], labels: Sequence[LabelTokens], count: int) -> list[NextTokens]:
+    """What follows the tokens at these rows of `logits` (float32 [reads, vocabulary]): so many of the likeliest
+    tokens, and whether the next one is among the first tokens of the `labels` of that row."""
+    first: list[LabelTokens] = [(tuple(dict.fromkeys(token for own in each for token in own)),) for each in labels]
+    begins = label_numbers(logits, rows, first)
+    likeliest = likeliest_tokens(logits, rows, min(count, logits.shape[-1]))
+    return [
+        NextTokens(tokens, numbers, min(math.exp(own[0]), 1.0))
+        for tokens, numbers, own in zip(*likeliest, begins, strict=True)
+    ]
 
 
 def label_logits(outputs: Tensor, labels: LabelTokens) -> npt.NDArray[np.float64]:

@@ -104,7 +104,7 @@ class ScoreSettings(
     show_text: bool = option(
         False,
         "Put the text of the rows that the report names, and a few rationales, into the report. Otherwise it holds "
-        "no text.",
+        "no text, and its page one prompt of each question.",
         "Evaluation", changes="report", requires=requirements.SHOWN_TEXT,
     )  # fmt: skip
 
@@ -195,7 +195,7 @@ class InspectSettings(
 
     row: str | None = option(
         None,
-        "Id of the row with --id-column, else its number from 0.",
+        "Id of the row with --id-column, else its number from 0. (default: the first row)",
         FILES,
         level="first",
         changes="rows",
@@ -221,8 +221,6 @@ class InspectSettings(
 
     def check(self) -> None:
         super().check()
-        if self.row is None:
-            raise UsageError("no --row given: name the row to show, by its number, or by its id with --id-column")
         for each in features_of(self):
             each.check()
 

@@ -21,11 +21,12 @@ from rich.text import Text
 from prefillcli.core.question import Question
 from prefillcli.data.output.store import put_text
 from prefillcli.data.prompts.encoding import Encoder, token_texts
-from prefillcli.data.rows import Prompt, RowError, ScoredRow
+from prefillcli.data.rows import NextTokens, Prompt, RowError, ScoredRow
 from prefillcli.engines.base import LeavingRule, Readings
 from prefillcli.errors import PrefillError
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.trie import common_prefix
+from prefillcli.report.run import LikelyToken
 from prefillcli.report.section import (
     Cell,
     Part,
@@ -38,6 +39,7 @@ from prefillcli.report.section import (
     page_html,
     preview,
     print_section,
+    quoted_token,
     round_ticks,
     settings_section,
     signed_bar,
@@ -49,6 +51,7 @@ from prefillcli.stats.evaluation import label_mass, label_probabilities, log_sha
 
 
 _WIDE, _NARROW = 16, 6  # characters of the longest bar to either side, without and with exits
+_LAST_TOKENS = 8  # of the prompt
 _LEAST_GAP = 6.0  # percent between two ticks
 
 
@@ -314,6 +317,14 @@ def token_views(tokenizer: Any, read: ReadPrompt) -> list[TokenView]:
     ]
 
 
+def next_views(tokenizer: Any, told: NextTokens | None) -> list[LikelyToken]:
+    """The tokens that the model may say next."""
+    if told is None:
+        return []
+    encoder, pairs = Encoder(tokenizer), zip(told.tokens.tolist(), told.logprobs.tolist(), strict=True)
+    return [LikelyToken(id=token, text=encoder.text_behind(token), share=math.exp(own)) for token, own in pairs]
+
+
 def no_score(row: int, row_id: str | None, error: RowError) -> PrefillError:
     """The error of a row that has no score."""
     name = f"row {row}" + ("" if row_id is None else f" ({row_id})")
@@ -368,6 +379,7 @@ class Inspection:
     margins: MarginCurve | None = None  # of the prompt as a job reads it: compressed, if the job compresses it
     scored: ScoredRow | None = None  # as in a job
     further: Sequence[Section] = ()  # sections of features about it
+    next: Sequence[LikelyToken] = ()  # the likeliest tokens after the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -522,6 +534,7 @@ def print_inspection(inspection: Inspection, console: Console, *, most_tokens: i
     for title in (
         "Most important stretches",
         "Answer",
+        "What the model says next",
         *(each.title for each in inspection.further),
         "Layer by layer",
     ):
@@ -653,6 +666,18 @@ def _sections(inspection: Inspection, *, terminal: bool = False) -> Iterator[Sec
         "among the labels."
     )
     yield Section(title="Answer", parts=[Part(table=_answer_table(inspection), note=note)])
+    if inspection.next:
+        last = " ".join(quoted_token(token.text) for token in inspection.tokens[-_LAST_TOKENS:])
+        rows = [[each.name, f"{each.share:.4g}"] for each in inspection.next]
+        yield Section(
+            title="What the model says next",
+            parts=[
+                Part(lines=[("the prompt's last tokens", last)]),
+                Part(
+                    table=[["next token", "probability"], *rows], note="The likeliest ones, over the whole vocabulary."
+                ),
+            ],
+        )
     for section in inspection.further:
         yield replace(section, parts=[in_characters(part) for part in section.parts]) if terminal else section
     if inspection.margins is not None:

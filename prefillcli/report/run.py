@@ -45,6 +45,7 @@ from prefillcli.report.section import (
     page_html,
     page_of,
     pairs_table,
+    quoted_token,
     row_name,
     score_plot,
     settings_section,
@@ -172,6 +173,37 @@ class FailedRow(BaseModel):
     detail: str | None
 
 
+class LikelyToken(BaseModel):
+    """A token that the model may say next."""
+
+    id: int
+    text: str  # untrusted
+    share: float  # its probability; of several prompts, on average
+
+    @property
+    def name(self) -> str:
+        """Its text, safe to show, or its id if it is no whole character."""
+        return quoted_token(self.text) if self.text and "\ufffd" not in self.text else f"token {self.id}"
+
+    @property
+    def percent(self) -> str:
+        """`97 %`, `0.21 %`."""
+        return f"{100 * self.share:.2g} %"
+
+
+class FirstAnswers(BaseModel):
+    """What the model says after the prompts of the first window, of each question: averages over its rows."""
+
+    question: str | None  # None where there is only one
+    rows: int
+    label_mass: float | None  # probability of all labels together; None where rows have no labels in common
+    begins: float  # probability that the next token is the first one of a label, choice or target
+    tokens: list[LikelyToken]  # the likeliest ones
+    # A prompt as the model read it, and its answer: text of the data, which is shown on the page alone.
+    prompt: str = Field("", exclude=True)
+    answer: str = Field("", exclude=True)
+
+
 class MemoryTrace(BaseModel):
     """Memory in use over the run, in bytes, thinned out over long runs."""
 
@@ -237,6 +269,8 @@ class RunReport(BaseModel):
     rows: Rows = Field(default_factory=Rows)
     mean_score: float | None = None
     mean_label_mass: float | None = None  # of the scored rows that have one
+    model: str | None = None  # as it was named, or the folder of the sample model
+    first_answers: list[FirstAnswers] = Field(default_factory=list)  # by question
     means: dict[str, float] = Field(default_factory=dict)  # of each column with means of ordered labels
     tokens: Tokens = Field(default_factory=Tokens)
     seconds: Seconds = Field(default_factory=Seconds)
@@ -454,6 +488,7 @@ def run_sections(report: RunReport) -> Iterator[Section]:
     """All sections about a run, in the order of its page. Those without a title are for terminal and metrics."""
     yield _end(report)
     yield _rows(report)
+    yield _asked(report)
     if report.histograms.score.counts:
         yield Section(title="Scores", parts=[Part(plot=score_plot(report.histograms.score))])
     yield from report.sections()
@@ -513,13 +548,41 @@ def _rows(report: RunReport) -> Section:
     if report.means:
         section.metric("answer_mean", "Mean of each column with means of ordered labels.", report.means, "column")
     if report.mean_label_mass is not None:
-        section.lines.append(("label mass", f"{report.mean_label_mass:.4f} on average"))
+        section.lines.append(("label mass", f"{report.mean_label_mass:.4g} on average"))
+        section.tiles.append(("label mass", f"{report.mean_label_mass:.4g}"))
         section.metric("label_mass_mean", "Mean label mass of the output.", report.mean_label_mass)
     if report.rows_per_second:
         section.tiles.append(("rows/s", three_digits(report.rows_per_second)))
     if report.tokens_per_second:
         section.tiles.append(("tokens/s", f"{report.tokens_per_second:,.0f}"))
     section.tiles.append(("wall time", minutes_and_seconds(report.seconds.total)))
+    return section
+
+
+def _asked(report: RunReport) -> Section:
+    # Of what the model was asked, and what it says.
+    names = ("template", "prompt_column", "system", "questions", "labels", "choices_column", "target_column")
+    given = {name: report.settings.get(name) for name in names}
+    if given["template"] or given["questions"]:
+        del given["prompt_column"]
+    if given["questions"] or given["choices_column"] or given["target_column"]:
+        del given["labels"]
+    asked = [("model", report.model), *settings_section(given).lines]
+    section = Section(title="Prompt and answer", parts=[Part(lines=[(name, text) for name, text in asked if text])])
+    for own in report.first_answers:
+        mass = [] if own.label_mass is None else [("label mass", f"{own.label_mass:.4g}")]
+        section.parts += [
+            Part(
+                title=f"A prompt of {own.question}" if own.question else "A prompt, as the model read it",
+                text=own.prompt,
+            ),
+            Part(
+                lines=[("answer", own.answer), *mass, ("begins like an answer", f"{own.begins:.4g}")],
+                bars=[Bar(each.name, 100 * each.share, each.percent) for each in own.tokens],
+                note=f"What the model says next after a prompt: mean probability of the likeliest tokens, over the "
+                f"first rows ({own.rows:,}).",
+            ),
+        ]
     return section
 
 

@@ -419,6 +419,11 @@ def visible(text: str, *, line: bool = False) -> str:
     return "".join(char if char.isprintable() else _spelled(char, line) for char in text)
 
 
+def quoted_token(text: str) -> str:
+    """A token's text, which is untrusted, in one line: `` ` The` ``."""
+    return f"`{visible(text, line=True)}`"
+
+
 def preview(text: str) -> str:
     """The beginning of `text` in one line."""
     start = visible(text[: _PREVIEW + 1].lstrip(" "), line=True)

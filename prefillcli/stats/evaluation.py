@@ -746,18 +746,25 @@ def surest_wrong(probabilities: Float64Array, truth: Int64Array, most: int) -> l
     return _first(wrong, -probabilities[wrong].max(axis=1, initial=0.0), most)
 
 
+_NEAR = 3.0
+"""The factor that odds differ by where a score is near a threshold, or a label near another: 0.25 to 0.75 for 0.5."""
+
+
 def nearest(scores: Float64Array, threshold: float, most: int) -> list[int]:
-    """The rows whose scores are nearest to a threshold, the nearest first; at most so many."""
-    return _first(np.arange(len(scores)), np.abs(scores - threshold), most)
+    """The rows whose scores are near a threshold, the nearest first; at most so many."""
+    over, under = scores * (1 - threshold), threshold * (1 - scores)
+    near = np.flatnonzero((over <= _NEAR * under) & (under <= _NEAR * over))
+    return _first(near, np.abs(scores[near] - threshold), most)
 
 
 def closest_call(probabilities: Float64Array, most: int) -> list[int]:
-    """The rows whose two likeliest labels differ least, the closest first; at most so many.
+    """The rows whose two likeliest labels are nearly as probable, the closest first; at most so many.
 
     `probabilities` [rows, labels].
     """
     two = np.partition(probabilities, -2, axis=1)[:, -2:]
-    return _first(np.arange(len(two)), np.abs(two[:, 1] - two[:, 0]), most)
+    near = np.flatnonzero(two[:, 1] <= _NEAR * two[:, 0])
+    return _first(near, two[near, 1] - two[near, 0], most)
 
 
 def _first(places: npt.NDArray[Any], keys: Float64Array, most: int) -> list[int]:

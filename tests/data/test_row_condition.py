@@ -45,7 +45,7 @@ ROW = {
 
 def checked(text: str) -> RowCondition:
     condition = RowCondition(text)
-    condition.check(SCHEMA, untyped={"anything"})
+    condition.check(SCHEMA, untyped={"anything"}, labels={"prediction": ("Yes", "No", "Maybe")})
     return condition
 
 
@@ -127,6 +127,9 @@ def test_comparisons_are_those_of_numbers(score: float | None, other: float, who
         ("not " * 400 + "truncated", "nested more than 200 deep"),
         ("{{ score }}", "write a condition on columns"),
         ("scor > 1", "did you mean 'score'?"),
+        ("prediction == 'yes'", "the prediction is never 'yes'; did you mean 'Yes'?"),
+        ("score > 1 or not 'Noo' == prediction", "did you mean 'No'?"),
+        ("prediction not in ['Yes', 'Perhaps']", "the prediction is never 'Perhaps'"),
         ("stars > 1", "--keep-columns"),
         ("seconds > 1", "differs from run to run"),
         ("shared_tokens > 1", "differs from run to run"),
@@ -141,7 +144,7 @@ def test_comparisons_are_those_of_numbers(score: float | None, other: float, who
         ("score > 'a'", "a number is compared with a text"),
         ("truncated or score > 'a'", "a number is compared with a text"),
         ("prediction == 1", "a text is compared with a number"),
-        ("prediction in ['a', 3]", "a text is compared with a number"),
+        ("prediction in ['No', 3]", "a text is compared with a number"),
         ("day > 20260101", "a text is compared with a number"),
         ("score == none", "write 'is none'"),
         ("prediction + 'a' == 'b'", "+ is for numbers, not for a text"),

@@ -16,7 +16,7 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from prefillcli.cli import app
-from tests.score.jobs import Reference, read_output, read_report, texts, write_parquet
+from tests.score.jobs import Reference, read_output, read_report, texts, write_jsonl, write_parquet
 
 STABLE_KEYS = {
     "schema_version", "status", "exit_code", "error", "rows", "tokens", "seconds", "rows_per_second",
@@ -122,7 +122,7 @@ def test_quiet_leaves_warnings_and_errors(model: Path) -> None:
     assert prefill("score", source, "-m", model, "-q", "--max-error-rate", "0.5").stderr == ""
     stderr = prefill("score", source, "-m", model, "-q", "--overwrite").stderr
     assert stderr.startswith("prefill: 1 of 2 rows")
-    assert len(stderr.splitlines()) == 1
+    assert len(stderr.splitlines()) == 2
     Path("data").mkdir()
     write_parquet("data/a.parquet", prompt=["fox"])
     Path("data/notes.txt").write_text("x")
@@ -155,6 +155,38 @@ def test_error_rows_above_the_allowed_rate_end_with_3(model: Path) -> None:
     assert len(read_output("in.scores.parquet")) == 4
     assert prefill("score", source, "-m", model, "--overwrite", "--max-error-rate", "0.4").exit_code == 3
     assert prefill("score", source, "-m", model, "--overwrite", "--max-error-rate", "0.5").exit_code == 0
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_the_first_error_rows_are_named_with_their_reason(dry: tuple[str, ...], model: Path) -> None:
+    rows = [{"id": f"a{number}", "text": "fox"} for number in range(9)]
+    del rows[1]["text"], rows[4]["text"], rows[6]["text"], rows[8]["text"]
+    rows[4]["id"] = "a\x1b[31m4"
+    source = write_jsonl("in.jsonl", rows)
+    given = ("score", source, "-m", model, "--template", "{{ text }}", "--id-column", "id")
+    done = prefill(*given, *dry)
+    assert done.exit_code == 3
+    said = done.stderr[done.stderr.index("4 of 9 rows") :].splitlines()[:5]
+    names = ["row 1", "row 4", "row 6"] if dry else ["a1", "a␛[31m4", "a6"]
+    for name, line in zip(names, said[1:4], strict=True):
+        assert line.startswith(f"{name}: missing_column: ")
+        assert "text" in line
+    assert ": missing_column: " not in said[4]
+    assert last_line(done.stdout)["error"].splitlines()[1].startswith(f"{names[0]}: missing_column")
+
+
+@pytest.mark.parametrize("flags", [(), ("--on-long", "skip")])
+def test_a_run_that_scored_no_row_is_not_complete(flags: tuple[str, ...], model: Path) -> None:
+    source = write_parquet("in.parquet", prompt=["a long fox " * 50] * 3)
+    given = ("score", source, "-m", model, "--max-length", 40, *flags)
+    done = prefill(*given, "--max-error-rate", 1)
+    assert done.exit_code == 1
+    line = last_line(done.stdout)
+    assert (line["status"], line["rows"]["total"], line["rows"]["scored"]) == ("failed", 3, 0)
+    assert "no row was scored" in line["error"]
+    assert prefill(*given, "--dry-run", "--max-error-rate", 1).exit_code == 1
+    strict = prefill(*given, "--overwrite")
+    assert (strict.exit_code, last_line(strict.stdout)["status"]) == (1 if flags else 3, "failed")
 
 
 def test_nothing_to_do_ends_with_99_if_asked(model: Path) -> None:

@@ -16,6 +16,7 @@ from prefillcli.data.proof import hash_model
 from prefillcli.engines.memory_plan import PACK_SECONDS
 from prefillcli.forecast.profile import CompletionModel, ModeResult, Profile, this_machine
 from prefillcli.jobs.loop import Granularity
+from prefillcli.plan import SCHEDULES
 from tests.score.compression import ABOVE, CHUNK, FIRST, HOW, LAST, RATE, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.test_command import last_line, prefill
@@ -128,6 +129,23 @@ def test_no_weights_are_loaded_and_no_output_is_touched(model: Path, monkeypatch
     assert (report["status"], report["exit_code"]) == ("complete", 0)
     assert {path: path.read_bytes() for path in before} == before
     assert {path for path in Path().rglob("*") if path.is_file()} == {*before, Path("out.dry-run.json")}
+
+
+def test_the_longest_prompt_is_the_least_of_memory_and_model(model: Path) -> None:
+    source = write_parquet("in.parquet", prompt=texts(4))
+    longest = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    planned = prefill("score", source, "-m", model, "--dry-run").stderr
+    assert f"a prompt has at most {longest:,} " in planned
+    planned = prefill("score", source, "-m", model, "--dry-run", "--max-length", 300).stderr
+    assert "a prompt has at most 300 " in planned
+
+
+def test_plans_of_the_same_cost_are_said_once(model: Path) -> None:
+    source = write_parquet("in.parquet", prompt=["fox"])
+    printed = prefill("score", source, "-m", model, "--dry-run").stderr
+    table = printed[printed.index("\nPlans") :].split("\n\n")[0].splitlines()
+    (line,) = [each for each in table if any(name in each for name in SCHEDULES)]
+    assert all(name in line for name in (*SCHEDULES, "auto *", "discard", "offload"))
 
 
 def test_the_last_line_and_the_tables(model: Path) -> None:

@@ -297,6 +297,50 @@ def test_shards_make_the_same_output(model: Path, eager: Eager) -> None:
 ONE = "- {name: fox, text: '?', labels: [Yes, No]}"
 
 
+@pytest.mark.parametrize("flags", [{}, {"engine": "hf"}, {"workers": 2}])
+@pytest.mark.parametrize(
+    ("text", "more", "code"),
+    [
+        ("{{ 'fox ' * 3000 }}", {}, ErrorCode.PROMPT_TOO_LONG),
+        ("{{ text.missing.name }}", {}, ErrorCode.TEMPLATE_ERROR),
+        ("{{ 'fox ' * 400 }}", {"memory": "50670000", "chunk_tokens": 16}, ErrorCode.EXCEEDS_MEMORY),
+    ],
+)
+def test_a_question_that_is_not_asked_makes_no_row_an_error(
+    text: str, more: dict[str, Any], code: ErrorCode, flags: dict[str, Any], model: Path, eager: Eager
+) -> None:
+    if more and flags:
+        pytest.skip("other engines have no memory budget, and workers share theirs")
+    source = make_input()
+    # The second conditional question waits for the first: it is always asked with the others.
+    Path("q.yaml").write_text(
+        f"""
+document: "{{{{ text }}}}"
+questions:
+  - {{name: fox, text: "\\nIs it a fox? Answer:", labels: [Yes, No]}}
+  - {{name: tone, text: "{text} the dog was", labels: [quick, brown], when: fox.score > 0.5}}
+  - {{name: last, text: "{text} so", labels: [quick, brown], when: tone.score > 0.5}}
+  - {{name: kind, text: " is", labels: [quick, brown]}}
+"""
+    )
+    assert score(source, model=model, questions="q.yaml", max_error_rate=1, **more, **flags)["exit_code"] == 0
+    rows = read_output("out.parquet")
+    prompt, labels = ASKED["fox"]
+    logprobs = [eager.answer(prompt.format(text=each), labels) for each in TEXTS]
+    scores = [1 / (1 + math.exp(each["No"] - each["Yes"])) for each in logprobs]
+    chosen = {at for at, each in enumerate(scores) if each > 0.5}
+    assert 0 < len(chosen) < len(TEXTS)
+    assert {row["row"] for row in rows if row["error"]} == chosen
+    for at, row in enumerate(rows):
+        if at in chosen:
+            assert (row["error"], row["fox.score"], row["kind.score"]) == (code, None, None)
+            assert row["error_detail"].startswith("question tone: ")
+        else:
+            assert row["fox.score"] == pytest.approx(scores[at], abs=TOLERANCE)
+            assert row["kind.score"] is not None
+            assert row["tone.score"] is None
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -328,6 +372,17 @@ ONE = "- {name: fox, text: '?', labels: [Yes, No]}"
         (
             f"document: d\nquestions:\n{ONE}\n- {{name: a, text: b, labels: [Yes, No], when: fox.prediction > 0.5}}",
             "question 'a': when 'fox.prediction > 0.5': a text is compared with a number",
+        ),
+        *(
+            (
+                f"document: d\nquestions:\n{ONE}\n- {{name: a, text: b, labels: [Yes, No], when: {when}}}",
+                "the prediction is never 'yes'; did you mean 'Yes'?\nthe labels are Yes, No",
+            )
+            for when in (
+                "fox.prediction == 'yes'",
+                "\"'yes' != fox.prediction\"",
+                "\"fox.prediction in ['No', 'yes']\"",
+            )
         ),
         ("document: '{{ d'\nquestions: [{name: a, text: b, labels: [Yes, No]}]", "question 'a': "),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -291,6 +293,20 @@ def test_of_equally_near_rows_the_first_are_taken() -> None:
     assert nearest(scores, 0.5, 2) == [0, 3]
     assert nearest(scores, 0.5, 4)[:3] == [0, 3, 5]
     assert closest_call(np.array([[0.8, 0.1, 0.1], [0.4, 0.35, 0.25], [0.3, 0.3, 0.4]]), 2) == [1, 2]
+
+
+@pytest.mark.parametrize("threshold", [1e-9, 0.003, 0.5, 0.97, 1.0])
+def test_no_row_far_from_a_threshold_is_near_it(threshold: float) -> None:
+    scores = np.array([0.0, 4e-12, 5e-10, 2e-3, 0.01, 0.3, 0.74, 0.76, 0.95, 0.985, 1.0])
+    odds = [Fraction(score) * (1 - Fraction(threshold)) for score in scores.tolist()]
+    others = [Fraction(threshold) * (1 - Fraction(score)) for score in scores.tolist()]
+    near = [at for at, (own, other) in enumerate(zip(odds, others, strict=True)) if own <= 3 * other <= 9 * own]
+    assert sorted(nearest(scores, threshold, 20)) == near
+
+
+def test_no_row_is_near_where_all_are_sure() -> None:
+    assert nearest(np.array([4e-12, 2e-11, 0.99]), 0.5, 20) == []
+    assert closest_call(np.array([[0.98, 0.01, 0.01], [0.1, 0.2, 0.7]]), 20) == []
 
 
 @pytest.mark.parametrize("scores", [[0.1, 1.5], [0.1, -0.1], [0.1, float("nan")], [0.1]])

@@ -123,10 +123,13 @@ class ResultRows:
         temperature: float,
         probabilities: Probabilities | None = None,
     ) -> ResultRows:
-        """Made of some rows of a window. A result that is not a finite number becomes an error."""
+        """Made of some rows of a window. A result that is not a finite number becomes an error, and so does one whose
+        conditional question failed although it is to be asked."""
         results = sorted(results, key=lambda scored: scored.row)
         wrong = {
-            each.row: RowError(ErrorCode.NONFINITE_SCORE, f"{_KINDS[own.measure]} {answer.logprobs.tolist()}")
+            each.row: RowError(
+                ErrorCode.NONFINITE_SCORE, f"{_KINDS[own.measure]} {answer.logprobs.tolist()}"
+            ).of_question(own.name)
             for each in results
             for own, answer in schema.answered(each)
             if len(answer.logprobs) and not np.isfinite(label_scores(answer.logprobs, temperature, own.measure)[0])
@@ -169,13 +172,25 @@ class ResultRows:
             )
 
         rows = made(schema, results, 0)
+        failed: dict[int, RowError] = {}
         for number, own in enumerate(schema.questions):
             chosen = set(numbers.tolist()) if own.when is None else own.when(rows)
-            answered = [each.answers for each in results if each.row in chosen and len(each.answers[number].logprobs)]
+            for each in (each for each in results if each.row in chosen):
+                both = (each.answers[number], each.answers[own.exchanged or number])
+                if (why := next((one.error for one in both if one.error is not None), None)) is not None:
+                    failed.setdefault(each.row, why)
+            answered = [
+                each.answers
+                for each in results
+                if each.row in chosen - failed.keys() and len(each.answers[number].logprobs)
+            ]
             found = made(own, [each[number] for each in answered], number)
             if (other := own.exchanged) is not None:
                 found = found.with_other_order(made(own, [each[other] for each in answered], other))
             rows.questions.append(found)
+        if failed:
+            left = [each for each in results if each.row not in failed]
+            return cls.of(window, left, errors | failed, schema, temperature, probabilities)
         return replace(rows, scores=rows.questions[0].scores) if rows.questions else rows
 
     def with_other_order(self, other: ResultRows) -> ResultRows:
@@ -245,6 +260,9 @@ class Column(NamedTuple):
         """The name of the column, or one name for each label."""
         labels = labels if self.labels is None else self.labels
         return [self.name.replace("<label>", label) for label in labels] if "<label>" in self.name else [self.name]
+
+
+_PREDICTIONS = ("prediction", "audit_prediction")
 
 
 def _of_question(column: Column, number: int, schema: OutputSchema) -> Column:
@@ -714,6 +732,14 @@ class OutputSchema:
         """Those of them that a `RowCondition` may use."""
         columns = [column for column in self.columns if column.conditional]
         return pa.schema([(name, column.type) for column in columns for name in column.names(self.labels)])
+
+    @property
+    def predictions(self) -> dict[str, Sequence[str]]:
+        """The labels that each column with a prediction may have, by its name."""
+        own = [
+            each for each in (self, *self.questions) if each.measure is not Measure.CHOICES and len(each.labels) > 1
+        ]
+        return {f"{each.name}.{name}" if each.name else name: each.labels for each in own for name in _PREDICTIONS}
 
     @property
     def means(self) -> list[str]:

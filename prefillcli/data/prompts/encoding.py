@@ -32,6 +32,9 @@ class EncodedPair(NamedTuple):
     parts: Int32Array
 
 
+_WORD = "x"  # before a token whose text is taken: some tokenizers drop the space that begins a text
+
+
 class Encoder:
     """A Hugging Face tokenizer without padding and truncation.
 
@@ -145,6 +148,11 @@ class Encoder:
                 for is_control, run in runs
             )
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def text_behind(self, token: int) -> str:
+        """The text that a token adds to the one before it, with its space, which is lost at the start of a text."""
+        before = self.encode([_WORD], special=False, literal=False)[0].tolist()
+        return self.decode([*before, token])[len(self.decode(before)) :]
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """How the vocabulary spells token ids."""

@@ -259,6 +259,7 @@ class Labels:
     measure = Measure.SHARES  # the meaning of an engine's numbers for the labels
     columns: tuple[str, ...] = ()  # of the input, whose values `resolve_all` needs
     each: tuple[Labels, ...] = ()  # of several questions, those behind each prompt of a row
+    question: str = ""  # the name of its question, where there are several
     values: tuple[float, ...] = ()  # the number that each label stands for; none unless they are ordered
     # Of the likeliest tokens instead of labels, the text of each by its id.
     token_text: Callable[[int], TokenText] | None = None

@@ -20,7 +20,6 @@ from prefillcli.plan.behind import LabelSet
 from prefillcli.stats.evaluation import Measure
 
 MOST_TOP = 20  # log-probabilities that a body may ask for
-_WORD = "x"  # before a token whose text is taken: some tokenizers drop the space that begins a text
 _REPLACEMENT = "\ufffd"  # what bytes that are no character are decoded to
 
 # What a body may say without an effect on the likeliest token.
@@ -56,7 +55,6 @@ class LikeliestTokens(Labels):
         self.names = ("token",)
         self.token_text = self._text_of
         self._encoder = Encoder(opened.tokenizer)
-        self._before = self._encoder.encode([_WORD], special=False, literal=False)[0].tolist()
         self._stops = stop_tokens(opened.files)
         self._texts: dict[int, TokenText] = {}
         self._asked = Following(LabelSet((), likeliest=min(MOST_TOP, opened.files.config.vocab_size)))
@@ -69,8 +67,7 @@ class LikeliestTokens(Labels):
 
     def _text_of(self, token: int) -> TokenText:
         if token not in self._texts:
-            begin = len(self._encoder.decode(self._before))
-            text = self._encoder.decode([*self._before, token])[begin:]
+            text = self._encoder.text_behind(token)
             ends = token in self._stops
             part = text.endswith(_REPLACEMENT)  # of a character, which only further tokens would make whole
             empty = ends or part or token in self._encoder.special_ids

@@ -693,9 +693,9 @@ def section(found: RunEvaluation, question: str = "") -> Section:
         for each in found.by_label if each.rows
     ]  # fmt: skip
     header = ["label", "rows", "precision", "recall", "F1", "AUC", "average precision"]
-    near = "The two likeliest labels differ least."
+    near = "The odds between the two likeliest labels are at most 3 to 1."
     if found.threshold is not None:
-        near = f"The threshold is {found.threshold:.4g}."
+        near = f"The threshold is {found.threshold:.4g}; odds differ from its odds by a factor of 3 at most."
     return Section(
         title=f"Evaluation of {question}" if question else "Evaluation",
         lines=[(f"{question} {name}".lstrip(), text) for name, text in evaluation_lines(found)],
@@ -705,7 +705,12 @@ def section(found: RunEvaluation, question: str = "") -> Section:
             Part(title="Confusion", table=_confusion(found)),
             Part(title="Each label against the rest", table=[header, *labels] if labels else None),
             Part(title="Surest and wrong", table=_rows_table(found.surest_wrong)),
-            Part(title="Near the threshold", above=near, table=_rows_table(found.near_threshold)),
+            Part(
+                title="Near the threshold",
+                above=near,
+                table=_rows_table(found.near_threshold),
+                text="" if found.near_threshold or found.brier.value is None else "No row is near.",
+            ),
         ],
         summary={} if question else {"evaluation": summary_of(found)},
     )

@@ -35,6 +35,9 @@ class QuestionLabels(Labels):
         self.each = (self, *(Labels(tokenizer, own, norm=norm, end=end) for own in others))
         for labels, question in zip(self.each, file.questions, strict=False):
             labels.values = question.values
+        asked = [*file.questions, *(file.questions[number] for number in file.swapped)]
+        for labels, question in zip(self.each, asked, strict=True):
+            labels.question = question.name
 
 
 def compiled(file: QuestionFile, available: Sequence[str]) -> list[RowTemplate]:
@@ -88,23 +91,30 @@ class QuestionsBuilder(PromptBuilder):
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
     def build(self, batch: RowBatch, labels: Labels) -> tuple[list[Prompt], dict[int, RowError]]:
-        """The prompts of a batch, ascending by row and part. An error of any question is one of its row."""
+        """The prompts of a batch, ascending by row and part. An error of a question is one of its row, unless the
+        question is conditional: then the row's first prompt has it."""
         own = labels.each if isinstance(labels, QuestionLabels) else (labels,)
         errors = dict(batch.errors)
         prompts: list[Prompt] = []
+        failed: dict[int, dict[int, RowError]] = {}
         build = [super().build, *(each.build for each in self._rest)]
         asked = [(number, batch) for number in range(len(build))]
         asked += [(number, self._exchanged(batch, number)) for number in self._file.swapped]
         for part, ((number, rows), answers) in enumerate(zip(asked, own, strict=True)):
             found, wrong = build[number](rows, answers)
+            question = self._file.questions[number]
             for prompt in found:
-                prompt.part = part
+                prompt.part, prompt.question, prompt.conditional = part, question.name, question.when is not None
             prompts += found
             for row, error in wrong.items():
-                if row not in errors:
-                    name = self._file.questions[number].name
-                    errors[row] = error._replace(detail=f"question {name}: {error.detail}")
+                if question.when is not None:
+                    failed.setdefault(row, {})[part] = error.of_question(question.name)
+                elif row not in errors:
+                    errors[row] = error.of_question(question.name)
         prompts = [prompt for prompt in prompts if prompt.row not in errors]
+        for prompt in prompts:
+            if prompt.part == 0:
+                prompt.failed = failed.get(prompt.row)
         prompts.sort(key=lambda prompt: (prompt.row, prompt.part))
         self.render_seconds += sum(each.render_seconds for each in self._rest)
         self.tokenize_seconds += sum(each.tokenize_seconds for each in self._rest)

@@ -176,7 +176,8 @@ def _checked(entry: QuestionEntry, document: str | None, before: Sequence[AskedQ
 def _condition(text: str, where: str, before: Sequence[AskedQuestion]) -> Holds:
     # A condition on the answers to the questions before.
     condition = RowCondition(text, where)
-    known = OutputSchema(labels=("",), questions=schemas(before)).conditional if before else []
+    output = OutputSchema(labels=("",), questions=schemas(before))
+    known = output.conditional if before else []
     names = [field.name for field in known if "." in field.name]
     for column in sorted(condition.columns):
         if column not in names:
@@ -184,7 +185,7 @@ def _condition(text: str, where: str, before: Sequence[AskedQuestion]) -> Holds:
                 f"{where} {text!r}: no earlier question gives {column}{did_you_mean(column, names)}\n"
                 "a condition uses answers to questions above, like relevant.score or tone.prediction"
             )
-    condition.check(known)
+    condition.check(known, labels=output.predictions)
     return Holds(condition)
 
 
