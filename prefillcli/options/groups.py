@@ -295,7 +295,7 @@ class PromptOptions(Settings):
         {},
         "Variable of the chat template, e.g. reasoning_effort=low; date=2026-01-31 sets the day that it prints. "
         "Repeatable; a mapping in a recipe.",
-        PROMPTS, changes="scores", metavar="NAME=VALUE", repeatable=True,
+        PROMPTS, changes="scores", metavar="KEY=VALUE", repeatable=True,
     )  # fmt: skip
     answer_prefix: str | None = option(
         None,
