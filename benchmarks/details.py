@@ -361,13 +361,14 @@ def in_int8(
         table = Table("workload", "numbers", "seconds", "gain", "difference of P", "shift", "largest", "flips", "AUC")
         for each, found in (scores | {"float32": correct}).items():
             off, own = (found - correct).abs(), seconds.get(each, [])
+            area = None if truth is None else auc(found.double().numpy(), truth)  # None for rows of one answer
             gain = Spread.of([a / b for a, b in zip(seconds[named[0]], own, strict=True)]) if own else ""
             table.add_row(
                 name, each, f"{np.median(own):.2f}" if own else "", "" if each == named[0] else str(gain),
                 f"{off.mean():.4f}",
                 f"{(found - correct).mean():.4f}", f"{off.max():.3f}",
                 f"{((found > 0.5) != (correct > 0.5)).sum()} of {len(off)}",
-                "" if truth is None else f"{auc(found.double().numpy(), truth):.3f}",
+                "" if area is None else f"{area:.3f}",
             )  # fmt: skip
         Console(width=150).print(table)
 
