@@ -117,7 +117,7 @@ def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
         "--real",
         "--skip",
     }  # of python -m benchmarks
-    known |= {"--document", "--questions", "--characters"}  # of python -m benchmarks.details
+    known |= {"--document", "--questions", "--characters", "--numbers"}  # of python -m benchmarks.details
     known |= {"--tasks", "--batch"}  # of lm_eval
     known |= {"--adapters", "--rows"}  # of python -m benchmarks.adapters
     known |= {"--confirm"}  # of python -m benchmarks.longest
