@@ -88,7 +88,7 @@ def _job(job: Callable[[AnyOptions], Summary]) -> Callable[[AnyOptions], Summary
 def score_(settings: ScoreSettings) -> Summary:
     """Score every row of INPUT and write one row for each: a probability, or an error with a stable code.
 
-    The last line on stdout is one JSON object that sums the run up; everything else goes to stderr.
+    The last line on stdout is a summary of the run, one JSON object; everything else goes to stderr.
     """
     from prefillcli.jobs.score import score_job
 
@@ -99,8 +99,8 @@ def score_(settings: ScoreSettings) -> Summary:
 def profile(settings: ProfileSettings) -> Summary:
     """Measure what fits and how fast it runs on this machine: the longest prompt of each mode, and completion times.
 
-    With INPUT, also what scoring it takes. Tables go to stderr; the last line on stdout is one JSON object that sums
-    the run up.
+    With INPUT, also what scoring it takes. Tables go to stderr; the last line on stdout is a summary, one JSON
+    object.
     """
     from prefillcli.profile.profile_job import profile_job
 
@@ -111,7 +111,7 @@ def profile(settings: ProfileSettings) -> Summary:
 def bench(settings: BenchSettings) -> Summary:
     """Compare ways to score INPUT, or generated prompts: speed, memory, answers.
 
-    Tables go to stderr; the last line on stdout is one JSON object that sums the run up.
+    Tables go to stderr; the last line on stdout is a summary of the run, one JSON object.
     """
     from prefillcli.bench.bench_job import bench_job
 
@@ -122,7 +122,7 @@ def bench(settings: BenchSettings) -> Summary:
 def inspect_(settings: InspectSettings) -> Summary:
     """Show one prompt of INPUT as the engine sees it: its tokens, what is shared, what is kept and why, its answers.
 
-    The last line on stdout is one JSON object that sums it up; everything else goes to stderr.
+    The last line on stdout is a summary, one JSON object; everything else goes to stderr.
     """
     from prefillcli.jobs.inspect import inspect_job
 
@@ -133,7 +133,7 @@ def inspect_(settings: InspectSettings) -> Summary:
 def merge(settings: MergeSettings) -> Summary:
     """Join the shards beside OUTPUT into the output that one process would have written.
 
-    Every row must be there exactly once. The last line on stdout is one JSON object that sums it up.
+    Every row must be there exactly once. The last line on stdout is a summary, one JSON object.
     """
     from prefillcli.jobs.merge import merge_job
 
@@ -171,9 +171,9 @@ def verify(
     ] = None,
     quiet: _Quiet = False,
 ) -> None:
-    """Check that OUTPUT is whole and as its job wrote it, and with INPUT that it is of that input, row by row.
+    """Check that OUTPUT is complete and unchanged since its job wrote it, and with INPUT that their rows match.
 
-    Exit code 0, or 1 with what is wrong on stderr. The last line on stdout is one JSON object that sums it up.
+    Exit code 0, or 1 with what is wrong on stderr. The last line on stdout is a summary, one JSON object.
     """
     from prefillcli.jobs.verify import verify_job
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
@@ -24,6 +25,7 @@ from prefillcli.runtime.signals import end_process, stop_before_the_job, stop_no
 
 AnyOptions = TypeVar("AnyOptions", bound=Settings)
 MOST_OPTIONS = 20  # on a help page
+MOST_ON_TERMINAL = 2000  # characters of the last line on stdout
 SET, HELP_ALL = "set", "help_all"  # parameters of commands that are no fields of their settings
 
 
@@ -224,8 +226,10 @@ def finish(summary: dict[str, Any]) -> NoReturn:
 
 
 def print_summary(summary: dict[str, Any]) -> None:
-    """Print the last line on stdout."""
-    print(json.dumps(shown(summary), separators=(",", ":"), allow_nan=False), flush=True)
+    """Print the last line on stdout. A long one is for programs: a terminal, which has the tables, does not get it."""
+    line = json.dumps(shown(summary), separators=(",", ":"), allow_nan=False)
+    if len(line) <= MOST_ON_TERMINAL or not sys.stdout.isatty():
+        print(line, flush=True)
 
 
 class Finished(SystemExit):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import re
+import signal
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -106,9 +107,14 @@ class Interrupted(BaseException):
     """
 
     def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by signal {signum}")
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.signum = signum
         self.exit_code = 128 + signum
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 token`, `1,234 tokens`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def brief(error: BaseException) -> str:

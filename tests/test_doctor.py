@@ -221,7 +221,7 @@ def test_the_shortest_memory_limits_the_longest_prompt(tmp_path: Path) -> None:
     ("flags", "code", "message"),
     [
         ({"model": "nowhere/at/all"}, 2, "no such directory"),
-        ({"device": "abacus"}, 2, "no such kind of device"),
+        ({"device": "abacus"}, 2, "no such device"),
         ({"device": "cuda:7"}, 5, "CUDA devices found"),
         ({"device": "mps"}, 5, "no Apple GPU found"),
     ],

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from prefillcli.errors import UsageError
-from prefillcli.runtime.extras import EXTRAS, OPTIONAL, installed, require_extra
+from prefillcli.runtime import extras
+from prefillcli.runtime.extras import EXTRAS, OPTIONAL, installed, installing, require_extra
 
 ROOT = Path(__file__).parent.parent
 OFFERED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -33,7 +36,7 @@ def test_a_missing_package_is_named_with_the_line_to_type(extra: str, monkeypatc
                 require_extra(extra, "--what", advice=", or do without")
         first, second = str(caught.value).splitlines()
         assert first == f"--what: the package {package} is not installed"
-        assert second == f"pip install 'prefillcli[{extra}]', or do without"
+        assert second == f"{installing(extra)}, or do without"
 
 
 def test_nothing_is_said_or_imported_where_all_are_there() -> None:
@@ -112,3 +115,23 @@ def test_every_package_of_the_environment_has_its_version() -> None:
             (version,) = fixed[canonicalize_name(wanted.name)].specifier
             assert version.operator == "=="
             assert version.version in wanted.specifier
+
+
+@pytest.mark.parametrize(
+    ("origin", "line"),
+    [
+        (None, "pip install 'prefillcli[gguf]'"),
+        ({"url": "file:///no/such.whl", "archive_info": {}}, "pip install 'prefillcli[gguf]'"),
+        ({"url": "https://host/some.whl", "archive_info": {}}, "pip install 'prefillcli[gguf]'"),
+        ({"url": "file://{here}/a%20wheel.whl", "archive_info": {}}, "pip install '{here}/a wheel.whl[gguf]'"),
+        ({"url": "file://{here}", "dir_info": {"editable": True}}, "pip install -e '{here}[gguf]'"),
+    ],
+)
+def test_an_extra_comes_from_where_the_program_came_from(
+    origin: dict[str, object] | None, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`direct_url.json` is what pip writes (PEP 610)."""
+    (tmp_path / "a wheel.whl").touch()
+    text = None if origin is None else json.dumps(origin).replace("{here}", str(tmp_path))
+    monkeypatch.setattr(extras.metadata, "distribution", lambda name: SimpleNamespace(read_text=lambda file: text))
+    assert installing("gguf") == line.replace("{here}", str(tmp_path))

@@ -396,7 +396,7 @@ def test_signal_ends_it_with_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> N
     done = prefill("inspect", POSTS, *MODEL, "--row", 5)
     line = line_of(done)
     assert (done.exit_code, line["status"], line["row"]) == (143, "interrupted", 5)
-    assert done.stderr == "prefill: stopped by signal 15\n"
+    assert done.stderr == "prefill: stopped by SIGTERM\n"
 
 
 def test_template(inspected: list[Inspection]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from prefillcli.command_line import print_summary
 from prefillcli.data.reading.source import Source
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Expected, Progress, StepLog, progress_line, step
@@ -111,3 +112,13 @@ def test_the_share_of_bytes_tells_how_many_json_lines_there_will_be(tmp_path: Pa
     limited = Source.open([str(path)], columns=["text"], limit=100)
     assert sum(len(batch.rows) for batch in limited.batches()) == 100
     assert limited.expected_rows() == Expected(100)
+
+
+def test_a_long_last_line_is_for_programs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    short, long = {"status": "complete"}, {"checks": list(range(1000))}
+    print_summary(long)
+    assert json.loads(capsys.readouterr().out) == long
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_summary(long)
+    print_summary(short)
+    assert json.loads(capsys.readouterr().out) == short

@@ -38,6 +38,10 @@ WRONG = {
     ("in.jsonl", "-m", "./no"): "--model ./no: no such directory",
     ("in.jsonl", "-m", "./empty"): "empty: no config.json",
     ("in.jsonl", "-m", "./bare"): "bare: no .safetensors file",
+    ("in.jsonl", "-m", "./damaged"): "config.json: not JSON",
+    ("in.jsonl", "--labels", "Yes"): "at least two labels are needed",
+    ("in.jsonl", "--labels", "Yes,,No"): "there is an empty label",
+    ("in.jsonl", "--device", "abacus"): "no such device",
     ("in.jsonl", "--draft", "./no", "--keep", "0.5"): "--draft ./no: no such directory",
     ("in.jsonl", "--recipe", "no.yaml"): "no.yaml",
     ("in.jsonl", "--recipe", "job.yaml"): "unknown key 'inputt'",
@@ -57,6 +61,18 @@ CASES["score"] |= {
     ("score", "in.jsonl", "--adapter", "a=./no", "--adapter-column", "b"): "--adapter-column b: the input has no such",
     ("score", "in.jsonl", "--adapter", "./no"): "--adapter ./no: no such folder",
     ("score", "in.jsonl", "--calibration", "no.json"): "--calibration no.json: no such file",
+    ("score", "in.jsonl", "--profile", "no.json"): "--profile no.json: no such file",
+    ("score", "in.jsonl", "--keep-columns", "score"): "the output has a column score already",
+    ("score", "in.jsonl", "--keep-columns", "logprob_Yes"): "the output has a column logprob_Yes already",
+    ("score", "in.jsonl", "--keep-columns", "row"): "the output has a column row already",
+    ("score", "in.jsonl", "--truth", "id"): "--truth id",
+    ("score", "in.jsonl", "--label-values", "1,2,3"): "3 numbers for 2 labels",
+    (
+        *("score", "in.jsonl", "--labels", "A,B,C", "--truth", "score", "--wanted-precision", "0.9"),
+    ): "--wanted-precision is for two labels",
+    ("score", "in.jsonl", "-o", "/proc/out.parquet"): "cannot use /proc/out",
+    ("score", "in.jsonl", "--rejects", "/proc/rejects.jsonl"): "cannot use /proc/rejects.jsonl",
+    ("score", "in.jsonl", "-o", "strange.parquet"): "strange.parquet exists and was not written by this job",
 }
 CASES["others"] = {
     ("inspect", "in.jsonl", "--row", "a", "--id-column", "idd"): "no column 'idd'",
@@ -73,7 +89,7 @@ CASES["others"] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_mistake_is_told_before_torch_is_imported(tmp_path: Path, name: str) -> None:
-    row = json.dumps({"prompt": "Is it? Answer:", "id": "a"})
+    row = json.dumps({"prompt": "Is it? Answer:", "id": "a", "score": 1, "logprob_Yes": 0, "row": 7})
     (tmp_path / "in.jsonl").write_text(f"{row}\n")
     (tmp_path / "other.jsonl").write_text('{"text": "Is it?"}\n')
     (tmp_path / "cut.parquet").write_bytes((SAMPLES / "labeling.parquet").read_bytes()[:-100])
@@ -82,6 +98,10 @@ def test_a_mistake_is_told_before_torch_is_imported(tmp_path: Path, name: str) -
     (tmp_path / "empty").mkdir()
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_text("{}")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").write_text("{")
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "strange.parquet").write_bytes(b"whose is it?")
     done = subprocess.run(
         [sys.executable, "-c", RUN, json.dumps(list(CASES[name]))],
         cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True,
@@ -90,8 +110,27 @@ def test_a_mistake_is_told_before_torch_is_imported(tmp_path: Path, name: str) -
     assert len(lines) == 2 * len(CASES[name]), done.stderr
     for (given, said), summary, code in zip(CASES[name].items(), lines[::2], lines[1::2], strict=True):
         assert said in json.loads(summary)["error"], given
-        assert code in ("1", "2"), given
+        assert code in ("1", "2", "4"), given
     assert json.loads(heavy) == []
+
+
+def test_an_output_that_is_there_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Is it? Answer:"}\n')
+    command = ["score", "in.jsonl", "-o", "out.parquet"]
+
+    def run(*commands: list[str]) -> list[str]:
+        words = [sys.executable, "-c", RUN, json.dumps(commands)]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+        return done.stdout.splitlines()
+
+    assert run(command)[-2] == "0"
+    report = (tmp_path / "out.run.json").read_bytes()
+    summary, code, heavy = run(command)
+    assert "out.parquet is complete\ncontinue with --resume" in json.loads(summary)["error"]
+    assert (code, json.loads(heavy)) == ("2", [])
+    assert (tmp_path / "out.run.json").read_bytes() == report
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Was it? Answer:"}\n')  # that is another job
+    assert run(command)[-2] == "4"
 
 
 SCORE = """

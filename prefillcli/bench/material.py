@@ -23,7 +23,7 @@ from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import DEFAULT_COLUMN, Prompt, RowBatch, RowError, to_python
 from prefillcli.data.windows import MAX_ROWS, windows
-from prefillcli.errors import PrefillError, UsageError
+from prefillcli.errors import PrefillError, UsageError, counted
 from prefillcli.models.open import Opened
 from prefillcli.options.commands import QUICK_ROWS, BenchSettings
 
@@ -405,5 +405,5 @@ def _material(
     if errors:
         counts = Counter(error.code for error in errors.values())
         codes = ", ".join(f"{code} {count:,}" for code, count in sorted(counts.items()))
-        material.notes.append(f"{len(errors):,} rows are errors and left out ({codes})")
+        material.notes.append(f"left out: {counted(len(errors), 'row')} with an error ({codes})")
     return material

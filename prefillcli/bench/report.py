@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from prefillcli.core.feature import features
+from prefillcli.errors import counted
 from prefillcli.report.run import CommandReport
 from prefillcli.report.section import (
     Bar,
@@ -164,7 +165,7 @@ class WorkloadResult(BaseModel):
 
     def _headline(self) -> str:
         return (
-            f"{self.workload}: {self.rows:,} rows, {self.prompt_tokens:,} prompt tokens "
+            f"{self.workload}: {counted(self.rows, 'row')}, {self.prompt_tokens:,} prompt tokens "
             f"({self.prompt_tokens / self.rows:,.0f} a row), {self.unique_tokens:,} unique"
         )
 
@@ -336,8 +337,9 @@ def _of_drift(method: str, drift: StateDrift) -> str:
     worst = max(drift.layers, key=lambda each: each.median)
     return (
         f"{method}: states of recurrent layers drift by {drift.median:.2f} of their norm, from those after the whole "
-        f"prompt to those after the kept tokens (median of {len(drift.layers):,} layers and {drift.rows:,} rows; at "
-        f"most {drift.largest:.2f}; most in layer {worst.layer:,}, {worst.median:.2f})"
+        f"prompt to those after the kept tokens (median of {len(drift.layers):,} layers and "
+        f"{counted(drift.rows, 'row')}"
+        f"; at most {drift.largest:.2f}, most in layer {worst.layer:,}: {worst.median:.2f})"
     )
 
 

@@ -241,6 +241,14 @@ class Feature:
     def starting(self) -> None:
         """Before anything is opened: raise UsageError for options that are wrong whatever the input holds."""
 
+    def own_labels(self, model: Path) -> bool:
+        """Whether `labels` may give other labels for a model in this folder or file than the job's options do."""
+        return False
+
+    def labels_named(self, opening: Opening) -> None:
+        """The names of the labels are known: where the options have them, before torch is imported. Raise UsageError
+        if they do not fit; the input is open."""
+
     def labels(self, opened: Opened) -> Labels | None:
         """What is asked behind each prompt; None: the labels of the job's options."""
         return None

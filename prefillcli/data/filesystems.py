@@ -154,8 +154,8 @@ def explained(error: BaseException) -> str:
 
 
 _ADVICE = {
-    Failure.PASSING: "the object store is busy or cannot be reached: go on with --resume when it answers again",
-    Failure.REFUSED: "the credentials have expired or do not allow this: renew them, then go on with --resume",
+    Failure.PASSING: "the object store is busy or cannot be reached: continue with --resume when it answers again",
+    Failure.REFUSED: "the credentials have expired or do not allow this: renew them, then continue with --resume",
     Failure.MISSING: "there is no such bucket or object: correct the URL, or create the bucket",
 }
 

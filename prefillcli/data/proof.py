@@ -236,7 +236,7 @@ class FileContents:
             raise ContentChangedError(f"while the job ran, {' and '.join(told) or 'files changed places'}\n{_ADVICE}")
 
 
-_ADVICE = "nothing was written from what changed: put it back and go on with --resume, or start anew with --overwrite"
+_ADVICE = "nothing was written from what changed: put it back and continue with --resume, or use --overwrite"
 
 
 def changed(path: str, what: str) -> ContentChangedError:

@@ -43,7 +43,7 @@ from prefillcli.data.rows import (
     text_of,
     to_python,
 )
-from prefillcli.errors import UsageError
+from prefillcli.errors import UsageError, counted
 
 RUN_ROWS = 512  # rows of a run, at most
 # A run has at most this fraction of a shard's part of a window, where cutting it costs little.
@@ -438,9 +438,9 @@ def find_row(
     search = _Search(source, row, id_column)
     found = next(windows(search, builder, labels, id_column=id_column, skip=search.goes_on), None)
     if found is None or search.row is None:
-        where = f"the {search.rows:,} rows read" + ("" if search.last is None else f", 0 to {search.last:,}")
+        where = f"the {counted(search.rows, 'row')} read" + ("" if search.last is None else f", 0 to {search.last:,}")
         if id_column is not None:
-            where = f"column {id_column!r} of the {search.rows:,} rows read"
+            where = f"column {id_column!r} of the {counted(search.rows, 'row')} read"
         raise UsageError("the input has no rows" if row is None else f"--row {row}: no such row in {where}")
     return FoundRow(search.row, search.id, found)
 

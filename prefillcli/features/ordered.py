@@ -9,7 +9,7 @@ from prefillcli.options.groups import LabelValues
 from prefillcli.options.option import ANSWERS, Settings, option
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import Labels, Opened
+    from prefillcli.core.feature import Labels, Opened, Opening
 
 
 class ValueOptions(Settings):
@@ -34,15 +34,20 @@ class Ordered(Feature):
         return bool(settings.label_values)
 
     def labels(self, opened: Opened) -> Labels:
-        from prefillcli.data.prompts.labels import require_values
         from prefillcli.models.open import answer_labels
         from prefillcli.stats.evaluation import Measure
 
         found = answer_labels(opened, self.settings)
         if found.measure is Measure.SHARES:  # the values of other labels are refused as `meaningless`
-            require_values(self.settings.label_values, found.names)
             found.values = self.settings.label_values
         return found
+
+    def labels_named(self, opening: Opening) -> None:
+        from prefillcli.data.prompts.labels import require_values
+        from prefillcli.stats.evaluation import Measure
+
+        if opening.labels.measure is Measure.SHARES:
+            require_values(self.settings.label_values, opening.labels.names)
 
     def meaningless(self, labels: Labels) -> list[str]:
         return ["label-values"]

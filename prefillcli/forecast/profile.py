@@ -333,6 +333,14 @@ class Profile(BaseModel):
         return next((each for each in self.modes if each.mode == name), None)
 
 
+def named_profile(path: str) -> Profile:
+    """The profile of `--profile`. Raises UsageError if the file is missing or is no profile."""
+    profile = Profile.load(path)
+    if profile is None:
+        raise UsageError(f"--profile {path}: no such file; `prefill profile` writes one")
+    return profile
+
+
 def find_profile(settings: Any, opened: Opened, digest: str | None = None) -> tuple[Profile | None, str, str | None]:
     """The profile that applies to a job of `ScoreSettings` here and has times to predict with, its path, and the
     reason if there is none.
@@ -346,14 +354,12 @@ def find_profile(settings: Any, opened: Opened, digest: str | None = None) -> tu
     if "forecast" not in ENGINES[settings.engine].can:
         return None, name, None
     try:
-        profile = Profile.load(name) if path or os.path.exists(name) else None
+        profile = named_profile(path) if path else Profile.load(name) if os.path.exists(name) else None
     except UsageError as error:
         if path:
             raise
         return None, name, str(error)  # nobody asked for this file
     if profile is None:
-        if path:
-            raise UsageError(f"--profile {path}: no such file; `prefill profile` writes one")
         return None, name, f"no {name} here; `prefill profile` with this model makes one"
     why = profile.mismatch(digest or hash_model(opened.files.origin), opened.files.dtype, opened.device)
     if why is not None:

@@ -22,7 +22,7 @@ from prefillcli.core.question import Question, plan_questions, planned_positions
 from prefillcli.data.output.columns import MOST, Counts
 from prefillcli.data.rows import SKIPPED_CODES, ErrorCode, Int32Array, Prompt, Window
 from prefillcli.engines.memory_plan import TEXTS, budget_of, plan_packs
-from prefillcli.errors import ResourceError
+from prefillcli.errors import ResourceError, counted
 from prefillcli.models.open import Opened
 from prefillcli.plan import SCHEDULES
 from prefillcli.plan.blocks import BLOCK_TOKENS, CarriedBlock
@@ -224,12 +224,15 @@ def _lines(survey: Survey) -> Iterable[tuple[str, str]]:
     counts = f"{rows.prompts:,} to score of {rows.total:,}"
     if rows.errors:
         codes = ", ".join(f"{code} {count:,}" for code, count in sorted(rows.errors_by_code.items()))
-        counts += f", {rows.errors:,} errors ({codes})"
+        counts += f", {counted(rows.errors, 'error')} ({codes})"
     if rows.skipped:
         counts += f", {rows.skipped:,} skipped"
     yield "rows", counts
     if rows.too_long:
-        yield "too long", f"{rows.too_long:,} rows" + (f", {rows.truncated:,} shortened" if rows.truncated else "")
+        yield (
+            "too long",
+            f"{counted(rows.too_long, 'row')}" + (f", {rows.truncated:,} shortened" if rows.truncated else ""),
+        )
     if survey.lengths is not None:
         lengths = survey.lengths
         shares = ", ".join(f"{name} % {tokens:,}" for name, tokens in lengths.percentiles.items())
@@ -237,9 +240,12 @@ def _lines(survey: Survey) -> Iterable[tuple[str, str]]:
         yield "lengths", f"{lengths.least:,} to {lengths.most:,}, mean {lengths.mean:,.0f}; {shares}"
     twice = survey.duplicates
     if twice.rows:
-        yield "duplicates", f"{twice.rows:,} rows share their whole prompt ({twice.prompts:,} prompts) with others"
+        yield (
+            "duplicates",
+            f"{counted(twice.rows, 'row')} with the whole prompt of another ({counted(twice.prompts, 'prompt')})",
+        )
     most = min(limits.max_tokens, limits.max_length)
-    yield "packs", f"of {limits.pack_tokens:,} tokens; a prompt has at most {most:,}"
+    yield "packs", f"of {counted(limits.pack_tokens, 'token')}; a prompt has at most {most:,}"
     texts = survey.texts
     if texts is not None:
         more = texts.small_tokens - texts.large_tokens
@@ -247,7 +253,7 @@ def _lines(survey: Survey) -> Iterable[tuple[str, str]]:
             "rationales",
             (
                 f"K,V {'are kept' if texts.kv == 'kept' else 'are not kept, wanted prompts are read again'}: "
-                f"{texts.reason}\npacks that can be kept compute {more:,} tokens more than larger ones, "
+                f"{texts.reason}\npacks that can be kept compute {counted(more, 'token')} more than larger ones, "
                 f"which compute {texts.large_tokens:,}"
             ),
         )

@@ -122,7 +122,24 @@ def _one_or_hash(digests: Sequence[str]) -> str:
 def output_job(fingerprint: Mapping[str, str], settings: ScoreSettings) -> Job:
     """The job as its output records it, with the options that choose its rows: `prefill verify` reads them."""
     selection = {name: getattr(settings, name) for name in settings.changing("rows")}
-    return Job(dict(fingerprint), selection, settings.id_column)
+    return Job(dict(fingerprint), selection, settings.id_column, asked(settings))
+
+
+def asked(settings: ScoreSettings) -> str:
+    """Digest of the options that may change an output."""
+    names = settings.changing("scores", "columns", "rows")
+    return hash_value([[name, str(getattr(settings, name))] for name in names])
+
+
+def is_same(opening: Opening, models: LocalModels, job: Job) -> bool:
+    """Whether the job of an output is surely that of an opening whose models are not open yet: it was asked for with
+    the same options, input and model. Errors of reading pass through."""
+    known = job.fingerprint
+    return (
+        job.asked == asked(opening.settings)
+        and known.get("model") in models.digests.values()
+        and known.get("input") == opening.source.fingerprint()
+    )
 
 
 def hash_engine(settings: ScoreSettings) -> str:

@@ -10,7 +10,14 @@ from prefillcli.core.feature import features, features_of
 from prefillcli.data.output.columns import Counts
 from prefillcli.data.output.sink import JoinedShards
 from prefillcli.data.output.target import Manifest, Target
-from prefillcli.errors import OutputBusyError, OutputConflictError, OutputDamagedError, OutputExistsError, shown
+from prefillcli.errors import (
+    OutputBusyError,
+    OutputConflictError,
+    OutputDamagedError,
+    OutputExistsError,
+    counted,
+    shown,
+)
 from prefillcli.jobs.path_table import report_path, require_apart
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.options.commands import MergeSettings
@@ -109,4 +116,6 @@ def _merged_before(joined: JoinedShards, merged: Manifest, report: RunReport, cl
 def _sentence(report: RunReport) -> str:
     rows = report.rows
     done = "was merged before" if report.resumed else f"is made of {report.shards} shards"
-    return f"{report.output} {done}: {rows.total:,} rows, {rows.scored:,} scored, {rows.errors:,} with an error"
+    return (
+        f"{report.output} {done}: {counted(rows.total, 'row')}, {rows.scored:,} scored, {rows.errors:,} with an error"
+    )

@@ -14,12 +14,12 @@ from prefillcli.data.prompts.templates import RowTemplate
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Prompt, Window
 from prefillcli.data.windows import Prefetcher, WindowSize, windows
+from prefillcli.engines.registry import require_engine
 from prefillcli.errors import UsageError, without_secrets
 from prefillcli.models.files import sample_model
-from prefillcli.models.open import Opened, answer_labels, local_model, small_models
+from prefillcli.models.open import Opened, answer_labels, local_model, named_labels, small_models
 from prefillcli.options.groups import JobOptions
-from prefillcli.runtime import clock, log
-from prefillcli.runtime.memory import parse_size
+from prefillcli.runtime import clock, log, memory
 from prefillcli.stats.evaluation import Measure
 
 
@@ -79,11 +79,21 @@ class Opening:
         source.select(columns=next(filter(None, named), own), carried=self.carried)
         for each in self.features:
             each.check_columns(source.available)
-        local_models(settings)
+        models = local_models(settings)
+        require_engine(getattr(settings, "engine", "torch"))
         for path in source.left_out:
             log.warning(f"{without_secrets(path)}: not read: its name says neither Parquet nor JSON Lines")
         for each in self.features:
             each.source_opened(self)
+        if (labels := self._labels_of_options(models[0] if models else None)) is not None:
+            self.labels = labels
+            self.labels_known()
+
+    def _labels_of_options(self, model: Path | None) -> Labels | None:
+        # The labels by their names alone; None where the model at this path may have others, or is not here yet.
+        if model is None or any(each.own_labels(model) for each in self.features):
+            return None
+        return named_labels(model, self.settings)
 
     def _take_id_column(self) -> None:
         # Where the settings name no column with ids, the input may be of a kind that has one.
@@ -119,7 +129,10 @@ class Opening:
             each.models_opened(self)
 
     def labels_known(self) -> None:
-        """The labels are known. Raise UsageError if the command cannot use them."""
+        """The labels are known: by their names, before torch is imported, and then as they are. Raise UsageError if
+        the command cannot use them."""
+        for each in self.features if hasattr(self, "source") else ():
+            each.labels_named(self)
 
     def open_rows(self) -> None:
         """Make prompts possible. Raises UsageError."""
@@ -156,7 +169,7 @@ class Opening:
             on_long=settings.on_long,
             vocab_size=files.config.vocab_size,
             literal=settings.literal,
-            max_row_bytes=parse_size(settings.max_row_bytes) if settings.max_row_bytes else None,
+            max_row_bytes=memory.parse_size(settings.max_row_bytes) if settings.max_row_bytes else None,
             row_columns=tuple(filter(None, (*named, opened.variants.row_columns if opened.variants else None))),
             classifies=files.head is not None,
             label_columns=self.labels.columns,

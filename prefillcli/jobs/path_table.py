@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from prefillcli.data.filesystems import (
     read_start,
     reading,
     split_path,
+    writing,
     written_path,
 )
 from prefillcli.data.output import FILE_ENDINGS, Shard
@@ -191,9 +193,22 @@ def require_apart(settings: Settings) -> None:
             if use.meets(other) and not replaced:
                 raise _refusal(use, other)
         _require_not_read_next(use, settings)
+        if use.side or (use.output and not getattr(settings, "dry_run", False)):
+            _require_writable(use.path)
         if use.side:
             overwrite = getattr(settings, "overwrite", None)
             require_ours(use.path, use.side, use.called, overwrite=overwrite)
+
+
+def _require_writable(path: str) -> None:
+    """Raise PrefillError if no file can be made where this local one would lie. It leaves none."""
+    filesystem, inner = filesystem_of(written_path(path))
+    if not is_local(filesystem):
+        return
+    parent = next(each for each in map(str, Path(inner).parents) if os.path.lexists(each))
+    if os.path.isdir(parent):
+        with writing(path), tempfile.TemporaryFile(dir=parent):
+            pass
 
 
 def _refusal(use: PathUse, other: PathUse) -> UsageError:

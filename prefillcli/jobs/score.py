@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.data.output.sink import ShardSink, Sink, plan_of
+from prefillcli.data.output.sink import ShardSink, Sink, plan_of, refuse_known
 from prefillcli.data.rows import Int64Array, Window
 from prefillcli.errors import (
     OutputBusyError,
@@ -17,9 +19,9 @@ from prefillcli.errors import (
     shown,
     shown_report,
 )
-from prefillcli.forecast.profile import find_profile
+from prefillcli.forecast.profile import find_profile, named_profile
 from prefillcli.jobs.dry_run import dry_run_job
-from prefillcli.jobs.identity import LocalModels, fingerprint, output_job
+from prefillcli.jobs.identity import LocalModels, fingerprint, is_same, output_job
 from prefillcli.jobs.path_table import output_of, report_path, require_apart
 from prefillcli.jobs.recorder import Recorder, RemainingTime
 from prefillcli.jobs.scorer import AS_SAVED, DTYPES, USUAL, Granularity, Scorer
@@ -138,9 +140,12 @@ class Job(Scorer):
     def _open_inputs(self) -> None:
         settings = self.settings
         with self.clock.phase("read"), self.stop.at_once():
+            if settings.profile is not None:
+                named_profile(settings.profile)
             self.open_source()
             self.source.begin_hashing()
             self.models = LocalModels(settings)  # before anything is read from them
+            self._refuse_known_output()
         with self.clock.phase("load"), self.stop.at_once():
             self.dtypes = self._earlier_dtypes()
             self.open_models()
@@ -154,10 +159,26 @@ class Job(Scorer):
         earlier = None if self.settings.overwrite else plan_of(self.output, self.settings.shard_of)
         return () if earlier is None else tuple(earlier.get(DTYPES, AS_SAVED))
 
-    def _open_sink(self) -> Sink:
-        """The output. Where it must not be touched, neither must the report that lies beside it."""
-        settings, source, schema = self.settings, self.source, self.schema()
+    def _refuse_known_output(self) -> None:
+        """Refuse an output that this job must not touch, as far as is known before torch is imported."""
+        settings = self.settings
+        if settings.overwrite or settings.shard is not None or any(each.reopens() for each in self.features):
+            return
+        with self._report_untouched():
+            refuse_known(self.output, partial(is_same, self, self.models), resume=settings.resume)
+
+    @contextmanager
+    def _report_untouched(self) -> Iterator[None]:
+        """Where the output must not be touched, neither must the report that lies beside it."""
         try:
+            yield
+        except (OutputExistsError, OutputConflictError, OutputBusyError):
+            self.report.report = None
+            raise
+
+    def _open_sink(self) -> Sink:
+        settings, source, schema = self.settings, self.source, self.schema()
+        with self._report_untouched():
             return (Sink if settings.shard is None else ShardSink).open(
                 self.output,
                 output_job(self.report.fingerprint, settings),
@@ -168,9 +189,6 @@ class Job(Scorer):
                 partitions=source.partitions if settings.partition else None,
                 shard=settings.shard_of,
             )
-        except (OutputExistsError, OutputConflictError, OutputBusyError):
-            self.report.report = None
-            raise
 
     def _score(self) -> None:
         settings, sink = self.settings, self.sink

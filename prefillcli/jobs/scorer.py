@@ -80,6 +80,9 @@ class Scorer(Opening):
 
     def labels_known(self) -> None:
         require_label_uses(self)
+        super().labels_known()
+        if hasattr(self, "source"):
+            self.schema().require_distinct()
 
     def windows(self, cancel: Callable[[], None] | None = None, **choice: Any) -> Prefetcher[Window]:
         """As in every `Opening`, but with the rows of the shard alone."""

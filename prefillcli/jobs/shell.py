@@ -120,7 +120,7 @@ def fail(error: BaseException, report: Ending, *, debug: bool, resumable: bool) 
     report.status = "failed"
     if isinstance(error, Interrupted):
         report.status, report.exit_code, report.error = "interrupted", error.exit_code, str(error)
-        log.error(f"{error}{'; go on with --resume' if resumable else ''}")
+        log.error(f"{error}{'; continue with --resume' if resumable else ''}")
         return
     if isinstance(error, PrefillError):
         report.exit_code, report.error = error.exit_code, str(error)

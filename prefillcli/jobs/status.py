@@ -163,4 +163,4 @@ def _sentence(status: Status) -> str:
     for shard in status.shards:
         rows = shard["rows"]["done"]
         text += f"\nshard {shard['shard']} {_STATES[shard['status']]}" + ("" if rows is None else f": {rows_of(rows)}")
-    return text + ("\ngo on with --resume" if status.status == "stopped" else "")
+    return text + ("\ncontinue with --resume" if status.status == "stopped" else "")

@@ -15,7 +15,7 @@ from prefillcli.data.output.columns import ROW_COLUMN, Counts, typed_column
 from prefillcli.data.output.target import MEASURE, Job, Manifest, Published, Target, rows_of_input
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import ErrorCode, as_json, to_python
-from prefillcli.errors import ContentChangedError, DamagedFileError, OutputConflictError
+from prefillcli.errors import ContentChangedError, DamagedFileError, OutputConflictError, counted
 from prefillcli.jobs.shell import Ended, shell
 from prefillcli.runtime import log
 from prefillcli.stats.evaluation import Measure
@@ -231,7 +231,7 @@ def verify_job(output: str, inputs: Sequence[str] = (), *, quiet: bool = False) 
         rows = verified.rows
         of = f", and of {', '.join(inputs)}" if inputs else ""
         log.info(
-            f"{output} is as it was written{of}: {rows['total']:,} rows, {rows['scored']:,} scored, "
+            f"{output} is as it was written{of}: {counted(rows['total'], 'row')}, {rows['scored']:,} scored, "
             f"{rows['errors']:,} with an error"
         )
     return vars(verified)

@@ -192,9 +192,9 @@ class Scorer:
             table = scorer.score(rows)
 
     The first argument is the model: a folder or a hub name. The other options are those of `prefill score` that
-    determine how a row is scored, by name; docs/score.md explains each. The environment (PREFILL_MODEL, ...) is not
-    read. Several threads may use one Scorer: it scores for one after the other. Raises UsageError for wrong options
-    and models, and ResourceError where the model does not fit.
+    determine how a row is scored, by name: `help(prefillcli.Scorer.__init__)` explains each. The environment
+    (PREFILL_MODEL, ...) is not read. Several threads may use one Scorer: it scores for one after the other. Raises
+    UsageError for wrong options and models, and ResourceError where the model does not fit.
     """
 
     @lists_options(ScorerOptions)

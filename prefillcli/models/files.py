@@ -289,6 +289,14 @@ def names_classifier(config: Any) -> bool:
     return any(str(name).endswith(CLASSIFIER) for name in names or ())
 
 
+def has_classes(model: Path, head: str) -> bool:
+    """Whether the classes of a head are read of the model in a folder or file, by `--head`."""
+    if head in ("probability", "value"):
+        return True
+    config = model / "config.json"
+    return head == "auto" and config.is_file() and names_classifier(read_json(config))
+
+
 def brings_code(folder: Path) -> bool:
     """Whether a model's folder names Python code for its model or tokenizer, which runs only where it is trusted."""
     files = [folder / name for name in ("config.json", "tokenizer_config.json")]

@@ -9,13 +9,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from prefillcli.data.prompts.builder import RowColumns
-from prefillcli.data.prompts.labels import Labels, Normalisation, parse_labels
+from prefillcli.data.prompts.labels import ClassLabels, Labels, Normalisation, parse_labels
 from prefillcli.data.proof import gguf_parts
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
-from prefillcli.models.files import check_files, find_weights, read_json, refuse_code_elsewhere, sample_model
-from prefillcli.runtime import clock, log
+from prefillcli.models.files import (
+    check_config,
+    check_files,
+    check_generation_config,
+    find_weights,
+    has_classes,
+    read_json,
+    refuse_code_elsewhere,
+    sample_model,
+)
+from prefillcli.runtime import clock, log, memory
 from prefillcli.runtime.cores import Threads
-from prefillcli.runtime.extras import light_imports
+from prefillcli.runtime.extras import light_imports, require_extra
+from prefillcli.stats.evaluation import Measure
 
 if TYPE_CHECKING:  # these take seconds to import; wrong input should not wait for them
     import torch
@@ -68,6 +78,8 @@ class LabelChoice(Protocol):
     def label_norm(self) -> Normalisation: ...
     @property
     def label_end(self) -> str | None: ...
+    @property
+    def head(self) -> Literal["auto", "vocabulary", "probability", "value"]: ...
 
 
 # Turns a model into that variant of it; None gives the model as loaded.
@@ -146,8 +158,13 @@ def local_model(name: str, option: str) -> Path | None:
             f"{option} {name}: an adapter, which is read with its model\n"
             f"merge it into its model with PEFT, and give the merged model as {option}"
         )
-    if path.is_dir() and not gguf_parts(path):
+    if gguf_parts(path):
+        require_extra("gguf", f"{path}: GGUF")
+    elif path.is_dir():
         find_weights(path)
+        check_files(path)
+        check_config(path / "config.json")
+        check_generation_config(path / "generation_config.json")
     if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
         return path
     if path.is_file():
@@ -286,6 +303,15 @@ def answer_labels(opened: Opened, choice: LabelChoice) -> Labels:
     return class_labels(opened.files.head, choice.labels if choice.labels_given else None)
 
 
+def named_labels(model: Path, choice: LabelChoice) -> Labels | None:
+    """The labels of a job with the model in a folder or file, by their names alone; None for those of a head. Imports
+    no torch. Raises UsageError."""
+    if has_classes(model, choice.head):
+        return None
+    labels = parse_labels(choice.labels)
+    return ClassLabels(labels, tuple((number,) for number in range(len(labels))), Measure.SHARES)
+
+
 def check_walkable(files: ModelFiles, advice: str) -> None:
     """Raise UsageError, with this advice, for a family that is known not to be walked layer by layer."""
     from prefillcli.models.shape import UNWALKED
@@ -337,9 +363,7 @@ def weights_of(opened: Opened, *, draft: bool = True) -> int:
 
 def refuse_what_cannot_fit(opened: Opened, *, draft: bool = True) -> None:
     """Raise ResourceError if the device certainly has no room for the weights, those of the `draft` included."""
-    from prefillcli.runtime.memory import loadable_memory
-
-    need, most = weights_of(opened, draft=draft), loadable_memory(opened.device)
+    need, most = weights_of(opened, draft=draft), memory.loadable_memory(opened.device)
     if most is not None and need > most:
         and_draft = " and those of the small model beside it" if draft and opened.small else ""
         raise ResourceError(

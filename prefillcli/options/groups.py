@@ -151,6 +151,12 @@ def _check_resources(value: object) -> object:
     return found
 
 
+def _check_device(name: str) -> str:
+    if not re.fullmatch(r"auto|(cpu|cuda|mps)(:(0|[1-9][0-9]?))?", name):
+        raise ValueError("no such device; use auto, cpu, cuda, cuda:N or mps")
+    return name
+
+
 ByteSize = Annotated[str, AfterValidator(_check_size)]
 TextList = Annotated[tuple[str, ...], BeforeValidator(_as_texts)]
 NameList = Annotated[tuple[str, ...], BeforeValidator(split_names)]
@@ -160,6 +166,7 @@ if TYPE_CHECKING:
     ScheduleName = str
 else:
     ScheduleName = Literal[tuple(SCHEDULES)]
+DeviceName = Annotated[str, AfterValidator(_check_device)]
 EngineName = Annotated[str, AfterValidator(_check_engine)]
 RowRange = Annotated[str, BeforeValidator(_check_rows)]
 ShardName = Annotated[str, AfterValidator(_check_shard)]
@@ -234,7 +241,9 @@ class ModelOptions(Settings):
         None, "Revision of a hub model.", MODEL, changes="scores", metavar="NAME", requires=requirements.HUB_MODEL
     )
     trust_remote_code: bool = option(False, "Run Python code that comes with the model.", MODEL, changes="scores")
-    device: str = option("auto", "cpu, cuda, cuda:1, mps, ... or auto.", MODEL, changes="speed", metavar="DEVICE")
+    device: DeviceName = option(
+        "auto", "cpu, cuda, cuda:1, mps, ... or auto.", MODEL, changes="speed", metavar="DEVICE"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
         "Number format of weights and activations. auto: as the model is saved, or float32 where this device is slow "
@@ -520,7 +529,7 @@ class EndingOptions(Settings):
 
     overwrite: bool = option(
         False,
-        "Replace an existing output, and files of others where this run writes its report, metrics or rejects.",
+        "Replace an existing output, and any other file at the paths of the report, metrics and rejects.",
         FILES, level="first", changes="files",
     )  # fmt: skip
     report: str | None = option(

@@ -8,6 +8,7 @@ import os
 import re
 import reprlib
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
@@ -288,7 +289,8 @@ class ScoreOptions(ScorerOptions, FileOptions, total=False):
 
 
 def lists_options(kind: type) -> Callable[[AnyFunction], AnyFunction]:
-    """Decorator: `inspect.signature` lists the options of this kind in place of `**options`, with their defaults.
+    """Decorator: `inspect.signature` lists the options of this kind in place of `**options`, with their defaults, and
+    the docstring explains each with the help of the command line.
 
     So notebooks complete their names, and `help` shows them.
     """
@@ -302,9 +304,20 @@ def lists_options(kind: type) -> Callable[[AnyFunction], AnyFunction]:
             if name in ScoreSettings.model_fields  # of features that are there
         ]
         function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        names = [name for name in get_type_hints(kind) if name in ScoreSettings.model_fields]
+        function.__doc__ = f"{inspect.getdoc(function) or ''}\n\nOptions:\n{_explained(names)}".lstrip()
         return function
 
     return decorate
+
+
+def _explained(names: Sequence[str]) -> str:
+    # A paragraph for each option of `prefill score`.
+    texts = [f"{name}: {' '.join((ScoreSettings.model_fields[name].description or '').split())}" for name in names]
+    return "\n".join(
+        textwrap.fill(text, 100, initial_indent="    ", subsequent_indent=" " * 8, break_on_hyphens=False)
+        for text in texts
+    )
 
 
 def scorer_settings(

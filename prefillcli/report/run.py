@@ -26,6 +26,7 @@ from prefillcli.errors import (
     Interrupted,
     PrefillError,
     ResourceError,
+    counted,
     shown,
     shown_report,
     without_secrets,
@@ -529,7 +530,7 @@ def _rows(report: RunReport) -> Section:
     counts = f"{rows.scored:,} scored of {rows.total:,}"
     if rows.errors:
         codes = ", ".join(f"{code} {count:,}" for code, count in sorted(rows.errors_by_code.items()))
-        counts += f", {rows.errors:,} errors ({codes})"
+        counts += f", {counted(rows.errors, 'error')} ({codes})"
     if rows.skipped:
         counts += f", {rows.skipped:,} skipped"
     section = Section(lines=[("rows", counts)], tiles=[("scored", f"{rows.scored:,}"), ("errors", f"{rows.errors:,}")])

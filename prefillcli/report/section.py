@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prefillcli.data.output.columns import LENGTH_EDGES
+from prefillcli.errors import counted as counted
 
 if TYPE_CHECKING:
     from prefillcli.report.run import Histogram, MemoryTrace
@@ -461,11 +462,6 @@ def abbreviated(number: float) -> str:
         if number >= size:
             return f"{number / unit:.3g}{letter}"
     return f"{number:,.0f}"
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 token`, `1,234 tokens`."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def row_name(row: int | None, own: str | None) -> str:

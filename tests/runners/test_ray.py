@@ -278,7 +278,7 @@ def test_a_signal_stops_the_job_its_actors_and_its_ray(job: Path, signum: int) -
     driver.send(signum)
     assert driver.end(60)["exit_code"] == 128 + signum
     said = Path("stderr").read_text()
-    assert "go on with --resume" in said
+    assert "continue with --resume" in said
     assert "Traceback" not in said
     assert "Exception ignored" not in said
     assert gone(below)

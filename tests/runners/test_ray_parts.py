@@ -158,7 +158,7 @@ def test_without_ray_the_runner_says_how_to_get_it(model: Path, monkeypatch: pyt
     write_parquet("in.parquet", prompt=["The fox. Answer:"])
     done = score("in.parquet", model=model, runner="ray", overwrite=True)
     assert done["exit_code"] == 2
-    assert "pip install 'prefillcli[ray]'" in done["error"]
+    assert "[ray]'" in done["error"]
 
 
 def test_the_address_comes_from_the_option_then_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,14 @@ def test_the_last_line_and_the_tables(model: Path) -> None:
     assert (line["status"], line["dry_run"], line["report"]) == ("complete", True, "r/own.dry-run.json")
     assert line["rows"]["errors_by_code"] == {"null_prompt": 1}
     assert line["predicted_seconds"] is None
-    for text in ("31 to score of 32", "2 rows share their whole prompt", "█", "fifo", "prefill profile", "unique"):
+    for text in (
+        "31 to score of 32",
+        "2 rows with the whole prompt",
+        "█",
+        "fifo",
+        "prefill profile",
+        "unique",
+    ):
         assert text in done.stderr
     assert "\r" not in done.stderr
     assert prefill("score", source, "-m", model, "--dry-run").exit_code == 3

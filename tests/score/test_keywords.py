@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import pydoc
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -71,6 +73,10 @@ def test_signatures_list_the_options_with_their_defaults() -> None:
         assert set(parameters) == own | set(options)
         for name in options:
             assert parameters[name].default == ScoreSettings.model_fields[name].default
+        explained = pydoc.plain(pydoc.render_doc(function.__init__ if function is prefillcli.Scorer else function))
+        told = dict(re.findall(r"^ +(\w+): (\w+)", explained, re.MULTILINE))
+        for name in options:
+            assert (ScoreSettings.model_fields[name].description or "").startswith(told[name])
 
 
 @pytest.mark.parametrize("name", sorted({*ScoreSettings.model_fields} - {*OF_SCORER, *OF_FILES, "model"}))

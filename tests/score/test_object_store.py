@@ -201,7 +201,7 @@ def test_credentials_that_expire_stop_the_run_and_new_ones_finish_it(
     assert "Traceback" in stopped.stderr
     assert "first-secret" not in stopped.stderr
     assert "The provided token has expired.\nthe credentials have expired or do not allow this" in stopped.stderr
-    assert "go on with --resume" in stopped.stderr
+    assert "continue with --resume" in stopped.stderr
     assert len(parts_of(bucket, output)) == 3
     kept = s3_server.requests[:]
     renewed = {"AWS_ACCESS_KEY_ID": "second-key", "AWS_SECRET_ACCESS_KEY": "second-secret"}

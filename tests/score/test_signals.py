@@ -67,7 +67,7 @@ def assert_interrupted(command: Command, signum: int) -> None:
     (line,) = Path("stdout").read_text().splitlines()
     assert json.loads(line)["status"] == "interrupted"
     assert "Traceback" not in command.stderr
-    assert "go on with --resume" in command.stderr
+    assert "continue with --resume" in command.stderr
 
 
 def near(value: object) -> object:
@@ -168,4 +168,4 @@ def test_a_command_that_has_not_begun_its_job_says_that_it_was_stopped() -> None
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 143
     assert json.loads(ended.stdout)["status"] == "interrupted"
-    assert ended.stderr == "prefill: stopped by signal 15\n"
+    assert ended.stderr == "prefill: stopped by SIGTERM\n"

@@ -75,6 +75,17 @@ def find_resumable(target: Target, job: Job, resume: bool, overwrite: bool, *, q
     return _resumed(manifest, job, resume, begun=exists or begun, name=target.path)
 
 
+def refuse_known(output: str, is_same: Callable[[Job], bool], *, resume: bool) -> None:
+    """Raise what `find_resumable` raises, as far as it is known before the job itself is: that the output is of no
+    job, or of one that `is_same`, which must `resume`."""
+    target = Target.parse(output)
+    manifest = _manifest(target.work, Job({}), True)
+    published = target.published() if manifest is None and target.exists() else None
+    found = manifest.job if manifest is not None else published.job if published is not None else None
+    if found is None or (not resume and is_same(found)):
+        find_resumable(target, found or Job({}), resume, False, quiet=True)
+
+
 def is_merged(manifest: Manifest | None) -> TypeGuard[Manifest]:
     """Whether a manifest is that of a whole output that exists, not just of a complete shard."""
     return manifest is not None and manifest.state == "complete" and manifest.shard is None
@@ -93,7 +104,7 @@ def _resumed(manifest: Manifest, job: Job, resume: bool, *, begun: bool, name: s
             "choose another --output, or replace it with --overwrite"
         )
     state = "is complete" if manifest.state == "complete" else "is there in part"
-    raise OutputExistsError(f"{name} {state}\ngo on with --resume, or replace it with --overwrite")
+    raise OutputExistsError(f"{name} {state}\ncontinue with --resume, or replace it with --overwrite")
 
 
 def _require_undamaged(target: Target, manifest: Manifest) -> None:

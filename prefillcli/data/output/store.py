@@ -165,7 +165,7 @@ class ObjectLock(Lock):
             self._held = False
             raise OutputBusyError(
                 f"the lock of {self._location} was taken away while this run held it\n"
-                "see which other run writes this output, then go on with --resume"
+                "see which other run writes this output, then continue with --resume"
             )
 
     def release(self) -> None:
@@ -471,7 +471,7 @@ class RemoteStore:
                 if (found := self._size(name)) != size:
                     raise PrefillError(
                         f"{self.location}/{name} has {found} bytes in the store, but {size} were written\n"
-                        "another program writes there, or the store is damaged: go on with --resume"
+                        "another program writes there, or the store is damaged: continue with --resume"
                     )
 
     def put_bytes(self, name: str, data: bytes, *, new: bool = False) -> None:

@@ -57,6 +57,7 @@ class Job:
     # The options `limit`, `sample` and `seed`: which rows of the input were taken.
     selection: dict[str, Any] = field(default_factory=dict)
     id_name: str | None = None  # the column with the ids; None where rows go by their number
+    asked: str = ""  # digest of the options that it was asked for with; empty if an earlier version began it
 
     @property
     def digest(self) -> str:
@@ -80,7 +81,8 @@ class Job:
     @classmethod
     def of_json(cls, content: dict[str, Any]) -> Job:
         """The job of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
-        job = cls(dict(content["fingerprint"]), dict(content["selection"]), content["id_name"])
+        asked = str(content.get("asked", ""))
+        job = cls(dict(content["fingerprint"]), dict(content["selection"]), content["id_name"], asked)
         if content["schema_version"] != SCHEMA_VERSION or content["digest"] != job.digest:
             raise ValueError("another version, or another digest")
         return job

@@ -14,6 +14,8 @@ from prefillcli.options.groups import NameList
 from prefillcli.options.option import ANSWERS, FILES, Settings, option
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from prefillcli.core.feature import (
         Group,
         Labels,
@@ -132,6 +134,9 @@ class BatchFiles(Feature):
     def columns_known(self, columns: Collection[str]) -> None:
         if self.settings.served_model_name and not self._recognised(columns):
             raise UsageError("--served-model-name is for batch files, and the input is none\nleave it out")
+
+    def own_labels(self, model: Path) -> bool:
+        return self._format is not None
 
     def labels(self, opened: Opened) -> Labels | None:
         if self._format is None or _scores_pairs(opened):  # which has labels or classes

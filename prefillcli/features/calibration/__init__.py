@@ -114,7 +114,7 @@ class CalibrateSettings(Settings):
 def calibrate(settings: CalibrateSettings) -> dict[str, Any]:
     """Fit probabilities to SCORES with right answers: temperature, Platt or isotonic, chosen by cross-validation.
 
-    A table goes to stderr; the last line on stdout is one JSON object that sums it up.
+    A table goes to stderr; the last line on stdout is a summary, one JSON object.
     """
     from prefillcli.features.calibration.calibrate import calibrate_job
 

@@ -16,7 +16,7 @@ from prefillcli.data.output.store import write_sealed
 from prefillcli.data.output.target import Job, Manifest, Target
 from prefillcli.data.prompts.labels import Label, label_of
 from prefillcli.data.reading.source import Source
-from prefillcli.errors import PrefillError, ResourceError, UsageError, without_secrets
+from prefillcli.errors import PrefillError, ResourceError, UsageError, counted, without_secrets
 from prefillcli.features.calibration import CalibrateSettings
 from prefillcli.features.calibration.calibration import (
     Calibration,
@@ -248,7 +248,7 @@ def print_calibration(calibration: Calibration, path: str) -> None:
     if fitted is not None:
         counts = ", ".join(f"{count:,} {label}" for label, count in fitted.rows_by_label.items())
         left = "".join(f"; left out: {count:,} {reason}" for reason, count in fitted.left_out.items())
-        console.print(f"{fitted.rows:,} rows ({counts}){left}")
+        console.print(f"{counted(fitted.rows, 'row')} ({counts}){left}")
     console.print(
         f"* {chosen} is fitted on all of them: {path}\n"
         f"+- is the standard deviation over the {calibration.folds} folds. ECE: expected calibration error."

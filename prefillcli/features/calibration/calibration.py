@@ -20,7 +20,7 @@ from prefillcli.core.question import Question, Tick, answer
 from prefillcli.data.output.store import read_sealed
 from prefillcli.data.prompts.labels import parse_labels
 from prefillcli.data.rows import Prompt, RowBatch
-from prefillcli.errors import PrefillError, UsageError, without_secrets
+from prefillcli.errors import PrefillError, UsageError, counted, without_secrets
 from prefillcli.models.files import names_classifier, read_json, sample_model
 from prefillcli.runtime import log
 from prefillcli.stats.evaluation import LEAST_LOG, Float64Array, evaluate, evaluate_labels, log_losses, log_shares_of
@@ -145,7 +145,7 @@ class CalibrationUse(_Frozen):
     def sentence(self) -> str:
         """It in a line."""
         if self.content_free is None:
-            text = self.method if self.rows is None else f"{self.method}, fitted on {self.rows:,} rows"
+            text = self.method if self.rows is None else f"{self.method}, fitted on {counted(self.rows, 'row')}"
             return f"{text}, of the question {self.question}" if self.question else text
         shares = ", ".join(f"{label} {share:.4f}" for label, share in self.content_free.items())
         return f"{self.method}; without content: {shares}"
@@ -493,7 +493,7 @@ def contextual_calibration(opening: Opening, engine: PlanEngine, tick: Tick) -> 
     too_long = max(question.size for question in questions)
     if too_long > engine.limits.max_tokens:
         raise UsageError(
-            f"{OPTION}: the prompt without content has {too_long:,} tokens; the memory budget holds "
+            f"{OPTION}: the prompt without content has {counted(too_long, 'token')}; the memory budget holds "
             f"{engine.limits.max_tokens:,}\ngive more --memory"
         )
     logprobs = answer(engine, questions, tick)  # divided by `--label-norm`, as those that it is applied to

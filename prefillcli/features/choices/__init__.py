@@ -10,6 +10,8 @@ from prefillcli.errors import UsageError
 from prefillcli.options.option import ANSWERS, Settings, option
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from prefillcli.core.feature import Labels, Opened
 
 
@@ -61,6 +63,9 @@ class Choices(Feature):
         from prefillcli.data.rows import require_columns
 
         require_columns([self.settings.choices_column], available, "the input")
+
+    def own_labels(self, model: Path) -> bool:
+        return True
 
     def labels(self, opened: Opened) -> Labels:
         if opened.files.head is not None:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.feature import Feature, Foresight, Objection, features_of
-from prefillcli.errors import UsageError
+from prefillcli.errors import UsageError, counted
 from prefillcli.features.compress.options import (
     PICKERS,
     BenchOptions,
@@ -235,7 +235,7 @@ class Compress(Feature):
             return None
         found = Section(title="Compression", parts=[Part(note=f"Chosen by --keep auto: {keep:g}.")] if auto else [])
         if tokens.prompt:
-            kept = f"{tokens.kept:,} tokens kept ({tokens.kept / tokens.prompt:.1%}, keep rate {keep:g})"
+            kept = f"{counted(tokens.kept, 'token')} kept ({tokens.kept / tokens.prompt:.1%}, keep rate {keep:g})"
             found.lines.append(("compression", f"{kept}, {tokens.draft:,} computed by the draft"))
         if trials := (auto or {}).get("trials"):
             table = [["tried rate", "rows", "flips", "at most (95 %)"]] + [
@@ -254,7 +254,7 @@ class Compress(Feature):
             return None
         reasons = ", ".join(f"{method} {rows:,}" for method, rows in fallbacks.items())
         return (
-            f"none of the {sum(fallbacks.values()):,} rows that were to be compressed was ({reasons})\n"
+            f"none of the {counted(sum(fallbacks.values()), 'row')} that were to be compressed was ({reasons})\n"
             "they were read in full and their scores are there; take another --draft, or leave it out"
         )
 

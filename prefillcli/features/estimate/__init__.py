@@ -75,7 +75,7 @@ class Estimating(Feature):
     def meaningless(self, labels: Labels) -> list[str]:
         return ["estimate"]
 
-    def models_opened(self, opening: Opening) -> None:
+    def labels_named(self, opening: Opening) -> None:
         from prefillcli.stats.evaluation import Measure
 
         if self.settings.estimate is None:

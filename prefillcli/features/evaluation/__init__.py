@@ -12,7 +12,7 @@ from prefillcli.options.option import Settings, option
 from prefillcli.options.requirements import Requirement
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import Job, Labels, Manifest, Opening, RunReport, Section, Window
+    from prefillcli.core.feature import Job, Labels, Manifest, Opening, RunReport, Section
     from prefillcli.features.evaluation.evaluating import RunEvaluation
 
 PANEL = "Evaluation"
@@ -82,8 +82,8 @@ class Evaluating(Feature):
     def truth_column(self) -> str | None:
         return self._columns.get("")
 
-    def models_opened(self, opening: Opening) -> None:
-        from prefillcli.features.evaluation.evaluating import EvaluationPlan
+    def labels_named(self, opening: Opening) -> None:
+        from prefillcli.features.evaluation.evaluating import EvaluationPlan, require_labels
 
         schema, labels = opening.schema(), opening.labels.each or (opening.labels,)
         answers = {own.name: (number, own) for number, own in enumerate(schema.questions or (schema,))}
@@ -96,12 +96,8 @@ class Evaluating(Feature):
                 )
             number, own = answers[name]
             self._plans[number] = EvaluationPlan.of(self.settings, labels[number], own, column)
-
-    def first_window(self, job: Job, window: Window) -> None:
-        from prefillcli.features.evaluation.evaluating import require_labels
-
-        for plan in self._plans.values() if window.index == 0 else ():
-            require_labels(window, plan, json_text=job.source.kind == "jsonl")
+        for plan in self._plans.values():
+            require_labels(opening.source, plan)
 
     def shard_ended(self, job: Job) -> Mapping[str, Any]:
         return {PLAN: [plan.to_json() for plan in self._plans.values()]}

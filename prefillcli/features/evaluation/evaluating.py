@@ -19,7 +19,17 @@ from prefillcli.data.output.columns import ROW_COLUMN, OutputSchema
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.labels import Label, Labels, label_of
-from prefillcli.data.rows import Float64Array, Int32Array, Int64Array, id_texts, json_texts, text_of, to_python
+from prefillcli.data.reading.source import Source
+from prefillcli.data.rows import (
+    BATCH_ROWS,
+    Float64Array,
+    Int32Array,
+    Int64Array,
+    id_texts,
+    json_texts,
+    text_of,
+    to_python,
+)
 from prefillcli.data.windows import find_prompts
 from prefillcli.errors import UsageError
 from prefillcli.plan.trie import common_prefix
@@ -54,7 +64,7 @@ from prefillcli.stats.evaluation import (
 )
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import Opening, Window
+    from prefillcli.core.feature import Opening
 
 
 # The evaluation of a run, as `run.json` holds it: the figures, the values of the truth column, and rows to look at.
@@ -268,20 +278,25 @@ def _named_rows(pairs: ScoredTruth, threshold: float | None) -> tuple[list[int],
     return wrong, nearest(pairs.scores, threshold, MOST_ROWS)
 
 
-def require_labels(window: Window, plan: EvaluationPlan, *, json_text: bool) -> None:
-    """Raise UsageError if a job's first window has right answers, and none of them is a label.
+_LOOKED_AT = 10_000  # rows
 
-    `json_text`: carried columns hold JSON, as those from JSON Lines do.
-    """
+
+def require_labels(source: Source, plan: EvaluationPlan) -> None:
+    """Raise UsageError if the first rows of a job have right answers, and none of them is a label."""
     found: dict[str, int] = {}
-    choices = _values(window.carried[plan.choices], json_text=json_text) if plan.choices else repeat(None)
-    for known, own in zip(_values(window.carried[plan.truth], json_text=json_text), choices, strict=False):
-        if known is None:
-            continue
-        if plan.number_of(known, own) is not None or plan.value_of(known) is not None:
-            return
-        text = json.dumps(known, ensure_ascii=False, default=str)
-        found[text] = found.get(text, 0) + 1
+    json_text, seen = source.kind == "jsonl", 0  # columns from JSON Lines hold JSON
+    for batch in source.batches(min(_LOOKED_AT, BATCH_ROWS)):
+        choices = _values(batch.carried[plan.choices], json_text=json_text) if plan.choices else repeat(None)
+        for known, own in zip(_values(batch.carried[plan.truth], json_text=json_text), choices, strict=False):
+            if known is None:
+                continue
+            if plan.number_of(known, own) is not None or plan.value_of(known) is not None:
+                return
+            text = json.dumps(known, ensure_ascii=False, default=str)
+            found[text] = found.get(text, 0) + 1
+        seen += len(batch.rows)
+        if seen >= _LOOKED_AT:
+            break
     if found:
         raise _no_label(plan, found)
 
@@ -322,7 +337,7 @@ def _end_of(tokens: Int32Array, start: int, decode: Callable[[Any], str]) -> str
 
 def _no_label(plan: EvaluationPlan, found: Mapping[str, int]) -> UsageError:
     most = sorted(found, key=lambda value: (-found[value], value))
-    values = ", ".join(f"{_shortened(value)} ({found[value]:,} rows)" for value in most[:_NAMED_VALUES])
+    values = ", ".join(f"{_shortened(value)} ({counted(found[value], 'row')})" for value in most[:_NAMED_VALUES])
     more = f" and {len(most) - _NAMED_VALUES:,} more" if len(most) > _NAMED_VALUES else ""
     own = ", ".join(plan.names) + (", also true and false, 1 and 0" if len(plan.labels) == 2 else "")
     named = f"--truth {plan.question and plan.question + '='}{plan.truth}"
@@ -762,7 +777,7 @@ def reliability_plot(bins: list[ReliabilityBin], happens: str) -> Plot | None:
             width=max(100 * (each.high - each.low), 0.6) * 0.92,
             height=max(100 * each.share, 0.8),
             series=0,
-            title=f"{each.low:.2f} to {each.high:.2f}: {each.rows:,} rows, said {each.mean_probability:.1%}, "
+            title=f"{each.low:.2f} to {each.high:.2f}: {counted(each.rows, 'row')}, said {each.mean_probability:.1%}, "
             f"{happens} {each.share:.1%}",
         )
         for each in bins
@@ -796,14 +811,16 @@ def _charts(found: RunEvaluation) -> Iterator[Part]:
         return
     area = [("ROC", f"AUC {_number(found.auc.value)}"), ("chance", "")]
     plot = curve_plot(found.roc.false_positive_rate, found.roc.true_positive_rate, area, _DIAGONAL)
-    note = f"Across: of the {found.labels[1]} rows those found. Up: of the {found.labels[0]} rows those found."
+    first, second = found.labels[:2]
+    note = f"Across: the share of {second} rows that are taken for {first}. Up: the share of {first} rows found."
     yield Part(title="ROC", plot=plot, note=note)
     if found.precision_recall is not None:
         curve, height = found.precision_recall, 100 - 100 * _positives(found) / found.rows
         area = [("precision", f"average {_number(found.average_precision.value)}"), ("chance", "")]
         plot = curve_plot(curve.recall, curve.precision, area, f"0,{height:.2f} 100,{height:.2f}")
         note = (
-            f"Across: recall, of the {found.labels[0]} rows those found. Up: precision, of those found the right ones."
+            f"Across: recall, the share of {first} rows that are found. Up: precision, the share of the rows found "
+            "that are right."
         )
         yield Part(title="Precision and recall", plot=plot, note=note)
 

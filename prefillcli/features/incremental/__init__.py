@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prefillcli.core.feature import Feature
-from prefillcli.errors import UsageError
+from prefillcli.errors import UsageError, counted
 from prefillcli.options.option import FILES, Settings, option
 from prefillcli.options.requirements import SCORES
 
@@ -88,7 +88,9 @@ class Incremental(Feature):
         if use is None:
             return None
         whence = "" if use.output is None else f" from {use.output}"
-        return Section(lines=[("taken over", f"{use.rows:,} rows{whence}")], summary={"since": {"rows": use.rows}})
+        return Section(
+            lines=[("taken over", f"{counted(use.rows, 'row')}{whence}")], summary={"since": {"rows": use.rows}}
+        )
 
 
 FEATURE = Incremental

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from prefillcli.core.feature import Feature
-from prefillcli.errors import UsageError
+from prefillcli.errors import UsageError, counted
 from prefillcli.options.option import ANSWERS, Settings, option
 from prefillcli.options.requirements import Requirement
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from prefillcli.core.feature import (
         Counts,
         Group,
@@ -103,6 +105,9 @@ class Likelihood(Feature):
 
         return None if has_prompts(self.settings, available) else (self.settings.target_column,)
 
+    def own_labels(self, model: Path) -> bool:
+        return True
+
     def labels(self, opened: Opened) -> Labels:
         from prefillcli.features.likelihood.targets import Targets
 
@@ -184,7 +189,7 @@ def _section(found: LikelihoodUse) -> Section:
     if found.perplexity is None or found.bits_per_byte is None or found.word_perplexity is None:
         return made
     made.lines = [
-        ("perplexity", f"{three_digits(found.perplexity)} a token, over {found.target_tokens:,} tokens"),
+        ("perplexity", f"{three_digits(found.perplexity)} a token, over {counted(found.target_tokens, 'token')}"),
         ("word perplexity", f"{three_digits(found.word_perplexity)}, over {found.target_words:,} words"),
         ("bits per byte", f"{found.bits_per_byte:.4f}, over {found.target_bytes:,} bytes"),
         ("greedy", f"{found.greedy_rows:,} targets are what greedy decoding would write"),

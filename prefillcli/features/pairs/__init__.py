@@ -10,6 +10,8 @@ from prefillcli.core.feature import Feature
 from prefillcli.options.option import PROMPTS, Settings, option
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from prefillcli.core.feature import Labels, Opened, Opening, PromptBuilder, PromptSettings
     from prefillcli.models.files import Reranker
 
@@ -58,6 +60,11 @@ class Pairs(Feature):
         usual = prompt_column(self.settings.prompt_column, available)
         pairs = not self._own_prompt and usual not in available and set(PAIR) <= set(available)
         return PAIR if pairs else None
+
+    def own_labels(self, model: Path) -> bool:
+        from prefillcli.models.files import read_reranker
+
+        return not self.settings.labels_given and read_reranker(model) is not None
 
     def labels(self, opened: Opened) -> Labels | None:
         from prefillcli.features.pairs.reranking import own_labels

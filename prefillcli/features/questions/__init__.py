@@ -12,6 +12,8 @@ from prefillcli.options.option import ANSWERS, Settings, option
 from prefillcli.options.requirements import Requirement
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from prefillcli.core.feature import (
         Choice,
         Condition,
@@ -134,6 +136,9 @@ class Questions(Feature):
 
         self._templates = compiled(self._file, available)
         return tuple(dict.fromkeys(name for each in self._templates for name in each.columns))
+
+    def own_labels(self, model: Path) -> bool:
+        return True
 
     def labels(self, opened: Opened) -> Labels:
         from prefillcli.features.questions.asking import QuestionLabels

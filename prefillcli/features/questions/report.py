@@ -63,7 +63,7 @@ def section(orders: list[OrderUse], audits: list[AuditUse]) -> Section:
         value, interval = each.share.value, each.share.interval
         if value is not None and interval is not None:
             shares[each.question] = value
-            said = f"decided {each.decided:,} of {each.rows:,} rows ({value:.1%}, 95 % interval "
+            said = f"decided {each.decided:,} of {counted(each.rows, 'row')} ({value:.1%}, 95 % interval "
             made.lines.append((f"order of {each.question}", f"{said}{percent_interval(interval)})"))
     if shares:
         text = "Share of rows whose prediction the order of two values decided."
