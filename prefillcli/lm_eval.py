@@ -237,7 +237,7 @@ class PrefillLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         writing = Writing(tokens, stops, beginning=1, ends=TextEnd(self.tokenizer, tuple(until)))
         treatment = replace(PLAIN, continuations=GivenContinuations(writing, beginnings, again=False))
         limits = self._loaded.engine.limits.for_texts()
-        labels = [LabelSet.behind(each.tokens) for each in beginnings.values()]
+        labels = [LabelSet.behind(each.tokens if limits.switch else ()) for each in beginnings.values()]
         found = []
         for answer in self._answers(prompts, labels, limits, treatment, disable_tqdm=disable_tqdm):
             if answer.continuation is None or answer.continuation.finish_reason not in ("stop", "length"):
