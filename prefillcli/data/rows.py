@@ -720,7 +720,7 @@ def _listed(name: str) -> str:
     return name if name.isprintable() and 0 < len(name) <= 60 else repr(name[:60])
 
 
-_MAX_LEFT_BYTES = 1 << 16  # of an id or kept value, in a row that is too large
+MAX_LEFT_BYTES = 1 << 16  # of an id or kept value, in a row that is too large
 
 
 def row_batches(
@@ -770,7 +770,7 @@ def _without_large(piece: pa.RecordBatch, max_row_bytes: int) -> tuple[pa.Record
     arrays = []
     for column, lengths in zip(piece.columns, by_column, strict=True):
         left_out = np.zeros(piece.num_rows, bool)
-        left_out[large] = lengths[large] > _MAX_LEFT_BYTES
+        left_out[large] = lengths[large] > MAX_LEFT_BYTES
         arrays.append(_with_nulls(column, left_out))
         sizes -= np.where(left_out, lengths, 0)
     return pa.record_batch(arrays, piece.schema.names), sizes, found

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from prefillcli.plan.pack import Limits
+from prefillcli.runtime.cores import affinity
 from prefillcli.runtime.memory import parse_size
 
 if TYPE_CHECKING:
@@ -19,8 +20,10 @@ REDUCED = "reduced"  # the entry of a job's plan for the sizes of chunks and pac
 # The entry in the plan of a job that writes texts: whether K,V survive scoring, why, and the room for them in tokens
 # and bytes.
 TEXTS = "texts"
-# Seconds that a pack may take, by the profile where there is one: finished rows are written between packs.
-PACK_SECONDS = 60.0
+# Seconds that a pack may take: by the profile where there is one, else on a CPU by counted operations and the speed of
+# its products. Finished rows are written between packs, so a run that is stopped loses about this much.
+PACK_SECONDS = 20.0
+LEAST_PACK_TOKENS = 512  # fewer would not keep the cores busy
 
 
 class MemoryChoice(Protocol):
@@ -89,7 +92,8 @@ def plan_packs(
 ) -> dict[str, Any]:
     """The limits of one pack of the model in `budget` bytes, as that part of a job's plan.
 
-    `measured` gives the bytes of a token and the time of a pack. Packs of less than `least_tokens` would wait for
+    `measured` gives the bytes of a token and the time of a pack; without, the operations of a pack are counted where
+    the device is a CPU. Packs of less than `least_tokens` would wait for
     streamed weights, so packs have at least as many where they fit. With `own_cache` the model is walked with its own
     cache. Texts of up to `text_tokens`, beginnings and guesses included, are written behind prompts; 0: none are.
     `texts_of` chooses these prompts, and the texts may take `share` of the free host memory. Raises ResourceError
@@ -103,6 +107,7 @@ def plan_packs(
         memory_law,
         pack_limits,
     )
+    from prefillcli.models.rehearsal import operations_per_second
     from prefillcli.models.shape import length_switch
 
     head = opened.files.head
@@ -114,9 +119,14 @@ def plan_packs(
     chunk_tokens = choice.chunk_tokens or choose_chunk(law, budget, opened.device)
     pack_tokens = choice.pack_tokens
     if pack_tokens is None:
-        pack_tokens = PACK_TOKENS[opened.device.type]
+        most = PACK_TOKENS[opened.device.type]
         if measured is not None:
-            pack_tokens = max(chunk_tokens, measured.tokens_within(PACK_SECONDS, most=pack_tokens))
+            pack_tokens = max(chunk_tokens, measured.tokens_within(PACK_SECONDS, most=most))
+        elif opened.device.type == "cpu":
+            speed = operations_per_second(opened.files.dtype) * max(len(affinity()) * share, 1.0)
+            pack_tokens = min(most, law.tokens_within(PACK_SECONDS * speed, least=LEAST_PACK_TOKENS))
+        else:
+            pack_tokens = most
         pack_tokens = max(pack_tokens, least_tokens)
     if measured is not None:
         law = law.measured(measured.token_bytes)

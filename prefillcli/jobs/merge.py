@@ -10,16 +10,9 @@ from prefillcli.core.feature import features, features_of
 from prefillcli.data.output.columns import Counts
 from prefillcli.data.output.sink import JoinedShards
 from prefillcli.data.output.target import Manifest, Target
-from prefillcli.errors import (
-    OutputBusyError,
-    OutputConflictError,
-    OutputDamagedError,
-    OutputExistsError,
-    counted,
-    shown,
-)
+from prefillcli.errors import OutputDamagedError, counted, shown
 from prefillcli.jobs.path_table import report_path, require_apart
-from prefillcli.jobs.shell import conclude, shell
+from prefillcli.jobs.shell import conclude, leave_earlier_report, shell
 from prefillcli.options.commands import MergeSettings
 from prefillcli.report.run import RunReport, write_files
 from prefillcli.runtime import log
@@ -28,7 +21,7 @@ from prefillcli.runtime.signals import Stop
 
 
 def merge_job(settings: MergeSettings) -> dict[str, Any]:
-    """Merge; write `run.json` and its page whatever happens; return the summary for the last line on stdout.
+    """Merge; write `run.json` and its page however it ends; return the summary for the last line on stdout.
 
     Errors are reported on stderr, and become the exit code in the summary.
     """
@@ -49,6 +42,7 @@ def _merge_and_report(settings: MergeSettings, run_id: str) -> dict[str, Any]:
 
     def finish() -> None:
         report.end(clock)
+        leave_earlier_report(report, settings.output, None, quiet=settings.quiet)
         write_files(report, metrics_file)
 
     log.event("started", "the merge begins", settings=report.settings)
@@ -68,12 +62,8 @@ def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -
     for each in own:
         each.begin(report)
     with JoinedShards(Target.parse(settings.output)) as joined:
-        try:
-            with clock.phase("read"), stop.at_once():
-                joined.open(overwrite=settings.overwrite)
-        except (OutputExistsError, OutputConflictError, OutputBusyError):
-            report.report = None  # it would replace another run's report
-            raise
+        with clock.phase("read"), stop.at_once():
+            joined.open(overwrite=settings.overwrite)
         if joined.merged is not None:
             counts = _merged_before(joined, joined.merged, report, clock)
         else:
@@ -107,7 +97,6 @@ def _merged_before(joined: JoinedShards, merged: Manifest, report: RunReport, cl
     report.shards, report.fingerprint = len(merged.merged), merged.job.fingerprint
     with clock.phase("read"):
         if damage := joined.damage():
-            report.report = None
             raise OutputDamagedError(f"{damage[0]}\nthe shards were merged to it; write it again with --overwrite")
         joined.remove()
     return merged.counts or Counts()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
@@ -12,20 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli.data.output.sink import ShardSink, Sink, plan_of, refuse_known
 from prefillcli.data.rows import Int64Array, Window
-from prefillcli.errors import (
-    OutputBusyError,
-    OutputConflictError,
-    OutputExistsError,
-    shown,
-    shown_report,
-)
+from prefillcli.errors import shown, shown_report
 from prefillcli.forecast.profile import find_profile, named_profile
 from prefillcli.jobs.dry_run import dry_run_job
 from prefillcli.jobs.identity import LocalModels, fingerprint, is_same, output_job
 from prefillcli.jobs.path_table import output_of, report_path, require_apart
 from prefillcli.jobs.recorder import Recorder, RemainingTime
 from prefillcli.jobs.scorer import AS_SAVED, DTYPES, USUAL, Granularity, Scorer
-from prefillcli.jobs.shell import conclude, shell
+from prefillcli.jobs.shell import conclude, leave_earlier_report, shell
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.report.run import (
     ComputedIn,
@@ -42,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def score_job(settings: ScoreSettings, granularity: Granularity = USUAL) -> dict[str, Any]:
-    """Run the job; write `run.json` and its page whatever happens; return the summary for the last line on stdout.
+    """Run the job; write `run.json` and its page however it ends; return the summary for the last line on stdout.
 
     Errors are reported on stderr, and become the exit code in the summary. A dry run writes a report of its own.
     """
@@ -67,6 +60,7 @@ def _run_job(settings: ScoreSettings, run_id: str, granularity: Granularity) -> 
     def finish() -> None:
         job.fill_report()
         report.take_memory(memory.samples)
+        leave_earlier_report(report, job.output, settings.shard_of, quiet=settings.quiet)
         write_files(report, job.metrics_file)
 
     with shell(report, debug=settings.debug, resumable=True, finish=finish) as stop, memory:
@@ -164,31 +158,20 @@ class Job(Scorer):
         settings = self.settings
         if settings.overwrite or settings.shard is not None or any(each.reopens() for each in self.features):
             return
-        with self._report_untouched():
-            refuse_known(self.output, partial(is_same, self, self.models), resume=settings.resume)
-
-    @contextmanager
-    def _report_untouched(self) -> Iterator[None]:
-        """Where the output must not be touched, neither must the report that lies beside it."""
-        try:
-            yield
-        except (OutputExistsError, OutputConflictError, OutputBusyError):
-            self.report.report = None
-            raise
+        refuse_known(self.output, partial(is_same, self, self.models), resume=settings.resume)
 
     def _open_sink(self) -> Sink:
         settings, source, schema = self.settings, self.source, self.schema()
-        with self._report_untouched():
-            return (Sink if settings.shard is None else ShardSink).open(
-                self.output,
-                output_job(self.report.fingerprint, settings),
-                schema,
-                resume=settings.resume,
-                overwrite=settings.overwrite,
-                retry_errors=any(each.reopens() for each in self.features),
-                partitions=source.partitions if settings.partition else None,
-                shard=settings.shard_of,
-            )
+        return (Sink if settings.shard is None else ShardSink).open(
+            self.output,
+            output_job(self.report.fingerprint, settings),
+            schema,
+            resume=settings.resume,
+            overwrite=settings.overwrite,
+            retry_errors=any(each.reopens() for each in self.features),
+            partitions=source.partitions if settings.partition else None,
+            shard=settings.shard_of,
+        )
 
     def _score(self) -> None:
         settings, sink = self.settings, self.sink

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from prefillcli.core.feature import features
+from prefillcli.data.output import Shard
 from prefillcli.data.output.columns import Counts
+from prefillcli.data.output.sink import has_rows
 from prefillcli.errors import (
     NOT_AS_EXPECTED,
     NOTHING_TO_DO,
@@ -23,6 +25,9 @@ from prefillcli.errors import (
 from prefillcli.report.section import preview, row_name
 from prefillcli.runtime import log
 from prefillcli.runtime.signals import Stop
+
+if TYPE_CHECKING:
+    from prefillcli.report.run import RunReport
 
 
 class Ending(Protocol):
@@ -63,6 +68,22 @@ def shell(
         except Interrupted as error:
             with stop.held_off():
                 fail(error, report, debug=debug, resumable=resumable)
+
+
+def leave_earlier_report(report: RunReport, output: str, shard: Shard | None, *, quiet: bool) -> None:
+    """Write no report of a failed run that has no rows, where its output is there: the report beside it tells of that.
+
+    What went wrong is on stderr, in the summary on stdout and in the metrics.
+    """
+    if report.report is None or report.status == "complete" or report.rows.total:
+        return
+    there, stays, report.report = False, report.report, None  # also if a signal ends the search
+    with suppress(PrefillError, OSError):
+        there = has_rows(output, shard)
+    if not there:
+        report.report = stays
+    elif not quiet:
+        log.info(f"{stays} stays as it was: this run has not changed {output}")
 
 
 def conclude(

@@ -331,7 +331,8 @@ def _tensors(thing: Any) -> Iterator[Tensor]:
         yield from _tensors({k: v for k, v in vars(thing).items() if isinstance(v, Tensor | dict | list | tuple)})
 
 
-#: A pack this large keeps every core or tensor core busy; a larger one only loses more work when it is killed.
+#: A pack this large keeps every core or tensor core busy; a larger one only loses more work when it is killed. On a
+#: slow device packs are smaller (`plan_packs`).
 PACK_TOKENS = {"cpu": 65_536, "cuda": 262_144, "mps": 65_536}
 CHUNK_TOKENS = {"cpu": 2048, "cuda": 8192, "mps": 2048}
 MIN_CHUNK_TOKENS = 64
@@ -371,6 +372,12 @@ class MemoryLaw:
     def token(self) -> int:
         """Bytes per token that last as long as the pack."""
         return self.residual + self.key_value + self.rotary + self.beyond
+
+    def tokens_within(self, operations: float, *, least: int) -> int:
+        """The tokens that so many operations of products are enough for, at least `least`: a power of two, which a
+        little more or less speed does not change. Attention is not counted."""
+        tokens = operations / max(2 * self.weights * self.layers, 1)
+        return max(least, 1 << max(int(tokens), 1).bit_length() - 1)
 
     def with_hidden_on_host(self) -> MemoryLaw:
         """The law of a device that holds only the residual rows of a few chunks; the host holds them all."""

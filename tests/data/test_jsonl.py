@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.data.reading.source import Source, parse
+from prefillcli.data.reading.source import BadLine, Source, parse
 from prefillcli.data.rows import RowError
 from prefillcli.errors import PrefillError, UsageError
 
@@ -217,8 +217,8 @@ json_values = st.recursive(
 def test_a_line_is_read_as_the_json_module_reads_it(row: dict[str, Any]) -> None:
     line = json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")
     parsed = parse(line)
-    if isinstance(parsed, RowError):
-        assert parsed.code == "invalid_utf8"
+    if isinstance(parsed, BadLine):
+        assert parsed.error.code == "invalid_utf8"
     else:
         assert parsed == row
 
@@ -226,7 +226,7 @@ def test_a_line_is_read_as_the_json_module_reads_it(row: dict[str, Any]) -> None
 @given(st.binary(max_size=30))
 def test_no_line_of_bytes_breaks_the_reader(line: bytes) -> None:
     parsed = parse(line)
-    assert isinstance(parsed, dict | RowError)
+    assert isinstance(parsed, dict | BadLine)
 
 
 def test_odd_names_of_columns_stay_on_one_line_of_a_message(tmp_path: Path) -> None:

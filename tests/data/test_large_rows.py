@@ -14,10 +14,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prefillcli.data.reading.discovery import discover
 from prefillcli.data.reading.parquet import read_pages
-from prefillcli.data.reading.source import Source
+from prefillcli.data.reading.source import Source, _ShortValues
 from prefillcli.errors import PrefillError
 
 MiB = 1 << 20
@@ -96,6 +98,61 @@ def test_the_limit_of_a_line_is_exact_and_blank_lines_are_no_rows(write_jsonl: C
     assert [value and len(value) for value in values] == [86, 87, 87, None, None, 1]
 
 
+TEXT = st.text(st.sampled_from('ab"\\\\,{}[]:\\n\\u00e4\\u20ac'), max_size=12)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    row=st.dictionaries(TEXT, VALUES, max_size=4),
+    more=st.dictionaries(st.sampled_from(["id", "note", "absent"]), VALUES, min_size=1),
+    at=st.integers(0, 4),
+    cut=st.integers(1, 40),
+    ascii=st.booleans(),
+    space=st.sampled_from(["", " ", "\t "]),
+)
+def test_short_values_of_a_long_line_are_those_that_the_whole_line_has(
+    row: dict[str, Any], more: dict[str, Any], at: int, cut: int, ascii: bool, space: str
+) -> None:
+    members = list(row.items())
+    whole = dict([*members[:at], *more.items(), ("prompt", "x" * 90), *members[at:]])
+    line = json.dumps(whole, ensure_ascii=ascii, separators=(f",{space}", f"{space}:{space}")).encode()
+    found = _ShortValues(["id", "note", "absent"])
+    for start in range(0, len(line), cut):
+        found.read(line[start : start + cut])
+    assert found.found == {name: value for name, value in whole.items() if name in ("id", "note", "absent")}
+
+
+def test_a_long_line_keeps_its_id_and_its_short_values(write_jsonl: Callable[..., str]) -> None:
+    def lines(text: bytes) -> list[bytes]:
+        return [
+            b'{"id": 1, "prompt": "' + text + b'", "note": {"a": [1, "}"]}}',
+            b'{"prompt": "a", "id": 7, "note": "n"}',
+            b'{"prompt": "' + text + b'", "note": "' + text + b'", "id": "a\\"b"}',
+            b'{"prompt": [' + b"1," * len(text) + b'1], "id": 7}',
+            b'[{"id": 9, "prompt": "' + text + b'"}]',
+        ]
+
+    path = Path(write_jsonl(lines(b'\\" ' * MiB)))
+    source = Source.open([str(path)]).select(columns=["prompt"], carried=["id", "note"], max_row_bytes=100_000)
+    (batch,) = source.batches()
+    assert {row: error.code for row, error in batch.errors.items()} == dict.fromkeys((0, 2, 3, 4), "row_too_large")
+    assert batch.carried["id"].to_pylist() == ["1", "7", '"a\\"b"', "7", None]
+    assert batch.carried["note"].to_pylist() == ['{"a":[1,"}"]}', '"n"', None, None, None]
+
+
+def test_a_line_that_is_not_utf8_keeps_the_values_that_are(write_jsonl: Callable[..., str]) -> None:
+    good = {"id": "c", "prompt": "x", "note": 1}
+    lines = [b'{"id": "a", "prompt": "caf\xe9", "note": "\xe9"}', b'{"id": "b", "prompt": "x"', good]
+    _, errors, carried = read(Path(write_jsonl(lines)), MiB, carried=("id", "note"))
+    assert errors == {0: "invalid_utf8", 1: "invalid_json"}
+    assert carried["id"].to_pylist() == ['"a"', None, '"c"']
+    assert carried["note"].to_pylist() == [None, None, "1"]
+
+
 def table(rows: int, at: int, value: Any, kind: pa.DataType, small: Any, nullable: bool = True) -> pa.Table:
     values = [small(row) for row in range(rows)]
     values[at] = value
@@ -126,6 +183,9 @@ def test_a_parquet_page_that_would_fill_the_memory_is_not_opened(
         row: len(f"row {row}") for row in range(9000) if row not in errors
     }
     assert f"{HUGE // 1000**2}," in errors[5000][1]
+    _, errors, carried = read(path, MiB, carried=("id", "prompt"))
+    assert carried["id"].to_pylist() == list(range(9000)), "the rows can still be told apart"
+    assert [row for row, value in enumerate(carried["prompt"].to_pylist()) if value is None] == list(errors)
 
 
 def test_a_file_that_is_rewritten_as_the_message_says_loses_only_the_large_row_and_its_neighbours(

@@ -19,6 +19,12 @@ GIB = 1 << 30
 TEXT = 100
 
 
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor for which packs need not be small."""
+    monkeypatch.setattr("prefillcli.models.rehearsal.operations_per_second", lambda dtype: 1e15)
+
+
 def opened_of(config=LLAMA_8B, device: str = "cpu"):
     files = SimpleNamespace(head=None, config=config, dtype=torch.bfloat16)
     return SimpleNamespace(files=files, device=torch.device(device))

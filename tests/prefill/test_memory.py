@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModel, LlamaConfig
 
 from benchmarks import kept_packs
 from benchmarks.memory import peak_in_child
@@ -41,6 +42,18 @@ def test_the_law_of_an_8b_llama_is_12_kib_a_token() -> None:
     law = memory_law(LLAMA_8B, torch.bfloat16)
     assert law.residual + law.key_value == 12 * 1024
     assert law.key_value * law.layers == 128 * 1024, "what keeping all layers' K,V would take"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_the_law_says_how_many_tokens_some_operations_are_enough_for(model_type: str) -> None:
+    config = LLAMA_8B if model_type == "llama" else AutoConfig.for_model(model_type, vocab_size=99)
+    with torch.device("meta"):
+        model = AutoModel.from_config(config, attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.zeros(1, 512, dtype=torch.long, device="meta"))
+    law, operations = memory_law(config, torch.float32), counter.get_total_flops()
+    assert 256 <= law.tokens_within(operations, least=1) <= 512
+    assert law.tokens_within(operations / 100, least=64) == 64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -289,15 +289,49 @@ def test_the_same_model_elsewhere_and_the_same_data_elsewhere_are_the_same_job(m
     assert read_report()["resumed"] is True
 
 
-def test_a_refused_run_leaves_the_report_of_the_finished_one(model: Path) -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_run_that_has_not_changed_the_output_leaves_its_report(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stopped: bool
+) -> None:
     make_input()
-    assert score("in.parquet", **flags(model))["exit_code"] == 0
-    before = Path("out.run.json").read_bytes()
-    assert score("in.parquet", **flags(model))["exit_code"] == 2
-    assert score("in.parquet", **{**flags(model), "labels": "No,Yes"})["exit_code"] == 4
-    assert Path("out.run.json").read_bytes() == before
+    if stopped:
+        command = Command(*arguments(model), seconds_per_pack=0.05)
+        command.wait_until(lambda: len(parts()) >= 3)
+        command.send(signal.SIGTERM)
+        assert command.end() == 143
+    else:
+        assert score("in.parquet", **flags(model))["exit_code"] == 0
+    reports = [Path(name) for name in ("out.run.json", "out.run.html")]
+    before = [path.read_bytes() for path in reports]
+
+    def fails(code: int, *, dies: str | None = None, **changed: Any) -> None:
+        with monkeypatch.context() as patch:
+            if dies is not None:
+                patch.setattr(dies, lambda *_, **__: 1 / 0)
+            given = flags(model) | {"metrics_file": "metrics.prom"} | changed
+            summary = score(given.pop("inputs", "in.parquet"), **given)
+        assert (summary["exit_code"], summary["report"], summary["page"]) == (code, None, None)
+        assert summary["error"] in capsys.readouterr().err
+        assert f"prefill_run_exit_code {code}\n" in Path("metrics.prom").read_text()
+        assert [path.read_bytes() for path in reports] == before
+
+    fails(2)
+    fails(4, labels="No,Yes")
+    fails(2, id_column="nowhere", resume=True)
+    fails(2, template="{{ promt }}", overwrite=True)
+    fails(2, model="nowhere", resume=True)
+    fails(2, inputs="nowhere.parquet", overwrite=True)
+    fails(1, dies="prefillcli.jobs.opening.Opening.open_models", overwrite=True)
+    if not stopped:  # the output is there until there is another one
+        fails(1, dies="prefillcli.models.load.load_model", overwrite=True)
+
+
+def test_a_failed_run_tells_of_itself_where_no_output_is(model: Path) -> None:
+    make_input()
     assert score("in.parquet", **{**flags(model), "id_column": "nowhere"})["exit_code"] == 2
-    assert read_report()["error"], "another failure is reported"
+    assert read_report()["exit_code"] == 2
+    assert score("in.parquet", **{**flags(model), "template": "{{ nowhere }}"})["exit_code"] == 2
+    assert "nowhere" in read_report()["error"]
 
 
 def test_an_output_that_no_job_of_ours_wrote_is_left_alone(model: Path) -> None:

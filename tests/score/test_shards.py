@@ -303,7 +303,7 @@ def test_a_shard_is_begun_gone_on_with_or_begun_anew_as_a_job_is(model: Path) ->
     refused = merge()
     assert refused["exit_code"] == 4
     assert "different settings" in refused["error"]
-    assert refused["report"] is None
+    assert refused["report"] == "out.run.json", "there is no output that another one tells of"
 
 
 def test_when_the_shards_are_merged_their_lines_find_the_job_complete(model: Path) -> None:

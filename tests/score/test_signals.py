@@ -126,6 +126,33 @@ def test_a_signal_stops_a_run_with_workers_in_every_phase(model: Path, phase: st
     assert_goes_on(model, *more)
 
 
+def slow_processor() -> None:
+    """Make all packs as small as they get on a slow processor."""
+    from prefillcli.engines import memory_plan
+    from prefillcli.models import rehearsal
+
+    rehearsal.operations_per_second = lambda dtype: 1.0
+    memory_plan.LEAST_PACK_TOKENS = 64
+
+
+@pytest.mark.parametrize("signum", CODES, ids=["SIGTERM", "SIGINT"])
+def test_a_signal_on_a_slow_processor_keeps_what_is_scored_in_a_window(model: Path, signum: int) -> None:
+    make_input()
+    given = ["score", "in.parquet", "-m", model, "--id-column", "id"]
+    command = Command(*given, "-o", "out.parquet", seconds_per_pack=0.1, prepare=slow_processor)
+    command.wait_until(lambda: len(list(Path("out.parquet.prefill").glob("part-*"))) >= 2)
+    assert_interrupted(command, signum, within=10)
+    kept = read_report()["rows"]["scored"]
+    assert 0 < kept < 10, "less than a window"
+    for output in ("out.parquet", "whole.parquet"):  # a resumed run cuts the same packs, however fast the machine is
+        prepare = slow_processor if output == "whole.parquet" else None
+        command = Command(*given, "--resume", "-o", output, prepare=prepare)
+        assert command.end() == 0, command.stderr
+    for row, whole in zip(rows_of("out.parquet"), rows_of("whole.parquet"), strict=True):
+        assert {name: near(value) for name, value in row.items()} == whole
+    assert read_report()["tokens"]["prompt"] < read_report("whole.run.json")["tokens"]["prompt"]
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("second", CODES, ids=["SIGTERM", "SIGINT"])
 def test_a_second_signal_of_either_kind_ends_the_process_at_once(model: Path, second: int) -> None:

@@ -86,6 +86,12 @@ def refuse_known(output: str, is_same: Callable[[Job], bool], *, resume: bool) -
         find_resumable(target, found or Job({}), resume, False, quiet=True)
 
 
+def has_rows(output: str, shard: Shard | None = None) -> bool:
+    """Whether an output is there, or rows of it, or another process is about to write some."""
+    target = Target.parse(output, shard)
+    return target.exists() or any(map(parts.is_part, target.work.names())) or bool(target.work.in_use())
+
+
 def is_merged(manifest: Manifest | None) -> TypeGuard[Manifest]:
     """Whether a manifest is that of a whole output that exists, not just of a complete shard."""
     return manifest is not None and manifest.state == "complete" and manifest.shard is None

@@ -396,19 +396,27 @@ class _GroupReader:
         self._schema = file.schema
         self._metadata = metadata
         self._max_page = max(_MAX_PAGE_BYTES, 2 * file.max_row_bytes)
+        self._carried = list(carried)
         self._names = list(dict.fromkeys([*columns, *carried]))
         self._texts = [name for name in columns if file.schema.field(name).type in _TEXTS]
         self._files: dict[tuple[str, ...], pq.ParquetFile] = {}
 
     def read(self, number: int) -> tuple[Iterator[pa.RecordBatch], RowError | None]:
-        # The rows of a group, a bounded number of bytes at a time; or nulls, and why they are not read.
-        rows = self._metadata.row_group(number).num_rows
+        # The rows of a group, a bounded number of bytes at a time; or why they are not read, with those carried values
+        # that are not the reason, and nulls.
+        rows, unopened, names = self._metadata.row_group(number).num_rows, None, self._names
         with reading(self._found.path):
             chunks = self._chunks(number)
-            for chunk in chunks:
-                if (size := chunk.most_at_once(rows)) > self._max_page:
-                    return self._nulls(rows, BATCH_ROWS), self._too_large(chunk.name, size)
-            repeated = tuple(name for name in self._texts if all(each.repeats for each in chunks if each.name == name))
+            large = {each.name: size for each in chunks if (size := each.most_at_once(rows)) > self._max_page}
+            if large:
+                unopened = self._too_large(*next(iter(large.items())))
+                names = [name for name in self._carried if name not in large]
+                chunks = [chunk for chunk in chunks if chunk.name in names]
+            repeated = tuple(
+                name
+                for name in self._texts
+                if name in names and all(each.repeats for each in chunks if each.name == name)
+            )
             if repeated not in self._files:
                 self._files[repeated] = _open_parquet(self._found, self._metadata, read_dictionary=list(repeated))
         at_once = min(BATCH_ROWS, BATCH_BYTES * rows // max(sum(chunk.size for chunk in chunks), 1))
@@ -417,9 +425,10 @@ class _GroupReader:
                 size = max(chunk.largest_value, 1) * -(-chunk.values // max(rows, 1))
                 at_once = min(at_once, int(_MAX_PIECE_BYTES // max(size, 1)))
         at_once = max(at_once, 1)
-        if not self._names:  # a template without columns: only the number of rows matters
-            return self._nulls(rows, at_once), None
-        return self._pieces(self._files[repeated], number, at_once), None
+        if not names:  # nothing of it, or a template without columns: only the number of rows matters
+            return self._nulls(rows, at_once), unopened
+        pieces = self._pieces(self._files[repeated], number, at_once, names)
+        return (pieces if unopened is None else map(self._with_nulls, pieces)), unopened
 
     def _chunks(self, number: int) -> list[_Chunk]:
         # The chunks of the needed columns, which `Footer.require` has accepted, by the headers of all their pages.
@@ -454,8 +463,8 @@ class _GroupReader:
         require_same(found)  # the open file is the one that was found
         return file
 
-    def _pieces(self, file: pq.ParquetFile, number: int, rows: int) -> Iterator[pa.RecordBatch]:
-        pieces = file.iter_batches(batch_size=rows, row_groups=[number], columns=self._names)
+    def _pieces(self, file: pq.ParquetFile, number: int, rows: int, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        pieces = file.iter_batches(batch_size=rows, row_groups=[number], columns=names)
         while True:
             with reading(self._found.path):
                 piece = next(pieces, None)
@@ -464,6 +473,13 @@ class _GroupReader:
             if piece is None:
                 return
             yield piece
+
+    def _with_nulls(self, piece: pa.RecordBatch) -> pa.RecordBatch:
+        # Some of the columns, and nulls for the others.
+        (nulls,) = self._nulls(piece.num_rows, piece.num_rows)
+        names = nulls.schema.names
+        own = [(piece if name in piece.schema.names else nulls).column(name) for name in names]
+        return pa.record_batch(own, names)
 
     def _nulls(self, rows: int, at_once: int) -> Iterator[pa.RecordBatch]:
         fields = [self._schema.field(name) for name in self._names] or [pa.field("", pa.null())]

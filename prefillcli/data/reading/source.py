@@ -9,11 +9,13 @@ import hashlib
 import io
 import json
 import math
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +27,7 @@ from prefillcli.data.reading.parquet import ParquetFiles
 from prefillcli.data.rows import (
     BATCH_BYTES,
     BATCH_ROWS,
+    MAX_LEFT_BYTES,
     MAX_ROW_BYTES,
     ColumnChoice,
     ErrorCode,
@@ -302,11 +305,19 @@ _decode = json.JSONDecoder(parse_float=_finite, parse_constant=lambda _name: Non
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
+class BadLine(NamedTuple):
+    """A line that is not read as a whole: its error, and those of its `kept` values that tell it from others."""
+
+    error: RowError
+    kept: Mapping[str, Any] = MappingProxyType({})
+
+
 class JsonlInput:
     """One JSON Lines file, plain, gzip or zstd."""
 
     def __init__(self, found: InputFile) -> None:
         self.max_row_bytes = MAX_ROW_BYTES  # longer lines are not read into memory
+        self.kept: frozenset[str] = frozenset()  # names of the values that are wanted even of these
         self._found = found
         self._stream: _Stream | None = None  # while lines are read
         self._buffer: io.BufferedReader | None = None
@@ -325,8 +336,8 @@ class JsonlInput:
         ahead = len(self._buffer.peek())
         return self._stream.stored * (1 - ahead / max(self._stream.taken, 1))
 
-    def lines(self) -> Iterator[bytes | RowError]:
-        """The lines that are not blank, or the error of a line that is longer than `max_row_bytes`.
+    def lines(self) -> Iterator[bytes | BadLine]:
+        """The lines that are not blank; of those that are longer than `max_row_bytes`, what is `kept`.
 
         Raises PrefillError if the file cannot be read to its end.
         """
@@ -338,9 +349,9 @@ class JsonlInput:
                 if first:
                     first, line = False, line.removeprefix(_BOM)
                 if len(line) > most and (len(line.rstrip(b"\r\n")) > most or not line.endswith(b"\n")):
-                    error = _skip_long_line(file, line, most)
-                    if error is not None:
-                        yield error
+                    bad = _skip_long_line(file, line, most, self.kept)
+                    if bad is not None:
+                        yield bad
                 elif line.isspace():
                     blank += 1
                     if blank > _FEW_BLANK_LINES:
@@ -418,27 +429,100 @@ def _skip_blank_lines(file: io.BufferedReader) -> None:
             raise OSError(f"more than {_MAX_BLANK_BYTES:,} bytes of blank lines in a row")
 
 
-def _skip_long_line(file: io.BufferedReader, start: bytes, most: int) -> RowError | None:
-    # Read a line that begins with `start` to its end without keeping it; None if it is blank after all.
-    blank, size, piece = start.isspace(), len(start), start
+def _skip_long_line(file: io.BufferedReader, start: bytes, most: int, kept: Collection[str]) -> BadLine | None:
+    # Read a line that begins with `start` to its end without keeping more than its short values of these names; None
+    # if it is blank after all.
+    blank, size, piece, values = start.isspace(), len(start), start, _ShortValues(kept)
+    values.read(start)
     while not piece.endswith(b"\n") and (piece := file.readline(_BLOCK)):
         blank, size = blank and piece.isspace(), size + len(piece)
-    return None if blank else row_too_large("the line", size, most)
+        values.read(piece)
+    return None if blank else BadLine(row_too_large("the line", size, most), values.found)
 
 
-def parse(line: bytes | RowError) -> dict[str, Any] | RowError:
-    """The object on a line, or the error of the line."""
-    if isinstance(line, RowError):
+_MARK = re.compile(rb'["{}\[\],]')
+_NESTED_MARK = re.compile(rb'["{}\[\]]')  # a list may have very many commas
+_IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+
+
+class _ShortValues:
+    """The short values of these names in an object that is read in pieces, and never as a whole.
+
+    Of a line that is no object, or breaks off, it has what stands before.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.found: dict[str, Any] = {}
+        self._names = names
+        self._depth = 0
+        self._in_string = self._escaped = False
+        self._member = bytearray()  # a name and its value, as far as they are read
+        self._long = False  # more of them than are kept
+
+    def read(self, piece: bytes) -> None:
+        """The next bytes."""
+        if not self._names:
+            return
+        at = start = 0  # of what is read of the piece, and of the member in it
+        while at < len(piece):
+            if self._escaped:
+                at, self._escaped = at + 1, False
+            elif self._in_string:
+                at = self._end_of_text(piece, at)
+            elif (mark := (_MARK if self._depth < 2 else _NESTED_MARK).search(piece, at)) is None:
+                break
+            else:
+                at, kind = mark.end(), mark[0]
+                self._in_string = kind == b'"'
+                if self._depth == 1 and kind in b",}":
+                    self._keep(piece, start, at - 1)
+                    self._end_member()
+                    start = at
+                self._depth += (kind in b"{[") - (kind in b"}]")
+                if self._depth == 1 and kind == b"{":
+                    start = at
+        self._keep(piece, start, len(piece))
+
+    def _end_of_text(self, piece: bytes, at: int) -> int:
+        end = _IN_STRING.match(piece, at).end()  # type: ignore[union-attr]  # it matches even nothing
+        if end < len(piece):
+            self._in_string, self._escaped = piece[end] != ord('"'), piece[end] != ord('"')
+            end += 1
+        return end
+
+    def _keep(self, piece: bytes, start: int, end: int) -> None:
+        if self._depth:
+            self._long = self._long or len(self._member) + end - start > MAX_LEFT_BYTES
+            self._member += b"" if self._long else piece[start:end]
+
+    def _end_member(self) -> None:
+        if not self._long:
+            with suppress(ValueError, RecursionError):  # among them bytes that are not UTF-8
+                self.found |= {
+                    name: value
+                    for name, value in _decode("{" + self._member.decode() + "}").items()
+                    if name in self._names
+                }
+        self._member, self._long = bytearray(), False
+
+
+def parse(line: bytes | BadLine, kept: Collection[str] = ()) -> dict[str, Any] | BadLine:
+    """The object on a line, or why there is none, with its values of these names if it is not valid UTF-8."""
+    if isinstance(line, BadLine):
         return line
     try:
         value = _decode(line.decode())
     except UnicodeDecodeError as error:
-        return RowError(ErrorCode.INVALID_UTF8, f"byte {error.start} of the line: {error.reason}")
+        values = _ShortValues(kept)
+        values.read(line)
+        return BadLine(
+            RowError(ErrorCode.INVALID_UTF8, f"byte {error.start} of the line: {error.reason}"), values.found
+        )
     except (ValueError, RecursionError) as error:
-        return RowError(ErrorCode.INVALID_JSON, str(error).splitlines()[0])
+        return BadLine(RowError(ErrorCode.INVALID_JSON, str(error).splitlines()[0]))
     if type(value) is dict:
         return value
-    return RowError(ErrorCode.WRONG_TYPE, f"the line holds {_NAMES[type(value)]}, not an object")
+    return BadLine(RowError(ErrorCode.WRONG_TYPE, f"the line holds {_NAMES[type(value)]}, not an object"))
 
 
 _NAMES: dict[type, str] = {
@@ -480,7 +564,7 @@ class BatchMaker:
         self._errors: dict[int, RowError] = {}
         self._nbytes = 0
 
-    def add(self, lines: Iterator[bytes | RowError]) -> Iterator[RowBatch]:
+    def add(self, lines: Iterator[bytes | BadLine]) -> Iterator[RowBatch]:
         """Full batches from the selected `lines`; the remainder waits for `rest`."""
         end = self._selection.end
         chosen = self._selection.chosen
@@ -500,15 +584,14 @@ class BatchMaker:
         if self._rows:
             yield self._take()
 
-    def _append(self, line: bytes | RowError) -> None:
+    def _append(self, line: bytes | BadLine) -> None:
         row = self.row
         self._rows.append(row)
         self._nbytes += len(line) if isinstance(line, bytes) else 0
-        parsed = parse(line)
-        if isinstance(parsed, RowError):
-            self._errors[row] = parsed
-            parsed = {}
-        parsed |= self.constants
+        read = parse(line, self._texts)
+        if isinstance(read, BadLine):
+            self._errors[row] = read.error
+        parsed = {**(read.kept if isinstance(read, BadLine) else read), **self.constants}
         for name, values in self._values.items():
             values.append(without_nulls(parsed.get(name)))
             if name not in parsed and name not in self._optional:
@@ -578,7 +661,7 @@ class JsonlFiles:
             known = tuple(dict.fromkeys([*self.available, *keys]))
             require_columns(wanted, known, f"the first {self._peeked} lines")
         for reader in self._readers:
-            reader.max_row_bytes = max_row_bytes
+            reader.max_row_bytes, reader.kept = max_row_bytes, frozenset(carried)
         return pa.schema([(name, pa.string()) for name in carried])
 
     def batches(self, choice: ColumnChoice, selection: Selection, most_rows: int) -> Iterator[RowBatch]:
@@ -607,7 +690,7 @@ class JsonlFiles:
     def _peek(self) -> tuple[tuple[str, ...], int]:
         names: dict[str, None] = {}
         seen = size = 0
-        wrong: RowError | None = None
+        wrong: BadLine | None = None
         for line in islice((line for file in self._readers for line in file.lines()), _PEEK_ROWS):
             seen += 1
             size += len(line) if isinstance(line, bytes) else 0
@@ -620,7 +703,7 @@ class JsonlFiles:
                 break
         if wrong is not None and not names:
             raise UsageError(
-                f"{self._files[0].path}: none of the first {seen} lines is a JSON object ({wrong.detail})\n"
+                f"{self._files[0].path}: none of the first {seen} lines is a JSON object ({wrong.error.detail})\n"
                 "JSON Lines has one JSON object on every line, in UTF-8"
             )
         return tuple(names), seen
