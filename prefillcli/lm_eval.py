@@ -49,7 +49,6 @@ OPTIONS = (
     *("memory", "pack_tokens", "chunk_tokens", "prefix_kv", "schedule", "weights", "weights_memory", "hidden"),
     *("compile", "draft", "speculation", "speculation_tokens"),
 )
-_NO_LABELS = LabelSet.of([[0]])  # of a prompt that is only written on
 
 
 @register_model("prefill")
@@ -238,10 +237,9 @@ class PrefillLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         writing = Writing(tokens, stops, beginning=1, ends=TextEnd(self.tokenizer, tuple(until)))
         treatment = replace(PLAIN, continuations=GivenContinuations(writing, beginnings, again=False))
         limits = self._loaded.engine.limits.for_texts()
+        labels = [LabelSet.behind(each.tokens if limits.switch else ()) for each in beginnings.values()]
         found = []
-        for answer in self._answers(
-            prompts, [_NO_LABELS] * len(prompts), limits, treatment, disable_tqdm=disable_tqdm
-        ):
+        for answer in self._answers(prompts, labels, limits, treatment, disable_tqdm=disable_tqdm):
             if answer.continuation is None or answer.continuation.finish_reason not in ("stop", "length"):
                 raise ResourceError("the memory does not suffice to write behind the longest contexts: raise memory=")
             text = self.tokenizer.decode(answer.continuation.tokens, skip_special_tokens=True)

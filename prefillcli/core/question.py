@@ -25,8 +25,8 @@ from prefillcli.engines.base import PLAIN, Answer, EarlyAnswer, PlanEngine, Trea
 from prefillcli.errors import ResourceError
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Limits, Pack
-from prefillcli.plan.plan import Plan, make_plan, marked_positions
-from prefillcli.plan.trie import TokenArray, token_order
+from prefillcli.plan.plan import Plan, make_plan
+from prefillcli.plan.trie import token_order
 
 if TYPE_CHECKING:
     from prefillcli.decode.continuations import Beginning, Writing
@@ -123,20 +123,12 @@ def plan_questions(
         [question.tokens for question in questions],
         limits,
         schedule,
-        planned_positions(questions, limits),
+        [question.positions for question in questions],
         variants=planned_variants(questions),
         labels=[each.prompt.labels for each in questions],
         carried=carried,
         block_tokens=block_tokens,
     )
-
-
-def planned_positions(questions: Sequence[Question], limits: Limits) -> list[TokenArray | None]:
-    """The positions that each question's tokens are planned with."""
-    return [
-        marked_positions(each.positions, len(each.tokens), limits.switch, each.prompt.labels.depth)
-        for each in questions
-    ]
 
 
 def planned_variants(questions: Sequence[Question]) -> list[str | None]:
@@ -213,13 +205,12 @@ def _joined(questions: Sequence[Question], limits: Limits, schedule: str) -> Pla
             [question.tokens for question in some],
             own,
             schedule,
-            planned_positions(some, limits),
+            [question.positions for question in some],
             variants=planned_variants(some),
             labels=[each.prompt.labels for each in some],
         )
         for pack in plan.packs:
-            reads = [(node, tuple(group[prompt] for prompt in prompts)) for node, prompts in pack.reads]
-            packs.append(replace(pack.shifted(len(packs) - pack.index), reads=reads))
+            packs.append(pack.renumbered(group).shifted(len(packs) - pack.index))
         unique += plan.unique_tokens
         behind += plan.behind_tokens
     return Plan(packs, unique, behind_tokens=behind)

@@ -689,13 +689,14 @@ class RowRoom:
     """How many rows fit. The device shows how many do not: `most_rows` is None until memory runs out.
 
     While texts are written, the K,V of `most_tokens` tokens may be on the device, those of prompts included; None: of
-    any number. A row counts `row_tokens` beside its tokens. No text goes beyond the `longest` places of the model.
+    any number. A row counts `row_tokens` beside its tokens. `longest` and `switch` as in `Beginning.room`.
     """
 
     most_tokens: int | None = None
     row_tokens: float = 0.0
     most_rows: int | None = None
     longest: int | None = None
+    switch: int = 0
 
     def of_text(self, beginning: Beginning, writing: Writing) -> float:
         """The tokens that a row counts beside its prompt."""
@@ -771,7 +772,7 @@ def write_behind(
         if not group:
             break
         together = [rows[number] for number in group]
-        texts = _written_together(walk, kept, together, writing, room.longest, make_drafter, tick, report)
+        texts = _written_together(walk, kept, together, writing, room, make_drafter, tick, report)
         if texts is None:
             _let_go(walk.device)
             room.most_rows = max(len(group) // 2, 1)
@@ -791,7 +792,7 @@ def _written_together(
     kept: KeptPack,
     rows: Sequence[Row],
     writing: Writing,
-    longest: int | None,
+    room: RowRoom,
     make_drafter: MakeDrafter,
     tick: Tick,
     report: DecodingReport,
@@ -800,7 +801,9 @@ def _written_together(
     try:
         forward = KeptForward(walk, kept.select([read for read, _ in rows]), tick)
         beginnings, drafter = [beginning for _, beginning in rows], make_drafter(forward)
-        return write_texts(forward, beginnings, writing, longest=longest, drafter=drafter, report=report)
+        return write_texts(
+            forward, beginnings, writing, longest=room.longest, switch=room.switch, drafter=drafter, report=report
+        )
     except Exception as error:
         if not out_of_memory(error):
             raise

@@ -97,6 +97,22 @@ class Beginning:
     key: str
     positions: TokenArray | None = None
 
+    @property
+    def end(self) -> int:
+        """The place of the first token of the text."""
+        last = len(self.prompt) - 1 if self.positions is None else int(self.positions[-1])
+        return last + 1 + len(self.tokens)
+
+    def room(self, tokens: int, longest: int | None, switch: int = 0) -> int:
+        """How many of so many tokens the text may have; less than 1: none.
+
+        It ends at the `longest` place of the model; where position encodings change behind `switch` places (0: they
+        do not), a text that begins before does not go beyond them.
+        """
+        if longest is None:
+            return tokens
+        return min(tokens, (switch if self.end <= switch else longest) - self.end)
+
 
 @dataclass(frozen=True, slots=True)
 class Continuation:

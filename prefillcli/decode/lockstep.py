@@ -174,20 +174,20 @@ def write_texts(
     writing: Writing,
     *,
     longest: int | None = None,
+    switch: int = 0,
     chooser: Chooser | None = None,
     drafter: Drafter | None = None,
     report: DecodingReport | None = None,
 ) -> list[Continuation]:
     """Write with `forward` behind each of the beginnings, whose prompts it has read. Row i is beginning i.
 
-    A prompt, its beginning and its text take up at most the `longest` places of the model. Passes, tokens and guesses
-    are counted in `report`.
+    `longest` and `switch` as in `Beginning.room`. Passes, tokens and guesses are counted in `report`.
     """
     report = report if report is not None else DecodingReport()
     chooser = chooser or Chooser(writing.temperature, writing.seed)
     level = LockStep(forward, chooser, writing.stop_tokens, drafter, writing.speculation.tokens, report)
     rows = [RowText(number, beginning) for number, beginning in enumerate(beginnings)]
-    most = [_most_tokens(beginning, writing.tokens, longest) for beginning in beginnings]
+    most = [beginning.room(writing.tokens, longest, switch) for beginning in beginnings]
     level.begin(rows)
     going = rows
     while going:
@@ -205,13 +205,6 @@ def write_texts(
     report.texts += len(rows)
     report.tokens += sum(len(row.written) for row in rows)
     return [Continuation(tuple(row.written), row.finish_reason or "length", row.gap) for row in rows]
-
-
-def _most_tokens(beginning: Beginning, tokens: int, longest: int | None) -> int:
-    if longest is None:
-        return tokens
-    last = len(beginning.prompt) - 1 if beginning.positions is None else int(beginning.positions[-1])
-    return min(tokens, longest - (last + 1 + len(beginning.tokens)))
 
 
 class LockStep:

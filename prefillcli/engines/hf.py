@@ -33,6 +33,7 @@ from prefillcli.models import open as models
 from prefillcli.models.heads import Activation, label_numbers, likeliest_tokens, next_tokens
 from prefillcli.models.load import load_weights
 from prefillcli.models.open import Opened, UseVariant
+from prefillcli.models.shape import length_switch
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.trie import TokenArray
@@ -52,11 +53,12 @@ def generate(
 ) -> list[Continuation]:
     """Write behind each of these prompts, all in one batch. `report` counts the cost.
 
-    The batch is padded on the left, to its longest prompt. A prompt, its beginning and its text take at most
-    `max_length` tokens. `tick` is called with 0 in each pass, and may raise to stop.
+    The batch is padded on the left, to its longest prompt. `max_length` is the `longest` of `Beginning.room`. `tick`
+    is called with 0 in each pass, and may raise to stop.
     """
     contexts = [np.concatenate([each.prompt, np.array(each.tokens, dtype=np.int32)]) for each in beginnings]
-    room = [min(writing.tokens, max_length - len(context)) for context in contexts]
+    switch = length_switch(model.config.get_text_config())
+    room = [each.room(writing.tokens, max_length, switch) for each in beginnings]
     if max(room) < 1:
         return [Continuation((), "length", float("inf")) for _ in beginnings]
     longest = max(map(len, contexts))
@@ -270,7 +272,12 @@ def sequence_logprobs(
     the likeliest one; the tokens that this has computed: one forward for each sequence but its last token; and the
     logits of the prompt's last token, float32 [vocabulary]."""
     device = embedding_device(model)
-    behind = {each[:-1].tobytes(): each[:-1] for each in sequences if len(each) > 1} or {b"": tokens[:0]}
+    behind = {each[:-1].tobytes(): each[:-1] for each in sequences if len(each) > 1}
+    # The prompt's own last token has the same logits in each forward, unless one changes the position encodings.
+    longest = len(tokens) + max(map(len, sequences)) - 1
+    changes = len(tokens) <= length_switch(model.config.get_text_config()) < longest
+    if not behind or (changes and any(len(each) == 1 for each in sequences)):
+        behind[b""] = tokens[:0]
     found: dict[bytes, Tensor] = {}
     for name, before in behind.items():
         ids = torch.as_tensor(np.concatenate([tokens, before]), dtype=torch.long, device=device)[None]

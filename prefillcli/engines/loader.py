@@ -111,7 +111,7 @@ def load(request: LoadRequest) -> Loaded[TorchEngine] | Loaded[encoders.EncoderE
             avoided_paths=tuple(ruled_out(device)),
         ),
         reduced=plan.get(REDUCED),
-        longest=files.max_length,
+        longest=files.max_length_apart,
     )
     return Loaded(engine, plan, budget, 0.0 if speed is None else speed.read_seconds)
 

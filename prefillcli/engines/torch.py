@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from prefillcli.data.rows import NextTokens, ReadTokens
 from prefillcli.decode.behind import KeptPack, RowRoom, write_behind
-from prefillcli.decode.continuations import DecodingReport
+from prefillcli.decode.continuations import Beginning, DecodingReport
 from prefillcli.decode.drafters import DraftModel, JobDrafters
 from prefillcli.engines.base import (
     PLAIN,
@@ -42,6 +42,7 @@ from prefillcli.models.open import UseVariant
 from prefillcli.models.shape import NoCostModel, keys_share
 from prefillcli.plan.behind import LabelSet, Places, with_labels
 from prefillcli.plan.pack import Account, Key, LayersDone, Limits, Pack, account
+from prefillcli.plan.plan import LONG
 from prefillcli.prefill.forest import WatchedLayer
 from prefillcli.prefill.layout import Tree
 from prefillcli.prefill.walk import REGROUP_LAYERS, LayerWalk, Thinned, ThinningRule, Tick
@@ -105,6 +106,7 @@ class TorchEngine(Engine):
         begun = time.monotonic()
         if self._use_variant is not None:
             self._use_variant(pack.variant)
+        shorter = self._shorter(pack, labels, tick, treatment)
         asked, (pack, places) = len(pack.tokens), with_labels(pack, labels)
         self.walk.layers.expect(len(pack.tokens), len(pack.reads))
         exits, done = None, LayersDone.none(pack)
@@ -120,17 +122,31 @@ class TorchEngine(Engine):
         for logits in self.walk.read_logits(pack, of_asked, exits, done, thinning, kept):
             with self.walk.arithmetic.mode:
                 reading.take(logits, range(len(pack.reads)) if exits is None else exits.going)
-        reading.end()
+        reading.end(shorter)
         seconds = time.monotonic() - begun + self._block_seconds
         self._block_seconds = 0.0 if pack.reads else seconds
         slower = self._without_exits(exits, begun) / seconds if exits is not None else 1.0
         parts = account(pack, done, lambda prompt: labels(prompt).tokens)
-        answers = [_answer(part, reading, seconds * part.share, slower, exits) for part in parts]
+        answers = [_answer(part, reading, seconds * part.share, slower, exits, shorter) for part in parts]
         if kept is not None:
             answers = self._texts.write(self.walk, kept, pack, treatment, answers, seconds, tick)
         if thinning is not None:
             answers = [replace(each, thinned=thinning.found.get(each.prompt)) for each in answers]
         return answers
+
+    def _shorter(
+        self, pack: Pack, labels: Callable[[int], LabelSet], tick: Callable[[float], None], treatment: Treatment
+    ) -> dict[int, ShorterReading]:
+        # The readings of prompts that are longer than `Limits.switch` only with their longer labels.
+        found = {}
+        stays = pack.keep | {node.key for node in pack.held}
+        for prompt, alone in pack.shorter.items():
+            own = labels(prompt).within(self.limits.switch - 1 - int(alone.positions[-1]))
+            plain = replace(treatment.of([prompt]), exits=None, continuations=None)
+            part = replace(alone, keep=stays)
+            (answer,) = self._answer(part, partial(_given, own), lambda tokens: tick(0.0), plain)
+            found[prompt] = ShorterReading(own.depth, answer)
+        return found
 
     def _without_exits(self, exits: PromptExits, begun: float) -> float:
         # Seconds that a pack would have taken if no prompt had left, by the layers before the first exit.
@@ -179,23 +195,37 @@ class TorchEngine(Engine):
         self.walk.layers.close()
 
 
+class ShorterReading(NamedTuple):
+    """The answer to those labels of a prompt that have at most `depth` tokens before their last one, token by
+    token."""
+
+    depth: int
+    answer: Answer
+
+
+def _given(labels: LabelSet, prompt: int) -> LabelSet:
+    return labels
+
+
 def _answer(
     part: Account,
     reading: PackReading,
     seconds: float,
     slower: float,
     exits: PromptExits | None,
+    shorter: Mapping[int, ShorterReading],
 ) -> Answer:
     # The answer of a prompt whose computation took `seconds`, and would have taken `slower` times as long without
     # exits.
     prompt = part.prompt
+    twice = shorter[prompt].answer.computed_tokens if prompt in shorter else 0
     early = None if exits is None else exits.early.get(prompt)
     left = early if exits is not None and exits.has_left(prompt) else None
     return Answer(
         prompt=prompt,
         logprobs=reading.logprobs[prompt] if left is None else left.logprobs,
         shared_tokens=part.shared_tokens,
-        computed_tokens=part.computed_tokens,
+        computed_tokens=part.computed_tokens + twice,
         seconds=seconds,
         exit_layer=None if left is None else left.layer,
         early=early if left is None else None,
@@ -284,13 +314,17 @@ class PackReading:
             self._values[order] = (values - rest[at.cpu()]).numpy()
             self._best[order] = (likeliest[at] == tokens).cpu().numpy()
 
-    def end(self) -> None:
-        """All pieces are taken."""
+    def end(self, shorter: Mapping[int, ShorterReading]) -> None:
+        """All pieces are taken. The numbers of `shorter` labels take the place of those that were read here."""
         at = 0
         for prompt in self._prompts:
             labels, count = self._labels(prompt), len(self._places[prompt].rows)
             values, best = self._values[at : at + count], self._best[at : at + count]
             at += count
+            if prompt in shorter and (tokens := shorter[prompt].answer.by_token) is not None:
+                lengths = [len(each) for each in labels.sequences]
+                of_these = np.repeat([length <= shorter[prompt].depth + 1 for length in lengths], lengths)
+                values[of_these], best[of_these] = tokens.logprobs, tokens.greedy
             self.logprobs[prompt] = labels.divided(labels.logprobs(values))
             if labels.by_token:
                 self.by_token[prompt] = ReadTokens(values, bool(best.all()))
@@ -395,7 +429,8 @@ class JobTexts:
     def __init__(self, limits: Limits, longest: int) -> None:
         self.report = DecodingReport()
         self.drafters = JobDrafters()
-        self._room = RowRoom(limits.written_tokens or None, limits.row_tokens, longest=longest)
+        self._switch = limits.switch
+        self._room = RowRoom(limits.written_tokens or None, limits.row_tokens, longest=longest, switch=limits.switch)
 
     def keep(self, walk: LayerWalk, pack: Pack, treatment: Treatment, limits: Limits) -> KeptPack | None:
         """The keeper of a pack's K,V; None where nothing is written behind it, or they do not fit."""
@@ -417,14 +452,18 @@ class JobTexts:
         continuations, report = treatment.continuations, self.report
         if continuations is None:
             return list(answers)
-        wanted = continuations.wanted(answers)
+        reads = {prompt: read for read, (_, prompts) in enumerate(pack.reads) for prompt in prompts}
+        wanted = {
+            prompt: beginning
+            for prompt, beginning in continuations.wanted(answers).items()
+            if self._read_for(pack, reads[prompt], beginning)
+        }
         if continuations.again:
             report.again_prompts += len(wanted)
             report.prompt_tokens += len(pack.tokens)
             report.prompt_seconds += seconds
         else:
             report.kept_prompts += len(wanted)
-        reads = {prompt: read for read, (_, prompts) in enumerate(pack.reads) for prompt in prompts}
         texts = write_behind(
             walk,
             kept,
@@ -437,6 +476,12 @@ class JobTexts:
         )
         found = dict(zip(wanted, texts, strict=True))
         return [replace(each, continuation=found.get(each.prompt)) for each in answers]
+
+    def _read_for(self, pack: Pack, read: int, beginning: Beginning) -> bool:
+        # Whether the positions of a prompt are those that it has before its text. A prompt can be longer than
+        # `Limits.switch` with its labels and not with its text, or the other way round; then it is read again.
+        long = int(pack.positions[pack.offsets[pack.reads[read][0] + 1] - 1]) >= LONG
+        return not self._switch or long == (beginning.end > self._switch)
 
 
 class PackThinning:

@@ -43,6 +43,7 @@ from prefillcli.models import open as models
 from prefillcli.models.find import with_weights
 from prefillcli.models.heads import ClassHead
 from prefillcli.models.open import Opened
+from prefillcli.models.shape import length_switch
 from prefillcli.plan.behind import LabelSet, LabelTokens
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.trie import TokenArray
@@ -432,6 +433,8 @@ def open_models(choice: EngineChoice, dtypes: Sequence[str] = ()) -> Opened:
     opened = models.open_models(choice, dtypes)
     check_place(choice, opened, choice.engine_options)
     longest = min(choice.max_length or opened.max_length, opened.max_length)
+    if switch := length_switch(opened.files.config):
+        longest = min(longest, switch - 1)  # with more room, vLLM reads all prompts with the encoding of long ones
     if "max_model_len" in choice.engine_options:
         given = choice.engine_options["max_model_len"]
         if not isinstance(given, int) or given < 2:

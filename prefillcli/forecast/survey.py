@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, Field
 
 from prefillcli.core.feature import features_of, text_room
-from prefillcli.core.question import Question, plan_questions, planned_positions, planned_variants
+from prefillcli.core.question import Question, plan_questions, planned_variants
 from prefillcli.data.output.columns import MOST, Counts
 from prefillcli.data.rows import SKIPPED_CODES, ErrorCode, Int32Array, Prompt, Window
 from prefillcli.engines.memory_plan import TEXTS, budget_of, plan_packs
@@ -555,7 +555,7 @@ class Alternatives:
         yield from make_plans(
             [each.tokens for each in questions],
             cases,
-            planned_positions(questions, cases[0][1]),
+            [each.positions for each in questions],
             variants=planned_variants(questions),
             labels=[each.prompt.labels for each in questions],
             carried=carried,

@@ -47,6 +47,11 @@ class LabelSet:
         """Labels by the tokens, or sequences of tokens, of each of their spellings."""
         return cls(tuple(tuple(np.array(each, np.int32).reshape(-1) for each in own) for own in tokens))
 
+    @classmethod
+    def behind(cls, tokens: Sequence[int]) -> LabelSet:
+        """The set of a prompt with these tokens behind it, of which no answer is needed."""
+        return cls.of([[[*tokens, 0]]])
+
     def __len__(self) -> int:
         return self.likeliest or len(self.spellings)
 
@@ -101,8 +106,18 @@ class LabelSet:
 
     @cached_property
     def depth(self) -> int:
-        """The most tokens that follow a prompt's last one."""
+        """The most tokens of a label before its last one, which follow a prompt's last one."""
         return max((len(each) - 1 for each in self.sequences), default=0)
+
+    @cached_property
+    def least_depth(self) -> int:
+        """The fewest tokens of a label before its last one."""
+        return min((len(each) - 1 for each in self.sequences), default=0)
+
+    def within(self, depth: int) -> LabelSet:
+        """The spellings with at most `depth` tokens before their last one, token by token."""
+        short = tuple(tuple(each for each in own if len(each) <= depth + 1) for own in self.spellings)
+        return replace(self, spellings=short, by_token=True, sizes=None)
 
     def logprobs(self, values: FloatArray) -> FloatArray:
         """The labels' log-probabilities, float64 [labels], from those of the tokens of all `sequences`. They are not

@@ -29,7 +29,7 @@ class Limits:
     tokens, like the state of a recurrent layer. `node_tokens` is the size of the states at a node's end, in held
     tokens. With `state_step`, nodes with children end at multiples of it (`state_steps`).
 
-    Prompts longer than `switch` tokens, if it is not 0, share nothing with shorter ones (`long_positions`).
+    Prompts longer than `switch` tokens, if it is not 0, share nothing with shorter ones (`plan.marked_positions`).
 
     Texts can be written after prompts of packs that keep the K,V of all layers. `kept_tokens` is the size of such a
     pack, as `kept_size` counts it; 0: nothing is kept. With `kept_packs` packs are no larger than that, unless a
@@ -136,6 +136,9 @@ class Pack:
     behind: tuple[tuple[int, ...], ...] = ()
     # The numbers of its own nodes before others were put behind them, by which `keep` has them; empty: unchanged.
     moved: Mapping[int, int] = field(default_factory=dict)
+    # Prompts that are longer than `Limits.switch` only with their longer labels: the pack reads them as long ones, and
+    # these packs, of one prompt each, as short ones for the other labels.
+    shorter: Mapping[int, Pack] = field(default_factory=dict)
 
     @property
     def prompts(self) -> list[int]:
@@ -168,6 +171,12 @@ class Pack:
     def behind_read(self, read: int) -> tuple[int, ...]:
         """The nodes behind a read, of this number, whose tokens are read too."""
         return self.behind[read] if self.behind else ()
+
+    def renumbered(self, numbers: Sequence[int]) -> Pack:
+        """The same pack with these numbers of its prompts, by the ones they have."""
+        reads = [(node, tuple(numbers[prompt] for prompt in prompts)) for node, prompts in self.reads]
+        shorter = {numbers[prompt]: pack.renumbered(numbers) for prompt, pack in self.shorter.items()}
+        return replace(self, reads=reads, shorter=shorter)
 
     def shifted(self, by: int) -> Pack:
         """The same pack with its number and those of the packs that it needs raised."""
@@ -390,6 +399,9 @@ def _part(pack: Pack, reads: Sequence[int], kept: set[int]) -> Pack:
         reads=[(number[pack.reads[read][0]], pack.reads[read][1]) for read in reads],
         held=tuple(held),
         variant=pack.variant,
+        shorter={
+            prompt: pack.shorter[prompt] for read in reads for prompt in pack.reads[read][1] if prompt in pack.shorter
+        },
     )
     return without_idle(part)
 

@@ -22,7 +22,7 @@ from prefillcli.plan.blocks import (
     order_siblings,
     shared_ends,
 )
-from prefillcli.plan.pack import Held, Key, Limits, Pack
+from prefillcli.plan.pack import NO_INDEX, Held, Key, Limits, Pack
 from prefillcli.plan.trie import (
     KeyArray,
     TokenArray,
@@ -493,6 +493,8 @@ def make_plan(
     token of a prompt; None where they count from 0. Tokens are shared only at the same positions. `variants` name the
     variant that reads each prompt; None: no prompt has one. A pack has prompts of one variant, and the packs of a
     variant come one after the other. `labels` are what is read behind each prompt; none: nothing longer than a token.
+    A prompt that is longer than `limits.switch` with its longest label is planned as a long one; if it is not with
+    its shortest, its pack has another one for the shorter labels (`Pack.shorter`).
 
     `carried` are the blocks that the plan of the window before carries. A prefix of at least `block_tokens` at this
     window's end is cut into blocks; with 0 there are none.
@@ -516,17 +518,27 @@ def make_plans(
 ) -> Iterator[Plan]:
     """The plan of `make_plan` for each schedule with its limits and the blocks that are `carried` in it.
 
-    The prompts' shared prefixes are found only once.
+    The prompts' shared prefixes are found only once. All limits have the same `switch`.
     """
-    positions = positions or [None] * len(prompts)
+    cases = list(cases)
+    switch = next((limits.switch for _, limits in cases), 0)
     variants = variants or [None] * len(prompts)
     labels = labels if any(own.tokens for own in labels) else ()
+    depths = [own.depth for own in labels] or [0] * len(prompts)
+    plain = positions or [None] * len(prompts)
+    positions = [
+        marked_positions(own, len(tokens), switch, depth)
+        for own, tokens, depth in zip(plain, prompts, depths, strict=True)
+    ]
+    shorter = _shorter_readings(prompts, plain, variants, labels, switch)
     window = _Prompts(prompts, positions, variants, labels)
     for (schedule, limits), before in zip(cases, carried, strict=False):
         blocks = window.blocks(limits, before, block_tokens)
         roots, cover = window.forest(blocks, limits)
         given = given_packs(blocks.given, prompts, positions, variants)
         packs = cut_packs(Queue(roots, schedule, window.groups), prompts, limits, positions, cover, variants, labels)
+        if shorter:
+            packs = [replace(pack, shorter=_of(shorter, pack.prompts)) for pack in packs]
         unique = window.unique_tokens - sum(len(pack.tokens) for pack in given)
         following = tuple((block.end, block.key) for block in blocks.carried)
         yield Plan(packs, unique, given, following, window.behind_tokens)
@@ -638,7 +650,8 @@ def _groups_of(variants: Sequence[str | None]) -> list[int]:
 #
 # Some rotary encodings (longrope) encode all positions of a prompt in another way if it is longer than a limit. The
 # positions of such a prompt's tokens are marked. So these prompts share prefixes with one another but not with shorter
-# ones, and any piece of a pack shows which kind it is.
+# ones, and any piece of a pack shows which kind it is. The answer that is read behind a prompt counts too. A prompt
+# whose answers lie on both sides of the limit is read in both ways.
 
 
 LONG = 1 << 30  # is added to the positions of such prompts
@@ -655,3 +668,33 @@ def marked_positions(positions: TokenArray | None, tokens: int, switch: int, beh
         return positions
     own = np.arange(tokens, dtype=np.int32) if positions is None else positions.astype(np.int32)
     return own + np.int32(LONG)
+
+
+def _shorter_readings(
+    prompts: Sequence[TokenArray],
+    positions: Sequence[TokenArray | None],
+    variants: Sequence[str | None],
+    labels: Sequence[LabelSet],
+    switch: int,
+) -> dict[int, Pack]:
+    # For each prompt that is longer than `switch` only with its longer labels, the pack that reads it without a mark.
+    found = {}
+    for number, (tokens, own, labelled) in enumerate(zip(prompts, positions, labels, strict=False)):
+        last = len(tokens) - 1 if own is None else int(own[-1])
+        if last + labelled.least_depth < switch <= last + labelled.depth:
+            found[number] = Pack(
+                index=NO_INDEX,
+                tokens=tokens,
+                positions=np.arange(len(tokens), dtype=np.int32) if own is None else own.astype(np.int32),
+                offsets=[0, len(tokens)],
+                starts=[0],
+                parents=[-1],
+                attach=[()],
+                reads=[(0, (number,))],
+                variant=variants[number],
+            )
+    return found
+
+
+def _of(shorter: Mapping[int, Pack], prompts: Iterable[int]) -> dict[int, Pack]:
+    return {prompt: shorter[prompt] for prompt in prompts if prompt in shorter}

@@ -94,11 +94,9 @@ def test_hf_gives_the_eager_forwards_answers_and_computes_every_token(model: Pat
         assert abs(row["score"] - reference.answer(text).score) < 1e-6
 
 
-@pytest.mark.parametrize("options", [{}, {"pack_tokens": 150}, {"schedule": "fifo"}], ids=["alone", "packs", "fifo"])
-def test_prompts_longer_than_the_length_where_positions_change_are_scored(
-    model: Path, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    """Rows of the same text and of others, on both sides of it; transformers reads each row by itself."""
+@pytest.fixture
+def longrope(model: Path, tmp_path: Path) -> Path:
+    """`model` with other position encodings for texts of more than 100 tokens."""
     twin = shutil.copytree(model, tmp_path / "longrope")
     config = json.loads((twin / "config.json").read_text())
     config["rope_parameters"] = {
@@ -110,16 +108,45 @@ def test_prompts_longer_than_the_length_where_positions_change_are_scored(
         "factor": 20.0,
     }
     (twin / "config.json").write_text(json.dumps(config))
-    story = "A fox and a dog walked along a river. " * 6
-    prompts = [story[:length] + "?" for length in range(90, 220, 9)] + texts(5)
+    return twin
+
+
+STORY = "A fox and a dog walked along a river. " * 6
+
+
+@pytest.mark.parametrize("options", [{}, {"pack_tokens": 150}, {"schedule": "fifo"}], ids=["alone", "packs", "fifo"])
+def test_prompts_longer_than_the_length_where_positions_change_are_scored(
+    longrope: Path, options: dict[str, Any]
+) -> None:
+    """Rows of the same text and of others, on both sides of it; transformers reads each row by itself."""
+    prompts = [STORY[:length] + "?" for length in range(90, 220, 9)] + texts(5)
     source = write_parquet("in.parquet", prompt=prompts)
-    assert score(source, "hf.parquet", model=twin, engine="hf")["exit_code"] == 0
-    assert score(source, model=twin, **options)["exit_code"] == 0
+    assert score(source, "hf.parquet", model=longrope, engine="hf")["exit_code"] == 0
+    assert score(source, model=longrope, **options)["exit_code"] == 0
     rows, others = read_output("out.parquet"), read_output("hf.parquet")
     lengths = [row["prompt_tokens"] for row in rows]
     assert min(lengths) < 100 < max(lengths)
     for row, other in zip(rows, others, strict=True):
         assert abs(row["score"] - other["score"]) < EXACT
+
+
+@pytest.mark.parametrize("labels", ["Yes,No", "Yes,No, the fox did"], ids=["kept", "again"])
+def test_texts_are_written_on_both_sides_of_that_length(longrope: Path, labels: str) -> None:
+    """A text ends at it if its prompt does not; transformers writes each by itself."""
+    source = write_parquet("in.parquet", prompt=[STORY[:length] + "?" for length in range(95, 130, 2)])
+    job = {"model": longrope, "labels": labels, "rationale": 4}
+    assert score(source, "hf.parquet", engine="hf", **job)["exit_code"] == 0
+    assert score(source, **job)["exit_code"] == 0
+    rows, others = read_output("out.parquet"), read_output("hf.parquet")
+    lengths = [row["prompt_tokens"] for row in rows]
+    assert min(lengths) < 90 < 100 < max(lengths)
+    for row, other in zip(rows, others, strict=True):
+        assert abs(row["score"] - other["score"]) < EXACT
+        assert [row[name] for name in ("rationale", "finish_reason")] == [
+            other[name] for name in ("rationale", "finish_reason")
+        ]
+        if row["finish_reason"] == "length" and row["prompt_tokens"] > 100:
+            assert row["rationale_tokens"] == 4
 
 
 @pytest.mark.parametrize("options", [{}, {"rationale_temperature": 0.8, "rationale_seed": 3}], ids=["greedy", "drawn"])

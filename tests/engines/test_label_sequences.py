@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -20,6 +20,8 @@ from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import FAMILIES, VOCABULARY, make_model
+from tests.prefill.test_length_tables import SWITCH
+from tests.prefill.test_length_tables import model_of as model_with_switch
 
 #: Sums of 40 tokens are near -240: the step of float32.
 RELATIVE = float(np.finfo(np.float32).eps)
@@ -111,6 +113,67 @@ def test_the_plain_loop_gives_the_same(seed: int) -> None:
     for prompt, answer in zip(prompts, answers, strict=True):
         wanted = expected("llama", prompt.tokens, prompt.labels)
         np.testing.assert_allclose(answer.logprobs, wanted, rtol=RELATIVE, atol=1e-5)
+
+
+def questions_at_the_switch(rng: np.random.Generator) -> list[Question]:
+    """Prompts that are longer than `SWITCH` with some labels, with all or with none; some have lost tokens."""
+    history = rng.integers(3, VOCABULARY, SWITCH - 50)
+    sets = [random_labels(rng) for _ in range(3)] + [LabelSet.of([[rng.integers(3, VOCABULARY, 30)]])]
+    found = []
+    for row in range(10):
+        own = rng.integers(3, VOCABULARY, rng.integers(5, 55))
+        tokens = np.concatenate([history, own]).astype(np.int32)
+        kept = np.sort(rng.choice(len(tokens) - 1, len(tokens) // 2, replace=False))
+        prompt = Prompt(row, tokens, sets[rng.integers(len(sets))])
+        found.append(Question(prompt, np.append(kept, len(tokens) - 1) if rng.random() < 0.3 else None))
+    return found
+
+
+def read_apart(model: nn.Module, question: Question) -> np.ndarray:
+    """Each spelling of a label by a forward of its own, over the prompt and the spelling's tokens but the last."""
+    model.set_attn_implementation("eager")
+    prompt, found = question.prompt, []
+    at = np.arange(len(prompt.tokens)) if question.kept is None else question.kept
+    for spellings in prompt.labels.spellings:
+        sums = []
+        for own in spellings:
+            ids = torch.as_tensor(np.concatenate([prompt.tokens[at], own[:-1]])).long()[None]
+            places = torch.as_tensor(np.concatenate([at, at[-1] + 1 + np.arange(len(own) - 1)])).long()[None]
+            with torch.inference_mode():
+                logits = model(
+                    input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids), use_cache=False
+                ).logits[0, len(at) - 1 :]
+            sums.append(float(logits.double().log_softmax(-1)[torch.arange(len(own)), own.tolist()].sum()))
+        found.append(np.logaddexp.reduce(sums))
+    return np.array(found)
+
+
+@pytest.mark.parametrize("family", ["phi3", "llama"])
+@settings(max_examples=15)
+@given(seed=st.integers(0, 10**6), most=st.integers(150, 2000), held=st.sampled_from([0, 100]))
+def test_each_label_is_read_at_the_positions_of_its_own_length(family: str, seed: int, most: int, held: int) -> None:
+    model, asked = model_with_switch(family), questions_at_the_switch(np.random.default_rng(seed))
+    wanted = [read_apart(model, question) for question in asked]
+    model.set_attn_implementation(ATTENTION)
+    limits = Limits(most, 10**6, held_tokens=held, held_cost=1.0 if held else 0.0, switch=SWITCH)
+    engine = TorchEngine(LayerWalk(model, chunk_tokens=48), limits=limits)
+    try:
+        answers = answer_questions(engine, asked)
+    finally:
+        engine.close()
+    for answer, own in zip(answers, wanted, strict=True):
+        np.testing.assert_allclose(answer.logprobs, own, rtol=RELATIVE, atol=2e-5)
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 10**6))
+def test_so_does_the_plain_loop(seed: int) -> None:
+    model = model_with_switch("phi3")
+    asked = [each for each in questions_at_the_switch(np.random.default_rng(seed)) if each.kept is None][:4]
+    wanted = [read_apart(model, question) for question in asked]
+    answers = answer_questions(HfEngine(model, max_length=4096), asked)
+    for answer, own in zip(answers, wanted, strict=True):
+        np.testing.assert_allclose(answer.logprobs, own, rtol=RELATIVE, atol=2e-5)
 
 
 def test_progress_adds_up_to_the_tokens_of_prompts() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -369,6 +370,28 @@ def test_over_long_rows_follow_on_long_before_vllm_sees_them(
         assert (row["score"] is None) == (other["score"] is None)
         assert row["score"] is None or abs(row["score"] - other["score"]) < FLOAT32
     assert started[0]["max_length"] == max_length or 2048
+
+
+def test_vllm_has_no_room_beyond_the_length_where_position_encodings_change(
+    started: list[Any], llama: Path, tmp_path: Path
+) -> None:
+    """It reads all prompts with the encodings of long ones where `max_model_len` exceeds that length."""
+    twin = shutil.copytree(llama, tmp_path / "longrope")
+    config = json.loads((twin / "config.json").read_text())
+    pairs = config["hidden_size"] // config["num_attention_heads"] // 2
+    config["rope_parameters"] = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * pairs,
+        "long_factor": [4.0] * pairs,
+        "original_max_position_embeddings": 100,
+        "factor": 20.0,
+    }
+    (twin / "config.json").write_text(json.dumps(config))
+    source = write_jsonl("in.jsonl", [{"prompt_token_ids": [5] * length} for length in (99, 100)])
+    score(source, model=twin, engine="vllm")
+    assert [row["error"] for row in read_output("out.parquet")] == [None, "prompt_too_long"]
+    assert started[0]["max_length"] == 99, "vLLM gets one more as max_model_len"
 
 
 def test_max_model_len_bounds_the_prompts(started: list[Any], llama: Path) -> None:

@@ -80,8 +80,7 @@ def test_a_prompt_that_has_lost_tokens_is_as_long_as_before() -> None:
 
 def test_prefixes_are_shared_on_either_side_and_not_across() -> None:
     prompts = [np.arange(n, dtype=np.int32) for n in (100, 110, 130, 150)]
-    positions = [marked_positions(None, len(prompt), SWITCH) for prompt in prompts]
-    assert make_plan(prompts, Limits(10**6, 10**6), positions=positions).unique_tokens == 110 + 150
+    assert make_plan(prompts, Limits(10**6, 10**6, switch=SWITCH)).unique_tokens == 110 + 150
 
 
 def test_a_prompt_at_the_switch_is_not_long() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import make_plan, marked_positions
+from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION
 from prefillcli.prefill.walk import LayerWalk
 from tests.prefill.families import VOCABULARY, each_family
@@ -56,12 +56,11 @@ def walked_sparse(
 ) -> torch.Tensor:
     kept = kept or [None] * len(prompts)
     tokens = [prompt if own is None else prompt[own] for prompt, own in zip(prompts, kept, strict=True)]
-    positions = [marked_positions(own, len(each), limits.switch) for each, own in zip(tokens, kept, strict=True)]
     model.set_attn_implementation(ATTENTION)
     walk = LayerWalk(model, chunk_tokens=chunk)
     logits = torch.zeros(len(prompts), VOCABULARY)
     try:
-        for pack in make_plan(tokens, limits, positions=positions).packs:
+        for pack in make_plan(tokens, limits, positions=kept).packs:
             rows = torch.cat(list(walk.read_logits(pack)))
             for row, (_, numbers) in zip(rows, pack.reads, strict=True):
                 logits[list(numbers)] = row

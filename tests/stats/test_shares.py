@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest, norm
 
 from prefillcli.engines.base import Readings
-from prefillcli.features.estimate.estimating import corrected_share, fit_guesser, guided_share, indicators, plain_share
+from prefillcli.features.estimate.estimating import (
+    corrected_share,
+    fit_guesser,
+    guided_share,
+    indicators,
+    label_share,
+    plain_share,
+)
 
 ROWS = 4000
 Z = norm.ppf(0.975)
@@ -27,6 +34,17 @@ def test_rows_that_are_read_are_known() -> None:
     assert plain_share(2, 95, 100).interval == pytest.approx((0.02, 0.07))  # at most the five others have it too
     half = np.diff(plain_share(250, 500, 1000).interval)[0]
     assert half == pytest.approx(2 * Z * np.sqrt(0.25 / 500 * 0.5), rel=0.01)
+
+
+@given(read=st.integers(1, 500), more=st.floats(0.001, 300.0), all_alike=st.booleans())
+def test_where_all_rows_that_were_read_have_one_answer_so_do_those_that_the_guesses_cost(
+    read: int, more: float, all_alike: bool
+) -> None:
+    hits = float(read) if all_alike else 0.0
+    found = label_share("Yes", hits, read, 1000, plain_share(hits, read, 1000), more)
+    low, high = found.equal_cost_interval or (-1.0, -1.0)
+    assert 0 <= low <= high <= 1
+    assert (high if all_alike else 1 - low) == pytest.approx(1)
 
 
 def soft_guesses(share: float, known: float) -> tuple[np.ndarray, np.ndarray]:

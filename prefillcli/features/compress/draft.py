@@ -38,7 +38,7 @@ from prefillcli.features.compress.selection import (
 )
 from prefillcli.models.open import stop_tokens_of
 from prefillcli.plan.pack import Limits, Pack, account
-from prefillcli.plan.plan import make_plan, marked_positions
+from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ForestAttention, WatchedLayer
 from prefillcli.prefill.layout import Tree, oldest_key
 from prefillcli.prefill.own_cache import LayerPast
@@ -473,8 +473,7 @@ class GemFilter(RowPicker):
         found = [ImportanceEstimate() for _ in prompts]
         with self._walking() as walk:
             tokens = [prompt.tokens for prompt in prompts]
-            positions = [marked_positions(None, len(own), self._limits.switch) for own in tokens]
-            for pack in make_plan(tokens, self._limits, positions=positions).packs:
+            for pack in make_plan(tokens, self._limits).packs:
                 begun = time.monotonic()
                 votes = self._votes(walk, pack, tick)
                 self.tokens += len(pack.tokens)

@@ -277,8 +277,7 @@ def estimate(job: Job) -> None:
         guess_seconds=0.0 if guesses is None else guesses.seconds,
         guessed_by=None if guesses is None else guesses.by,
         shares=[
-            _label_share(name, float(truth[:, at].sum()), read, rows, shares[at], more)
-            for at, name in enumerate(names)
+            label_share(name, float(truth[:, at].sum()), read, rows, shares[at], more) for at, name in enumerate(names)
         ],
     )
     job.sink.plan = job.sink.plan | {PLAN: use.model_dump(mode="json")}
@@ -304,7 +303,7 @@ def estimate_audited(job: Job) -> None:
             int(((one == label) & (other != label))[both].sum()) for one, other in ((full, said), (said, full))
         )
         found = corrected_share(int((said == label).sum()), int(left.sum()), rows, int(both.sum()), out, into)
-        shares.append(_label_share(label, float((full == label).sum()), int(audited.sum()), rows, found, 0.0))
+        shares.append(label_share(label, float((full == label).sum()), int(audited.sum()), rows, found, 0.0))
     use = EstimateUse(
         rows=rows,
         read_rows=rows - int((left & ~audited).sum()),
@@ -316,9 +315,14 @@ def estimate_audited(job: Job) -> None:
     job.sink.plan = job.sink.plan | {PLAN: use.model_dump(mode="json")}
 
 
-def _label_share(label: str, hits: float, read: int, rows: int, found: Share, more: float) -> LabelShare:
+def label_share(label: str, hits: float, read: int, rows: int, found: Share, more: float) -> LabelShare:
+    """The share of a label that `hits` of the `read` rows have, of so many rows in all.
+
+    Guesses cost as much as reading `more` rows.
+    """
     plain = plain_share(hits, read, rows)
-    equal = plain_share(hits * (1 + more / read), read + more, rows) if more else None
+    scale = 1 + more / read  # both counts are rounded alike: hits are never more than rows
+    equal = plain_share(hits * scale, read * scale, rows) if more else None
     return LabelShare(
         label=label,
         share=found.value,

@@ -16,6 +16,7 @@ from prefillcli.data.prompts.templates import OWN_WORDS, Beginnings, rationale_t
 from prefillcli.data.rows import FULL, Rationale, ScoredRow, Window, id_texts
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Speculation, Writing
 from prefillcli.engines.memory_plan import TEXTS
+from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.report.section import Part, Section, counted, minutes_and_seconds, row_name, visible
 
@@ -111,7 +112,10 @@ class Rationales(Further):
         if not beginning.tokens:
             self._take(row, question, FAILED)
             return ()
-        return [replace(question, text=(self._writing, beginning), take=take)]
+        prompt = question.prompt
+        if limits.switch:  # how it is read depends on the length with its text, not with its labels
+            prompt = replace(prompt, labels=LabelSet.behind(beginning.tokens))
+        return [replace(question, prompt=prompt, text=(self._writing, beginning), take=take)]
 
     def _take(self, row: WantedRow, question: Question, written: Continuation) -> None:
         # Give the row a text that was written behind a question.

@@ -579,7 +579,7 @@ class Pool:
         asked.split(pack, len(pack.prompts))
         for prompt in pack.prompts:
             (alone,) = self.numbered(plan_questions([asked.work.questions[prompt]], self.limits).packs)
-            free = FreePack(replace(alone, reads=[(alone.reads[0][0], (prompt,))]))
+            free = FreePack(alone.renumbered([prompt]))
             self.add([[self._question(asked, free, MOST_LOSSES - 1)]])
 
     def add(self, groups: Iterable[Sequence[Item]]) -> None:
