@@ -515,7 +515,7 @@ def test_documented_example_is_what_it_prints(monkeypatch: pytest.MonkeyPatch) -
 def test_help_and_wrong_options_import_no_torch() -> None:
     code = (
         "import sys\nfrom prefillcli.cli import app\n"
-        "for words in ('inspect --help', 'inspect --rwo x', 'inspect x.parquet'):\n"
+        "for words in ('inspect --help', 'inspect --rwo x', 'inspect'):\n"
         "    try:\n        app(words.split())\n    except SystemExit:\n        pass\n"
         "heavy = {'torch', 'transformers', 'pyarrow', 'numpy'} & sys.modules.keys()\n"
         "sys.exit(f'imported: {heavy}' if heavy else 0)\n"
