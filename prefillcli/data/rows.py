@@ -590,7 +590,7 @@ def _indices(array: pa.DictionaryArray) -> Int64Array:
 def _from_dictionary(array: pa.DictionaryArray) -> tuple[list[Any], dict[int, str]]:
     used, positions = np.unique(_indices(array), return_inverse=True)
     nulls = int(len(used) > 0 and used[0] < 0)
-    values, bad = python_values(array.dictionary.take(pa.array(used[nulls:])))
+    values, bad = python_values(_plain_text(array.dictionary).take(pa.array(used[nulls:])))
     values = [None] * nulls + values
     wrong = {}
     if bad:

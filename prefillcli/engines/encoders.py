@@ -111,7 +111,8 @@ class EncoderEngine(Engine):
 
         A token of the second kind has its id and the size of the vocabulary as its number.
         """
-        ids = np.full((len(texts), max(map(len, texts))), self.model.config.pad_token_id or 0)
+        padding = max(self.model.config.pad_token_id or 0, 0)  # masked; some files have -1
+        ids = np.full((len(texts), max(map(len, texts))), padding)
         types, mask = np.zeros_like(ids), np.zeros_like(ids)
         for row, text in enumerate(texts):
             types[row, : len(text)], ids[row, : len(text)] = divmod(text, self.model.config.vocab_size)

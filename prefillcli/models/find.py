@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from prefillcli.data.proof import gguf_parts
@@ -31,7 +31,7 @@ from prefillcli.models.files import (
 )
 from prefillcli.models.gguf import GgufModel, dequantise_gguf, describe_gguf, find_cached, open_gguf, prune_cached
 from prefillcli.models.heads import Activation, ClassHead, HeadChoice, find_head
-from prefillcli.models.multimodal import text_part
+from prefillcli.models.multimodal import read_config, text_part
 from prefillcli.models.shape import is_encoder, longest_prompt, refusal, sees_nothing
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.runtime.memory import loadable_memory
@@ -116,7 +116,7 @@ def read_model_files(
     if trust_remote_code:
         refuse_code_elsewhere(folder)
     with _described_by(folder / "config.json"):
-        whole = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        whole = read_config(folder, trust_remote_code=trust_remote_code)
         config = whole.get_text_config()
         if not isinstance(config, PreTrainedConfig):
             raise UsageError(f"{folder}/config.json: a {whole.model_type} model has no text_config")

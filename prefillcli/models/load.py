@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from prefillcli.errors import PrefillError, UsageError, brief, out_of_resource
 from prefillcli.models.completeness import limit_cast_advice, limit_kernel_advice, quiet_transformers, require_complete
 from prefillcli.models.find import ModelFiles, with_weights
 from prefillcli.models.gguf import load_gguf
 from prefillcli.models.heads import auto_class
-from prefillcli.models.multimodal import load_text_part
+from prefillcli.models.multimodal import load_text_part, read_config
 from prefillcli.models.rehearsal import prove_model, settle_paths
 from prefillcli.models.weights import Quantisation, plan_quantisation
 from prefillcli.prefill.forest import ATTENTION, register
@@ -71,7 +71,7 @@ def load_weights(
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
-                **_quantised_loading(files, quantisation, device, trust_remote_code),
+                **_further_arguments(files, quantisation, device, trust_remote_code),
             )
         except KeyError:
             raise
@@ -86,14 +86,14 @@ def load_weights(
     return _placed(files, model, info, device)
 
 
-def _quantised_loading(
+def _further_arguments(
     files: ModelFiles, quantisation: Quantisation | None, device: torch.device, trust_remote_code: bool
 ) -> dict[str, Any]:
-    """Further arguments to transformers, for the device and for a quantised checkpoint."""
+    """Further arguments to transformers: the configuration, and what the device and a quantised checkpoint need."""
+    config = read_config(files.path, trust_remote_code=trust_remote_code)
     if quantisation is None:
-        return {"device_map": {"": device}} if loads_onto(device) else {}
+        return {"config": config} | ({"device_map": {"": device}} if loads_onto(device) else {})
     limit_cast_advice()
-    config = AutoConfig.from_pretrained(files.path, trust_remote_code=trust_remote_code)
     config.quantization_config = {**config.quantization_config, **quantisation.changes}
     # Packed weights must not be moved, and transformers would take a CUDA device if it found one.
     return {"config": config} | ({"device_map": {"": device}} if quantisation.kept == "packed" else {})

@@ -16,7 +16,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -25,6 +25,9 @@ from transformers.models.auto.modeling_auto import (
 from prefillcli.models.files import read_header, weight_files
 from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.prefill.model_ends import decoder_layers
+
+#: Flags in config.json of what a forward gives back, as they are read.
+FORWARD = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +55,21 @@ def text_part(whole: Any) -> TextPart | None:
     return None if kind is None else TextPart(kind, whole)
 
 
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """A model's configuration, without flags of its training that would change what a forward gives back."""
+    whole = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    for config in (whole, whole.get_text_config()):
+        for name, value in FORWARD.items():
+            setattr(config, name, value)
+    return whole
+
+
 def load_text_part(folder: Path, dtype: torch.dtype, attention: str | None) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The text model of a checkpoint on the CPU, and transformers' report on loading it.
 
     Raises UnsupportedModelError for quantised weights and for files whose names are not those of the text model.
     """
-    whole = AutoConfig.from_pretrained(folder)
+    whole = read_config(folder)
     if getattr(whole, "quantization_config", None) is not None:
         raise UnsupportedModelError(
             f"{folder}: of a quantised {whole.model_type}, the text model cannot be loaded by itself"

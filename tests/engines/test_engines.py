@@ -22,6 +22,7 @@ from prefillcli.errors import Interrupted, ResourceError
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from tests.engines import fake
+from tests.engines.encoder_models import save_encoder
 from tests.score.jobs import (
     Reference,
     assert_scored,
@@ -32,6 +33,7 @@ from tests.score.jobs import (
     write_jsonl,
     write_parquet,
 )
+from tests.score.models import save_model
 from tests.score.processes import flush_often
 
 EXACT = 1e-5
@@ -286,3 +288,38 @@ def test_the_sequences_of_a_plan_are_its_prompts(prompts: list[np.ndarray], toke
     assert all(np.array_equal(own, prompts[number]) for number, own in found)
     if schedule == "prefix-tree":
         assert [own.tolist() for _, own in found] == sorted(own.tolist() for own in prompts)
+
+
+FLAGS: list[dict[str, Any]] = [
+    {"return_dict": False},
+    {"output_attentions": True},
+    {"output_hidden_states": True},
+    {"use_cache": False, "gradient_checkpointing": True},
+    {"torchscript": True},
+    {"pad_token_id": -1},
+]
+
+
+def _saved(what: str, folder: Path) -> Path:
+    if what == "encoder":
+        return save_encoder(folder, num_labels=2)
+    sizes: dict[str, Any] = {"num_labels": 2} if what == "head" else {}
+    return save_model(folder, classifies=what == "head", **sizes)
+
+
+@pytest.mark.parametrize("what", ["decoder", "hf", "streamed", "head", "encoder"])
+def test_flags_of_training_in_a_configuration_do_not_matter(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = write_jsonl("in.jsonl", [{"prompt": "a fox"}, {"prompt": "the quick brown dog is a fox"}])
+    options = {"hf": {"engine": "hf"}, "streamed": {"weights": "stream"}}.get(what, {})
+    model = _saved(what, tmp_path / "model")
+    plain = json.loads((model / "config.json").read_text())
+    found = []
+    for flags in ({}, *FLAGS):
+        (model / "config.json").write_text(json.dumps(plain | flags))
+        done = score(source, model=model, overwrite=True, **options)
+        assert done["exit_code"] == 0, (flags, done)
+        found.append([row["score"] for row in read_output("out.parquet")])
+    assert all(each == found[0] for each in found)

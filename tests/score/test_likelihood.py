@@ -216,6 +216,7 @@ def test_python_gives_the_same(model: Path) -> None:
     [
         {"labels": "Good,Bad"},
         {"exit": True},
+        {"compute": "int8"},
         {"evidence": True},
         {"truth": "target"},
         {"min_label_mass": "0.1"},

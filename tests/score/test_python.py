@@ -88,6 +88,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "pandas": lambda: pd.DataFrame({"prompt": PROMPTS, "n": range(6)}),
     "pandas categories": lambda: pd.DataFrame({"prompt": pd.Categorical(PROMPTS), "n": range(6)}),
     "polars": lambda: pl.DataFrame({"prompt": PROMPTS, "n": range(6)}),
+    "polars categories": lambda: pl.DataFrame({"prompt": pl.Series(PROMPTS, dtype=pl.Categorical), "n": range(6)}),
     "dicts": lambda: [{"prompt": prompt, "n": n} for n, prompt in enumerate(PROMPTS)],
     "dicts, one at a time": lambda: ({"n": n, "prompt": prompt} for n, prompt in enumerate(PROMPTS)),
     "columns": lambda: {"prompt": np.array(PROMPTS), "n": np.arange(6)},

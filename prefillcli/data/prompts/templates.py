@@ -289,6 +289,8 @@ def _pack(row: Any) -> bytes | _Failure:
         return pickle.dumps(row, protocol=5)
     except RecursionError:
         return _Failure("RecursionError: a value is nested too deeply")
+    except (pickle.PicklingError, TypeError, AttributeError) as error:  # such as an interval of months
+        return _Failure(f"a value has a type that templates cannot have: {brief(error)}")
 
 
 def _size(size: int) -> str:

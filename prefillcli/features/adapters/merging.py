@@ -485,12 +485,10 @@ def _checked(adapter: AdapterFiles, files: ModelFiles) -> AdapterFiles:
 
 def empty_model(files: ModelFiles) -> PreTrainedModel:
     """The model that `load_weights` makes of the files, on the meta device."""
-    from transformers import AutoConfig
-
     from prefillcli.models.completeness import build_empty
-    from prefillcli.models.multimodal import text_part
+    from prefillcli.models.multimodal import read_config, text_part
 
-    whole = AutoConfig.from_pretrained(files.path)
+    whole = read_config(files.path)
     return build_empty(whole, files.head, text_part(whole) if files.part_of is not None else None, files.dtype)
 
 

@@ -38,7 +38,18 @@ TARGET = Requirement(
 # Options of labels, of which there are none.
 _OF_LABELS = (
     *("labels", "label_norm", "label_end", "temperature", "choices_column", "label_values", "questions"),
-    *("exit", "first", "exit_profile", "calibration", "calibrate_with", "rationale", "evidence", "truth", "audit"),
+    *(
+        "exit",
+        "first",
+        "exit_profile",
+        "compute",
+        "calibration",
+        "calibrate_with",
+        "rationale",
+        "evidence",
+        "truth",
+        "audit",
+    ),
     *("min_label_mass", "max_drift"),
 )
 

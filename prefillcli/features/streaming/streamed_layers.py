@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -41,6 +41,7 @@ from prefillcli.models.completeness import limit_kernel_advice, quiet_transforme
 from prefillcli.models.files import data_start, read_header, weight_files
 from prefillcli.models.find import ModelFiles, with_weights
 from prefillcli.models.heads import auto_class
+from prefillcli.models.multimodal import read_config
 from prefillcli.models.open import Opened
 from prefillcli.models.rehearsal import prove_model, settle_paths
 from prefillcli.models.weights import WeightsPlan, draft_bytes, layer_bytes
@@ -801,7 +802,7 @@ def _load_around_layers(
 ) -> tuple[PreTrainedModel, Placement]:
     # The model on the CPU as transformers loads it with this `attention`, but with the tensors of decoder layers on
     # the meta device; and the places of these in the files. Raises UsageError.
-    whole = AutoConfig.from_pretrained(files.path, trust_remote_code=trust_remote_code)
+    whole = read_config(files.path, trust_remote_code=trust_remote_code)
     if getattr(whole, "quantization_config", None) is not None:
         raise UnsupportedModelError(f"{files.path}: quantised weights cannot be read layer by layer")
     try:
