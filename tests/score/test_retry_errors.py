@@ -46,9 +46,9 @@ def with_failures(patch: pytest.MonkeyPatch) -> None:
     fitting = loop._fitting
 
     def fit(requests: Any, most: int) -> Any:
-        kept, errors = fitting([each for each in requests if each.prompt.row not in FAILED], most)
+        kept, errors, failed = fitting([each for each in requests if each.prompt.row not in FAILED], most)
         lost = {each.prompt.row for each in requests} & set(FAILED)
-        return kept, errors | {row: RowError(ErrorCode.EXCEEDS_MEMORY, "for now") for row in lost}
+        return kept, errors | {row: RowError(ErrorCode.EXCEEDS_MEMORY, "for now") for row in lost}, failed
 
     patch.setattr(loop, "_fitting", fit)
 
