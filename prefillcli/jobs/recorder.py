@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 
 from prefillcli.data.prompts.encoding import Encoder
@@ -162,6 +163,8 @@ class FirstWindow:
                 left = own.exit_layer is not None
                 logprobs = own.audit if left else own.logprobs
                 if own.next is None or logprobs is None or self._is_document(row, prompts[row.row, part]):
+                    continue
+                if np.isnan([own.next.begins, *logprobs]).any():  # an error row, as it will be written
                     continue
                 labels = self._labels.each[part] if self._labels.each else self._labels
                 heard = self._heard.setdefault(labels.question, _Heard(labels))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import random
 from collections.abc import Sequence
@@ -240,8 +241,12 @@ def test_texts_are_shown_only_if_they_are_asked_for(model: Path, kind: str, id_c
     source = make_input(kind, prompt=own)
     flags = {"id_column": id_column}
     hidden = evaluated(source, model, **flags)
-    for path in ("out.run.json", "out.run.html"):
-        assert "Mrs Doe" not in Path(path).read_text()
+    assert "Mrs Doe" not in Path("out.run.json").read_text()
+    page = Path("out.run.html").read_text()
+    assert page.count("Mrs Doe") == 1, "one prompt as the model read it, and no other text"
+    assert html.escape(f"{shots}0 {SECRET}").replace("\x1b", "␛") in page, "that of the first row"
+    assert "<b>account" not in page
+    assert "\x1b" not in page
     shown = evaluated(source, model, show_text=True, resume=True, **flags)
     assert {**hidden, "near_threshold": None, "surest_wrong": None} == {
         **shown, "near_threshold": None, "surest_wrong": None,

@@ -12,7 +12,7 @@ from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import Interrupted, UsageError
 from prefillcli.jobs import loop
 from prefillcli.jobs.verify import verify_job
-from tests.score.jobs import Reference, assert_scored, read_output, score, texts, write_parquet
+from tests.score.jobs import Reference, assert_scored, read_output, read_report, score, texts, write_parquet
 from tests.score.processes import cut_small_windows
 from tests.score.test_shards import merge
 
@@ -128,6 +128,24 @@ def test_of_a_stopped_job_too(model: Path, reference: Reference, monkeypatch: py
         if wanted["error"] is None:
             assert row["score"] == pytest.approx(wanted["score"], abs=1e-6)
         assert row["id"] == wanted["id"]
+
+
+def test_what_earlier_runs_scored_counts_where_a_run_scores_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_input()
+    with monkeypatch.context() as patch:
+        stop_at_pack(patch, 8)
+        assert score(path, threads=1, **flags(model))["exit_code"] == 143
+    before = read_report()["rows"]["scored"]
+    assert 0 < before < ROWS - 1
+    lost = RowError(ErrorCode.EXCEEDS_MEMORY, "for now")
+    monkeypatch.setattr(loop, "_fitting", lambda asked, most: ([], {each.prompt.row: lost for each in asked}, {}))
+    for again in ("resume", "retry_errors"):
+        summary = score(path, threads=1, **flags(model, max_error_rate=1), **{again: True})
+        assert (summary["status"], summary["exit_code"]) == ("complete", 0)
+        assert (summary["rows"]["scored"], summary["rows"]["errors"]) == (before, ROWS - before)
+    assert score(path, "new.parquet", threads=1, **flags(model, max_error_rate=1))["status"] == "failed"
 
 
 def test_of_shards_that_are_not_merged_too(

@@ -156,6 +156,22 @@ def test_a_model_that_answers_with_no_number_gives_error_rows(model: Path, tmp_p
     source = write_jsonl("in.jsonl", [{"prompt": text} for text in texts(4)])
     assert score(source, model=broken)["exit_code"] == 3
     assert [(row["error"], row["score"]) for row in read_output("out.parquet")] == [("nonfinite_score", None)] * 4
+    assert read_report()["first_answers"] == []
+
+
+def test_a_row_whose_answer_is_no_number_says_nothing_of_the_first_answers(model: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(model, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.embed_tokens.weight"][7] = float("nan")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    good, bad = {"prompt_token_ids": [5] * 9}, {"prompt_token_ids": [7] * 9}
+    score(write_jsonl("good.jsonl", [good]), "good.parquet", model=broken)
+    score(write_jsonl("in.jsonl", [bad, good]), model=broken, max_error_rate=1)
+    assert [row["error"] for row in read_output("out.parquet")] == ["nonfinite_score", None]
+    (found,), (alone,) = (read_report(path)["first_answers"] for path in ("out.run.json", "good.run.json"))
+    assert found["rows"] == 1
+    assert found["begins"] == pytest.approx(alone["begins"])
+    assert found["label_mass"] == pytest.approx(alone["label_mass"])
 
 
 def test_a_prompt_beyond_the_memory_budget_is_an_error(model: Path) -> None:
