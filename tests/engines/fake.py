@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,11 +52,13 @@ class FakeTokenizer:
         return [self.backend_tokenizer.id_to_token(number) for number in ids]
 
 
-def open_models(choice: EngineChoice) -> Opened:
+def open_models(choice: EngineChoice, dtypes: Sequence[str] = ()) -> Opened:
     path = Path(str(choice.model))
     tokenizer = FakeTokenizer(path)
     sizes = SimpleNamespace(vocab_size=len(tokenizer))
-    files: Any = SimpleNamespace(path=path, origin=path, dtype="fake", config=sizes, head=None, encoder=False)
+    files: Any = SimpleNamespace(
+        path=path, origin=path, dtype="fake", dtype_why=None, config=sizes, head=None, encoder=False
+    )
     device: Any = None
     return Opened(files, device, tokenizer, (), MAX_LENGTH)
 
