@@ -48,6 +48,7 @@ class Ordered(Feature):
 
         if opening.labels.measure is Measure.SHARES:
             require_values(self.settings.label_values, opening.labels.names)
+            opening.labels.values = self.settings.label_values  # also where labels are known by their names alone
 
     def meaningless(self, labels: Labels) -> list[str]:
         return ["label-values"]

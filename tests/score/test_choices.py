@@ -219,14 +219,14 @@ def test_a_prompt_may_be_as_long_as_its_longest_choice_allows(model: Path, refer
     for most, error in ((longest, None), (longest - 1, "prompt_too_long")):
         options = {"engine": engine, "max_length": most, "overwrite": True, "max_error_rate": 1.0}
         found = score("d.jsonl", "o.jsonl", model=model, choices_column="choices", **options)
-        assert found["exit_code"] == 0, found
+        assert found["exit_code"] == (1 if error else 0), found
         assert [own["error"] for own in read_output("o.jsonl")] == [error]
 
 
 def test_a_window_of_wrong_choices_ends_no_job(model: Path) -> None:
     write_jsonl("d.jsonl", [{"prompt": "The dog:", "choices": []}] * 3)
     found = score("d.jsonl", "o.jsonl", model=model, choices_column="choices", max_error_rate=1.0)
-    assert found["exit_code"] == 0
+    assert (found["exit_code"], found["rows"]["errors"]) == (1, 3)
     assert [row["error"] for row in read_output("o.jsonl")] == ["invalid_labels"] * 3
 
 

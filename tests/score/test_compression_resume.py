@@ -40,7 +40,7 @@ def make_input(reference: Reference) -> Path:
     keep: list[Any] = [...] * ROWS
     keep[7], keep[33], keep[60] = 0.6, 2, None
     truth = [("Yes", "No")[number % 3 == 0] for number in range(ROWS)]
-    return write_jsonl("in.jsonl", lines_of(prompts, keep=keep, truth=truth))
+    return write_jsonl("in.jsonl", lines_of(prompts, keep=keep, truth=truth, other_truth=truth))
 
 
 #: None leaves an option out.
@@ -249,7 +249,7 @@ def test_another_way_to_compress_is_another_job(
         ({"keep_private": True}, "compression"),
         ({"compress_per_row": True}, "compression"),
         ({"audit": 24}, "compression"),
-        ({"truth": "prompt_token_ids"}, "compression"),
+        ({"truth": "other_truth"}, "compression"),
         ({"draft": other}, "draft"),
         (NO_COMPRESSION, "draft"),
     ):

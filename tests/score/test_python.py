@@ -505,7 +505,7 @@ def test_progress_is_shown_when_it_is_asked_for(
     monkeypatch.setitem(sys.modules, "ipykernel", sys)  # as in a notebook
     write_parquet("in.parquet", prompt=PROMPTS)
     scorer.score("in.parquet", progress=True)
-    assert "6/6 rows" in capfd.readouterr().err.rpartition("\r")[2]
+    assert "| 6 of 6 rows [" in capfd.readouterr().err.rpartition("\r")[2]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from prefillcli.options.requirements import Requirement
 
 if TYPE_CHECKING:
     from prefillcli.core.feature import Job, Labels, Manifest, Opening, RunReport, Section
-    from prefillcli.features.evaluation.evaluating import RunEvaluation
+    from prefillcli.features.evaluation.evaluating import EvaluationPlan, RunEvaluation
 
 PANEL = "Evaluation"
 PLAN = "evaluation"  # the key of a shard's plan for the `EvaluationPlan`, which `prefill merge` reads
@@ -83,11 +83,21 @@ class Evaluating(Feature):
         return self._columns.get("")
 
     def labels_named(self, opening: Opening) -> None:
-        from prefillcli.features.evaluation.evaluating import EvaluationPlan, require_labels
+        from prefillcli.features.evaluation.evaluating import require_labels
+
+        for plan in self._planned(opening).values():
+            require_labels(opening.source, plan)
+
+    def models_opened(self, opening: Opening) -> None:
+        self._plans = self._planned(opening)  # which question is calibrated is known now
+
+    def _planned(self, opening: Opening) -> dict[int, EvaluationPlan]:
+        # The plan of each question with right answers, by its number.
+        from prefillcli.features.evaluation.evaluating import EvaluationPlan
 
         schema, labels = opening.schema(), opening.labels.each or (opening.labels,)
         answers = {own.name: (number, own) for number, own in enumerate(schema.questions or (schema,))}
-        self._plans = {}
+        found = {}
         for name, column in self._columns.items():
             if name not in answers:
                 raise UsageError(
@@ -95,9 +105,8 @@ class Evaluating(Feature):
                     f"there are {', '.join(answers)}"
                 )
             number, own = answers[name]
-            self._plans[number] = EvaluationPlan.of(self.settings, labels[number], own, column)
-        for plan in self._plans.values():
-            require_labels(opening.source, plan)
+            found[number] = EvaluationPlan.of(self.settings, labels[number], own, column)
+        return found
 
     def shard_ended(self, job: Job) -> Mapping[str, Any]:
         return {PLAN: [plan.to_json() for plan in self._plans.values()]}
