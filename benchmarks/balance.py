@@ -18,6 +18,7 @@ import pyarrow as pa
 import typer
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoTokenizer
 
 from benchmarks.console import log
 from benchmarks.simulated_crew import SimulatedCrew
@@ -28,6 +29,7 @@ from prefillcli.jobs.loop import USUAL, ScoringLoop, ScoringOptions
 from prefillcli.jobs.recorder import Recorder
 from prefillcli.jobs.runners.parallel import PACK_SHARE
 from prefillcli.jobs.runners.pool import Pool, WorkerSpec
+from prefillcli.models.files import sample_model
 from prefillcli.models.law import PACK_TOKENS
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
@@ -115,6 +117,7 @@ def share_out(rows: int, workers: int, pack_tokens: int, workload: str) -> Balan
         pool.begin(plans=True, pack_tokens=pack_tokens)
         job: Any = SimpleNamespace(
             sink=_NoSink(), clock=Clock(), stop=stop, settings=settings, labels=_CLASSES, probabilities=None,
+            opened=SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(sample_model())),
             granularity=USUAL, require_unchanged=lambda rows: None,
         )  # fmt: skip
         recorder = Recorder(job, lambda: None)

@@ -221,7 +221,6 @@ def test_the_shortest_memory_limits_the_longest_prompt(tmp_path: Path) -> None:
     ("flags", "code", "message"),
     [
         ({"model": "nowhere/at/all"}, 2, "no such directory"),
-        ({"device": "abacus"}, 2, "no such device"),
         ({"device": "cuda:7"}, 5, "CUDA devices found"),
         ({"device": "mps"}, 5, "no Apple GPU found"),
     ],
@@ -230,6 +229,11 @@ def test_what_is_not_there_is_an_error(flags: dict[str, str], code: int, message
     found = examine(**flags)
     assert (found["status"], found["exit_code"]) == ("failed", code)
     assert message in found["error"]
+
+
+def test_a_device_that_does_not_exist_is_refused_before_anything_is_examined() -> None:
+    with pytest.raises(UsageError, match="--device 'abacus': no such device; use auto, cpu, cuda, cuda:N or mps"):
+        examine(device="abacus")
 
 
 def test_a_torch_without_cuda_beside_a_driver_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ class PackLimits(BaseModel):
 
     pack_tokens: int
     max_tokens: int  # of a prompt, in memory
-    max_length: int  # of a prompt, by the model and --max-length
+    max_length: int | None = None  # of a prompt, by the model and --max-length; files of earlier versions have none
     chunk_tokens: int
 
 
@@ -244,7 +244,7 @@ def _lines(survey: Survey) -> Iterable[tuple[str, str]]:
             "duplicates",
             f"{counted(twice.rows, 'row')} with the whole prompt of another ({counted(twice.prompts, 'prompt')})",
         )
-    most = min(limits.max_tokens, limits.max_length)
+    most = min(limits.max_tokens, limits.max_length or limits.max_tokens)
     yield "packs", f"of {counted(limits.pack_tokens, 'token')}; a prompt has at most {most:,}"
     texts = survey.texts
     if texts is not None:

@@ -130,4 +130,4 @@ def test_the_report_says_where_states_drift_most() -> None:
     ]
     (remark,) = workload_remarks(workload)
     assert remark.startswith("specprefill@0.2: states of recurrent layers drift by 0.50 of their norm")
-    assert "at most 1.50; most in layer 4, 0.75" in remark
+    assert "at most 1.50, most in layer 4: 0.75" in remark

@@ -64,7 +64,7 @@ def test_every_string_type_gives_the_same_texts(tmp_path: Path, array: pa.Array)
 def test_messages_come_as_lists_of_dicts(tmp_path: Path) -> None:
     messages = [[{"role": "user", "content": "a"}], None, [], [{"role": "user", "content": None}]]
     values, _, _ = read(save(tmp_path, messages=messages), ("messages",))
-    assert values["messages"] == messages
+    assert values["messages"] == [*messages[:3], [{"role": "user"}]]  # a null is a key that is not there
 
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.uint16()), pa.list_(pa.int64())])

@@ -105,12 +105,17 @@ OTHER: dict[str, Any] = {
     "exit_rows": 500,
     "batch_format": "openai",
     "compute": "int8",
+    "chat_option": {"reasoning_effort": "low"},
+    "thinking": "on",  # auto is off where the template has a switch
 }
 VALUES = (0.5, 5, "5MiB", "text", True, False)
 #: What else there must be to see a change.
 BESIDE: dict[str, dict[str, Any]] = {
     "chat": {"model": "chat"},
     "system": {"model": "chat"},
+    "answer_prefix": {"model": "chat"},
+    "chat_option": {"model": "chat"},
+    "thinking": {"model": "chat"},
     "pair_column": {"model": "encoder", "draft": None},
     "seed": {"sample": 2},
     "exit_rows": {"exit": True},
@@ -183,7 +188,9 @@ def test_the_fingerprint_has_what_changes_scores_columns_or_rows(name: str, monk
         write_jsonl(Path(folder) / "rows.jsonl", BATCH if folder == "batch" else ROWS)
     if beside.get("model") == "chat":
         shutil.copytree(sample_model(), "chat")
-        Path("chat/chat_template.jinja").write_text("{{ messages[0].content }}")
+        Path("chat/chat_template.jinja").write_text(
+            "{{ messages[0].content }}{{ enable_thinking }}{{ reasoning_effort }}"
+        )
     if beside.get("model") == "encoder":
         save_encoder(Path("encoder"))
     plain = ScoreSettings(**(BASE | beside))

@@ -36,6 +36,7 @@ OWN_TYPES: dict[str, Any] = {
     "served_model_name": str | Sequence[str],
     "schedule": str,
     "engine_options": Mapping[str, Any],
+    "chat_option": Mapping[str, Any],
     "keep": float,
     "memory": str | int | None,
     "weights_memory": str | int | None,

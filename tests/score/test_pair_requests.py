@@ -15,7 +15,7 @@ from prefillcli.engines.encoders import EncoderEngine
 from prefillcli.jobs.verify import verify_job
 from prefillcli.models.files import LOGIT_SCORE
 from tests.engines.encoder_models import save_encoder
-from tests.score.jobs import score
+from tests.score.jobs import read_output, score, write_jsonl
 from tests.score.models import save_model
 from tests.score.processes import Command, Hold, cut_small_windows, words_of
 from tests.score.test_batch_files import CHAT, HELLO, answered
@@ -170,7 +170,10 @@ def test_killed_and_resumed_each_line_has_all_its_scores(reranker: Path, monkeyp
 
 def test_models_that_score_no_pairs_say_so(cross: Path, model: Path, tmp_path: Path) -> None:
     classifier = save_model(tmp_path / "classifier", classifies=True, num_labels=2)
-    (row,) = answered(LINES[:1], model)
+    lines = write_jsonl("batch.jsonl", LINES[:1])
+    flags = {"batch_format": "openai", "served_model_name": "fox", "max_error_rate": 1}
+    assert score(lines, "out.jsonl", model=model, **flags)["exit_code"] == 1  # no row was scored
+    (row,) = read_output("out.jsonl")
     assert "a model whose files say that it reads pairs" in row["error"]["message"]
     with_format = score("batch.jsonl", model=classifier, batch_format="openai", output="other.jsonl")
     assert "do not say how a pair of texts becomes its prompt" in with_format["error"]

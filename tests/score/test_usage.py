@@ -63,7 +63,6 @@ def assert_refused(summary: dict, stderr: str, *named: str, code: int = 2) -> No
         ({"labels": "Yes= Yes,No= Yes"}, ["'Yes'", "'No'", "same token"]),
         ({"chat": True}, ["--chat", "no chat template"]),
         ({"system": "Be brief."}, ["--system"]),
-        ({"device": "tpu"}, ["--device", "tpu"]),
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
@@ -73,6 +72,13 @@ def test_a_setting_that_does_not_fit_the_input_or_the_model(
     summary = score(source, model=model, **flags)
     assert_refused(summary, capsys.readouterr().err, *named)
     assert not Path("out.parquet").exists()
+
+
+def test_a_device_that_does_not_exist_is_refused_before_anything_is_written(model: Path, source: Path) -> None:
+    before = sorted(Path().iterdir())
+    with pytest.raises(UsageError, match="--device 'tpu': no such device; use auto, cpu, cuda, cuda:N or mps"):
+        score(source, model=model, device="tpu")
+    assert sorted(Path().iterdir()) == before
 
 
 def test_an_output_of_an_unknown_ending_is_refused_before_anything_is_written(model: Path, source: Path) -> None:
