@@ -16,7 +16,7 @@ from prefillcli.jobs.shell import conclude, leave_earlier_report, shell
 from prefillcli.options.commands import MergeSettings
 from prefillcli.report.run import RunReport, write_files
 from prefillcli.runtime import log
-from prefillcli.runtime.clock import Clock
+from prefillcli.runtime.clock import Clock, step
 from prefillcli.runtime.signals import Stop
 
 
@@ -51,6 +51,7 @@ def _merge_and_report(settings: MergeSettings, run_id: str) -> dict[str, Any]:
             require_apart(settings)
         report.report, metrics_file = report_path(settings.output, settings.report, None), settings.metrics_file
         _run(settings, report, clock, stop)
+    step("")
     if not settings.quiet and report.status == "complete":
         log.info(_sentence(report))
     log.event("ended", f"the merge is {report.status}, exit code {report.exit_code}", summary=report.summary())

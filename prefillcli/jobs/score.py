@@ -65,6 +65,7 @@ def _run_job(settings: ScoreSettings, run_id: str, granularity: Granularity) -> 
 
     with shell(report, debug=settings.debug, resumable=True, finish=finish) as stop, memory:
         job.run(stop)
+    step("")
     if not settings.quiet and report.status == "complete" and not log.logs_json():
         print_table(shown_report(report))
     log.event("ended", f"the run is {report.status}, exit code {report.exit_code}", summary=report.summary())
