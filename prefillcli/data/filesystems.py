@@ -9,10 +9,11 @@ import random
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import monotonic, sleep
 from typing import IO, Any, TypeVar
@@ -278,6 +279,16 @@ def writing(path: str) -> Iterator[None]:
 
 def _no_handles(path: str) -> ResourceError:
     return ResourceError(f"cannot open {path}: too many open files\nallow more with `ulimit -n`, then run again")
+
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def refuse_pointer(file: Path) -> None:
+    """Raise UsageError for the text that Git LFS leaves in the place of a large file."""
+    with suppress(OSError), file.open("rb") as stream:
+        if stream.read(len(_POINTER)) == _POINTER:
+            raise UsageError(f"{file}: a pointer of Git LFS in the place of the file\nfetch it with: git lfs pull")
 
 
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")

@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from prefillcli.data.filesystems import refuse_pointer
 from prefillcli.errors import UsageError
 from prefillcli.models.shape import EXTRA_TOKENS
 
@@ -224,10 +225,11 @@ _OTHER_PARTS = ("vision", "audio", "quantization")  # with numbers of their own 
 
 
 def check_files(folder: Path) -> None:
-    """Refuse a model's folder with a device or a pipe in the place of a file, or with a text too large to be read."""
+    """Refuse a model's folder with a device, a pipe or a pointer in the place of a file, or with too large a text."""
     for file in folder.iterdir():
         if file.suffix in _READ and file.exists() and not file.is_dir():
             _check_size(file, _MOST_JSON if file.name in _TEXTS else None)
+            refuse_pointer(file)
 
 
 def refuse_code_elsewhere(folder: Path) -> None:

@@ -34,6 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from transformers import modeling_gguf_pytorch_utils as reader
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from prefillcli.data.filesystems import refuse_pointer
 from prefillcli.data.proof import ModelContents, hash_value
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
 from prefillcli.models.completeness import bounded, quiet_transformers, require_complete
@@ -98,6 +99,7 @@ class GgufHeader:
 
 def read_gguf_header(path: Path) -> GgufHeader:
     """Raises UsageError if the file is no GGUF file or ends before its header does."""
+    refuse_pointer(path)
     try:
         size = path.stat().st_size
         if size < 24:

@@ -59,7 +59,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
     """A model's configuration, without flags of its training that would change what a forward gives back."""
     whole = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     for config in (whole, whole.get_text_config()):
-        for name, value in FORWARD.items():
+        for name, value in FORWARD.items() if isinstance(config, PreTrainedConfig) else ():
             setattr(config, name, value)
     return whole
 

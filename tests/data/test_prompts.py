@@ -232,7 +232,7 @@ def test_a_message_that_the_chat_template_leaves_out_is_an_error(
         [{"role": "developer", "content": " "}, {"role": "user", "content": "Hi"}],  # it says nothing
         [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}],
     ]
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    parts = [{"role": "user", "content": [{"type": "audio", "text": "Hi"}]}]
     prompts, errors = build(chat_tokenizer, batch_of(messages=[*own, *chats, parts, *chats]))
     assert [prompt.row for prompt in prompts] == [0, 1, 2, 3, 4, 5, 6, *range(14, 18)]
     for prompt in prompts[:7]:
@@ -251,6 +251,87 @@ def test_a_system_message_that_the_chat_template_leaves_out_is_an_error(
     monkeypatch.setattr(chat_tokenizer, "chat_template", "{{ messages[-1].content }}")
     _, errors = build(chat_tokenizer, batch_of(prompt=["Hi"]), system="Be brief.")
     assert "writes nothing of message 1 (role 'system')" in errors[0].detail
+
+
+# What is put around a content, and how the arguments of a call are written.
+PRINTS = "{{ m.content }}"
+JOINS = "{{ m.content + '' }}"
+GOES_THROUGH = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+DUMPS = "{{ call.function.arguments | tojson }}"
+CONCATENATES = "{{ call.function.arguments + '' }}"
+GOES_THROUGH_ITEMS = "{% for k, v in call.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
+PLAIN, PARTS = "Is it so?", [{"type": "text", "text": "Is it so?"}]
+
+
+@pytest.mark.parametrize("content", [PLAIN, PARTS])
+@pytest.mark.parametrize(
+    ("body", "read"), [(PRINTS, PLAIN), (JOINS, PLAIN), (GOES_THROUGH, PARTS)], ids=["prints", "joins", "goes through"]
+)
+def test_a_content_is_given_in_the_form_that_the_template_reads(
+    chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, content: Any, body: str, read: Any
+) -> None:
+    monkeypatch.setattr(
+        chat_tokenizer, "chat_template", f"{{% for m in messages %}}<|im_start|>{body}{{% endfor %}}Answer:"
+    )
+    wanted = chat_tokenizer.apply_chat_template([{"role": "user", "content": read}], return_dict=False)
+    chat = [{"role": "user", "content": content}]
+    prompts, errors = build(chat_tokenizer, batch_of(messages=[chat, chat]))
+    assert not errors
+    assert [prompt.tokens.tolist() for prompt in prompts] == [wanted, wanted]
+    assert chat_tokenizer.decode(wanted).endswith("Is it so?Answer:")
+
+
+@pytest.mark.parametrize("arguments", [{"a": 'ü"'}, '{"a": "ü\\""}'])
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [(DUMPS, '{"a": "ü\\""}'), (CONCATENATES, '{"a": "ü\\""}'), (GOES_THROUGH_ITEMS, 'a=ü"')],
+    ids=["dumps", "concatenates", "goes through"],
+)
+def test_arguments_of_a_tool_call_are_given_in_the_form_that_the_template_reads(
+    chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, arguments: Any, body: str, text: str
+) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.content or '' }}{% for call in m.tool_calls or [] %}"
+        f"{{{{ call.function.name }}}}:{body}{{% endfor %}}{{% endfor %}}"
+    )
+    monkeypatch.setattr(chat_tokenizer, "chat_template", template)
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    ((prompt,), errors) = build(chat_tokenizer, batch_of(messages=[without_nulls(chat)]))
+    assert not errors
+    wanted = chat_tokenizer(f"<|im_start|>Hi<|im_start|>f:{text}", add_special_tokens=False)["input_ids"]
+    assert prompt.tokens.tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ({"role": ["user"], "content": ["Hi"]}, "an object ('role', 'content')"),  # a Sequence of `datasets`
+        ([{"from": "human", "value": "Hi"}], "but of 'from', 'value'"),
+    ],
+)
+def test_messages_of_another_shape_are_named(chat_tokenizer: Any, value: Any, names: str) -> None:
+    _, errors = build(chat_tokenizer, batch_of(messages=[value]))
+    assert errors[0].code == ErrorCode.WRONG_TYPE
+    assert names in errors[0].detail
+
+
+def test_a_chat_template_with_a_name_is_none_to_begin_with(
+    chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_tokenizer, "chat_template", {"rag": "x", "tool_use": "y"})
+    with pytest.raises(UsageError, match=r"named rag, tool_use.*\n.*chat_template\.jinja"):
+        build(chat_tokenizer, batch_of(messages=[[{"role": "user", "content": "Hi"}]]))
+
+
+def test_a_beginning_that_a_text_has_is_not_put_before_it_once_more(byte_level: Any) -> None:
+    plain = byte_level("Is it?")["input_ids"]
+    assert byte_level("<s>Is it?")["input_ids"] == [plain[0], *plain]
+    assert tokens(byte_level, prompt=["<s>Is it?"], literal=False) == plain
+    assert tokens(byte_level, text=["Is it?"], template="<s>{{ text }}") == plain
+    literal = tokens(byte_level, prompt=["<s>Is it?"])  # in the data it is text
+    assert literal[0] == plain[0]
+    assert plain[0] not in literal[1:]
 
 
 def test_json_text_in_a_column_of_messages_is_messages(chat_tokenizer: Any, byte_level: Any) -> None:

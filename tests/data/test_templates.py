@@ -178,3 +178,16 @@ def test_the_work_of_one_row_does_not_count_for_the_next() -> None:
     template = RowTemplate("{% for i in range(90000) %}{% endfor %}{{ 'a' * 60000000 if n else 'ok' }}")
     assert template.render([{"n": 0}] * 15) == ["ok"] * 15
     assert [len(str(text)) for text in template.render([{"n": 1}] * 2)] == [60_000_000] * 2
+
+
+@pytest.mark.parametrize("name", ["items", "keys", "values", "copy", "get", "pop", "update", "clear"])
+def test_a_field_that_is_named_like_a_method_is_the_field(name: str) -> None:
+    text = f"{{{{ order.{name} }}}} {{{{ order['{name}'] }}}} {{{{ [order]|map(attribute='{name}')|join }}}}"
+    assert render(text, {"order": {name: "a book"}}) == "a book a book a book"
+    assert render("{% for k, v in order.items() %}{{ k }}{{ v }}{% endfor %}", {"order": {"b": 1}}) == "b1"
+
+
+def test_a_method_that_is_printed_is_an_error_of_the_row() -> None:
+    result = render("{{ order.items }}", {"order": {"a": 1}})
+    assert isinstance(result, RowError)
+    assert "write items()" in result.detail

@@ -150,6 +150,15 @@ def test_a_pipe_or_a_device_in_a_models_folder_is_refused(saved: Path, name: str
     assert_refused(saved, f"{name}: not a regular file|no config.json")
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4000000\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_pointer_of_git_lfs_is_told_from_a_damaged_file(saved: Path, name: str) -> None:
+    (saved / name).write_text(POINTER)
+    assert_refused(saved, f"{name}: a pointer of Git LFS.*\n.*git lfs pull")
+
+
 def sparse(path: Path) -> None:
     os.truncate(path, 1 << 30)
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from prefillcli.data.prompts.encoding import EncodedPair, Encoder, Marks, NotLiteral, not_literal, protect
 from prefillcli.data.prompts.labels import Following, LabelError, Labels, tail_of
 from prefillcli.data.prompts.shortening import RowTexts, Shortening
-from prefillcli.data.prompts.templates import ChatTemplate, Message, RowTemplate, messages_of
+from prefillcli.data.prompts.templates import ChatTemplate, Message, RowTemplate, messages_of, named
 from prefillcli.data.prompts.thinking import AS_USUAL, ChatChoices, Way
 from prefillcli.data.rows import (
     DEFAULT_COLUMN,
@@ -495,6 +495,8 @@ class PromptBuilder:
             return self._from_text(row, value)
         if value is None:
             return RowError(ErrorCode.NULL_PROMPT, "the prompt is null")
+        if isinstance(value, dict):
+            return RowError(ErrorCode.WRONG_TYPE, f"the prompt is an object ({named(value)}), not text or messages")
         if not isinstance(value, list | np.ndarray):
             return RowError(ErrorCode.WRONG_TYPE, f"the prompt is {type(value).__name__}, not text")
         if len(value) == 0:

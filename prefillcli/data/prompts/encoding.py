@@ -49,10 +49,12 @@ class Encoder:
                 self._backend.no_padding()
             if self._backend.truncation is not None:
                 self._backend.no_truncation()
-        self._closing = 0  # special tokens that the tokenizer puts after a text
+        self._opening: list[int] = []  # special tokens that the tokenizer puts before a text
+        self._closing = 0  # how many it puts after one
         bare, whole = (self.encode(["a"], special=special)[0].tolist() for special in (False, True))
         added = len(whole) - len(bare)
-        self._closing = next((added - at for at in range(added + 1) if whole[at : at + len(bare)] == bare), 0)
+        before = next((at for at in range(added + 1) if whole[at : at + len(bare)] == bare), added)
+        self._opening, self._closing = whole[:before], added - before
         self.special_ids: frozenset[int] = frozenset(tokenizer.all_special_ids) | frozenset(
             number for number, token in tokenizer.added_tokens_decoder.items() if token.special
         )
@@ -93,8 +95,9 @@ class Encoder:
         """Token ids of every text, int32 [tokens].
 
         `special`: with the tokens that the tokenizer puts before a text by default. Those that it would put after one
-        (EOS) are left out: the answer follows the prompt's last word. `literal`: the texts are as `Controls.respell`
-        writes them. Raises NotLiteral if this tokenizer cannot encode them.
+        (EOS) are left out: the answer follows the prompt's last word. Those that a text begins with are not put before
+        it once more. `literal`: the texts are as `Controls.respell` writes them. Raises NotLiteral if this tokenizer
+        cannot encode them.
         """
         if not texts:
             return []
@@ -103,8 +106,13 @@ class Encoder:
         else:
             backend = self.controls.literal_backend if literal else self._backend
             found = [e.ids for e in backend.encode_batch_fast(list(texts), add_special_tokens=special)]
-        closing = self._closing if special else 0
-        return [np.array(ids[: len(ids) - closing], np.int32) for ids in found]
+        return [np.array(ids[self._own(ids) if special else slice(None)], np.int32) for ids in found]
+
+    def _own(self, ids: Sequence[int]) -> slice:
+        # The tokens of a prompt among those that the tokenizer makes of its text.
+        size = len(self._opening)
+        twice = size > 0 and list(ids[: 2 * size]) == [*self._opening, *self._opening]
+        return slice(size if twice else 0, len(ids) - self._closing)
 
     def encode_pairs(self, texts: Sequence[tuple[str, ...]], *, literal: bool = False) -> list[EncodedPair]:
         """Texts, alone or in pairs, with all special tokens around them. `literal` as in `encode`.
@@ -129,12 +137,11 @@ class Encoder:
         if not texts:
             return []
         backend: Any = self.controls.literal_backend if literal else self._backend
-        closing = self._closing if special else 0
         found = []
         for coded in backend.encode_batch(list(texts), add_special_tokens=special):
-            end = len(coded.ids) - closing
-            offsets = np.array(coded.offsets[:end], np.int32).reshape(-1, 2)
-            found.append(EncodedText(np.array(coded.ids[:end], np.int32), offsets))
+            own = self._own(coded.ids) if special else slice(None)
+            offsets = np.array(coded.offsets[own], np.int32).reshape(-1, 2)
+            found.append(EncodedText(np.array(coded.ids[own], np.int32), offsets))
         return found
 
     def decode(self, tokens: Sequence[int] | Int32Array, *, literal: bool = False) -> str:

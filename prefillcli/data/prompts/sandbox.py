@@ -146,6 +146,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def wrap_str_format(self, value: Any) -> None:
         """No `str.format`: it has widths and attribute access of its own. `%` and the format filter stay."""
 
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """`obj.attribute` of a template: of an object of the data its own field, also one named like a method."""
+        if isinstance(obj, Mapping) and attribute in obj:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Whether a template may use `obj.attr`."""
         if isinstance(obj, str | bytes | int) and attr in _REFUSED_METHODS:
@@ -281,6 +287,9 @@ def _printable(value: Any) -> Any:
     if _is_null(value):
         what = "a null value" if value is None else f"{value._undefined_name}, which is null or missing,"
         raise TemplateRuntimeError(f"{what} is printed; write {{{{ column or '' }}}} if it may be null")
+    if callable(value):
+        name = getattr(value, "__name__", None) or type(value).__name__
+        raise TemplateRuntimeError(f"{name}, which is no value but is called, is printed; write {name}()")
     numbers = getattr(value, "tolist", None)  # a method of numpy's arrays; numpy itself takes long to import
     return value if numbers is None else numbers()
 

@@ -19,10 +19,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
@@ -43,6 +44,7 @@ KERNEL_LIMITS_MEMORY = sys.platform == "linux"
 _TICK = 0.25  # seconds between two looks at a silent process
 _AHEAD = 1 << 20  # bytes of rows waiting to be sent, or one row
 _READ = 1 << 18
+_MOST_NAMES, _MOST_SHOWN = 5, 100  # fields that a message names, and characters
 _START_SECONDS = 120.0  # on the clock, for the process to start and to compile the template
 _HEAD = 9  # kind in one byte, and length
 _ENVIRONMENT = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME")
@@ -344,13 +346,20 @@ def messages_of(value: Sequence[Any], system: str | None) -> list[Message] | Row
     messages: list[Message] = []
     for number, item in enumerate(value, 1):
         if not isinstance(item, dict) or not isinstance(item.get("role"), str):
-            return RowError(ErrorCode.WRONG_TYPE, f"message {number} is not an object with a role and a content")
+            found = f" but of {named(item)}" if isinstance(item, dict) else ""
+            why = f"message {number} is not an object of a role and a content{found}"
+            return RowError(ErrorCode.WRONG_TYPE, why)
         if "content" not in item and "tool_calls" not in item:
             return RowError(ErrorCode.CHAT_ERROR, f"message {number} has no content")
         messages.append(item)
     if system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return messages
+
+
+def named(value: Mapping[str, Any]) -> str:
+    """The names of an object's fields, for a message."""
+    return ", ".join(list(map(repr, value))[:_MOST_NAMES])[:_MOST_SHOWN]
 
 
 class ChatTemplate(Renderer):
@@ -379,7 +388,13 @@ class ChatTemplate(Renderer):
         try:
             text = tokenizer.get_chat_template()
         except ValueError as error:
-            raise UsageError(f"the model's chat template: {error}") from None
+            names = list(tokenizer.chat_template) if isinstance(tokenizer.chat_template, dict) else ()
+            if not names:
+                raise UsageError(f"the model's chat template: {error}") from None
+            raise UsageError(
+                f"the model has chat templates named {', '.join(names)}, and none is the default\n"
+                "write the one to use to chat_template.jinja in its folder"
+            ) from None
         if choices is not None and choices.thinking == "off":
             choices = replace(choices, thought_tokens=_thought_tokens(tokenizer))
         spec = {
@@ -391,7 +406,7 @@ class ChatTemplate(Renderer):
             "name": "the model's chat template",
         }
         super().__init__(spec, code=ErrorCode.CHAT_ERROR, limits=limits)
-        self._left_out: dict[_Kinds, int | None] = {}
+        self._forms: dict[_Kinds, _Form] = {}  # how chats of each kind are given to it
         self.way = Way(**self._compiled["way"])
         try:
             self._require_able(choices or AS_USUAL)
@@ -417,36 +432,138 @@ class ChatTemplate(Renderer):
             )
 
     def texts(self, chats: Sequence[list[Message]]) -> list[str | RowError]:
-        """The text of each chat, or why there is none. It is an error, too, if the template leaves out what a message
-        says, as many do for a role that they do not know: the model would not read it."""
-        texts = self.render(chats)
-        for at, (chat, text) in enumerate(zip(chats, texts, strict=True)):
-            if isinstance(text, RowError):
+        """The text of each chat, or why there is none.
+
+        Messages are given in the form that the template reads: some print a list of text parts, or arguments of a tool
+        call, as Python spells them. A chat of which the template leaves a message out in every form, as many do for a
+        role that they do not know, is an error: the model would not read it.
+        """
+        kinds = [_kinds(chat) for chat in chats]
+        forms = [self._forms.get(own, _FORMS[0]) if own is not None else _FORMS[0] for own in kinds]
+        texts = self.render([form.of(chat) for form, chat in zip(forms, chats, strict=True)])
+        for at, (chat, own, used) in enumerate(zip(chats, kinds, forms, strict=True)):
+            if own is None:
+                if not isinstance(texts[at], RowError):
+                    texts[at] = RowError(self._code, "RecursionError: a value is nested too deeply")
                 continue
-            try:
-                kinds = tuple(map(_kind, chat))
-            except RecursionError:
-                texts[at] = RowError(self._code, "RecursionError: a value is nested too deeply")
+            form = self._forms.get(own)
+            if form is None:
+                texts[at] = self._first(own, chat, texts[at])
                 continue
-            if kinds not in self._left_out:
-                if len(self._left_out) >= _MOST_KINDS:
-                    self._left_out.clear()
-                self._left_out[kinds] = self._find_left_out(kinds, chat, text)
-            if (number := self._left_out[kinds]) is not None:
-                why = f"the chat template writes nothing of message {number + 1} (role {chat[number]['role'][:40]!r})"
-                texts[at] = RowError(self._code, f"{why}: give it a role and a form of content that it knows")
+            if form != used:  # it was found meanwhile
+                (texts[at],) = self.render([form.of(chat)])
+            if form.left_out is not None and not isinstance(texts[at], RowError):
+                texts[at] = RowError(self._code, form.left_out)
         return texts
 
-    def _find_left_out(self, kinds: _Kinds, chat: list[Message], text: str) -> int | None:
-        # The number of the first message that may say something else, and the text is the same: of each kind, the
-        # first and the last one are tried.
+    def _first(self, kinds: _Kinds, chat: list[Message], text: str | RowError) -> str | RowError:
+        # The text of the first chat of its kind, in the first form that the template reads: others will have the same.
+        # `text` is that of the usual form.
+        if len(self._forms) >= _MOST_KINDS:
+            self._forms.clear()
+        tried: list[list[Message]] = []
+        why: str | None = None
+        for form in _FORMS:
+            shaped = form.of(chat)
+            if shaped in tried:
+                continue
+            found = self.render([shaped])[0] if tried else text
+            tried.append(shaped)
+            if isinstance(found, RowError):
+                continue
+            left_out = self._left_out(shaped, found)
+            if left_out is None and not _is_spelt(shaped, found):
+                self._forms[kinds] = form
+                return found
+            if len(tried) == 1:
+                why = left_out
+        if isinstance(text, RowError):  # others of its kind may have none of their own
+            return text
+        self._forms[kinds] = replace(_FORMS[0], left_out=why)
+        return text if why is None else RowError(self._code, why)
+
+    def _left_out(self, chat: list[Message], text: str) -> str | None:
+        # The first message that may say something else, and the text is the same: of each kind, the first and the last
+        # one are tried.
+        kinds = _kinds(chat) or ()
         last = {kind: at for at, kind in enumerate(kinds)}
         for at in sorted({*map(kinds.index, last), *last.values()}):
             if kinds[at].says:
                 changed = [*chat[:at], _saying_more(chat[at]), *chat[at + 1 :]]
                 if self.render([changed]) == [text]:
-                    return at
+                    why = f"the chat template writes nothing of message {at + 1} (role {chat[at]['role'][:40]!r})"
+                    return f"{why}: give it a role and a form of content that it knows"
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """How messages are given to a chat template."""
+
+    content: str  # one of _CONTENTS
+    arguments: str  # of tool calls: one of _ARGUMENTS
+    left_out: str | None = None  # which message no form brings into the text
+
+    def of(self, chat: list[Message]) -> list[Message]:
+        """The chat in this form, as far as it can have it."""
+        return [self._message(message) for message in chat]
+
+    def _message(self, message: Message) -> Message:
+        done = dict(message)
+        content = message.get("content")
+        if self.content == "texts" and _is_text_parts(content):
+            done["content"] = "\n".join(part["text"] for part in content)
+        elif self.content == "parts" and isinstance(content, str):
+            done["content"] = [{"type": "text", "text": content}]
+        if isinstance(message.get("tool_calls"), list):
+            done["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
+        return done
+
+    def _call(self, call: Any) -> Any:
+        arguments = _arguments(call)
+        if self.arguments == "objects" and isinstance(arguments, str):
+            with suppress(ValueError):
+                found = json.loads(arguments)
+                arguments = found if isinstance(found, dict) else arguments
+        if self.arguments == "texts" and isinstance(arguments, dict):
+            with suppress(TypeError):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+        return call if arguments is None else call | {"function": call["function"] | {"arguments": arguments}}
+
+
+# Arguments are objects, as transformers documents them, before they are texts, as OpenAI's API has them.
+_CONTENTS, _ARGUMENTS = ("as given", "texts", "parts"), ("objects", "texts")
+_FORMS = [_Form(content=content, arguments=arguments) for arguments in _ARGUMENTS for content in _CONTENTS]
+
+
+def _is_text_parts(content: Any) -> TypeGuard[list[dict[str, str]]]:
+    return isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    )
+
+
+def _arguments(call: Any) -> Any:
+    # Of a call, in the form that OpenAI has given it.
+    function = call.get("function") if isinstance(call, dict) else None
+    return function.get("arguments") if isinstance(function, dict) else None
+
+
+def _is_spelt(chat: Sequence[Message], text: str) -> bool:
+    # Whether a text has parts or arguments of the chat as Python, or JSON in JSON, spells them.
+    for message in chat:
+        content, calls = message.get("content"), message.get("tool_calls")
+        if isinstance(content, list) and content and str(content) in text:
+            return True
+        for call in calls if isinstance(calls, list) else ():
+            arguments = _arguments(call)
+            if isinstance(arguments, dict) and arguments and str(arguments) in text:
+                return True
+            if isinstance(arguments, str) and (
+                json.dumps(arguments) in text or json.dumps(arguments, ensure_ascii=False) in text
+            ):
+                return True
+    return False
 
 
 # What a chat template is given in any case.
@@ -465,15 +582,27 @@ class _Kind(NamedTuple):
 
     role: str
     says: tuple[tuple[str, type], ...]
+    arguments: tuple[type, ...]  # of tool calls
 
 
 _Kinds = tuple[_Kind, ...]
 _MOST_KINDS = 10_000  # sequences of kinds that are remembered
 
 
+def _kinds(chat: Sequence[Message]) -> _Kinds | None:
+    # None if a value is nested too deeply.
+    try:
+        return tuple(map(_kind, chat))
+    except RecursionError:
+        return None
+
+
 def _kind(message: Message) -> _Kind:
-    more = _saying_more(message)
-    return _Kind(message["role"], tuple((key, type(more[key])) for key in more if more[key] != message[key]))
+    more, calls = _saying_more(message), message.get("tool_calls")
+    says = tuple((key, type(more[key])) for key in more if more[key] != message[key])
+    return _Kind(
+        message["role"], says, tuple(type(_arguments(call)) for call in calls) if isinstance(calls, list) else ()
+    )
 
 
 def _saying_more(message: Message) -> Message:

@@ -11,14 +11,14 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 from urllib.parse import unquote
 
 import pyarrow as pa
 from fsspec.utils import glob_translate
 
-from prefillcli.data.filesystems import WORK_ENDING, filesystem_of, is_local, is_url
+from prefillcli.data.filesystems import WORK_ENDING, filesystem_of, is_local, is_url, refuse_pointer
 from prefillcli.data.proof import FoundFile, stamp_of
 from prefillcli.errors import PrefillError, UsageError
 
@@ -254,13 +254,19 @@ def _display(filesystem: Any, name: str, shown: str) -> str:
     return str(filesystem.unstrip_protocol(name))
 
 
+_SMALL = 1 << 10  # bytes
+
+
 def _input_file(filesystem: Any, inner: str, shown: str, root: str = "") -> InputFile:
     form = _format_of(inner) or _format_of(inner.partition("?")[0])  # the query of a signed URL
     if form is None and inner.lower().endswith(_TABLES):
         raise UsageError(_convert(shown))
     if form is None:
         raise UsageError(f"unknown ending: {shown}\nexpected a file that ends in {ENDINGS}")
-    return InputFile(shown, filesystem, inner, stamp_of(filesystem, inner), *form, inner[len(root) :])
+    stamp = stamp_of(filesystem, inner)
+    if is_local(filesystem) and stamp.size < _SMALL:
+        refuse_pointer(Path(inner))
+    return InputFile(shown, filesystem, inner, stamp, *form, inner[len(root) :])
 
 
 def _convert(shown: str) -> str:

@@ -103,7 +103,7 @@ class RequestBuilder(PromptBuilder):
             if wrong is not None:
                 yield row, RowError(ErrorCode.INVALID_REQUEST, wrong), None
                 continue
-            value = _text_messages(body["messages"]) if url == CHAT else _one_prompt(body["prompt"])
+            value = body["messages"] if url == CHAT else _one_prompt(body["prompt"])
             yield row, *self._literal(value, joined=url == CHAT)
 
     def _cuttable(self, batch: RowBatch, place: int) -> dict[str, Any]:
@@ -315,16 +315,6 @@ def _prompt(value: Any) -> str | None:
     if isinstance(one, str) or (isinstance(one, list) and one and all(type(each) is int for each in one)):
         return None
     return "prompt must be a text, a list with one text, or a list of token ids"
-
-
-def _text_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    # Parts are joined as vLLM joins them for templates that expect text.
-    return [
-        each
-        if isinstance(each["content"], str)
-        else each | {"content": "\n".join(part["text"] for part in each["content"])}
-        for each in messages
-    ]
 
 
 def _one_prompt(value: Any) -> Any:
