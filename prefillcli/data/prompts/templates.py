@@ -489,8 +489,8 @@ class ChatTemplate(Renderer):
         last = {kind: at for at, kind in enumerate(kinds)}
         for at in sorted({*map(kinds.index, last), *last.values()}):
             if kinds[at].says:
-                changed = [*chat[:at], _saying_more(chat[at]), *chat[at + 1 :]]
-                if self.render([changed]) == [text]:
+                changed = [[*chat[:at], more, *chat[at + 1 :]] for more in _saying_more_once(chat[at])]
+                if text in self.render(changed):
                     why = f"the chat template writes nothing of message {at + 1} (role {chat[at]['role'][:40]!r})"
                     return f"{why}: give it a role and a form of content that it knows"
         return None
@@ -582,11 +582,13 @@ class _Kind(NamedTuple):
 
     role: str
     says: tuple[tuple[str, type], ...]
+    several: bool  # whether the content has parts, and more than one
     arguments: tuple[type, ...]  # of tool calls
 
 
 _Kinds = tuple[_Kind, ...]
 _MOST_KINDS = 10_000  # sequences of kinds that are remembered
+_MOST_PARTS = 100  # of a message that are tried
 
 
 def _kinds(chat: Sequence[Message]) -> _Kinds | None:
@@ -600,15 +602,27 @@ def _kinds(chat: Sequence[Message]) -> _Kinds | None:
 def _kind(message: Message) -> _Kind:
     more, calls = _saying_more(message), message.get("tool_calls")
     says = tuple((key, type(more[key])) for key in more if more[key] != message[key])
-    return _Kind(
-        message["role"], says, tuple(type(_arguments(call)) for call in calls) if isinstance(calls, list) else ()
-    )
+    content = message.get("content")
+    several = isinstance(content, list) and len(content) > 1
+    arguments = tuple(type(_arguments(call)) for call in calls) if isinstance(calls, list) else ()
+    return _Kind(message["role"], says, several, arguments)
 
 
 def _saying_more(message: Message) -> Message:
     # The message with a letter behind each text that it says; the same where it says nothing.
     said = {"content": _longer_parts, "tool_calls": _longer}
     return message | {key: longer(message[key]) for key, longer in said.items() if key in message}
+
+
+def _saying_more_once(message: Message) -> Iterator[Message]:
+    # The same, with one text part at a time where there are any: some templates write only one of them.
+    content = message.get("content")
+    if not _is_text_parts(content) or len(content) < 2:
+        yield _saying_more(message)
+        return
+    for at, part in enumerate(content[:_MOST_PARTS]):
+        if part["text"].strip():
+            yield message | {"content": [*content[:at], part | {"text": _longer(part["text"])}, *content[at + 1 :]]}
 
 
 def _longer_parts(content: Any) -> Any:
