@@ -21,7 +21,7 @@ def test_weights_that_go_straight_onto_the_device_are_the_same(
     through = load.load_weights(files, cpu)
     monkeypatch.setattr(load, "loads_onto", lambda device: True)
     straight = load.load_weights(files, cpu)
-    assert load._quantised_loading(files, None, cpu, False) == {"device_map": {"": cpu}}
+    assert load._further_arguments(files, None, cpu, False)["device_map"] == {"": cpu}
     for name, weight in through.state_dict().items():
         assert torch.equal(straight.state_dict()[name], weight)
 
