@@ -99,6 +99,7 @@ def plan_packs(
     `texts_of` chooses these prompts, and the texts may take `share` of the free host memory. Raises ResourceError
     where not even a small prompt fits.
     """
+    from prefillcli.models.dtype import operations_per_second
     from prefillcli.models.law import (
         PACK_TOKENS,
         choose_chunk,
@@ -107,7 +108,6 @@ def plan_packs(
         memory_law,
         pack_limits,
     )
-    from prefillcli.models.rehearsal import operations_per_second
     from prefillcli.models.shape import length_switch
 
     head = opened.files.head

@@ -106,10 +106,19 @@ def require_faster(kind: Narrow, dtype: torch.dtype, device: torch.device) -> No
 def times_as_long(form: str, than: str, device: torch.device) -> float:
     """How many times as long a product takes in `form` as in the dtype `than`: measured once on a device, and
     remembered."""
-    record, name = DeviceRecord(device), f"{form}/{than}"
+    return _remembered(f"{form}/{than}", device, lambda: _measured(form, than, device))
+
+
+def operations_per_second(dtype: torch.dtype) -> float:
+    """Floating-point operations of products on one core of this CPU: measured once, and remembered."""
+    return _remembered(f"operations/{_name(dtype)}", torch.device("cpu"), lambda: _measured_speed(_name(dtype)))
+
+
+def _remembered(name: str, device: torch.device, measure: Callable[[], float]) -> float:
+    record = DeviceRecord(device)
     found = record.speeds.get(name)
     if found is None:
-        found = record.speeds[name] = _measured(form, than, device)
+        found = record.speeds[name] = measure()
         record.save()
     return found
 
@@ -132,18 +141,29 @@ def _kind(device: torch.device) -> str:
     return "processor" if device.type == "cpu" else "device"
 
 
-@torch.inference_mode()
 def _measured(form: str, than: str, device: torch.device) -> float:
+    first, second = _times([form, than], than, device)
+    return first / second
+
+
+def _measured_speed(dtype: str) -> float:
+    count, width = _SIZES["cpu"]
+    (seconds,) = _times([dtype], dtype, torch.device("cpu"))
+    return 2.0 * count * width * width / seconds
+
+
+@torch.inference_mode()
+def _times(forms: Sequence[str], dtype: str, device: torch.device) -> list[float]:
+    # Seconds of the same product in each form, by turns.
     count, width = _SIZES.get(device.type, _LARGE)
     generator = torch.Generator().manual_seed(0)
     weight, rows = (torch.randn(each, width, generator=generator) for each in (width, count))
-    products = [_product(each, than, weight, rows, device) for each in (form, than)]
+    products = [_product(each, dtype, weight, rows, device) for each in forms]
     with _one_thread(device):
         for product in products:
             product()  # which may compile something
         taken = [[_seconds(product, device) for product in products] for _ in range(_ROUNDS)]
-    first, second = (float(min(each)) for each in zip(*taken, strict=True))
-    return first / second
+    return [float(min(each)) for each in zip(*taken, strict=True)]
 
 
 def _product(form: str, dtype: str, weight: Tensor, rows: Tensor, device: torch.device) -> Callable[[], object]:

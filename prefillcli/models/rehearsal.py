@@ -381,37 +381,6 @@ class DeviceRecord:
                 self.paths[f"{check.path}/{check.dtype}"] = None if check.status == "agrees" else str(check.why)
 
 
-_PRODUCT = 256, 1024  # rows, and inputs and outputs of the product that is measured
-
-
-def operations_per_second(dtype: torch.dtype) -> float:
-    """Floating-point operations of products on one core of this CPU: measured once, and remembered.
-
-    They are counted in the seconds that the thread itself computed, so other programs change nothing.
-    """
-    record, name = DeviceRecord(torch.device("cpu")), f"operations/{str(dtype).removeprefix('torch.')}"
-    if name not in record.speeds:
-        record.speeds[name] = _measured_speed(dtype)
-        record.save()
-    return record.speeds[name]
-
-
-@torch.inference_mode()
-def _measured_speed(dtype: torch.dtype) -> float:
-    count, width = _PRODUCT
-    rows, weight = torch.ones(count, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
-    threads, taken = torch.get_num_threads(), []
-    torch.set_num_threads(1)
-    try:
-        for _ in range(4):
-            begun = time.thread_time()
-            nn.functional.linear(rows, weight)
-            taken.append(time.thread_time() - begun)
-    finally:
-        torch.set_num_threads(threads)
-    return 2.0 * count * width * width / max(min(taken), 1e-6)
-
-
 def settle_paths(device: torch.device, dtype: torch.dtype) -> None:
     """Before a model of this `dtype` computes on `device`: rule out the paths that differ from explicit scores.
 

@@ -22,7 +22,7 @@ TEXT = 100
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor for which packs need not be small."""
-    monkeypatch.setattr("prefillcli.models.rehearsal.operations_per_second", lambda dtype: 1e15)
+    monkeypatch.setattr("prefillcli.models.dtype.operations_per_second", lambda dtype: 1e15)
 
 
 def opened_of(config=LLAMA_8B, device: str = "cpu"):

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.removals.removal import ROOT, Edit
 from tests.warm import Warm
 
-_COPIED = ["prefillcli", "tests", "benchmarks", "recipes", "samples", "docs"]
+_COPIED = ["prefillcli", "tests", "benchmarks", "recipes", "samples", "schema", "docs"]
 _FILES = ["pyproject.toml", "README.md", "Makefile", "CHANGELOG.md", "LICENSE"]
 _RAY = ("tests/runners/test_ray", ROOT / ".venv-ray" / "bin" / "python")
 _AIRFLOW = ROOT / ".venv-airflow" / "bin" / "airflow"

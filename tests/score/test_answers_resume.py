@@ -84,6 +84,7 @@ def assert_whole(job: dict[str, Any]) -> None:
         assert report[key] == other[key]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "hold",
     [

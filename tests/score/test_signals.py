@@ -129,9 +129,9 @@ def test_a_signal_stops_a_run_with_workers_in_every_phase(model: Path, phase: st
 def slow_processor() -> None:
     """Make all packs as small as they get on a slow processor."""
     from prefillcli.engines import memory_plan
-    from prefillcli.models import rehearsal
+    from prefillcli.models import dtype as dtypes
 
-    rehearsal.operations_per_second = lambda dtype: 1.0
+    dtypes.operations_per_second = lambda dtype: 1.0
     memory_plan.LEAST_PACK_TOKENS = 64
 
 

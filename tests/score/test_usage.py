@@ -169,7 +169,7 @@ def test_a_damaged_parquet_file_fails_and_is_named(
         ("only .bin", ["pytorch_model.bin", "safetensors"]),
         ("no weights", ["safetensors"]),
         ("truncated", ["model.safetensors", "truncated"]),
-        ("pointer", ["model.safetensors", "not a safetensors file"]),
+        ("pointer", ["model.safetensors", "Git LFS"]),
         ("no config", ["config.json"]),
         ("broken config", ["config.json"]),
         ("no tokenizer", ["tokenizer"]),
