@@ -47,7 +47,9 @@ def test_a_base_model_with_sliding_windows(gemma: GgufReference) -> None:
     file = joined_file(GEMMA, FOLDER)
     done = score(source, model=file, labels=",".join(labels), dtype="float32", chat=False)
     assert done["exit_code"] == 0, done
-    wanted = [gemma.answer(prompt, [[f" {label}"] for label in labels]) for prompt in prompts]
+    # The file says add_bos_token, as llama.cpp does; transformers does not read it.
+    ids = [[gemma.tokenizer.bos_token_id, *gemma.ids(prompt)] for prompt in prompts]
+    wanted = [gemma.answer(each, [[f" {label}"] for label in labels]) for each in ids]
     assert_scored(read_output("out.parquet"), wanted, labels)
 
 
