@@ -30,7 +30,7 @@ TEST_WORKERS ?= 2
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup setup-real setup-tokenizers setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-matrix test-real test-nightly test-faults \
-	test-ports test-tables dist test-install test-container test-airflow test-vllm test-ray removals fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures constraints clean
+	test-ports test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures constraints clean
 
 setup: $(VENV)/.ready
 
@@ -213,12 +213,6 @@ test-vllm: setup-vllm
 test-ray: setup-ray
 	$(RAY_VENV)/bin/python -m pytest --no-skips tests/runners/test_ray.py tests/runners/test_ray_data.py \
 		tests/runners/test_ray_recipe.py
-
-# What protects from each fault of docs/reliability.md is taken out of a copy of the program, and the tests that the table
-# names must fail: half an hour on two cores, and docs/removals.md anew. REMOVALS="merge" is only the rows and tests with
-# such a word, without the document
-removals: setup
-	$(BIN)/python -m tests.removals $(or $(REMOVALS),--table docs/removals.md)
 
 # Examples of every kind of input, for hours with MINUTES=600. What fails is told with the line that repeats it. SEED=7
 # runs the same examples again; FUZZ="rows flags" is some of the kinds
