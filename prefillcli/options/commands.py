@@ -326,7 +326,7 @@ class BenchSettings(
     )  # fmt: skip
     method: WordList = option(
         (),
-        "A method to compare: hf, full, hybrid (always), specprefill, self-draft, gemfilter, random, ends, bm25, "
+        "A method to compare: hf, full, hybrid (always), specprefill, self-draft, random, bm25, "
         "early-exit, first, first-exit, int8 or vllm; repeatable. (default: hf, hybrid and, where there is a draft, "
         "specprefill, or with --draft self self-draft, and random; with --full all but those that let rows leave and "
         "vllm). With --rationale: plain (always), lookup, suffix, retrieval, draft, hierarchy, generate, "

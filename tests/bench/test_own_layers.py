@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -15,7 +14,7 @@ from prefillcli.bench.contenders import Contender, Equipment
 from prefillcli.bench.contest import contenders
 from prefillcli.bench.material import Material, made_material
 from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.features.compress.contenders import Filtered, SelfDrafted
+from prefillcli.features.compress.contenders import SelfDrafted
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.files import sample_model
 from prefillcli.models.open import open_models
@@ -80,20 +79,3 @@ def test_its_cost_is_that_of_whole_prompts_and_then_of_what_is_kept(stage: tuple
     assert cost.target_tokens == len(unshared.tokens)
     ratio, _ = found.predictions(run) or (0.0, 0.0)
     assert ratio == pytest.approx(1 / (LAYERS / 4 + (1 - LAYERS / 4) * KEEP))
-
-
-def test_two_passes_read_what_was_kept_from_the_first_layer_on(stage: tuple[Equipment, Material]) -> None:
-    equipment, material = stage
-    found = method(stage, "gemfilter")
-    assert isinstance(found, Filtered)
-    run = found.run(material.prompts)
-    assert run.draft_tokens > 0
-    again = np.exp(equipment.walk([run.questions]) - run.logprobs)
-    np.testing.assert_allclose(again, 1.0, rtol=1e-5)
-    ratio, _ = found.predictions(run) or (0.0, 0.0)
-    assert ratio == pytest.approx(1 / (LAYERS / 4 + KEEP))
-    cost, one_pass = found.cost(run), method(stage, "self-draft")
-    other = one_pass.cost(one_pass.run(material.prompts))
-    assert cost.flops is not None
-    assert other.flops is not None
-    assert cost.flops > other.flops * 0.9

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import ceil
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from prefillcli.bench.report import METHODS
 from prefillcli.data.prompts.encoding import Spans
 from prefillcli.data.rows import Prompt
 from prefillcli.features.compress import Compress
-from prefillcli.features.compress.draft import Draft, GemFilter, SelfDraft
+from prefillcli.features.compress.draft import Draft, SelfDraft
 from prefillcli.features.compress.load import SpecPrefill
 from prefillcli.features.compress.options import PICKERS, Compression
-from prefillcli.features.compress.selection import Bm25, Ends, Picker, RandomChunks
+from prefillcli.features.compress.selection import Bm25, Picker, RandomChunks
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register
@@ -53,17 +50,6 @@ def draft() -> Draft:
     return Draft(LayerWalk(model, chunk_tokens=64), settings_with(), limits=PLENTY, max_length=4096)
 
 
-@contextmanager
-def walking() -> Iterator[LayerWalk]:
-    """A walk over a tiny Llama."""
-    register()
-    model = make_model("llama")
-    model.set_attn_implementation(ATTENTION)
-    walk = LayerWalk(model, chunk_tokens=37)
-    yield walk
-    walk.close()
-
-
 def settings_with(chunk: int = 8, first: int = 2, last: int = 5) -> Compression:
     return Compression(
         lookahead=1, query_window=1, query_reduce="mean", select_chunk=chunk, keep_first=first, keep_last=last
@@ -90,9 +76,7 @@ def picker(name: str, how: Compression) -> Picker:
     made: dict[str, Callable[[], Picker]] = {
         "specprefill": lambda: SpecPrefill(draft()),
         "self-draft": lambda: SelfDraft(1),
-        "gemfilter": lambda: GemFilter(1, walking, PLENTY),
         "random": lambda: RandomChunks(how.select_chunk, seed=7),
-        "ends": Ends,
         "bm25": lambda: Bm25(spans),
     }
     return made[name]()
@@ -144,25 +128,8 @@ def test_a_picker_is_known_by_its_name_and_counts_what_models_compute(name: str)
     assert own.method == name
     before = own.tokens
     own.estimate(unrelated([50, 40]), lambda tokens: None)
-    assert own.tokens - before == (90 if name in ("specprefill", "gemfilter") else 0)
+    assert own.tokens - before == (90 if name == "specprefill" else 0)
     assert own.failure is None
-
-
-@torch.inference_mode()
-def test_gemfilter_ranks_tokens_by_the_summed_products_of_the_last_query() -> None:
-    prompts, model = unrelated([60, 45]), make_model("llama")
-    found = picker("gemfilter", settings_with()).estimate(prompts, lambda tokens: None)
-    layer = model.model.layers[1]
-    for prompt, own in zip(prompts, found, strict=True):
-        ids = torch.as_tensor(prompt.tokens).long()[None]
-        hidden = layer.input_layernorm(model(ids, output_hidden_states=True, use_cache=False).hidden_states[1])
-        split = (1, len(prompt.tokens), -1, 16)
-        query = layer.self_attn.q_proj(hidden).view(split).transpose(1, 2)
-        key = layer.self_attn.k_proj(hidden).view(split).transpose(1, 2)
-        query, key = apply_rotary_pos_emb(query, key, *model.model.rotary_emb(hidden, torch.arange(split[1])[None]))
-        scores = (query[0, :, -1:] @ key[0].repeat_interleave(2, dim=0).transpose(1, 2)).sum(dim=0)
-        wanted = torch.nn.functional.avg_pool1d(scores, 5, 1, 2)[0]
-        np.testing.assert_allclose(own.importance, wanted.numpy(), rtol=1e-3, atol=1e-3)
 
 
 def test_a_prompt_without_text_is_left_to_be_read_in_full() -> None:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from prefillcli.features.compress.selection import (
     by_importance,
     fill,
-    outside_in,
     random_importance,
     sentence_importance,
     split_sentences,
@@ -31,10 +30,6 @@ def random_chunks(
     tokens: int, keep: float, *, chunk: int, first: int, last: int, rng: np.random.Generator
 ) -> np.ndarray:
     return fill(by_importance(random_importance(tokens, chunk, rng)), tokens, keep, first=first, last=last)
-
-
-def first_and_last(tokens: int, keep: float, *, first: int, last: int) -> np.ndarray:
-    return fill(outside_in(tokens, first, last), tokens, keep, first=first, last=last)
 
 
 def bm25_sentences(text: str, offsets: Sequence[tuple[int, int]], keep: float, *, first: int, last: int) -> np.ndarray:
@@ -83,17 +78,6 @@ def test_random_chunks_are_drawn_from_everywhere() -> None:
         counts[random_chunks(640, 0.2, chunk=32, first=0, last=0, rng=rng)] += 1
     assert counts.min() > 60  # 100 expected
     assert counts.max() < 140
-
-
-@given(TOKENS, KEEP, END, END)
-def test_first_and_last_are_two_runs_of_the_budget(tokens: int, keep: float, first: int, last: int) -> None:
-    kept = first_and_last(tokens, keep, first=first, last=last)
-    check(kept, tokens, keep, first, last)
-    assert (np.diff(kept) > 1).sum() <= 1
-    between = tokens - min(tokens, first + last)
-    wanted = budget(keep, between)
-    if wanted < between:
-        assert set(range(first + wanted - wanted // 2)) <= set(kept), "half of the budget, or one more, at the start"
 
 
 @given(TEXT)

@@ -20,13 +20,13 @@ from prefillcli.data.prompts.encoding import Spans, spans_of
 from prefillcli.errors import UsageError
 from prefillcli.features.compress import Compress
 from prefillcli.features.compress.compressor import Compressor, make_compressor
-from prefillcli.features.compress.draft import GemFilter, SelfDraft, final_states
+from prefillcli.features.compress.draft import SelfDraft, final_states
 from prefillcli.features.compress.load import SpecPrefill, own_layers, translator_of
 from prefillcli.features.compress.options import PICKERS, compression_of
-from prefillcli.features.compress.selection import Bm25, Ends, ImportanceEstimate, Picker, RandomChunks
+from prefillcli.features.compress.selection import Bm25, ImportanceEstimate, Picker, RandomChunks
 from prefillcli.models.shape import NoCostModel, Shape, answer_flops, ratio_speedup, table5, walk_flops
 from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import Plan, make_plan
+from prefillcli.plan.plan import make_plan
 
 if TYPE_CHECKING:
     from prefillcli.core.feature import LayerWalk, Material, Prompt
@@ -115,18 +115,14 @@ def compressor_in(
     compression, opened = compression_of(equipment.settings), equipment.opened
     own = own_layers(compression, opened) if PICKERS[name].needs == "self" else None
     picker: Picker
-    if name == "specprefill":
+    if own is not None:
+        picker = SelfDraft(own - 1)
+    elif name == "specprefill":
         picker = SpecPrefill(equipment.loaded.beside[Compress], translator_of(opened))
     elif name == "bm25":
         picker = Bm25(spans)
-    elif name == "random":
-        picker = RandomChunks(compression.select_chunk, equipment.settings.seed)
-    elif own is None:
-        picker = Ends()
-    elif name == "gemfilter":
-        picker = GemFilter(own - 1, equipment.walking, equipment.limits)
     else:
-        picker = SelfDraft(own - 1)
+        picker = RandomChunks(compression.select_chunk, equipment.settings.seed)
     return make_compressor(picker, compression, opened, 1.0, own=own)
 
 
@@ -249,21 +245,18 @@ class Compressed(Contender):
             return None
 
 
-# The methods by which the model's own first layers pick tokens: in one pass, or before a second one.
-
-
 def compressed_by(equipment: Equipment, compressor: Compressor, keep: float, picked: PickedOnce) -> Compressed:
     """The contender of a compressor's picker."""
-    kind = {SelfDraft: SelfDrafted, GemFilter: Filtered}.get(type(compressor.picker), Compressed)
+    kind = SelfDrafted if isinstance(compressor.picker, SelfDraft) else Compressed
     return kind(equipment, compressor, keep, picked)
 
 
-class _OwnLayers(Compressed):
-    """The model's own `layers` first layers read whole prompts."""
+class SelfDrafted(Compressed):
+    """One pass: the model's own `layers` first layers read whole prompts, and the tokens that they keep go on."""
 
     @property
     def layers(self) -> int:
-        return cast("SelfDraft | GemFilter", self._compressor.picker).layer + 1
+        return cast(SelfDraft, self._compressor.picker).layer + 1
 
     def predictions(self, run: MethodRun) -> tuple[float, float] | None:
         # As in `Contender`, but with the first layers' share of all operations in place of a draft's.
@@ -274,26 +267,7 @@ class _OwnLayers(Compressed):
             depth = self.layers / Shape(config).layers
         except NoCostModel:  # `cost` says why
             return None
-        again = self._again(depth)
-        return 1 / (depth + again * keep), whole / (depth * whole + again * part)
-
-    def _again(self, depth: float) -> float:
-        # Share of the layers that read only the kept tokens.
-        raise NotImplementedError
-
-    def _summed(self, whole: Plan, part: Plan, tokens: int, *, skipped: int = 0) -> Cost:
-        # The first layers read the plan `whole`, and all but the `skipped` ones the plan `part`.
-        config = self._equipment.config
-        try:
-            flops = walk_flops(config, whole, only=self.layers)
-            flops += walk_flops(config, part, skipped=skipped) + answer_flops(config, part)
-            return Cost(tokens, flops)
-        except NoCostModel as error:
-            return Cost(tokens, None, str(error))
-
-
-class SelfDrafted(_OwnLayers):
-    """One pass: the tokens that the first layers keep go on to the others."""
+        return 1 / (depth + (1 - depth) * keep), whole / (depth * whole + (1 - depth) * part)
 
     def _read(self, prompts: Sequence[Prompt], keeps: Sequence[float | None], picked: PickedOnce) -> MethodRun:
         questions = self._compressor.select(prompts, keeps, picked.estimates)
@@ -308,21 +282,13 @@ class SelfDrafted(_OwnLayers):
 
     def cost(self, run: MethodRun) -> Cost:
         whole, part = self._equipment.plan(run.thinned), self._equipment.plan(run.questions)
-        return self._summed(whole, part, whole.computed_tokens, skipped=self.layers)
+        config, tokens = self._equipment.config, whole.computed_tokens
+        try:
+            flops = walk_flops(config, whole, only=self.layers)
+            flops += walk_flops(config, part, skipped=self.layers) + answer_flops(config, part)
+            return Cost(tokens, flops)
+        except NoCostModel as error:
+            return Cost(tokens, None, str(error))
 
     def drift(self, run: MethodRun) -> StateDrift | None:
         return None  # its first layers read whole prompts
-
-    def _again(self, depth: float) -> float:
-        return 1 - depth
-
-
-class Filtered(_OwnLayers):
-    """Two passes: the first layers read whole prompts, then all layers read the tokens that these keep."""
-
-    def cost(self, run: MethodRun) -> Cost:
-        part, whole = self._equipment.plan(run.questions), make_plan(run.drafted, self._equipment.limits)
-        return self._summed(whole, part, part.computed_tokens)
-
-    def _again(self, depth: float) -> float:
-        return 1.0

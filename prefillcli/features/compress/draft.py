@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,6 @@ from prefillcli.features.compress.selection import (
     Float32Array,
     ImportanceEstimate,
     Picker,
-    RowPicker,
     budget,
     chunk_count,
     select_all,
@@ -443,69 +442,6 @@ class SelfDraft(Picker):
             None if keep is None else SelfThinning(self.layer, keep, last, settings)
             for keep, last in zip(keeps, lasts, strict=True)
         ]
-
-
-# The model's own first layers, in a pass of their own: the tokens that they find go through all layers.
-
-
-POOL = 5
-
-
-class GemFilter(RowPicker):
-    """The model walks the prompts up to `layer`, and reads the tokens that it kept again from its first layer on.
-
-    Queries times keys of the last token, summed over the heads and averaged over `POOL` tokens, rank single tokens.
-    Like all pickers here it keeps the ends too. It keeps the positions as well, which the paper numbers anew.
-    `walking` gives a walk of the model; `limits` are those of its packs.
-    """
-
-    method = "gemfilter"
-
-    def __init__(self, layer: int, walking: Callable[[], AbstractContextManager[LayerWalk]], limits: Limits) -> None:
-        self.layer = layer
-        self._walking = walking
-        self._limits = Limits(limits.tokens, limits.max_tokens, switch=limits.switch)
-
-    def rank(self, prompt: Prompt) -> Float32Array | None:
-        return self.estimate([prompt], lambda tokens: None)[0].importance
-
-    def estimate(self, prompts: Sequence[Prompt], tick: Tick) -> list[ImportanceEstimate]:
-        found = [ImportanceEstimate() for _ in prompts]
-        with self._walking() as walk:
-            tokens = [prompt.tokens for prompt in prompts]
-            for pack in make_plan(tokens, self._limits).packs:
-                begun = time.monotonic()
-                votes = self._votes(walk, pack, tick)
-                self.tokens += len(pack.tokens)
-                seconds = time.monotonic() - begun
-                for part in account(pack):
-                    own = found[part.prompt]
-                    own.importance, own.seconds = votes[part.prompt], seconds * part.share
-                    own.reason = NOT_FINITE if own.importance is None else None
-        return found
-
-    def _votes(self, walk: LayerWalk, pack: Pack, tick: Tick) -> dict[int, Float32Array | None]:
-        tree = Tree(pack)
-        ends = [pack.offsets[node + 1] - 1 for node, _ in pack.reads]
-        watched = sorted(set(ends))
-        with closing(walk.watch(pack, watched, tick)) as layers:
-            layer = next(each for each in layers if each.number == self.layer)
-        tick(len(pack.tokens) * (1 - (self.layer + 1) / len(walk.layers)))  # the other layers are left out
-        votes: dict[int, Float32Array | None] = {}
-        for (node, prompts), end in zip(pack.reads, ends, strict=True):
-            own = summed_scores(layer, tree.path(node), watched.index(end))
-            finite = bool(own.isfinite().all())
-            votes |= dict.fromkeys(prompts, own.cpu().numpy() if finite else None)
-        return votes
-
-
-def summed_scores(layer: WatchedLayer, path: Sequence[tuple[int, int]], query: int) -> torch.Tensor:
-    """A query's products with the keys of a path, summed over heads and pooled, float32 [tokens]."""
-    keys = torch.cat([layer.keys[:, start:end] for start, end in path], dim=1).float()
-    # The query heads of a K,V head are neighbours; their sum times the key is the sum of their products.
-    queries = layer.queries[:, query].float().reshape(keys.shape[0], -1, keys.shape[2]).sum(dim=1)
-    scores = torch.einsum("hw,htw->t", queries, keys)
-    return F.avg_pool1d(scores[None, None], POOL, 1, POOL // 2)[0, 0]
 
 
 # The states that a walk leaves in recurrent layers.

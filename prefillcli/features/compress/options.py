@@ -108,9 +108,7 @@ PICKERS = {
     for kind in (
         PickerKind("specprefill", "the draft picks the tokens that the model reads", "draft"),
         PickerKind("self-draft", "the model's own first layers pick the tokens that the others read", "self"),
-        PickerKind("gemfilter", "the model's own first layers pick the tokens that all of its layers read", "self"),
         PickerKind("random", "random chunks instead: what a draft must beat", None, random=True),
-        PickerKind("ends", "the first and last tokens instead", None),
         PickerKind("bm25", "the sentences most like the question instead", "text"),
     )
 }

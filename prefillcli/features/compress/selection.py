@@ -386,10 +386,6 @@ class RowPicker(Picker):
     def rank(self, prompt: Prompt) -> Float32Array | None:
         """The importance of a prompt's tokens, float32 [tokens]; None for a prompt that it cannot judge."""
 
-    def order(self, importance: Float32Array, first: int, last: int) -> Int64Array:
-        """The tokens in the order in which they are kept; `first` and `last` tokens are kept anyway."""
-        return by_importance(importance)
-
     def estimate(self, prompts: Sequence[Prompt], tick: Tick) -> list[ImportanceEstimate]:
         found = []
         for prompt in prompts:
@@ -412,7 +408,7 @@ class RowPicker(Picker):
             if keep is None or estimate.importance is None:
                 kept.append(None)
             else:
-                order = self.order(estimate.importance, settings.keep_first, last)
+                order = by_importance(estimate.importance)
                 kept.append(fill(order, len(estimate.importance), keep, first=settings.keep_first, last=last))
         return kept
 
@@ -499,30 +495,6 @@ def _bm25(sentences: list[list[str]], query: list[str]) -> npt.NDArray[np.float3
 
 def _words(sentence: str) -> list[str]:
     return _WORD.findall(sentence.lower())
-
-
-# The first and the last tokens.
-
-
-class Ends(RowPicker):
-    """Half of the budget behind the first tokens, which are kept anyway, and half before the last ones."""
-
-    method = "ends"
-
-    def rank(self, prompt: Prompt) -> Float32Array:
-        return np.zeros(len(prompt.tokens), dtype=np.float32)  # the place alone decides
-
-    def order(self, importance: Float32Array, first: int, last: int) -> Int64Array:
-        return outside_in(len(importance), first, last)
-
-
-def outside_in(tokens: int, first: int, last: int) -> Int64Array:
-    """The tokens between the `first` and the `last` ones, from the left and from the right in turn."""
-    between = np.flatnonzero(~ends(tokens, first, last))
-    half = len(between) // 2
-    order = np.empty_like(between)
-    order[::2], order[1::2] = between[: len(between) - half], between[::-1][:half]
-    return order
 
 
 # Chunks at random: what a draft must beat.
