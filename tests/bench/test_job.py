@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -236,3 +237,16 @@ def test_quiet_says_nothing_but_warnings() -> None:
     result = bench(*PLAIN, "--workload", "needle", "--method", "full", "-q", "-m", TARGET)
     assert result.exit_code == 0
     assert result.stderr == ""
+
+
+def test_bm25_without_its_package_is_refused_where_it_is_named_and_else_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    named = bench(*SMALL, "-m", TARGET, "--workload", "needle", "--method", "bm25")
+    assert named.exit_code == 2
+    assert "--method bm25: the package bm25s is not installed\npip install" in named.output
+    bench(*SMALL, "-m", TARGET, "--workload", "needle", "--full", "--draft", TARGET.with_name("draft"), "--rounds", 1)
+    (workload,) = saved().workloads
+    assert "bm25 is left out: the package bm25s is not installed" in " ".join(workload.notes)
+    assert not any(each.method.startswith("bm25") for each in workload.methods)

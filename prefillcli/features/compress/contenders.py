@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -130,6 +131,9 @@ def contenders(names: Collection[str], equipment: Equipment, material: Material)
     """The methods by name, once for each rate. Those that cannot be compared are left out, with a note."""
     kinds = [kind for kind in PICKERS.values() if kind.name in names]
     spans: Mapping[int, Spans] = {}
+    if "bm25" in names and find_spec("bm25s") is None:  # named ones are refused before
+        material.notes.append("bm25 is left out: the package bm25s is not installed")
+        kinds = [kind for kind in kinds if kind.name != "bm25"]
     if any(kind.needs == "text" for kind in kinds):
         all_spans = spans_of(equipment.tokenizer, material.prompts)
         if all_spans is None:

@@ -12,6 +12,7 @@ from prefillcli.errors import UsageError
 from prefillcli.options.groups import DraftOptions, count_or_auto
 from prefillcli.options.option import BENCH, COMPRESSION, Settings, as_typed, option
 from prefillcli.options.requirements import DRAFT, Requirement
+from prefillcli.runtime.extras import require_extra
 
 Reduce = Literal["rank", "mean", "max"]
 # The settings of SpecPrefill's published code.
@@ -364,3 +365,5 @@ class BenchOptions(CompressionOptions):
         for name in self.method:
             if name in PICKERS and PICKERS[name].needs == "draft" and not self.uses_draft:
                 raise UsageError(f"--method {name} needs --draft: a small model with the same tokenizer")
+            if name == "bm25":
+                require_extra("bm25", "--method bm25")
