@@ -29,9 +29,15 @@ TEST_WORKERS ?= 2
 # Packages are installed uncompiled, which takes half the time; Python compiles and keeps what is imported
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup setup-real setup-tokenizers setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-matrix test-real test-nightly test-faults \
+.PHONY: help setup setup-real setup-tokenizers setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-fast test-matrix test-real test-nightly test-faults \
 	test-ports test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures constraints clean
 
+# What there is to make, with the first sentence on each
+help:
+	@awk '/^# /{said=said (said?" ":"") substr($$0,3);next} /^$$/{said=""} \
+		/^[a-z][a-z-]*:/&&said{split($$0,name,":");split(said,first,/[.:] /);printf "%-18s %s\n",name[1],first[1];said=""}' Makefile
+
+# The environment of development in .venv, with all that the tests need
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: $(VENV)/.package
@@ -78,7 +84,7 @@ $(VENV)/.tables: recipes/table-packages.txt $(VENV)/.ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --requirement recipes/table-packages.txt
 	touch $@
 
-# Separate from .venv: Airflow pins many packages, and calls prefill only as a command
+# Airflow, separate from .venv: it pins many packages, and calls prefill only as a command
 setup-airflow: $(AIRFLOW_VENV)/.ready
 
 $(AIRFLOW_VENV)/.ready: recipes/airflow-constraints.txt
@@ -87,7 +93,7 @@ $(AIRFLOW_VENV)/.ready: recipes/airflow-constraints.txt
 		--constraint "$(AIRFLOW_CONSTRAINTS)"
 	touch $@
 
-# Also separate from .venv: vLLM pins torch and many packages. Its CPU wheel requires packages without a CPU build
+# vLLM, also separate from .venv: it pins torch and many packages. Its CPU wheel requires packages without a CPU build
 setup-vllm: $(VLLM_VENV)/.ready
 
 $(VLLM_VENV)/.ready: recipes/vllm_requirements.py pyproject.toml
@@ -127,7 +133,7 @@ $(ZENTORCH_VENV)/.ready: recipes/zentorch-packages.txt pyproject.toml
 		--editable .
 	touch $@
 
-# Also separate from .venv: Ray brings packages of its own, and prefill must run without them
+# Ray, also separate from .venv: it brings packages of its own, and prefill must run without them
 setup-ray: $(RAY_VENV)/.ready
 
 $(RAY_VENV)/.ready: pyproject.toml
@@ -149,6 +155,7 @@ $(BUILD_VENV)/.ready:
 reference: setup
 	$(BIN)/python -m tests.reference
 
+# The sample model scores the sample rows; installs torch and the package alone
 demo: $(VENV)/.package
 	$(BIN)/python -m recipes.demo
 
@@ -156,8 +163,14 @@ demo: $(VENV)/.package
 demo-real: setup-real
 	$(BIN)/python -m recipes.demo_real
 
+# All tests but the long ones
 test: setup
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal --durations=30 -m "not nightly and not matrix and not real"
+
+# What needs no model, in under a minute: plans, statistics, reports, options, imports and docs
+test-fast: setup
+	$(BIN)/python -m pytest --quiet --numprocesses $(TEST_WORKERS) --dist worksteal tests/plan tests/stats tests/report \
+		tests/test_options.py tests/test_docs.py tests/test_architecture.py -m "not nightly and not matrix"
 
 # Every causal language model of transformers against its eager forward, and what else runs with every family
 test-matrix: setup
@@ -200,16 +213,18 @@ test-container: setup dist
 	$(PODMAN) build --tag prefill-test $(BUILD_FLAGS) .
 	IMAGE=prefill-test PODMAN="$(PODMAN)" RUN_FLAGS="$(RUN_FLAGS)" $(BIN)/python -m pytest --no-skips tests/install/test_container.py
 
+# The recipes of docs/scheduling.md in a real Airflow
 test-airflow: setup setup-airflow
 	AIRFLOW=$(abspath $(AIRFLOW_VENV))/bin/airflow $(BIN)/python -m pytest --no-skips tests/airflow
 
-# On all cores: by default vLLM leaves one free
+# The engine vllm against a real vLLM. On all cores: by default vLLM leaves one free
 test-vllm: setup-vllm
 	VLLM_CPU_OMP_THREADS_BIND="$${VLLM_CPU_OMP_THREADS_BIND:-0-$$(($$(nproc) - 1))}" \
 	VLLM_CPU_KVCACHE_SPACE="$${VLLM_CPU_KVCACHE_SPACE:-1}" \
 	$(VLLM_VENV)/bin/python -m pytest --no-skips -W ignore::pytest.PytestUnraisableExceptionWarning tests/engines/test_vllm.py \
 		tests/test_coming_from.py tests/engines/test_vllm_batch.py
 
+# Jobs on a real Ray
 test-ray: setup-ray
 	$(RAY_VENV)/bin/python -m pytest --no-skips tests/runners/test_ray.py tests/runners/test_ray_data.py \
 		tests/runners/test_ray_recipe.py
@@ -220,15 +235,18 @@ MINUTES ?= 60
 fuzz: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(FUZZ) --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
+# Ruff's checks and format, and mypy
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Mend what ruff can mend
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Methods on made rows of the sample model: minutes
 bench: setup
 	$(BIN)/python -m benchmarks
 	$(BIN)/prefill bench --rows 100 --keep 0.2 --keep 0.1 -o out/bench.json
@@ -249,7 +267,7 @@ distill-draft: setup-real
 soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak
 
-# On all cores, like test-vllm. For other dtypes, workloads, contenders and settings: python -m benchmarks.peers --help
+# The race against vLLM, llama.cpp and others. On all cores, like test-vllm. For other dtypes, workloads, contenders and settings: python -m benchmarks.peers --help
 bench-peers: setup-real setup-vllm setup-llamacpp setup-openvino setup-zentorch
 	VLLM_CPU_OMP_THREADS_BIND="$${VLLM_CPU_OMP_THREADS_BIND:-0-$$(($$(nproc) - 1))}" \
 	$(BIN)/python -m benchmarks.peers
@@ -264,6 +282,7 @@ bench-harness: setup-vllm
 architectures: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.prefill.matrix
 
+# The sample models anew
 samples: setup
 	$(BIN)/python -m recipes.make_samples
 
@@ -301,5 +320,6 @@ bench-exits: setup-real
 bench-estimates: setup-real
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.estimates
 
+# Remove all environments and all that was made
 clean:
 	rm -rf $(VENV) $(AIRFLOW_VENV) $(VLLM_VENV) $(LLAMACPP_VENV) $(OPENVINO_VENV) $(ZENTORCH_VENV) $(RAY_VENV) out build dist

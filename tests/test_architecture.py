@@ -42,8 +42,11 @@ def imported(path: Path) -> Iterator[str]:
                 yield inner if inner in MODULES else node.module
 
 
-def test_modules_are_few() -> None:
-    assert len(FILES) <= 200
+def test_nothing_outside_a_feature_imports_it() -> None:
+    for module, path in MODULES.items():
+        for name in imported(path):
+            room = name.split(".")[2] if name.startswith("prefillcli.features.") else None
+            assert room is None or module.split(".")[1:3] == ["features", room], (module, name)
 
 
 @pytest.mark.parametrize("module", MODULES)
