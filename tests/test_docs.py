@@ -119,7 +119,6 @@ def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
     }  # of python -m benchmarks
     known |= {"--document", "--questions", "--characters", "--numbers"}  # of python -m benchmarks.details
     known |= {"--tasks", "--batch"}  # of lm_eval
-    known |= {"--adapters", "--rows"}  # of python -m benchmarks.adapters
     known |= {"--confirm"}  # of python -m benchmarks.longest
     known |= {"--lines", "--tokens"}  # of python -m benchmarks.speculation
     known |= {"--lengths", "--tokens", "--budget", "--cpu-time"}  # of python -m benchmarks.rationales

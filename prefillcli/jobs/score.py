@@ -17,7 +17,7 @@ from prefillcli.jobs.dry_run import dry_run_job
 from prefillcli.jobs.identity import LocalModels, fingerprint, is_same, output_job
 from prefillcli.jobs.path_table import output_of, report_path, require_apart
 from prefillcli.jobs.recorder import Recorder, RemainingTime
-from prefillcli.jobs.scorer import AS_SAVED, DTYPES, USUAL, Granularity, Scorer
+from prefillcli.jobs.scorer import DTYPES, USUAL, Granularity, Scorer
 from prefillcli.jobs.shell import conclude, leave_earlier_report, shell
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.report.run import (
@@ -152,7 +152,7 @@ class Job(Scorer):
     def _earlier_dtypes(self) -> Sequence[str]:
         """The number formats of the models in an earlier attempt at the job; none without."""
         earlier = None if self.settings.overwrite else plan_of(self.output, self.settings.shard_of)
-        return () if earlier is None else tuple(earlier.get(DTYPES, AS_SAVED))
+        return () if earlier is None else tuple(earlier.get(DTYPES, ()))
 
     def _refuse_known_output(self) -> None:
         """Refuse an output that this job must not touch, as far as is known before torch is imported."""

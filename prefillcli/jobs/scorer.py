@@ -30,8 +30,6 @@ if TYPE_CHECKING:  # these take torch along
 
 DTYPES = "dtypes"
 """The entry of a plan with the number formats of the models, in which every attempt at a job computes."""
-AS_SAVED = ("auto",)
-"""The number formats of a job that an earlier version of prefill began."""
 
 
 class Scorer(Opening):

@@ -100,9 +100,8 @@ def _plain(value: Any) -> Any:
 
 
 def digests_of(rows: pa.Table) -> bytes:
-    """The bytes of the file for rows of parts; an earlier version wrote parts without any digest."""
-    known = rows[DIGEST].to_pylist() if DIGEST in rows.column_names else [None] * len(rows)
-    return b"".join(_NONE if each is None else each for each in known)
+    """The bytes of the file for rows of parts."""
+    return b"".join(_NONE if each is None else each for each in rows[DIGEST].to_pylist())
 
 
 class DigestReader:
@@ -430,7 +429,7 @@ class PartIndex:
                     found.append(part.result()[1])
                 except DamagedFileError as error:
                     raise DamagedFileError(f"{error}\n{self._again}") from None
-        return pa.concat_tables(found, promote_options="default")  # an earlier version wrote fewer columns
+        return pa.concat_tables(found)
 
     def _wrong(self, window: int) -> PrefillError:
         return PrefillError(f"{self._name}: not every row of window {window} is there exactly once\n{self._again}")

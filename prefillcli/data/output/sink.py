@@ -211,8 +211,8 @@ def retried(target: Target, found: Manifest) -> Manifest | None:
         return None
     if found.digests is None:
         raise OutputConflictError(
-            f"--retry-errors: {whole.path} has no digests of its rows: its work folder is gone, or of an earlier "
-            "version\nscore all rows again with --overwrite"
+            f"--retry-errors: {whole.path} has no digests of its rows: its work folder is gone\n"
+            "score all rows again with --overwrite"
         )
     if target.shard is not None:
         raise UsageError(
