@@ -247,7 +247,7 @@ def without(name: str) -> dict[str, list[Any]]:
         ({name: values[:0] for name, values in columns().items()}, {}, "it has no rows"),
         (columns(), {"truth": None}, "no --truth given"),
         (columns(), {"output": "c.parquet"}, "end it in .json"),
-        (columns(), {"id_column": "row"}, "--id-column is for --truth-from"),
+        (columns(), {"id_column": "row"}, "--id-column needs --truth-from"),
         (columns(), {"truth_from": "nowhere.parquet"}, "nowhere.parquet"),
     ],
 )

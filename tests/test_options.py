@@ -424,7 +424,7 @@ def test_a_value_that_is_refused_is_quoted_in_short(flags: Values, says: str) ->
         (["--set", "pool"], "--set pool: must be KEY=VALUE"),
         (["--set", "pool=3", "--set", "pool=5"], "has a key twice"),
         (["--set", "pool=many"], "--set pool 'many': "),
-        (["--set", "pool=3"], "--set pool is for the votes of a draft"),
+        (["--set", "pool=3"], "--set pool needs a draft that picks tokens"),
     ],
 )
 def test_a_setting_without_a_flag_is_given_by_set(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PANEL = "Gates"
 DRIFT = Requirement(
     lambda s: s.max_drift is not None,
-    "is what --max-drift compares with, but that is not given",
+    "needs --max-drift, which compares with it",
     "give --max-drift 0.05",
 )
 

@@ -32,63 +32,61 @@ def _is_on_hub(name: str | None) -> bool:
     return name is not None and not Path(name).expanduser().exists()
 
 
-DRAFT = Requirement(lambda s: s.uses_draft, "is for a draft model, but none picks tokens", "give --draft and --keep")
+DRAFT = Requirement(lambda s: s.uses_draft, "needs a draft model", "give --draft and --keep")
 BOUNDED_FLIPS = Requirement(
     lambda s: any(each.bounds_flips() for each in features_of(s)),
-    "bounds what --keep auto, --exit and --first may flip, but none of them is given",
+    "needs --keep auto, --exit or --first, whose flips it bounds",
     "give one of them",
 )
 AUDITABLE = Requirement(
     lambda s: any(each.flips for each in features_of(s)),
-    "reads rows in full as well, but all rows are read in full",
+    "has no effect where all rows are read in full",
     "give --draft and --keep, --exit or --first",
 )
 SHOWN_TEXT = Requirement(
     lambda s: any(each.names_rows() or each.asks() for each in features_of(s)),
-    "is for rows that the report names, but it names none",
+    "has no effect on a report that names no rows",
     "name the right answers with --truth, or give --rationale or --evidence",
 )
 RANDOM = Requirement(
     lambda s: s.is_random,
-    "is for random draws, but nothing is drawn",
+    "has no effect without a random sample",
     "give --sample N",
     recipe_may_keep=True,
 )
-HUB_MODEL = Requirement(
-    lambda s: _is_on_hub(s.model), "is for a model from the hub, but none is named", "name one with --model"
-)
+HUB_MODEL = Requirement(lambda s: _is_on_hub(s.model), "needs a model from the hub", "name one with --model")
 FORECAST = Requirement(
     lambda s: s.dry_run,
-    "is for predicted costs, but a run predicts none",
+    "needs a dry run, which predicts costs",
     "give --dry-run",
     recipe_may_keep=True,
 )
 SCORES = Requirement(
     lambda s: not s.dry_run,
-    "is for rows that need not be scored again, but a dry run scores none",
+    "has no effect on a dry run, which scores no rows",
     "drop --dry-run",
     recipe_may_keep=True,
 )
 PROGRESS = Requirement(
     lambda s: not s.quiet,
-    "is for progress lines, but --quiet turns them off",
+    "has no effect with --quiet",
     "drop --quiet",
     recipe_may_keep=True,
 )
 NO_TEMPLATE = Requirement(
-    lambda s: s.template is None, "names the prompt's column, but --template makes the prompt", "drop --template"
+    lambda s: s.template is None, "has no effect beside --template, which makes the prompt", "drop --template"
 )
-INPUT = Requirement(lambda s: bool(s.inputs), "is for INPUT, but none is given", "name a file", recipe_may_keep=True)
+INPUT = Requirement(lambda s: bool(s.inputs), "needs INPUT", "name a file", recipe_may_keep=True)
 MADE_PROMPTS = Requirement(
     lambda s: not s.inputs,
-    "is for made prompts, but INPUT is given",
+    "has no effect on rows of INPUT",
     "choose rows with --limit or --sample",
     recipe_may_keep=True,
 )
 ALL_ROWS = Requirement(
     lambda s: getattr(s, "shard", None) is None and not getattr(s, "dry_run", False),
-    "is for all rows of a finished output, but a shard has some of them and a dry run none",
+    "needs all rows of a finished output: a shard has some of them, a dry run none",
     "give it to the run that finishes the output: prefill merge for shards",
     recipe_may_keep=True,
 )
-RAY = Requirement(lambda s: s.runner == "ray", "is for --runner ray, but that is not given", "give --runner ray")
+RAY = Requirement(lambda s: s.runner == "ray", "needs --runner ray", "give --runner ray")

@@ -178,7 +178,7 @@ def test_a_model_without_draft_has_two_methods_and_a_note() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--max-flips", "0.02"], "--max-flips is for the methods early-exit, first, first-exit and int8"),
+        (["--max-flips", "0.02"], "--max-flips needs one of the methods early-exit, first, first-exit and int8"),
         (["--method", "first", "-m", str(TARGET)], "--method first needs --first"),
         (["--method", "specprefil"], "did you mean 'specprefill'?"),
         (["--method", "specprefill@0.2"], "did you mean 'specprefill'?"),
@@ -186,9 +186,9 @@ def test_a_model_without_draft_has_two_methods_and_a_note() -> None:
         (["--method", "specprefill", "-m", str(TARGET)], "needs --draft"),
         (["--keep", "auto"], "--keep"),
         (["--keep", "0"], "--keep"),
-        (["--limit", "3"], "--limit is for INPUT"),
-        (["--truth", "answer"], "--truth is for INPUT"),
-        (["x.parquet", "--workload", "needle"], "--workload is for made prompts"),
+        (["--limit", "3"], "--limit needs INPUT"),
+        (["--truth", "answer"], "--truth needs INPUT"),
+        (["x.parquet", "--workload", "needle"], "--workload has no effect on rows of INPUT"),
         (["nowhere.parquet"], "nowhere.parquet"),
         (["--tokens", "100000"], "the model takes up to 8192"),
         (["-o", "b.html"], "names the JSON file"),

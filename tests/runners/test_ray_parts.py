@@ -142,7 +142,7 @@ def test_resources_are_amounts_by_name(model: Path) -> None:
     ("name", "value"), [("ray_address", "auto"), ("worker_resources", ["num_cpus=1"]), ("ray_timeout", "9")]
 )
 def test_options_of_ray_are_refused_without_it(model: Path, name: str, value: Any) -> None:
-    with pytest.raises(UsageError, match="is for --runner ray, but that is not given"):
+    with pytest.raises(UsageError, match="needs --runner ray"):
         settings(model, runner="local", **{name: value})
 
 

@@ -321,9 +321,9 @@ def test_all_text_is_content_unless_columns_are_named(model: Path, reference: Re
         ({"template": "{{ n }} Answer:"}, "no column of the template holds text"),
         ({"calibrate_columns": "prose"}, "the template has no such column\nit has: "),
         ({"template": "{% if post != 'N/A' %}{{ post }}{% endif %}"}, "no prompt can be made of the template"),
-        ({"template": None, "prompt_column": "post"}, "replaces the columns of a template, but there is none"),
+        ({"template": None, "prompt_column": "post"}, "needs a --template, whose columns it replaces"),
         ({"calibration": "c.json"}, "--calibration and --calibrate-with both make the probability"),
-        ({"calibrate_with": None, "calibrate_columns": "post"}, "--calibrate-columns is for --calibrate-with"),
+        ({"calibrate_with": None, "calibrate_columns": "post"}, "--calibrate-columns needs --calibrate-with"),
     ],
 )
 def test_what_has_no_prompt_without_content_is_refused(model: Path, given: dict[str, Any], said: str) -> None:

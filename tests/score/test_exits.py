@@ -910,7 +910,7 @@ def test_recall_and_precision_of_the_first_label_hold(
         ({"exit": True}, "--recall cannot be combined with --exit"),
         ({"first": ("words", "words")}, "--recall cannot be combined with a second --first"),
         ({"labels": "n,t,o"}, "--recall: a row that does not have the first label must have the other one"),
-        ({"first": (), "exit_rows": None}, "--recall is for what a first model decides, but there is none"),
+        ({"first": (), "exit_rows": None}, "--recall needs --first"),
     ],
 )
 def test_what_cannot_go_with_recall_is_refused(data: Path, deep_model: Path, flags: dict[str, Any], said: str) -> None:

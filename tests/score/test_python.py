@@ -383,12 +383,15 @@ def test_rows_that_are_to_be_skipped_are_no_failure(model: Path) -> None:
 
 def test_messages_name_options_as_the_command_does(model: Path, scorer: prefillcli.Scorer) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"lookahead": 4}, "--set lookahead is for a draft model, but none picks tokens"),
+        ({"lookahead": 4}, "--set lookahead needs a draft model"),
         ({"keep": 0.2}, "--keep 0.2 needs --draft: a small model"),
         ({"system": "x", "chat": False}, "--system needs a chat: the tokenizer has no chat template, or --no-chat is"),
         ({"dtype": "int8"}, "--dtype 'int8': should be 'auto', 'float32', 'bfloat16' or 'float16'"),
         ({"memory": "much"}, "--memory 'much': "),
-        ({"weights": "resident", "weights_memory": 1 << 30}, "but --weights is resident\nit would be ignored: give"),
+        (
+            {"weights": "resident", "weights_memory": 1 << 30},
+            "has no effect with --weights resident\nit would be ignored: give",
+        ),
         ({"labels": "Yes"}, "--labels 'Yes': at least two labels"),
     ]
     for options, message in refused:

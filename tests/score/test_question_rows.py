@@ -226,7 +226,7 @@ def test_an_output_with_rows_left_over_is_a_problem(model: Path) -> None:
 
 
 def test_it_needs_questions(model: Path) -> None:
-    with pytest.raises(UsageError, match="--questions-as is for several questions"):
+    with pytest.raises(UsageError, match="--questions-as needs --questions"):
         score(make_input(), model=model, questions_as="rows")
 
 

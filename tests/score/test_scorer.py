@@ -105,7 +105,7 @@ def test_wrong_options_are_refused_by_name(model: Path) -> None:
             Scorer(model=model, **{name: "x"})
     with pytest.raises(UsageError, match="keep='auto' chooses one rate for a whole job"):
         Scorer(model=model, keep="auto")
-    with pytest.raises(UsageError, match="lookahead is for a draft model"):
+    with pytest.raises(UsageError, match="lookahead needs a draft model"):
         Scorer(model=model, lookahead=4)
 
 

@@ -306,10 +306,10 @@ def test_a_dry_run_plans_it(deep: Path, reference: Reference) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"lookahead": "4"}, "--set lookahead is for a draft model"),
+        ({"lookahead": "4"}, "--set lookahead needs a draft model"),
         ({"paper": "true", **dict.fromkeys([*HOW, "lookahead"])}, "nothing is decoded"),
         ({"self_layer": "4"}, "the model has 4"),
-        ({"draft": "other", "self_layer": "2"}, "--set self_layer is for a model that is its own draft"),
+        ({"draft": "other", "self_layer": "2"}, "--set self_layer needs --draft self"),
         ({"keep": None}, "nothing to compress"),
         ({"engine": "hf"}, "the hf engine has no"),
     ],

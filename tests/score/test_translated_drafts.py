@@ -122,7 +122,7 @@ def test_another_tokenizer_is_refused_unless_it_is_asked_for(
 
 @pytest.mark.parametrize("given", [{"draft": "self", "keep": 0.3}, {}])
 def test_the_option_needs_a_draft_model(model: Path, source: Path, given: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="--draft-tokenizer is for a draft model") as caught:
+    with pytest.raises(UsageError, match="--draft-tokenizer needs a draft model") as caught:
         score(source, model=model, draft_tokenizer="translate", **given)
     assert len(str(caught.value).splitlines()) <= 2
 

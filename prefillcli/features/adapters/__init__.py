@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prefillcli.core.feature import Counts, Job, LocalModels, Manifest, Opened, Opening, RunReport
 
 ADAPTERS = Requirement(
-    lambda s: bool(s.adapter), "names each row's adapter, but there is none", "give --adapter NAME=DIR for each name"
+    lambda s: bool(s.adapter), "needs --adapter, which names the adapters", "give --adapter NAME=DIR for each name"
 )
 MOST_ADAPTERS = 255  # an adapter's number takes eight bits of the key that prompts are sorted by
 

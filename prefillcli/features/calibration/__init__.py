@@ -20,15 +20,13 @@ CONTENT_FREE = "content_free"
 FIT = "Fit"
 TEMPLATE = Requirement(
     lambda s: s.template is not None,
-    "replaces the columns of a template, but there is none: what of a prompt is content cannot be known",
+    "needs a --template, whose columns it replaces: which part of a prompt is content cannot be known",
     "write the prompt as a --template",
 )
-CALIBRATE_WITH = Requirement(
-    lambda s: bool(s.calibrate_with), "is for --calibrate-with, but that is not given", "give --calibrate-with N/A"
-)
+CALIBRATE_WITH = Requirement(lambda s: bool(s.calibrate_with), "needs --calibrate-with", "give --calibrate-with N/A")
 TRUTH_FROM = Requirement(
     lambda s: s.truth_from is not None,
-    "is for --truth-from, but that is not given",
+    "needs --truth-from",
     "give --truth-from FILE",
     recipe_may_keep=True,
 )

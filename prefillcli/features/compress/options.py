@@ -118,20 +118,16 @@ PICKERS = {
 # The options.
 
 
-VOTES = Requirement(
-    lambda s: s.counts_votes, "is for the votes of a draft, but none picks tokens", "give --draft and --keep"
-)
+VOTES = Requirement(lambda s: s.counts_votes, "needs a draft that picks tokens", "give --draft and --keep")
 SELF_DRAFT = Requirement(
     lambda s: s.picks_itself,
-    "is for a model that is its own draft, but it is not",
+    "needs --draft self",
     "give --draft self and --keep",
 )
-COMPRESSED = Requirement(
-    lambda s: s.compresses, "is for compression, but nothing is compressed", "give --draft and --keep"
-)
+COMPRESSED = Requirement(lambda s: s.compresses, "needs compression", "give --draft and --keep")
 SPECPREFILL = Requirement(
     lambda s: s.compares("self-draft" if s.drafts_itself else "specprefill"),
-    "is for a method that picks tokens with it, but only others are compared",
+    "needs a method that picks tokens with it",
     "give --method specprefill, or self-draft for --draft self",
 )
 

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 PANEL = "Evaluation"
 PLAN = "evaluation"  # the key of a shard's plan for the `EvaluationPlan`, which `prefill merge` reads
-TRUTH = Requirement(
-    lambda s: s.truth is not None, "is for the evaluation, but there is none", "name the right answers with --truth"
-)
+TRUTH = Requirement(lambda s: s.truth is not None, "needs --truth", "name the right answers with --truth")
 
 
 class EvaluationOptions(Settings):

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from prefillcli.features.exits.policy import ExitProfile
 
 EXIT = Requirement(
-    lambda s: s.exit or s.chain, "is for rows that leave early, but none does", "give --exit, --first or --compute"
+    lambda s: s.exit or s.chain, "needs --exit, --first or --compute", "give --exit, --first or --compute"
 )
 METHODS = {
     "early-exit": "the layer walk, which rows leave when they are decided, as with prefill score --exit",
@@ -55,15 +55,15 @@ METHODS = {
     "first-exit": "the models of --first decide rows, and others leave the layer walk when they are decided",
     "int8": "the model reads rows in int8, and again those that are in doubt, as with prefill score --compute int8",
 }
-FIRST = Requirement(lambda s: s.first, "is for what a first model decides, but there is none", "give --first")
+FIRST = Requirement(lambda s: s.first, "needs --first", "give --first")
 EXIT_METHOD = Requirement(
     lambda s: any(name in METHODS for name in s.method),
-    "is for the methods early-exit, first, first-exit and int8, but none is compared",
+    "needs one of the methods early-exit, first, first-exit and int8",
     "give --method early-exit or int8, or --first and --method first",
 )
 FIRST_METHOD = Requirement(
     lambda s: "first" in s.method or "first-exit" in s.method,
-    "is for the methods first and first-exit, but neither is compared",
+    "needs the method first or first-exit",
     "give --method first",
 )
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 TARGET = Requirement(
     lambda s: s.target_column is not None,
-    "is for the likelihood of a text, but there is none",
+    "needs --target-column",
     "name its column with --target-column",
 )
 # Options of labels, of which there are none.

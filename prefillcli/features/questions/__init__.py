@@ -46,9 +46,7 @@ _REPLACED = {
 }
 
 
-QUESTIONS = Requirement(
-    lambda s: s.questions is not None, "is for several questions about each row", "name their file with --questions"
-)
+QUESTIONS = Requirement(lambda s: s.questions is not None, "needs --questions", "name their file with --questions")
 
 
 class QuestionOptions(Settings):

@@ -33,32 +33,30 @@ if TYPE_CHECKING:
 
 SpeculationName = Literal["off", "lookup", "suffix", "retrieval", "draft", "hierarchy"]
 BY_DRAFT = ("draft", "hierarchy")  # ways to speculate that need a draft model
-RATIONALE = Requirement(
-    lambda s: s.rationale > 0, "is for what is written behind rows, but nothing is", "give --rationale 64"
-)
+RATIONALE = Requirement(lambda s: s.rationale > 0, "needs --rationale", "give --rationale 64")
 CHOSEN_ROWS = Requirement(
     lambda s: any(each.asks() for each in features_of(s)),
-    "chooses rows for --rationale and --evidence, but neither is given",
+    "needs --rationale or --evidence, for which it chooses rows",
     "give --rationale 64 or --evidence",
 )
 CONDITION = Requirement(
     lambda s: CHOSEN_ROWS.met(s) and s.rationale_when is not None,
-    "is for rows that --rationale-when chooses, but it chooses none",
+    "needs --rationale-when",
     "give --rationale-when 'score > 0.4 and score < 0.6'",
 )
 DRAWN_RATIONALES = Requirement(
     lambda s: s.rationale > 0 and s.rationale_temperature > 0,
-    "is for texts that are drawn, but none is",
+    "needs a --rationale-temperature above 0",
     "give --rationale-temperature 0.7",
 )
 SPECULATION = Requirement(
     lambda s: s.speculates,
-    "is for tokens that are guessed ahead, but none is",
+    "needs --rationale with speculation",
     "give --rationale, and --speculation other than off",
 )
 RETRIEVAL = Requirement(
     lambda s: s.speculates and s.speculation in ("retrieval", "hierarchy"),
-    "is for speculation with a retrieval cache, but there is none",
+    "needs speculation with a retrieval cache",
     "give --rationale and --speculation retrieval",
 )
 

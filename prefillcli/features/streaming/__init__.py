@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 STREAMABLE = Requirement(
     lambda s: s.weights != "resident",
-    "is for weights that may be streamed, but --weights is resident",
+    "has no effect with --weights resident",
     "give --weights stream or auto",
 )
 
