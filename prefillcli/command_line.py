@@ -54,7 +54,7 @@ def parameters_of(settings: type[Settings]) -> list[inspect.Parameter]:
 
 
 def is_long(settings: type[Settings]) -> bool:
-    """Whether a help page with all options would be too long to be read."""
+    """Return whether a help page with all options would be too long to be read."""
     return len(settings.model_fields) > MOST_OPTIONS
 
 

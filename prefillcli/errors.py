@@ -139,14 +139,15 @@ def require_known(option: str, given: Iterable[str], known: Collection[str]) -> 
 
 
 def out_of_resource(error: BaseException) -> bool:
-    """Whether the error says that memory or a disk is full, or that there are too few file handles or processes."""
+    """Return whether the error says that memory or a disk is full, or that there are too few file handles or
+    processes."""
     if isinstance(error, OSError):
         return error.errno in _EXHAUSTED
     return out_of_memory(error)
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that memory of a device or of the host ran out."""
+    """Return whether the error says that memory of a device or of the host ran out."""
     if not isinstance(error, RuntimeError):
         return isinstance(error, MemoryError)
     # torch has an error of its own for devices alone, and of what it calls each says it in other words

@@ -111,8 +111,8 @@ class RowCondition:
         return RowCondition, (self.text, self._option)
 
     def __call__(self, values: Mapping[str, Any]) -> bool:
-        """Whether it is true of a row with these values of `columns`: numbers, texts, true, false, None, lists or
-        mappings."""
+        """Return whether it is true of a row with these values of `columns`: numbers, texts, true, false, None, lists
+        or mappings."""
         return _Evaluation(values).of(self._tree) is True
 
     def check(

@@ -105,7 +105,7 @@ class Foresight(ABC):
 
     @abstractmethod
     def questions(self, prompts: Sequence[Prompt], rate: float) -> list[Question]:
-        """How the model would read the prompts of a window."""
+        """Return how the model would read the prompts of a window."""
 
     def layers(self, questions: Sequence[Question]) -> float:
         """The share that is computed of all layers of all tokens of these questions."""
@@ -167,33 +167,34 @@ class Feature:
 
     @classmethod
     def asked(cls, settings: Any) -> bool:
-        """Whether these settings of one of its commands ask for the feature."""
+        """Return whether these settings of one of its commands ask for the feature."""
         return True
 
     def check(self) -> None:
         """Raise UsageError for options that contradict one another or those of the core."""
 
     def joint(self, option: str) -> Objection | None:
-        """Why rows cannot be scored apart from the others of the job, as `option` asks; None where they can."""
+        """Return why rows cannot be scored apart from the others of the job, as `option` asks; None where they can."""
 
     def uneven(self) -> Objection | None:
-        """Why a score may have different bits beside other rows; None where its bits stay the same."""
+        """Return why a score may have different bits beside other rows; None where its bits stay the same."""
 
     def learns(self) -> str | None:
         """The option with which it learns from answers of the model; None if it does not."""
         return None
 
     def bounds_flips(self) -> bool:
-        """Whether `--max-flips` says how many answers it may flip."""
+        """Return whether `--max-flips` says how many answers it may flip."""
         return self.flips
 
     def between_layers(self) -> bool:
-        """Whether it acts between layers. Prompts are then read once more before texts are written behind them."""
+        """Return whether it acts between layers. Prompts are then read once more before texts are written behind
+        them."""
         return False
 
     def read_as(self) -> Sequence[Any]:
-        """How it lets prompts be read, as a value to hash: other features learn from the answers and use that in later
-        jobs."""
+        """Return how it lets prompts be read, as a value to hash: other features learn from the answers and use that
+        in later jobs."""
         return ()
 
     def meaningless(self, labels: Labels) -> Sequence[str]:
@@ -213,7 +214,7 @@ class Feature:
         return ()
 
     def reopens(self) -> bool:
-        """Whether the job goes on with its output though that is complete."""
+        """Return whether the job goes on with its output though that is complete."""
         return False
 
     def folders(self) -> Sequence[Path]:
@@ -242,7 +243,8 @@ class Feature:
         """Before anything is opened: raise UsageError for options that are wrong whatever the input holds."""
 
     def own_labels(self, model: Path) -> bool:
-        """Whether `labels` may give other labels for a model in this folder or file than the job's options do."""
+        """Return whether `labels` may give other labels for a model in this folder or file than the job's options
+        do."""
         return False
 
     def labels_named(self, opening: Opening) -> None:
@@ -250,7 +252,7 @@ class Feature:
         if they do not fit; the input is open."""
 
     def labels(self, opened: Opened) -> Labels | None:
-        """What is asked behind each prompt; None: the labels of the job's options."""
+        """Return what is asked behind each prompt; None: the labels of the job's options."""
         return None
 
     def prompt_builder(
@@ -289,7 +291,7 @@ class Feature:
         bytes."""
 
     def surveyed(self, opening: Opening, survey: Survey) -> Outlook | None:
-        """What a dry run says of it, by all rows of the input; None: nothing. Raises UsageError."""
+        """Return what a dry run says of it, by all rows of the input; None: nothing. Raises UsageError."""
         return None
 
     def identified(self, job: Job) -> None:
@@ -325,9 +327,9 @@ class Feature:
     def questions(
         self, scorer: Scorer, prompts: Sequence[Prompt], tick: Tick, window: Window | None, done: Collection[int]
     ) -> tuple[list[Question], int]:
-        """How the model reads prompts that are planned together, in their order, and the tokens that another model has
-        computed to decide that. The prompts may be those of a `window`, of which some rows are `done`. Called if it
-        `rewrites`."""
+        """Return how the model reads prompts that are planned together, in their order, and the tokens that another
+        model has computed to decide that. The prompts may be those of a `window`, of which some rows are `done`.
+        Called if it `rewrites`."""
         raise NotImplementedError
 
     def ahead(self, questions: Sequence[Question], tick: Tick) -> tuple[dict[int, ScoredRow], int]:
@@ -344,11 +346,11 @@ class Feature:
         return {}
 
     def asks(self) -> bool:
-        """Whether it asks more about rows that are scored: see `further`."""
+        """Return whether it asks more about rows that are scored: see `further`."""
         return False
 
     def needs_draft(self) -> bool:
-        """Whether it uses the draft model, also where nothing is compressed."""
+        """Return whether it uses the draft model, also where nothing is compressed."""
         return False
 
     def text_room(self, opened: Opened, names: Sequence[str]) -> tuple[int, TextsOf] | None:
@@ -373,13 +375,13 @@ class Feature:
         return None
 
     def arithmetic(self) -> Arithmetic | None:
-        """How a walk through the layers computes; None where it takes the fastest way of the device."""
+        """Return how a walk through the layers computes; None where it takes the fastest way of the device."""
         return None
 
     def keep_weights(self, opened: Opened, *, draft: bool, share: float) -> WeightsPlan | None:
-        """How the weights of the layer walk's model are kept; None: all on the device. With `draft` those of the draft
-        must fit beside them; else the draft's are loaded already. This worker has a `share` of the memory; others take
-        the rest. Raises UsageError, and ResourceError where they certainly do not fit."""
+        """Return how the weights of the layer walk's model are kept; None: all on the device. With `draft` those of
+        the draft must fit beside them; else the draft's are loaded already. This worker has a `share` of the memory;
+        others take the rest. Raises UsageError, and ResourceError where they certainly do not fit."""
         return None
 
     def treatment(self, in_full: frozenset[int]) -> Treatment | None:
@@ -397,7 +399,7 @@ class Feature:
         return {}
 
     def names_rows(self) -> bool:
-        """Whether the report names rows of the input."""
+        """Return whether the report names rows of the input."""
         return False
 
     def truth_column(self) -> str | None:
@@ -415,7 +417,7 @@ class Feature:
 
     @classmethod
     def failure(cls, counts: Counts) -> str | None:
-        """Why a finished output with these counts is a failure nevertheless; None if it is not."""
+        """Return why a finished output counts as failed, or None."""
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
@@ -428,8 +430,8 @@ class Feature:
     def inspected(
         self, models: Models[Any], prompts: Sequence[Prompt], number: int, shared: Sequence[int], tick: Tick
     ) -> ReadPrompt | None:
-        """How the model reads the prompt of this number in a window, for `prefill inspect`. `shared` has the number of
-        tokens that each prompt of the window shares with it. None where the feature does not decide that."""
+        """Return how the model reads the prompt of this number in a window, for `prefill inspect`. `shared` has the
+        number of tokens that each prompt of the window shares with it. None where the feature does not decide that."""
 
     def leaving_rule(self, opened: Opened, labels: Labels) -> LeavingRule | None:
         """The exits by which `prefill inspect` judges a row."""
@@ -500,7 +502,7 @@ def open_models(settings: Any, dtypes: Sequence[str] = ()) -> Opened:
 
 
 def plan_weights(settings: Any, opened: Opened, *, draft: bool = True, share: float = 1.0) -> WeightsPlan:
-    """How the model's weights are kept, by the features that are asked for: see `Feature.keep_weights`."""
+    """Return how the model's weights are kept, by the features that are asked for: see `Feature.keep_weights`."""
     from prefillcli.models.weights import plan_resident
 
     found = (each.keep_weights(opened, draft=draft, share=share) for each in features_of(settings))

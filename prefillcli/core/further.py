@@ -107,7 +107,7 @@ class Further:
         """A wanted row has been scored, by this answer."""
 
     def lacks(self, row: ScoredRow) -> bool:
-        """Whether a wanted row needs more than `scored` gave it."""
+        """Return whether a wanted row needs more than `scored` gave it."""
         return True
 
     def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Question]:
@@ -142,7 +142,7 @@ class FurtherQuestions:
         return None if self.choice.condition is None else self.choice.condition.limit
 
     def has_room(self, rows: int) -> bool:
-        """Whether the limit has room for this many more rows."""
+        """Return whether the limit has room for this many more rows."""
         return self.limit is None or self.chosen() + rows <= self.limit
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ class Thinning(ABC):
 
     @abstractmethod
     def most_kept(self, tokens: int) -> int:
-        """How many of a prompt's tokens the last layers read, at most."""
+        """Return how many of a prompt's tokens the last layers read, at most."""
 
     @abstractmethod
     def rule(self, thinnings: Mapping[int, Thinning]) -> ThinningRule:
@@ -144,8 +144,8 @@ def thinning_of(questions: Mapping[int, Question]) -> ThinningRule | None:
 
 
 def method_of(question: Question, answer: Answer) -> str:
-    """How the target has read a prompt: by the question's method, unless it should have dropped tokens itself and did
-    not."""
+    """Return how the target has read a prompt: by the question's method, unless it should have dropped tokens itself
+    and did not."""
     thinned = answer.thinned
     if question.thinning is None or (thinned is not None and len(thinned.kept) < len(question.tokens)):
         return question.method
@@ -153,7 +153,7 @@ def method_of(question: Question, answer: Answer) -> str:
 
 
 def kept_tokens(question: Question, answer: Answer) -> int:
-    """How many tokens of a prompt went through all layers."""
+    """Return how many tokens of a prompt went through all layers."""
     return len(question.tokens) if answer.thinned is None else len(answer.thinned.kept)
 
 

@@ -30,7 +30,7 @@ _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.\-]+(?=://|::)")
 
 
 def is_url(path: str) -> bool:
-    """Whether `path` names its filesystem (`s3://bucket/x`), as opposed to a plain local path."""
+    """Return whether `path` names its filesystem (`s3://bucket/x`), as opposed to a plain local path."""
     return _SCHEME.match(path) is not None
 
 
@@ -359,8 +359,8 @@ class Place:
         return cls("local", real, (found.st_dev, found.st_ino))
 
     def is_same(self, other: Place) -> bool:
-        """Whether both are one file or folder, or would be. Names that differ in case alone count as one if neither
-        exists."""
+        """Return whether both are one file or folder, or would be. Names that differ in case alone count as one if
+        neither exists."""
         if self.system != other.system or self.path == other.path:
             return self.system == other.system
         if self.inode is None and other.inode is None:

@@ -43,7 +43,7 @@ class Stamp:
     version: str | None = None  # a remote store's substitute for a digest: an ETag or a generation
 
     def settled(self, at_ns: int) -> bool:
-        """Whether any change after `at_ns` gives another stamp."""
+        """Return whether any change after `at_ns` gives another stamp."""
         return at_ns - self.changed_ns > SETTLED_NS
 
 
@@ -313,7 +313,7 @@ _TOKENIZER_FILES = (
 
 
 def is_model_file(inner: str) -> bool:
-    """Whether a path below a model's folder is that of a file that loading the model would read."""
+    """Return whether a path below a model's folder is that of a file that loading the model would read."""
     patterns = (*_MODEL_FILES, *_TOKENIZER_FILES, "generation_config.json", "*.gguf")
     return any(inner.count("/") == each.count("/") and fnmatchcase(inner, each) for each in patterns)
 

@@ -97,8 +97,8 @@ SKIPPED_CODES = frozenset(code for code in ErrorCode if not code.is_error)
 
 
 def is_error(code: str | None) -> bool:
-    """Whether a row with this value in its column `error` is an error row: neither scored nor left out as the user
-    asked."""
+    """Return whether a row with this value in its column `error` is an error row: neither scored nor left out as the
+    user asked."""
     return code is not None and code not in SKIPPED_CODES
 
 
@@ -322,7 +322,7 @@ def early_exit_method(reading: str, layer: int) -> str:
 
 
 def reading_method(method: str) -> str:
-    """How a row's prompt was read, whether or not the row left early."""
+    """Return how a row's prompt was read, whether or not the row left early."""
     return FULL if method == EARLY_EXIT else method.removesuffix(_LEFT)
 
 
@@ -331,12 +331,12 @@ FALLBACK = "fallback:"
 
 
 def is_fallback(method: str) -> bool:
-    """Whether a prompt of this method should have been compressed and was read in full."""
+    """Return whether a prompt of this method should have been compressed and was read in full."""
     return method.startswith(FALLBACK)
 
 
 def left_early(method: str) -> bool:
-    """Whether a row of this method left before the last layer."""
+    """Return whether a row of this method left before the last layer."""
     return method == EARLY_EXIT or method.endswith(_LEFT)
 
 
@@ -556,7 +556,7 @@ def plain_column(array: pa.Array, kind: pa.DataType) -> tuple[pa.Array, dict[int
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether its values are texts or bytes of any length."""
+    """Return whether its values are texts or bytes of any length."""
     return bool(
         pa.types.is_string(kind)
         or pa.types.is_large_string(kind)
@@ -666,13 +666,13 @@ class Selection:
         return self.chosen[low:high]
 
     def before(self, row: int) -> int:
-        """How many rows before `row` are selected."""
+        """Return how many rows before `row` are selected."""
         if self.chosen is not None:
             return int(np.searchsorted(self.chosen, row))
         return row if self.limit is None else min(row, self.limit)
 
     def count(self, total: int) -> int:
-        """How many of `total` rows are selected."""
+        """Return how many of `total` rows are selected."""
         if self.chosen is not None:
             return len(self.chosen)
         return total if self.limit is None else min(total, self.limit)

@@ -130,7 +130,7 @@ def _best_cut(shared: Sequence[int], first: int, last: int) -> int:
 
 
 def common_bytes(one: bytes, other: bytes) -> int:
-    """How many leading bytes two texts have in common."""
+    """Return how many leading bytes two texts have in common."""
     size = min(len(one), len(other))
     # The highest bit of the XOR is in the first byte that differs.
     differing = int.from_bytes(one[:size], "big") ^ int.from_bytes(other[:size], "big")

@@ -669,7 +669,7 @@ class KeptForward:
         return keys[slots, :, at], values[slots, :, at]
 
     def text_read(self, row: int) -> int:
-        """How many tokens behind a row's prompt were read."""
+        """Return how many tokens behind a row's prompt were read."""
         slot = self._slots[row]
         return int(self._read[slot] - self._ends[slot])
 

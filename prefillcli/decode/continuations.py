@@ -104,7 +104,7 @@ class Beginning:
         return last + 1 + len(self.tokens)
 
     def room(self, tokens: int, longest: int | None, switch: int = 0) -> int:
-        """How many of so many tokens the text may have; less than 1: none.
+        """Return how many of so many tokens the text may have; less than 1: none.
 
         It ends at the `longest` place of the model; where position encodings change behind `switch` places (0: they
         do not), a text that begins before does not go beyond them.

@@ -626,12 +626,12 @@ LATEST_SHARE = 0.25  # of the budget, at most
 
 
 def latest_chunks(budget: int, chunk: int) -> int:
-    """How many of the latest chunks always stay, at least one."""
+    """Return how many of the latest chunks always stay, at least one."""
     return max(1, min(LATEST, int(budget * LATEST_SHARE)) // chunk)
 
 
 def saves(tokens: int, budget: int, chunk: int) -> bool:
-    """Whether the cache leaves out some of so many tokens, and the budget holds those that always stay."""
+    """Return whether the cache leaves out some of so many tokens, and the budget holds those that always stay."""
     return tokens > budget and budget // chunk > latest_chunks(budget, chunk) + 2
 
 

@@ -53,7 +53,7 @@ class LeavingRule(Protocol):
         """The layers after which prompts may leave, ascending."""
 
     def peeks(self, layer: int) -> bool:
-        """Whether only the prompts' last tokens go through the layer before the decision."""
+        """Return whether only the prompts' last tokens go through the layer before the decision."""
 
     def decide(self, layer: int, readings: Readings) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
         """The rows that leave after a layer [rows], and their label log-probabilities among the labels alone [rows,
@@ -144,7 +144,7 @@ class EarlyAnswer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An engine's answer for a prompt of a pack, and the cost of it.
+    """The engine's answer to one prompt, and its cost.
 
     `logprobs` are the label log-probabilities over the whole vocabulary, float64 [labels], divided by the labels'
     sizes where their set has some; those of a prompt that has left after `exit_layer` are among the labels alone.
@@ -312,15 +312,15 @@ class Engine:
             yield from self.answer(pack, labels, tick, treatment)
 
     def holds(self, key: Key) -> bool:
-        """Whether the K,V held by this key are at hand, from an earlier pack."""
+        """Return whether the K,V held by this key are at hand, from an earlier pack."""
         return False
 
     def weights_report(self) -> WeightsReport | None:
-        """How it keeps its weights; None where it does not know."""
+        """Return how it keeps its weights; None where it does not know."""
         return None
 
     def reduced(self) -> ReducedPacks | None:
-        """How it has gone on since memory ran out; None if it has not."""
+        """Return how it has gone on since memory ran out; None if it has not."""
         return None
 
     def decoded(self) -> DecodingReport | None:

@@ -161,7 +161,7 @@ def limits_of(plan: Mapping[str, Any]) -> Limits:
 
 
 def hidden_on_host(choice: PlacementChoice, device: torch.device, *, streamed: bool) -> bool:
-    """Whether the residual stream is kept in host memory. On a CPU it always is in host memory."""
+    """Return whether the residual stream is kept in host memory. On a CPU it always is in host memory."""
     if device.type == "cpu":
         return False
     return choice.hidden == "host" or (choice.hidden == "auto" and streamed)

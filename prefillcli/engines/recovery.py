@@ -54,7 +54,7 @@ class MemoryRecovery:
             walk.chunk_tokens = min(walk.chunk_tokens, before["chunk_tokens"])
 
     def reduced(self) -> ReducedPacks | None:
-        """How it has gone on since memory ran out; None if it has not."""
+        """Return how it has gone on since memory ran out; None if it has not."""
         if not self._failures:
             return None
         return ReducedPacks(self._failures, self._walk.chunk_tokens, self.pack_tokens)

@@ -376,7 +376,7 @@ class PromptExits:
         self._exits = exits
 
     def peeks(self, layer: int) -> bool:
-        """Whether only the prompts' last tokens go through the layer before the decision."""
+        """Return whether only the prompts' last tokens go through the layer before the decision."""
         return self._exits.policy is not None and self._exits.policy.peeks(layer)
 
     def __call__(self, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> Sequence[int]:
@@ -402,7 +402,7 @@ class PromptExits:
         return self.going
 
     def has_left(self, prompt: int) -> bool:
-        """Whether a prompt has left, and goes no further."""
+        """Return whether a prompt has left, and goes no further."""
         return prompt in self.early and prompt not in self._exits.in_full
 
     def _read(self, rows: list[int], prompts: list[int], before: Tensor, after: Tensor) -> Readings:

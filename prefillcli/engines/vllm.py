@@ -635,7 +635,7 @@ class VllmEngine(Engine):
         except self._dead as error:
             tick(0)  # the signal that ends this run may have ended vLLM first
             raise EngineDiedError(
-                "vLLM has died; what it wrote above says why\nthe rows so far are kept: --resume goes on with them"
+                "vLLM exited; see its output above\nthe rows so far are kept: --resume goes on with them"
             ) from error
         except ValueError as error:
             raise UsageError(f"vLLM does not take a prompt or the labels: {brief(error)}") from error

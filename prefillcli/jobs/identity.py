@@ -132,8 +132,8 @@ def asked(settings: ScoreSettings) -> str:
 
 
 def is_same(opening: Opening, models: LocalModels, job: Job) -> bool:
-    """Whether the job of an output is surely that of an opening whose models are not open yet: it was asked for with
-    the same options, input and model. Errors of reading pass through."""
+    """Return whether the job of an output is surely that of an opening whose models are not open yet: it was asked for
+    with the same options, input and model. Errors of reading pass through."""
     known = job.fingerprint
     return (
         job.asked == asked(opening.settings)
@@ -170,7 +170,7 @@ def added(values: Mapping[str, Any], always: Sequence[str]) -> list[list[Any]]:
 
 
 def _replaces_code(opened: Opened) -> bool:
-    """Whether the model or its draft brings code for a family that transformers could run without it."""
+    """Return whether the model or its draft brings code for a family that transformers could run without it."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     models = [opened.files, *(each.files for each in opened.small)]

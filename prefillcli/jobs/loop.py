@@ -584,7 +584,7 @@ def _add_known(
 def _questions(
     window: Window, done: set[int], options: ScoringOptions, listener: Listener
 ) -> tuple[list[Question], Finished]:
-    """How the model will read the prompts of a window, and the tokens that a draft computed to decide that."""
+    """Return how the model will read the prompts of a window, and the tokens that a draft computed to decide that."""
     if options.questions is None:
         return [Question(prompt) for prompt in window.prompts], Finished()
     options.adjust_threads()

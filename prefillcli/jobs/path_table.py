@@ -170,7 +170,7 @@ class PathUse:
     """Whether it is the scores themselves, a file or a folder of parts."""
 
     def meets(self, other: PathUse) -> bool:
-        """Whether both use one file, or one of them lies where the other has its files."""
+        """Return whether both use one file, or one of them lies where the other has its files."""
         return self.place.is_same(other.place) or self._has(other) or other._has(self)
 
     def _has(self, other: PathUse) -> bool:

@@ -223,7 +223,7 @@ class Job(Scorer):
                 each.finished(self)
 
     def _expected_rows(self) -> Expected | None:
-        """How many rows the job has; of a shard its share of them."""
+        """Return how many rows the job has; of a shard its share of them."""
         found, shard = self.source.expected_rows(), self.settings.shard_of
         if found is None or shard is None:
             return found

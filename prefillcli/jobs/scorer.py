@@ -151,8 +151,8 @@ class Scorer(Opening):
     def questions(
         self, prompts: Sequence[Prompt], tick: Tick, *, window: Window | None = None, done: Collection[int] = ()
     ) -> tuple[list[Question], int]:
-        """How the model reads prompts that are planned together, and the tokens that another model has computed to
-        decide that. The prompts may be those of a `window`, of which some rows are `done`."""
+        """Return how the model reads prompts that are planned together, and the tokens that another model has computed
+        to decide that. The prompts may be those of a `window`, of which some rows are `done`."""
         for each in self.features:
             if each.rewrites:
                 return each.questions(self, prompts, tick, window, done)

@@ -104,7 +104,7 @@ def require_faster(kind: Narrow, dtype: torch.dtype, device: torch.device) -> No
 
 
 def times_as_long(form: str, than: str, device: torch.device) -> float:
-    """How many times as long a product takes in `form` as in the dtype `than`: measured once on a device, and
+    """Return how many times as long a product takes in `form` as in the dtype `than`: measured once on a device, and
     remembered."""
     return _remembered(f"{form}/{than}", device, lambda: _measured(form, than, device))
 

@@ -286,13 +286,13 @@ def check_generation_config(path: Path) -> None:
 
 
 def names_classifier(config: Any) -> bool:
-    """Whether the content of a `config.json` names a class with a head of sequence classification."""
+    """Return whether the content of a `config.json` names a class with a head of sequence classification."""
     names = config.get("architectures") if isinstance(config, dict) else None
     return any(str(name).endswith(CLASSIFIER) for name in names or ())
 
 
 def has_classes(model: Path, head: str) -> bool:
-    """Whether the classes of a head are read of the model in a folder or file, by `--head`."""
+    """Return whether the classes of a head are read of the model in a folder or file, by `--head`."""
     if head in ("probability", "value"):
         return True
     config = model / "config.json"
@@ -300,7 +300,8 @@ def has_classes(model: Path, head: str) -> bool:
 
 
 def brings_code(folder: Path) -> bool:
-    """Whether a model's folder names Python code for its model or tokenizer, which runs only where it is trusted."""
+    """Return whether a model's folder names Python code for its model or tokenizer, which runs only where it is
+    trusted."""
     files = [folder / name for name in ("config.json", "tokenizer_config.json")]
     return any("auto_map" in read_json(file) for file in files if file.is_file())
 

@@ -209,7 +209,7 @@ def likeliest_tokens(
 
 
 def next_tokens(logits: Tensor, rows: list[int], labels: Sequence[LabelTokens], count: int) -> list[NextTokens]:
-    """What follows the tokens at these rows of `logits` (float32 [reads, vocabulary]): so many of the likeliest
+    """Return what follows the tokens at these rows of `logits` (float32 [reads, vocabulary]): so many of the likeliest
     tokens, and whether the next one is among the first tokens of the `labels` of that row."""
     first: list[LabelTokens] = [(tuple(dict.fromkeys(token for own in each for token in own)),) for each in labels]
     begins = label_numbers(logits, rows, first)

@@ -594,7 +594,7 @@ def limits_with_texts(
 
 
 def keep_or_again(limits: Limits, *, chunk_tokens: int, least_tokens: int, texts_of: TextsOf) -> KeepOrAgain:
-    """Whether packs are made so that they can be kept.
+    """Return whether packs are made so that they can be kept.
 
     A pack costs its tokens and `PACK_OVERHEAD`. A pack of less than `least_tokens` costs as much as one of so many,
     because it waits for weights. Scoring all prompts in packs that can be kept has one cost. The other is scoring them

@@ -100,7 +100,7 @@ def _further_arguments(
 
 
 def loads_onto(device: torch.device) -> bool:
-    """Whether each tensor goes to the device as it is read, not through a whole model in host memory."""
+    """Return whether each tensor goes to the device as it is read, not through a whole model in host memory."""
     return device.type == "cuda" and find_spec("accelerate") is not None
 
 

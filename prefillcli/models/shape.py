@@ -439,7 +439,7 @@ EXTRA_TOKENS = {"mllama_text_model": 8, "moshi": 1}
 
 
 def refusal(whole: Any, text: Any, *, causal: bool) -> str | None:
-    """Why a model cannot be scored; None if its configuration gives no reason.
+    """Return why a model cannot be scored; None if its configuration gives no reason.
 
     `whole` is its configuration, `text` that of its text model, `causal` whether there is a causal language model of
     its family.
@@ -459,20 +459,22 @@ def refusal(whole: Any, text: Any, *, causal: bool) -> str | None:
 
 
 def is_encoder(text: Any) -> bool:
-    """Whether a model with this configuration reads a text in both directions, and its classification head is read."""
+    """Return whether a model with this configuration reads a text in both directions, and its classification head is
+    read."""
     return text.model_type in CLASSIFYING_ENCODERS and not getattr(text, "is_decoder", False)
 
 
 def sees_nothing(text: Any) -> bool:
-    """Whether layers have a sliding window of no token: transformers then masks all, and kernels differ in their
-    results for that."""
+    """Return whether layers have a sliding window of no token: transformers then masks all, and kernels differ in
+    their results for that."""
     known = hasattr(type(text), "sliding_window")  # others keep the entry, and do not read it
     slides = "sliding_attention" in (getattr(text, "layer_types", None) or ["sliding_attention"])
     return known and slides and getattr(text, "sliding_window", None) == 0
 
 
 def selects_keys(text: Any) -> bool:
-    """Whether layers see tokens that an indexer selects or compresses, which an attention function does not learn."""
+    """Return whether layers see tokens that an indexer selects or compresses, which an attention function does not
+    learn."""
     return bool(SELECTIVE_LAYERS.intersection(getattr(text, "layer_types", None) or ()))
 
 

@@ -51,7 +51,7 @@ _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def why_not_unpacked(entry: Mapping[str, Any]) -> str | None:
-    """Why a GPTQ or AWQ checkpoint with this `quantization_config` cannot be unpacked; None if it can."""
+    """Return why a GPTQ or AWQ checkpoint with this `quantization_config` cannot be unpacked; None if it can."""
     method, bits = entry.get("quant_method"), entry.get("bits", 4)
     if method == "awq":
         version = str(entry.get("version", "gemm")).lower()
@@ -267,7 +267,8 @@ class Quantisation:
 
 
 def plan_quantisation(origin: Path, entry: Mapping[str, Any] | None, device: torch.device) -> Quantisation | None:
-    """How to load the checkpoint at `origin`, whose config.json has this `quantization_config`; None without one.
+    """Return how to load the checkpoint at `origin`, whose config.json has this `quantization_config`; None without
+    one.
 
     Raises UsageError where a package is missing or the device is another. Raises UnsupportedModelError for formats
     that are unknown, that transformers cannot load, or whose scores depend on the rows computed beside them.

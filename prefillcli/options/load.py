@@ -130,7 +130,7 @@ class _Merged:
             raise UsageError(f"{self.origin.get(name, name)} {_shown(first['input'])}: {reason}") from None
 
     def is_mistake(self, name: str, kind: type[Settings], *, recipe_may_keep: bool) -> bool:
-        """Whether it is the user's mistake that the option `name` has no effect.
+        """Return whether it is the user's mistake that the option `name` has no effect.
 
         Not in the environment, which is for all commands and runs. In a recipe it is, unless a flag is the reason.
         """

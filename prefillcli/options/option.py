@@ -175,7 +175,7 @@ class Settings(BaseModel):
         return self._recipe
 
     def is_flag(self, name: str) -> bool:
-        """Whether the option was given on the command line of this run."""
+        """Return whether the option was given on the command line of this run."""
         return name in self._flags
 
     @classmethod

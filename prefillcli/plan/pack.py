@@ -74,7 +74,7 @@ class Limits:
         return self.kept_tokens > 0 and not self.kept_packs
 
     def can_keep(self, pack: Pack) -> bool:
-        """Whether the K,V of all layers of this pack can be kept, if it was made for that."""
+        """Return whether the K,V of all layers of this pack can be kept, if it was made for that."""
         return 0 < self.kept_size(pack.held_tokens + len(pack.tokens), len(pack.reads)) <= self.kept_tokens
 
     def for_texts(self) -> Limits:

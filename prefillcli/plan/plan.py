@@ -90,7 +90,7 @@ class Queue:
         return self._places[id(node)][0]
 
     def awaits(self, node: TrieNode) -> bool:
-        """Whether a waiting prompt begins with this node."""
+        """Return whether a waiting prompt begins with this node."""
         _, first, last = self._places[id(node)]
         return bool(self._waiting[first:last].any())
 

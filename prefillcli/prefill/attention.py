@@ -44,7 +44,7 @@ def only_blocks(device: torch.device, why: str) -> None:
 
 
 def may_take(path: str, device: torch.device) -> bool:
-    """Whether attention on `device` may be computed this way."""
+    """Return whether attention on `device` may be computed this way."""
     return (path, _plain(device)) not in _ruled_out
 
 
@@ -116,14 +116,14 @@ class Shift:
 
 
 def fast_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this device is fast at products: bfloat16 on a CPU with instructions for it."""
+    """Return whether this device is fast at products: bfloat16 on a CPU with instructions for it."""
     cpu = device.type == "cpu" and dtype == torch.bfloat16
     return cpu and has_bfloat16_instructions() and may_take("products", device)
 
 
 @cache
 def has_bfloat16_instructions() -> bool:
-    """Whether the processor multiplies matrices of bfloat16 by itself."""
+    """Return whether the processor multiplies matrices of bfloat16 by itself."""
     return bool({"amx_bf16", "avx512_bf16"} & _instructions())
 
 
@@ -133,7 +133,7 @@ def _instructions() -> set[str]:
 
 
 def products_pay(query: Tensor, key: Tensor) -> bool:
-    """Whether this is faster than the flash kernel, for tensors that have a `Shift`."""
+    """Return whether this is faster than the flash kernel, for tensors that have a `Shift`."""
     keys = key.shape[0] * key.shape[2]
     return keys >= FEWEST_KEYS and keys * query.shape[2] >= FEWEST_SCORES
 
@@ -310,7 +310,7 @@ class ForestKernel:
 
 
 def takes(query: Tensor, value: Tensor, kv_heads: int) -> bool:
-    """Whether the kernel, where it is available, computes attention of these shapes and dtypes."""
+    """Return whether the kernel, where it is available, computes attention of these shapes and dtypes."""
     if query.device.type != "cpu" or query.dtype not in (torch.bfloat16, torch.float32):
         return False
     widths = query.shape[3], value.shape[3]
@@ -377,7 +377,7 @@ def forest_kernel() -> ForestKernel | None:
 
 
 def has_kernel_instructions() -> bool:
-    """Whether the processor is one on which the kernel was found to be faster than torch."""
+    """Return whether the processor is one on which the kernel was found to be faster than torch."""
     return {"avx2", "fma3"} <= _instructions()
 
 
@@ -451,7 +451,7 @@ def _attend_on_cpu(
 
 
 def fits_flash(query: Tensor, value: Tensor) -> bool:
-    """Whether the device's flash kernel takes such queries and values, the latter made as wide as the former.
+    """Return whether the device's flash kernel takes such queries and values, the latter made as wide as the former.
 
     It is PyTorch's for CUDA, and needs compute capability 8.0: a T4 or V100 has none.
     """

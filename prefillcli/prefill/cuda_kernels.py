@@ -77,7 +77,7 @@ class SequenceTable:
 
 
 def takes_sequences(query: Tensor, value: Tensor, softcap: float | None) -> bool:
-    """Whether attention of such queries and values is computed in sequences."""
+    """Return whether attention of such queries and values is computed in sequences."""
     return (
         softcap is None
         and fits_flash(query, value)
@@ -299,7 +299,8 @@ class ForestMask:
 
 
 def takes_flex(query: Tensor, value: Tensor, softcap: float | None) -> bool:
-    """Whether flex attention computes such queries and values: half precision on CUDA that flash does not take."""
+    """Return whether flex attention computes such queries and values: half precision on CUDA that flash does not
+    take."""
     device = query.device
     if lacks_flex(device, query.dtype) is not None or not may_take("flex", device):
         return False
@@ -307,7 +308,7 @@ def takes_flex(query: Tensor, value: Tensor, softcap: float | None) -> bool:
 
 
 def lacks_flex(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why flex attention is unavailable for this device and dtype; None if it is available."""
+    """Return why flex attention is unavailable for this device and dtype; None if it is available."""
     if device.type != "cuda" or dtype == torch.float32:
         return "for half precision on CUDA devices"
     return _lacks_compiler()

@@ -62,7 +62,7 @@ Products = Callable[[Sequence[nn.Linear], int], Product | None]
 
 
 def copy_pays(weights: int, outputs: int, chunk_tokens: int) -> bool:
-    """Whether a layer's weights are copied into another layout for chunks of so many tokens.
+    """Return whether a layer's weights are copied into another layout for chunks of so many tokens.
 
     `weights` counts the numbers in its linear layers, `outputs` those that they compute for one token. The copy is
     then at most about as large as the layer's outputs for a chunk.
@@ -565,7 +565,7 @@ class Passes:
         return out
 
     def norms(self, rows: Any, weight: Tensor) -> bool:
-        """Whether `norm` takes rows and weights."""
+        """Return whether `norm` takes rows and weights."""
         return (
             isinstance(rows, Tensor)
             and rows.device.type == "cpu"
@@ -607,7 +607,7 @@ class Passes:
         return rows
 
     def turns(self, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> bool:
-        """Whether `rotary` takes queries and keys [1, heads, tokens, width] and tables [1, tokens, width]."""
+        """Return whether `rotary` takes queries and keys [1, heads, tokens, width] and tables [1, tokens, width]."""
         given = (query, key, cosines, sines)
         return (
             query.dim() == key.dim() == 4
@@ -646,7 +646,7 @@ def check_passes() -> dict[str, str]:
 
 @torch.inference_mode()
 def _passes_agree(passes: Passes, dtype: torch.dtype) -> bool:
-    """Whether each pass computes what torch does, within the rounding of the dtype."""
+    """Return whether each pass computes what torch does, within the rounding of the dtype."""
     rows, more, weight = (_random(*shape, seed=7).to(dtype) for shape in ((1, 40, 96), (2, 40, 96), (96,)))
     more, sums = more[1:], rows.clone()
     normed = passes.add_and_norm(sums, more, weight, NormForm(1e-6))

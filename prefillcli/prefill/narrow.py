@@ -75,7 +75,8 @@ def narrow_ways(device: torch.device) -> dict[str, dict[str, Any]]:
 
 
 def in_smaller_numbers(model: PreTrainedModel, kind: Narrow) -> Arithmetic:
-    """How a walk over `model` multiplies in `kind`: the linear layers of its decoder layers lose their own weights.
+    """Return how a walk over `model` multiplies in `kind`: the linear layers of its decoder layers lose their own
+    weights.
 
     Raises UsageError if none of them can.
     """

@@ -306,7 +306,7 @@ class OwnCacheLayer:
 
 
 def has_forest_attention(model: PreTrainedModel) -> bool:
-    """Whether a model's layers call the forest attention."""
+    """Return whether a model's layers call the forest attention."""
     found: bool = model.config.get_text_config()._attn_implementation == ATTENTION
     return found
 

@@ -149,7 +149,7 @@ class PathStates(Generic[State]):
         return self._states.pop(parent), parent not in self._read
 
     def needed(self, run: NodeRun) -> bool:
-        """Whether anything reads on behind a run."""
+        """Return whether anything reads on behind a run."""
         unfinished = run.end < self._tree.offsets[run.node + 1]
         return unfinished or self._children[run.node] > 0 or run.node in self._kept
 

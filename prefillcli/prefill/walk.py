@@ -158,7 +158,7 @@ class LayerWalk:
                 yield from self.logits(self._residual.pick(state.hidden, at[start:end]))
 
     def holds(self, key: Key) -> bool:
-        """Whether all layers' parts of a node are kept under this key."""
+        """Return whether all layers' parts of a node are kept under this key."""
         return self._held.holds(key)
 
     def check_queries(self) -> None:
@@ -596,7 +596,7 @@ class ExitRule(Protocol):
     def regroup_cost(self) -> float: ...
 
     def peeks(self, layer: int) -> bool:
-        """Whether the rule is asked before the layer is computed for all tokens.
+        """Return whether the rule is asked before the layer is computed for all tokens.
 
         Then the last tokens alone go through it first. Its K,V are computed twice for the tokens that go on.
         """
@@ -924,7 +924,7 @@ class HeldParts:
             parts.clear()
 
     def holds(self, key: Key) -> bool:
-        """Whether every layer has its part of this node."""
+        """Return whether every layer has its part of this node."""
         return all(key in parts for parts in self._layers)
 
     def drop_others(self, keep: Set[Key], layer: int | None = None) -> None:

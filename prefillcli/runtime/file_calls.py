@@ -106,7 +106,7 @@ def first_bytes(handle: int) -> bytes:
 
 
 def has_name(handle: int) -> bool:
-    """Whether an open file can still be found in a folder."""
+    """Return whether an open file can still be found in a folder."""
     return os.fstat(handle).st_nlink > 0
 
 
@@ -171,7 +171,7 @@ def list_folder(path: str) -> list[os.DirEntry[str]]:
 
 
 def is_there(path: str) -> bool:
-    """Whether anything has this name, even a symbolic link that leads nowhere."""
+    """Return whether anything has this name, even a symbolic link that leads nowhere."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -180,7 +180,7 @@ def is_there(path: str) -> bool:
 
 
 def is_folder(path: str) -> bool:
-    """Whether a folder has this name, or a symbolic link leads to one."""
+    """Return whether a folder has this name, or a symbolic link leads to one."""
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):

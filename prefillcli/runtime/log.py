@@ -76,7 +76,7 @@ def _json_log(run_id: str, worker: int | None) -> Iterator[None]:
 
 
 def logs_json() -> bool:
-    """Whether lines are JSON objects now."""
+    """Return whether lines are JSON objects now."""
     return _lines is not None
 
 
@@ -125,7 +125,7 @@ def _write(level: Level, event: str, message: str, fields: dict[str, Any]) -> No
 
 
 def on_terminal() -> bool:
-    """Whether stderr is a terminal."""
+    """Return whether stderr is a terminal."""
     return sys.stderr is not None and sys.stderr.isatty()
 
 

@@ -19,7 +19,7 @@ from prefillcli.errors import Interrupted, UsageError
 
 
 def start_of(pid: int) -> str:
-    """When a process began, in ticks since the machine did; empty if there is none, or off Linux."""
+    """Return when a process began, in ticks since the machine did; empty if there is none, or off Linux."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""

@@ -1026,7 +1026,7 @@ def flip_bound(flips: int, rows: int, confidence: float = 0.95, of: float | None
 
 
 def _chance_of_fewer(flips: int, rows: int, all_flips: float, of: float) -> float:
-    # The probability of at most so many flips in a sample without replacement. Numbers may be no whole ones.
+    # The probability of at most so many flips in a sample without replacement. Counts may be fractional.
     from scipy.special import gammaln
 
     seen = np.arange(flips + 1)

@@ -31,7 +31,7 @@ JSON_COLUMNS = ("custom_id", "response", "error")
 
 
 def top_asked(url: str, body: Mapping[str, Any]) -> int | None:
-    """How many of the likeliest tokens a valid body asks for; None: it asks for no log-probabilities."""
+    """Return how many of the likeliest tokens a valid body asks for; None: it asks for no log-probabilities."""
     given = body.get("logprobs")
     if url == COMPLETION:
         return given

@@ -204,7 +204,7 @@ def window_of(name: str) -> int:
 
 
 def is_part(name: str) -> bool:
-    """Whether a file of a work folder is a part by its name."""
+    """Return whether a file of a work folder is a part by its name."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -377,7 +377,7 @@ class PartIndex:
         return list(found.carried) if found else []
 
     def holds(self, window: int, rows: Int64Array) -> bool:
-        """Whether every row of a window of the input, which has these rows, is in its parts.
+        """Return whether every row of a window of the input, which has these rows, is in its parts.
 
         Raises OutputConflictError if the parts hold other rows.
         """

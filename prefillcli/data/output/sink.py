@@ -87,13 +87,13 @@ def refuse_known(output: str, is_same: Callable[[Job], bool], *, resume: bool) -
 
 
 def has_rows(output: str, shard: Shard | None = None) -> bool:
-    """Whether an output is there, or rows of it, or another process is about to write some."""
+    """Return whether an output is there, or rows of it, or another process is about to write some."""
     target = Target.parse(output, shard)
     return target.exists() or any(map(parts.is_part, target.work.names())) or bool(target.work.in_use())
 
 
 def is_merged(manifest: Manifest | None) -> TypeGuard[Manifest]:
-    """Whether a manifest is that of a whole output that exists, not just of a complete shard."""
+    """Return whether a manifest is that of a whole output that exists, not just of a complete shard."""
     return manifest is not None and manifest.state == "complete" and manifest.shard is None
 
 
@@ -538,7 +538,7 @@ class Sink:
         return window - 1
 
     def finished(self, window: int, rows: Int64Array) -> bool:
-        """Whether every row of a window is in its parts; for `windows(skip=...)`.
+        """Return whether every row of a window is in its parts; for `windows(skip=...)`.
 
         Raises OutputConflictError if the parts hold other rows than the input's window.
         """
@@ -671,7 +671,7 @@ class ShardFolder:
     work: Store
 
     def begun(self) -> bool:
-        """Whether it holds anything of a job; a lock that was left behind does not count."""
+        """Return whether it holds anything of a job; a lock that was left behind does not count."""
         names = self.work.names()
         return NAME in names or any(map(parts.is_part, names))
 
@@ -785,7 +785,7 @@ class ShardSink(Sink):
         return before
 
     def finished(self, window: int, rows: Int64Array) -> bool:
-        """Whether all of these rows, the shard's rows in a window, are in its parts. Raises as in a `Sink`."""
+        """Return whether all of these rows, the shard's rows in a window, are in its parts. Raises as in a `Sink`."""
         if len(rows) == 0:
             self._without.add(window)
             return True

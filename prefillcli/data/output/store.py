@@ -77,7 +77,7 @@ class Owner:
         return cls(socket.gethostname(), os.getpid(), start_of(os.getpid()), process_space(), uuid.uuid4().hex, since)
 
     def alive(self) -> bool | None:
-        """Whether the process still runs; None if this machine cannot know."""
+        """Return whether the process still runs; None if this machine cannot know."""
         here = process_space()
         if not here or self.machine != here or not self.started:
             return None
@@ -277,7 +277,7 @@ class LocalStore:
         return sorted(path for path in files if not path.endswith(_TEMPORARY))
 
     def exists(self, name: str) -> bool:
-        """Whether a file exists now."""
+        """Return whether a file exists now."""
         with writing(self._path(name)):
             return file_calls.is_there(self._path(name))
 
@@ -346,7 +346,7 @@ class LocalStore:
                     file_calls.remove_file(self._path(path))
 
     def in_use(self) -> bool | None:
-        """Whether a run holds the lock; None if this machine cannot know, or there is no lock to hold."""
+        """Return whether a run holds the lock; None if this machine cannot know, or there is no lock to hold."""
         with writing(self._path(LOCK)), suppress(FileNotFoundError), self.read(LOCK) as file:
             return not _locked(file.fileno(), shared=True, patience=0)
         return False
@@ -682,7 +682,8 @@ class Beat:
         return (datetime.datetime.now(datetime.UTC) - self.updated).total_seconds()
 
     def alive(self) -> bool:
-        """Whether the run still goes on: certain if it runs on this machine, else judged by the age of the beat."""
+        """Return whether the run still goes on: certain if it runs on this machine, else judged by the age of the
+        beat."""
         known = self.owner.alive()
         return self.running and (self.age < _MISSED * self.seconds if known is None else known)
 

@@ -233,7 +233,7 @@ class Target:
         return os.path.basename(self.path)
 
     def is_ours(self, name: str) -> bool:
-        """Whether a file of `store` is part of the output."""
+        """Return whether a file of `store` is part of the output."""
         if self.directory:
             return name == SUCCESS or bool(_DIRECTORY_PART.fullmatch(name))
         return name == self.name
@@ -374,7 +374,7 @@ def _place(name: str, questions: Sequence[str]) -> tuple[int, str, str | None]:
 
 
 def is_partition(folder: str) -> bool:
-    """Whether a folder in a directory output is of a partition, like `day=2026-11-21`."""
+    """Return whether a folder in a directory output is of a partition, like `day=2026-11-21`."""
     return "=" in folder
 
 
@@ -490,7 +490,7 @@ FileFormat = ParquetFormat | JsonlFormat
 
 
 def open_format(form: OutputFormat) -> FileFormat:
-    """How a file of this format is written and read; of a directory each of its parts."""
+    """Return how a file of this format is written and read; of a directory each of its parts."""
     return ParquetFormat() if form.parquet else JsonlFormat(form.codec)
 
 

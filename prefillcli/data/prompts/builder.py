@@ -154,7 +154,7 @@ class PromptSettings:
 
 
 def chat_choices(options: Any) -> ChatChoices:
-    """How the options of a command want chats."""
+    """Return how the options of a command want chats."""
     return ChatChoices(
         thinking=options.thinking, options=options.chat_option, answer_prefix=options.answer_prefix or ""
     )
@@ -402,7 +402,7 @@ class PromptBuilder:
         return prompt_builder(self._tokenizer, settings, (self.column,), group_chars=self._group_chars)
 
     def of_part(self, part: int, labels: Labels) -> tuple[PromptBuilder, Labels]:
-        """What makes the prompts of this number of rows with several prompts, and the labels behind them."""
+        """Return what makes the prompts of this number of rows with several prompts, and the labels behind them."""
         return self, labels
 
     def close(self) -> None:
@@ -814,7 +814,7 @@ def prompt_builder(
     template: RowTemplate | None = None,
     group_chars: int = GROUP_CHARS,
 ) -> PromptBuilder:
-    """What makes prompts of rows for a model. The arguments, and what it raises, as of `PromptBuilder`."""
+    """Return what makes prompts of rows for a model. The arguments, and what it raises, as of `PromptBuilder`."""
     kind = EncoderBuilder if settings.encoder else PromptBuilder
     return kind(tokenizer, settings, available, template=template, group_chars=group_chars)
 
@@ -853,7 +853,7 @@ def _not_embedded(token: int, vocab_size: int) -> str:
 
 
 def text_error(text: str, what: str, max_bytes: int) -> RowError | None:
-    """Why a text, of which `what` is a part or the whole, cannot be a prompt; None if it can."""
+    """Return why a text, of which `what` is a part or the whole, cannot be a prompt; None if it can."""
     if text.isascii():
         size = len(text)
     else:

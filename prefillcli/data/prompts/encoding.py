@@ -162,7 +162,7 @@ class Encoder:
         return self.decode([*before, token])[len(self.decode(before)) :]
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
-        """How the vocabulary spells token ids."""
+        """Return how the vocabulary spells token ids."""
         return [str(token) for token in self.tokenizer.convert_ids_to_tokens(list(ids))]
 
 
@@ -322,7 +322,7 @@ class Controls:
         return found
 
     def may_be_in(self, text: str, *, joined: bool) -> bool:
-        """Whether the tokenizer might find a control token in `text`.
+        """Return whether the tokenizer might find a control token in `text`.
 
         `joined`: or in `text` followed by other data, because its end is the beginning of one.
         """
@@ -335,7 +335,7 @@ class Controls:
         )
 
     def opens(self, text: str) -> bool:
-        """Whether the end of `text` begins like a control token."""
+        """Return whether the end of `text` begins like a control token."""
         return next(self._open_ends(text), None) is not None
 
     def protect(self, text: str, marks: Marks) -> str:

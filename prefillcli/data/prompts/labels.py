@@ -291,7 +291,7 @@ class Labels:
         return complementary(self.labels[0])
 
     def is_positive(self, answer: str | int | float | bool | None) -> bool | None:
-        """Whether a right answer, as a data set has it, is the first label; None if it is not a label.
+        """Return whether a right answer, as a data set has it, is the first label; None if it is not a label.
 
         It may be a label's name or one of its spellings, or else true or false, 1 or 0.
         """

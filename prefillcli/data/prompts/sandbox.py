@@ -153,7 +153,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Whether a template may use `obj.attr`."""
+        """Return whether a template may use `obj.attr`."""
         if isinstance(obj, str | bytes | int) and attr in _REFUSED_METHODS:
             return False
         return super().is_safe_attribute(obj, attr, value)
@@ -252,7 +252,7 @@ class _Missing(StrictUndefined):
     __slots__ = ()
 
     def is_null(self) -> bool:
-        """Whether it is such a key."""
+        """Return whether it is such a key."""
         return isinstance(self._undefined_obj, Mapping)
 
     def __bool__(self) -> bool:  # type: ignore[override]
@@ -430,8 +430,8 @@ class ChatRenderer:
 def compile_chat_template(
     text: str, variables: Mapping[str, Any], *, answers: bool = True, choices: ChatChoices | None = None
 ) -> ChatRenderer:
-    """What renders messages; if a model `answers`, up to the beginning of the assistant's turn, or, with `choices`, as
-    these say. `variables` are the tokenizer's special tokens. Raises whatever Jinja raises."""
+    """Return what renders messages; if a model `answers`, up to the beginning of the assistant's turn, or, with
+    `choices`, as these say. `variables` are the tokenizer's special tokens. Raises whatever Jinja raises."""
     return ChatRenderer(text, variables, answers, choices)
 
 

@@ -322,7 +322,7 @@ def read_template(template: str) -> tuple[str, str]:
 
 
 def names_template(template: str) -> bool:
-    """Whether a `--template` is the path of a file, not Jinja text itself."""
+    """Return whether a `--template` is the path of a file, not Jinja text itself."""
     return not any(mark in template for mark in (*_MARKS, "\n"))
 
 

@@ -84,7 +84,7 @@ def _closes_thought(text: str) -> bool:
 
 
 def closing_of(opened: str) -> str:
-    """What closes a thought of which nothing more is known than how it begins."""
+    """Return what closes a thought of which nothing more is known than how it begins."""
     if opened in _OPENED:
         return _OPENED[opened]
     tag = opened.rstrip()
@@ -141,7 +141,7 @@ class _Probes:
         return self.text(variables, answers=True)
 
     def end(self, variables: Mapping[str, Any]) -> str:
-        """What stands behind the question in its prompt."""
+        """Return what stands behind the question in its prompt."""
         return _behind(self.prompt(variables), _ASKED)
 
     def added(self, variables: Mapping[str, Any], end: str) -> str:
@@ -150,13 +150,13 @@ class _Probes:
         return end[len(without) :] if end != without and end.startswith(without) else end
 
     def answers_after(self, variables: Mapping[str, Any], end: str) -> str:
-        """What the template writes between a prompt's `end` and the answer of an earlier turn."""
+        """Return what the template writes between a prompt's `end` and the answer of an earlier turn."""
         text = self.text(variables, _ANSWER) or ""
         before = _behind(text.rpartition(_ANSWERED)[0], _ASKED)
         return before[len(end) :] if before.startswith(end) else ""
 
     def closes_with(self, variables: Mapping[str, Any], opened: str) -> str:
-        """What the template writes between the thoughts of an earlier turn, which begin with `opened`, and its
+        """Return what the template writes between the thoughts of an earlier turn, which begin with `opened`, and its
         answer."""
         text = self.text(variables, _THOUGHTFUL) or ""
         before, found, rest = text.partition(_THOUGHTS)

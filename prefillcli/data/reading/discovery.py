@@ -136,7 +136,7 @@ def discover(inputs: Sequence[str]) -> tuple[list[InputFile], tuple[str, ...]]:
 
 
 def would_find(given: str, path: str, *, folder: bool) -> bool:
-    """Whether an input typed as `given` (directory or glob) would include the file at `path`, or the files in a
+    """Return whether an input typed as `given` (directory or glob) would include the file at `path`, or the files in a
     `folder` of parts there."""
     filesystem, root = filesystem_of(given)
     other, inner = filesystem_of(path)

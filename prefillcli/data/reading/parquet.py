@@ -71,7 +71,7 @@ class Footer:
 
 
 def is_part_of(path: str, name: str) -> bool:
-    """Whether the column chunks of this path belong to the column `name`, which may be nested."""
+    """Return whether the column chunks of this path belong to the column `name`, which may be nested."""
     return f"{path}.".startswith(f"{name}.")
 
 
@@ -303,7 +303,8 @@ class ParquetInput:
             self._footer.require(names)
 
     def fits(self, name: str, kind: pa.DataType) -> bool:
-        """Whether all values of a column stay as they are in this type; reads the column. Raises as `batches`."""
+        """Return whether all values of a column stay as they are in this type; reads the column. Raises as
+        `batches`."""
         with reading(self.found.path), _open_parquet(self.found) as file:
             own = plain_type(self.schema.field(name).type)
             for piece in file.iter_batches(columns=[name]):

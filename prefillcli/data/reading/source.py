@@ -328,7 +328,7 @@ class JsonlInput:
         return self._found.stamp.size
 
     def bytes_read(self) -> float:
-        """How many of them the lines so far take; to be called between two lines, by the thread that reads."""
+        """Return how many of them the lines so far take; to be called between two lines, by the thread that reads."""
         if self._stream is None or self._buffer is None:
             return 0.0
         if self._buffer.closed:  # the last line was read

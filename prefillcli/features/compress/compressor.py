@@ -77,7 +77,7 @@ class WorthCompressing:
         self._speedup = lru_cache(maxsize=1 << 16)(self._predict)
 
     def __call__(self, tokens: int, keep: float) -> bool:
-        """Whether a prompt of `tokens` is to be compressed to the rate `keep`."""
+        """Return whether a prompt of `tokens` is to be compressed to the rate `keep`."""
         above = self._compression.compress_above
         if above != "auto":
             return tokens > above
@@ -95,7 +95,7 @@ class WorthCompressing:
         return self._speedup(tokens, keep)
 
     def why_not(self, tokens: int, keep: float) -> str:
-        """Why compressing a prompt does not pay, as the end of a sentence about its tokens."""
+        """Return why compressing a prompt does not pay, as the end of a sentence about its tokens."""
         above = self._compression.compress_above
         if above != "auto":
             return f"are not more than --compress-above {above:,}"
@@ -202,7 +202,7 @@ class Compressor:
     def select(
         self, prompts: Sequence[Prompt], keeps: Sequence[float | None], estimates: Sequence[ImportanceEstimate]
     ) -> list[Question]:
-        """How the target reads each prompt."""
+        """Return how the target reads each prompt."""
         kept = self.picker.select(prompts, estimates, keeps, self.settings)
         questions = []
         for prompt, own, found in zip(prompts, kept, estimates, strict=True):
@@ -216,7 +216,7 @@ class Compressor:
         return questions
 
     def why_no_rate(self, prompts: Sequence[Prompt], keeps: Sequence[float | None], number: int) -> str:
-        """Why the method `keeps` gives prompt `number` no keep rate."""
+        """Return why the method `keeps` gives prompt `number` no keep rate."""
         prompt, settings, worth = prompts[number], self.settings, self.worth
         tokens, own = len(prompt.tokens), self.keep if prompt.keep is None else prompt.keep
         if prompt.specprefill is False:
@@ -238,7 +238,7 @@ class Compressor:
 
 
 def why_in_full(question: Question) -> str | None:
-    """Why a prompt that has a keep rate is read in full after all; None if it is compressed."""
+    """Return why a prompt that has a keep rate is read in full after all; None if it is compressed."""
     if question.compressed:
         return None
     if is_fallback(question.method):
@@ -537,8 +537,8 @@ def inspected(
     number: int,
     tick: Tick,
 ) -> ReadPrompt:
-    """How the prompt `number` of a window is compressed. `shared` has the number of tokens that each prompt shares
-    with it."""
+    """Return how the prompt `number` of a window is compressed. `shared` has the number of tokens that each prompt
+    shares with it."""
     prompt, compression = prompts[number], compressor.settings
     keeps = compressor.keeps(prompts)
     if keeps[number] is None:
@@ -573,7 +573,7 @@ def inspected(
 def why_kept(
     question: Question, tail: int, others: Sequence[Neighbour], compression: Compression
 ) -> list[TokenReason]:
-    """Why each token of a prompt is kept or dropped.
+    """Return why each token of a prompt is kept or dropped.
 
     Its last `tail` tokens are always kept; `others` are the prompts that are compressed together with it.
     """

@@ -341,7 +341,8 @@ class BenchOptions(CompressionOptions):
         )
 
     def compares(self, method: str) -> bool:
-        """Whether a method that drops tokens is compared: if one was named, or by default where there is a draft.
+        """Return whether a method that drops tokens is compared: if one was named, or by default where there is a
+        draft.
 
         With `rationale` none is, but a draft that guesses tokens is loaded as if it picked them.
         """

@@ -72,7 +72,7 @@ _SUMS = {"aten::add", "aten::sub", "aten::rsub"}
 
 @cache
 def is_uneven(func: OpOverload) -> bool:
-    """Whether an operator is elementwise and may compute some elements by another formula.
+    """Return whether an operator is elementwise and may compute some elements by another formula.
 
     Elementwise operators have torch's tag and give one tensor. `aten::equal` has the tag too, but gives a bool.
     """

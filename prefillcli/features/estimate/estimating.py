@@ -240,7 +240,7 @@ class EstimateUse(BaseModel):
 
 
 def is_known(job: Job) -> bool:
-    """Whether the job has its estimate."""
+    """Return whether the job has its estimate."""
     return PLAN in job.sink.plan
 
 

@@ -44,7 +44,7 @@ _WIDTH = 2  # the rates that drift is looked for at are on average about so many
 
 
 def drift_alarm(flips: int, rows: int, max_flips: float, false_alarms: float = FALSE_ALARMS) -> bool:
-    """Whether `flips` of the `rows` seen so far show a flip rate above `max_flips`.
+    """Return whether `flips` of the `rows` seen so far show a flip rate above `max_flips`.
 
     It may be called after every row of a job: if the rate is never above `max_flips`, the probability that it ever
     returns True is at most `false_alarms`. It depends on the counts alone. Raises as `drift_evidence`.
@@ -276,8 +276,8 @@ def exit_costs(config: Any) -> ExitCosts:
 
 
 def reading_cost(small: Small, opened: Opened, lengths: Sequence[tuple[int, int]]) -> float:
-    """What a first model's readings of prompts cost, over reading them in full, where they have these `lengths`, at
-    least one: in the first model's tokens and in the model's.
+    """Return what a first model's readings of prompts cost, over reading them in full, where they have these
+    `lengths`, at least one: in the first model's tokens and in the model's.
 
     It decides which rows are read in full, so it is made of counted operations, and of the speed of the device's
     products where the first model multiplies other numbers. With the clock, a busy machine would decide.

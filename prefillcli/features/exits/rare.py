@@ -221,7 +221,8 @@ class _Side:
         return int(self._edges[passed - 1]) if passed else None
 
     def telling(self, rates: Float64Array) -> Float64Array:
-        """How much a row of each bin tells, by these `rates` of the answer [bins]: the spread of what it may be."""
+        """Return how much a row of each bin tells, by these `rates` of the answer [bins]: the spread of what it may
+        be."""
         if self.kind == "recall":
             return np.asarray(np.sqrt(rates * (1 - rates)), np.float64)
         spread = np.sqrt(rates * (1 - self._target) ** 2 + (1 - rates) * self._target**2)

@@ -37,7 +37,7 @@ _NO_PROMPT = (ErrorCode.NULL_PROMPT, ErrorCode.EMPTY_PROMPT)
 
 
 def has_prompts(settings: Any, available: Sequence[str]) -> bool:
-    """Whether rows with these columns have prompts in front of their targets."""
+    """Return whether rows with these columns have prompts in front of their targets."""
     if settings.template is not None or settings.prompt_column != DEFAULT_COLUMN:
         return True
     column = prompt_column(settings.prompt_column, available)
@@ -97,7 +97,7 @@ class Targets(Labels):
         return found
 
     def needs_literal(self, target: str) -> bool:
-        """Whether the tokenizer might find a control token in a target of the data."""
+        """Return whether the tokenizer might find a control token in a target of the data."""
         return self._literal and self._encoder.controls.may_be_in(target, joined=False)
 
     def encode(self, parts: Sequence[Part]) -> list[Int32Array | RowError]:
@@ -116,7 +116,7 @@ class Targets(Labels):
         return found
 
     def error(self, value: Any) -> RowError | None:
-        """Why a value is no target."""
+        """Return why a value is no target."""
         if not isinstance(value, str):
             what = "null" if value is None else f"{type(value).__name__}, not text"
             return RowError(ErrorCode.INVALID_TARGET, f"the target is {what}")

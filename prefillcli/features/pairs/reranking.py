@@ -55,7 +55,7 @@ class RerankBuilder(PromptBuilder):
         return text
 
     def carries_pairs(self) -> bool:
-        """Whether the chat template writes the query and the document into the prompt."""
+        """Return whether the chat template writes the query and the document into the prompt."""
         texts = [self.text_of(*probe) for probe in _PROBES]
         return len(set(texts)) == len(texts) and all(isinstance(text, str) for text in texts)
 

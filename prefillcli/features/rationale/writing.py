@@ -152,8 +152,8 @@ FAILED = Continuation((), "error", float("inf"))
 
 
 def writing_of(settings: WritingOptions, opened: Opened, names: Sequence[str]) -> Writing | None:
-    """How the texts of a job with labels of these names are written (none: each prompt has its own); None: there are
-    no texts. Raises UsageError for a damaged model folder."""
+    """Return how the texts of a job with labels of these names are written (none: each prompt has its own); None:
+    there are no texts. Raises UsageError for a damaged model folder."""
     if not settings.rationale:
         return None
     from prefillcli.models.open import stop_tokens  # takes torch along

@@ -382,7 +382,7 @@ def take_signals_back() -> None:
 
 
 def why_lost(text: str) -> str:
-    """Why a worker ended, by Ray's message about its actor: words that follow "worker 2"."""
+    """Return why a worker ended, by Ray's message about its actor: words that follow "worker 2"."""
     if re.search(r"low on memory|OutOfMemory|memory monitor", text):
         return "was ended by Ray, for its machine had too little memory left (RAY_memory_usage_threshold)"
     if re.search(r"node has died|node died|NodeDied|Node.{0,40}(dead|died)|preempted", text, re.IGNORECASE):
