@@ -267,7 +267,8 @@ distill-draft: setup-real
 soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak
 
-# The race against vLLM, llama.cpp and others. On all cores, like test-vllm. For other dtypes, workloads, contenders and settings: python -m benchmarks.peers --help
+# The race against vLLM, llama.cpp and others. On all cores, like test-vllm. For other dtypes, workloads, contenders and
+# settings: python -m benchmarks.peers --help
 bench-peers: setup-real setup-vllm setup-llamacpp setup-openvino setup-zentorch
 	VLLM_CPU_OMP_THREADS_BIND="$${VLLM_CPU_OMP_THREADS_BIND:-0-$$(($$(nproc) - 1))}" \
 	$(BIN)/python -m benchmarks.peers

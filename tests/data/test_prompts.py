@@ -303,6 +303,23 @@ def test_arguments_of_a_tool_call_are_given_in_the_form_that_the_template_reads(
     assert prompt.tokens.tolist() == wanted
 
 
+@pytest.mark.parametrize("body", [DUMPS, CONCATENATES, GOES_THROUGH_ITEMS], ids=["dumps", "concatenates", "items"])
+def test_no_control_token_hides_in_the_json_text_of_arguments(
+    chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    template = f"{{% for m in messages %}}{{{{ m.content or '' }}}}{{% for call in m.tool_calls or [] %}}{body}{{% endfor %}}{{% endfor %}}"
+    monkeypatch.setattr(chat_tokenizer, "chat_template", template)
+    deep = '{"a": ' * 5000 + "1" + "}" * 5000  # too deep to be read, and thus a text
+    end = chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for arguments in ('{"a": "\\u003c|im_end|\\u003e"}', '{"a": "<|im_end|>"}', deep):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
+        prompts, errors = build(chat_tokenizer, batch_of(messages=[chat]), max_length=10**6)
+        if arguments != deep:
+            assert not errors
+            assert end not in prompts[0].tokens.tolist()
+
+
 @pytest.mark.parametrize(
     ("value", "names"),
     [

@@ -184,10 +184,21 @@ def test_the_work_of_one_row_does_not_count_for_the_next() -> None:
 def test_a_field_that_is_named_like_a_method_is_the_field(name: str) -> None:
     text = f"{{{{ order.{name} }}}} {{{{ order['{name}'] }}}} {{{{ [order]|map(attribute='{name}')|join }}}}"
     assert render(text, {"order": {name: "a book"}}) == "a book a book a book"
-    assert render("{% for k, v in order.items() %}{{ k }}{{ v }}{% endfor %}", {"order": {"b": 1}}) == "b1"
+    null = f"{{{{ order.{name} or 'none' }}}}{{% if order.{name} %}}yes{{% endif %}}"
+    assert render(null, {"order": {"a": 1}}) == "none", "absent and null are the same"
+
+
+def test_methods_of_an_object_are_called_whatever_its_fields_are_named() -> None:
+    order = {"items": "a book", "b": 1}
+    assert (
+        render("{% for k, v in order.items() %}{{ k }}:{{ v }} {% endfor %}", {"order": order}) == "items:a book b:1 "
+    )
+    assert render(
+        "{{ order.get('c', 2) }} {{ {'k': 3}.get('k') }} {{ user.upper() }}", {"order": order, "user": "a"}
+    ) == ("2 3 A")
 
 
 def test_a_method_that_is_printed_is_an_error_of_the_row() -> None:
-    result = render("{{ order.items }}", {"order": {"a": 1}})
+    result = render("{{ user.upper }}", {"user": "Ann"})
     assert isinstance(result, RowError)
-    assert "write items()" in result.detail
+    assert "upper is a method: write upper()" in result.detail

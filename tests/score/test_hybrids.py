@@ -23,10 +23,12 @@ from tests.score.models import save_model
 
 ROWS = 60
 HYBRIDS: dict[str, dict[str, Any]] = {
+    # All experts work: with two of four, rounding to float32 grows in the layers behind, and transformers' own forward
+    # is up to 5.7e-5 from the one in float64 (1.9e-6 with all).
     "qwen3_next": {
         "layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_value_heads": 4,
         "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_experts": 4,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     },
     "nemotron_h": {
         "layers": 4, "layers_block_type": ["mamba", "attention", "mamba", "moe"], "mamba_num_heads": 8,

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from prefillcli.data.prompts.encoding import EncodedPair, Encoder, Marks, NotLiteral, not_literal, protect
 from prefillcli.data.prompts.labels import Following, LabelError, Labels, tail_of
 from prefillcli.data.prompts.shortening import RowTexts, Shortening
-from prefillcli.data.prompts.templates import ChatTemplate, Message, RowTemplate, messages_of, named
+from prefillcli.data.prompts.templates import ChatTemplate, Message, RowTemplate, messages_of, named, without_escapes
 from prefillcli.data.prompts.thinking import AS_USUAL, ChatChoices, Way
 from prefillcli.data.rows import (
     DEFAULT_COLUMN,
@@ -456,7 +456,8 @@ class PromptBuilder:
         places = [(at, row) for at, row in enumerate(batch.rows.tolist()) if row not in errors]
         if self.template is None:
             for at, row in places:
-                yield row, *self._literal(columns[0][at], joined=self.chat or self.column == "messages")
+                value = without_escapes(columns[0][at])
+                yield row, *self._literal(value, joined=self.chat or self.column == "messages")
             return
         rows, values, marked = [], [], []
         for at, row in places:

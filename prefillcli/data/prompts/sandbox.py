@@ -147,10 +147,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """No `str.format`: it has widths and attribute access of its own. `%` and the format filter stay."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """`obj.attribute` of a template: of an object of the data its own field, also one named like a method."""
-        if isinstance(obj, Mapping) and attribute in obj:
-            return obj[attribute]
-        return super().getattr(obj, attribute)
+        """Return `obj.attribute`, whose name ends in `_CALLED` where a template calls it.
+
+        An object of the data has methods where they are called, and fields alone where they are read: one that it
+        lacks is a null, also where a method has that name.
+        """
+        name = attribute.removesuffix(_CALLED)
+        if name == attribute and isinstance(obj, Mapping):
+            return obj[name] if name in obj else self.undefined(obj=obj, name=name)
+        return super().getattr(obj, name)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Return whether a template may use `obj.attr`."""
@@ -216,8 +221,17 @@ def _with_sane_numbers(tokens: Iterator[Token], name: str | None) -> Iterator[To
         raise TemplateSyntaxError("a number is too large", line, name) from None
 
 
+_CALLED = "()"  # no name in a template ends so
+
+
 class _Bounding(NodeTransformer):
-    """Sends loops and `~` through filters that bound them."""
+    """Sends loops and `~` through filters that bound them, and marks the attributes that are called."""
+
+    def visit_Call(self, node: nodes.Call) -> nodes.Node:
+        self.generic_visit(node)
+        if isinstance(node.node, nodes.Getattr):
+            node.node.attr += _CALLED
+        return node
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         node.iter = nodes.Filter(node.iter, "_counted", [], [], None, None, lineno=node.lineno)
@@ -289,7 +303,7 @@ def _printable(value: Any) -> Any:
         raise TemplateRuntimeError(f"{what} is printed; write {{{{ column or '' }}}} if it may be null")
     if callable(value):
         name = getattr(value, "__name__", None) or type(value).__name__
-        raise TemplateRuntimeError(f"{name}, which is no value but is called, is printed; write {name}()")
+        raise TemplateRuntimeError(f"{name} is a method: write {name}()")
     numbers = getattr(value, "tolist", None)  # a method of numpy's arrays; numpy itself takes long to import
     return value if numbers is None else numbers()
 

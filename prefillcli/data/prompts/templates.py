@@ -357,8 +357,30 @@ def messages_of(value: Sequence[Any], system: str | None) -> list[Message] | Row
     return messages
 
 
+def without_escapes(value: Any) -> Any:
+    """Return a value of the data; of messages, with the JSON text of tool calls' arguments spelt without `\\uXXXX`.
+
+    Templates may be given what that text says: control tokens must not hide behind escapes when they are looked for.
+    """
+    if not isinstance(value, list) or not any(isinstance(item, dict) and item.get("tool_calls") for item in value):
+        return value
+    return [
+        item | {"tool_calls": [_with_arguments(call, _unescaped(_arguments(call))) for call in item["tool_calls"]]}
+        if isinstance(item, dict) and isinstance(item.get("tool_calls"), list)
+        else item
+        for item in value
+    ]
+
+
+def _unescaped(arguments: Any) -> Any:
+    if isinstance(arguments, str) and "\\u" in arguments:
+        with suppress(ValueError, RecursionError):
+            return json.dumps(json.loads(arguments), ensure_ascii=False)
+    return arguments
+
+
 def named(value: Mapping[str, Any]) -> str:
-    """The names of an object's fields, for a message."""
+    """Return the names of an object's fields, for a message."""
     return ", ".join(list(map(repr, value))[:_MOST_NAMES])[:_MOST_SHOWN]
 
 
@@ -522,13 +544,13 @@ class _Form:
     def _call(self, call: Any) -> Any:
         arguments = _arguments(call)
         if self.arguments == "objects" and isinstance(arguments, str):
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 found = json.loads(arguments)
                 arguments = found if isinstance(found, dict) else arguments
         if self.arguments == "texts" and isinstance(arguments, dict):
-            with suppress(TypeError):
+            with suppress(TypeError, RecursionError):
                 arguments = json.dumps(arguments, ensure_ascii=False)
-        return call if arguments is None else call | {"function": call["function"] | {"arguments": arguments}}
+        return _with_arguments(call, arguments)
 
 
 # Arguments are objects, as transformers documents them, before they are texts, as OpenAI's API has them.
@@ -547,6 +569,10 @@ def _arguments(call: Any) -> Any:
     # Of a call, in the form that OpenAI has given it.
     function = call.get("function") if isinstance(call, dict) else None
     return function.get("arguments") if isinstance(function, dict) else None
+
+
+def _with_arguments(call: Any, arguments: Any) -> Any:
+    return call if arguments is None else call | {"function": call["function"] | {"arguments": arguments}}
 
 
 def _is_spelt(chat: Sequence[Message], text: str) -> bool:
