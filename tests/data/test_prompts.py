@@ -260,6 +260,16 @@ GOES_THROUGH = "{% for part in m.content %}{{ part.text }}{% endfor %}"
 DUMPS = "{{ call.function.arguments | tojson }}"
 CONCATENATES = "{{ call.function.arguments + '' }}"
 GOES_THROUGH_ITEMS = "{% for k, v in call.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
+
+
+def with_calls(body: str) -> str:
+    """A chat template that writes arguments of tool calls like this."""
+    return (
+        "{% for m in messages %}<|im_start|>{{ m.content or '' }}{% for call in m.tool_calls or [] %}"
+        f"{{{{ call.function.name }}}}:{body}{{% endfor %}}{{% endfor %}}"
+    )
+
+
 PLAIN, PARTS = "Is it so?", [{"type": "text", "text": "Is it so?"}]
 
 
@@ -290,11 +300,7 @@ def test_a_content_is_given_in_the_form_that_the_template_reads(
 def test_arguments_of_a_tool_call_are_given_in_the_form_that_the_template_reads(
     chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, arguments: Any, body: str, text: str
 ) -> None:
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.content or '' }}{% for call in m.tool_calls or [] %}"
-        f"{{{{ call.function.name }}}}:{body}{{% endfor %}}{{% endfor %}}"
-    )
-    monkeypatch.setattr(chat_tokenizer, "chat_template", template)
+    monkeypatch.setattr(chat_tokenizer, "chat_template", with_calls(body))
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     ((prompt,), errors) = build(chat_tokenizer, batch_of(messages=[without_nulls(chat)]))
@@ -307,8 +313,7 @@ def test_arguments_of_a_tool_call_are_given_in_the_form_that_the_template_reads(
 def test_no_control_token_hides_in_the_json_text_of_arguments(
     chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
-    template = f"{{% for m in messages %}}{{{{ m.content or '' }}}}{{% for call in m.tool_calls or [] %}}{body}{{% endfor %}}{{% endfor %}}"
-    monkeypatch.setattr(chat_tokenizer, "chat_template", template)
+    monkeypatch.setattr(chat_tokenizer, "chat_template", with_calls(body))
     deep = '{"a": ' * 5000 + "1" + "}" * 5000  # too deep to be read, and thus a text
     end = chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
     for arguments in ('{"a": "\\u003c|im_end|\\u003e"}', '{"a": "<|im_end|>"}', deep):
