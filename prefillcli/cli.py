@@ -17,7 +17,6 @@ from prefillcli.command_line import (
     parameters_of,
     run,
 )
-from prefillcli.core.feature import features
 from prefillcli.options.commands import (
     COMMANDS,
     BenchSettings,
@@ -27,6 +26,7 @@ from prefillcli.options.commands import (
     ProfileSettings,
     ScoreSettings,
 )
+from prefillcli.options.judging import CalibrateSettings
 from prefillcli.options.option import RUN
 from prefillcli.runtime.clock import StepLog, step
 from prefillcli.runtime.extras import light_imports
@@ -154,9 +154,15 @@ def doctor(settings: DoctorSettings) -> Summary:
     return doctor_job(settings)
 
 
-for _feature in features():
-    for _command in _feature.commands.values():
-        _job(_command.run)
+@_job
+def calibrate(settings: CalibrateSettings) -> Summary:
+    """Fit probabilities to SCORES with right answers: temperature, Platt or isotonic, chosen by cross-validation.
+
+    A table goes to stderr; the last line on stdout is a summary, one JSON object.
+    """
+    from prefillcli.features.calibration.calibrate import calibrate_job
+
+    return calibrate_job(settings)
 
 
 _Output = Annotated[str, typer.Argument(metavar="OUTPUT", help="What prefill score wrote: a file, a folder or a URL.")]

@@ -18,49 +18,8 @@ from prefillcli.runtime import log
 if TYPE_CHECKING:
     from prefillcli.core.feature import RunReport, Section
 
-PANEL = "Gates"
-DRIFT = Requirement(
-    lambda s: s.max_drift is not None,
-    "needs --max-drift, which compares with it",
-    "give --max-drift 0.05",
-)
 
 
-class GateOptions(Settings):
-    """The conditions under which a finished output is not to be trusted."""
-
-    expect_rows: RowRange | None = option(
-        None,
-        "Number of rows that the input must have: N, FROM-TO, FROM- or -TO; otherwise the exit code is 3.",
-        PANEL, changes="report", metavar="RANGE", requires=ALL_ROWS,
-    )  # fmt: skip
-    min_label_mass: float | None = option(
-        None,
-        "Lowest mean label mass of the scored rows. Below it the model does not answer the prompt, and the exit "
-        "code is 3.",
-        PANEL, changes="report", metavar="MASS", requires=ALL_ROWS, gt=0, le=1,
-    )  # fmt: skip
-    max_drift: float | None = option(
-        None,
-        "Largest distance (Kolmogorov-Smirnov, 0 to 1) of the scores' distribution from that of an earlier run. "
-        "Above it the exit code is 3.",
-        PANEL, changes="report", metavar="DISTANCE", requires=ALL_ROWS, gt=0, le=1,
-    )  # fmt: skip
-    drift_from: str | None = option(
-        None,
-        "run.json of the earlier run that --max-drift compares with. (default: the report that this run replaces)",
-        PANEL, changes="report", metavar="PATH", path="file", same_as="report", requires=(ALL_ROWS, DRIFT),
-    )  # fmt: skip
-
-    @property
-    def row_range(self) -> tuple[int, int | None] | None:
-        """The fewest and the most rows that are expected; None where any number is."""
-        if self.expect_rows is None:
-            return None
-        first, dash, last = self.expect_rows.partition("-")
-        if not dash:
-            return int(first), int(first)
-        return int(first or 0), int(last) if last else None
 
 
 # The comparison of a finished output with expectations: its rows, its label mass, the distribution of its scores.

@@ -12,14 +12,6 @@ if TYPE_CHECKING:
     from prefillcli.core.feature import Labels, Opened, Opening
 
 
-class ValueOptions(Settings):
-    """The numbers that labels stand for."""
-
-    label_values: LabelValues = option(
-        (),
-        "Number that each label stands for, e.g. 1,2,3,4,5; adds the column mean, the expected value of the answer.",
-        ANSWERS, changes="columns", metavar="NUMBERS",
-    )  # fmt: skip
 
 
 class Ordered(Feature):

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal
 
-from prefillcli.core.feature import Objection, features, features_of, option_groups
 from prefillcli.data.output import FILE_ENDINGS, Shard
 from prefillcli.engines.registry import ENGINES, Capability, refuse, refuse_of_encoder
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
+from prefillcli.options.asking import (
+    BatchInput,
+    BatchOptions,
+    ChoiceOptions,
+    LikelihoodOptions,
+    PairOptions,
+    QuestionOptions,
+    ValueOptions,
+)
+from prefillcli.options.combinations import refuse_combinations
+from prefillcli.options.followup import EvidenceOptions, RationaleOptions, WritingContestOptions, WritingOptions
 from prefillcli.options.groups import (
     BudgetOptions,
     DraftOptions,
@@ -33,6 +42,14 @@ from prefillcli.options.groups import (
     WordList,
     WorkerOptions,
 )
+from prefillcli.options.judging import (
+    CalibrateSettings,
+    EstimateOptions,
+    EvaluationOptions,
+    GateOptions,
+    ProbabilityOptions,
+    RejectsOptions,
+)
 from prefillcli.options.option import (
     BENCH,
     EARLY_EXIT,
@@ -47,11 +64,42 @@ from prefillcli.options.option import (
     option,
     require,
 )
+from prefillcli.options.reading import (
+    AdapterOptions,
+    BenchOptions,
+    CompressionOptions,
+    DeterminismOptions,
+    EarlierOptions,
+    ExitMethodOptions,
+    ExitOptions,
+    ExitProfileOptions,
+    InspectOptions,
+    ProfileOptions,
+    StreamingOptions,
+)
 from prefillcli.options.requirements import Requirement
 
 
 class ScoreSettings(
-    *option_groups("score"),  # type: ignore[misc]  # which features there are is known when it runs
+    StreamingOptions,
+    AdapterOptions,
+    RejectsOptions,
+    PairOptions,
+    BatchOptions,
+    EvaluationOptions,
+    EstimateOptions,
+    ExitOptions,
+    CompressionOptions,
+    ProbabilityOptions,
+    GateOptions,
+    EarlierOptions,
+    DeterminismOptions,
+    RationaleOptions,
+    ValueOptions,
+    EvidenceOptions,
+    ChoiceOptions,
+    QuestionOptions,
+    LikelihoodOptions,
     EndingOptions,
     WorkerOptions,
     PriceOptions,
@@ -144,30 +192,13 @@ class ScoreSettings(
 
     def check(self) -> None:
         super().check()
-        if self.resume and self.overwrite:
-            raise UsageError("--resume continues the output, --overwrite replaces it: give only one of them")
+        refuse_combinations(self)
         refuse(self.engine, self.engine_needs(), partial(as_typed, type(self)))
-        for each in features_of(self):
-            each.check()
-        if self.shard is not None:
-            self.refuse_joint("--shard")
 
     def take_encoder(self, model: object) -> None:
         if self.engine == "vllm":
             raise UsageError("--engine vllm: the model is an encoder\nleave --engine out, or take --engine hf")
         refuse_of_encoder(self.engine_needs(), partial(as_typed, type(self)))
-
-    def refuse_joint(self, option: str) -> None:
-        """Raise UsageError for other options with which rows cannot be scored apart from one another."""
-        for objection in self._joint(option):
-            raise UsageError(f"{option}: {objection.reason}\n{objection.remedy}")
-
-    def _joint(self, option: str) -> Iterator[Objection]:
-        # Why rows cannot be scored apart from the others of their job, as `option` asks.
-        if self.audit:
-            yield Objection("--audit draws from all rows", "audit a sample of the rows in a job of its own")
-        found = [each.joint(option) for each in features_of(self)]
-        yield from (objection for objection in found if objection is not None)
 
     @property
     def shard_of(self) -> Shard | None:
@@ -186,7 +217,14 @@ class ScoreSettings(
 
 
 class InspectSettings(
-    *option_groups("inspect"),  # type: ignore[misc]  # which features there are is known when it runs
+    StreamingOptions,
+    AdapterOptions,
+    BatchInput,
+    ExitProfileOptions,
+    InspectOptions,
+    DeterminismOptions,
+    WritingOptions,
+    EvidenceOptions,
     RunOptions,
     PlacementOptions,
     JobOptions,
@@ -221,12 +259,11 @@ class InspectSettings(
 
     def check(self) -> None:
         super().check()
-        for each in features_of(self):
-            each.check()
+        refuse_combinations(self)
 
 
 class ProfileSettings(
-    *option_groups("profile"),  # type: ignore[misc]  # which features there are is known when it runs
+    ProfileOptions,
     PriceOptions,
     MeasuringOptions,
     ScheduledOptions,
@@ -269,7 +306,7 @@ class ProfileSettings(
     def required(cls) -> dict[str, list[Requirement]]:
         found = super().required()
         of_input: tuple[type[Settings], ...] = (PriceOptions, InputOptions, PromptOptions, DraftOptions, MemoryOptions)
-        of_input += option_groups("profile")
+        of_input += (ProfileOptions,)
         names = dict.fromkeys(["schedule", *(name for kind in of_input for name in kind.model_fields)])
         without = {"inputs", "memory", "chunk_tokens"}  # these are for the measurements too
         require(found, [name for name in names if name not in without], requirements.INPUT)
@@ -288,16 +325,16 @@ class ProfileSettings(
 
     def check(self) -> None:
         super().check()
-        if self.inputs:
-            for each in features_of(self):
-                each.check()
+        refuse_combinations(self)
 
 
 QUICK_ROWS = 60  # rows of INPUT that `prefill bench` compares by default
 
 
 class BenchSettings(
-    *option_groups("bench"),  # type: ignore[misc]  # which features there are is known when it runs
+    ExitMethodOptions,
+    BenchOptions,
+    WritingContestOptions,
     MeasuringOptions,
     ScheduledOptions,
 ):
@@ -399,7 +436,7 @@ class DoctorSettings(BudgetOptions, ModelOptions):
 
 
 class MergeSettings(
-    *option_groups("merge"),  # type: ignore[misc]  # which features there are is known when it runs
+    GateOptions,
     EndingOptions,
     LogOptions,
 ):
@@ -424,5 +461,5 @@ COMMANDS: dict[str, type[Settings]] = {
     "inspect": InspectSettings,
     "merge": MergeSettings,
     "doctor": DoctorSettings,
-    **{name: each.settings for feature in features() for name, each in feature.commands.items()},
+    "calibrate": CalibrateSettings,
 }

@@ -223,11 +223,6 @@ class InputOptions(Settings):
         """Whether anything is drawn at random."""
         return self.sample is not None
 
-    def check(self) -> None:
-        super().check()
-        if self.limit is not None and self.sample is not None:
-            raise UsageError("--limit takes the first rows, --sample random ones: give only one of them")
-
 
 class ModelOptions(Settings):
     """Which model, and where it runs."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefillcli.core.feature import features_of
-
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
@@ -28,23 +26,38 @@ class Requirement:
         return f"{option} {self.reason}\nit would be ignored: {self.remedy}, or leave it out"
 
 
+def compresses(settings: Any) -> bool:
+    """Return whether these settings let the model read some tokens of a prompt only."""
+    return settings.draft is not None or settings.keep != 1
+
+
+def leaves_early(settings: Any) -> bool:
+    """Return whether these settings let rows be decided before the model's last layer."""
+    return bool(getattr(settings, "exit", False) or getattr(settings, "chain", ()))
+
+
+def asks_more(settings: Any) -> bool:
+    """Return whether these settings ask more about rows that are scored."""
+    return bool(getattr(settings, "rationale", 0) or getattr(settings, "evidence", False))
+
+
 def _is_on_hub(name: str | None) -> bool:
     return name is not None and not Path(name).expanduser().exists()
 
 
 DRAFT = Requirement(lambda s: s.uses_draft, "needs a draft model", "give --draft and --keep")
 BOUNDED_FLIPS = Requirement(
-    lambda s: any(each.bounds_flips() for each in features_of(s)),
+    lambda s: s.keep == "auto" or leaves_early(s),
     "needs --keep auto, --exit or --first, whose flips it bounds",
     "give one of them",
 )
 AUDITABLE = Requirement(
-    lambda s: any(each.flips for each in features_of(s)),
+    lambda s: compresses(s) or leaves_early(s),
     "has no effect where all rows are read in full",
     "give --draft and --keep, --exit or --first",
 )
 SHOWN_TEXT = Requirement(
-    lambda s: any(each.names_rows() or each.asks() for each in features_of(s)),
+    lambda s: s.truth is not None or asks_more(s),
     "has no effect on a report that names no rows",
     "name the right answers with --truth, or give --rationale or --evidence",
 )

@@ -18,46 +18,11 @@ from prefillcli.options.requirements import Requirement
 if TYPE_CHECKING:
     from prefillcli.core.feature import Counts, Job, LocalModels, Manifest, Opened, Opening, RunReport
 
-ADAPTERS = Requirement(
-    lambda s: bool(s.adapter), "needs --adapter, which names the adapters", "give --adapter NAME=DIR for each name"
-)
 MOST_ADAPTERS = 255  # an adapter's number takes eight bits of the key that prompts are sorted by
 
 
-def _read_adapters(value: object) -> object:
-    # Folders by adapter name, from texts like `DIR` and `NAME=DIR`, or from a recipe's mapping. An adapter without a
-    # name takes that of its folder.
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        value = read_mapping(value)
-    if isinstance(value, dict):
-        return {str(name): str(folder) for name, folder in value.items()}
-    found: dict[str, str] = {}
-    for text in map(str, value if isinstance(value, list | tuple) else [value]):
-        name, equals, folder = text.partition("=")
-        if not equals or "/" in name:
-            name, folder = os.path.basename(os.path.abspath(os.path.expanduser(text))), text
-        if not name or not folder:
-            raise ValueError("must be a folder, or NAME=FOLDER")
-        if name in found:
-            raise ValueError(f"two adapters are called {name!r}: name them, NAME=FOLDER")
-        found[name] = folder
-    return found
 
 
-class AdapterOptions(Settings):
-    """Which adapters there are, and which of them reads a row."""
-
-    adapter: Annotated[dict[str, str], BeforeValidator(_read_adapters)] = option(
-        {},
-        "LoRA adapter (PEFT) to merge into the model: a folder or a hub name; repeatable with --adapter-column; a "
-        "mapping in a recipe.",
-        MODEL, changes="scores", metavar="[NAME=]DIR", path="model", repeatable=True, needs="adapters",
-    )  # fmt: skip
-    adapter_column: str | None = option(
-        None,
-        "Column that names each row's adapter; rows where it is empty are read without one.",
-        MODEL, changes="scores", metavar="COLUMN", requires=ADAPTERS,
-    )  # fmt: skip
 
 
 class AdapterUse(BaseModel):

@@ -46,24 +46,8 @@ _WITHOUT = (
 )
 
 
-class BatchInput(Settings):
-    """How batch files are read."""
-
-    served_model_name: NameList = option(
-        (),
-        "Names by which the lines of a batch file may ask for the model. (default: --model, and the end of its path)",
-        ANSWERS, changes="scores", metavar="NAMES",
-    )  # fmt: skip
 
 
-class BatchOptions(BatchInput):
-    """How batch files are answered."""
-
-    batch_format: Literal["openai"] | None = option(
-        None,
-        "The input is an OpenAI batch file: write its answers as the lines of a batch output, to a .jsonl file.",
-        FILES, changes="columns",
-    )  # fmt: skip
 
 
 class BatchFiles(Feature):

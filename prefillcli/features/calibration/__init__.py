@@ -17,96 +17,10 @@ if TYPE_CHECKING:
 
 # The key of a job's plan for the calibration that is learnt from prompts without content.
 CONTENT_FREE = "content_free"
-FIT = "Fit"
-TEMPLATE = Requirement(
-    lambda s: s.template is not None,
-    "needs a --template, whose columns it replaces: which part of a prompt is content cannot be known",
-    "write the prompt as a --template",
-)
-CALIBRATE_WITH = Requirement(lambda s: bool(s.calibrate_with), "needs --calibrate-with", "give --calibrate-with N/A")
-TRUTH_FROM = Requirement(
-    lambda s: s.truth_from is not None,
-    "needs --truth-from",
-    "give --truth-from FILE",
-    recipe_may_keep=True,
-)
 
 
-class ProbabilityOptions(Settings):
-    """Which probabilities are written beside the scores."""
-
-    calibration: str | None = option(
-        None,
-        "File written by prefill calibrate; adds the column probability beside score.",
-        ANSWERS, changes="columns", metavar="PATH", path="file",
-    )  # fmt: skip
-    calibrate_with: TextList = option(
-        (),
-        "Text without content, such as N/A. What the model answers to it in the template is divided out, in the "
-        "column probability; repeatable.",
-        ANSWERS, changes="columns", metavar="TEXT", repeatable=True, requires=TEMPLATE, text=True,
-    )  # fmt: skip
-    calibrate_columns: NameList = option(
-        (),
-        "Columns of the template that --calibrate-with replaces, comma-separated. (default: all that hold text)",
-        ANSWERS, changes="columns", metavar="NAMES", requires=CALIBRATE_WITH,
-    )  # fmt: skip
-
-    @property
-    def calibrates(self) -> bool:
-        """Whether the output has probabilities beside the scores."""
-        return self.calibration is not None or bool(self.calibrate_with)
 
 
-class CalibrateSettings(Settings):
-    """The settings of `prefill calibrate`."""
-
-    scores: str = argument(
-        ...,
-        "Scores of rows with right answers: what prefill score wrote.",
-        changes="report",
-        path="scores",
-        min_length=1,
-    )
-    truth: str | None = option(
-        None,
-        "Column with the right answer: a label, or true or false, 1 or 0 for two labels.",
-        FILES, changes="report", metavar="COLUMN",
-    )  # fmt: skip
-    truth_from: str | None = option(
-        None,
-        "File with the right answers, if the scores have none; rows are matched by id, or by number.",
-        FILES, changes="report", metavar="PATH", path="rows",
-    )  # fmt: skip
-    id_column: str | None = option(
-        None,
-        "Column with the ids, in the scores and in --truth-from. (default: the one that the scores were made with)",
-        FILES, changes="report", metavar="NAME", requires=TRUTH_FROM,
-    )  # fmt: skip
-    output: str = option(
-        "calibration.json",
-        "Where the calibration goes.",
-        FILES, changes="files", short="-o", metavar="PATH", path="calibration",
-    )  # fmt: skip
-    question: str = option(
-        "",
-        "Question whose scores are calibrated, if the output has several.",
-        FILES, changes="report", metavar="NAME",
-    )  # fmt: skip
-    method: Literal["auto", "temperature", "platt", "isotonic"] = option(
-        "auto",
-        "Method to fit; auto: the one with the smallest log loss in cross-validation. Isotonic is for two labels.",
-        FIT, changes="report",
-    )  # fmt: skip
-    folds: int = option(5, "Folds of the cross-validation.", FIT, changes="report", metavar="N", ge=2, le=100)
-    seed: int = option(0, "Seed for the folds.", FIT, changes="report", metavar="N", ge=0, lt=2**32)
-    quiet: bool = option(False, "Warnings and errors only.", RUN, changes="report", short="-q")
-    debug: bool = option(False, "Show tracebacks.", RUN, changes="report")
-
-    def check(self) -> None:
-        super().check()
-        if self.truth is None:
-            raise UsageError("no --truth given: name the column with the right answer")
 
 
 def calibrate(settings: CalibrateSettings) -> dict[str, Any]:

@@ -15,14 +15,6 @@ if TYPE_CHECKING:
     from prefillcli.core.feature import Labels, Opened
 
 
-class ChoiceOptions(Settings):
-    """The answers of each row."""
-
-    choices_column: str | None = option(
-        None,
-        "Column with the row's own answers, a list of texts, instead of --labels.",
-        ANSWERS, changes="scores", metavar="COLUMN",
-    )  # fmt: skip
 
 
 class Choices(Feature):

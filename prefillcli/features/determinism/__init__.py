@@ -13,14 +13,6 @@ if TYPE_CHECKING:
     from prefillcli.core.feature import Arithmetic
 
 
-class DeterminismOptions(Settings):
-    """Whether scores keep their bits beside any other rows."""
-
-    deterministic: bool = option(
-        False,
-        "Give each row's score the same bits, whatever its neighbours, their order, the packs, threads and workers.",
-        RUN, changes="scores", needs="determinism",
-    )  # fmt: skip
 
 
 class Determinism(Feature):

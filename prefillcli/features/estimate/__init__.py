@@ -18,40 +18,6 @@ if TYPE_CHECKING:
 _OF_EXITS = ("exit", "exit_rows", "exit_profile", "flips_of", "max_flips", "recall", "precision", "audit")
 
 
-class EstimateOptions(Settings):
-    """How many rows are read for an estimate."""
-
-    estimate: int | None = option(
-        None,
-        "Read N random rows only, and report the share of each answer in the whole input, with a 95 % interval. With "
-        "--first a small model or words read all rows, which narrows it.",
-        FILES, changes="report", metavar="N", ge=20,
-    )  # fmt: skip
-
-    @model_validator(mode="before")
-    @classmethod
-    def _draw_them(cls, values: Any) -> Any:
-        # The rows are those of --sample N.
-        if isinstance(values, dict) and values.get("estimate") is not None and values.get("sample") is None:
-            return values | {"sample": values["estimate"]}
-        return values
-
-    def check(self) -> None:
-        settings: Any = self
-        if self.estimate is not None:
-            if settings.limit is not None or settings.sample != self.estimate:
-                raise UsageError(
-                    f"--estimate {self.estimate} draws its rows itself, from the whole input\n"
-                    f"leave --{'sample' if settings.limit is None else 'limit'} out"
-                )
-            fields = type(self).model_fields
-            for name in (each for each in _OF_EXITS if each in fields):
-                if getattr(self, name) != fields[name].default:
-                    raise UsageError(
-                        f"{as_typed(type(self), name)}: with --estimate the model reads its rows in full\n"
-                        "leave one of them out"
-                    )
-        super().check()
 
 
 class Estimating(Feature):

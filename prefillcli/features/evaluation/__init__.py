@@ -15,25 +15,9 @@ if TYPE_CHECKING:
     from prefillcli.core.feature import Job, Labels, Manifest, Opening, RunReport, Section
     from prefillcli.features.evaluation.evaluating import EvaluationPlan, RunEvaluation
 
-PANEL = "Evaluation"
 PLAN = "evaluation"  # the key of a shard's plan for the `EvaluationPlan`, which `prefill merge` reads
-TRUTH = Requirement(lambda s: s.truth is not None, "needs --truth", "name the right answers with --truth")
 
 
-class EvaluationOptions(Settings):
-    """The right answers that scores are compared with."""
-
-    truth: str | None = option(
-        None,
-        "Column with the right answer; kept in the output. The report says what the scores are worth. With "
-        "--questions, NAME=COLUMN for each of them, comma-separated.",
-        PANEL, level="first", changes="columns", metavar="COLUMN",
-    )  # fmt: skip
-    wanted_precision: float | None = option(
-        None,
-        "Report the lowest threshold with this precision, e.g. 0.9, and its recall; for two labels.",
-        PANEL, changes="report", metavar="SHARE", requires=TRUTH, gt=0, le=1,
-    )  # fmt: skip
 
 
 class Evaluating(Feature):

@@ -13,14 +13,6 @@ if TYPE_CHECKING:
     from prefillcli.features.evidence.weighing import ShownRow, Weighing
 
 
-class EvidenceOptions(Settings):
-    """Whether the sections of prompts are weighed."""
-
-    evidence: bool = option(
-        False,
-        "Score the row again without each section of its prompt, to show how much each one changes the score.",
-        RATIONALES, changes="columns", needs="evidence",
-    )  # fmt: skip
 
 
 class Evidence(Feature):

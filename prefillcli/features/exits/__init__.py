@@ -46,156 +46,16 @@ if TYPE_CHECKING:
     from prefillcli.features.exits.learning import JobExits
     from prefillcli.features.exits.policy import ExitProfile
 
-EXIT = Requirement(
-    lambda s: s.exit or s.chain, "needs --exit, --first or --compute", "give --exit, --first or --compute"
-)
-METHODS = {
-    "early-exit": "the layer walk, which rows leave when they are decided, as with prefill score --exit",
-    "first": "the models of --first decide rows, and the layer walk reads the others, as with prefill score --first",
-    "first-exit": "the models of --first decide rows, and others leave the layer walk when they are decided",
-    "int8": "the model reads rows in int8, and again those that are in doubt, as with prefill score --compute int8",
-}
-FIRST = Requirement(lambda s: s.first, "needs --first", "give --first")
-EXIT_METHOD = Requirement(
-    lambda s: any(name in METHODS for name in s.method),
-    "needs one of the methods early-exit, first, first-exit and int8",
-    "give --method early-exit or int8, or --first and --method first",
-)
-FIRST_METHOD = Requirement(
-    lambda s: "first" in s.method or "first-exit" in s.method,
-    "needs the method first or first-exit",
-    "give --method first",
-)
 
 
-def _names(value: object) -> object:
-    # A recipe or a program may give one name.
-    return (value,) if isinstance(value, str) else value
 
 
-DRAFT_TOO = "{} cannot be combined with --draft: a job has first models or a draft\nleave one out"
-FirstNames = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
-class ExitOptions(Settings):
-    """Whether rows leave early, and the rule that allows it."""
-
-    exit: bool = option(
-        False,
-        "Let rows leave the model once their answer is decided. --max-flips bounds how many answers that flips.",
-        EARLY_EXIT, changes="scores", needs="exits",
-    )  # fmt: skip
-    first: FirstNames = option(
-        (),
-        "A small model that reads every row first: a directory, a GGUF file, the name of a hub model, or words, which "
-        "needs no model. --model reads the rows whose answer it cannot foretell; --max-flips bounds how many answers "
-        "that flips. Several read one after the other what is still in doubt.",
-        EARLY_EXIT, changes="scores", metavar="MODEL|words", path="model", repeatable=True, needs="exits", off=(),
-    )  # fmt: skip
-    compute: Literal["int8", "fp8"] | None = option(
-        None,
-        "Let the model read every row in smaller numbers first. It reads again, in --dtype, rows whose answer that "
-        "does not foretell; --max-flips bounds how many answers that flips. fp8 is for CUDA.",
-        EARLY_EXIT, changes="scores", metavar="int8|fp8", needs="exits",
-    )  # fmt: skip
-    flips_of: Literal["each", "all"] = option(
-        "each",
-        "What --max-flips bounds with --exit, --first or --compute: the flips of each answer's rows, or of all rows "
-        "together.",
-        EARLY_EXIT, changes="scores", requires=EXIT,
-    )  # fmt: skip
-    exit_rows: int | None = option(
-        None,
-        "Rows to read in full first, to learn when rows are decided. (default: as many as --max-flips takes, at "
-        "most half of the job's rows; with --exit-profile 300)",
-        EARLY_EXIT, changes="scores", metavar="N", requires=EXIT, ge=20,
-    )  # fmt: skip
-    exit_profile: str | None = option(
-        None,
-        "What an earlier job has learnt (its OUTPUT.exit.json), used again after a check on fresh rows.",
-        EARLY_EXIT, changes="scores", metavar="FILE", path="file", requires=EXIT,
-    )  # fmt: skip
-
-    recall: float | None = option(
-        None,
-        "Instead of --max-flips, for a rare answer: least share of the rows that --model would answer with the first "
-        "label that keep it, at 95 % confidence. The first model decides others that surely do not have it.",
-        EARLY_EXIT, changes="scores", metavar="SHARE", requires=FIRST, gt=0, lt=1,
-    )  # fmt: skip
-    precision: float | None = option(
-        None,
-        "Instead of --max-flips: least share of the rows given the first label that --model would give it too, at "
-        "95 % confidence. The first model decides rows that surely have it.",
-        EARLY_EXIT, changes="scores", metavar="SHARE", requires=FIRST, gt=0, lt=1,
-    )  # fmt: skip
-
-    @property
-    def exit_option(self) -> str:
-        """The option that lets rows leave."""
-        return self.rare_option or ("--exit" if self.exit else "--first" if self.first else "--compute")
-
-    @property
-    def chain(self) -> tuple[str, ...]:
-        """What reads rows before the model, in this order: first models, and the model in smaller numbers."""
-        return (*self.first, self.narrow) if self.narrow else self.first
-
-    @property
-    def narrow(self) -> Literal["int8", "fp8"] | None:
-        """The smaller numbers in which the model reads rows first."""
-        return self.compute
-
-    @property
-    def rare_option(self) -> str | None:
-        """--recall or --precision, if one is given."""
-        return "--recall" if self.recall is not None else "--precision" if self.precision is not None else None
 
 
-class ExitProfileOptions(Settings):
-    """Which exits a row is held against."""
-
-    exit_profile: str | None = option(
-        None,
-        "What a job has learnt about early exits (its OUTPUT.exit.json): show where the row would leave.",
-        EARLY_EXIT, changes="files", metavar="FILE", path="file",
-    )  # fmt: skip
 
 
-class ExitMethodOptions(Settings):
-    """How the methods that let rows leave are learnt."""
-
-    first: FirstNames = option(
-        (),
-        "A model that decides rows in the methods first and first-exit, as of prefill score --first; repeatable.",
-        BENCH, changes="scores", metavar="MODEL|words", path="model", repeatable=True, requires=FIRST_METHOD, off=(),
-    )  # fmt: skip
-    max_flips: float = option(
-        0.01,
-        "Share of each answer that the methods early-exit, first, first-exit and int8 may flip, at 95 % confidence.",
-        BENCH, changes="scores", metavar="RATE", requires=EXIT_METHOD, gt=0, lt=1,
-    )  # fmt: skip
-    exit_rows: int | None = option(
-        None,
-        "Rows set apart for these methods to learn from. (default: as many as --max-flips takes, at most "
-        "half of INPUT)",
-        BENCH, changes="scores", metavar="N", requires=EXIT_METHOD, ge=20,
-    )  # fmt: skip
-
-    @property
-    def chain(self) -> tuple[str, ...]:
-        """As of `ExitOptions`."""
-        return (*self.first, self.narrow) if self.narrow else self.first
-
-    @property
-    def narrow(self) -> Literal["int8"] | None:
-        """As of `ExitOptions`."""
-        return "int8" if "int8" in cast("Any", self).method else None
-
-    def check(self) -> None:
-        super().check()
-        if FIRST_METHOD.met(self) and not self.first:
-            raise UsageError("--method first needs --first: a small model that reads every row first, or words")
-        if self.chain and getattr(self, "draft", None) is not None:
-            raise UsageError(DRAFT_TOO.format("--first" if self.first else "--method int8"))
 
 
 class Exits(Feature):

@@ -14,20 +14,6 @@ if TYPE_CHECKING:
     from prefillcli.core.feature import Counts, Job, Manifest, RunReport, Section, Window
 
 
-class EarlierOptions(Settings):
-    """Rows that need not be scored again."""
-
-    since: str | None = option(
-        None,
-        "Earlier output of this job, such as last night's. Rows with the same id and prompt are copied from it, "
-        "not scored.",
-        FILES, changes="speed", metavar="OUTPUT", path="scores", same_as="output", requires=SCORES,
-    )  # fmt: skip
-    retry_errors: bool = option(
-        False,
-        "Score the error rows of this job again; all other rows stay as they are. Implies --resume.",
-        FILES, changes="files", requires=SCORES,
-    )  # fmt: skip
 
 
 class Incremental(Feature):

@@ -30,11 +30,6 @@ if TYPE_CHECKING:
         Section,
     )
 
-TARGET = Requirement(
-    lambda s: s.target_column is not None,
-    "needs --target-column",
-    "name its column with --target-column",
-)
 # Options of labels, of which there are none.
 _OF_LABELS = (
     *("labels", "label_norm", "label_end", "temperature", "choices_column", "label_values", "questions"),
@@ -54,25 +49,6 @@ _OF_LABELS = (
 )
 
 
-class LikelihoodOptions(Settings):
-    """The texts whose likelihood is asked for."""
-
-    target_column: str | None = option(
-        None,
-        "Column with a text: the score is its log-probability after the prompt. If the prompt is empty, the text "
-        "is a whole document.",
-        ANSWERS, changes="scores", metavar="COLUMN",
-    )  # fmt: skip
-    token_logprobs: bool = option(
-        False,
-        "Also write the log-probability of each token of the target.",
-        ANSWERS, changes="columns", requires=TARGET,
-    )  # fmt: skip
-    stride: int | None = option(
-        None,
-        "Tokens that each window of a long document predicts, e.g. 512. (default: as many as it holds)",
-        ANSWERS, changes="scores", metavar="N", requires=TARGET, ge=1,
-    )  # fmt: skip
 
 
 class Likelihood(Feature):

@@ -19,14 +19,6 @@ PAIR = QUERY, DOCUMENT = "query", "document"
 _OTHER_PROMPTS = ("questions", "target_column", "choices_column")  # options that make prompts and labels of their own
 
 
-class PairOptions(Settings):
-    """A reranker's files say all that it needs; of other cross-encoders, the user does."""
-
-    pair_column: str | None = option(
-        None,
-        "Column with the second text of a pair, for an encoder: the tokenizer encodes the prompt and it together.",
-        PROMPTS, changes="scores", metavar="NAME",
-    )  # fmt: skip
 
 
 class RerankOptions(Settings):

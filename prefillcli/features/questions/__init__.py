@@ -46,23 +46,8 @@ _REPLACED = {
 }
 
 
-QUESTIONS = Requirement(lambda s: s.questions is not None, "needs --questions", "name their file with --questions")
 
 
-class QuestionOptions(Settings):
-    """Whether several questions are asked about each row."""
-
-    questions: str | None = option(
-        None,
-        "YAML file with several questions about each row. Each adds columns NAME.score, NAME.prediction, ...; what "
-        "the questions share is computed once.",
-        ANSWERS, level="first", changes="scores", metavar="PATH", path="file",
-    )  # fmt: skip
-    questions_as: Literal["columns", "rows"] = option(
-        "columns",
-        "Give each question columns of its own, or rows of its own.",
-        ANSWERS, changes="columns", requires=QUESTIONS,
-    )  # fmt: skip
 
 
 class Questions(Feature):

@@ -31,110 +31,12 @@ if TYPE_CHECKING:
     from prefillcli.features.rationale.contest import WritingContest
     from prefillcli.features.rationale.writing import Rationales, WrittenRow
 
-SpeculationName = Literal["off", "lookup", "suffix", "retrieval", "draft", "hierarchy"]
-BY_DRAFT = ("draft", "hierarchy")  # ways to speculate that need a draft model
-RATIONALE = Requirement(lambda s: s.rationale > 0, "needs --rationale", "give --rationale 64")
-CHOSEN_ROWS = Requirement(
-    lambda s: any(each.asks() for each in features_of(s)),
-    "needs --rationale or --evidence, for which it chooses rows",
-    "give --rationale 64 or --evidence",
-)
-CONDITION = Requirement(
-    lambda s: CHOSEN_ROWS.met(s) and s.rationale_when is not None,
-    "needs --rationale-when",
-    "give --rationale-when 'score > 0.4 and score < 0.6'",
-)
-DRAWN_RATIONALES = Requirement(
-    lambda s: s.rationale > 0 and s.rationale_temperature > 0,
-    "needs a --rationale-temperature above 0",
-    "give --rationale-temperature 0.7",
-)
-SPECULATION = Requirement(
-    lambda s: s.speculates,
-    "needs --rationale with speculation",
-    "give --rationale, and --speculation other than off",
-)
-RETRIEVAL = Requirement(
-    lambda s: s.speculates and s.speculation in ("retrieval", "hierarchy"),
-    "needs speculation with a retrieval cache",
-    "give --rationale and --speculation retrieval",
-)
 
 
-class WritingOptions(Settings):
-    """Whether a text is written behind a prompt, and how."""
-
-    rationale: int = option(
-        0,
-        "Let the model write up to N tokens after its answer, as its reasons.",
-        RATIONALES, changes="columns", metavar="N", needs="rationales", off=0, ge=0,
-    )  # fmt: skip
-    rationale_template: str = option(
-        DEFAULT_TEMPLATE,
-        "Jinja text between the prompt and the rationale; label is the row's answer, labels are all of them.",
-        RATIONALES, changes="columns", metavar="JINJA", requires=RATIONALE, text=True,
-    )  # fmt: skip
-    rationale_temperature: float = option(
-        0.0,
-        "Draw the tokens at this temperature; 0 takes the likeliest one.",
-        RATIONALES, changes="columns", metavar="T", requires=RATIONALE, off=0, ge=0, allow_inf_nan=False,
-    )  # fmt: skip
-    rationale_seed: int = option(
-        0,
-        "Seed of these draws. The same seed gives a row the same text.",
-        RATIONALES, changes="columns", metavar="N", requires=DRAWN_RATIONALES, ge=0,
-    )  # fmt: skip
-    speculation: SpeculationName = option(
-        "lookup",
-        "How tokens are guessed ahead, to write faster; the text stays the same. lookup: from prompt and text.",
-        RATIONALES, changes="speed", needs="speculation", requires=RATIONALE,
-    )  # fmt: skip
-    speculation_tokens: int = option(
-        6,
-        "Most tokens to guess ahead.",
-        RATIONALES, level="settled", changes="speed", metavar="N", needs="speculation", requires=SPECULATION,
-        ge=1, le=64,
-    )  # fmt: skip
-    retrieval_budget: int = option(
-        4096,
-        "Tokens of each prompt that retrieval speculation reads.",
-        RATIONALES, level="settled", changes="speed", metavar="N", needs="speculation", requires=RETRIEVAL, ge=1,
-    )  # fmt: skip
-    retrieval_chunk: int = option(
-        8,
-        "Neighbouring tokens that it chooses together.",
-        RATIONALES, level="settled", changes="speed", metavar="N", needs="speculation", requires=RETRIEVAL, ge=1,
-    )  # fmt: skip
-
-    @property
-    def speculates(self) -> bool:
-        """Whether tokens may be guessed ahead."""
-        return self.rationale > 0 and self.speculation != "off"
 
 
-class RationaleOptions(WritingOptions):
-    """Which rows are written about, and how."""
-
-    rationale_when: str | None = option(
-        None,
-        "Condition for --rationale and --evidence, e.g. 'score > 0.4 and score < 0.6'. (default: every scored row)",
-        RATIONALES, changes="columns", metavar="EXPR", requires=CHOSEN_ROWS,
-    )  # fmt: skip
-    rationale_limit: int | None = option(
-        None,
-        "Only the first N rows that --rationale-when chooses.",
-        RATIONALES, changes="columns", metavar="N", requires=CONDITION, ge=1,
-    )  # fmt: skip
 
 
-class WritingContestOptions(Settings):
-    """Whether ways to write are compared."""
-
-    rationale: int = option(
-        0,
-        "Compare ways to write up to N tokens after each row's answer, instead of ways to score.",
-        BENCH, level="first", changes="scores", metavar="N", off=0, ge=0,
-    )  # fmt: skip
 
 
 class Rationale(Feature):

@@ -12,14 +12,6 @@ if TYPE_CHECKING:
     from prefillcli.core.feature import Job, Opening
 
 
-class RejectsOptions(Settings):
-    """Where the error rows go."""
-
-    rejects: str | None = option(
-        None,
-        "Also write the error rows, with all columns of the input, to this file, e.g. rejects.jsonl.",
-        FILES, changes="files", metavar="PATH", path="rejects",
-    )  # fmt: skip
 
 
 def _knows_rejects(path: str, start: bytes) -> bool:

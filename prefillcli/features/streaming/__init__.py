@@ -12,28 +12,8 @@ from prefillcli.options.requirements import Requirement
 if TYPE_CHECKING:
     from prefillcli.core.feature import Opened, RunReport, Section, WeightsPlan
 
-STREAMABLE = Requirement(
-    lambda s: s.weights != "resident",
-    "has no effect with --weights resident",
-    "give --weights stream or auto",
-)
 
 
-class StreamingOptions(Settings):
-    """Where the weights of layers are, and how much memory all weights may take."""
-
-    weights: Literal["auto", "resident", "stream"] = option(
-        "auto",
-        "Where the layers' weights are: resident in memory, or streamed from the files while others compute. auto: "
-        "streamed if they do not fit.",
-        MEMORY, changes="speed", needs="streaming",
-    )  # fmt: skip
-    weights_memory: ByteSize | None = option(
-        None,
-        "Most memory for weights; those that do not fit are streamed, e.g. 12GiB. (default: what is free, a quarter "
-        "of it for streamed weights)",
-        MEMORY, changes="speed", metavar="SIZE", needs="streaming", requires=STREAMABLE,
-    )  # fmt: skip
 
 
 class Streaming(Feature):

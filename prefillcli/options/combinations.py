@@ -1,0 +1,279 @@
+"""The options that cannot be combined: an option, another one, why, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+from prefillcli.errors import UsageError
+from prefillcli.options.option import Settings, as_typed
+
+OptionText = str
+"""An option as the command line has it, `--draft`, or with a value where only that is meant, `--keep auto`."""
+
+WRITTEN = ("labels", "max_flips", "flips_of", "prompt_column")
+"""Options whose default is a choice like any other: they are given wherever they are written down."""
+
+
+class Refused(NamedTuple):
+    """Two options that are refused together, `unless` the settings make them fit."""
+
+    option: OptionText
+    other: OptionText
+    why: str
+    remedy: str
+    unless: Callable[[Any], bool] = lambda settings: False
+
+    def holds(self, settings: Settings) -> bool:
+        """Return whether these settings have both options, and nothing makes them fit."""
+        return given(settings, self.option) and given(settings, self.other) and not self.unless(settings)
+
+    def message(self, kind: type[Settings]) -> str:
+        """Return the error for settings of a command."""
+        first, second = (_typed(kind, text) for text in (self.option, self.other))
+        return f"{first} cannot be combined with {second}: {self.why}\n{self.remedy}"
+
+
+def given(settings: Settings, text: OptionText) -> bool:
+    """Return whether these settings of a command have an option, with its value where the text names one."""
+    name, value = _parted(text)
+    if name not in type(settings).model_fields:
+        return False
+    found = getattr(settings, name)
+    if value:
+        return str(found) == value
+    written = name in WRITTEN and name in settings.model_fields_set
+    return written or found != type(settings).model_fields[name].default
+
+
+def refuse_combinations(settings: Settings) -> None:
+    """Raise UsageError for the first refused combination that these settings of a command have."""
+    for each in REFUSED:
+        if each.holds(settings):
+            raise UsageError(each.message(type(settings)))
+
+
+def _parted(text: OptionText) -> tuple[str, str]:
+    flag, _, value = text.partition(" ")
+    return flag.removeprefix("--").replace("-", "_"), value
+
+
+def _typed(kind: type[Settings], text: OptionText) -> str:
+    name, value = _parted(text)
+    return f"{as_typed(kind, name)} {value}".rstrip()
+
+
+def _refused(
+    options: Iterable[OptionText] | OptionText,
+    others: Iterable[OptionText] | OptionText,
+    why: str,
+    remedy: str = "leave one of them out",
+    unless: Callable[[Any], bool] = lambda settings: False,
+) -> Iterator[Refused]:
+    # Each of the options with each of the others.
+    first, second = ((each,) if isinstance(each, str) else tuple(each) for each in (options, others))
+    for option, other in product(first, second):
+        yield Refused(option, other, why, remedy, unless)
+
+
+def _fits_apart(settings: Any) -> bool:
+    # Whether the tokens that are kept of a row follow from the row alone.
+    return bool(settings.compress_per_row and (settings.paper or not settings.keep_private))
+
+
+# Options that score some rows of a job apart from the others.
+_APART = ("--shard", "--since", "--retry-errors")
+_EXITS = ("--exit", "--first", "--compute")
+_RARE = ("--recall", "--precision")
+
+REFUSED: tuple[Refused, ...] = (
+    # Rows and files.
+    *_refused("--resume", "--overwrite", "one continues the output, the other replaces it"),
+    *_refused("--limit", "--sample", "one takes the first rows, the other random ones"),
+    *_refused("--retry-errors", ("--overwrite", "--since"), "it keeps this job's rows"),
+    *_refused("--estimate", "--limit", "it draws its rows itself, from the whole input"),
+    *_refused(
+        "--rejects",
+        "--shard",
+        "it is for the rows of the whole output, which prefill merge makes",
+        "after the merge, give it to prefill score with --resume and without --shard: only they are written",
+    ),
+    # Rows apart from the others of their job.
+    *_refused(_APART, "--audit", "it draws from all rows", "audit a sample of the rows in a job of its own"),
+    *_refused(_APART, "--estimate", "it is about all rows of the input"),
+    *_refused(
+        _APART,
+        "--keep auto",
+        "it chooses one rate for all rows of a job",
+        "choose it in a run over a sample, then give that rate",
+    ),
+    *_refused(
+        _APART,
+        "--draft",
+        "rows that share a prefix keep the same tokens of it, and some of these rows are not read",
+        "give --compress-per-row --no-keep-private, so that a row's tokens follow from the row alone",
+        _fits_apart,
+    ),
+    *_refused(
+        "--shard",
+        _EXITS,
+        "it learns from the rows of the whole job, and bounds their flips together",
+        "leave one of them out, or give the --exit-profile of a run over a sample",
+        lambda settings: settings.exit_profile is not None,
+    ),
+    *_refused(
+        ("--since", "--retry-errors"),
+        _EXITS,
+        "it learns from the rows of the whole job, and bounds their flips together",
+    ),
+    *_refused(
+        _APART,
+        "--rationale-limit",
+        "it counts the chosen rows of the whole input in their order",
+        "leave it out, and choose fewer rows with --rationale-when",
+    ),
+    *_refused("--since", "--questions", "a row's results depend on all its questions", "score all rows again"),
+    *_refused(
+        "--batch-format",
+        ("--since", "--retry-errors"),
+        "a batch output does not have the columns of a score",
+        "leave --batch-format out",
+    ),
+    # What is asked.
+    *_refused("--choices-column", "--labels", "each row has its own answers"),
+    *_refused("--choices-column", "--label-values", "these are the numbers of labels, and rows have none in common"),
+    *_refused(
+        "--choices-column",
+        _EXITS,
+        "exits learn what decides between labels, and rows have none in common",
+    ),
+    *_refused(
+        "--choices-column",
+        ("--calibration", "--calibrate-with"),
+        "it fits a number to each label, and rows have none in common; only a temperature fits choices, and "
+        "--temperature takes it",
+    ),
+    *_refused("--questions", ("--labels", "--choices-column"), "each question has its labels in the file"),
+    *_refused("--questions", "--label-values", "a question has its values in the file"),
+    *_refused("--questions", "--template", "the file has the templates"),
+    *_refused("--questions", "--prompt-column", "the templates of the file name the columns"),
+    *_refused(
+        "--questions",
+        _EXITS,
+        "exits learn what decides between the labels of one question",
+        "leave it out, or ask one question with --template and --labels",
+    ),
+    *_refused(
+        "--questions",
+        "--calibrate-with",
+        "it asks about nothing with the template of one question",
+        "leave it out, or ask one question with --template and --labels",
+    ),
+    *_refused(
+        "--target-column",
+        (
+            *("--labels", "--label-norm", "--label-end", "--temperature", "--choices-column", "--label-values"),
+            *("--questions", "--exit", "--first", "--exit-profile", "--compute", "--calibration", "--calibrate-with"),
+            *("--rationale", "--evidence", "--truth", "--audit", "--min-label-mass", "--max-drift"),
+        ),
+        "that is about labels, and the likelihood of a text is asked for instead",
+    ),
+    *_refused(
+        "--target-column",
+        "--keep auto",
+        "the rate is chosen by flips of labels, and there are none",
+        "give a rate, like --keep 0.2",
+    ),
+    *_refused(
+        "--batch-format",
+        (
+            *("--labels", "--label-norm", "--label-end", "--temperature", "--choices-column", "--label-values"),
+            *("--questions", "--target-column", "--exit", "--first", "--exit-profile", "--calibration"),
+            *("--calibrate-with", "--rationale", "--evidence", "--truth", "--audit", "--min-label-mass"),
+            *("--max-drift", "--keep", "--keep-columns", "--partition", "--template"),
+        ),
+        "the lines of the batch file say what is asked and written",
+    ),
+    *_refused(
+        "--batch-format",
+        "--engine vllm",
+        "that engine is asked for chosen tokens, not for the likeliest ones",
+        "give --engine torch or hf, or use vLLM's own `vllm run-batch`",
+    ),
+    # How prompts are read.
+    *_refused("--paper", "--draft self", "the paper's draft decodes, and with --draft self nothing is decoded"),
+    *_refused(("--first", "--compute"), "--draft", "a job has first models or a draft"),
+    *_refused(
+        _EXITS,
+        "--keep auto",
+        "what is learnt about exits is of one keep rate, which is not chosen yet",
+        "choose the rate in a run without exits, then give it",
+    ),
+    *_refused(
+        _RARE,
+        ("--max-flips", "--flips-of", "--exit", "--exit-profile", "--compute", "--estimate"),
+        "it is proven of one first model, in place of a bound on flips",
+    ),
+    *_refused(
+        "--estimate",
+        ("--exit", "--exit-rows", "--exit-profile", "--flips-of", "--max-flips", *_RARE),
+        "the model reads the drawn rows in full",
+    ),
+    *_refused(
+        "--adapter-column",
+        (*_EXITS, "--calibrate-with"),
+        "what it learns is of one model, and there are several",
+        "score each adapter's rows in a job of its own",
+    ),
+    *_refused(
+        "--exit-profile",
+        "--adapter",
+        "the profile does not say which adapters it is of",
+        unless=lambda settings: "exit" in type(settings).model_fields,
+    ),
+    *_refused(
+        "--weights stream",
+        "--adapter",
+        "an adapter is merged into weights that are loaded whole",
+        "take --weights resident, or merge it with PEFT and give the merged model",
+    ),
+    *_refused(
+        "--deterministic",
+        ("--draft", "--keep"),
+        "which tokens of a prompt are kept is not the same to the last bit with other neighbours",
+    ),
+    *_refused(
+        "--deterministic",
+        _EXITS,
+        "what is learnt about exits, and so where a row leaves, depends on the other rows",
+    ),
+    *_refused("--deterministic", "--compile", "compiled layers have kernels of their own for each size of chunk"),
+    *_refused(
+        "--deterministic",
+        "--rationale",
+        "texts are written for several rows at a time, and a near tie may fall otherwise with others",
+        "leave one of them out; --evidence is covered",
+    ),
+    # Further questions.
+    *_refused(
+        "--rationale",
+        ("--head probability", "--head value"),
+        "the model's classification head is read, which writes nothing",
+        "leave it out; --evidence works with a head",
+    ),
+    *_refused(
+        ("--speculation draft", "--speculation hierarchy"),
+        "--draft-tokenizer translate",
+        "a draft with another tokenizer cannot guess the model's tokens",
+        "leave --draft-tokenizer translate out, or give --speculation lookup",
+    ),
+    # Probabilities.
+    *_refused("--calibration", "--calibrate-with", "both make the probability"),
+    *_refused(
+        "--calibration",
+        "--label-norm",
+        "a calibration is fitted on log-probabilities of whole labels",
+        "leave one of them out; --calibrate-with works with both",
+    ),
+)

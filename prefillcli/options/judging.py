@@ -1,0 +1,232 @@
+"""The options of what the answers are worth: evaluation, gates, calibration, estimates, rejects."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from prefillcli.errors import UsageError
+from prefillcli.options.groups import NameList, RowRange, TextList, split_names
+from prefillcli.options.option import ANSWERS, FILES, RUN, Settings, argument, option
+from prefillcli.options.requirements import ALL_ROWS, Requirement
+
+EVALUATION = "Evaluation"
+GATES = "Gates"
+
+TRUTH = Requirement(lambda s: s.truth is not None, "needs --truth", "name the right answers with --truth")
+
+
+class EvaluationOptions(Settings):
+    """The right answers that scores are compared with."""
+
+    truth: str | None = option(
+        None,
+        "Column with the right answer; kept in the output. The report says what the scores are worth. With "
+        "--questions, NAME=COLUMN for each of them, comma-separated.",
+        EVALUATION, level="first", changes="columns", metavar="COLUMN",
+    )  # fmt: skip
+    wanted_precision: float | None = option(
+        None,
+        "Report the lowest threshold with this precision, e.g. 0.9, and its recall; for two labels.",
+        EVALUATION, changes="report", metavar="SHARE", requires=TRUTH, gt=0, le=1,
+    )  # fmt: skip
+
+    @property
+    def truth_columns(self) -> dict[str, str]:
+        """The column with the right answers to each question; a single question has no name. Raises UsageError."""
+        if self.truth is None:
+            return {}
+        if getattr(self, "questions", None) is None:
+            return {"": self.truth}
+        pairs = [[side.strip() for side in text.partition("=")] for text in split_names(self.truth)]
+        found = {name: column for name, _, column in pairs}
+        if not all(name and column for name, _, column in pairs) or len(found) < len(pairs):
+            raise UsageError(
+                f"--truth {self.truth}: with --questions it names the column of each question once\n"
+                "write it like relevant=is_relevant,tone=right_tone"
+            )
+        return found
+
+    def check(self) -> None:
+        super().check()
+        _ = self.truth_columns  # raises UsageError
+
+
+DRIFT = Requirement(
+    lambda s: s.max_drift is not None,
+    "needs --max-drift, which compares with it",
+    "give --max-drift 0.05",
+)
+
+
+class GateOptions(Settings):
+    """The conditions under which a finished output is not to be trusted."""
+
+    expect_rows: RowRange | None = option(
+        None,
+        "Number of rows that the input must have: N, FROM-TO, FROM- or -TO; otherwise the exit code is 3.",
+        GATES, changes="report", metavar="RANGE", requires=ALL_ROWS,
+    )  # fmt: skip
+    min_label_mass: float | None = option(
+        None,
+        "Lowest mean label mass of the scored rows. Below it the model does not answer the prompt, and the exit "
+        "code is 3.",
+        GATES, changes="report", metavar="MASS", requires=ALL_ROWS, gt=0, le=1,
+    )  # fmt: skip
+    max_drift: float | None = option(
+        None,
+        "Largest distance (Kolmogorov-Smirnov, 0 to 1) of the scores' distribution from that of an earlier run. "
+        "Above it the exit code is 3.",
+        GATES, changes="report", metavar="DISTANCE", requires=ALL_ROWS, gt=0, le=1,
+    )  # fmt: skip
+    drift_from: str | None = option(
+        None,
+        "run.json of the earlier run that --max-drift compares with. (default: the report that this run replaces)",
+        GATES, changes="report", metavar="PATH", path="file", same_as="report", requires=(ALL_ROWS, DRIFT),
+    )  # fmt: skip
+
+    @property
+    def row_range(self) -> tuple[int, int | None] | None:
+        """The fewest and the most rows that are expected; None where any number is."""
+        if self.expect_rows is None:
+            return None
+        first, dash, last = self.expect_rows.partition("-")
+        if not dash:
+            return int(first), int(first)
+        return int(first or 0), int(last) if last else None
+
+
+FIT = "Fit"
+
+
+TEMPLATE = Requirement(
+    lambda s: s.template is not None,
+    "needs a --template, whose columns it replaces: which part of a prompt is content cannot be known",
+    "write the prompt as a --template",
+)
+
+
+CALIBRATE_WITH = Requirement(lambda s: bool(s.calibrate_with), "needs --calibrate-with", "give --calibrate-with N/A")
+
+
+TRUTH_FROM = Requirement(
+    lambda s: s.truth_from is not None,
+    "needs --truth-from",
+    "give --truth-from FILE",
+    recipe_may_keep=True,
+)
+
+
+class ProbabilityOptions(Settings):
+    """Which probabilities are written beside the scores."""
+
+    calibration: str | None = option(
+        None,
+        "File written by prefill calibrate; adds the column probability beside score.",
+        ANSWERS, changes="columns", metavar="PATH", path="file",
+    )  # fmt: skip
+    calibrate_with: TextList = option(
+        (),
+        "Text without content, such as N/A. What the model answers to it in the template is divided out, in the "
+        "column probability; repeatable.",
+        ANSWERS, changes="columns", metavar="TEXT", repeatable=True, requires=TEMPLATE, text=True,
+    )  # fmt: skip
+    calibrate_columns: NameList = option(
+        (),
+        "Columns of the template that --calibrate-with replaces, comma-separated. (default: all that hold text)",
+        ANSWERS, changes="columns", metavar="NAMES", requires=CALIBRATE_WITH,
+    )  # fmt: skip
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the output has probabilities beside the scores."""
+        return self.calibration is not None or bool(self.calibrate_with)
+
+
+class CalibrateSettings(Settings):
+    """The settings of `prefill calibrate`."""
+
+    scores: str = argument(
+        ...,
+        "Scores of rows with right answers: what prefill score wrote.",
+        changes="report",
+        path="scores",
+        min_length=1,
+    )
+    truth: str | None = option(
+        None,
+        "Column with the right answer: a label, or true or false, 1 or 0 for two labels.",
+        FILES, changes="report", metavar="COLUMN",
+    )  # fmt: skip
+    truth_from: str | None = option(
+        None,
+        "File with the right answers, if the scores have none; rows are matched by id, or by number.",
+        FILES, changes="report", metavar="PATH", path="rows",
+    )  # fmt: skip
+    id_column: str | None = option(
+        None,
+        "Column with the ids, in the scores and in --truth-from. (default: the one that the scores were made with)",
+        FILES, changes="report", metavar="NAME", requires=TRUTH_FROM,
+    )  # fmt: skip
+    output: str = option(
+        "calibration.json",
+        "Where the calibration goes.",
+        FILES, changes="files", short="-o", metavar="PATH", path="calibration",
+    )  # fmt: skip
+    question: str = option(
+        "",
+        "Question whose scores are calibrated, if the output has several.",
+        FILES, changes="report", metavar="NAME",
+    )  # fmt: skip
+    method: Literal["auto", "temperature", "platt", "isotonic"] = option(
+        "auto",
+        "Method to fit; auto: the one with the smallest log loss in cross-validation. Isotonic is for two labels.",
+        FIT, changes="report",
+    )  # fmt: skip
+    folds: int = option(5, "Folds of the cross-validation.", FIT, changes="report", metavar="N", ge=2, le=100)
+    seed: int = option(0, "Seed for the folds.", FIT, changes="report", metavar="N", ge=0, lt=2**32)
+    quiet: bool = option(False, "Warnings and errors only.", RUN, changes="report", short="-q")
+    debug: bool = option(False, "Show tracebacks.", RUN, changes="report")
+
+    def check(self) -> None:
+        super().check()
+        if self.truth is None:
+            raise UsageError("no --truth given: name the column with the right answer")
+
+
+class EstimateOptions(Settings):
+    """How many rows are read for an estimate."""
+
+    estimate: int | None = option(
+        None,
+        "Read N random rows only, and report the share of each answer in the whole input, with a 95 % interval. With "
+        "--first a small model or words read all rows, which narrows it.",
+        FILES, changes="report", metavar="N", ge=20,
+    )  # fmt: skip
+
+    @model_validator(mode="before")
+    @classmethod
+    def _draw_them(cls, values: Any) -> Any:
+        # The rows are those of --sample N.
+        if isinstance(values, dict) and values.get("estimate") is not None and values.get("sample") is None:
+            return values | {"sample": values["estimate"]}
+        return values
+
+    def check(self) -> None:
+        super().check()
+        sample: int | None = getattr(self, "sample", None)
+        if self.estimate is not None and sample != self.estimate:
+            raise UsageError(
+                f"--estimate {self.estimate} draws its rows itself, from the whole input\nleave --sample out"
+            )
+
+
+class RejectsOptions(Settings):
+    """Where the error rows go."""
+
+    rejects: str | None = option(
+        None,
+        "Also write the error rows, with all columns of the input, to this file, e.g. rejects.jsonl.",
+        FILES, changes="files", metavar="PATH", path="rejects",
+    )  # fmt: skip
