@@ -31,9 +31,9 @@ from prefillcli.bench.material import input_material
 from prefillcli.core.question import Question, answer_questions
 from prefillcli.data.rows import BEFORE
 from prefillcli.engines.base import EarlyExits, Readings, Treatment
-from prefillcli.features.exits import Exits, judging
-from prefillcli.features.exits.first import readers_of, readings_of
-from prefillcli.features.exits.judging import (
+from prefillcli.reading.exits.exits import Exits, judging
+from prefillcli.reading.exits.first import readers_of, readings_of
+from prefillcli.reading.exits.judging import (
     CalibrationRows,
     ExitCosts,
     IntArray,
@@ -44,7 +44,7 @@ from prefillcli.features.exits.judging import (
     observed_layers,
     work_of,
 )
-from prefillcli.features.exits.policy import ExitPolicy, Float64Array, Probe
+from prefillcli.reading.exits.policy import ExitPolicy, Float64Array, Probe
 from prefillcli.jobs.scorer import Scorer
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings

@@ -31,7 +31,7 @@ from benchmarks.spread import Spread
 from benchmarks.workloads import short_rows
 from prefillcli.bench.contest import interleaved
 from prefillcli.engines.torch import TorchEngine
-from prefillcli.features.determinism.mode import by_row
+from prefillcli.prefill.determinism import by_row
 from prefillcli.models.find import read_model_files
 from prefillcli.models.law import CHUNK_TOKENS, PACK_TOKENS
 from prefillcli.models.load import load_model

@@ -26,7 +26,7 @@ from benchmarks.score_runs import SAMPLES
 from benchmarks.spread import Spread
 from prefillcli.bench.contest import interleaved
 from prefillcli.data.prompts.translation import Translator
-from prefillcli.features.compress.options import Compression
+from prefillcli.reading.compress.settings import Compression
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.stats.evaluation import exact_interval
 from recipes.evaluate_samples import Row, draw_rows, sample_rows

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.exit_cases import passages
 from benchmarks.score_runs import SAMPLES
 from prefillcli.engines.base import Readings
-from prefillcli.features.estimate.estimating import fit_guesser, guided_share, indicators, plain_share
-from prefillcli.features.exits.first import hashed_words
+from prefillcli.judging.estimate import fit_guesser, guided_share, indicators, plain_share
+from prefillcli.reading.exits.first import hashed_words
 from recipes.real_model import real_model
 
 OUT = Path("out/estimates")

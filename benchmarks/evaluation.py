@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from prefillcli.data.output.columns import OutputSchema
 from prefillcli.data.output.target import JsonlFormat
 from prefillcli.data.prompts.labels import Label
-from prefillcli.features.evaluation.evaluating import EvaluationPlan, evaluate_output
+from prefillcli.judging.evaluation import EvaluationPlan, evaluate_output
 from prefillcli.runtime.memory import peak_memory
 
 ROWS = 1_000_000

@@ -18,8 +18,8 @@ import typer
 
 from benchmarks.console import log
 from prefillcli.engines.base import Readings
-from prefillcli.features.exits.judging import CalibrationRows, calibrate_exits
-from prefillcli.features.exits.policy import FITS, ExitPolicy, relative
+from prefillcli.reading.exits.judging import CalibrationRows, calibrate_exits
+from prefillcli.reading.exits.policy import FITS, ExitPolicy, relative
 from recipes.choose_prompt import CANDIDATES, first_short
 from recipes.real_model import FOLDER, real_model, reviews
 

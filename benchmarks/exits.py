@@ -26,8 +26,8 @@ from prefillcli.bench.material import input_material
 from prefillcli.core.question import Question
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.base import EarlyExits, Treatment
-from prefillcli.features.exits.contender import EarlyExit
-from prefillcli.features.exits.judging import (
+from prefillcli.reading.exits.contender import EarlyExit
+from prefillcli.reading.exits.judging import (
     CalibrationRows,
     ExitCalibration,
     calibrate_exits,

@@ -30,8 +30,8 @@ from prefillcli.bench.contest import interleaved
 from prefillcli.bench.report import StateDrift
 from prefillcli.core.question import Question
 from prefillcli.data.rows import Prompt
-from prefillcli.features.compress.contenders import state_drift
-from prefillcli.features.compress.options import Compression
+from prefillcli.reading.compress.contenders import state_drift
+from prefillcli.reading.compress.settings import Compression
 from prefillcli.models.shape import Shape, prefill_flops
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits

@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 from prefillcli.data.prompts.translation import Translator
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.hf import last_logits
-from prefillcli.features.compress.compressor import Compressor, WorthCompressing
-from prefillcli.features.compress.draft import Draft
-from prefillcli.features.compress.load import SpecPrefill
-from prefillcli.features.compress.options import Compression
-from prefillcli.features.compress.selection import Estimator
+from prefillcli.reading.compress.compressor import Compressor, WorthCompressing
+from prefillcli.reading.compress.draft import Draft
+from prefillcli.reading.compress.load import SpecPrefill
+from prefillcli.reading.compress.settings import Compression
+from prefillcli.reading.compress.selection import Estimator
 from prefillcli.models.law import CHUNK_TOKENS, PACK_TOKENS
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.blocks import CarriedBlock

@@ -25,8 +25,8 @@ import pyarrow.parquet as pq
 import typer
 
 from benchmarks.console import log
-from prefillcli.features.exits.first import hashed_words
-from prefillcli.features.exits.rare import Search
+from prefillcli.reading.exits.first import hashed_words
+from prefillcli.reading.exits.rare import Search
 from prefillcli.stats.ridge import ridge
 
 PILOT = 500

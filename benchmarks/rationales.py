@@ -31,8 +31,8 @@ from prefillcli.decode.behind import KeptForward
 from prefillcli.decode.continuations import Beginning, DecodingReport, Speculation, Writing
 from prefillcli.decode.drafters import JobDrafters
 from prefillcli.decode.lockstep import write_texts
-from prefillcli.features.rationale.contenders import GeneratedTexts, TextRun, scored_packs
-from prefillcli.features.rationale.contest import TextTask
+from prefillcli.followup.contenders import GeneratedTexts, TextRun, scored_packs
+from prefillcli.followup.contest import TextTask
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import TokenArray

@@ -160,7 +160,7 @@ def calibrate(settings: CalibrateSettings) -> Summary:
 
     A table goes to stderr; the last line on stdout is a summary, one JSON object.
     """
-    from prefillcli.features.calibration.calibrate import calibrate_job
+    from prefillcli.judging.calibrate import calibrate_job
 
     return calibrate_job(settings)
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prefillcli.features.calibration.calibration import read_calibration
+from prefillcli.judging.calibration import read_calibration
 from prefillcli.stats.evaluation import Evaluation, evaluate
 from recipes.real_model import FOLDER, real_model, reviews
 

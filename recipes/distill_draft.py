@@ -27,7 +27,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from prefillcli.features.compress.options import Compression
+from prefillcli.reading.compress.settings import Compression
 from recipes.real_model import FOLDER, Review, real_model
 from recipes.review_rows import SHORT, ask, balanced, draft_reviews
 

@@ -20,8 +20,8 @@ import numpy as np
 from prefillcli.bench.contenders import Equipment
 from prefillcli.bench.material import input_material
 from prefillcli.data.rows import Int64Array
-from prefillcli.features.compress.contenders import compressor_in
-from prefillcli.features.compress.selection import ends, tails
+from prefillcli.reading.compress.contenders import compressor_in
+from prefillcli.reading.compress.selection import ends, tails
 from prefillcli.jobs.load import load_walk
 from prefillcli.jobs.opening import Opening
 from prefillcli.options.commands import BenchSettings

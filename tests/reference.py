@@ -12,17 +12,17 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from prefillcli.command_line import option_help
 from prefillcli.features.adapters import AdapterUse
-from prefillcli.features.calibration.calibration import CalibrationUse
-from prefillcli.features.compress.compressor import KeepChoice
-from prefillcli.features.estimate.estimating import EstimateUse
-from prefillcli.features.evaluation.evaluating import RunEvaluation
-from prefillcli.features.evidence.weighing import EvidenceUse
-from prefillcli.features.exits.learning import ExitUse
-from prefillcli.features.gates import DriftUse, Gate
-from prefillcli.features.incremental.earlier_output import SinceUse
-from prefillcli.features.likelihood import LikelihoodUse
-from prefillcli.features.questions.report import AuditUse, Correlations, OrderUse
-from prefillcli.features.rationale.writing import RationaleUse
+from prefillcli.judging.calibration import CalibrationUse
+from prefillcli.reading.compress.compressor import KeepChoice
+from prefillcli.judging.estimate import EstimateUse
+from prefillcli.judging.evaluation import RunEvaluation
+from prefillcli.followup.evidence import EvidenceUse
+from prefillcli.reading.exits.learning import ExitUse
+from prefillcli.judging.gates import DriftUse, Gate
+from prefillcli.reading.earlier import SinceUse
+from prefillcli.judging.likelihood import LikelihoodUse
+from prefillcli.judging.questions import AuditUse, Correlations, OrderUse
+from prefillcli.followup.rationale import RationaleUse
 from prefillcli.options.commands import COMMANDS
 from prefillcli.options.option import as_typed, details_of
 from prefillcli.report.run import SCHEMA_VERSION, RunReport

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from prefillcli.features.compress.options import Compression
+from prefillcli.reading.compress.settings import Compression
 from prefillcli.models.open import open_models
 from prefillcli.options.commands import BenchSettings
 from recipes.distill_draft import (

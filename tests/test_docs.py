@@ -133,7 +133,7 @@ def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
 
 
 def test_every_fallback_is_documented() -> None:
-    from prefillcli.features.compress.selection import FALLBACKS
+    from prefillcli.reading.compress.selection import FALLBACKS
 
     text = (ROOT / "docs" / "score.md").read_text()
     for reason, (why, _) in FALLBACKS.items():

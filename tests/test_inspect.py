@@ -29,8 +29,8 @@ from prefillcli.data.prompts.encoding import Encoder, token_texts
 from prefillcli.data.rows import Prompt
 from prefillcli.data.windows import WindowSize
 from prefillcli.errors import Interrupted
-from prefillcli.features.compress.compressor import Neighbour, why_kept
-from prefillcli.features.compress.options import Compression
+from prefillcli.reading.compress.compressor import Neighbour, why_kept
+from prefillcli.reading.compress.settings import Compression
 from prefillcli.jobs import inspect
 from prefillcli.jobs.score import score_job
 from prefillcli.options.commands import ScoreSettings
@@ -251,8 +251,8 @@ def test_reason_of_a_row_in_full(mixed: Path, row: int, flags: Sequence[object],
 
 
 def test_fallback_is_told(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from prefillcli.features.compress.draft import Draft
-    from prefillcli.features.compress.selection import TOO_LONG
+    from prefillcli.reading.compress.draft import Draft
+    from prefillcli.reading.compress.selection import TOO_LONG
 
     monkeypatch.setattr(Draft, "_refusal", lambda self, tokens: TOO_LONG)
     done = prefill("inspect", mixed, *PAIR, *COMPRESS, "--row", 0)

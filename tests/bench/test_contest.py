@@ -23,8 +23,8 @@ from prefillcli.bench.report import UNCOMPRESSED, WorkloadResult
 from prefillcli.data.prompts.encoding import spans_of
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.rows import Prompt
-from prefillcli.features.compress.contenders import Compressed, SmallModel, compressor_in
-from prefillcli.features.compress.options import PICKERS, Compression
+from prefillcli.reading.compress.contenders import Compressed, SmallModel, compressor_in
+from prefillcli.reading.compress.settings import PICKERS, Compression
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.open import open_models
 from prefillcli.models.shape import (

@@ -20,7 +20,7 @@ from prefillcli.bench import contest
 from prefillcli.bench.bench_job import bench_job
 from prefillcli.bench.report import BenchReport
 from prefillcli.cli import app
-from prefillcli.features.compress.options import PICKERS
+from prefillcli.reading.compress.settings import PICKERS
 from prefillcli.options.commands import BenchSettings
 
 PLAIN = ("--rows", "4", "--tokens", "200", "--rounds", "1")

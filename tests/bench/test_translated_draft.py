@@ -13,7 +13,7 @@ from prefillcli.bench.contenders import Equipment
 from prefillcli.bench.contest import contenders
 from prefillcli.bench.material import Material, made_material
 from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.features.compress.contenders import SmallModel
+from prefillcli.reading.compress.contenders import SmallModel
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.open import open_models
 from prefillcli.models.shape import table5

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from prefillcli.errors import UsageError
-from prefillcli.features.compress.draft import Draft
-from prefillcli.features.compress.options import Compression
+from prefillcli.reading.compress.draft import Draft
+from prefillcli.reading.compress.settings import Compression
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prefillcli.features.compress.draft import Draft
-from prefillcli.features.compress.options import Compression
+from prefillcli.reading.compress.draft import Draft
+from prefillcli.reading.compress.settings import Compression
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk

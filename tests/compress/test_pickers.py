@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from prefillcli.bench.report import METHODS
 from prefillcli.data.prompts.encoding import Spans
 from prefillcli.data.rows import Prompt
-from prefillcli.features.compress import Compress
-from prefillcli.features.compress.draft import Draft, SelfDraft
-from prefillcli.features.compress.load import SpecPrefill
-from prefillcli.features.compress.options import PICKERS, Compression
-from prefillcli.features.compress.selection import Bm25, Picker, RandomChunks
+from prefillcli.reading.compress.compress import Compress
+from prefillcli.reading.compress.draft import Draft, SelfDraft
+from prefillcli.reading.compress.load import SpecPrefill
+from prefillcli.reading.compress.settings import PICKERS, Compression
+from prefillcli.reading.compress.selection import Bm25, Picker, RandomChunks
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register

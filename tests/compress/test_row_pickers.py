@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.features.compress.selection import (
+from prefillcli.reading.compress.selection import (
     by_importance,
     fill,
     random_importance,

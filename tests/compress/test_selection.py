@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.features.compress.options import Compression
-from prefillcli.features.compress.selection import full_prefixes, select, select_all, tails
+from prefillcli.reading.compress.settings import Compression
+from prefillcli.reading.compress.selection import full_prefixes, select, select_all, tails
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 

@@ -14,11 +14,11 @@ from transformers import MambaConfig
 from prefillcli.core.question import Question, plan_questions, thinning_of
 from prefillcli.data.rows import Prompt
 from prefillcli.errors import UsageError
-from prefillcli.features.compress.compressor import OVERHEAD, WorthCompressing
-from prefillcli.features.compress.draft import SelfDraftRule, SelfThinning
-from prefillcli.features.compress.load import choosing_layers
-from prefillcli.features.compress.options import Compression
-from prefillcli.features.compress.selection import NO_VOTE
+from prefillcli.reading.compress.compressor import OVERHEAD, WorthCompressing
+from prefillcli.reading.compress.draft import SelfDraftRule, SelfThinning
+from prefillcli.reading.compress.load import choosing_layers
+from prefillcli.reading.compress.settings import Compression
+from prefillcli.reading.compress.selection import NO_VOTE
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan

@@ -18,9 +18,9 @@ from prefillcli.core.question import Tick
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.translation import TEXT, Overlap, Translation, Translator
 from prefillcli.data.rows import Prompt
-from prefillcli.features.compress.draft import spread
-from prefillcli.features.compress.load import SpecPrefill
-from prefillcli.features.compress.selection import FAILED, FALLBACKS, Float32Array, ImportanceEstimate
+from prefillcli.reading.compress.draft import spread
+from prefillcli.reading.compress.load import SpecPrefill
+from prefillcli.reading.compress.selection import FAILED, FALLBACKS, Float32Array, ImportanceEstimate
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.trie import TokenArray
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, T5Config
 
-from prefillcli.features.compress.compressor import OVERHEAD, UNKNOWN_ABOVE, WorthCompressing
-from prefillcli.features.compress.options import Compression
+from prefillcli.reading.compress.compressor import OVERHEAD, UNKNOWN_ABOVE, WorthCompressing
+from prefillcli.reading.compress.settings import Compression
 
 
 def config_of(layers: int, width: int) -> LlamaConfig:

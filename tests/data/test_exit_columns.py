@@ -18,10 +18,10 @@ from prefillcli.data.output.sink import Sink, of_schema, to_schema
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.labels import Label
 from prefillcli.data.rows import ScoredRow, Window, early_exit_method, left_early, reading_method
-from prefillcli.features.calibration.calibration import Calibration, TemperatureScaling
-from prefillcli.features.compress.selection import compressed_rows, fallbacks_of_useless_draft
-from prefillcli.features.evaluation.evaluating import EvaluationPlan, read_scored_truth
-from prefillcli.features.exits import Exits
+from prefillcli.judging.calibration import Calibration, TemperatureScaling
+from prefillcli.reading.compress.selection import compressed_rows, fallbacks_of_useless_draft
+from prefillcli.judging.evaluation import EvaluationPlan, read_scored_truth
+from prefillcli.reading.exits.exits import Exits
 from tests.data.outputs import LABELS, make_window, open_sink, read
 
 FULL = np.log(np.array([0.02, 0.01, 0.01]))  # over the vocabulary: Yes

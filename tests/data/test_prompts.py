@@ -21,7 +21,7 @@ from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import ErrorCode, Prompt, RowBatch, RowError, without_nulls
 from prefillcli.errors import UsageError
-from prefillcli.features.compress.compressor import COMPRESSION_COLUMNS
+from prefillcli.reading.compress.compressor import COMPRESSION_COLUMNS
 from tests.data.labels import resolve
 
 

@@ -21,7 +21,7 @@ from prefillcli.data.output.columns import COLUMNS, Counts, Group, OutputSchema,
 from prefillcli.data.output.sink import of_schema, to_schema
 from prefillcli.data.output.target import Target
 from prefillcli.data.rows import Rationale, ScoredRow, SectionEffect, Window
-from prefillcli.features.rationale.writing import written_rows
+from prefillcli.followup.rationale import written_rows
 from tests.data.outputs import LABELS, finished, make_window, open_sink, read, scored
 from tests.data.test_joined_shards import merge, open_shard, own_rows
 

@@ -11,7 +11,7 @@ import torch
 from prefillcli.core.question import Question, answer_questions
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.torch import TorchEngine
-from prefillcli.features.determinism.mode import by_row
+from prefillcli.prefill.determinism import by_row
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from prefillcli.features.determinism import mode as by_path
-from prefillcli.features.determinism.mode import attend_by_path
+from prefillcli.prefill.determinism import attend_by_path
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill import attention

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from prefillcli.features.determinism import mode as paths
-from prefillcli.features.determinism.mode import PIECE, by_row, chunk_cutter, cut_between_pieces
+from prefillcli.prefill.determinism import PIECE, by_row, chunk_cutter, cut_between_pieces
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, register

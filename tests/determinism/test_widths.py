@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefillcli.features.determinism.mode import by_row
+from prefillcli.prefill.determinism import by_row
 from prefillcli.prefill.forest import ATTENTION, register
 from tests.determinism.shuffling import LABELS, all_kinds, as_they_come, label_bits, random_shuffle
 from tests.prefill.families import make_model

@@ -13,7 +13,7 @@ import pytest
 
 from prefillcli.engines.registry import CAPABILITIES, ENGINES
 from prefillcli.errors import UsageError
-from prefillcli.features.compress.options import CompressionOptions
+from prefillcli.reading.compress.settings import CompressionOptions
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.groups import MemoryOptions
 from prefillcli.options.load import load_settings

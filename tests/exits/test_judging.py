@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from scipy.stats import binom, binomtest, hypergeom
 
 from prefillcli.engines.base import Readings
-from prefillcli.features.exits import policy
-from prefillcli.features.exits.judging import (
+from prefillcli.reading.exits.exits import policy
+from prefillcli.reading.exits.judging import (
     LEVELS,
     CalibrationRows,
     ExitCalibration,
@@ -27,7 +27,7 @@ from prefillcli.features.exits.judging import (
     most_flips,
     work_of,
 )
-from prefillcli.features.exits.policy import ExitPolicy, policy_of
+from prefillcli.reading.exits.policy import ExitPolicy, policy_of
 from tests.exits.populations import LAYERS, population
 
 RESAMPLINGS = 200

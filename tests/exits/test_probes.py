@@ -13,7 +13,7 @@ from sklearn.kernel_ridge import KernelRidge
 from sklearn.linear_model import LinearRegression, Ridge
 from sklearn.model_selection import LeaveOneOut, cross_val_predict
 
-from prefillcli.features.exits.policy import (
+from prefillcli.reading.exits.policy import (
     FITS,
     PROBES,
     AffineProbe,

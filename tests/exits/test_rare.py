@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from prefillcli.features.exits.rare import Search
+from prefillcli.reading.exits.rare import Search
 
 ROWS = 1200
 JOBS = 100

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from prefillcli.errors import UsageError
-from prefillcli.features.adapters.merging import AdapterFiles, AdapterVariants, ExchangedAdapters, open_adapters
+from prefillcli.models.adapters import AdapterFiles, AdapterVariants, ExchangedAdapters, open_adapters
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
 from prefillcli.models.open import Opened, UseVariant
@@ -220,7 +220,7 @@ ENDLESS = r"(.|\w|[a-z.])*[^a-z]{3}"  # doubles its time with each letter, in an
 def test_an_expression_that_takes_forever_is_refused_in_bounded_time(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("prefillcli.features.adapters.merging._PATTERN_SECONDS", 0.2)
+    monkeypatch.setattr("prefillcli.models.adapters._PATTERN_SECONDS", 0.2)
     folder = save_adapter(model, tmp_path / "adapter")
     change(folder, **content)
     began = time.process_time()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from prefillcli.errors import UsageError
-from prefillcli.features.streaming.streamed_layers import load_streamed
+from prefillcli.models.streamed_layers import load_streamed
 from prefillcli.models import multimodal
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model, load_weights

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from prefillcli.errors import PrefillError, UsageError
-from prefillcli.features.streaming.streamed_layers import load_streamed
+from prefillcli.models.streamed_layers import load_streamed
 from prefillcli.models.completeness import quiet_transformers
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model, load_weights

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from prefillcli.errors import ContentChangedError, ResourceError, UsageError
 from prefillcli.features.streaming import streamed_layers
-from prefillcli.features.streaming.streamed_layers import StreamedLayers, WeightFiles, load_streamed, spread
+from prefillcli.models.streamed_layers import StreamedLayers, WeightFiles, load_streamed, spread
 from prefillcli.models import rehearsal
 from prefillcli.models.find import ModelFiles, read_model_files
 from prefillcli.models.load import load_model

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefillcli.features.streaming.streamed_layers import load_streamed
+from prefillcli.models.streamed_layers import load_streamed
 from prefillcli.models import rehearsal
 from prefillcli.models import rehearsal as trust
 from prefillcli.models.find import read_model_files

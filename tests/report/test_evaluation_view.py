@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from prefillcli.features.evaluation.evaluating import (
+from prefillcli.judging.evaluation import (
     MOST_LABELS,
     EvaluatedRow,
     RunEvaluation,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from prefillcli.data.rows import Rationale, SectionEffect
-from prefillcli.features.evidence.weighing import evidence_bars
-from prefillcli.features.rationale.writing import rationale_facts, rationale_text
+from prefillcli.followup.evidence import evidence_bars
+from prefillcli.followup.rationale import rationale_facts, rationale_text
 from prefillcli.report.inspection import in_characters
 from prefillcli.report.section import Bar, Part
 

@@ -8,8 +8,8 @@ import pytest
 from scipy.stats import binomtest
 
 from prefillcli.data.output.columns import AuditedExits, Counts, LayerRows
-from prefillcli.features.exits.learning import ExitUse, UsedExit, exit_lines, gain_plot, section
-from prefillcli.features.exits.policy import GainPoint, JudgedLabel
+from prefillcli.reading.exits.learning import ExitUse, UsedExit, exit_lines, gain_plot, section
+from prefillcli.reading.exits.policy import GainPoint, JudgedLabel
 from prefillcli.report.run import RunReport, run_html, run_lines, to_json
 from tests.report.test_metrics import metrics
 from tests.report.test_run_page import HOSTILE, Page, assert_fetches_nothing

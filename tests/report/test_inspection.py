@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from prefillcli.data.rows import Rationale, SectionEffect
-from prefillcli.features.evidence.weighing import inspected as weighed
-from prefillcli.features.rationale.writing import inspected as written
+from prefillcli.followup.evidence import inspected as weighed
+from prefillcli.followup.rationale import inspected as written
 from prefillcli.report.inspection import (
     STEPS,
     AnswerView,

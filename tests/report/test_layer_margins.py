@@ -12,7 +12,7 @@ from rich.console import Console
 from scipy.stats import entropy
 
 from prefillcli.engines.base import Readings
-from prefillcli.features.exits.policy import ExitLayer, ExitPolicy, Float64Array
+from prefillcli.reading.exits.policy import ExitLayer, ExitPolicy, Float64Array
 from prefillcli.report.inspection import (
     MarginCurve,
     inspection_html,

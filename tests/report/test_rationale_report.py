@@ -7,9 +7,9 @@ import json
 from prefillcli.data.output.columns import Counts, RationaleTally, Tallies
 from prefillcli.data.output.target import Manifest
 from prefillcli.decode.continuations import DecodingReport, DrafterCounts
-from prefillcli.features.evidence.weighing import WHAT_EVIDENCE_IS
+from prefillcli.followup.evidence import WHAT_EVIDENCE_IS
 from prefillcli.features.rationale import Rationale
-from prefillcli.features.rationale.writing import NO_REASON, RationaleUse, WrittenRow
+from prefillcli.followup.rationale import NO_REASON, RationaleUse, WrittenRow
 from prefillcli.report.run import RunReport, run_html, run_lines, to_json
 from tests.report.test_metrics import metrics
 from tests.report.test_run_page import HOSTILE, Page

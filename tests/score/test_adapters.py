@@ -134,7 +134,7 @@ def test_longer_labels_have_the_log_probabilities_of_the_rows_adapter(model: Pat
 def test_adapters_are_exchanged_once_in_a_window(
     model: Path, adapters: Adapters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prefillcli.features.adapters.merging import LoadedAdapter
+    from prefillcli.models.adapters import LoadedAdapter
 
     merged: list[str] = []
     merge = LoadedAdapter.merge

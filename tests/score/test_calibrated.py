@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from prefillcli.cli import app
 from prefillcli.errors import UsageError
 from prefillcli.features.calibration import CalibrateSettings
-from prefillcli.features.calibration.calibrate import calibrate_job
-from prefillcli.features.calibration.calibration import Calibration, IsotonicSteps, PlattScaling, read_calibration
+from prefillcli.judging.calibrate import calibrate_job
+from prefillcli.judging.calibration import Calibration, IsotonicSteps, PlattScaling, read_calibration
 from prefillcli.models.files import sample_model
 from prefillcli.options.load import load_settings
 from prefillcli.ray import Scorer
@@ -173,7 +173,7 @@ def test_a_killed_job_goes_on_with_the_same_probabilities(
     command.wait_until_held()
     command.kill()
     assert list(Path("out.parquet.prefill").glob("part-*"))
-    again = "prefillcli.features.calibration.calibration.contextual_calibration"
+    again = "prefillcli.judging.calibration.contextual_calibration"
     monkeypatch.setattr(again, lambda *_: pytest.fail("the prompt without content is scored once for a job"))
     assert score("in.parquet", resume=True, **given, **flags(model))["exit_code"] == 0
     found, wanted = read_output("out.parquet"), read_output("whole.parquet")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefillcli.features.compress.compressor import RATES
+from prefillcli.reading.compress.compressor import RATES
 from tests.score.compression import HOW, compressed, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, score, write_jsonl
 from tests.score.models import save_model
@@ -20,7 +20,7 @@ from tests.score.processes import Command, Hold, cut_small_windows, words_of
 ROWS = 70
 ANSWER = "prefillcli.engines.torch:TorchEngine.answer"
 PACK = "prefillcli.jobs.recorder:Recorder.pack_begins"
-ESTIMATE = "prefillcli.features.compress.draft:Draft.estimate"
+ESTIMATE = "prefillcli.reading.compress.draft:Draft.estimate"
 AUTO = {"keep": "auto", "max_flips": 0.999, "audit": 25}
 
 
@@ -199,7 +199,7 @@ def test_a_job_that_was_stopped_before_the_choice_chooses_the_same(
 ) -> None:
     make_input(reference)
     command = Command(
-        *arguments(model, draft, **AUTO), hold=Hold("prefillcli.features.compress.compressor:answer_questions", 2)
+        *arguments(model, draft, **AUTO), hold=Hold("prefillcli.reading.compress.compressor:answer_questions", 2)
     )
     command.wait_until_held()
     command.kill()
@@ -218,7 +218,7 @@ def test_a_rate_that_was_chosen_stands_with_other_packs_too(
     def choose_again(*_: Any, **__: Any) -> None:
         raise AssertionError("the rate was chosen again")
 
-    monkeypatch.setattr("prefillcli.features.compress.compressor.choose_keep", choose_again)
+    monkeypatch.setattr("prefillcli.reading.compress.compressor.choose_keep", choose_again)
     assert_resumes(whole_auto, flags(model, draft, **AUTO, memory="1GiB") | {"pack_tokens": 300}, same_packs=False)
     for row, wanted in zip(read_output("out.parquet"), whole_auto.rows, strict=True):
         for name in ("score", "audit_score"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from prefillcli.errors import UsageError
-from prefillcli.features.compress.options import compression_of
+from prefillcli.reading.compress.settings import compression_of
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from tests.score.jobs import read_report, score, texts, write_parquet

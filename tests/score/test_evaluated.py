@@ -20,7 +20,7 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
-from prefillcli.features.calibration.calibration import PlattScaling
+from prefillcli.judging.calibration import PlattScaling
 from tests.score.jobs import read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.processes import Command, Hold, cut_small_windows
 from tests.score.test_calibrated import save
@@ -127,7 +127,7 @@ def test_a_column_whose_later_windows_have_no_label_either_is_refused_at_the_end
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cut_small_windows(monkeypatch)
-    monkeypatch.setattr("prefillcli.features.evaluation.evaluating._LOOKED_AT", 30)
+    monkeypatch.setattr("prefillcli.judging.evaluation._LOOKED_AT", 30)
     truth = [None if at < 40 else "perhaps" for at in range(ROWS)]
     summary = score(make_input("parquet", truth), model=model, truth="truth", max_error_rate=0.5)
     assert summary["exit_code"] == 2

@@ -15,7 +15,7 @@ from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.rows import Prompt, RowBatch, ScoredRow
 from prefillcli.engines.base import Answer
-from prefillcli.features.evidence.weighing import Ablation, Weighing
+from prefillcli.followup.evidence import Ablation, Weighing
 from prefillcli.stats.evaluation import Measure
 from tests.score.jobs import Reference
 

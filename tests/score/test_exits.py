@@ -22,10 +22,10 @@ from prefillcli.data.output.sink import Sink
 from prefillcli.data.proof import sealed_text
 from prefillcli.engines.base import PLAIN
 from prefillcli.errors import UsageError
-from prefillcli.features.exits import judging as exit_judging
-from prefillcli.features.exits import learning as exit_learning
-from prefillcli.features.exits.learning import JobExits
-from prefillcli.features.exits.policy import ExitPolicy
+from prefillcli.reading.exits.exits import judging as exit_judging
+from prefillcli.reading.exits.exits import learning as exit_learning
+from prefillcli.reading.exits.learning import JobExits
+from prefillcli.reading.exits.policy import ExitPolicy
 from prefillcli.jobs.loop import Granularity
 from prefillcli.jobs.merge import merge_job
 from prefillcli.models.files import sample_model
@@ -323,7 +323,7 @@ def test_exits_that_drift_has_ended_stay_ended(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(
-            "prefillcli.features.exits.learning.drifted_classes", lambda counts, max_flips: (0,) if counts else ()
+            "prefillcli.reading.exits.learning.drifted_classes", lambda counts, max_flips: (0,) if counts else ()
         )
         stop_in_the_third_window(data, deep_model, monkeypatch, audit=60)
     if learnt == "gone":

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
 
-from prefillcli.features.compress.selection import FALLBACKS
+from prefillcli.reading.compress.selection import FALLBACKS
 from prefillcli.models.law import PACK_TOKENS
 from prefillcli.prefill.walk import LayerWalk
 from tests.score.compression import Prompt, assert_close, compressed, full_rows, lines_of, unrelated

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from prefillcli.features.compress import compressor
-from prefillcli.features.compress.compressor import RATES
+from prefillcli.reading.compress.compress import compressor
+from prefillcli.reading.compress.compressor import RATES
 from prefillcli.stats.evaluation import flip_bound
 from tests.score.compression import SAME, assert_close, compressed, full_rows, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, write_jsonl

@@ -16,8 +16,8 @@ from sklearn.metrics import accuracy_score, roc_auc_score
 
 from prefillcli.errors import UsageError
 from prefillcli.features.calibration import CalibrateSettings
-from prefillcli.features.calibration.calibrate import calibrate_job
-from prefillcli.features.calibration.calibration import Calibration, PlattScaling
+from prefillcli.judging.calibrate import calibrate_job
+from prefillcli.judging.calibration import Calibration, PlattScaling
 from prefillcli.jobs.merge import merge_job
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings

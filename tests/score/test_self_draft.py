@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import UsageError
-from prefillcli.features.compress import draft as self_draft
+from prefillcli.reading.compress.compress import draft as self_draft
 from prefillcli.jobs.inspect import inspect_job
 from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings

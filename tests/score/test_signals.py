@@ -30,10 +30,10 @@ PHASES: dict[str, tuple[Hold, tuple[str, ...]]] = {
     "tokenize": (Hold("prefillcli.data.prompts.builder:PromptBuilder._prompts", 2), ()),
     "plan": (Hold("prefillcli.jobs.loop:plan_questions"), ()),
     "model": (Hold("prefillcli.engines.torch:TorchEngine.answer", 4), ()),
-    "exits": (Hold("prefillcli.features.exits.learning:ExitLearning.exits"), ("--exit",)),
+    "exits": (Hold("prefillcli.reading.exits.learning:ExitLearning.exits"), ("--exit",)),
     "write": (Hold("prefillcli.data.output.parts:write_part", 2), ()),
     "publish": (Hold("prefillcli.data.output.sink:commit"), ()),
-    "evaluate": (Hold("prefillcli.features.evaluation.evaluating:evaluate_output"), EVALUATE),
+    "evaluate": (Hold("prefillcli.judging.evaluation:evaluate_output"), EVALUATE),
 }
 #: The same with two workers, whose driver neither loads nor computes.
 DRIVER: dict[str, tuple[Hold, tuple[str, ...]]] = {

@@ -65,7 +65,7 @@ def test_weights_are_streamed_if_they_do_not_fit(deep: Path, monkeypatch: pytest
 def test_what_does_not_even_fit_as_a_stream_is_refused(deep: Path, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefillcli.runtime.memory.loadable_memory", lambda device: free)
     monkeypatch.setattr(
-        "prefillcli.features.streaming.streamed_layers.load_streamed",
+        "prefillcli.models.streamed_layers.load_streamed",
         lambda *a, **k: pytest.fail("weights were loaded"),
     )
     summary = score("in.parquet", model=deep)

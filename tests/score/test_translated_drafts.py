@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 import prefillcli
 from prefillcli.errors import UsageError
-from prefillcli.features.compress.load import SpecPrefill
+from prefillcli.reading.compress.load import SpecPrefill
 from prefillcli.jobs.inspect import inspect_job
 from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings

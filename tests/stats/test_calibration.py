@@ -20,7 +20,7 @@ from sklearn.isotonic import IsotonicRegression
 from sklearn.metrics import accuracy_score, brier_score_loss, log_loss, roc_auc_score
 from sklearn.model_selection import StratifiedKFold
 
-from prefillcli.features.calibration.calibration import (
+from prefillcli.judging.calibration import (
     METHODS,
     Calibration,
     ContentFreeScaling,
@@ -282,7 +282,7 @@ def test_applying_one_needs_neither_scikit_learn_nor_scipy() -> None:
     code = (
         "import sys; sys.modules.update(sklearn=None, scipy=None)\n"
         "import numpy as np\n"
-        "from prefillcli.features.calibration.calibration import Calibration, IsotonicSteps\n"
+        "from prefillcli.judging.calibration import Calibration, IsotonicSteps\n"
         "c = Calibration(labels=('a', 'b'), scaling=IsotonicSteps(scores=(0, 1), probabilities=(0, 1)))\n"
         "assert abs(c.probabilities(np.log([[0.3, 0.7]]))[0, 0] - 0.3) < 1e-12"
     )

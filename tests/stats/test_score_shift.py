@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import ks_2samp
 
-from prefillcli.features.gates import chance_distance, score_distance
+from prefillcli.judging.gates import chance_distance, score_distance
 
 Counts = st.lists(st.integers(0, 30), min_size=8, max_size=8)
 

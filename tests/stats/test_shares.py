@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest, norm
 
 from prefillcli.engines.base import Readings
-from prefillcli.features.estimate.estimating import (
+from prefillcli.judging.estimate import (
     corrected_share,
     fit_guesser,
     guided_share,

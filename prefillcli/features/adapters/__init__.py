@@ -70,7 +70,7 @@ class Adapters(Feature):
                 )
 
     def folders(self) -> Sequence[Path]:
-        from prefillcli.features.adapters.merging import local_adapter
+        from prefillcli.models.adapters import local_adapter
 
         return [path for path in map(local_adapter, self.settings.adapter.values()) if path is not None]
 
@@ -82,7 +82,7 @@ class Adapters(Feature):
             )
 
     def change_model(self, opened: Opened) -> Opened:
-        from prefillcli.features.adapters.merging import open_adapters
+        from prefillcli.models.adapters import open_adapters
 
         settings = self.settings
         return open_adapters(
@@ -108,7 +108,7 @@ class Adapters(Feature):
 
 def _paths(opened: Opened | None) -> dict[str, str]:
     # The folders of a model's adapters, by the adapters' names.
-    from prefillcli.features.adapters.merging import AdapterVariants
+    from prefillcli.models.adapters import AdapterVariants
 
     variants = None if opened is None else opened.variants
     return {each.name: str(each.path) for each in variants.files} if isinstance(variants, AdapterVariants) else {}

@@ -125,7 +125,7 @@ class BatchFiles(Feature):
     def labels(self, opened: Opened) -> Labels | None:
         if self._format is None or _scores_pairs(opened):  # which has labels or classes
             return None
-        from prefillcli.features.batchfiles.requests import LikeliestTokens
+        from prefillcli.asking.batch_files import LikeliestTokens
 
         return LikeliestTokens(opened)
 
@@ -134,7 +134,7 @@ class BatchFiles(Feature):
     ) -> PromptBuilder | None:
         if not self._recognised(available):
             return None
-        from prefillcli.features.batchfiles.requests import PairRequestBuilder, RequestBuilder
+        from prefillcli.asking.batch_files import PairRequestBuilder, RequestBuilder
 
         opened = opening.opened
         model = str(self.settings.model or opened.files.origin)

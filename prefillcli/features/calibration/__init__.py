@@ -13,7 +13,7 @@ from prefillcli.options.requirements import Requirement
 
 if TYPE_CHECKING:
     from prefillcli.core.feature import Counts, Job, Labels, LocalModels, Opening, PlanEngine, RunReport, Section
-    from prefillcli.features.calibration.calibration import Calibration
+    from prefillcli.judging.calibration import Calibration
 
 # The key of a job's plan for the calibration that is learnt from prompts without content.
 CONTENT_FREE = "content_free"
@@ -28,7 +28,7 @@ def calibrate(settings: CalibrateSettings) -> dict[str, Any]:
 
     A table goes to stderr; the last line on stdout is a summary, one JSON object.
     """
-    from prefillcli.features.calibration.calibrate import calibrate_job
+    from prefillcli.judging.calibrate import calibrate_job
 
     return calibrate_job(settings)
 
@@ -65,12 +65,12 @@ class Calibrating(Feature):
         return ["calibration" if self.settings.calibration is not None else "calibrate-with"]
 
     def source_opened(self, opening: Opening) -> None:
-        from prefillcli.features.calibration.calibration import check_calibration
+        from prefillcli.judging.calibration import check_calibration
 
         check_calibration(self.settings)
 
     def models_opened(self, opening: Opening) -> None:
-        from prefillcli.features.calibration.calibration import read_calibration
+        from prefillcli.judging.calibration import read_calibration
 
         if self.settings.calibration is not None:
             schema = opening.schema()
@@ -89,12 +89,12 @@ class Calibrating(Feature):
 
     def identified(self, job: Job) -> None:
         if self.calibration is not None:
-            from prefillcli.features.calibration.calibration import require_fitting
+            from prefillcli.judging.calibration import require_fitting
 
             require_fitting(self.calibration, self.settings.calibration, job.report.fingerprint)
 
     def rows_opened(self, opening: Opening) -> None:
-        from prefillcli.features.calibration.calibration import content_free_prompts
+        from prefillcli.judging.calibration import content_free_prompts
 
         opening.common = content_free_prompts(self.settings, opening)
 
@@ -103,7 +103,7 @@ class Calibrating(Feature):
     ) -> Mapping[str, Any]:
         if self.calibration is not None:
             return {}
-        from prefillcli.features.calibration.calibration import Calibration, contextual_calibration
+        from prefillcli.judging.calibration import Calibration, contextual_calibration
 
         if CONTENT_FREE in plan:
             self.calibration = Calibration.model_validate(plan[CONTENT_FREE])

@@ -65,7 +65,7 @@ class Choices(Feature):
                 "--choices-column: the model's classification head is read, which has classes of its own\n"
                 "read the next token with --head vocabulary"
             )
-        from prefillcli.features.choices.row_choices import RowChoices
+        from prefillcli.asking.choices import RowChoices
 
         return RowChoices(opened.tokenizer, self.settings)
 

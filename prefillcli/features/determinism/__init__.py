@@ -41,7 +41,7 @@ class Determinism(Feature):
             )
 
     def arithmetic(self) -> Arithmetic:
-        from prefillcli.features.determinism.mode import by_row
+        from prefillcli.prefill.determinism import by_row
 
         return by_row()
 

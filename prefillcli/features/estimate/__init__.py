@@ -53,14 +53,14 @@ class Estimating(Feature):
             )
 
     def finished(self, job: Job) -> None:  # the models are still loaded
-        from prefillcli.features.estimate.estimating import estimate
+        from prefillcli.judging.estimate import estimate
 
         if self.settings.estimate is not None:
             with job.clock.phase("evaluate"):
                 estimate(job)
 
     def ended(self, job: Job) -> None:
-        from prefillcli.features.estimate.estimating import estimate_audited, is_known
+        from prefillcli.judging.estimate import estimate_audited, is_known
 
         if self.settings.estimate is None:
             with job.clock.phase("evaluate"), job.stop.at_once():
@@ -72,13 +72,13 @@ class Estimating(Feature):
                 self.finished(job)
 
     def reported(self, job: Job, counts: Counts | None) -> None:
-        from prefillcli.features.estimate.estimating import stored
+        from prefillcli.judging.estimate import stored
 
         job.report.blocks["estimate"] = None if counts is None else stored(job)
 
     @classmethod
     def section(cls, report: RunReport) -> Section | None:
-        from prefillcli.features.estimate.estimating import section
+        from prefillcli.judging.estimate import section
 
         found: Any = report.blocks["estimate"]
         return None if found is None else section(found)

@@ -13,7 +13,7 @@ from prefillcli.options.requirements import Requirement
 
 if TYPE_CHECKING:
     from prefillcli.core.feature import Job, Labels, Manifest, Opening, RunReport, Section
-    from prefillcli.features.evaluation.evaluating import EvaluationPlan, RunEvaluation
+    from prefillcli.judging.evaluation import EvaluationPlan, RunEvaluation
 
 PLAN = "evaluation"  # the key of a shard's plan for the `EvaluationPlan`, which `prefill merge` reads
 
@@ -65,7 +65,7 @@ class Evaluating(Feature):
         return self._columns.get("")
 
     def labels_named(self, opening: Opening) -> None:
-        from prefillcli.features.evaluation.evaluating import require_labels
+        from prefillcli.judging.evaluation import require_labels
 
         for plan in self._planned(opening).values():
             require_labels(opening.source, plan)
@@ -75,7 +75,7 @@ class Evaluating(Feature):
 
     def _planned(self, opening: Opening) -> dict[int, EvaluationPlan]:
         # The plan of each question with right answers, by its number.
-        from prefillcli.features.evaluation.evaluating import EvaluationPlan
+        from prefillcli.judging.evaluation import EvaluationPlan
 
         schema, labels = opening.schema(), opening.labels.each or (opening.labels,)
         answers = {own.name: (number, own) for number, own in enumerate(schema.questions or (schema,))}
@@ -94,7 +94,7 @@ class Evaluating(Feature):
         return {PLAN: [plan.to_json() for plan in self._plans.values()]}
 
     def ended(self, job: Job) -> None:
-        from prefillcli.features.evaluation.evaluating import evaluate_output, with_texts
+        from prefillcli.judging.evaluation import evaluate_output, with_texts
 
         with job.clock.phase("evaluate"), job.stop.at_once():
             for number, plan in self._plans.items():
@@ -105,7 +105,7 @@ class Evaluating(Feature):
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
-        from prefillcli.features.evaluation.evaluating import EvaluationPlan, evaluate_output
+        from prefillcli.judging.evaluation import EvaluationPlan, evaluate_output
 
         for content in manifest.plan.get(PLAN) or ():
             if (plan := EvaluationPlan.of_json(content)) is not None:
@@ -120,7 +120,7 @@ class Evaluating(Feature):
 
     @classmethod
     def section(cls, report: RunReport) -> Section | Sequence[Section] | None:
-        from prefillcli.features.evaluation.evaluating import section, summary_of
+        from prefillcli.judging.evaluation import section, summary_of
 
         if report.blocks["evaluation"] is not None:
             return section(report.blocks["evaluation"])

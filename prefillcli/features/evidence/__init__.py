@@ -10,7 +10,7 @@ from prefillcli.options.option import RATIONALES, Settings, option
 
 if TYPE_CHECKING:
     from prefillcli.core.feature import Choice, Counts, Job, Manifest, Opening, RunReport, Section, WantedRow
-    from prefillcli.features.evidence.weighing import ShownRow, Weighing
+    from prefillcli.followup.evidence import ShownRow, Weighing
 
 
 
@@ -33,19 +33,19 @@ class Evidence(Feature):
         return True
 
     def further(self, opening: Opening, choice: Choice) -> Weighing:
-        from prefillcli.features.evidence.weighing import Ablation, Weighing
+        from prefillcli.followup.evidence import Ablation, Weighing
 
         labels = opening.labels
         return Weighing(Ablation(opening.builder, labels), opening.settings.temperature, labels.measure)
 
     def ended(self, job: Job) -> None:
         if self.settings.show_text and not job.schema().questions:
-            from prefillcli.features.evidence.weighing import weighed_rows
+            from prefillcli.followup.evidence import weighed_rows
 
             self.shown = weighed_rows(job.sink.location, self.settings.id_column)
 
     def reported(self, job: Job, counts: Counts | None) -> None:
-        from prefillcli.features.evidence.weighing import EvidenceUse
+        from prefillcli.followup.evidence import EvidenceUse
 
         use = EvidenceUse(evidence_rows=0 if counts is None else counts.tallies.evidence)
         use.shown = list(self.shown)
@@ -53,13 +53,13 @@ class Evidence(Feature):
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
-        from prefillcli.features.evidence.weighing import EvidenceUse
+        from prefillcli.followup.evidence import EvidenceUse
 
         if manifest.counts is not None and manifest.counts.tallies.evidence:
             report.blocks["rationales"] = EvidenceUse(evidence_rows=manifest.counts.tallies.evidence)
 
     def answers_shown(self, row: WantedRow, labels: Sequence[str]) -> Section | None:
-        from prefillcli.features.evidence.weighing import inspected
+        from prefillcli.followup.evidence import inspected
 
         return None if row.scored.evidence is None else inspected(row.scored.evidence)
 
@@ -67,7 +67,7 @@ class Evidence(Feature):
     def section(cls, report: RunReport) -> Section | None:
         if report.blocks["rationales"] is None:
             return None
-        from prefillcli.features.evidence.weighing import section
+        from prefillcli.followup.evidence import section
 
         return section(report.blocks["rationales"])
 

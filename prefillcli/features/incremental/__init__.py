@@ -35,14 +35,14 @@ class Incremental(Feature):
         return bool(self.settings.retry_errors)
 
     def identified(self, job: Job) -> None:
-        from prefillcli.features.incremental.earlier_output import find_earlier
+        from prefillcli.reading.earlier import find_earlier
 
         self._found, job.report.blocks["since"] = find_earlier(self.settings, job.output, job.report.fingerprint)
 
     def left_to_score(self, job: Job, windows: Iterator[Window]) -> Iterator[Window]:
         if self._found is None:
             return windows
-        from prefillcli.features.incremental.earlier_output import EarlierOutput, left_to_score
+        from prefillcli.reading.earlier import EarlierOutput, left_to_score
 
         with job.clock.phase("read"), job.stop.at_once():
             earlier = EarlierOutput(self._found, job.sink.schema, job.sink.local_folder)
@@ -59,7 +59,7 @@ class Incremental(Feature):
 
     @staticmethod
     def _count(report: RunReport, rows: int) -> None:
-        from prefillcli.features.incremental.earlier_output import SinceUse
+        from prefillcli.reading.earlier import SinceUse
 
         if report.blocks["since"] is None and rows:
             report.blocks["since"] = SinceUse()  # of a merge, or of earlier attempts

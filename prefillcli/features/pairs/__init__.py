@@ -59,14 +59,14 @@ class Pairs(Feature):
         return not self.settings.labels_given and read_reranker(model) is not None
 
     def labels(self, opened: Opened) -> Labels | None:
-        from prefillcli.features.pairs.reranking import own_labels
+        from prefillcli.asking.reranking import own_labels
         from prefillcli.models.files import read_reranker
 
         found = self._reranker = read_reranker(opened.files.path)
         return None if found is None or self.settings.labels_given else own_labels(found, opened)
 
     def models_opened(self, opening: Opening) -> None:
-        from prefillcli.features.pairs.reranking import warn_of_labels, warn_of_name
+        from prefillcli.asking.reranking import warn_of_labels, warn_of_name
 
         if self._reranker is None:
             if not self._own_prompt:
@@ -77,7 +77,7 @@ class Pairs(Feature):
     def prompt_builder(
         self, opening: Opening, settings: PromptSettings, available: Sequence[str]
     ) -> PromptBuilder | None:
-        from prefillcli.features.pairs.reranking import own_builder
+        from prefillcli.asking.reranking import own_builder
 
         if self._reranker is None:
             return None

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         RunReport,
         Section,
     )
-    from prefillcli.features.questions.asking import SecondPass
+    from prefillcli.asking.questions import SecondPass
 
 CORRELATIONS = "correlations"  # in a report, and in the plan of a shard
 
@@ -105,7 +105,7 @@ class Questions(Feature):
         return [each.name for each in self._file.questions]
 
     def starting(self) -> None:
-        from prefillcli.features.questions.file import read_questions
+        from prefillcli.asking.question_file import read_questions
 
         self._file = read_questions(self.settings.questions)
         if self._file.swapped and any("evidence" in each.columns for each in features_of(self.settings)):
@@ -115,7 +115,7 @@ class Questions(Feature):
             )
 
     def prompt_columns(self, available: Sequence[str]) -> Sequence[str]:
-        from prefillcli.features.questions.asking import compiled
+        from prefillcli.asking.questions import compiled
 
         self._templates = compiled(self._file, available)
         return tuple(dict.fromkeys(name for each in self._templates for name in each.columns))
@@ -124,7 +124,7 @@ class Questions(Feature):
         return True
 
     def labels(self, opened: Opened) -> Labels:
-        from prefillcli.features.questions.asking import QuestionLabels
+        from prefillcli.asking.questions import QuestionLabels
 
         if opened.files.head is not None:
             raise UsageError(
@@ -142,7 +142,7 @@ class Questions(Feature):
         )
 
     def prompt_builder(self, opening: Opening, settings: PromptSettings, available: Sequence[str]) -> PromptBuilder:
-        from prefillcli.features.questions.asking import QuestionsBuilder, compiled
+        from prefillcli.asking.questions import QuestionsBuilder, compiled
 
         if getattr(opening.labels, "digest", None) != self._file.digest:
             raise UsageError(f"--questions {self.settings.questions}: the file is not as it was\nmake another Scorer")
@@ -151,7 +151,7 @@ class Questions(Feature):
         return QuestionsBuilder(opening.opened.tokenizer, settings, available, self._file, templates)
 
     def condition(self, schema: OutputSchema) -> Condition | None:
-        from prefillcli.features.questions.asking import SecondPass
+        from prefillcli.asking.questions import SecondPass
 
         settings, waiting = self.settings, self._file.waiting
         others = [each for each in features_of(settings) if each.asks() or each.rewrites]
@@ -171,7 +171,7 @@ class Questions(Feature):
         return found | {QUESTION_ROWS: ",".join(self._names)} if self.columns else found
 
     def reported(self, job: Job, counts: Counts | None) -> None:
-        from prefillcli.features.questions.report import audits_of, orders_of
+        from prefillcli.judging.questions import audits_of, orders_of
 
         job.report.blocks.update({"orders": orders_of(counts), "audits": audits_of(counts)})
 
@@ -184,14 +184,14 @@ class Questions(Feature):
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
-        from prefillcli.features.questions.report import audits_of, orders_of
+        from prefillcli.judging.questions import audits_of, orders_of
 
         report.blocks.update({"orders": orders_of(manifest.counts), "audits": audits_of(manifest.counts)})
         cls._correlate(report, output, manifest.plan.get(CORRELATIONS) or ())
 
     @staticmethod
     def _correlate(report: RunReport, output: str, names: Sequence[str]) -> None:
-        from prefillcli.features.questions.report import correlations_of
+        from prefillcli.judging.questions import correlations_of
 
         if len(names) > 1:
             report.blocks[CORRELATIONS] = correlations_of(output, names)
@@ -201,7 +201,7 @@ class Questions(Feature):
         orders, audits, correlations = (report.blocks[name] for name in cls.keys)
         if not (orders or audits or correlations):
             return ()
-        from prefillcli.features.questions.report import correlation_section, section
+        from prefillcli.judging.questions import correlation_section, section
 
         sections = [section(orders or [], audits or [])] if orders or audits else []
         return sections if correlations is None else [*sections, correlation_section(correlations)]

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
         WantedRow,
     )
     from prefillcli.decode.continuations import Writing
-    from prefillcli.features.rationale.contest import WritingContest
-    from prefillcli.features.rationale.writing import Rationales, WrittenRow
+    from prefillcli.followup.contest import WritingContest
+    from prefillcli.followup.rationale import Rationales, WrittenRow
 
 
 
@@ -158,18 +158,18 @@ class Rationale(Feature):
         writing = self._writing(opening.opened, names)
         if writing is None:
             return None
-        from prefillcli.features.rationale.writing import Rationales
+        from prefillcli.followup.rationale import Rationales
 
         return Rationales(writing, self.settings.rationale_template, opening, choice)
 
     def ended(self, job: Job) -> None:
         if self.settings.show_text and not job.schema().questions:
-            from prefillcli.features.rationale.writing import written_rows
+            from prefillcli.followup.rationale import written_rows
 
             self.shown = written_rows(job.sink.location, job.groups, self.settings.id_column)
 
     def reported(self, job: Job, counts: Counts | None) -> None:
-        from prefillcli.features.rationale.writing import RationaleUse
+        from prefillcli.followup.rationale import RationaleUse
 
         decoded = job.pool.used().decoded if hasattr(job, "pool") else None
         use = RationaleUse.of(decoded, self.settings.speculation if self.settings.rationale else None)
@@ -181,7 +181,7 @@ class Rationale(Feature):
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
-        from prefillcli.features.rationale.writing import RationaleUse
+        from prefillcli.followup.rationale import RationaleUse
 
         counts = manifest.counts
         if counts is not None and (counts.tallies.rationales.rows or counts.tallies.evidence):
@@ -191,7 +191,7 @@ class Rationale(Feature):
     def answers_shown(self, row: WantedRow, labels: Sequence[str]) -> Section | None:
         if row.scored.rationale is None:
             return None
-        from prefillcli.features.rationale.writing import inspected
+        from prefillcli.followup.rationale import inspected
 
         return inspected(row.scored.rationale, self._texts(labels)[labels[row.label]].strip())
 
@@ -199,7 +199,7 @@ class Rationale(Feature):
     def contest(cls, settings: WritingContestOptions) -> WritingContest | None:
         if not settings.rationale:
             return None
-        from prefillcli.features.rationale.contest import WritingContest
+        from prefillcli.followup.contest import WritingContest
 
         return WritingContest(settings)
 
@@ -207,7 +207,7 @@ class Rationale(Feature):
     def section(cls, report: RunReport) -> Section | None:
         if report.blocks["rationales"] is None:
             return None
-        from prefillcli.features.rationale.writing import rationale_section
+        from prefillcli.followup.rationale import rationale_section
 
         return rationale_section(report.blocks["rationales"])
 
@@ -222,7 +222,7 @@ class Rationale(Feature):
         return getattr(self.settings, "questions", None) is not None
 
     def _writing(self, opened: Opened, names: Sequence[str]) -> Writing | None:
-        from prefillcli.features.rationale.writing import writing_of
+        from prefillcli.followup.rationale import writing_of
 
         return writing_of(self.settings, opened, () if self._asks_several else names)
 

@@ -45,12 +45,12 @@ class Rejects(Feature):
             )
 
     def source_opened(self, opening: Opening) -> None:
-        from prefillcli.features.rejects.writing import check_rejects
+        from prefillcli.judging.rejects import check_rejects
 
         check_rejects(self.settings.rejects, opening.source)
 
     def ended(self, job: Job) -> None:
-        from prefillcli.features.rejects.writing import write_rejects
+        from prefillcli.judging.rejects import write_rejects
 
         with job.clock.phase("write"), job.stop.at_once():
             write_rejects(self.settings.rejects, job.source, job.sink)

@@ -28,7 +28,7 @@ class Streaming(Feature):
         return settings.weights != "resident"
 
     def keep_weights(self, opened: Opened, *, draft: bool, share: float) -> WeightsPlan | None:
-        from prefillcli.features.streaming.streamed_layers import plan_streamed
+        from prefillcli.models.streamed_layers import plan_streamed
 
         settings = self.settings
         always = settings.weights == "stream"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from prefillcli.core.feature import Answer, Equipment, Material
-    from prefillcli.features.rationale.contenders import TextMethod, TextRun
+    from prefillcli.followup.contenders import TextMethod, TextRun
     from prefillcli.plan.behind import LabelSet
     from prefillcli.runtime.clock import StepLog
 
@@ -367,7 +367,7 @@ class WritingContest:
     ) -> TextResult:
         """Compare these ways. No timed round begins if it would end more than so many seconds after the first
         began."""
-        from prefillcli.features.rationale.contenders import text_methods  # takes torch along
+        from prefillcli.followup.contenders import text_methods  # takes torch along
 
         settings = self._settings
         task = text_task(equipment, material, settings.rationale)

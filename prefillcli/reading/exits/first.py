@@ -27,7 +27,7 @@ from prefillcli.plan.plan import Plan, make_plan
 
 if TYPE_CHECKING:
     from prefillcli.core.feature import Equipment, Feature, Models, Opened, Scorer
-    from prefillcli.features.exits.policy import Float32Array, Float64Array
+    from prefillcli.reading.exits.policy import Float32Array, Float64Array
     from prefillcli.jobs.runners.pool import Pool
 
 _TAIL_TOKENS = 16

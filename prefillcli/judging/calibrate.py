@@ -18,7 +18,7 @@ from prefillcli.data.prompts.labels import Label, label_of
 from prefillcli.data.reading.source import Source
 from prefillcli.errors import PrefillError, ResourceError, UsageError, counted, without_secrets
 from prefillcli.features.calibration import CalibrateSettings
-from prefillcli.features.calibration.calibration import (
+from prefillcli.judging.calibration import (
     Calibration,
     FittedOn,
     IntArray,

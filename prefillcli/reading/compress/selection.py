@@ -29,7 +29,7 @@ from prefillcli.core.question import Thinning
 from prefillcli.data.prompts.encoding import Spans
 from prefillcli.data.prompts.translation import TEXT, Overlap
 from prefillcli.data.rows import FALLBACK, FULL, Int64Array, Prompt, is_fallback, reading_method
-from prefillcli.features.compress.options import Compression
+from prefillcli.reading.compress.settings import Compression
 from prefillcli.plan.trie import TokenArray, TrieNode, build_forest, token_order
 
 if TYPE_CHECKING:

@@ -34,10 +34,10 @@ import numpy.typing as npt
 
 from prefillcli.core.question import Tick
 from prefillcli.data.rows import BEFORE, Int64Array, Prompt, ScoredRow
-from prefillcli.features.exits.first import FirstReading, readings_of
-from prefillcli.features.exits.judging import calibration_rows
-from prefillcli.features.exits.learning import SEED, ExitLearning, ExitUse, JobExits, RareUse, UsedExit, with_first
-from prefillcli.features.exits.policy import (
+from prefillcli.reading.exits.first import FirstReading, readings_of
+from prefillcli.reading.exits.judging import calibration_rows
+from prefillcli.reading.exits.learning import SEED, ExitLearning, ExitUse, JobExits, RareUse, UsedExit, with_first
+from prefillcli.reading.exits.policy import (
     AffineProbe,
     ExitFindings,
     ExitLayer,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from prefillcli.core.question import Question
 from prefillcli.data.rows import BEFORE, Int64Array
 from prefillcli.engines.base import Answer, Readings
-from prefillcli.features.exits.policy import (
+from prefillcli.reading.exits.policy import (
     ALL_ROWS,
     KNOWS,
     ClassFinding,

@@ -27,9 +27,9 @@ from prefillcli.data.rows import (
     is_fallback,
 )
 from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
-from prefillcli.features.compress.load import SpecPrefill, own_layers, plan_draft, translator_of
-from prefillcli.features.compress.options import Compression, compression_of, keep_rate
-from prefillcli.features.compress.selection import (
+from prefillcli.reading.compress.load import SpecPrefill, own_layers, plan_draft, translator_of
+from prefillcli.reading.compress.settings import Compression, compression_of, keep_rate
+from prefillcli.reading.compress.selection import (
     ENOUGH_ROWS,
     FALLBACKS,
     NOT_FINITE,
@@ -253,7 +253,7 @@ def compressor_of(
 
     Raises UsageError where the model should pick tokens itself and none of its layers can.
     """
-    from prefillcli.features.compress.draft import SelfDraft  # takes torch along
+    from prefillcli.reading.compress.draft import SelfDraft  # takes torch along
 
     compression = compression_of(settings)
     own = own_layers(compression, opened) if settings.drafts_itself else None
@@ -495,7 +495,7 @@ class KeptTokens(Foresight):
     def questions(self, prompts: Sequence[Prompt], rate: float) -> list[Question]:
         rates = keep_rates(prompts, rate, self._compression, self._worth)
         if self._own_layers:
-            from prefillcli.features.compress.draft import SelfDraft
+            from prefillcli.reading.compress.draft import SelfDraft
 
             chosen = SelfDraft(self._own_layers - 1).select(prompts, [], rates, self._compression)
             return [Question(prompt, thinning=own) for prompt, own in zip(prompts, chosen, strict=True)]

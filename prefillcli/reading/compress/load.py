@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from prefillcli.data.prompts.translation import Overlap, Translation, Translator
 from prefillcli.data.rows import Int32Array, Int64Array, Prompt
 from prefillcli.errors import UsageError, brief
-from prefillcli.features.compress.options import Compression, compression_of
-from prefillcli.features.compress.selection import (
+from prefillcli.reading.compress.settings import Compression, compression_of
+from prefillcli.reading.compress.selection import (
     FAILED,
     Estimator,
     ImportanceEstimate,
@@ -25,7 +25,7 @@ from prefillcli.runtime import log
 
 if TYPE_CHECKING:
     from prefillcli.core.feature import Feature, Models, Opened, Tick
-    from prefillcli.features.compress.draft import Draft
+    from prefillcli.reading.compress.draft import Draft
     from prefillcli.jobs.runners.pool import Pool
 
 # SpecPrefill: the tokens that a draft model finds important.
@@ -106,7 +106,7 @@ def load_draft(models: Models[Any]) -> Draft | None:
     The plan has the limits of its packs. A warning names each of its failures once. Raises UsageError if the model or
     the draft lacks an ability that the settings need.
     """
-    from prefillcli.features.compress.draft import Draft
+    from prefillcli.reading.compress.draft import Draft
     from prefillcli.models.rehearsal import check_uses
 
     settings, opened = models.settings, models.opened

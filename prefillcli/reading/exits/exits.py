@@ -42,9 +42,9 @@ if TYPE_CHECKING:
         Treatment,
         Window,
     )
-    from prefillcli.features.exits.first import FirstModels, Reader
-    from prefillcli.features.exits.learning import JobExits
-    from prefillcli.features.exits.policy import ExitProfile
+    from prefillcli.reading.exits.first import FirstModels, Reader
+    from prefillcli.reading.exits.learning import JobExits
+    from prefillcli.reading.exits.policy import ExitProfile
 
 
 
@@ -142,14 +142,14 @@ class Exits(Feature):
         return ["exit", "first", "compute"]
 
     def writes(self, report: str) -> list[tuple[str, str, str]]:
-        from prefillcli.features.exits.policy import exits_path
+        from prefillcli.reading.exits.policy import exits_path
 
         if self.settings.exit_profile is not None or self.settings.rare_option is not None:
             return []
         return [("exits", exits_path(report), "what is learnt of exits,")]
 
     def source_opened(self, opening: Opening) -> None:
-        from prefillcli.features.exits.policy import exit_profile_at
+        from prefillcli.reading.exits.policy import exit_profile_at
 
         if isinstance(self.settings, ExitOptions) and self.settings.exit_profile is not None:
             self.profile = exit_profile_at(self.settings.exit_profile)
@@ -173,12 +173,12 @@ class Exits(Feature):
 
     def identified(self, job: Job) -> None:
         if self.profile is not None:
-            from prefillcli.features.exits.policy import job_of_exits, require_same_job
+            from prefillcli.reading.exits.policy import job_of_exits, require_same_job
 
             require_same_job(self.profile, self.settings.exit_profile, job_of_exits(job))
 
     def surveyed(self, opening: Opening, survey: Survey) -> Outlook | None:
-        from prefillcli.features.exits.outlook import outlook_of
+        from prefillcli.reading.exits.outlook import outlook_of
 
         return outlook_of(opening, survey, self.profile) if isinstance(self.settings, ExitOptions) else None
 
@@ -212,9 +212,9 @@ class Exits(Feature):
     def learn(
         self, opening: Opening, engine: PlanEngine, plan: Mapping[str, Any], tick: Callable[[float], None]
     ) -> Mapping[str, Any]:
-        from prefillcli.features.exits.first import readers_of
-        from prefillcli.features.exits.learning import ExitLearning
-        from prefillcli.features.exits.rare import RareLearning
+        from prefillcli.reading.exits.first import readers_of
+        from prefillcli.reading.exits.learning import ExitLearning
+        from prefillcli.reading.exits.rare import RareLearning
 
         if getattr(self.settings, "estimate", None) is not None:  # its rows are read in full
             return {}
@@ -225,7 +225,7 @@ class Exits(Feature):
         return {}
 
     def load(self, models: Models[Any]) -> FirstModels | None:
-        from prefillcli.features.exits.first import load_first
+        from prefillcli.reading.exits.first import load_first
 
         return load_first(models) if getattr(self.settings, "chain", ()) else None
 
@@ -237,7 +237,7 @@ class Exits(Feature):
         return ({}, 0) if self.exits is None else self.exits.ahead(questions, tick)
 
     def glance(self, scorer: Scorer, prompts: Sequence[Prompt], tick: Tick) -> Sequence[Readings]:
-        from prefillcli.features.exits.first import readers_of, readings_of
+        from prefillcli.reading.exits.first import readers_of, readings_of
 
         if self.readers is None:
             self.readers = [each for _, each in readers_of(scorer, type(self)).values()]
@@ -258,14 +258,14 @@ class Exits(Feature):
             self.exits.watch(job, window)
 
     def finished(self, job: Job) -> None:
-        from prefillcli.features.exits.learning import FILE
-        from prefillcli.features.exits.rare import SCORES
+        from prefillcli.reading.exits.learning import FILE
+        from prefillcli.reading.exits.rare import SCORES
 
         job.sink.work.delete(FILE)
         job.sink.work.delete(SCORES)
 
     def reported(self, job: Job, counts: Counts | None) -> None:
-        from prefillcli.features.exits.learning import stored_exit_use
+        from prefillcli.reading.exits.learning import stored_exit_use
 
         if counts is None:
             return
@@ -276,21 +276,21 @@ class Exits(Feature):
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
-        from prefillcli.features.exits.learning import stored_exit_use
+        from prefillcli.reading.exits.learning import stored_exit_use
 
         use = report.blocks["exits"] = stored_exit_use(manifest.plan)
         if use is not None and manifest.counts is not None:
             use.take(manifest.counts)
 
     def leaving_rule(self, opened: Opened, labels: Labels) -> LeavingRule | None:
-        from prefillcli.features.exits.policy import inspected_policy
+        from prefillcli.reading.exits.policy import inspected_policy
 
         found = inspected_policy(self.settings.exit_profile, opened, labels)
         return None if found is None else found.inside
 
     @classmethod
     def contenders(cls, names: Collection[str], equipment: Equipment, material: Material) -> list[Contender]:
-        from prefillcli.features.exits.contender import learn_exits
+        from prefillcli.reading.exits.contender import learn_exits
 
         asked = [name for name in METHODS if name in names]
         return list(learn_exits(asked, equipment, material, cls)) if asked else []
@@ -299,7 +299,7 @@ class Exits(Feature):
     def section(cls, report: RunReport) -> Section | None:
         if report.blocks["exits"] is None:
             return None
-        from prefillcli.features.exits.learning import section
+        from prefillcli.reading.exits.learning import section
 
         return section(report.blocks["exits"])
 

@@ -16,16 +16,16 @@ from prefillcli.bench.report import ClassFlips, ExitResult
 from prefillcli.core.question import Question
 from prefillcli.data.rows import BEFORE, Float64Array, Prompt
 from prefillcli.engines.base import EarlyExits, Treatment
-from prefillcli.features.exits.first import Reader, readers_of
-from prefillcli.features.exits.judging import (
+from prefillcli.reading.exits.first import Reader, readers_of
+from prefillcli.reading.exits.judging import (
     calibrate_exits,
     calibration_rows,
     exit_costs,
     observed_layers,
     rows_to_learn,
 )
-from prefillcli.features.exits.learning import ExitUse, JobExits, with_first
-from prefillcli.features.exits.policy import ExitPolicy
+from prefillcli.reading.exits.learning import ExitUse, JobExits, with_first
+from prefillcli.reading.exits.policy import ExitPolicy
 from prefillcli.plan.pack import in_full
 from prefillcli.stats.evaluation import exact_interval
 

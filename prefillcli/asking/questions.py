@@ -17,7 +17,7 @@ from prefillcli.data.prompts.templates import RowTemplate
 from prefillcli.data.rows import Prompt, RowBatch, RowError, ScoredRow, Window
 from prefillcli.engines.base import Answer
 from prefillcli.errors import UsageError, did_you_mean
-from prefillcli.features.questions.file import QuestionFile
+from prefillcli.asking.question_file import QuestionFile
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import build_forest, forest_tokens, token_order
 

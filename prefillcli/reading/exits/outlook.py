@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, cast
 from pydantic import BaseModel, Field
 
 from prefillcli.core.feature import Outlook
-from prefillcli.features.exits.judging import place_of, rows_to_learn
-from prefillcli.features.exits.learning import CHECKED_ROWS, ProvableFlips, provable_flips, provable_text
-from prefillcli.features.exits.policy import ExitProfile, require_same_job
-from prefillcli.features.exits.rare import rows_to_fit
+from prefillcli.reading.exits.judging import place_of, rows_to_learn
+from prefillcli.reading.exits.learning import CHECKED_ROWS, ProvableFlips, provable_flips, provable_text
+from prefillcli.reading.exits.policy import ExitProfile, require_same_job
+from prefillcli.reading.exits.rare import rows_to_fit
 from prefillcli.models.open import WORDS
 from prefillcli.models.shape import NoCostModel, prefill_flops
 from prefillcli.report.section import visible

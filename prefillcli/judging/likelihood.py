@@ -88,7 +88,7 @@ class Likelihood(Feature):
         require_columns([self.settings.target_column], available, "the input")
 
     def prompt_columns(self, available: Sequence[str]) -> Sequence[str] | None:
-        from prefillcli.features.likelihood.targets import has_prompts
+        from prefillcli.asking.targets import has_prompts
 
         return None if has_prompts(self.settings, available) else (self.settings.target_column,)
 
@@ -96,7 +96,7 @@ class Likelihood(Feature):
         return True
 
     def labels(self, opened: Opened) -> Labels:
-        from prefillcli.features.likelihood.targets import Targets
+        from prefillcli.asking.targets import Targets
 
         if opened.files.head is not None:
             raise UsageError(
@@ -106,7 +106,7 @@ class Likelihood(Feature):
         return Targets(opened.tokenizer, self.settings.target_column, literal=self.settings.literal)
 
     def prompt_builder(self, opening: Opening, settings: PromptSettings, available: Sequence[str]) -> PromptBuilder:
-        from prefillcli.features.likelihood.targets import TargetBuilder, has_prompts
+        from prefillcli.asking.targets import TargetBuilder, has_prompts
 
         return TargetBuilder(
             opening.opened.tokenizer,

@@ -19,8 +19,8 @@ from prefillcli.data.prompts.translation import Overlap
 from prefillcli.data.rows import Int32Array
 from prefillcli.decode.behind import look_ahead
 from prefillcli.errors import UsageError
-from prefillcli.features.compress.options import Compression, Reduce
-from prefillcli.features.compress.selection import (
+from prefillcli.reading.compress.settings import Compression, Reduce
+from prefillcli.reading.compress.selection import (
     FAILED,
     NO_MEMORY,
     NO_VOTE,

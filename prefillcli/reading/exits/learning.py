@@ -25,8 +25,8 @@ from prefillcli.data.output.store import write_sealed
 from prefillcli.data.rows import BEFORE, FIRST, Int64Array, Prompt, ScoredRow
 from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
 from prefillcli.errors import PrefillError
-from prefillcli.features.exits.first import FirstReader, FirstReading, Reader, readings_of
-from prefillcli.features.exits.judging import (
+from prefillcli.reading.exits.first import FirstReader, FirstReading, Reader, readings_of
+from prefillcli.reading.exits.judging import (
     CalibrationRows,
     calibrate_exits,
     calibration_rows,
@@ -38,7 +38,7 @@ from prefillcli.features.exits.judging import (
     rows_for_rarest,
     rows_to_learn,
 )
-from prefillcli.features.exits.policy import (
+from prefillcli.reading.exits.policy import (
     ExitPolicy,
     ExitProfile,
     FlipsOf,

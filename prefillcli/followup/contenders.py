@@ -20,7 +20,7 @@ from prefillcli.decode.continuations import DRAFTERS, Beginning, Continuation, D
 from prefillcli.decode.drafters import DraftModel, JobDrafters
 from prefillcli.engines.base import Treatment
 from prefillcli.engines.hf import generate
-from prefillcli.features.rationale.contest import MOST_WORDS, TEXT_METHODS, TEXT_REFERENCE, TextTask
+from prefillcli.followup.contest import MOST_WORDS, TEXT_METHODS, TEXT_REFERENCE, TextTask
 from prefillcli.models.heads import label_numbers
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import UnsupportedModelError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.feature import Feature, Foresight, Objection, features_of
 from prefillcli.errors import UsageError, counted
-from prefillcli.features.compress.options import (
+from prefillcli.reading.compress.settings import (
     PICKERS,
     BenchOptions,
     CompressionOptions,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         Tick,
         Window,
     )
-    from prefillcli.features.compress.compressor import Compressor, WindowCompressor
+    from prefillcli.reading.compress.compressor import Compressor, WindowCompressor
 
 # The options whose values are always in the digest of compression, in this order.
 HASHED = (
@@ -136,7 +136,7 @@ class Compress(Feature):
             )
 
     def row_columns(self) -> RowColumns:
-        from prefillcli.features.compress.compressor import COMPRESSION_COLUMNS
+        from prefillcli.reading.compress.compressor import COMPRESSION_COLUMNS
 
         return COMPRESSION_COLUMNS
 
@@ -153,7 +153,7 @@ class Compress(Feature):
     def foresee(self, opened: Opened, budget: int) -> Foresight | None:
         if self.settings.draft is None:
             return None
-        from prefillcli.features.compress.compressor import KeptTokens
+        from prefillcli.reading.compress.compressor import KeptTokens
 
         return KeptTokens(self.settings, opened, budget)
 
@@ -164,7 +164,7 @@ class Compress(Feature):
         self._methods = job.sink.counts.tallies.methods
 
     def load(self, models: Models[Any]) -> Any:
-        from prefillcli.features.compress.load import load_draft
+        from prefillcli.reading.compress.load import load_draft
 
         return load_draft(models)
 
@@ -175,7 +175,7 @@ class Compress(Feature):
     def questions(
         self, scorer: Scorer, prompts: Sequence[Prompt], tick: Tick, window: Window | None, done: Collection[int]
     ) -> tuple[list[Question], int]:
-        from prefillcli.features.compress.compressor import WindowCompressor
+        from prefillcli.reading.compress.compressor import WindowCompressor
 
         if self._windows is None:
             self._windows = WindowCompressor(scorer, self.compressor(scorer), methods=self._methods)
@@ -186,8 +186,8 @@ class Compress(Feature):
 
     def compressor(self, scorer: Scorer) -> Compressor:
         """The compressor of a scorer's prompts: with the draft beside the model, or with the drafts of workers."""
-        from prefillcli.features.compress.compressor import compressor_of
-        from prefillcli.features.compress.load import RemoteDraft
+        from prefillcli.reading.compress.compressor import compressor_of
+        from prefillcli.reading.compress.load import RemoteDraft
         from prefillcli.jobs.runners.pool import Pool
 
         pool = scorer.pool
@@ -197,7 +197,7 @@ class Compress(Feature):
     def inspected(
         self, models: Models[Any], prompts: Sequence[Prompt], number: int, shared: Sequence[int], tick: Tick
     ) -> ReadPrompt | None:
-        from prefillcli.features.compress.compressor import compressor_of, inspected
+        from prefillcli.reading.compress.compressor import compressor_of, inspected
 
         draft = models.beside.get(type(self))
         if draft is None:
@@ -210,7 +210,7 @@ class Compress(Feature):
 
     @classmethod
     def contenders(cls, names: Collection[str], equipment: Equipment, material: Material) -> list[Contender]:
-        from prefillcli.features.compress.contenders import contenders
+        from prefillcli.reading.compress.contenders import contenders
 
         return contenders(names, equipment, material)
 
@@ -247,7 +247,7 @@ class Compress(Feature):
 
     @classmethod
     def failure(cls, counts: Counts) -> str | None:
-        from prefillcli.features.compress.selection import fallbacks_of_useless_draft
+        from prefillcli.reading.compress.selection import fallbacks_of_useless_draft
 
         fallbacks = fallbacks_of_useless_draft(counts.tallies.methods)
         if not fallbacks:
