@@ -28,13 +28,13 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from prefillcli.core.feature import open_models
 from prefillcli.core.further import GivenContinuations
+from prefillcli.core.models import Models
 from prefillcli.core.question import require_answered
 from prefillcli.decode.continuations import Beginning, Writing
 from prefillcli.engines.base import PLAIN, Answer, Treatment
 from prefillcli.errors import ResourceError, UsageError, did_you_mean
-from prefillcli.jobs.load import Models, load_models
+from prefillcli.jobs.load import load_models, open_models
 from prefillcli.models.open import stop_tokens
 from prefillcli.options.load import scorer_settings
 from prefillcli.plan.behind import LabelSet

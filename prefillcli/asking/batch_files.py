@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence, Set
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from prefillcli.asking.labels import PAIR, LabelAsking
 from prefillcli.data.output.batches import CHAT, COMPLETION, PAIR_NAMES, RERANK, SCORE, as_list
-from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.data.output.target import BATCH_FORMAT
+from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, prompt_builder
 from prefillcli.data.prompts.encoding import Encoder, Marks
 from prefillcli.data.prompts.labels import Following, Label, LabelError, Labels
+from prefillcli.data.prompts.templates import RowTemplate
 from prefillcli.data.rows import ErrorCode, Prompt, RowBatch, RowError, TokenText, encode_json
-from prefillcli.features.batchfiles import PAIR
+from prefillcli.errors import UsageError
+from prefillcli.models.files import read_reranker
 from prefillcli.models.open import Opened, stop_tokens
+from prefillcli.options.asking import BATCH_ID
 from prefillcli.plan.behind import LabelSet
 from prefillcli.stats.evaluation import Measure
 
+if TYPE_CHECKING:
+    from prefillcli.core.inputs import Inputs
+
+METHOD, URL, BODY = "method", "url", "body"  # of a line, beside its `BATCH_ID`
 MOST_TOP = 20  # log-probabilities that a body may ask for
 _REPLACEMENT = "\ufffd"  # what bytes that are no character are decoded to
 
@@ -43,6 +54,83 @@ _PAIRS_ONLY: Mapping[str, Any] = {
     "padding": "do_not_pad",
 }
 _MESSAGE = {"role", "content", "name"}
+
+
+def is_batch_file(settings: Any, available: Collection[str]) -> bool:
+    """Return whether rows with these columns are lines of a batch file, from which no option makes other prompts."""
+    names = ("template", "pair_column", "questions", "target_column")
+    others = (getattr(settings, name, None) for name in names)
+    usual = "prompt_column" not in settings.model_fields_set and not any(others)
+    return usual and {BATCH_ID, METHOD, URL, BODY} <= set(available)
+
+
+def require_batch_file(settings: Any, available: Collection[str]) -> None:
+    """Raise UsageError if an option is for batch files, and rows with these columns are none."""
+    if is_batch_file(settings, available):
+        return
+    if getattr(settings, "served_model_name", ()):
+        raise UsageError("--served-model-name is for batch files, and the input is none\nleave it out")
+    if getattr(settings, "batch_format", None):
+        raise UsageError(
+            f"--batch-format: the input is no batch file: its lines have no {BATCH_ID}, {METHOD}, {URL} and {BODY}\n"
+            "leave it out, or name a batch file"
+        )
+
+
+class BatchAsking(LabelAsking):
+    """The requests of a batch file: with `--batch-format` what each asks for, else the labels after its prompt."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        self._answers: bool = getattr(settings, "batch_format", None) is not None
+
+    def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
+        return (METHOD, URL, BODY)
+
+    def named_labels(self, model: Path) -> Labels | None:
+        return None if self._answers else super().named_labels(model)
+
+    def labels(self, opened: Opened) -> Labels:
+        return LikeliestTokens(opened) if self._answers and not _scores_pairs(opened) else super().labels(opened)
+
+    def builder(
+        self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
+    ) -> PromptBuilder:
+        opened = inputs.opened
+        model = str(self.settings.model or opened.files.origin)
+        models = self.settings.served_model_name or (model, os.path.basename(model.rstrip("/")))
+        if self._answers and _scores_pairs(opened):
+            pairs = self._pair_builder(inputs, settings)
+            return PairRequestBuilder(opened.tokenizer, settings, models=models, pairs=pairs)
+        if opened.files.encoder:
+            raise UsageError(
+                "the input is a batch file, and the model an encoder, which scores the pairs of its lines\n"
+                "give --batch-format openai"
+            )
+        return RequestBuilder(opened.tokenizer, settings, models=models, answers=self._answers)
+
+    def _pair_builder(self, inputs: Inputs, settings: PromptSettings) -> PromptBuilder:
+        # What makes the prompts of pairs, as if they were rows.
+        if inputs.opened.files.encoder:
+            pairs = replace(settings, prompt_column=PAIR[0], pair_column=PAIR[1])
+            return prompt_builder(inputs.opened.tokenizer, pairs, PAIR)
+        found = super().builder(inputs, settings, PAIR, None)
+        if set(found.columns) != set(PAIR):
+            found.close()
+            raise UsageError(
+                f"{inputs.opened.files.origin}: its classification head is read, and its files do not say how a pair "
+                "of texts becomes its prompt\nread the next token with --head vocabulary"
+            )
+        return found
+
+    def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
+        found = values.pop("batch_format")
+        return {BATCH_FORMAT: found} if found else {}
+
+
+def _scores_pairs(opened: Opened) -> bool:
+    # Whether the model scores pairs of texts, and so has no likeliest tokens.
+    return opened.files.head is not None or read_reranker(opened.files.path) is not None
 
 
 class LikeliestTokens(Labels):

@@ -1,13 +1,43 @@
-"""The labels that rows bring: what each choice is behind its row's prompt."""
+"""Asking with answers that each row brings, a list of texts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from prefillcli.core.asking import Asking
+from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, prompt_builder, prompt_column
 from prefillcli.data.prompts.encoding import NotLiteral
 from prefillcli.data.prompts.labels import Following, Label, LabelError, Labels, literal_end, prompt_ends
+from prefillcli.data.prompts.templates import RowTemplate
+from prefillcli.data.rows import require_columns
+from prefillcli.errors import UsageError
 from prefillcli.stats.evaluation import Measure
+
+if TYPE_CHECKING:
+    from prefillcli.core.inputs import Inputs
+    from prefillcli.models.open import Opened
+
+
+class ChoiceAsking(Asking):
+    """The choices in a column of each row, after its prompt."""
+
+    def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
+        require_columns([self.settings.choices_column], available, "the input")
+        return template.columns if template else (prompt_column(self.settings.prompt_column, available),)
+
+    def labels(self, opened: Opened) -> Labels:
+        if opened.files.head is not None:
+            raise UsageError(
+                "--choices-column: the model's classification head is read, which has classes of its own\n"
+                "read the next token with --head vocabulary"
+            )
+        return RowChoices(opened.tokenizer, self.settings)
+
+    def builder(
+        self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
+    ) -> PromptBuilder:
+        return prompt_builder(inputs.opened.tokenizer, settings, available, template=template)
 
 
 class RowChoices(Labels):

@@ -6,20 +6,81 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from prefillcli.core.further import Further, WantedRow
+from prefillcli.asking.question_file import QuestionFile, read_questions
+from prefillcli.core.asking import Asking
+from prefillcli.core.further import Choice, Further, WantedRow
 from prefillcli.core.question import Question, scored_row
-from prefillcli.data.output.columns import OutputSchema, ResultRows
+from prefillcli.core.roles import FollowUp
+from prefillcli.data.output.columns import Group, OutputSchema, ResultRows
+from prefillcli.data.output.target import QUESTION_ROWS
 from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.templates import RowTemplate
 from prefillcli.data.rows import Prompt, RowBatch, RowError, ScoredRow, Window
 from prefillcli.engines.base import Answer
 from prefillcli.errors import UsageError, did_you_mean
-from prefillcli.asking.question_file import QuestionFile
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import build_forest, forest_tokens, token_order
+
+if TYPE_CHECKING:
+    from prefillcli.core.inputs import Inputs
+    from prefillcli.models.open import Opened
+    from prefillcli.report.section import Section
+
+
+class QuestionAsking(Asking):
+    """The questions of a file. Raises UsageError for a wrong file."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        self.file = read_questions(settings.questions)
+        if self.file.swapped and settings.evidence:
+            raise UsageError(
+                "--evidence: a question with swap has two prompts, in which a section stands in different places\n"
+                "leave one of them out"
+            )
+        self._templates: Sequence[RowTemplate] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the questions."""
+        return [each.name for each in self.file.questions]
+
+    def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
+        self._templates = compiled(self.file, available)
+        return tuple(dict.fromkeys(name for each in self._templates for name in each.columns))
+
+    def labels(self, opened: Opened) -> Labels:
+        if opened.files.head is not None:
+            raise UsageError(
+                "--questions: the model's classification head is read, which has one answer to a text\n"
+                "read the next token with --head vocabulary"
+            )
+        return QuestionLabels(opened.tokenizer, self.file, self.settings)
+
+    def schemas(self, groups: frozenset[Group], calibrated: str) -> Sequence[OutputSchema]:
+        shared = groups & {"audit", "label_scores", "evidence", "rationales"}
+        own = groups & {"calibrated"}
+        return tuple(
+            replace(each, groups=each.groups | shared | (own if each.name == calibrated else set()))
+            for each in self.file.schemas
+        )
+
+    def builder(
+        self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
+    ) -> PromptBuilder:
+        if getattr(inputs.labels, "digest", None) != self.file.digest:
+            raise UsageError(f"--questions {self.settings.questions}: the file is not as it was\nmake another Scorer")
+        # A builder closes its templates: another one gets its own.
+        templates, self._templates = self._templates or compiled(self.file, available), []
+        return QuestionsBuilder(inputs.opened.tokenizer, settings, available, self.file, templates)
+
+    def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
+        values.pop("questions")
+        found = {"questions": self.file.digest}
+        return found | ({QUESTION_ROWS: ",".join(self.names)} if self.settings.questions_as == "rows" else {})
 
 
 class QuestionLabels(Labels):
@@ -141,6 +202,23 @@ class QuestionsBuilder(PromptBuilder):
 # How many rows a condition is taken to hold for, as nobody knows yet. The choice of packs must not depend on answers:
 # a job that is resumed repeats them.
 SHARE = 0.5
+
+
+class WaitingQuestions(FollowUp):
+    """The conditional questions of a file that wait for the answers to others."""
+
+    def __init__(self, file: QuestionFile) -> None:
+        self._prompts = file.waiting
+
+    def further(self, inputs: Inputs, choice: Choice) -> SecondPass | None:
+        return choice.condition if isinstance(choice.condition, SecondPass) else None
+
+    def condition(self, schema: OutputSchema) -> SecondPass:
+        """Return which rows of an output with this schema have questions that wait."""
+        return SecondPass(schema, self._prompts)
+
+    def shown(self, row: WantedRow, labels: Sequence[str]) -> Section | None:
+        return None
 
 
 class SecondPass(Further):

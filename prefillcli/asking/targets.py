@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from prefillcli.core.asking import Asking
 from prefillcli.data.prompts.builder import (
     PromptBuilder,
     PromptSettings,
@@ -27,10 +28,24 @@ from prefillcli.data.prompts.labels import (
     prompt_ends,
     tokens_behind,
 )
-from prefillcli.data.rows import DEFAULT_COLUMN, MAX_ROW_BYTES, ErrorCode, Int32Array, Prompt, RowBatch, RowError
+from prefillcli.data.prompts.templates import RowTemplate
+from prefillcli.data.rows import (
+    DEFAULT_COLUMN,
+    MAX_ROW_BYTES,
+    ErrorCode,
+    Int32Array,
+    Prompt,
+    RowBatch,
+    RowError,
+    require_columns,
+)
 from prefillcli.errors import UsageError
 from prefillcli.plan.behind import LabelSet
 from prefillcli.stats.evaluation import Measure
+
+if TYPE_CHECKING:
+    from prefillcli.core.inputs import Inputs
+    from prefillcli.models.open import Opened
 
 _TOGETHER = 512  # texts that are tokenised at a time
 _NO_PROMPT = (ErrorCode.NULL_PROMPT, ErrorCode.EMPTY_PROMPT)
@@ -42,6 +57,37 @@ def has_prompts(settings: Any, available: Sequence[str]) -> bool:
         return True
     column = prompt_column(settings.prompt_column, available)
     return column in available and column != settings.target_column
+
+
+class TargetAsking(Asking):
+    """The likelihood of a text of each row, after its prompt or as a whole document."""
+
+    def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
+        require_columns([self.settings.target_column], available, "the input")
+        if not has_prompts(self.settings, available):
+            return (self.settings.target_column,)
+        return template.columns if template else (prompt_column(self.settings.prompt_column, available),)
+
+    def labels(self, opened: Opened) -> Labels:
+        if opened.files.head is not None:
+            raise UsageError(
+                "--target-column: the model's classification head is read, which has no tokens\n"
+                "read the next token with --head vocabulary"
+            )
+        return Targets(opened.tokenizer, self.settings.target_column, literal=self.settings.literal)
+
+    def builder(
+        self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
+    ) -> PromptBuilder:
+        if template is not None:
+            template.close()
+        return TargetBuilder(
+            inputs.opened.tokenizer,
+            settings,
+            available,
+            stride=self.settings.stride,
+            prompts=has_prompts(self.settings, available),
+        )
 
 
 Item = TypeVar("Item")

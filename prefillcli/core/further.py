@@ -15,7 +15,8 @@ from prefillcli.engines.base import Answer, Continuations
 from prefillcli.plan.pack import Limits
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import Feature, Opening
+    from prefillcli.core.inputs import Inputs
+    from prefillcli.core.roles import FollowUp
 
 
 class Condition(Protocol):
@@ -31,11 +32,6 @@ class Condition(Protocol):
 
     def chosen(self, window: Window, rows: ResultRows) -> Collection[int]:
         """The numbers of the chosen ones among these rows of a window."""
-
-
-def condition_of(features: Sequence[Feature], schema: OutputSchema) -> Condition | None:
-    """The condition by which rows of an output with this schema are chosen; None: all are. Raises UsageError."""
-    return next((found for each in features if (found := each.condition(schema)) is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +124,17 @@ class FurtherQuestions:
     chosen: Callable[[], int] = lambda: 0
 
     @classmethod
-    def of(cls, opening: Opening, chosen: Callable[[], int] = lambda: 0) -> FurtherQuestions | None:
-        """Those of the features; None if no feature has any."""
-        schema = opening.schema()
-        condition = condition_of(opening.features, schema)
-        choice = Choice(schema, condition, opening.settings.temperature, opening.probabilities)
-        askers = [asker for each in opening.features if (asker := each.further(opening, choice)) is not None]
+    def of(
+        cls,
+        inputs: Inputs,
+        schema: OutputSchema,
+        condition: Condition | None,
+        follow_ups: Sequence[FollowUp],
+        chosen: Callable[[], int] = lambda: 0,
+    ) -> FurtherQuestions | None:
+        """Those of these follow-ups about the chosen rows of an output; None if there are none."""
+        choice = Choice(schema, condition, inputs.settings.temperature, inputs.probabilities)
+        askers = [asker for each in follow_ups if (asker := each.further(inputs, choice)) is not None]
         return cls(choice, askers, chosen) if askers else None
 
     @property

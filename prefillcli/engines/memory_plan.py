@@ -62,6 +62,9 @@ RESIDENT = Placed()  # all on the device
 class Measured(Protocol):
     """Measurements of a model on this machine."""
 
+    regroup_layers: float | None
+    """Layers of a token that regrouping it costs, when a row leaves; None if that was not measured."""
+
     @property
     def token_bytes(self) -> float | None:
         """Bytes that a token of a pack took; None if that was not measured."""

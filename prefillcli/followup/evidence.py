@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel, Field
 
-from prefillcli.core.further import Further, WantedRow, first_rows
+from prefillcli.core.further import Further, WantedRow
 from prefillcli.core.question import Question
+from prefillcli.core.roles import FollowUp
 from prefillcli.data.prompts.builder import PromptBuilder
 from prefillcli.data.rows import Float64Array, Prompt, RowBatch, ScoredRow, SectionEffect, Window
 from prefillcli.plan.pack import Limits
@@ -22,7 +22,11 @@ from prefillcli.report.section import Bar, Part, Section, Strip, counted, row_na
 from prefillcli.stats.evaluation import Measure, label_scores
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import Answer, Labels
+    from prefillcli.core.further import Choice
+    from prefillcli.core.inputs import Inputs
+    from prefillcli.data.prompts.labels import Labels
+    from prefillcli.engines.base import Answer
+    from prefillcli.report.run import RunReport
 
 # The sections of a prompt, and the prompt without each of them.
 
@@ -267,6 +271,17 @@ class Weighing(Further):
         self.ablation.close()
 
 
+class Evidence(FollowUp):
+    """The evidence of a job. Its report is that of rationales."""
+
+    def further(self, inputs: Inputs, choice: Choice) -> Weighing:
+        labels = inputs.labels
+        return Weighing(Ablation(inputs.builder, labels), inputs.settings.temperature, labels.measure)
+
+    def shown(self, row: WantedRow, labels: Sequence[str]) -> Section | None:
+        return None if row.scored.evidence is None else inspected(row.scored.evidence)
+
+
 class WeighedRow:
     """A row, scored without each of its sections.
 
@@ -318,30 +333,11 @@ WHAT_EVIDENCE_IS = (
 )
 
 
-class ShownRow(BaseModel):
-    """A row whose sections were weighed. All texts are untrusted."""
-
-    row: int | None  # None where rows have ids
-    id: str | None
-    score: float
-    prediction: str | None
-    evidence: list[dict[str, Any]]  # sections, and the amount by which the score falls without each
-
-
-class EvidenceUse(BaseModel):
-    """Rows are those of the output."""
-
-    evidence_rows: int = 0  # whose sections were weighed
-    shown: list[ShownRow] = Field(default_factory=list)  # with --show-text, the first ones
-
-
-def weighed_rows(output: str, id_name: str | None) -> list[ShownRow]:
-    """The first rows of an output that are weighed."""
-    return [ShownRow.model_validate(each) for each in first_rows(output, ("evidence",), id_name)]
-
-
-def section(use: EvidenceUse) -> Section:
-    """A run's evidence in terminal, page and metrics: an `EvidenceUse`, or a record that has its fields."""
+def section(report: RunReport) -> Section | None:
+    """The section on a run's evidence; None where nothing more was asked about rows."""
+    use = report.rationales
+    if use is None:
+        return None
     found = Section(title="Evidence", summary={"rationales": {"evidence_rows": use.evidence_rows}})
     found.metric("evidence_rows", "Rows of the output whose sections were weighed.", use.evidence_rows)
     if use.evidence_rows:

@@ -9,20 +9,32 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field
 
+from prefillcli.core.condition import RowCondition
 from prefillcli.core.further import Choice, Further, WantedRow, first_rows
 from prefillcli.core.question import Question, scored_row
+from prefillcli.core.roles import FollowUp, Judge
 from prefillcli.data.output.columns import Groups
+from prefillcli.data.prompts.labels import ClassLabels, Labels
 from prefillcli.data.prompts.templates import OWN_WORDS, Beginnings, rationale_texts
 from prefillcli.data.rows import FULL, Rationale, ScoredRow, Window, id_texts
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Speculation, Writing
 from prefillcli.engines.memory_plan import TEXTS
+from prefillcli.errors import UsageError
+from prefillcli.options.requirements import leaves_early
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.report.section import Part, Section, counted, minutes_and_seconds, row_name, visible
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import Answer, Counts, Opened, Opening
-    from prefillcli.features.rationale import WritingOptions
+    from prefillcli.core.inputs import Inputs
+    from prefillcli.core.models import Models
+    from prefillcli.core.run import Run
+    from prefillcli.data.output.columns import Counts
+    from prefillcli.data.output.target import Manifest
+    from prefillcli.engines.base import Answer
+    from prefillcli.models.law import TextsOf
+    from prefillcli.models.open import Opened
+    from prefillcli.report.run import RunReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +87,11 @@ class ChosenByScores:
 class Rationales(Further):
     """The rationales of a job. The `template` gives the words before them."""
 
-    def __init__(self, writing: Writing, template: str, opening: Opening, choice: Choice) -> None:
+    def __init__(self, writing: Writing, template: str, inputs: Inputs, choice: Choice) -> None:
         self._writing, self._choice = writing, choice
-        each = opening.labels.each or (opening.labels,)
-        self._words = [Beginnings(opening.opened.tokenizer, labels, template) for labels in each]
-        self._id_column: str | None = opening.settings.id_column
+        each = inputs.labels.each or (inputs.labels,)
+        self._words = [Beginnings(inputs.opened.tokenizer, labels, template) for labels in each]
+        self._id_column: str | None = inputs.settings.id_column
 
     def continuations(self, window: Window, questions: Mapping[int, Question]) -> ChosenByScores | None:
         if self._choice.schema.questions:  # which are asked is known when all prompts of a row are answered
@@ -151,7 +163,7 @@ UNREAD = Continuation((), "memory", float("inf"))  # reason for a prompt whose K
 FAILED = Continuation((), "error", float("inf"))
 
 
-def writing_of(settings: WritingOptions, opened: Opened, names: Sequence[str]) -> Writing | None:
+def writing_of(settings: Any, opened: Opened, names: Sequence[str]) -> Writing | None:
     """Return how the texts of a job with labels of these names are written (none: each prompt has its own); None:
     there are no texts. Raises UsageError for a damaged model folder."""
     if not settings.rationale:
@@ -330,8 +342,11 @@ def rationale_facts(rationale: Rationale) -> str:
     return visible("; ".join(parts), line=True)
 
 
-def rationale_section(use: RationaleUse) -> Section:
-    """A run's rationales in terminal, page and metrics."""
+def section(report: RunReport) -> Section | None:
+    """The section on a run's rationales; None where nothing more was asked about rows."""
+    use = report.rationales
+    if use is None:
+        return None
     names = ("rows", "tokens", "evidence_rows")
     section = Section(
         title="Rationales",
@@ -375,3 +390,102 @@ def written_rows(output: str, groups: Groups, id_name: str | None) -> list[Writt
         WrittenRow.model_validate({names.get(name, name): value for name, value in row.items()})
         for row in first_rows(output, tuple(names), id_name)
     ]
+
+
+class RationaleFollowUp(FollowUp, Judge):
+    """The texts of a job after its rows, and their report, also where evidence alone is asked for. Raises UsageError
+    for a wrong template."""
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+        self._shown: Sequence[WrittenRow] = ()
+        if getattr(settings, "rationale_when", None) is not None:
+            RowCondition(settings.rationale_when)
+        if settings.rationale:
+            self._texts(("Yes", "No"))
+
+    def require_labels(self, labels: Labels) -> None:
+        """Raise UsageError where no text can be written after prompts with these labels."""
+        if not self.settings.rationale:
+            return
+        if isinstance(labels, ClassLabels):
+            raise UsageError(
+                "--rationale: the model's classification head is read, which writes nothing\n"
+                "leave it out, or read the next token with --head vocabulary; --evidence works with a head"
+            )
+        for each in labels.each or (labels,):
+            self._texts(each.names)
+
+    def further(self, inputs: Inputs, choice: Choice) -> Rationales | None:
+        writing = _writing_of(self.settings, inputs.opened, inputs.labels.names)
+        return None if writing is None else Rationales(writing, self.settings.rationale_template, inputs, choice)
+
+    def shown(self, row: WantedRow, labels: Sequence[str]) -> Section | None:
+        if row.scored.rationale is None:
+            return None
+        return inspected(row.scored.rationale, self._texts(labels)[labels[row.label]].strip())
+
+    def ended(self, run: Run) -> None:
+        if self.settings.show_text and not run.inputs.schema().questions:
+            self._shown = written_rows(run.sink.location, run.inputs.groups, self.settings.id_column)
+
+    def reported(self, run: Run, counts: Counts | None) -> None:
+        pool = getattr(getattr(run, "scorer", None), "pool", None)
+        use = RationaleUse.of(
+            None if pool is None else pool.used().decoded,
+            self.settings.speculation if self.settings.rationale else None,
+        )
+        use.shown = list(self._shown)
+        if counts is not None:
+            use.take_plan(run.sink.plan)
+            use.take(counts)
+        run.report.rationales = use
+
+    @classmethod
+    def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
+        counts = manifest.counts
+        if counts is not None and (counts.tallies.rationales.rows or counts.tallies.evidence):
+            report.rationales = use = RationaleUse()
+            use.take(counts)
+
+    def _texts(self, names: Sequence[str]) -> Mapping[str, str]:
+        return rationale_texts(self.settings.rationale_template, names)
+
+
+def text_room(settings: Any, opened: Opened, names: Sequence[str]) -> tuple[int, TextsOf]:
+    """The most tokens of a text after a prompt, and the prompts that get one, for labels with these names; 0 tokens
+    where no text is written."""
+    writing = _writing_of(settings, opened, names) if getattr(settings, "rationale", 0) else None
+    if writing is None:
+        return 0, "all"
+    later = (
+        not hasattr(settings, "rationale_when")  # a command that writes about a row that it has read
+        or settings.rationale_limit is not None
+        or settings.questions is not None
+        or settings.drafts_itself
+        or leaves_early(settings)
+    )
+    return writing.most_tokens, "later" if later else "all" if settings.rationale_when is None else "some"
+
+
+def let_draft_guess(models: Models[Any]) -> None:
+    """Let the draft guess tokens of texts, if it is to. Raises UsageError where it cannot."""
+    small = models.opened.draft
+    settings: Any = models.settings
+    if small is None or not getattr(settings, "speculates_by_draft", False):
+        return
+    from prefillcli.decode.drafters import DraftModel
+    from prefillcli.prefill.forest import UnsupportedModelError
+
+    try:
+        models.engine.guess_with(DraftModel(models.small_walk(chunk_tokens=settings.chunk_tokens), small.max_length))
+    except UnsupportedModelError as error:
+        raise UsageError(
+            f"--speculation {settings.speculation}: --draft {small.origin} cannot guess tokens: "
+            f"{error}\ntake another draft, or --speculation lookup"
+        ) from error
+
+
+def _writing_of(settings: Any, opened: Opened, names: Sequence[str]) -> Writing | None:
+    # With several questions each prompt has labels of its own.
+    return writing_of(settings, opened, () if getattr(settings, "questions", None) is not None else names)

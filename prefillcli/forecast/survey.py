@@ -17,18 +17,19 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, Field
 
-from prefillcli.core.feature import features_of, text_room
 from prefillcli.core.question import Question, plan_questions, planned_variants
 from prefillcli.data.output.columns import MOST, Counts
 from prefillcli.data.rows import SKIPPED_CODES, ErrorCode, Int32Array, Prompt, Window
 from prefillcli.engines.memory_plan import TEXTS, budget_of, plan_packs
 from prefillcli.errors import ResourceError, counted
+from prefillcli.followup.rationale import text_room
 from prefillcli.models.open import Opened
 from prefillcli.plan import SCHEDULES
 from prefillcli.plan.blocks import BLOCK_TOKENS, CarriedBlock
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plans
 from prefillcli.plan.trie import build_forest, shared_nodes, token_order
+from prefillcli.reading.compress.compressor import KeptTokens
 from prefillcli.report.section import Bar, Part, Section, TableRows, bars, price
 from prefillcli.runtime.clock import duration
 
@@ -465,8 +466,8 @@ class Alternatives:
     ) -> None:
         self.given_tokens = 0  # tokens of the job's own plan that an earlier window has computed
         self.errors: Counter[str] = Counter()  # rows that only planning finds to be errors, by code
-        budget, room = budget_of(settings, free), text_room(settings, opened, names)
-        plan = plan_packs(opened, settings, budget, profile, **room)
+        budget, (tokens, texts_of) = budget_of(settings, free), text_room(settings, opened, names)
+        plan = plan_packs(opened, settings, budget, profile, text_tokens=tokens, texts_of=texts_of)
         self.texts = TextCost(**plan[TEXTS]) if TEXTS in plan else None
         self._own = Limits(**plan["limits"])
         self.limits = PackLimits(
@@ -476,8 +477,7 @@ class Alternatives:
             chunk_tokens=plan["chunk_tokens"],
         )
         self._schedule, self._profile = settings.schedule, profile
-        foreseen = (each.foresee(opened, budget) for each in features_of(settings))
-        self._foresight = next(filter(None, foreseen), None)
+        self._foresight = None if settings.draft is None else KeptTokens(settings, opened, budget)
         self._price_per_hour: float | None = getattr(settings, "price_per_hour", None)
         self._block_tokens = block_tokens if self._foresight is None else 0
         self._limits: dict[str, Limits] = {settings.prefix_kv: self._own}
@@ -485,7 +485,9 @@ class Alternatives:
             if other not in self._limits and not (other == "auto" and settings.prefix_kv == "keep"):
                 try:
                     changed = settings.model_copy(update={"prefix_kv": other})
-                    self._limits[other] = Limits(**plan_packs(opened, changed, budget, profile, **room)["limits"])
+                    self._limits[other] = Limits(
+                        **plan_packs(opened, changed, budget, profile, text_tokens=tokens, texts_of=texts_of)["limits"]
+                    )
                 except ResourceError:
                     continue  # the host memory that is free for offloading is unknown on this system
         self.plans = [

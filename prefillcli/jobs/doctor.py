@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from prefillcli.core.feature import plan_weights
 from prefillcli.engines.memory_plan import budget_of, plan_packs
 from prefillcli.errors import ResourceError, shown
+from prefillcli.jobs.load import plan_weights
 from prefillcli.jobs.shell import Ended, shell
 from prefillcli.models.dtype import MARGIN, times_as_long
 from prefillcli.models.gguf import cache_use

@@ -8,15 +8,18 @@ from typing import Any
 
 from pydantic import Field
 
-from prefillcli.core.feature import plan_weights
+from prefillcli.core.inputs import Inputs
+from prefillcli.core.scorer import Granularity
+from prefillcli.data.windows import WindowSize
 from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.forecast.profile import find_profile
 from prefillcli.forecast.survey import Alternatives, InputStatistics, Survey, SurveySeconds, lengths_of, survey_section
+from prefillcli.jobs.load import plan_weights
 from prefillcli.jobs.opening import Opening
 from prefillcli.jobs.path_table import dry_run_report, output_of, require_apart
-from prefillcli.jobs.scorer import Granularity, Scorer
 from prefillcli.jobs.shell import conclude, shell
 from prefillcli.options.commands import ScoreSettings
+from prefillcli.reading.exits.outlook import outlook_of
 from prefillcli.report.run import CommandReport
 from prefillcli.report.section import mebibytes, pairs_table, print_section, stderr_console
 from prefillcli.runtime import log
@@ -31,7 +34,7 @@ class DryRunReport(CommandReport):
     survey: Survey | None = None
     profile: str | None = None  # the profile that predicted
     no_prediction: str | None = None  # why there is none
-    outlooks: dict[str, Any] = Field(default_factory=dict)  # of features, by their keys
+    outlooks: dict[str, Any] = Field(default_factory=dict)  # by the part of the report of a run
     peak_memory_bytes: int = 0  # of the host
 
     def summary(self) -> dict[str, Any]:
@@ -54,7 +57,7 @@ class DryRunReport(CommandReport):
 
 
 def _print_dry_run(report: DryRunReport, lines: Sequence[tuple[str, str]]) -> None:
-    # The whole report, on stderr, with the lines of features.
+    # The whole report, on stderr, with these lines.
     if report.survey is not None:
         print_section(stderr_console(), survey_section(report.survey))
     rows = [
@@ -91,19 +94,19 @@ def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, 
         with stop.at_once():
             require_apart(settings)
         report.report = dry_run_report(report.output, settings.report, settings.shard_of)
-        scorer = Scorer(settings, granularity)
+        opening = Opening(settings, (settings.id_column, *settings.keep_columns))
+        inputs = opening.inputs
         with stop.at_once():
-            scorer.open_source()
-            scorer.open_models()
-            plans = _alternatives(scorer, report)
-        rows = scorer.source.expected_rows if settings.shard_of is None else None
+            opening.open_source()
+            opening.open_models()
+            plans = _alternatives(inputs, granularity, report)
+        size = WindowSize(granularity.window_rows, batch_rows=granularity.batch_rows)
+        rows = inputs.source.expected_rows if settings.shard_of is None else None
         progress = Progress(rows, interval=settings.progress_interval, quiet=settings.quiet)
         with progress, stop.at_once():
-            report.survey = survey(scorer, scorer.windows(scorer.builder.close), plans, progress.advance)
-            found = (each.surveyed(scorer, report.survey) for each in scorer.features)
-            outlooks = [each for each in found if each is not None]
-        report.outlooks = {each.key: each.numbers for each in outlooks}
-        lines = [line for each in outlooks for line in each.lines]
+            report.survey = survey(inputs, inputs.windows(inputs.builder.close, size=size), plans, progress.advance)
+            if (exits := opening.parts.exits) is not None:
+                report.outlooks["exits"], lines = outlook_of(inputs, report.survey, exits.profile)
         counts = report.survey.rows.counts
         conclude(report, counts, max_error_rate=settings.max_error_rate, skip_empty=settings.skip_empty)
     if not settings.quiet and report.status == "complete":
@@ -111,11 +114,11 @@ def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, 
     return report.summary()
 
 
-def _alternatives(scorer: Scorer, report: DryRunReport) -> Alternatives:
+def _alternatives(inputs: Inputs, granularity: Granularity, report: DryRunReport) -> Alternatives:
     # The plans to compare, with the times of the profile that applies here. Raises UsageError or ResourceError.
     from prefillcli.models.weights import draft_bytes  # takes torch along
 
-    settings, opened = scorer.settings, scorer.opened
+    settings, opened = inputs.settings, inputs.opened
     profile, name, report.no_prediction = find_profile(settings, opened)
     if profile is None and settings.is_flag("price_per_hour"):
         raise UsageError(f"--price-per-hour: no time is predicted, so there is no price: {report.no_prediction}")
@@ -129,26 +132,26 @@ def _alternatives(scorer: Scorer, report: DryRunReport) -> Alternatives:
             plan_weights(settings, opened)
         except ResourceError as error:
             log.warning(f"a run would fail here: {error}")
-    block_tokens = scorer.granularity.block_tokens
-    return Alternatives(settings, opened, scorer.labels.names, free=free, profile=profile, block_tokens=block_tokens)
+    names, block_tokens = inputs.labels.names, granularity.block_tokens
+    return Alternatives(settings, opened, names, free=free, profile=profile, block_tokens=block_tokens)
 
 
 def survey(
-    opening: Opening,
+    inputs: Inputs,
     coming: AbstractContextManager[Iterable[Any]],
     plans: Alternatives,
     tick: Callable[[int, int], None],
 ) -> Survey:
     """Read the windows that are `coming`, and plan them by `plans`.
 
-    The windows are of the rows of the `opening`. `tick` is called with the rows and prompt tokens of each window, and
+    The windows are of the rows of the `inputs`. `tick` is called with the rows and prompt tokens of each window, and
     may raise. Raises the errors that the job raises before it loads weights.
     """
     found, clock = InputStatistics(), Clock()
     with coming as windows:
         for number, window in enumerate(windows):
             if number == 0:
-                opening.labels.check(window)
+                inputs.labels.check(window)
             with clock.phase("plan"):
                 found.add(window)
                 plans.add(window.prompts)
@@ -164,9 +167,9 @@ def survey(
         keeps=plans.keeps,
         texts=plans.texts,
         seconds=SurveySeconds(
-            read=opening.source.seconds,
-            render=opening.builder.render_seconds,
-            tokenize=opening.builder.tokenize_seconds,
+            read=inputs.source.seconds,
+            render=inputs.builder.render_seconds,
+            tokenize=inputs.builder.tokenize_seconds,
             plan=clock.seconds["plan"],
         ),
     )

@@ -10,13 +10,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prefillcli.core.inputs import Inputs
 from prefillcli.data.output.target import MEASURE, Job
 from prefillcli.data.proof import ModelContents, hash_value
 from prefillcli.engines.registry import ENGINES
-from prefillcli.jobs.opening import Opening, local_models
+from prefillcli.jobs.compose import Parts
+from prefillcli.jobs.opening import local_models
+from prefillcli.models import adapters
 from prefillcli.models.files import brings_code
 from prefillcli.models.open import Opened, dtype_name
 from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.option import changed
 from prefillcli.stats.evaluation import Measure
 
 STANDS_FOR = {
@@ -79,19 +83,19 @@ class LocalModels:
             contents.require_unchanged()
 
 
-def fingerprint(opening: Opening, models: LocalModels) -> dict[str, str]:
+def fingerprint(inputs: Inputs, parts: Parts, models: LocalModels) -> dict[str, str]:
     """Digests of all parts of the job's identity, by part. Waits until the contents of the files are hashed.
 
     Raises ContentChangedError if a file has changed meanwhile; errors of reading pass through.
     """
-    settings, opened, labels = opening.settings, opening.opened, opening.labels
+    settings, opened, labels = inputs.settings, inputs.opened, inputs.labels
     model = models.of(opened.files.origin)
     values = _values(settings, opened)
     found = {
-        "input": opening.source.fingerprint(),
+        "input": inputs.source.fingerprint(),
         "model": model.model(),
         "tokenizer": model.tokenizer(),
-        "prompt": opening.builder.fingerprint(),
+        "prompt": inputs.builder.fingerprint(),
         "labels": hash_value([[label.name, label.variants] for label in labels.labels]),
         "settings": "",
     }
@@ -109,9 +113,16 @@ def fingerprint(opening: Opening, models: LocalModels) -> dict[str, str]:
     own = [each.tokenizer() if opened.small[at].tokenizer is not None else "" for at, each in enumerate(small)]
     if any(own):
         found["draft_tokenizer"] = _one_or_hash(own)
-    for each in opening.features:
-        found |= each.identity(opening, values, models)
-    found["settings"] = hash_value([*(values[name] for name in SETTINGS_ORDER), *added(values, SETTINGS_ORDER)])
+    found |= parts.asking.identity(values)
+    if parts.calibration is not None:
+        found |= parts.calibration.identity()
+    for each in parts.readings:
+        found |= each.identity(values)
+    if settings.adapter:
+        found["adapters"] = adapters.identity(settings, opened, values, models.of)
+    found["settings"] = hash_value(
+        [*(values[name] for name in SETTINGS_ORDER), *changed(ScoreSettings, values, SETTINGS_ORDER)]
+    )
     return found
 
 
@@ -131,14 +142,14 @@ def asked(settings: ScoreSettings) -> str:
     return hash_value([[name, str(getattr(settings, name))] for name in names])
 
 
-def is_same(opening: Opening, models: LocalModels, job: Job) -> bool:
+def is_same(inputs: Inputs, models: LocalModels, job: Job) -> bool:
     """Return whether the job of an output is surely that of an opening whose models are not open yet: it was asked for
     with the same options, input and model. Errors of reading pass through."""
     known = job.fingerprint
     return (
-        job.asked == asked(opening.settings)
+        job.asked == asked(inputs.settings)
         and known.get("model") in models.digests.values()
-        and known.get("input") == opening.source.fingerprint()
+        and known.get("input") == inputs.source.fingerprint()
     )
 
 
@@ -158,15 +169,6 @@ def _values(settings: ScoreSettings, opened: Opened) -> dict[str, Any]:
         "dtype": str(opened.files.dtype),
         "trust_remote_code": settings.trust_remote_code and _replaces_code(opened),
     }
-
-
-def added(values: Mapping[str, Any], always: Sequence[str]) -> list[list[Any]]:
-    """Names and values of the other options that are not at their default."""
-    return [
-        [name, value]
-        for name, value in values.items()
-        if name not in always and value != ScoreSettings.model_fields[name].default
-    ]
 
 
 def _replaces_code(opened: Opened) -> bool:

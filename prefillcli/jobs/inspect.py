@@ -10,17 +10,25 @@ from typing import Any
 from rich.console import Console
 
 from prefillcli.core.further import FurtherQuestions, WantedRow
+from prefillcli.core.inputs import Inputs
+from prefillcli.core.models import Models
 from prefillcli.core.question import Question, Tick, answer_questions, scored_row
 from prefillcli.data.rows import ErrorCode, RowError, ScoredRow, Window
 from prefillcli.data.windows import find_row
 from prefillcli.engines.base import Answer, EarlyExits, Engine, Treatment
 from prefillcli.errors import UsageError
-from prefillcli.jobs.load import Models, load_walk
+from prefillcli.jobs.load import load_walk
 from prefillcli.jobs.loop import NEXT_TOKENS, FollowUp
 from prefillcli.jobs.opening import Opening, require_shares
 from prefillcli.jobs.path_table import require_apart
+from prefillcli.jobs.scorer import further_questions
 from prefillcli.jobs.shell import Ended, shell
 from prefillcli.options.commands import InspectSettings
+from prefillcli.options.option import Settings
+from prefillcli.options.reading import AdapterOptions, DeterminismOptions, InspectOptions
+from prefillcli.options.requirements import compresses
+from prefillcli.reading.compress.compressor import compressor_of, inspected
+from prefillcli.reading.exits.policy import inspected_policy
 from prefillcli.report.inspection import (
     AnswerView,
     Inspection,
@@ -82,19 +90,20 @@ def _inspect(
     _check(settings)
     require_apart(settings)
     opening = Opening(settings, [settings.id_column])
+    inputs = opening.inputs
     with ExitStack() as stack:
         with at_once():
             opening.open_source()
             opening.open_models()
-            opened, labels = opening.opened, opening.labels
+            opened, labels = inputs.opened, inputs.labels
             require_shares(labels, "inspect")
-            found = find_row(opening.source, opening.builder, labels, row=settings.row, id_column=settings.id_column)
+            found = find_row(inputs.source, inputs.builder, labels, row=settings.row, id_column=settings.id_column)
             summary.row, summary.id, window = found.row, found.id, found.window
             labels.check(window)
             if found.row in window.errors:
                 raise no_score(found.row, found.id, window.errors[found.row])
-            rules = [each.leaving_rule(opened, labels) for each in opening.features]
-            further = FurtherQuestions.of(opening)
+            policy = inspected_policy(settings.exit_profile, opened, labels)
+            further = further_questions(inputs, opening.parts)
             if further is not None:
                 stack.callback(further.close)
             loaded = load_walk(opened, settings, names=labels.names)
@@ -109,13 +118,14 @@ def _inspect(
             progress.advance(0, tokens)
             check()
 
-        ways = (each.inspected(loaded, prompts, number, shared, tick) for each in opening.features)
-        read = next(filter(None, ways), ReadPrompt.whole(prompt))
+        read = ReadPrompt.whole(prompt)
+        if (draft := loaded.beside.get("draft")) is not None:
+            read = inspected(compressor_of(settings, opened, draft), prompts, shared, number, tick)
         question = read.question
         if read.in_full is not None:
             log.warning(f"row {found.row} is read in full: {read.in_full}")
         summary.method, summary.kept_tokens = question.method, len(question.tokens)
-        answers = _answers(opening, loaded, question, summary, tick)
+        answers = _answers(inputs, loaded, question, summary, tick)
         views = [
             None if own is None else AnswerView.of(labels.names, prompt.labels, own.logprobs, settings.temperature)
             for own in answers
@@ -149,11 +159,11 @@ def _inspect(
         ),
         full=views[0],
         compressed=views[1],
-        settings=_shown(settings, opening),
+        settings=_shown(settings, inputs),
         method=question.method,
         voters=tuple(number + 1 for number in read.voters),
         draft_layers=0 if opened.draft is None else opened.draft.config.get_text_config().num_hidden_layers,
-        margins=margin_curve(shown.readings, shown.logprobs, labels.names, next(filter(None, rules), None)),
+        margins=margin_curve(shown.readings, shown.logprobs, labels.names, None if policy is None else policy.inside),
         scored=scored,
         further=sections,
         next=next_views(opened.tokenizer, shown.next),
@@ -161,7 +171,7 @@ def _inspect(
 
 
 def _answers(
-    opening: Opening, loaded: Models[Any], question: Question, summary: Summary, tick: Tick
+    inputs: Inputs, loaded: Models[Any], question: Question, summary: Summary, tick: Tick
 ) -> tuple[Answer | None, Answer | None]:
     # The answers to the prompt in full, if that fits, and compressed, if it is, with readings of every layer but the
     # last. Raises PrefillError.
@@ -173,8 +183,8 @@ def _answers(
         raise no_score(question.prompt.row, summary.id, RowError(ErrorCode.EXCEEDS_MEMORY, detail))
     if len(able) < len(wanted):
         log.warning(f"the memory budget holds {most:,} tokens: the prompt is not read in full")
-    layers = opening.opened.files.config.get_text_config().num_hidden_layers
-    asked = NEXT_TOKENS if opening.opened.files.head is None else 0
+    layers = inputs.opened.files.config.get_text_config().num_hidden_layers
+    asked = NEXT_TOKENS if inputs.opened.files.head is None else 0
     observing = Treatment(EarlyExits(observed=tuple(range(layers - 1))), next_tokens=asked)
     found = answer_questions(loaded.engine, able, tick, treatment=observing)
     return found[0] if able[0].kept is None else None, found[-1] if able[-1].kept is not None else None
@@ -201,7 +211,7 @@ def _further(
             pack, lambda number: follow.questions[number].prompt.labels, tick, follow.treatment(pack)
         ):
             follow.take(pack, answers)
-    return list(filter(None, (each.answers_shown(row, opening.labels.names) for each in opening.features)))
+    return list(filter(None, (each.shown(row, opening.inputs.labels.names) for each in opening.parts.follow_ups)))
 
 
 def _check(settings: InspectSettings) -> None:
@@ -213,13 +223,15 @@ def _check(settings: InspectSettings) -> None:
         raise UsageError(f"--html {settings.html}: the page's name ends in .html")
 
 
-def _shown(settings: InspectSettings, opening: Opening) -> dict[str, Any]:
+def _shown(settings: InspectSettings, inputs: Inputs) -> dict[str, Any]:
     # The settings that the page names: those that decide on the answers.
     names = ["template", "prompt_column", "system", "max_length", "on_long", "labels", "temperature"]
     names += [name for name in ("chat_option", "answer_prefix") if getattr(settings, name)]
-    for each in opening.features:
-        own = each.options["inspect"]
+    asked: list[type[Settings]] = [InspectOptions] if compresses(settings) else []
+    asked += [AdapterOptions] if settings.adapter else []
+    asked += [DeterminismOptions] if settings.deterministic else []
+    for own in asked:
         names += [name for name in own.model_fields if name != "draft" and name in settings.changing("scores")]
     found = {name: value for name in names if (value := getattr(settings, name)) is not None}
-    way = opening.builder.way
+    way = inputs.builder.way
     return found | ({"chat": way.said} if way is not None and way.said else {})

@@ -1,91 +1,25 @@
-"""The models of a job: the engine, the draft where there is one, and those that features load beside them."""
+"""The loading of a job's models: the engine, the small ones beside it, and what they plan together."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from prefillcli.core.feature import Feature, features_of, plan_weights, text_room
+from prefillcli.core.models import Models
 from prefillcli.engines.base import Engine, LoadRequest
 from prefillcli.engines.memory_plan import RESIDENT, Measured
 from prefillcli.engines.registry import loader_of
+from prefillcli.followup.rationale import let_draft_guess, text_room
 from prefillcli.models.open import Opened, Small
 from prefillcli.options.groups import LoadingOptions, PlacementOptions
+from prefillcli.options.requirements import compresses, leaves_early
 
 if TYPE_CHECKING:
     from prefillcli.engines.torch import TorchEngine
-    from prefillcli.prefill.walk import LayerWalk
-
-AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)
-
-
-@dataclass(slots=True)
-class Models(Generic[AnyEngine]):
-    """Models ready to work.
-
-    A resumed run must take over the `plan`, so that it cuts the same packs. `before` is the plan of an earlier attempt
-    with the same settings, else empty. With `planned` another worker has made the plan for all.
-    """
-
-    engine: AnyEngine
-    opened: Opened
-    settings: LoadingOptions
-    plan: dict[str, Any]
-    before: Mapping[str, Any] = field(default_factory=dict)
-    planned: bool = False
-    budget: int = 0
-    """Bytes that one pack may take."""
-    pack_seconds: float = 0.0  # as of `Loaded`
-    small: Sequence[Any] = ()
-    """The weights of the small models beside the model."""
-    beside: dict[type[Feature], Any] = field(default_factory=dict)
-    """The results of `Feature.load`, by feature."""
-    _small_walks: dict[int, LayerWalk] = field(default_factory=dict)
-    _closing: ExitStack = field(default_factory=ExitStack)
-
-    def small_walk(self, number: int = 0, chunk_tokens: int | None = None) -> LayerWalk:
-        """A walk over a small model, which all users share in turn. The first one sets the number of tokens of a
-        chunk."""
-        from prefillcli.models.law import choose_chunk, memory_law
-        from prefillcli.prefill.narrow import in_smaller_numbers
-        from prefillcli.prefill.walk import FASTEST, LayerWalk
-
-        if number not in self._small_walks:
-            small = self.opened.small[number].files
-            if chunk_tokens is None:
-                chunk_tokens = choose_chunk(memory_law(small.config, small.dtype), self.budget, self.opened.device)
-            model, narrow = self.small[number], self.opened.small[number].narrow
-            how = FASTEST if narrow is None else in_smaller_numbers(model, narrow)
-            walk = self._small_walks[number] = LayerWalk(model, chunk_tokens=chunk_tokens, arithmetic=how)
-            self._closing.callback(walk.close)
-        return self._small_walks[number]
-
-    def held_bytes(self) -> int:
-        """Bytes of the budget that K,V take at most which the engine keeps between packs."""
-        from prefillcli.models.law import memory_law
-
-        if getattr(self.settings, "prefix_kv", "auto") not in ("auto", "keep"):
-            return 0
-        return (
-            self.engine.limits.held_tokens
-            * memory_law(self.opened.files.config, self.opened.files.dtype).all_key_values
-        )
-
-    def add_features(self) -> None:
-        """Let features load models or tables of their own. Raises UsageError."""
-        for each in features_of(self.settings):
-            found = each.load(self)
-            if found is not None:
-                self.beside[type(each)] = found
-                self._closing.callback(found.close)
-
-    def close(self) -> None:
-        with self._closing:
-            self.engine.close()
+    from prefillcli.models.weights import WeightsPlan
+    from prefillcli.prefill.walk import Arithmetic
 
 
 def load_models(
@@ -106,6 +40,7 @@ def load_models(
     """
     if opened.small:
         plan_weights(settings, opened)  # raises ResourceError
+    tokens, texts_of = text_room(settings, opened, names)
     small = [_load_small(each, opened, settings) for each in opened.small]
     loaded = loader_of(getattr(settings, "engine", "torch")).load(
         LoadRequest(
@@ -117,8 +52,9 @@ def load_models(
             share,
             planned,
             settings if isinstance(settings, PlacementOptions) else RESIDENT,
-            **text_room(settings, opened, names),
-            arithmetic=next(filter(None, (each.arithmetic() for each in features_of(settings))), None),
+            text_tokens=tokens,
+            texts_of=texts_of,
+            arithmetic=_arithmetic(settings),
             plan_weights=partial(plan_weights, settings, opened, draft=False, share=share),
         )
     )
@@ -134,10 +70,51 @@ def load_models(
         pack_seconds=loaded.pack_seconds,
         small=small,
     )
-    models.add_features()
-    for each in features_of(settings):
-        each.loaded(models)
+    if compresses(settings):
+        from prefillcli.reading.compress.load import load_draft
+
+        models.add("draft", load_draft(models))
+    if leaves_early(settings) and cast("Any", settings).chain:
+        from prefillcli.reading.exits.first import load_first
+
+        models.add("first", load_first(models))
+    let_draft_guess(models)
     return models
+
+
+def open_models(settings: Any, dtypes: Sequence[str] = ()) -> Opened:
+    """The models of these settings, with their adapters. `dtypes` are those that are chosen already. Raises as
+    `Loader`, and UsageError for adapters that do not fit."""
+    opened = loader_of(getattr(settings, "engine", "torch")).open_models(settings, dtypes)
+    if not getattr(settings, "adapter", None):
+        return opened
+    from prefillcli.models.adapters import open_adapters
+
+    trusted = settings.trust_remote_code
+    return open_adapters(opened, settings.adapter, settings.adapter_column, trust_remote_code=trusted)
+
+
+def plan_weights(settings: Any, opened: Opened, *, draft: bool = True, share: float = 1.0) -> WeightsPlan:
+    """Return how the weights of the layer walk's model are kept: on the device, or streamed. With `draft` those of the
+    draft must fit beside them; else the draft's are loaded already. This worker has a `share` of the memory; others
+    take the rest. Raises UsageError, and ResourceError where they certainly do not fit."""
+    from prefillcli.models.streamed_layers import plan_streamed
+    from prefillcli.models.weights import plan_resident
+
+    where = getattr(settings, "weights", "resident")
+    if where == "resident":
+        return plan_resident(opened, draft=draft)
+    found = plan_streamed(opened, settings.weights_memory, always=where == "stream", draft=draft, share=share)
+    return found or plan_resident(opened, draft=draft)
+
+
+def _arithmetic(settings: Any) -> Arithmetic | None:
+    # How a walk through the layers computes; None where it takes the fastest way of the device.
+    if not getattr(settings, "deterministic", False):
+        return None
+    from prefillcli.prefill.determinism import by_row
+
+    return by_row()
 
 
 def _load_small(small: Small, opened: Opened, settings: LoadingOptions) -> Any:

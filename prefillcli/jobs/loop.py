@@ -6,13 +6,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from prefillcli.core.feature import Feature
 from prefillcli.core.further import FurtherQuestions, GivenContinuations, WantedRow
 from prefillcli.core.question import AuditDraw, Question, kept_tokens, plan_questions, scored_row, thinning_of
+from prefillcli.core.scorer import ScoringPool
 from prefillcli.data.rows import (
-    BATCH_ROWS,
     BEFORE,
     ErrorCode,
     Float64Array,
@@ -23,7 +22,6 @@ from prefillcli.data.rows import (
     joined_row,
     unasked,
 )
-from prefillcli.data.windows import MAX_ROWS
 from prefillcli.engines.base import (
     PLAIN,
     Answer,
@@ -35,11 +33,14 @@ from prefillcli.engines.base import (
     Treatment,
 )
 from prefillcli.plan.behind import LabelSet
-from prefillcli.plan.blocks import BLOCK_TOKENS, CarriedBlock
+from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import Plan, packs_to_run
 from prefillcli.report.run import Tokens
 from prefillcli.runtime.clock import Phase
+
+if TYPE_CHECKING:
+    from prefillcli.reading.exits.exits import Exits
 
 # The questions for the rows of a window, and the rows that their answers finish.
 
@@ -119,7 +120,7 @@ class WindowWork:
         questions: list[Question],
         audited: Sequence[int],
         done: set[int],
-        features: Sequence[Feature],
+        exits: Exits | None,
         further: FurtherQuestions | None = None,
         *,
         limited: bool = False,
@@ -143,7 +144,7 @@ class WindowWork:
         self.further = further
         self.limited = limited
         self.next_tokens = next_tokens
-        self._features = features
+        self._exits = exits
         self._in_limit = False
         self._numbers = 0  # blocks of packs, behind which later plans begin
         self._by_row: dict[int, dict[int, Question]] = {}
@@ -169,8 +170,8 @@ class WindowWork:
 
     def treatment(self, pack: Pack) -> Treatment:
         thinning = thinning_of({prompt: self.questions[prompt] for prompt in pack.prompts})
-        treatments = [each.treatment(self.in_full) for each in self._features]
-        treatment = replace(next(filter(None, treatments), PLAIN), thinning=thinning, next_tokens=self.next_tokens)
+        leaving = None if self._exits is None else self._exits.treatment(self.in_full)
+        treatment = replace(leaving or PLAIN, thinning=thinning, next_tokens=self.next_tokens)
         if treatment.exits is None and thinning is None:  # else nothing is kept of the rows' ways through all layers
             treatment = replace(treatment, continuations=self._continuations(pack))
         return treatment
@@ -181,9 +182,8 @@ class WindowWork:
         if unanswered:
             answers = [answer for answer in answers if answer.failure is None]
             finished.add(failed_prompts(self, unanswered))
-        elif answers:
-            for each in self._features:
-                each.answered(pack, answers)
+        elif answers and self._exits is not None:
+            self._exits.answered(pack, answers)
         complete: list[ScoredRow] = []
         texts: dict[int, Answer] = {}
         for answer in answers:
@@ -430,17 +430,16 @@ def follow_up(
 class ScoringOptions:
     """How windows are scored.
 
-    `audit` chooses the compressed prompts that are also read in full; if `features` flip answers, it chooses among all
-    prompts. `further` are the questions about rows that are scored. `adjust_threads` is called often while something
-    is computed. `block_tokens` as in `make_plan`. Where a feature decides how prompts are read, `questions` is
-    `Scorer.questions`.
+    `audit` chooses the compressed prompts that are also read in full; with `exits` it chooses among all prompts.
+    `further` are the questions about rows that are scored. `adjust_threads` is called often while something is
+    computed. `block_tokens` as in `make_plan`. Where prompts are compressed, `questions` is `Scorer.requests`.
     """
 
     schedule: str
     block_tokens: int = 0
     questions: Callable[..., tuple[list[Question], int]] | None = None
     audit: AuditDraw | None = None
-    features: Sequence[Feature] = ()
+    exits: Exits | None = None
     further: FurtherQuestions | None = None
     adjust_threads: Callable[[], None] = lambda: None
 
@@ -481,7 +480,7 @@ def begin_window(
     number of unwritten rows of earlier windows; `next_tokens` as for `WindowWork`.
     """
     questions, finished = _questions(window, done, options, listener)
-    known = {row: scored for each in options.features for row, scored in each.known().items()}
+    known = {} if options.exits is None else options.exits.known
     found_before = [each for each in questions if each.prompt.row in known.keys() - done]
     questions = [question for question in questions if question.prompt.row not in known]
     questions, too_large, failed = _fitting(questions, engine.limits.max_tokens)
@@ -501,7 +500,7 @@ def begin_window(
         questions,
         audited,
         done,
-        options.features,
+        options.exits,
         further,
         limited=limited,
         next_tokens=next_tokens,
@@ -531,16 +530,13 @@ def _ahead(
     listener: Listener,
     finished: Finished,
 ) -> tuple[list[Question], list[int], list[tuple[Question, ScoredRow]]]:
-    """The questions that are left for the model, the numbers of the audited ones among them, and those that features
-    answer without it. An audited one is left to the model too: its answer so far is for the comparison."""
-    found: dict[int, ScoredRow] = {}
-    for each in options.features:
-        if type(each).ahead is Feature.ahead:
-            continue
-        with listener.phase("draft"):
-            own, tokens = each.ahead(questions, lambda tokens: listener.step(None, 0, 0, 0))
-        found |= own
-        finished.tokens.draft += tokens
+    """The questions that are left for the model, the numbers of the audited ones among them, and those that first
+    models answer without it. An audited one is left to the model too: its answer so far is for the comparison."""
+    if options.exits is None:
+        return questions, audited, []
+    with listener.phase("draft"):
+        found, tokens = options.exits.ahead(questions, lambda tokens: listener.step(None, 0, 0, 0))
+    finished.tokens.draft += tokens
     if not found:
         return questions, audited, []
     both = found.keys() & set(audited)
@@ -562,7 +558,7 @@ def _add_ahead(
     done: set[int],
     listener: Listener,
 ) -> None:
-    """Add the rows that features answer without the model."""
+    """Add the rows that first models answer without the model."""
     new = [(question, row) for question, row in ahead if row.row not in done]
     tokens = sum(len(question.prompt.tokens) for question, _ in new)
     finished.rows += work.settle_known([question for question, _ in new], [row for _, row in new])
@@ -620,11 +616,10 @@ def _audited(window: Window, questions: Sequence[Question], engine: PlanEngine, 
     if options.audit is None:
         return []
     most = engine.limits.max_tokens
-    flips = any(each.flips and not each.rewrites for each in options.features)
     able = [
         number
         for number, question in enumerate(questions)
-        if (question.compressed or flips) and Question(question.prompt).size <= most
+        if (question.compressed or options.exits is not None) and Question(question.prompt).size <= most
     ]
     drawn = {questions[number].prompt.row for number in options.audit.draw(window, _firsts(questions, able))}
     return [number for number in able if questions[number].prompt.row in drawn]
@@ -636,21 +631,6 @@ def _firsts(questions: Sequence[Question], numbers: Sequence[int]) -> list[int]:
 
 
 # The loop.
-
-
-@dataclass(frozen=True, slots=True)
-class Granularity:
-    """The amounts of a job that are read, scored and written together."""
-
-    batch_rows: int = BATCH_ROWS
-    window_rows: int = MAX_ROWS
-    flush_seconds: float = 15.0
-    """Finished rows are written at least this often, between two answers of the engine."""
-    block_tokens: int = BLOCK_TOKENS
-    """Prefixes of so many tokens or more are handed from one window to the next."""
-
-
-USUAL = Granularity()
 
 
 class Receiver(Listener, Protocol):
@@ -680,33 +660,6 @@ class Receiver(Listener, Protocol):
 
     def written_if_stopped(self) -> AbstractContextManager[None]:
         """Finished rows are kept, whatever stops the scoring inside."""
-
-
-class ScoringPool(PlanEngine, Protocol):
-    """Answers packs, and reports progress to `Asked`: an engine in this process, or workers."""
-
-    ahead: int
-    """The fewest packs that wait for an engine while there are more windows."""
-
-    @property
-    def waiting(self) -> int:
-        """Packs that no engine has begun."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether there is nothing to do."""
-
-    def fit(self, longest: int) -> None:
-        """Limit the packs that are planned next, of prompts with at most `longest` tokens."""
-
-    def ask(self, asked: Asked) -> None:
-        """Answer the packs of a plan, behind those that were asked for before."""
-
-    def pump(self, seconds: float, phase: Callable[..., AbstractContextManager[None]]) -> object:
-        """Compute until there is news; where other processes compute, wait for them at most so many seconds.
-
-        The time goes to a `phase` (`Listener.phase`). Raises Interrupted after a signal.
-        """
 
 
 @dataclass(slots=True)
@@ -878,6 +831,7 @@ class LocalPool:
     """
 
     ahead = 1
+    remote = None
 
     def __init__(
         self, engine: Engine, adjust_threads: Callable[[], None], answered: Callable[[], None] = lambda: None

@@ -6,13 +6,14 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from prefillcli.core.feature import features, features_of
 from prefillcli.data.output.columns import Counts
 from prefillcli.data.output.sink import JoinedShards
 from prefillcli.data.output.target import Manifest, Target
 from prefillcli.errors import OutputDamagedError, counted, shown
+from prefillcli.jobs.compose import MERGED, sections_of
 from prefillcli.jobs.path_table import report_path, require_apart
 from prefillcli.jobs.shell import conclude, leave_earlier_report, shell
+from prefillcli.judging.gates import Gates
 from prefillcli.options.commands import MergeSettings
 from prefillcli.report.run import RunReport, write_files
 from prefillcli.runtime import log
@@ -33,6 +34,7 @@ def merge_job(settings: MergeSettings) -> dict[str, Any]:
 def _merge_and_report(settings: MergeSettings, run_id: str) -> dict[str, Any]:
     clock = Clock()
     report = RunReport.new(
+        sections_of,
         run_id=run_id,
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         settings=shown(settings.model_dump(mode="json")),
@@ -59,9 +61,8 @@ def _merge_and_report(settings: MergeSettings, run_id: str) -> dict[str, Any]:
 
 
 def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -> None:
-    own = features_of(settings)
-    for each in own:
-        each.begin(report)
+    gates = Gates(settings)
+    gates.begin(report)
     with JoinedShards(Target.parse(settings.output)) as joined:
         with clock.phase("read"), stop.at_once():
             joined.open(overwrite=settings.overwrite)
@@ -72,9 +73,9 @@ def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -
         manifest = joined.merged or joined.manifest
         report.take(counts)
         with clock.phase("evaluate"), stop.at_once():
-            for feature in features():
-                feature.merged(report, settings.output, replace(manifest, counts=counts))
-    failed = [text for each in own for text in each.judge(report)]
+            for judge in MERGED:
+                judge.merged(report, settings.output, replace(manifest, counts=counts))
+    failed = gates.judge(report)
     rate, skip = settings.max_error_rate, settings.skip_empty
     if "max_error_rate" not in settings.model_fields_set:
         rate = manifest.plan.get("max_error_rate", rate)  # as the shards were told

@@ -3,6 +3,7 @@ kind."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tempfile
@@ -11,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefillcli.core.feature import SideFile, features, features_of, json_with
 from prefillcli.data.filesystems import (
     MOST_BYTES,
     WORK_ENDING,
@@ -33,11 +33,35 @@ from prefillcli.data.prompts.templates import names_template
 from prefillcli.data.proof import ModelContents, is_model_file
 from prefillcli.data.reading.discovery import CODECS, KINDS, discover, would_find
 from prefillcli.errors import PrefillError, UsageError, without_secrets
+from prefillcli.judging.rejects import is_rejects
 from prefillcli.options.commands import MergeSettings, ScoreSettings
 from prefillcli.options.option import PathRole, Settings, details_of
+from prefillcli.options.requirements import leaves_early
+from prefillcli.reading.exits.policy import exits_path
 from prefillcli.report.section import page_of
 
 # The files that a run writes beside the scores, and the marks of an earlier run's files, which may be replaced.
+
+
+@dataclass(frozen=True, slots=True)
+class SideFile:
+    """A kind of file."""
+
+    meaning: str
+    knows: Callable[[str, bytes], bool]  # whether the file at a path, with its first bytes, is of this kind
+
+
+def json_with(*names: str) -> Callable[[str, bytes], bool]:
+    """Return what knows reports: JSON objects with a schema version and these names."""
+
+    def knows(path: str, start: bytes) -> bool:
+        try:
+            content = json.loads(start)
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(content, dict) and content.keys() >= {"schema_version", *names}
+
+    return knows
 
 
 _PAGE = re.compile(rb"\s*<!doctype html>.*?<title>[^<]*\bprefill (score|bench|profile|inspect)\b", re.DOTALL)
@@ -55,7 +79,9 @@ SIDE_FILES = {
     "metrics": SideFile("metrics of prefill", lambda path, start: start.startswith(b"# HELP prefill_")),
     "bench": SideFile("written by prefill bench", json_with("status", "workloads", "machine")),
     "profile": SideFile("written by prefill profile", json_with("machine", "budget_bytes")),
-    **{kind: file for each in features() for kind, file in each.side_files.items()},
+    "calibration": SideFile("a calibration", json_with("labels", "scaling")),
+    "exits": SideFile("an exit profile", json_with("label_tokens", "exits")),
+    "rejects": SideFile("rejects of an earlier run", is_rejects),
 }
 
 
@@ -336,9 +362,10 @@ def _reports(settings: ScoreSettings | MergeSettings, name: str) -> Iterator[Pat
     path = report_path(*place)
     yield _side(name, path, "report", called)
     yield _side(name, page_of(path), "page", f"the page of {called},")
-    for each in features_of(settings):
-        for kind, own, meaning in each.writes(path):
-            yield _side(name, own, kind, meaning)
+    if not isinstance(settings, ScoreSettings) or not leaves_early(settings):
+        return
+    if settings.exit_profile is None and settings.rare_option is None:
+        yield _side(name, exits_path(path), "exits", "what is learnt of exits,")
 
 
 def _shard_of(settings: ScoreSettings | MergeSettings) -> Shard | None:

@@ -20,13 +20,15 @@ from prefillcli.jobs.loop import NEXT_TOKENS, Finished
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import Plan
-from prefillcli.report.run import FirstAnswers, LikelyToken, Tokens
+from prefillcli.report.run import FirstAnswers, LikelyToken
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Expected, Phase, Progress
 from prefillcli.stats.evaluation import Measure, label_mass, label_probabilities
 
 if TYPE_CHECKING:
-    from prefillcli.jobs.score import Job
+    from prefillcli.core.run import Run
+    from prefillcli.data.output.sink import Sink
+    from prefillcli.reading.earlier import EarlierOutput
 
 #: Seconds that the model takes for a plan.
 Predict = Callable[[Plan], float]
@@ -243,17 +245,17 @@ class Recorder:
     since the fingerprint was made. Finished rows are written at least every `Granularity.flush_seconds`.
     """
 
-    def __init__(self, job: Job, rows: Callable[[], Expected | None], forecast: RemainingTime | None = None) -> None:
-        self.tokens = Tokens()
+    def __init__(self, run: Run, rows: Callable[[], Expected | None], forecast: RemainingTime | None = None) -> None:
+        self.tokens = run.tokens
         self.packs = 0
-        self._job = job
-        self._sink, self._clock, self._stop = job.sink, job.clock, job.stop
-        self.first_window = FirstWindow(job.labels, job.opened.tokenizer, job.settings.temperature)
+        self._run = run
+        self._sink, self._clock, self._stop = run.sink, run.clock, run.stop
+        self.first_window = FirstWindow(run.inputs.labels, run.inputs.opened.tokenizer, run.settings.temperature)
         self._forecast = forecast
         self._progress = Progress(
             rows,
-            interval=job.settings.progress_interval,
-            quiet=job.settings.quiet,
+            interval=run.settings.progress_interval,
+            quiet=run.settings.quiet,
             seconds_left=(lambda: None) if forecast is None else forecast.seconds_left,
         )
         self._drafted = 0.0  # seconds of the draft that the forecast includes
@@ -313,7 +315,7 @@ class Recorder:
         self._progress.advance(len(finished.errors))
         self._open[window.index][1].add(finished)
         self.first_window.take(window, finished.rows)
-        if finished.rows and time.monotonic() - self._flushed > self._job.granularity.flush_seconds:
+        if finished.rows and time.monotonic() - self._flushed > self._run.scorer.granularity.flush_seconds:
             for each, unwritten in list(self._open.values()):
                 if unwritten.rows:
                     self._flush(each, unwritten)
@@ -322,7 +324,7 @@ class Recorder:
         """Write rows of a window as an earlier output has them (`EarlierOutput.take`)."""
         before = self._sink.counts.total
         with self._clock.phase("write"):
-            self._job.require_unchanged(window.rows)
+            self._run.require_unchanged(window.rows)
             self._sink.take_over(window, results)
         self._skip(self._sink.counts.total - before)
         self._progress.advance(0)
@@ -336,13 +338,13 @@ class Recorder:
     def _flush(self, window: Window, finished: Finished) -> None:
         """Write finished rows as a part; the window's own error rows come with its first one."""
         with self._clock.phase("write"):
-            self._job.require_unchanged(window.rows)  # a later run would reuse the part under the same fingerprint
+            self._run.require_unchanged(window.rows)  # a later run would reuse the part under the same fingerprint
             self._sink.write(
                 window,
                 finished.rows,
                 finished.errors,
-                temperature=self._job.settings.temperature,
-                probabilities=self._job.probabilities,
+                temperature=self._run.settings.temperature,
+                probabilities=self._run.inputs.probabilities,
                 carried=finished.carried,
             )
         finished.rows, finished.errors = [], {}
@@ -375,3 +377,21 @@ class Recorder:
         self.packs += 1
         if self._forecast is not None:
             self._forecast.end(pack)
+
+
+def left_to_score(
+    windows: Iterator[Window], earlier: EarlierOutput, sink: Sink, recorder: Recorder
+) -> Iterator[Window]:
+    """The windows without the rows that are taken over, which are written first.
+
+    A window with nothing left is written whole, and not yielded.
+    """
+    for window in windows:
+        taken = earlier.take(window)
+        if taken is not None:
+            recorder.take_over(window, taken)
+            if not window.prompts:
+                recorder.begin(window, sink.done(window.index))
+                recorder.end(window)
+                continue
+        yield window

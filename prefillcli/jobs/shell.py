@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from prefillcli.core.feature import features
 from prefillcli.data.output import Shard
 from prefillcli.data.output.columns import Counts
 from prefillcli.data.output.sink import has_rows
@@ -22,6 +21,7 @@ from prefillcli.errors import (
     out_of_resource,
     without_secrets,
 )
+from prefillcli.reading.compress.compress import failure
 from prefillcli.report.section import preview, row_name
 from prefillcli.runtime import log
 from prefillcli.runtime.signals import Stop
@@ -96,7 +96,7 @@ def conclude(
     """
     report.status, report.exit_code = "complete", 0
     judged = max_error_rate is not None
-    failures = list(filter(None, (each.failure(counts) for each in features())))
+    failures = list(filter(None, [failure(counts)]))
     if judged and counts.total and not counts.scored:
         report.status, failures = "failed", [_none_scored(counts), *failures]
     if max_error_rate is not None and counts.errors > max_error_rate * counts.total:

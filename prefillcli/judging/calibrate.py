@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from prefillcli.options.judging import CalibrateSettings
 
 from prefillcli.data.output.columns import ROW_COLUMN
 from prefillcli.data.output.store import write_sealed
@@ -17,7 +18,8 @@ from prefillcli.data.output.target import Job, Manifest, Target
 from prefillcli.data.prompts.labels import Label, label_of
 from prefillcli.data.reading.source import Source
 from prefillcli.errors import PrefillError, ResourceError, UsageError, counted, without_secrets
-from prefillcli.features.calibration import CalibrateSettings
+from prefillcli.jobs.path_table import require_apart, require_json
+from prefillcli.jobs.shell import shell
 from prefillcli.judging.calibration import (
     Calibration,
     FittedOn,
@@ -28,8 +30,6 @@ from prefillcli.judging.calibration import (
     fit_scaling,
     methods_for,
 )
-from prefillcli.jobs.path_table import require_apart, require_json
-from prefillcli.jobs.shell import shell
 from prefillcli.report.section import WIDTH, numbers_table, stderr_console
 from prefillcli.runtime import log
 from prefillcli.runtime.extras import require_extra

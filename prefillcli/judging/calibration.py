@@ -17,17 +17,23 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from prefillcli.core.question import Question, Tick, answer
+from prefillcli.core.roles import Judge
 from prefillcli.data.output.store import read_sealed
 from prefillcli.data.prompts.labels import parse_labels
 from prefillcli.data.rows import Prompt, RowBatch
 from prefillcli.errors import PrefillError, UsageError, counted, without_secrets
 from prefillcli.models.files import names_classifier, read_json, sample_model
+from prefillcli.report.section import Section
 from prefillcli.runtime import log
 from prefillcli.stats.evaluation import LEAST_LOG, Float64Array, evaluate, evaluate_labels, log_losses, log_shares_of
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import Opening, PlanEngine
-    from prefillcli.features.calibration import ProbabilityOptions
+    from prefillcli.core.inputs import Inputs
+    from prefillcli.core.run import Run
+    from prefillcli.core.scorer import Scorer
+    from prefillcli.data.output.columns import Counts
+    from prefillcli.engines.base import PlanEngine
+    from prefillcli.report.run import RunReport
 
 SCHEMA_VERSION: Final = 1
 
@@ -450,21 +456,21 @@ def require_fitting(calibration: Calibration, path: str, fingerprint: Mapping[st
 OPTION = "--calibrate-with"
 
 
-def content_free_prompts(settings: ProbabilityOptions, opening: Opening) -> list[Prompt]:
+def content_free_prompts(settings: Any, inputs: Inputs) -> list[Prompt]:
     """A prompt for each text of `--calibrate-with`; none without any.
 
     The text takes the place of the template's columns that hold text, or of those in `--calibrate-columns`. All other
     columns must have one value in the first rows, up to 2,048; it stays. Raises UsageError if that is not so, or if no
     prompt can be made.
     """
-    texts, builder = settings.calibrate_with, opening.builder
+    texts, builder = settings.calibrate_with, inputs.builder
     if not texts:
         return []
     for name in settings.calibrate_columns:
         if name not in builder.columns:
             listed = ", ".join(builder.columns) or "none"
             raise UsageError(f"--calibrate-columns {name}: the template has no such column\nit has: {listed}")
-    columns = _first_rows(opening, builder.columns)
+    columns = _first_rows(inputs, builder.columns)
     content = set(settings.calibrate_columns or filter(lambda name: _is_content(columns[name]), builder.columns))
     if not content:
         raise UsageError(f"{OPTION}: no column of the template holds text\nname the content with --calibrate-columns")
@@ -477,7 +483,7 @@ def content_free_prompts(settings: ProbabilityOptions, opening: Opening) -> list
         errors={},
         nbytes=0,
     )
-    prompts, errors = builder.build(batch, opening.labels)
+    prompts, errors = builder.build(batch, inputs.labels)
     for row, error in errors.items():
         raise UsageError(
             f"{OPTION} {texts[row]!r}: no prompt can be made of the template: {error.code}: {error.detail}"
@@ -485,11 +491,11 @@ def content_free_prompts(settings: ProbabilityOptions, opening: Opening) -> list
     return prompts
 
 
-def contextual_calibration(opening: Opening, engine: PlanEngine, tick: Tick) -> Calibration:
+def contextual_calibration(inputs: Inputs, engine: PlanEngine, tick: Tick) -> Calibration:
     """The calibration that divides out the engine's answers to prompts without content. Raises PrefillError if one is
     no number."""
-    labels = opening.labels
-    questions = [Question(prompt) for prompt in opening.common]
+    labels = inputs.labels
+    questions = [Question(prompt) for prompt in inputs.common]
     too_long = max(question.size for question in questions)
     if too_long > engine.limits.max_tokens:
         raise UsageError(
@@ -502,9 +508,9 @@ def contextual_calibration(opening: Opening, engine: PlanEngine, tick: Tick) -> 
     return content_free_calibration(labels.names, logprobs)
 
 
-def _first_rows(opening: Opening, names: Sequence[str]) -> dict[str, list[Any]]:
+def _first_rows(inputs: Inputs, names: Sequence[str]) -> dict[str, list[Any]]:
     # The values of these columns in the first readable rows.
-    for batch in opening.source.batches():
+    for batch in inputs.source.batches():
         good = [at for at, row in enumerate(batch.rows.tolist()) if row not in batch.errors]
         return {name: [batch.columns[name][at] for at in good] for name in names}
     return {name: [] for name in names}
@@ -528,3 +534,67 @@ def _one_value(name: str, values: Sequence[Any]) -> Any:
 
 def _shown(value: Any) -> str:
     return repr(value.tolist() if isinstance(value, np.ndarray) else value)
+
+
+# The key of a job's plan for the calibration that is learnt from prompts without content.
+CONTENT_FREE = "content_free"
+
+
+class Calibrating(Judge):
+    """The probabilities of a job: from a file, or from prompts without content. Raises UsageError for options that are
+    wrong whatever the input holds."""
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+        self.calibration: Calibration | None = None
+        check_calibration(settings)
+
+    def open(self, inputs: Inputs) -> None:
+        """Read the file, for labels that are known. Raises UsageError."""
+        if self.settings.calibration is not None:
+            schema = inputs.schema()
+            asked = {own.name: own for own in schema.questions or (schema,)}
+            labels = {name: own.labels for name, own in asked.items()}
+            self.calibration = read_calibration(self.settings.calibration, labels)
+            if "orders" in asked[self.calibration.question].groups:
+                raise UsageError(
+                    f"--calibration: the question {self.calibration.question} is asked in both orders, and a mean of "
+                    "two answers is not calibrated\nleave it or swap out"
+                )
+        self._use(inputs)
+
+    def identity(self) -> Mapping[str, str]:
+        """Return its part of the job's fingerprint."""
+        return {} if self.calibration is None else {"calibration": self.calibration.digest()}
+
+    def require_fitting(self, fingerprint: Mapping[str, str]) -> None:
+        """Raise UsageError for a calibration of another job."""
+        if self.calibration is not None:
+            require_fitting(self.calibration, self.settings.calibration, fingerprint)
+
+    def learn(self, scorer: Scorer, tick: Tick) -> None:
+        """Learn what the model answers to prompts without content, if there is no file; the plan keeps it."""
+        if self.settings.calibration is not None:
+            return
+        inputs = scorer.inputs
+        if CONTENT_FREE in scorer.earlier:
+            self.calibration = Calibration.model_validate(scorer.earlier[CONTENT_FREE])
+        else:
+            self.calibration = contextual_calibration(inputs, scorer.pool, tick)
+        self._use(inputs)
+        scorer.plan = {**scorer.plan, CONTENT_FREE: self.calibration.model_dump(mode="json")}
+
+    def _use(self, inputs: Inputs) -> None:
+        if self.calibration is not None:
+            inputs.probabilities = self.calibration.probabilities
+            inputs.calibrated = self.calibration.question
+
+    def reported(self, run: Run, counts: Counts | None) -> None:
+        if self.calibration is not None:
+            run.report.calibration = self.calibration.use()
+
+
+def section(report: RunReport) -> Section | None:
+    """The section on the probabilities of a run; None where there are none."""
+    use = report.calibration
+    return None if use is None else Section(lines=[("probability", use.sentence())])

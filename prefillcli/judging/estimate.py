@@ -18,23 +18,28 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel
 
+from prefillcli.core.roles import Judge
 from prefillcli.data.rows import Int64Array, Prompt
 from prefillcli.engines.base import Readings
-from prefillcli.jobs.opening import Opening
+from prefillcli.errors import UsageError
 from prefillcli.report.section import Part, Section, counted, minutes_and_seconds, visible
 from prefillcli.runtime import log
 from prefillcli.stats.evaluation import Float64Array, Interval, Measure, exact_interval
 from prefillcli.stats.ridge import ridge
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import Job
+    from prefillcli.core.inputs import Inputs
+    from prefillcli.core.run import Run
+    from prefillcli.data.output.columns import Counts
+    from prefillcli.reading.exits.exits import Exits
+    from prefillcli.report.run import RunReport
 
 CONFIDENCE: Final = 0.95
 _Z: Final = 1.959963984540054  # the 97.5 % point of the normal distribution
@@ -239,28 +244,28 @@ class EstimateUse(BaseModel):
     shares: list[LabelShare]
 
 
-def is_known(job: Job) -> bool:
+def is_known(run: Run) -> bool:
     """Return whether the job has its estimate."""
-    return PLAN in job.sink.plan
+    return PLAN in run.sink.plan
 
 
-def stored(job: Job) -> EstimateUse | None:
+def stored(run: Run) -> EstimateUse | None:
     """The estimate of a job, from its plan."""
-    sink = getattr(job, "sink", None)
+    sink = getattr(run, "sink", None)
     found = None if sink is None else sink.plan.get(PLAN)
     return None if found is None else EstimateUse.model_validate(found)
 
 
-def estimate(job: Job) -> None:
+def estimate(run: Run, exits: Exits | None) -> None:
     """Make the estimate of a job whose output is finished, and keep it in the plan."""
-    names, drawn = job.labels.names, job.source.selection().within(0, job.source.count())
-    numbers, final, seconds = _answers(job, drawn)
+    names, drawn = run.inputs.labels.names, run.inputs.source.selection().within(0, run.inputs.source.count())
+    numbers, final, seconds = _answers(run, drawn)
     if not len(numbers):
         log.warning("--estimate: no row was scored, so nothing is known of the others")
         return
     truth, read = indicators(final), len(numbers)
-    rows = max(round(job.source.count() * read / len(drawn)), read)
-    guesses = _guesses(job, numbers, final, drawn) if len(drawn) < job.source.count() else None
+    rows = max(round(run.inputs.source.count() * read / len(drawn)), read)
+    guesses = _guesses(run, exits, numbers, final, drawn) if len(drawn) < run.inputs.source.count() else None
     if guesses is None:
         shares = [plain_share(float(hits), read, rows) for hits in truth.sum(axis=0)]
     else:
@@ -280,17 +285,17 @@ def estimate(job: Job) -> None:
             label_share(name, float(truth[:, at].sum()), read, rows, shares[at], more) for at, name in enumerate(names)
         ],
     )
-    job.sink.plan = job.sink.plan | {PLAN: use.model_dump(mode="json")}
+    run.sink.plan = run.sink.plan | {PLAN: use.model_dump(mode="json")}
 
 
-def estimate_audited(job: Job) -> None:
+def estimate_audited(run: Run) -> None:
     """Make the estimate of a job with exits, from its finished output."""
-    schema = job.schema()
+    schema = run.inputs.schema()
     if schema.measure is not Measure.SHARES or not {"prediction", "exit_layer", "audit_prediction"} <= {
         *schema.results.names
     }:
         return
-    table = pa.concat_tables(job.sink.tables(["prediction", "exit_layer", "audit_prediction", "error"]))
+    table = pa.concat_tables(run.sink.tables(["prediction", "exit_layer", "audit_prediction", "error"]))
     table = table.filter(pc.is_null(table["error"]))
     said, full = (np.array(table[name].to_pylist(), object) for name in ("prediction", "audit_prediction"))
     left, audited = np.asarray(pc.is_valid(table["exit_layer"])), np.asarray(pc.is_valid(table["audit_prediction"]))
@@ -298,7 +303,7 @@ def estimate_audited(job: Job) -> None:
     if not both.any():
         return
     shares = []
-    for label in job.labels.names:
+    for label in run.inputs.labels.names:
         out, into = (
             int(((one == label) & (other != label))[both].sum()) for one, other in ((full, said), (said, full))
         )
@@ -312,7 +317,7 @@ def estimate_audited(job: Job) -> None:
         guessed_by="exits",
         shares=shares,
     )
-    job.sink.plan = job.sink.plan | {PLAN: use.model_dump(mode="json")}
+    run.sink.plan = run.sink.plan | {PLAN: use.model_dump(mode="json")}
 
 
 def label_share(label: str, hits: float, read: int, rows: int, found: Share, more: float) -> LabelShare:
@@ -334,11 +339,11 @@ def label_share(label: str, hits: float, read: int, rows: int, found: Share, mor
     )
 
 
-def _answers(job: Job, drawn: Int64Array) -> tuple[Int64Array, Float64Array, float]:
+def _answers(run: Run, drawn: Int64Array) -> tuple[Int64Array, Float64Array, float]:
     # The numbers of the scored rows, their label log-probabilities [rows, labels], and the seconds that they took. The
     # output has the drawn rows in their order.
-    columns = [f"logprob_{name}" for name in job.labels.names]
-    table = pa.concat_tables(job.sink.tables([*columns, "seconds", "error"]))
+    columns = [f"logprob_{name}" for name in run.inputs.labels.names]
+    table = pa.concat_tables(run.sink.tables([*columns, "seconds", "error"]))
     scored = np.array([code is None for code in table["error"].to_pylist()], np.bool_)
     final = np.stack([np.asarray(table[name].to_pylist(), np.float64) for name in columns], axis=1)[scored]
     seconds = float(np.asarray(table["seconds"].to_pylist(), np.float64)[scored].sum())
@@ -354,7 +359,9 @@ class _Guesses:
     by: Literal["hidden", "labels"]
 
 
-def _guesses(job: Job, numbers: Int64Array, final: Float64Array, drawn: Int64Array) -> _Guesses | None:
+def _guesses(
+    run: Run, exits: Exits | None, numbers: Int64Array, final: Float64Array, drawn: Int64Array
+) -> _Guesses | None:
     # The guesses about all rows; None where nothing is cheaper than the model. First the rows with these numbers are
     # read, to which the guesser is fitted, then all that were not drawn.
     seconds = 0.0
@@ -362,25 +369,23 @@ def _guesses(job: Job, numbers: Int64Array, final: Float64Array, drawn: Int64Arr
     def read(prompts: Sequence[Prompt]) -> Sequence[Readings]:
         nonlocal seconds
         begun = time.monotonic()
-        found = next(filter(None, (each.glance(job, prompts, job.tick) for each in job.features)), ())
+        found = () if exits is None else exits.glance(run.scorer, prompts, run.tick)
         seconds += time.monotonic() - begun
         return found
 
-    again = Opening(job.settings.model_copy(update={"sample": None}))  # the job's own source has the drawn rows alone
-    again.open_source()
-    again.use_models(job.opened)
+    again = run.reopen(run.settings.model_copy(update={"sample": None}))  # the job's own has the drawn rows alone
     source, builder = again.source, again.new_builder()
     try:
-        own = [prompt for batch in source.rows(numbers) for prompt in builder.build(batch, job.labels)[0]]
+        own = [prompt for batch in source.rows(numbers) for prompt in builder.build(batch, run.inputs.labels)[0]]
         if not (labelled := read(own)):
             return None
         guesser = fit_guesser(labelled, final)
-        if not job.settings.quiet:
+        if not run.settings.quiet:
             log.info(f"--estimate: {counted(source.count() - len(drawn), 'row')} more, by --first alone")
         total, others = np.zeros(final.shape[1]), 0
         for batch in source.batches():
             rest = batch.only(np.flatnonzero(~np.isin(batch.rows, drawn)))
-            prompts = builder.build(rest, job.labels)[0] if len(rest.rows) else []
+            prompts = builder.build(rest, run.inputs.labels)[0] if len(rest.rows) else []
             if prompts:
                 total += guesser.guess(read(prompts)).sum(axis=0)
                 others += len(prompts)
@@ -392,8 +397,11 @@ def _guesses(job: Job, numbers: Int64Array, final: Float64Array, drawn: Int64Arr
 # What a run reports.
 
 
-def section(use: EstimateUse) -> Section:
-    """The estimate in terminal, page, metrics and summary."""
+def section(report: RunReport) -> Section | None:
+    """The estimate in terminal, page, metrics and summary; None where there is none."""
+    use = report.estimate
+    if use is None:
+        return None
     found = Section(title="Estimate", lines=[("estimate", _shares(use)), ("estimate, cost", _cost(use))])
     table = [["answer", "share", "95 % interval", "rows that were read alone", "weight of guesses"]]
     for each in use.shares:
@@ -447,3 +455,40 @@ def _percent(share: float) -> str:
 
 def _between(interval: Interval) -> str:
     return f"{_percent(interval[0])}-{_percent(interval[1])} %"
+
+
+class Estimating(Judge):
+    """The estimate of a job, by the rows that it has read and the first models of its `exits`."""
+
+    def __init__(self, settings: Any, exits: Exits | None) -> None:
+        self.settings = settings
+        self._exits = exits
+
+    def check(self, inputs: Inputs) -> None:
+        labels = inputs.labels
+        if self.settings.estimate is None:
+            return
+        if labels.measure is not Measure.SHARES or labels.each or "openai" in inputs.groups:
+            raise UsageError(
+                "--estimate: it is about the answers to one question, in scores of this program's own columns\n"
+                "leave it out, or ask with --labels"
+            )
+
+    def finished(self, run: Run) -> None:
+        """All rows are written, and the models are still loaded: make the estimate that `--estimate` asks for."""
+        if self.settings.estimate is not None:
+            with run.clock.phase("evaluate"):
+                estimate(run, self._exits)
+
+    def ended(self, run: Run) -> None:
+        if self.settings.estimate is None:
+            with run.clock.phase("evaluate"), run.stop.at_once():
+                estimate_audited(run)
+        elif not is_known(run):  # an earlier attempt ended after its last row
+            with run.scorer.loaded:
+                if self.settings.first:
+                    run.load_models()
+                self.finished(run)
+
+    def reported(self, run: Run, counts: Counts | None) -> None:
+        run.report.estimate = None if counts is None else stored(run)

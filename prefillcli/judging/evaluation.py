@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel, Field
 
+from prefillcli.core.roles import Judge
 from prefillcli.data.output.columns import ROW_COLUMN, OutputSchema
 from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.encoding import Encoder
@@ -31,7 +32,7 @@ from prefillcli.data.rows import (
     to_python,
 )
 from prefillcli.data.windows import find_prompts
-from prefillcli.errors import UsageError
+from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.plan.trie import common_prefix
 from prefillcli.report.section import (
     Box,
@@ -64,7 +65,10 @@ from prefillcli.stats.evaluation import (
 )
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import Opening
+    from prefillcli.core.inputs import Inputs
+    from prefillcli.core.run import Run
+    from prefillcli.data.output.target import Manifest
+    from prefillcli.report.run import RunReport
 
 
 # The evaluation of a run, as `run.json` holds it: the figures, the values of the truth column, and rows to look at.
@@ -301,7 +305,7 @@ def require_labels(source: Source, plan: EvaluationPlan) -> None:
         raise _no_label(plan, found)
 
 
-def with_texts(evaluation: RunEvaluation, opening: Opening, part: int) -> RunEvaluation:
+def with_texts(evaluation: RunEvaluation, inputs: Inputs, part: int) -> RunEvaluation:
     """The evaluation with the text of the rows that it names: their prompts with this number. The input is read again
     for these.
 
@@ -309,13 +313,13 @@ def with_texts(evaluation: RunEvaluation, opening: Opening, part: int) -> RunEva
     """
     rows = [*evaluation.surest_wrong, *evaluation.near_threshold]
     named = {_name(row) for row in rows}
-    builder = opening.new_builder()
+    builder = inputs.new_builder()
     try:
-        id_column = opening.settings.id_column
-        prompts = find_prompts(opening.source, builder, opening.labels, named=named, id_column=id_column, part=part)
+        id_column = inputs.settings.id_column
+        prompts = find_prompts(inputs.source, builder, inputs.labels, named=named, id_column=id_column, part=part)
     finally:
         builder.close()
-    decode = Encoder(opening.opened.tokenizer).decode
+    decode = Encoder(inputs.opened.tokenizer).decode
     tokens = [prompt.tokens for prompt in prompts.values()]
     shared = min((common_prefix(tokens[0], each) for each in tokens[1:]), default=0)
     texts = {name: _end_of(prompt.tokens, shared, decode) for name, prompt in prompts.items()}
@@ -700,7 +704,7 @@ _SHARES = [Tick(100 * at, f"{100 * at:g} %") for at in (0.0, 0.25, 0.5, 0.75, 1.
 _DIAGONAL = "0,100 100,0"
 
 
-def section(found: RunEvaluation, question: str = "") -> Section:
+def _section_of(found: RunEvaluation, question: str = "") -> Section:
     """The evaluation in terminal, page and summary: of all answers, or of those to one question."""
     labels = [
         [each.label, f"{each.rows:,}", _percent(each.precision), _percent(each.recall), _number(each.f1),
@@ -850,3 +854,61 @@ def _percent(estimate: Estimate) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
+
+
+PLAN = "evaluation"  # the key of a shard's plan for the plan of its evaluation, which `prefill merge` reads
+
+
+class Evaluating(Judge):
+    """The evaluation of a job against right answers in columns of the input."""
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+        self._plans: dict[int, EvaluationPlan] = {}  # of each question with right answers, by its number
+
+    def check(self, inputs: Inputs) -> None:
+        schema, labels = inputs.schema(), inputs.labels.each or (inputs.labels,)
+        answers = {own.name: (number, own) for number, own in enumerate(schema.questions or (schema,))}
+        for name, column in self.settings.truth_columns.items():
+            if name not in answers:
+                raise UsageError(
+                    f"--truth {name}={column}: no question {name!r}{did_you_mean(name, answers)}\n"
+                    f"there are {', '.join(answers)}"
+                )
+            number, own = answers[name]
+            self._plans[number] = EvaluationPlan.of(self.settings, labels[number], own, column)
+        for plan in self._plans.values():
+            require_labels(inputs.source, plan)
+
+    def shard_plan(self) -> Mapping[str, Any]:
+        return {PLAN: [plan.to_json() for plan in self._plans.values()]}
+
+    def ended(self, run: Run) -> None:
+        with run.clock.phase("evaluate"), run.stop.at_once():
+            for number, plan in self._plans.items():
+                found = evaluate_output(run.sink.location, plan, self.settings.id_column)
+                found = with_texts(found, run.inputs, number) if self.settings.show_text else found
+                _report(run.report, plan.question, found)
+
+    @classmethod
+    def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
+        for content in manifest.plan.get(PLAN) or ():
+            if (plan := EvaluationPlan.of_json(content)) is not None:
+                _report(report, plan.question, evaluate_output(output, plan, manifest.job.id_name))
+
+
+def _report(report: RunReport, question: str, found: RunEvaluation) -> None:
+    if question:
+        report.evaluations[question] = found
+    else:
+        report.evaluation = found
+
+
+def sections(report: RunReport) -> list[Section]:
+    """The sections on the evaluation of a run, one for each question."""
+    if report.evaluation is not None:
+        return [_section_of(report.evaluation)]
+    found = [_section_of(own, name) for name, own in report.evaluations.items()]
+    if found:
+        found[0].summary = {"evaluations": {name: summary_of(own) for name, own in report.evaluations.items()}}
+    return found

@@ -8,18 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from prefillcli.core.feature import Feature
 from prefillcli.errors import PrefillError, UsageError, counted, without_secrets
-from prefillcli.options.groups import RowRange
-from prefillcli.options.option import Settings, option
-from prefillcli.options.requirements import ALL_ROWS, Requirement
+from prefillcli.report.run import RunReport
+from prefillcli.report.section import Section
 from prefillcli.runtime import log
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import RunReport, Section
-
-
-
+    from prefillcli.options.judging import GateOptions
 
 
 # The comparison of a finished output with expectations: its rows, its label mass, the distribution of its scores.
@@ -111,9 +106,9 @@ def drift_reference(report: RunReport, path: str) -> DriftUse | None:
     These are its own scores if it was complete and passed its gates, and else those that it was compared with.
     """
     scores = score_histogram(report.histograms.score.counts)
-    drift: Any = report.blocks.get("drift")
+    drift: Any = report.drift
     before = None if drift is None else DriftUse.model_validate(drift)
-    gates = [Gate.model_validate(each) for each in report.blocks.get("gates", ())]
+    gates = [Gate.model_validate(each) for each in report.gates]
     if report.status != "complete" or not all(gate.passed for gate in gates) or not sum(scores):
         return before
     return DriftUse(
@@ -134,9 +129,9 @@ def score_histogram(by_prediction: dict[str, list[int]]) -> list[int]:
 
 def judge(options: GateOptions, report: RunReport) -> Iterator[Gate]:
     """The verdict of each gate on the rows of a whole output."""
-    drift: DriftUse | None = report.blocks["drift"]
+    drift: DriftUse | None = report.drift
     if drift is not None and drift.fingerprint == report.fingerprint and drift.before is not None:
-        drift = report.blocks["drift"] = drift.before  # the report that is replaced is of this very job
+        drift = report.drift = drift.before  # the report that is replaced is of this very job
     rows, wanted = report.rows.total, options.row_range
     if wanted is not None:
         passed = rows >= wanted[0] and (wanted[1] is None or rows <= wanted[1])
@@ -171,34 +166,31 @@ def _drift_gate(report: RunReport, drift: DriftUse | None, most: float) -> Gate:
     return Gate(name="max_drift", limit=f"{most:g}", value=value, passed=value is None or value <= most, text=text)
 
 
-class Gates(Feature):
-    """The gates of a run. The keys `gates` and `drift` of its report hold `Gate` and `DriftUse`."""
+class Gates:
+    """The gates of a run, or of a merge."""
 
-    order = 15
-    options = {"score": GateOptions, "merge": GateOptions}
-    keys = {"gates": [], "drift": None}
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
 
     def begin(self, report: RunReport) -> None:
+        """A run begins. Its report knows the path where it will replace that of an earlier run."""
         if self.settings.max_drift is not None:
-            report.blocks["drift"] = earlier_scores(self.settings.drift_from, report.report)
+            report.drift = earlier_scores(self.settings.drift_from, report.report)
 
     def judge(self, report: RunReport) -> list[str]:
-        report.blocks["gates"] = list(judge(self.settings, report))
-        return [gate.text for gate in report.blocks["gates"] if not gate.passed]
-
-    @classmethod
-    def section(cls, report: RunReport) -> Section | None:
-        from prefillcli.report.section import Section
-
-        gates: list[Gate] = report.blocks["gates"]
-        found = Section(lines=[("gate", f"{'passed' if gate.passed else 'FAILED'}: {gate.text}") for gate in gates])
-        drift: DriftUse | None = report.blocks["drift"]
-        if drift is not None and drift.distance is not None:
-            found.metric("score_drift", "Distance of the scores from those of an earlier run.", drift.distance)
-        passed: dict[str, float] = {gate.name: float(gate.passed) for gate in gates}
-        if passed:
-            found.metric("gate_passed", "1 if the output was as expected, else 0, by gate.", passed, "gate")
-        return found
+        """Return sentences on how a finished output differs from the expected one; any makes the exit code 3."""
+        report.gates = list(judge(self.settings, report))
+        return [gate.text for gate in report.gates if not gate.passed]
 
 
-FEATURE = Gates
+def section(report: RunReport) -> Section:
+    """The section on the gates of a run."""
+    gates: list[Gate] = report.gates
+    found = Section(lines=[("gate", f"{'passed' if gate.passed else 'FAILED'}: {gate.text}") for gate in gates])
+    drift: DriftUse | None = report.drift
+    if drift is not None and drift.distance is not None:
+        found.metric("score_drift", "Distance of the scores from those of an earlier run.", drift.distance)
+    passed: dict[str, float] = {gate.name: float(gate.passed) for gate in gates}
+    if passed:
+        found.metric("gate_passed", "1 if the output was as expected, else 0, by gate.", passed, "gate")
+    return found

@@ -3,17 +3,24 @@ answers go together (Spearman's correlation between their scores)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations, combinations_with_replacement
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel
 
+from prefillcli.core.roles import Judge
 from prefillcli.data.output.columns import Counts
 from prefillcli.data.output.target import Target
 from prefillcli.report.section import Part, Section, counted, percent_interval
 from prefillcli.stats.evaluation import Audit, Estimate, audit_lines, audit_of, correlation, share_estimate
+
+if TYPE_CHECKING:
+    from prefillcli.core.run import Run
+    from prefillcli.data.output.target import Manifest
+    from prefillcli.report.run import RunReport
 
 
 class OrderUse(BaseModel):
@@ -53,7 +60,7 @@ def audits_of(counts: Counts | None) -> list[AuditUse] | None:
     ] or None
 
 
-def section(orders: list[OrderUse], audits: list[AuditUse]) -> Section:
+def _answers_section(orders: list[OrderUse], audits: list[AuditUse]) -> Section:
     """The section on these questions."""
     made = Section(title="Questions")
     for audited in audits:
@@ -101,7 +108,7 @@ def correlations_of(output: str, questions: Sequence[str]) -> Correlations:
     return found
 
 
-def correlation_section(found: Correlations) -> Section:
+def _correlation_section(found: Correlations) -> Section:
     """The matrix on the page, and the strongest correlation in the terminal."""
     table = [["", *found.questions]]
     for name, row in zip(found.questions, found.spearman, strict=True):
@@ -117,3 +124,39 @@ def correlation_section(found: Correlations) -> Section:
         text = f"{value:.2f} between {found.questions[one]} and {found.questions[other]}, over {rows}"
         made.lines = [("strongest correlation", text)]
     return made
+
+
+CORRELATIONS = "correlations"  # in the plan of a shard
+
+
+class QuestionJudge(Judge):
+    """How the answers to several questions go together, and how often their order decided."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def shard_plan(self) -> Mapping[str, Any]:
+        return {CORRELATIONS: self._names}
+
+    def ended(self, run: Run) -> None:
+        with run.clock.phase("evaluate"), run.stop.at_once():
+            _correlate(run.report, run.sink.location, self._names)
+
+    def reported(self, run: Run, counts: Counts | None) -> None:
+        run.report.orders, run.report.audits = orders_of(counts), audits_of(counts)
+
+    @classmethod
+    def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
+        report.orders, report.audits = orders_of(manifest.counts), audits_of(manifest.counts)
+        _correlate(report, output, manifest.plan.get(CORRELATIONS) or ())
+
+
+def _correlate(report: RunReport, output: str, names: Sequence[str]) -> None:
+    if len(names) > 1:
+        report.correlations = correlations_of(output, names)
+
+
+def sections(report: RunReport) -> list[Section]:
+    """The sections on several questions; none where there is one."""
+    found = [_answers_section(report.orders or [], report.audits or [])] if report.orders or report.audits else []
+    return found if report.correlations is None else [*found, _correlation_section(report.correlations)]

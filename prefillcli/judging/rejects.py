@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
+from prefillcli.core.roles import Judge
 from prefillcli.data.filesystems import split_path, written_path
 from prefillcli.data.output import FILE_ENDINGS, format_of
 from prefillcli.data.output.columns import ROW_COLUMN, kinds_of, type_for, typed_column
@@ -18,7 +19,10 @@ from prefillcli.data.output.store import open_store
 from prefillcli.data.output.target import open_format
 from prefillcli.data.reading.source import Source
 from prefillcli.data.rows import Int64Array, is_error
-from prefillcli.errors import UsageError
+from prefillcli.errors import PrefillError, UsageError
+
+if TYPE_CHECKING:
+    from prefillcli.core.run import Run
 
 OPTION = "--rejects"
 _ERRORS = ("error", "error_detail")
@@ -93,3 +97,28 @@ def _errors(sink: Sink) -> Iterator[tuple[str, ...]]:
 
 def _columns(source: Source) -> list[str]:
     return [name for name in source.available if name not in (ROW_COLUMN, *_ERRORS)]
+
+
+def is_rejects(path: str, start: bytes) -> bool:
+    """Return whether the file at a path has the rejects of an earlier run."""
+    try:
+        names = Source.open([path]).available
+    except PrefillError:
+        return False
+    return names[:1] == (ROW_COLUMN,) and names[-2:] == _ERRORS and "computed_tokens" not in names
+
+
+class Rejects(Judge):
+    """The error rows of a job, in a file beside the scores."""
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+
+    def check_source(self, source: Source) -> None:
+        """Raise UsageError unless error rows can be written, with all columns of the input."""
+        check_rejects(self.settings.rejects, source)
+
+    def ended(self, run: Run) -> None:
+        with run.clock.phase("write"), run.stop.at_once():
+            write_rejects(self.settings.rejects, run.inputs.source, run.sink)
+        run.report.rejects = self.settings.rejects

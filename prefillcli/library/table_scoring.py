@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Self, cast
 
 import pyarrow as pa
 
-from prefillcli.core.feature import open_models
+from prefillcli.core.inputs import Inputs
+from prefillcli.core.scorer import Scorer
 from prefillcli.data.output.columns import ResultRows, kinds_of
 from prefillcli.data.output.parts import make_rows
 from prefillcli.data.prompts.builder import PromptBuilder, prompt_column
 from prefillcli.data.reading.source import TableRows
 from prefillcli.data.rows import Window
 from prefillcli.errors import Interrupted, UsageError
+from prefillcli.jobs.load import open_models
 from prefillcli.jobs.loop import Finished
+from prefillcli.jobs.opening import Opening
 from prefillcli.jobs.recorder import FirstWindow
-from prefillcli.jobs.scorer import Scorer
+from prefillcli.jobs.scorer import load_here, make_scorer, score
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
@@ -34,7 +37,7 @@ if TYPE_CHECKING:  # these take torch along
 SECONDS_BETWEEN_LINES = 30.0
 
 
-class TableScorer(Scorer):
+class TableScorer:
     """Models that are loaded once, for any number of tables and files.
 
     Those of the `settings` that concern reading and writing have no effect. Without `--memory`, packs are sized by
@@ -42,22 +45,23 @@ class TableScorer(Scorer):
     """
 
     def __init__(self, settings: ScoreSettings, *, share: float = 1.0) -> None:
-        super().__init__(settings)
-        self.source = cast("Source", TableRows(pa.table({})))
-        for each in self.features:
-            each.starting()
-            each.source_opened(self)
-        self.use_models(open_models(settings))
-        self.make_builder(()).close()  # a wrong template costs no load
-        self.load(share=share)
-        self._first_window = FirstWindow(self.labels, self.opened.tokenizer, settings.temperature)
+        self._opening = Opening(settings, (settings.id_column, *settings.keep_columns))
+        self._opening.compose()
+        self._inputs = self._opening.inputs
+        self._inputs.source = cast("Source", TableRows(pa.table({})))
+        self._opening.use_models(open_models(settings))
+        self._inputs.make_builder(()).close()  # a wrong template costs no load
+        self._scorer = make_scorer(self._inputs, self._opening.parts)
+        load_here(self._scorer, share=share)
+        labels, tokenizer = self._inputs.labels, self._inputs.opened.tokenizer
+        self._first_window = FirstWindow(labels, tokenizer, settings.temperature)
         self._checked = False  # whether the labels have followed some prompts
 
     @property
     def place(self) -> str:
         """The model's folder, device and number format."""
-        files = self.opened.files
-        return f"{files.path} on {self.opened.device} in {str(files.dtype).removeprefix('torch.')}"
+        files = self._inputs.opened.files
+        return f"{files.path} on {self._inputs.opened.device} in {str(files.dtype).removeprefix('torch.')}"
 
     def score_table(self, table: pa.Table, bad: Mapping[int, str], steps: Steps) -> pa.Table:
         """The table with the columns of an output added, in the same rows. Those in `bad` are error rows.
@@ -65,7 +69,7 @@ class TableScorer(Scorer):
         Its rows are planned together, in windows of a bounded size. Raises UsageError if the table has such a column
         already or lacks one that the prompt needs, or if the labels fail after every prompt of the first table.
         """
-        schema = self.schema().results
+        schema = self._inputs.schema().results
         for name in schema.names:
             if name in table.column_names:
                 raise UsageError(f"the table has a column {name!r} already, which scoring adds\nrename or drop it")
@@ -73,12 +77,11 @@ class TableScorer(Scorer):
         found: list[pa.Table] = []
         if table.num_rows:  # an empty list has no columns either
             rows = TableRows(table, bad)
-            self.source = cast("Source", rows)
+            self._inputs.source = cast("Source", rows)
             if not self._checked:
-                for each in self.features:
-                    each.columns_known(rows.available)
+                self._opening.require_uses(rows.available)
             self._prepare(rows)
-            found = [each.select(schema.names) for each in self._scored(self, steps)]
+            found = [each.select(schema.names) for each in self._scored(self._opening, self._scorer, steps)]
         added = pa.concat_tables(found or [schema.empty_table()])
         for name in added.column_names:
             table = table.append_column(added.field(name), added[name])
@@ -90,17 +93,20 @@ class TableScorer(Scorer):
 
         Files are read a window at a time. Raises UsageError or PrefillError, as reading does.
         """
-        files = Scorer(settings)
-        files.open_source()
-        files.use_models_of(self)
-        files.open_rows()
+        opening = Opening(settings, (settings.id_column, *settings.keep_columns))
+        opening.open_source()
+        opening.use_models(self._inputs.opened, self._inputs.labels)
+        opening.open_rows()
+        inputs = opening.inputs
+        scorer = make_scorer(inputs, opening.parts)
+        scorer.use_models_of(self._scorer)
         try:
-            schema = files.schema()
+            schema = inputs.schema()
             schema.require_distinct()
-            steps.expect(files.source.expected_rows)
-            found = self._scored(files, steps)
+            steps.expect(inputs.source.expected_rows)
+            found = self._scored(opening, scorer, steps)
         finally:
-            files.builder.close()
+            inputs.builder.close()
         if not found:
             return schema.arrow({}).empty_table()
         rows = pa.concat_tables(found)
@@ -109,45 +115,45 @@ class TableScorer(Scorer):
 
     def resume_threads(self) -> None:
         """Compute with the threads chosen when the models were loaded."""
-        if self.opened.threads is not None:
-            self.opened.threads.resume()
+        if self._inputs.opened.threads is not None:
+            self._inputs.opened.threads.resume()
 
     def close(self) -> None:
         """Free the models, and end the process that renders templates."""
         self._drop_builder()
-        self.loaded.close()
+        self._scorer.loaded.close()
 
     def _prepare(self, rows: TableRows) -> None:
         # Prepare for prompts from these rows, with the builder of the last table where it fits.
-        builder: PromptBuilder | None = getattr(self, "builder", None)
+        inputs = self._inputs
+        builder: PromptBuilder | None = getattr(inputs, "builder", None)
         if builder is None or (
             builder.template is None
             and builder.column != prompt_column(builder.settings.prompt_column, rows.available)
         ):
             self._drop_builder()
-            self.builder = builder = self.make_builder(rows.available)
-        for each in self.features:
-            each.check_columns(rows.available)
+            inputs.builder = builder = inputs.make_builder(rows.available)
         rows.select(columns=builder.needed, optional=builder.optional, max_row_bytes=builder.max_row_bytes)
         if not self._checked:
-            for each in self.features:
-                each.rows_opened(self)
+            self._opening.make_common_prompts()
 
     def _drop_builder(self) -> None:
-        if hasattr(self, "builder"):
-            self.builder.close()
-            del self.builder
+        if hasattr(self._inputs, "builder"):
+            self._inputs.builder.close()
+            del self._inputs.builder
 
-    def _scored(self, scorer: Scorer, steps: Steps) -> list[pa.Table]:
+    def _scored(self, opening: Opening, scorer: Scorer, steps: Steps) -> list[pa.Table]:
         # Row numbers, carried and result columns, window by window, of the rows that `scorer` reads.
-        scorer.learn(lambda tokens: steps.step(0, 0))
-        self.plan = self.earlier = scorer.plan
-        received = ReceivedRows(scorer, self._first_window, steps)
-        with scorer.windows() as coming:
+        inputs, calibration = scorer.inputs, opening.parts.calibration
+        if calibration is not None:
+            calibration.learn(scorer, lambda tokens: steps.step(0, 0))
+        scorer.earlier = self._scorer.earlier = scorer.plan
+        received = ReceivedRows(inputs, self._first_window, steps)
+        with inputs.windows() as coming:
             try:
-                scorer.score(self._checking(coming), received)
+                score(scorer, opening.parts, self._checking(coming), received)
             except BaseException:
-                scorer.builder.close()  # else its thread would go on with a window that nobody needs
+                inputs.builder.close()  # else its thread would go on with a window that nobody needs
                 self._drop_builder()
                 raise
         return received.tables
@@ -155,7 +161,7 @@ class TableScorer(Scorer):
     def _checking(self, coming: Iterable[Window]) -> Iterator[Window]:
         for window in coming:
             if not self._checked:
-                self.labels.check(window)
+                self._inputs.labels.check(window)
                 self._checked = True
             yield window
 
@@ -163,9 +169,9 @@ class TableScorer(Scorer):
 class ReceivedRows:
     """The `Receiver` of scoring in memory: a table for each window."""
 
-    def __init__(self, scorer: Scorer, first_window: FirstWindow, steps: Steps) -> None:
+    def __init__(self, inputs: Inputs, first_window: FirstWindow, steps: Steps) -> None:
         self.tables: list[pa.Table] = []
-        self._scorer = scorer
+        self._inputs = inputs
         self._first_window = first_window
         self._steps = steps
         self._finished = Finished()
@@ -192,11 +198,11 @@ class ReceivedRows:
         self._finished.add(finished)
 
     def end(self, window: Window) -> None:
-        scorer, rows = self._scorer, self._finished.rows
+        inputs, rows = self._inputs, self._finished.rows
         self._first_window.take(window, rows)
         self._first_window.end(window.index)
-        temperature, probabilities = scorer.settings.temperature, scorer.probabilities
-        done = ResultRows.of(window, rows, self._finished.errors, scorer.schema(), temperature, probabilities)
+        temperature, probabilities = inputs.settings.temperature, inputs.probabilities
+        done = ResultRows.of(window, rows, self._finished.errors, inputs.schema(), temperature, probabilities)
         self.tables.append(make_rows(window, done))
 
     def written_if_stopped(self) -> AbstractContextManager[None]:

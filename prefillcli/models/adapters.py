@@ -12,7 +12,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import regex
 
 from prefillcli.data.prompts.builder import RowColumns
+from prefillcli.data.proof import ModelContents, hash_value
 from prefillcli.data.rows import ErrorCode, Prompt, RowBatch, RowError
 from prefillcli.errors import PrefillError, UsageError, brief, out_of_resource
 from prefillcli.models.files import quoted, read_header, read_json
@@ -33,9 +34,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from prefillcli.core.feature import Opened
     from prefillcli.models.find import ModelFiles
-    from prefillcli.models.open import UseVariant
+    from prefillcli.models.open import Opened, UseVariant
 
     Slot = tuple[nn.Module, str]  # a module and the name of one of its parameters
 
@@ -523,3 +523,18 @@ def _with_tokenizer(opened: Opened, adapters: list[AdapterFiles], *, by_row: boo
             )
         return replace(opened, tokenizer=own)
     return opened
+
+
+def adapter_paths(opened: Opened | None) -> dict[str, str]:
+    """The folders of a model's adapters, by the adapters' names."""
+    variants = None if opened is None else opened.variants
+    return {each.name: str(each.path) for each in variants.files} if isinstance(variants, AdapterVariants) else {}
+
+
+def identity(settings: Any, opened: Opened, values: dict[str, Any], contents: Callable[[Path], ModelContents]) -> str:
+    """Digest of the adapters of these settings by their contents. Their options go out of the `values`."""
+    for name in ("adapter", "adapter_column"):
+        del values[name]
+    found = [(name, contents(Path(path))) for name, path in adapter_paths(opened).items()]
+    adapters = [[name, files.model(), files.tokenizer()] for name, files in found]
+    return hash_value([sorted(adapters), settings.adapter_column])

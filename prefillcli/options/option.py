@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -264,3 +264,12 @@ def require(found: dict[str, list[Requirement]], names: Iterable[str], required:
     """Make this the first requirement of the options of these names."""
     for name in names:
         found[name] = [required, *found.get(name, ())]
+
+
+def changed(kind: type[Settings], values: Mapping[str, Any], without: Collection[str] = ()) -> list[list[Any]]:
+    """Names and values of the options of a command that are not at their default, `without` these."""
+    return [
+        [name, value]
+        for name, value in values.items()
+        if name not in without and value != kind.model_fields[name].default
+    ]

@@ -12,6 +12,7 @@ from prefillcli.errors import require_known, without_secrets
 from prefillcli.forecast.profile import DEFAULT_PROFILE, MODES, CompletionModel, ModeResult, Profile
 from prefillcli.forecast.survey import Alternatives, Survey, survey_section
 from prefillcli.jobs.dry_run import survey
+from prefillcli.core.inputs import Inputs
 from prefillcli.jobs.opening import Opening
 from prefillcli.jobs.path_table import require_apart, require_json
 from prefillcli.jobs.shell import Ended, shell
@@ -43,17 +44,17 @@ from prefillcli.runtime.clock import Clock, Progress, StepLog
 from prefillcli.runtime.cores import Threads
 
 
-def _open_input(settings: ProfileSettings) -> Opening:
+def _open_input(settings: ProfileSettings) -> Inputs:
     # Open INPUT and make prompts of its first rows, so that errors in it are found before the measurements. Raises the
     # errors of a survey for columns, template and labels.
     opening = Opening(settings)
     opening.open_source()
     opening.open_models()
-    opening.check_first_rows()
-    return opening
+    opening.inputs.check_first_rows()
+    return opening.inputs
 
 
-def survey_input(settings: ProfileSettings, given: Opening, profile: Profile) -> Survey:
+def survey_input(settings: ProfileSettings, given: Inputs, profile: Profile) -> Survey:
     """Survey the rows, with times by the fresh `profile` and in the budget that it found. Raises as `survey` does."""
     from prefillcli.models.weights import free_beside_draft  # takes torch along
 
@@ -96,7 +97,7 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
     return _summary(ended, profile, settings, clock.total)
 
 
-def _measured(settings: ProfileSettings, given: Opening | None, steps: StepLog) -> Profile:
+def _measured(settings: ProfileSettings, given: Inputs | None, steps: StepLog) -> Profile:
     if given is not None:
         files, device = given.opened.files, given.opened.device
     else:

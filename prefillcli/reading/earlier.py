@@ -7,22 +7,27 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel
 
+from prefillcli.core.roles import Judge
 from prefillcli.data.filesystems import reading, writing
 from prefillcli.data.output.columns import DIGEST, ROW, OutputSchema
 from prefillcli.data.output.parts import NAME, TYPE, DigestReader
-from prefillcli.data.output.sink import Sink
 from prefillcli.data.output.target import Job, Manifest, Published, Target
 from prefillcli.data.rows import Int64Array, Window
-from prefillcli.errors import DamagedFileError, OutputConflictError, OutputDamagedError, PrefillError
-from prefillcli.jobs.recorder import Recorder
+from prefillcli.errors import DamagedFileError, OutputConflictError, OutputDamagedError, PrefillError, counted
+from prefillcli.report.section import Section
 from prefillcli.runtime import log
+
+if TYPE_CHECKING:
+    from prefillcli.core.run import Run
+    from prefillcli.data.output.columns import Counts
+    from prefillcli.report.run import RunReport
 
 
 class SinceUse(BaseModel):
@@ -238,19 +243,48 @@ def _retries(settings: Any, output: str) -> bool:
     return False
 
 
-def left_to_score(
-    windows: Iterator[Window], earlier: EarlierOutput, sink: Sink, recorder: Recorder
-) -> Iterator[Window]:
-    """The windows without the rows that are taken over, which are written first.
+class Earlier(Judge):
+    """The rows that a job takes over from an earlier output, which need not be read again."""
 
-    A window with nothing left is written whole, and not yielded.
-    """
-    for window in windows:
-        taken = earlier.take(window)
-        if taken is not None:
-            recorder.take_over(window, taken)
-            if not window.prompts:
-                recorder.begin(window, sink.done(window.index))
-                recorder.end(window)
-                continue
-        yield window
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+        self._found: FoundOutput | None = None
+
+    def find(self, run: Run) -> None:
+        """Find the output. The job's fingerprint is known. Raises OutputConflictError for that of another job."""
+        self._found, run.report.since = find_earlier(self.settings, run.output, run.report.fingerprint)
+
+    def open(self, run: Run) -> EarlierOutput | None:
+        """Return the rows of the output that was found; None if there is none. Raises as `EarlierOutput`."""
+        if self._found is None:
+            return None
+        with run.clock.phase("read"), run.stop.at_once():
+            earlier = EarlierOutput(self._found, run.sink.schema, run.sink.local_folder)
+        run.scorer.loaded.callback(earlier.close)
+        return earlier
+
+    def reported(self, run: Run, counts: Counts | None) -> None:
+        if counts is not None:
+            _count(run.report, counts.taken_over)
+
+    @classmethod
+    def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
+        _count(report, 0 if manifest.counts is None else manifest.counts.taken_over)
+
+
+def _count(report: RunReport, rows: int) -> None:
+    if report.since is None and rows:
+        report.since = SinceUse()  # of a merge, or of earlier attempts
+    if report.since is not None:
+        report.since.rows = rows
+
+
+def section(report: RunReport) -> Section | None:
+    """The section on rows that were taken over; None where there is nothing to report."""
+    use = report.since
+    if use is None:
+        return None
+    whence = "" if use.output is None else f" from {use.output}"
+    return Section(
+        lines=[("taken over", f"{counted(use.rows, 'row')}{whence}")], summary={"since": {"rows": use.rows}}
+    )

@@ -8,14 +8,12 @@ import re
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from datetime import UTC, datetime
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from pydantic_core import PydanticSerializationError
 
-from prefillcli.core.feature import features
 from prefillcli.data.output.columns import LENGTH_EDGES, SCORE_BINS, Counts
 from prefillcli.data.output.store import put_text
 from prefillcli.data.prompts.thinking import Way
@@ -251,9 +249,9 @@ class CommandReport(BaseModel):
 
 
 class RunReport(BaseModel):
-    """The content of `run.json`. The keys of features are in `blocks`."""
+    """The content of `run.json`. `sections_of` makes the sections of what the judges of a job found."""
 
-    model_config = ConfigDict(extra="allow")
+    _sections_of: Any = PrivateAttr(None)
 
     schema_version: int = SCHEMA_VERSION
     run_id: str = ""
@@ -297,20 +295,36 @@ class RunReport(BaseModel):
     failed: list[FailedRow] = Field(default_factory=list)
     memory_trace: MemoryTrace = Field(default_factory=MemoryTrace)
 
-    @classmethod
-    def new(cls, **given: Any) -> RunReport:
-        """A report with the keys of all features."""
-        return cls(**{name: copy(value) for each in features() for name, value in each.keys.items()}, **given)
+    # What the parts of a job found: `tests/reference.py` names the type of each.
+    likelihood: Any = None
+    orders: Any = None  # how often the order of two values decided, by question
+    audits: Any = None  # by question
+    correlations: Any = None  # between questions
+    rationales: Any = None
+    since: Any = None  # rows that were taken over from an earlier output
+    gates: list[Any] = Field(default_factory=list)
+    drift: Any = None
+    calibration: Any = None
+    keep: float | None = None  # share of the tokens that compression keeps
+    keep_auto: Any = None
+    exits: Any = None
+    estimate: Any = None
+    evaluation: Any = None
+    evaluations: dict[str, Any] = Field(default_factory=dict)  # by question
+    rejects: str | None = None  # their file
+    adapters: list[Any] = Field(default_factory=list)
 
-    @property
-    def blocks(self) -> dict[str, Any]:
-        """The keys of features."""
-        return self.model_extra  # type: ignore[return-value]  # it is there, as extra keys are allowed
+    @classmethod
+    def new(cls, sections_of: Callable[[RunReport], list[Section]], **given: Any) -> RunReport:
+        """A report of a run that begins now."""
+        found = cls(**given)
+        found._sections_of = sections_of
+        return found
 
     def sections(self) -> list[Section]:
-        """The sections of features about the run."""
-        found = [each.section(self) or () for each in features() if each.keys.keys() <= self.blocks.keys()]
-        return [own for each in found for own in ([each] if isinstance(each, Section) else each)]
+        """The sections on what the judges of the job found."""
+        found: list[Section] = [] if self._sections_of is None else self._sections_of(self)
+        return found
 
     def end(self, clock: Clock) -> None:
         """Take over the run's times, and add its peak memory and versions."""
@@ -380,6 +394,18 @@ class RunReport(BaseModel):
         for section in self.sections():
             line |= section.summary
         return line | ({"error": self.error} if self.error else {})
+
+
+def weights_section(report: RunReport) -> Section | None:
+    """The section on weights that were streamed; None where they were not."""
+    used = report.weights
+    if used is None or used.mode != "stream":
+        return None
+    line = (
+        f"{mebibytes(used.bytes)} MiB streamed in {mebibytes(used.memory_bytes)} MiB; "
+        f"{mebibytes(used.bytes_read)} MiB read, {used.seconds_waited:.1f} seconds waited for them"
+    )
+    return Section(lines=[("weights", line)])
 
 
 def _length_histogram(lengths: dict[str, dict[str, int]]) -> Histogram:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from prefillcli.core.feature import Feature
 from prefillcli.core.question import plan_questions
 from prefillcli.decode.continuations import DecodingReport, sum_of
 from prefillcli.engines.base import PLAIN, Answer, PoolUse, Treatment, WeightsReport, WorkerReport
@@ -94,10 +93,10 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class FeatureTask:
-    """A task for the part of a feature in the worker: see `Feature.work`."""
+class BesideTask:
+    """A task for what a worker has loaded beside the model under this name: see `ScoringPool.ask_beside`."""
 
-    feature: type[Feature]
+    name: str
     asked: Any
 
 
@@ -114,7 +113,7 @@ class Reported:
     decoded: DecodingReport | None
 
 
-Task = AnswerTask | FeatureTask | ReportTask
+Task = AnswerTask | BesideTask | ReportTask
 Result = Any
 """`Answered`, `Reported`, or the result of a feature's task."""
 
@@ -526,7 +525,7 @@ class Pool:
 
     def item(
         self,
-        task: AnswerTask | FeatureTask,
+        task: AnswerTask | BesideTask,
         plan: Plan,
         took: Callable[[Outcome], None],
         begun: Callable[[], None] = lambda: None,
@@ -643,19 +642,19 @@ class Pool:
                 self.pump()
             yield ready.pop()
 
-    def ask_feature(
-        self,
-        feature: type[Feature],
-        questions: Sequence[tuple[Any, Plan]],
-        took: Callable[[int, Any, ResourceError | None], None],
-    ) -> None:
-        """Have workers do a feature's questions, each with the plan that is computed for it; returns when all are
-        done.
+    @property
+    def remote(self) -> Pool:
+        """These workers."""
+        return self
 
-        `took` is called with the number of a question and the result of `Feature.work`, or the reason why workers are
-        lost on it.
-        """
-        left = len(questions)
+    def ask_beside(
+        self,
+        name: str,
+        tasks: Sequence[tuple[Any, Plan]],
+        took: Callable[[int, Any, Exception | None], None],
+    ) -> None:
+        """As `Remote`; returns when all tasks are done."""
+        left = len(tasks)
 
         def heard(number: int, outcome: Outcome) -> None:
             nonlocal left
@@ -664,8 +663,8 @@ class Pool:
             took(number, outcome.result, _given_up(outcome) if outcome.given_up else None)
 
         self.add(
-            [self.item(FeatureTask(feature, asked), plan, partial(heard, number))]
-            for number, (asked, plan) in enumerate(questions)
+            [self.item(BesideTask(name, asked), plan, partial(heard, number))]
+            for number, (asked, plan) in enumerate(tasks)
         )
         while left:
             self.pump()

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefillcli import __version__
-from prefillcli.core.feature import Feature, open_models
+from prefillcli.core.models import Models
 from prefillcli.data.proof import ModelContents
 from prefillcli.engines.base import Answer, Engine, WorkerReport
 from prefillcli.errors import ContentChangedError, EngineDiedError
-from prefillcli.jobs.load import Models, load_models
+from prefillcli.jobs.load import load_models, open_models
 from prefillcli.jobs.runners.pool import (
     Answered,
     AnswerTask,
-    FeatureTask,
+    BesideTask,
     Ready,
     Reported,
     Result,
@@ -76,8 +76,8 @@ class Worker:
             match task:
                 case AnswerTask():
                     return self._answer(task, tell)
-                case FeatureTask(feature, asked):
-                    return self._for_feature(feature, asked, tell)
+                case BesideTask(name, asked):
+                    return self._beside(name, asked, tell)
                 case _:
                     return self._report()
         finally:
@@ -111,12 +111,12 @@ class Worker:
         self._tokens += sum(answer.computed_tokens for answer in answers) - pack.charged_tokens + refilled
         return Answered(answers, refilled)
 
-    def _for_feature(self, feature: type[Feature], asked: Any, tell: Tell) -> Any:
+    def _beside(self, name: str, asked: Any, tell: Tell) -> Any:
         def tick(_tokens: float) -> None:
             self._adjust_threads()
             tell(0.0)
 
-        return feature.work(self._models.beside[feature], asked, tick)
+        return asked.answer(self._models.beside[name], tick)
 
     def _report(self) -> Reported:
         peak, threads = peak_memory(), self._threads

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from prefillcli.core.feature import Foresight
 from prefillcli.core.question import Question, Thinning, Tick, answer_questions, draw
 from prefillcli.data.prompts.builder import RowColumns
 from prefillcli.data.rows import (
@@ -27,8 +26,9 @@ from prefillcli.data.rows import (
     is_fallback,
 )
 from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
+from prefillcli.models.shape import NoCostModel, Shape, prefill_flops, thinned_flops
+from prefillcli.plan.pack import Limits
 from prefillcli.reading.compress.load import SpecPrefill, own_layers, plan_draft, translator_of
-from prefillcli.reading.compress.settings import Compression, compression_of, keep_rate
 from prefillcli.reading.compress.selection import (
     ENOUGH_ROWS,
     FALLBACKS,
@@ -41,14 +41,15 @@ from prefillcli.reading.compress.selection import (
     select_all,
     tails,
 )
-from prefillcli.models.shape import NoCostModel, Shape, prefill_flops, thinned_flops
-from prefillcli.plan.pack import Limits
+from prefillcli.reading.compress.settings import Compression, compression_of, keep_rate
 from prefillcli.report.inspection import ReadPrompt, TokenReason
 from prefillcli.runtime import log
 from prefillcli.stats.evaluation import flip_bound, rows_for
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import Opened, PlanEngine, Scorer
+    from prefillcli.core.scorer import Scorer
+    from prefillcli.engines.base import PlanEngine
+    from prefillcli.models.open import Opened
 
 # The prompts for which compression pays: those with enough tokens, or with a gain predicted by the cost model.
 
@@ -469,7 +470,7 @@ def _why_all(choice: KeepChoice, rows: int, max_flips: float) -> str:
 KEEP_RATES = (1.0, 0.5, 0.3, 0.2, 0.1)
 
 
-class KeptTokens(Foresight):
+class KeptTokens:
     """The questions about prompts, as if the draft found the first chunks of each prompt the most important.
 
     Raises UsageError and ResourceError as loading would.

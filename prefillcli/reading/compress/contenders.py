@@ -19,15 +19,15 @@ from prefillcli.bench.report import LayerDrift, StateDrift
 from prefillcli.core.question import Question, method_of
 from prefillcli.data.prompts.encoding import Spans, spans_of
 from prefillcli.errors import UsageError
+from prefillcli.models.shape import NoCostModel, Shape, answer_flops, ratio_speedup, table5, walk_flops
+from prefillcli.plan.pack import Limits
+from prefillcli.plan.plan import make_plan
 from prefillcli.reading.compress.compress import Compress
 from prefillcli.reading.compress.compressor import Compressor, make_compressor
 from prefillcli.reading.compress.draft import SelfDraft, final_states
 from prefillcli.reading.compress.load import SpecPrefill, own_layers, translator_of
-from prefillcli.reading.compress.settings import PICKERS, compression_of
 from prefillcli.reading.compress.selection import Bm25, ImportanceEstimate, Picker, RandomChunks
-from prefillcli.models.shape import NoCostModel, Shape, answer_flops, ratio_speedup, table5, walk_flops
-from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import make_plan
+from prefillcli.reading.compress.settings import PICKERS, compression_of
 
 if TYPE_CHECKING:
     from prefillcli.core.feature import LayerWalk, Material, Prompt

@@ -19,7 +19,13 @@ from prefillcli.data.prompts.translation import Overlap
 from prefillcli.data.rows import Int32Array
 from prefillcli.decode.behind import look_ahead
 from prefillcli.errors import UsageError
-from prefillcli.reading.compress.settings import Compression, Reduce
+from prefillcli.models.open import stop_tokens_of
+from prefillcli.plan.pack import Limits, Pack, account
+from prefillcli.plan.plan import make_plan
+from prefillcli.prefill.forest import ForestAttention, WatchedLayer
+from prefillcli.prefill.layout import Tree, oldest_key
+from prefillcli.prefill.own_cache import LayerPast
+from prefillcli.prefill.walk import Thinned
 from prefillcli.reading.compress.selection import (
     FAILED,
     NO_MEMORY,
@@ -35,16 +41,11 @@ from prefillcli.reading.compress.selection import (
     select_all,
     tails,
 )
-from prefillcli.models.open import stop_tokens_of
-from prefillcli.plan.pack import Limits, Pack, account
-from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import ForestAttention, WatchedLayer
-from prefillcli.prefill.layout import Tree, oldest_key
-from prefillcli.prefill.own_cache import LayerPast
-from prefillcli.prefill.walk import Thinned
+from prefillcli.reading.compress.settings import Compression, Reduce
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import LayerWalk, Prompt
+    from prefillcli.data.rows import Prompt
+    from prefillcli.prefill.walk import LayerWalk
 
 # Importance: the attention of the draft's queries to each token of a prompt.
 #

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from prefillcli.data.prompts.translation import Overlap, Translation, Translator
 from prefillcli.data.rows import Int32Array, Int64Array, Prompt
 from prefillcli.errors import UsageError, brief
-from prefillcli.reading.compress.settings import Compression, compression_of
+from prefillcli.models.shape import NoCostModel, Shape
+from prefillcli.plan.pack import Limits
+from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.reading.compress.selection import (
     FAILED,
     Estimator,
@@ -18,15 +20,15 @@ from prefillcli.reading.compress.selection import (
     Picker,
     select_all,
 )
-from prefillcli.models.shape import NoCostModel, Shape
-from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import Plan, make_plan
+from prefillcli.reading.compress.settings import Compression, compression_of
 from prefillcli.runtime import log
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import Feature, Models, Opened, Tick
+    from prefillcli.core.models import Models
+    from prefillcli.core.question import Tick
+    from prefillcli.core.scorer import Remote
+    from prefillcli.models.open import Opened
     from prefillcli.reading.compress.draft import Draft
-    from prefillcli.jobs.runners.pool import Pool
 
 # SpecPrefill: the tokens that a draft model finds important.
 
@@ -106,8 +108,8 @@ def load_draft(models: Models[Any]) -> Draft | None:
     The plan has the limits of its packs. A warning names each of its failures once. Raises UsageError if the model or
     the draft lacks an ability that the settings need.
     """
-    from prefillcli.reading.compress.draft import Draft
     from prefillcli.models.rehearsal import check_uses
+    from prefillcli.reading.compress.draft import Draft
 
     settings, opened = models.settings, models.opened
     compression = compression_of(settings)
@@ -169,11 +171,10 @@ class Estimated:
 class RemoteDraft:
     """The drafts of workers, as one `Estimator`: each pack is estimated by one of them."""
 
-    def __init__(self, pool: Pool, feature: type[Feature]) -> None:
+    def __init__(self, pool: Remote) -> None:
         self.tokens = 0
         self.failure: BaseException | None = None
         self._pool = pool
-        self._feature = feature
 
     def close(self) -> None:
         pass
@@ -204,7 +205,7 @@ class RemoteDraft:
         def task_of(own: list[int]) -> EstimateTask:
             return EstimateTask([prompts[n] for n in own], None if overlaps is None else [overlaps[n] for n in own])
 
-        self._pool.ask_feature(self._feature, [(task_of(own), part) for own, part in parts], took)
+        self._pool.ask_beside("draft", [(task_of(own), part) for own, part in parts], took)
         return [estimates[number] for number in range(len(prompts))]
 
 

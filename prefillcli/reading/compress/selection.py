@@ -29,11 +29,11 @@ from prefillcli.core.question import Thinning
 from prefillcli.data.prompts.encoding import Spans
 from prefillcli.data.prompts.translation import TEXT, Overlap
 from prefillcli.data.rows import FALLBACK, FULL, Int64Array, Prompt, is_fallback, reading_method
-from prefillcli.reading.compress.settings import Compression
 from prefillcli.plan.trie import TokenArray, TrieNode, build_forest, token_order
+from prefillcli.reading.compress.settings import Compression
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import Tick
+    from prefillcli.core.question import Tick
 
 
 # The reasons why prompts that should be compressed are read in full, and the findings of pickers.

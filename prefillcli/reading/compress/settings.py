@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
-
-from prefillcli.errors import UsageError
-from prefillcli.options.groups import DraftOptions, count_or_auto
-from prefillcli.options.option import BENCH, COMPRESSION, Settings, as_typed, option
-from prefillcli.options.requirements import DRAFT, Requirement
-from prefillcli.runtime.extras import require_extra
+from prefillcli.options.reading import PAPER
 
 Reduce = Literal["rank", "mean", "max"]
 
@@ -85,28 +79,4 @@ def keep_rate(settings: Any, plan: Mapping[str, Any]) -> float:
 # The ways to pick tokens, known by name before anything is imported or loaded.
 
 
-
-
-
-
 # The options.
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-

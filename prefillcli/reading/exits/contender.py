@@ -16,6 +16,7 @@ from prefillcli.bench.report import ClassFlips, ExitResult
 from prefillcli.core.question import Question
 from prefillcli.data.rows import BEFORE, Float64Array, Prompt
 from prefillcli.engines.base import EarlyExits, Treatment
+from prefillcli.plan.pack import in_full
 from prefillcli.reading.exits.first import Reader, readers_of
 from prefillcli.reading.exits.judging import (
     calibrate_exits,
@@ -26,7 +27,6 @@ from prefillcli.reading.exits.judging import (
 )
 from prefillcli.reading.exits.learning import ExitUse, JobExits, with_first
 from prefillcli.reading.exits.policy import ExitPolicy
-from prefillcli.plan.pack import in_full
 from prefillcli.stats.evaluation import exact_interval
 
 if TYPE_CHECKING:

@@ -26,9 +26,10 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import Equipment, Feature, Models, Opened, Scorer
+    from prefillcli.core.models import Models
+    from prefillcli.core.scorer import Remote, Scorer
+    from prefillcli.models.open import Opened
     from prefillcli.reading.exits.policy import Float32Array, Float64Array
-    from prefillcli.jobs.runners.pool import Pool
 
 _TAIL_TOKENS = 16
 WIDTH = 1 << 13  # numbers of a reading of words
@@ -215,13 +216,13 @@ class Reader(Protocol):
         """The reading of each prompt; None for one that it cannot read."""
 
 
-def readers_of(scorer: Scorer | Equipment, feature: type[Feature]) -> dict[int, tuple[str, Reader]]:
+def readers_of(scorer: Scorer) -> dict[int, tuple[str, Reader]]:
     """The names and readers of `--first` and `--compute` by their layers: the last is that before the first layer."""
-    names, own = scorer.settings.chain, iter(range(len(scorer.opened.small)))
+    names, own = scorer.settings.chain, iter(range(len(scorer.inputs.opened.small)))
     return {
         BEFORE - len(names) + 1 + place: (
             name,
-            WordsReader(len(scorer.labels.names)) if name == WORDS else FirstReader(scorer, feature, next(own)),
+            WordsReader(len(scorer.inputs.labels.names)) if name == WORDS else FirstReader(scorer, next(own)),
         )
         for place, name in enumerate(names)
     }
@@ -266,16 +267,14 @@ class FirstReader:
 
     block = 1 << 31  # all at once
 
-    def __init__(self, scorer: Scorer | Equipment, feature: type[Feature], number: int) -> None:
-        from prefillcli.jobs.runners.pool import Pool
-
+    def __init__(self, scorer: Scorer, number: int) -> None:
         self.tokens = 0
         self.seconds = 0.0
-        self.small = scorer.opened.small[number]
-        self._prompts = FirstPrompts(scorer.opened, self.small, scorer.settings)
-        self._pool: Pool | None = scorer.pool if isinstance(scorer.pool, Pool) else None
-        self._models: FirstModels | None = scorer.beside.get(feature)
-        self._feature, self._number = feature, number
+        self.small = scorer.inputs.opened.small[number]
+        self._prompts = FirstPrompts(scorer.inputs.opened, self.small, scorer.settings)
+        self._workers = scorer.pool.remote
+        self._models: FirstModels | None = scorer.beside.get("first")
+        self._number = number
 
     def read(self, prompts: Sequence[Prompt], tick: Tick) -> list[FirstReading | None]:
         """The reading of each prompt; None for one that the first model cannot read."""
@@ -283,7 +282,7 @@ class FirstReader:
         made = self._prompts.of(prompts)
         able = [number for number, each in enumerate(made) if each is not None]
         asked = [each for each in made if each is not None]
-        own = self._remote(asked, tick) if self._pool is not None else self._local(asked, tick)
+        own = self._local(asked, tick) if self._workers is None else self._remote(self._workers, asked, tick)
         found: list[FirstReading | None] = [None] * len(prompts)
         for number, each in zip(able, own, strict=True):
             found[number] = each
@@ -296,11 +295,8 @@ class FirstReader:
             raise ValueError("no first model was loaded")
         return self._models.models[self._number].read(prompts, tick)
 
-    def _remote(self, prompts: Sequence[FirstPrompt], tick: Tick) -> list[FirstReading | None]:
-        pool = self._pool
-        if pool is None:
-            raise ValueError("there are no workers")
-        limits = Limits(**pool.plan["first"][self._number]["limits"])
+    def _remote(self, workers: Remote, prompts: Sequence[FirstPrompt], tick: Tick) -> list[FirstReading | None]:
+        limits = Limits(**workers.plan["first"][self._number]["limits"])
         able = [number for number, each in enumerate(prompts) if len(each.tokens) <= limits.max_tokens]
         plan = make_plan([prompts[number].tokens for number in able], limits)
         parts = [([able[prompt] for prompt in pack.prompts], Plan([pack], 0)) for pack in plan.packs if pack.reads]
@@ -312,5 +308,5 @@ class FirstReader:
             tick(0.0)
 
         tasks = [(FirstTask(self._number, [prompts[number] for number in own]), own_plan) for own, own_plan in parts]
-        pool.ask_feature(self._feature, tasks, took)
+        workers.ask_beside("first", tasks, took)
         return found

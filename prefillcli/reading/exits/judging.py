@@ -15,6 +15,8 @@ import numpy.typing as npt
 from prefillcli.core.question import Question
 from prefillcli.data.rows import BEFORE, Int64Array
 from prefillcli.engines.base import Answer, Readings
+from prefillcli.models.open import Opened, Small, dtype_name
+from prefillcli.models.shape import NoCostModel, keys_share, prefill_flops
 from prefillcli.reading.exits.policy import (
     ALL_ROWS,
     KNOWS,
@@ -32,8 +34,6 @@ from prefillcli.reading.exits.policy import (
     margin_error,
     relative,
 )
-from prefillcli.models.open import Opened, Small, dtype_name
-from prefillcli.models.shape import NoCostModel, keys_share, prefill_flops
 from prefillcli.stats.evaluation import flip_bound, rows_for
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from prefillcli.data.output.store import write_sealed
 from prefillcli.data.rows import BEFORE, FIRST, Int64Array, Prompt, ScoredRow
 from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
 from prefillcli.errors import PrefillError
+from prefillcli.plan.pack import carried_by_few, in_full
 from prefillcli.reading.exits.first import FirstReader, FirstReading, Reader, readings_of
 from prefillcli.reading.exits.judging import (
     CalibrationRows,
@@ -47,8 +48,6 @@ from prefillcli.reading.exits.policy import (
     exits_path,
     job_of_exits,
 )
-from prefillcli.jobs.opening import Opening
-from prefillcli.plan.pack import carried_by_few, in_full
 from prefillcli.report.section import (
     Bar,
     Part,
@@ -67,7 +66,11 @@ from prefillcli.runtime import log
 from prefillcli.stats.evaluation import exact_interval, flip_bound, rows_for
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import Job, Opened, Pack, PlanEngine
+    from prefillcli.core.run import Run
+    from prefillcli.engines.base import PlanEngine
+    from prefillcli.models.open import Opened
+    from prefillcli.plan.pack import Pack
+    from prefillcli.report.run import RunReport
 
 
 # The report of early exits: rows that they were learnt from, rows that left, layers spared and answers flipped.
@@ -379,8 +382,11 @@ ALIVE_NOTE = (
 )
 
 
-def section(use: ExitUse) -> Section:
-    """The exits in terminal, page, metrics and summary."""
+def section(report: RunReport) -> Section | None:
+    """The exits in terminal, page, metrics and summary; None where rows cannot leave."""
+    use: ExitUse | None = report.exits
+    if use is None:
+        return None
     bound = BOUND_NOTE if use.flips_of == "each" else ALL_BOUND_NOTE
     bound = bound if use.rare is None else RARE_NOTE
     labels = [f"ahead for {label}" for label in use.layers[0].thresholds] if use.layers else []
@@ -579,9 +585,9 @@ class JobExits:
         self.skipped += sum(answer.skipped for answer in answers)
         self.kept_alive.update(carried_by_few(pack, through, self.use.model_layers))
 
-    def watch(self, job: Job, window: int) -> None:
+    def watch(self, run: Run, window: int) -> None:
         """End the exits after a `window` if the written audited rows show that too many answers flip."""
-        sink, use, allowed = job.sink, self.use, self.use.max_flips
+        sink, use, allowed = run.sink, self.use, self.use.max_flips
         if self.policy is None or allowed is None:
             return
         audited = sink.counts.audited_exits
@@ -701,14 +707,19 @@ def with_first(
 class ExitLearning:
     """Learns the exits of a job, once. They stay in the work folder in case the job is resumed."""
 
-    job: Job
-    engine: PlanEngine
+    run: Run
     given: ExitProfile | None  # the profile that `--exit-profile` names
     first: Mapping[int, tuple[str, Reader]] = field(default_factory=dict)
+    read_as: Sequence[Any] = ()
+
+    @property
+    def engine(self) -> PlanEngine:
+        """What answers packs."""
+        return self.run.scorer.pool
 
     def exits(self) -> JobExits:
         """The exits. The job's recorder counts the tokens that learning them took in this run."""
-        sink, found = self.job.sink, self._stored()
+        sink, found = self.run.sink, self._stored()
         if found is None:
             profile, known, use = self._learn()
             rows = [{**asdict(row), "logprobs": row.logprobs.tolist()} for row in known]
@@ -718,14 +729,14 @@ class ExitLearning:
             ended = {name: before[name] for name in ENDED if name in before}  # ended by drift, and learnt again since
             learnt = {"digest": hashlib.sha256(data).hexdigest(), "use": use.model_dump(mode="json")}
             sink.plan = sink.plan | {EXITS: learnt | ended}
-            if self.job.report.report is not None and self.job.settings.exit_profile is None and use.rare is None:
-                path = exits_path(self.job.report.report)
+            if self.run.report.report is not None and self.run.settings.exit_profile is None and use.rare is None:
+                path = exits_path(self.run.report.report)
                 try:
                     write_sealed(path, profile.to_json())
                 except (OSError, PrefillError) as error:
                     log.warning(f"cannot write {path}: {error}")
             if use.reason is not None:
-                log.warning(f"{self.job.settings.exit_option}: {use.reason}; all rows are read in full")
+                log.warning(f"{self.run.settings.exit_option}: {use.reason}; all rows are read in full")
         else:
             profile, known = found
         use = _use_of(sink.plan[EXITS])
@@ -733,34 +744,34 @@ class ExitLearning:
             policy=profile.policy if use.reason is None else None,
             use=use,
             known={row.row: row for row in known},
-            regroup_cost=None if self.job.profile is None else self.job.profile.regroup_layers,
+            regroup_cost=None if self.run.profile is None else self.run.profile.regroup_layers,
             first=self.first,
         )
 
     def _stored(self) -> tuple[ExitProfile, list[ScoredRow]] | None:
         # The profile that an earlier attempt at the job learnt, and the rows that it scored.
-        if "use" not in self.job.sink.plan.get(EXITS, {}):
+        if "use" not in self.run.sink.plan.get(EXITS, {}):
             return None
         try:
-            data = self.job.sink.work.read_bytes(FILE)
+            data = self.run.sink.work.read_bytes(FILE)
         except FileNotFoundError:
             data = b""
-        if hashlib.sha256(data).hexdigest() == self.job.sink.plan[EXITS]["digest"]:
+        if hashlib.sha256(data).hexdigest() == self.run.sink.plan[EXITS]["digest"]:
             content = json.loads(data)
             rows = [ScoredRow(**{**row, "logprobs": np.array(row["logprobs"], np.float64)}) for row in content["rows"]]
             return ExitProfile.model_validate(content["profile"]), rows
-        place = f"{self.job.sink.work.location}/{FILE}"
+        place = f"{self.run.sink.work.location}/{FILE}"
         log.warning(f"{place} is gone or damaged: the exits are learnt again, from the same rows")
         return None
 
     def _learn(self) -> tuple[ExitProfile, list[ScoredRow], ExitUse]:
         # Read some rows in full and learn from them, or test whether a given profile still holds. Returns the rows
         # that need not be read again.
-        settings, given, names = self.job.settings, self.given, self.job.labels.names
-        config = self.job.opened.files.config
+        settings, given, names = self.run.settings, self.given, self.run.inputs.labels.names
+        config = self.run.inputs.opened.files.config
         depth: int = config.get_text_config().num_hidden_layers
         policy = None if given is None else given.policy
-        layers = observed_layers(depth) if self.job.settings.exit else ()
+        layers = observed_layers(depth) if self.run.settings.exit else ()
         if policy is not None:
             layers = () if policy.inside is None else policy.inside.layers
         # The best that the rows could prove. They only check a given profile.
@@ -769,7 +780,7 @@ class ExitLearning:
             provable = provable_flips(min(self._count, len(self._rows()) // 2), settings.max_flips, self._classes)
         read = self._read_rows(layers, provable)
         rows = calibration_rows(read.questions, read.answers, layers, len(names))
-        rows, first = with_first(self.job.opened, rows, read.first, self.first, read.questions, read.answers)
+        rows, first = with_first(self.run.inputs.opened, rows, read.first, self.first, read.questions, read.answers)
         if given is not None and policy is not None:
             check = recheck_exits(policy, rows, settings.max_flips, names, settings.flips_of)
             profile, reason = given, check.reason
@@ -788,7 +799,7 @@ class ExitLearning:
                 of=self._drawn_from,
             )
             exits = None if found.policy is None else found.policy.to_json()
-            profile = ExitProfile(**job_of_exits(self.job), exits=exits, findings=found.findings)
+            profile = ExitProfile(**job_of_exits(self.run, self.read_as), exits=exits, findings=found.findings)
             reason = found.reason
         known, learnt = self._counted(read), profile.findings
         use = ExitUse(
@@ -821,22 +832,25 @@ class ExitLearning:
 
     def _counted(self, read: _ReadRows) -> list[ScoredRow]:
         # The rows that need not be read again. Counts their tokens.
-        self.job.recorder.tokens.computed += sum(answer.computed_tokens for answer in read.answers)
-        self.job.recorder.tokens.unique += read.unique
+        self.run.tokens.computed += sum(answer.computed_tokens for answer in read.answers)
+        self.run.tokens.unique += read.unique
         # A compressed prompt may keep other tokens beside those that it shares a prefix with.
-        rewritten = any(each.rewrites for each in self.job.features)
-        return [] if rewritten else [scored_row(*each) for each in zip(read.questions, read.answers, strict=True)]
+        return (
+            []
+            if self.run.scorer.read is not None
+            else [scored_row(*each) for each in zip(read.questions, read.answers, strict=True)]
+        )
 
     def _read_rows(self, layers: Sequence[int], provable: ProvableFlips | None) -> _ReadRows:
         # Random rows of the job, read in full: as many as the user asks for, but no more than half of its rows.
-        settings, classes, count = self.job.settings, self._classes, self._count
+        settings, classes, count = self.run.settings, self._classes, self._count
         rows = self._rows()
         drawn = rows[np.random.default_rng(SEED).permutation(len(rows))[: len(rows) // 2]]
         if provable is not None and not settings.quiet:
             log.info(provable_text(provable, classes, settings.max_flips, settings.exit_option))
         read = self._read(drawn[:count], layers, f"for {settings.exit_option}")
         if settings.exit_rows is None and provable is not None and classes > 1 and read.answers:
-            bytes_of_row = 4 * max(len(layers), 1) * self.job.opened.files.config.get_text_config().hidden_size
+            bytes_of_row = 4 * max(len(layers), 1) * self.run.inputs.opened.files.config.get_text_config().hidden_size
             bytes_of_row += sum(
                 next((each.hidden.nbytes for each in own if each is not None), 0) for own in read.first.values()
             )
@@ -851,63 +865,61 @@ class ExitLearning:
         questions = self._questions(np.sort(numbers))
         if not questions:
             return _ReadRows([], [], 0, {})
-        if not self.job.settings.quiet:
+        if not self.run.settings.quiet:
             log.info(f"{len(questions):,} rows are read in full first, {why}")
-        plan = plan_questions(questions, self.engine.limits, self.job.settings.schedule)
+        plan = plan_questions(questions, self.engine.limits, self.run.settings.schedule)
         exits = EarlyExits(observed=tuple(layers)) if layers else None
         treatment = Treatment(exits, thinning=thinning_of(dict(enumerate(questions))))
         found: dict[int, Answer] = {}
         for answers in self.engine.answer_all(
-            plan.packs, lambda i: questions[i].prompt.labels, self.job.tick, treatment
+            plan.packs, lambda i: questions[i].prompt.labels, self.run.tick, treatment
         ):
             found |= {answer.prompt: answer for answer in answers if answer.failure is None}
         answered = sorted(found)
         own = [questions[number] for number in answered]
         prompts = [each.prompt for each in own]
-        first = {layer: reader.read(prompts, self.job.tick) for layer, (_, reader) in self.first.items()}
+        first = {layer: reader.read(prompts, self.run.tick) for layer, (_, reader) in self.first.items()}
         return _ReadRows(own, [found[number] for number in answered], plan.unique_tokens, first)
 
     @property
     def _count(self) -> int:
         # The number of rows to read at first, if half of the job has so many.
-        if self.job.settings.exit_rows is not None:
-            return int(self.job.settings.exit_rows)
+        if self.run.settings.exit_rows is not None:
+            return int(self.run.settings.exit_rows)
         if self.given is not None:
             return CHECKED_ROWS
-        return rows_to_learn(self.job.settings.max_flips, self._classes)
+        return rows_to_learn(self.run.settings.max_flips, self._classes)
 
     @property
     def _drawn_from(self) -> int | None:
         # The number of rows from which those read in full are drawn. None if it is their labels that decide how many,
         # or if the job is a part of a file: its exits may be meant for the rest.
-        settings, total = self.job.settings, len(self._rows())
+        settings, total = self.run.settings, len(self._rows())
         fixed = settings.exit_rows is not None or self._classes == 1 or self._count >= total // 2
         return total if fixed and settings.limit is None and settings.sample is None else None
 
     @property
     def _classes(self) -> int:
         # The number of classes of rows whose flips are bounded.
-        return len(self.job.labels.names) if self.job.settings.flips_of == "each" else 1
+        return len(self.run.inputs.labels.names) if self.run.settings.flips_of == "each" else 1
 
     def _rows(self) -> Int64Array:
-        source = self.job.source
+        source = self.run.inputs.source
         return source.selection().within(0, source.count())
 
     def _questions(self, numbers: Int64Array) -> list[Question]:
         # How the model reads the rows with these numbers, ascending.
         prompts = [prompt for batch in self._prompts(numbers) for prompt in batch]
-        questions, _ = self.job.questions(prompts, self.job.tick)
+        questions, _ = self.run.scorer.requests(prompts, self.run.tick)
         return [question for question in questions if len(question.tokens) <= self.engine.limits.max_tokens]
 
     def _prompts(self, numbers: Int64Array) -> Iterator[list[Prompt]]:
         # The prompts of the rows with these numbers, ascending.
-        again = Opening(self.job.settings)  # the job's own source is being read
-        again.open_source()
-        again.use_models(self.job.opened)
+        again = self.run.reopen(self.run.settings)  # the job's own source is being read
         source, builder = again.source, again.new_builder()
         try:
             for batch in source.rows(numbers) if len(numbers) else ():
-                yield builder.build(batch, self.job.labels)[0]
-                self.job.tick(0.0)
+                yield builder.build(batch, self.run.inputs.labels)[0]
+                self.run.tick(0.0)
         finally:
             builder.close()

@@ -6,18 +6,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import BaseModel, Field
 
-from prefillcli.core.feature import Outlook
+from prefillcli.models.open import WORDS
+from prefillcli.models.shape import NoCostModel, prefill_flops
 from prefillcli.reading.exits.judging import place_of, rows_to_learn
 from prefillcli.reading.exits.learning import CHECKED_ROWS, ProvableFlips, provable_flips, provable_text
 from prefillcli.reading.exits.policy import ExitProfile, require_same_job
 from prefillcli.reading.exits.rare import rows_to_fit
-from prefillcli.models.open import WORDS
-from prefillcli.models.shape import NoCostModel, prefill_flops
 from prefillcli.report.section import visible
 from prefillcli.runtime.clock import duration
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import Opening
+    from prefillcli.core.inputs import Inputs
     from prefillcli.forecast.survey import Survey
     from prefillcli.models.open import Small
 
@@ -35,10 +34,12 @@ class ExitOutlook(BaseModel):
     seconds: float | None = None
 
 
-def outlook_of(opening: Opening, survey: Survey, profile: ExitProfile | None) -> Outlook:
-    """The outlook of a job with these rows. Raises UsageError where the profile is plainly of another job."""
-    settings: Any = opening.settings
-    classes, rows = len(opening.labels.names) if settings.flips_of == "each" else 1, survey.rows.prompts
+def outlook_of(
+    inputs: Inputs, survey: Survey, profile: ExitProfile | None
+) -> tuple[ExitOutlook, list[tuple[str, str]]]:
+    """The outlook of a job with these rows, and lines of name and text. Raises UsageError where the profile is plainly of another job."""
+    settings: Any = inputs.settings
+    classes, rows = len(inputs.labels.names) if settings.flips_of == "each" else 1, survey.rows.prompts
     usual = CHECKED_ROWS if profile is not None else rows_to_learn(settings.max_flips, classes)
     usual = usual if settings.rare_option is None else rows_to_fit(rows)
     found = ExitOutlook(rows_in_full=min(settings.exit_rows or usual, rows // 2))
@@ -50,8 +51,8 @@ def outlook_of(opening: Opening, survey: Survey, profile: ExitProfile | None) ->
         found.provable = provable_flips(found.rows_in_full, settings.max_flips, classes)
         lines.append(("proof", provable_text(found.provable, classes, settings.max_flips, settings.exit_option)))
     else:
-        own = {"layers": opening.opened.files.config.get_text_config().num_hidden_layers}
-        own |= {"labels": tuple(opening.labels.names), "max_flips": settings.max_flips, "flips_of": settings.flips_of}
+        own = {"layers": inputs.opened.files.config.get_text_config().num_hidden_layers}
+        own |= {"labels": tuple(inputs.labels.names), "max_flips": settings.max_flips, "flips_of": settings.flips_of}
         require_same_job(profile, settings.exit_profile, profile.model_dump() | own)
         found.leaving = {str(each.layer + 1): each.leaving for each in profile.findings.exits}
         share = found.rows_in_full / rows if rows else 1.0
@@ -59,9 +60,9 @@ def outlook_of(opening: Opening, survey: Survey, profile: ExitProfile | None) ->
         if survey.plan.seconds is not None:
             found.seconds = survey.plan.seconds / found.gain
         lines.append(("expected", _expected(found, survey)))
-    if any(map(_is_counted, opening.opened.small)) and survey.lengths is not None:
-        lines.append(("first model", _costs(found, opening, round(survey.lengths.mean))))
-    return Outlook("exits", found, lines)
+    if any(map(_is_counted, inputs.opened.small)) and survey.lengths is not None:
+        lines.append(("first model", _costs(found, inputs, round(survey.lengths.mean))))
+    return found, lines
 
 
 def _is_counted(small: Small) -> bool:
@@ -69,8 +70,8 @@ def _is_counted(small: Small) -> bool:
     return not small.files.encoder and small.narrow is None
 
 
-def _costs(found: ExitOutlook, opening: Opening, tokens: int) -> str:
-    opened, settings = opening.opened, cast("Any", opening.settings)
+def _costs(found: ExitOutlook, inputs: Inputs, tokens: int) -> str:
+    opened, settings = inputs.opened, cast("Any", inputs.settings)
     names = [name for name in settings.chain if name != WORDS]
     try:
         whole = prefill_flops(opened.files.config.get_text_config(), tokens).total

@@ -32,7 +32,9 @@ from prefillcli.models.open import WORDS
 from prefillcli.stats.ridge import ridge
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import Job, Labels, Opened
+    from prefillcli.core.run import Run
+    from prefillcli.data.prompts.labels import Labels
+    from prefillcli.models.open import Opened
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
@@ -641,24 +643,24 @@ def exit_profile_at(path: str) -> ExitProfile:
     return profile
 
 
-def job_of_exits(job: Job) -> dict[str, Any]:
+def job_of_exits(run: Run, read_as: Sequence[Any]) -> dict[str, Any]:
     """The identity of a job for the exits that it learns, by its fingerprint: a job that uses them again must have the
-    same."""
-    digests = job.report.fingerprint
+    same. `read_as` says how prompts are read otherwise."""
+    digests = run.report.fingerprint
     # Not the digest of all options of compression: an audit changes nothing that a model reads.
-    kept: list[Any] = [each for feature in job.features for each in feature.read_as()]
-    named = (WORDS, job.settings.narrow)  # a first model goes by its contents
-    first = [name if name in named else "first" for name in job.settings.chain]
+    kept = list(read_as)
+    named = (WORDS, run.settings.narrow)  # a first model goes by its contents
+    first = [name if name in named else "first" for name in run.settings.chain]
     if "adapters" in digests:
         kept.append(digests["adapters"])
     return {
         "model": digests["model"],
         "prompt": hash_value([*(digests.get(part) for part in ("tokenizer", "prompt", "draft")), *kept, *first]),
-        "labels": job.labels.names,
+        "labels": run.inputs.labels.names,
         "label_tokens": digests["labels"],
-        "layers": job.opened.files.config.get_text_config().num_hidden_layers,
-        "max_flips": job.settings.max_flips,
-        "flips_of": job.settings.flips_of,
+        "layers": run.inputs.opened.files.config.get_text_config().num_hidden_layers,
+        "max_flips": run.settings.max_flips,
+        "flips_of": run.settings.flips_of,
     }
 
 

@@ -310,7 +310,7 @@ class RareLearning(ExitLearning):
         """The decisions, as an exit before the first layer."""
         found = ExitLearning.exits(self)
         name, reader = self.first[BEFORE]
-        leads = np.frombuffer(self.job.sink.work.read_bytes(SCORES), "<f4")
+        leads = np.frombuffer(self.run.sink.work.read_bytes(SCORES), "<f4")
         remembered = Remembered(self._rows(), leads, reader.tokens, reader.seconds)
         return replace(found, first={BEFORE: (name, remembered)}, first_seconds={BEFORE: reader.seconds})
 
@@ -319,19 +319,19 @@ class RareLearning(ExitLearning):
         if found is None:
             return None
         try:
-            data = self.job.sink.work.read_bytes(SCORES)
+            data = self.run.sink.work.read_bytes(SCORES)
         except FileNotFoundError:
             data = b""
-        same = self.job.sink.plan["exits"]["use"]["rare"]["digest"] == hashlib.sha256(data).hexdigest()
+        same = self.run.sink.plan["exits"]["use"]["rare"]["digest"] == hashlib.sha256(data).hexdigest()
         return found if same else None
 
     def _learn(self) -> tuple[ExitProfile, list[ScoredRow], ExitUse]:
-        settings, names, numbers = self.job.settings, self.job.labels.names, self._rows()
-        depth: int = self.job.opened.files.config.get_text_config().num_hidden_layers
+        settings, names, numbers = self.run.settings, self.run.inputs.labels.names, self._rows()
+        depth: int = self.run.inputs.opened.files.config.get_text_config().num_hidden_layers
         drawn = numbers[np.random.default_rng(SEED).permutation(len(numbers))[: self._count]]
         read = self._read(drawn, (), f"for {settings.exit_option}")
         rows = calibration_rows(read.questions, read.answers, (), len(names))
-        rows, first = with_first(self.job.opened, rows, read.first, self.first, read.questions, read.answers)
+        rows, first = with_first(self.run.inputs.opened, rows, read.first, self.first, read.questions, read.answers)
         known = np.searchsorted(numbers, [question.prompt.row for question in read.questions])
         leads, probe = np.full(len(numbers), math.nan), None
         if read.answers and (able := rows.read_after(BEFORE)).sum() >= _FEWEST:
@@ -359,7 +359,7 @@ class RareLearning(ExitLearning):
         leads[known], leads[search.drawn] = math.nan, math.nan
         decided = _decided(leads, cuts)
         data = decided.astype("<f4").tobytes()
-        self.job.sink.work.put_bytes(SCORES, data)
+        self.run.sink.work.put_bytes(SCORES, data)
         rare = RareUse(
             label=names[0],
             recall=settings.recall,
@@ -384,7 +384,7 @@ class RareLearning(ExitLearning):
         )
         as_read = AffineProbe(np.eye(2, dtype=np.float32), np.zeros(2, np.float32))
         policy = ExitPolicy((ExitLayer(BEFORE, as_read, (0.0, 0.0), peek=False),))
-        profile = ExitProfile(**job_of_exits(self.job), exits=policy.to_json(), findings=findings)
+        profile = ExitProfile(**job_of_exits(self.run, self.read_as), exits=policy.to_json(), findings=findings)
         used = UsedExit(
             layer=BEFORE + 1, probe="" if probe is None else probe.kind, peek=False, thresholds={}, expected=share
         )
@@ -404,7 +404,7 @@ class RareLearning(ExitLearning):
     @property
     def _count(self) -> int:
         rows = len(self._rows())
-        return int(min(self.job.settings.exit_rows or rows_to_fit(rows), rows // 2))
+        return int(min(self.run.settings.exit_rows or rows_to_fit(rows), rows // 2))
 
     def _leads(self, probe: Probe, numbers: Int64Array) -> Float64Array:
         # The lead of the first label over the other, for all rows of the job, as the first model foretells it.
@@ -413,7 +413,7 @@ class RareLearning(ExitLearning):
             able = [prompt for prompt in prompts if len(prompt.tokens) <= self.engine.limits.max_tokens]
             for at in range(0, len(able), reader.block):
                 asked = able[at : at + reader.block]
-                found = zip(asked, reader.read(asked, self.job.tick), strict=True)
+                found = zip(asked, reader.read(asked, self.run.tick), strict=True)
                 own = [(prompt.row, each) for prompt, each in found if each is not None]
                 if own:
                     logits = probe.logits(readings_of([each for _, each in own]))

@@ -1,0 +1,93 @@
+"""Asking with the labels of the options, or with those of a reranker, whose files name them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prefillcli.core.asking import Asking
+from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, prompt_builder, prompt_column
+from prefillcli.data.prompts.labels import Labels, require_values
+from prefillcli.data.prompts.templates import RowTemplate
+from prefillcli.models.files import read_reranker
+from prefillcli.models.open import answer_labels, named_labels
+from prefillcli.stats.evaluation import Measure
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from prefillcli.core.inputs import Inputs
+    from prefillcli.models.files import Reranker
+    from prefillcli.models.open import Opened
+
+PAIR = QUERY, DOCUMENT = "query", "document"  # the columns of a pair of texts
+
+
+class LabelAsking(Asking):
+    """The same labels after every prompt. They may stand for numbers. A reranker makes its own prompts and labels,
+    where nobody asks for others; a warning tells where somebody does."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        self._values: tuple[float, ...] = getattr(settings, "label_values", ())
+        self._said: set[str] = set()
+        self._reranker: Reranker | None = None  # one whose prompts are made here, of pairs of columns
+
+    @property
+    def _own_prompt(self) -> bool:
+        # Whether the user says how prompts are made.
+        return bool(self.settings.model_fields_set & {"template", "prompt_column", "pair_column", "chat"})
+
+    def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
+        usual = prompt_column(self.settings.prompt_column, available)
+        if not self._own_prompt and usual not in available and set(PAIR) <= set(available):
+            return PAIR
+        pair = getattr(self.settings, "pair_column", None)
+        return (*(template.columns if template else (usual,)), *(() if pair is None else (pair,)))
+
+    def named_labels(self, model: Path) -> Labels | None:
+        if not self.settings.labels_given and read_reranker(model) is not None:
+            return None
+        found = named_labels(model, self.settings)
+        return None if found is None else self._with_values(found)
+
+    def labels(self, opened: Opened) -> Labels:
+        self._reranker = read_reranker(opened.files.path)
+        found = None
+        if self._reranker is not None and not self.settings.labels_given:
+            from prefillcli.asking.reranking import own_labels
+
+            found = own_labels(self._reranker, opened)
+        return self._with_values(found or answer_labels(opened, self.settings))
+
+    def _with_values(self, labels: Labels) -> Labels:
+        # The values of labels that are no shares are refused by `require_label_uses`.
+        if self._values and labels.measure is Measure.SHARES:
+            require_values(self._values, labels.names)
+            labels.values = self._values
+        return labels
+
+    def builder(
+        self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
+    ) -> PromptBuilder:
+        opened = inputs.opened
+        if self._reranker is not None:
+            from prefillcli.asking.reranking import own_builder
+
+            own = own_builder(
+                self._reranker, opened, settings, self.settings, available, asked=self._own_prompt, said=self._said
+            )
+            if own is not None:
+                return own
+        return prompt_builder(opened.tokenizer, settings, available, template=template)
+
+    def warn(self, opened: Opened) -> None:
+        """Warn of labels or prompts that are not those of a reranker."""
+        from prefillcli.asking.reranking import warn_of_labels, warn_of_name
+
+        if self._reranker is None:
+            if not self._own_prompt:
+                warn_of_name(opened)
+        elif self.settings.labels_given:
+            warn_of_labels(self._reranker, opened, self.settings.labels)

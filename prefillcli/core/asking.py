@@ -1,0 +1,54 @@
+"""The role of what is asked of a row; `core/roles.py` has the others."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from prefillcli.core.inputs import Inputs
+    from prefillcli.data.output.columns import Group, OutputSchema
+    from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
+    from prefillcli.data.prompts.labels import Labels
+    from prefillcli.data.prompts.templates import RowTemplate
+    from prefillcli.models.open import Opened
+
+
+class Asking(ABC):
+    """What is asked of a row: prompts, and the answers whose log-probabilities are read after them. A job has one."""
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+
+    @abstractmethod
+    def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
+        """Return the columns that prompts of rows with the `available` ones are made of. Raise UsageError if the
+        input lacks a column that an option names."""
+
+    def named_labels(self, model: Path) -> Labels | None:
+        """Return the labels for the model in this folder or file by their names alone, before torch is imported; None
+        where they are not known yet."""
+        return None
+
+    @abstractmethod
+    def labels(self, opened: Opened) -> Labels:
+        """Return the answers after each prompt. Raise UsageError where the model cannot give them."""
+
+    @abstractmethod
+    def builder(
+        self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
+    ) -> PromptBuilder:
+        """Return the builder of prompts for rows with the `available` columns. It takes the compiled `template`."""
+
+    def schemas(self, groups: frozenset[Group], calibrated: str) -> Sequence[OutputSchema]:
+        """Return the columns of the answers to each of several questions; none where there is one question. `groups`
+        are those of the output; one question is `calibrated`."""
+        return ()
+
+    def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
+        """Return its parts of the job's fingerprint. `values` are those of options that change the output; what it
+        takes out for a part of its own is not in the part `settings`."""
+        return {}

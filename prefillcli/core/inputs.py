@@ -1,0 +1,166 @@
+"""The inputs of a command: its rows, the models' files, and how rows become prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from prefillcli.data.output.columns import Group, OutputSchema, Probabilities
+from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, RowColumns, chat_choices
+from prefillcli.data.prompts.labels import Labels
+from prefillcli.data.prompts.templates import RowTemplate
+from prefillcli.data.reading.source import Source
+from prefillcli.data.rows import Prompt, Window
+from prefillcli.data.windows import USUAL_SIZE, Prefetcher, ShardRows, WindowSize, windows
+from prefillcli.runtime import log, memory
+
+if TYPE_CHECKING:
+    from prefillcli.core.asking import Asking
+    from prefillcli.models.open import Opened
+
+
+class Inputs:
+    """The rows of a command with these `settings` (`JobOptions`), and what becomes of each: a prompt with answers.
+
+    `scoring/opening.py` opens them, in the order in which mistakes are cheapest to find. Close the builder.
+    """
+
+    source: Source
+    opened: Opened
+    """The folders of the models. No weights are loaded."""
+    labels: Labels
+    """The answers after each prompt."""
+    builder: PromptBuilder
+    asking: Asking
+
+    def __init__(self, settings: Any, carried: Sequence[str | None] = ()) -> None:
+        self.settings = settings
+        self.groups: frozenset[Group] = frozenset()
+        """The columns that the output has besides those of every output."""
+        self.row_columns: RowColumns | None = None
+        """The columns by which rows change how their own prompts are read."""
+        self.common: Sequence[Prompt] = ()
+        """Prompts besides those of the rows, on which the results of all rows depend."""
+        self.probabilities: Probabilities | None = None
+        """Makes the calibrated probabilities of the rows."""
+        self.calibrated = ""
+        """Of several questions, the one that it makes them for."""
+        self.template: RowTemplate | None = None
+        """The compiled template of the settings, until a builder takes it."""
+        self._carried = [name for name in carried if name is not None]
+        self._said = ""  # of the way of chats to the answer
+
+    @property
+    def carried(self) -> list[str]:
+        """Columns of the input that go to the output, including those that name its folders."""
+        keys: Collection[str] = ()
+        if getattr(self.settings, "partition", False) and hasattr(self, "source"):
+            keys = self.source.partition_keys
+        return list(dict.fromkeys((*self._carried, *keys)))
+
+    def carry(self, names: Sequence[str | None]) -> None:
+        """Let these columns of the input go to the output too."""
+        self._carried += [name for name in names if name is not None]
+
+    def open_rows(self) -> None:
+        """Make prompts possible. Raises UsageError."""
+        self.builder = self.new_builder(self.template)
+        self.template = None
+
+    def new_builder(self, template: RowTemplate | None = None) -> PromptBuilder:
+        """A builder of prompts for the rows of the source, which will read the columns for it. Raises UsageError.
+
+        Without a compiled `template`, that of the settings is read.
+        """
+        builder = self.make_builder(self.source.available, template)
+        self.source.select(
+            columns=builder.needed,
+            carried=self.carried,
+            optional=builder.optional,
+            max_row_bytes=builder.max_row_bytes,
+        )
+        return builder
+
+    def make_builder(self, available: Sequence[str], template: RowTemplate | None = None) -> PromptBuilder:
+        """A builder of prompts for rows with these columns. Raises UsageError."""
+        found = self.asking.builder(self, self.prompt_settings(), available, template)
+        self._tell(found)
+        return found
+
+    def prompt_settings(self) -> PromptSettings:
+        """How rows become prompts, by the settings and the model."""
+        settings, opened = self.settings, self.opened
+        files = opened.files
+        variants = None if opened.variants is None else opened.variants.row_columns
+        return PromptSettings(
+            prompt_column=settings.prompt_column,
+            template=settings.template,
+            chat=settings.chat,
+            system=settings.system,
+            choices=chat_choices(settings),
+            max_length=min(settings.max_length or opened.max_length, opened.max_length),
+            on_long=settings.on_long,
+            vocab_size=files.config.vocab_size,
+            literal=settings.literal,
+            max_row_bytes=memory.parse_size(settings.max_row_bytes) if settings.max_row_bytes else None,
+            row_columns=tuple(filter(None, (self.row_columns, variants))),
+            classifies=files.head is not None,
+            label_columns=self.labels.columns,
+            padding=None if files.head is None else files.head.padding,
+            encoder=files.encoder,
+            pair_column=getattr(settings, "pair_column", None),
+            sections=bool(getattr(settings, "evidence", False)),
+        )
+
+    def _tell(self, builder: PromptBuilder) -> None:
+        # Say, once, how chats come to the answer.
+        said = builder.way.said if builder.way else ""
+        if said and said != self._said and not getattr(self.settings, "quiet", False):
+            ends = "the model thinks first" if self.settings.thinking == "on" else "the answer comes next"
+            log.info(f"{said}, so that {ends} (--thinking)")
+        self._said = said
+
+    def windows(
+        self,
+        cancel: Callable[[], None] | None = None,
+        *,
+        change: Callable[[Window], Window] | None = None,
+        size: WindowSize = USUAL_SIZE,
+        **choice: Any,
+    ) -> Prefetcher[Window]:
+        """The windows of the rows, with those of the shard alone, made and changed ahead of the model in a thread.
+        `cancel` is that of `Prefetcher`; the other arguments are those of `data.windows.windows`."""
+        shard = getattr(self.settings, "shard_of", None)
+        coming = windows(
+            self.source,
+            self.builder,
+            self.labels,
+            id_column=getattr(self.settings, "id_column", None),
+            size=size,
+            only=None if shard is None else ShardRows(shard, self.builder),
+            **choice,
+        )
+        return Prefetcher(coming if change is None else map(change, coming), cancel=cancel)
+
+    def check_first_rows(self) -> None:
+        """Raise the errors of the input's first rows, before anything takes time."""
+        with self.windows(size=WindowSize(rows=1)) as first:
+            for window in first:
+                self.labels.check(window)
+                break
+
+    def schema(self) -> OutputSchema:
+        """The columns of the output."""
+        truths = getattr(self.settings, "truth_columns", {})
+        return OutputSchema(
+            labels=self.labels.names,
+            id_name=self.settings.id_column,
+            carried=self.source.carried_schema,
+            json_carried=self.source.kind == "jsonl",
+            truth=truths.get(""),
+            groups=self.groups,
+            measure=self.labels.measure,
+            values=self.labels.values,
+            token_text=self.labels.token_text,
+            questions=tuple(self.asking.schemas(self.groups, self.calibrated)),
+        )

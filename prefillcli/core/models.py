@@ -1,0 +1,80 @@
+"""The models of a job, ready to work: the engine, small models beside it, and their plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from prefillcli.engines.base import Engine
+from prefillcli.models.open import Opened
+from prefillcli.options.groups import LoadingOptions
+
+if TYPE_CHECKING:
+    from prefillcli.prefill.walk import LayerWalk
+
+AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)
+
+
+@dataclass(slots=True)
+class Models(Generic[AnyEngine]):
+    """Models ready to work.
+
+    A resumed run must take over the `plan`, so that it cuts the same packs. `before` is the plan of an earlier attempt
+    with the same settings, else empty. With `planned` another worker has made the plan for all.
+    """
+
+    engine: AnyEngine
+    opened: Opened
+    settings: LoadingOptions
+    plan: dict[str, Any]
+    before: Mapping[str, Any] = field(default_factory=dict)
+    planned: bool = False
+    budget: int = 0
+    """Bytes that one pack may take."""
+    pack_seconds: float = 0.0  # as of `Loaded`
+    small: Sequence[Any] = ()
+    """The weights of the small models beside the model."""
+    beside: dict[str, Any] = field(default_factory=dict)
+    """What is loaded beside the model: `draft`, `first`."""
+    _small_walks: dict[int, LayerWalk] = field(default_factory=dict)
+    _closing: ExitStack = field(default_factory=ExitStack)
+
+    def small_walk(self, number: int = 0, chunk_tokens: int | None = None) -> LayerWalk:
+        """A walk over a small model, which all users share in turn. The first one sets the number of tokens of a
+        chunk."""
+        from prefillcli.models.law import choose_chunk, memory_law
+        from prefillcli.prefill.narrow import in_smaller_numbers
+        from prefillcli.prefill.walk import FASTEST, LayerWalk
+
+        if number not in self._small_walks:
+            small = self.opened.small[number].files
+            if chunk_tokens is None:
+                chunk_tokens = choose_chunk(memory_law(small.config, small.dtype), self.budget, self.opened.device)
+            model, narrow = self.small[number], self.opened.small[number].narrow
+            how = FASTEST if narrow is None else in_smaller_numbers(model, narrow)
+            walk = self._small_walks[number] = LayerWalk(model, chunk_tokens=chunk_tokens, arithmetic=how)
+            self._closing.callback(walk.close)
+        return self._small_walks[number]
+
+    def held_bytes(self) -> int:
+        """Bytes of the budget that K,V take at most which the engine keeps between packs."""
+        from prefillcli.models.law import memory_law
+
+        if getattr(self.settings, "prefix_kv", "auto") not in ("auto", "keep"):
+            return 0
+        return (
+            self.engine.limits.held_tokens
+            * memory_law(self.opened.files.config, self.opened.files.dtype).all_key_values
+        )
+
+    def add(self, name: str, found: Any) -> None:
+        """Keep something beside the model, under this name, until it is closed with it; None: nothing."""
+        if found is not None:
+            self.beside[name] = found
+            self._closing.callback(found.close)
+
+    def close(self) -> None:
+        with self._closing:
+            self.engine.close()

@@ -1,0 +1,70 @@
+"""The roles that the parts of a job play beside its asking: how it is read, what follows, what it is worth.
+
+`scoring/compose.py` says which parts a job has. What only one class does is a method of that class, and whoever
+composes the job calls it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prefillcli.core.further import Choice, Further, WantedRow
+    from prefillcli.core.inputs import Inputs
+    from prefillcli.core.run import Run
+    from prefillcli.data.output.columns import Counts
+    from prefillcli.data.output.target import Manifest
+    from prefillcli.data.rows import Window
+    from prefillcli.report.run import RunReport
+    from prefillcli.report.section import Section
+
+
+class Reading(ABC):
+    """A way to read prompts cheaper than in full: fewer tokens, or fewer layers."""
+
+    @abstractmethod
+    def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
+        """Return its parts of the job's fingerprint, as `Asking.identity`."""
+
+    @abstractmethod
+    def begin(self, run: Run, window: Window) -> None:
+        """Take the first window of the input, before the models are loaded. Raise UsageError for prompts that it
+        cannot read."""
+
+
+class FollowUp(ABC):
+    """What is asked about rows that are scored."""
+
+    @abstractmethod
+    def further(self, inputs: Inputs, choice: Choice) -> Further | None:
+        """Return its questions about the chosen ones of the scored rows; None if it has none."""
+
+    @abstractmethod
+    def shown(self, row: WantedRow, labels: Sequence[str]) -> Section | None:
+        """Return the section of `prefill inspect` on the answers about a row of a job with these labels; None if there
+        is none."""
+
+
+class Judge:
+    """Says what the answers are worth, in the report and its exit code."""
+
+    def check(self, inputs: Inputs) -> None:
+        """The labels are known: by their names, before torch is imported, and then as they are. Raise UsageError if
+        their answers cannot be judged."""
+
+    def ended(self, run: Run) -> None:
+        """The output is whole: evaluate it, write the files beside it."""
+
+    def reported(self, run: Run, counts: Counts | None) -> None:
+        """The run is over, however it ended: put its figures into the report. `counts` are the output's; None where it
+        was not opened."""
+
+    def shard_plan(self) -> Mapping[str, Any]:
+        """Return what `merged` has to know of the job of a shard."""
+        return {}
+
+    @classmethod
+    def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
+        """`prefill merge` has made an output of shards: put its figures into the report."""

@@ -1,0 +1,52 @@
+"""A run of `prefill score`: what it has opened, written and measured so far, for the parts of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from prefillcli.core.inputs import Inputs
+from prefillcli.core.scorer import Scorer
+from prefillcli.data.rows import Int64Array
+from prefillcli.report.run import RunReport, Tokens
+from prefillcli.runtime.clock import Clock
+from prefillcli.runtime.signals import Stop
+
+if TYPE_CHECKING:
+    from prefillcli.data.output.sink import Sink
+    from prefillcli.engines.memory_plan import Measured
+
+
+class Run:
+    """The state of a run. `scoring/score.py` has its steps."""
+
+    scorer: Scorer
+    sink: Sink
+    profile: Measured | None = None
+    """Predicts times, and sizes packs."""
+
+    def __init__(self, settings: Any, report: RunReport, output: str, clock: Clock, stop: Stop) -> None:
+        self.settings = settings
+        self.report = report
+        """The report of the run; nothing is read back from it."""
+        self.output = output
+        self.clock = clock
+        self.stop = stop
+        self.tokens = Tokens()
+        """The tokens that were computed so far, by purpose."""
+        self.load_models: Callable[[], None] = lambda: None
+        """Loads the models here or in workers."""
+        self.require_unchanged: Callable[[Int64Array | None], None] = lambda rows: None
+        """Raises ContentChangedError unless the models and the sources of these rows (None: of all rows) are
+        unchanged."""
+        self.reopen: Callable[[Any], Inputs] = Inputs
+        """Opens the rows of other settings, with the models that are open."""
+
+    @property
+    def inputs(self) -> Inputs:
+        """The rows, the models' files and the prompts."""
+        return self.scorer.inputs
+
+    def tick(self, tokens: float) -> None:
+        """Called while something is computed: a signal may stop it."""
+        self.stop.check()

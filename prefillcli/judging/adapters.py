@@ -1,0 +1,50 @@
+"""The adapters of a job, and the rows that each of them scored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel
+
+from prefillcli.core.roles import Judge
+from prefillcli.models.adapters import adapter_paths
+
+if TYPE_CHECKING:
+    from prefillcli.core.run import Run
+    from prefillcli.data.output.columns import Counts
+    from prefillcli.data.output.target import Manifest
+    from prefillcli.report.run import RunReport
+
+
+class AdapterUse(BaseModel):
+    """An adapter, or with `name` None the model without one, and the rows that it scored."""
+
+    name: str | None
+    path: str | None = None  # None where it is not known, as in a merge
+    rows: int = 0
+
+
+class AdapterJudge(Judge):
+    """Counts the rows of each adapter."""
+
+    def reported(self, run: Run, counts: Counts | None) -> None:
+        opened = getattr(getattr(run, "scorer", None), "inputs", None)
+        run.report.adapters = list(_uses(adapter_paths(getattr(opened, "opened", None)), counts))
+
+    @classmethod
+    def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
+        report.adapters = list(_uses({}, manifest.counts))
+
+
+def _uses(paths: Mapping[str, str], counts: Counts | None) -> Iterable[AdapterUse]:
+    # Rows by adapter: counted in the output's column, or all rows where one adapter reads them all.
+    by_name = {} if counts is None else counts.tallies.adapters
+    if not by_name:
+        scored = 0 if counts is None else counts.scored
+        yield from (AdapterUse(name=name, path=path, rows=scored) for name, path in paths.items())
+        return
+    for name in dict.fromkeys([*paths, *filter(None, by_name)]):
+        yield AdapterUse(name=name, path=paths.get(name), rows=by_name.get(name, 0))
+    if by_name.get(""):
+        yield AdapterUse(name=None, rows=by_name[""])
