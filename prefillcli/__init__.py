@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from prefillcli.runtime.version import __version__ as __version__
+
 TYPE_CHECKING = False  # importing it from typing would take longer than all of this
 if TYPE_CHECKING:
     from prefillcli.errors import ContentChangedError, FailedRowsError, PrefillError, ResourceError, UsageError
     from prefillcli.library.session import Scorer, score
 
-__version__ = "0.1.0"
 __all__ = [
     "ContentChangedError",
     "FailedRowsError",

@@ -8,7 +8,6 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from prefillcli import __version__
 from prefillcli.command_line import (
     AnyOptions,
     GroupedCommand,
@@ -30,6 +29,7 @@ from prefillcli.options.judging import CalibrateSettings
 from prefillcli.options.option import RUN
 from prefillcli.runtime.clock import StepLog, step
 from prefillcli.runtime.extras import light_imports
+from prefillcli.runtime.version import __version__
 
 Summary = dict[str, Any]
 

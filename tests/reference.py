@@ -11,26 +11,25 @@ from pydantic import create_model
 from pydantic.json_schema import GenerateJsonSchema
 
 from prefillcli.command_line import option_help
-from prefillcli.features.adapters import AdapterUse
+from prefillcli.followup.rationale import RationaleUse
+from prefillcli.judging.adapters import AdapterUse
 from prefillcli.judging.calibration import CalibrationUse
-from prefillcli.reading.compress.compressor import KeepChoice
 from prefillcli.judging.estimate import EstimateUse
 from prefillcli.judging.evaluation import RunEvaluation
-from prefillcli.followup.evidence import EvidenceUse
-from prefillcli.reading.exits.learning import ExitUse
 from prefillcli.judging.gates import DriftUse, Gate
-from prefillcli.reading.earlier import SinceUse
 from prefillcli.judging.likelihood import LikelihoodUse
 from prefillcli.judging.questions import AuditUse, Correlations, OrderUse
-from prefillcli.followup.rationale import RationaleUse
 from prefillcli.options.commands import COMMANDS
 from prefillcli.options.option import as_typed, details_of
+from prefillcli.reading.compress.compressor import KeepChoice
+from prefillcli.reading.earlier import SinceUse
+from prefillcli.reading.exits.learning import ExitUse
 from prefillcli.report.run import SCHEMA_VERSION, RunReport
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "options.md"
 SCHEMA = ROOT / "schema" / "run.schema.json"
-#: What `run.json` has under the keys of features.
+#: What the judges of a job put into `run.json`.
 BLOCKS: dict[str, Any] = {
     "adapters": list[AdapterUse],
     "audits": list[AuditUse] | None,
@@ -46,7 +45,7 @@ BLOCKS: dict[str, Any] = {
     "keep_auto": KeepChoice | None,
     "likelihood": LikelihoodUse | None,
     "orders": list[OrderUse] | None,
-    "rationales": RationaleUse | EvidenceUse | None,
+    "rationales": RationaleUse | None,
     "rejects": str | None,
     "since": SinceUse | None,
 }

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from prefillcli.reading.compress.settings import Compression
 from prefillcli.models.open import open_models
 from prefillcli.options.commands import BenchSettings
+from prefillcli.reading.compress.settings import Compression
 from recipes.distill_draft import (
     WATCHED,
     Course,

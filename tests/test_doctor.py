@@ -17,10 +17,10 @@ import torch
 from typer.testing import CliRunner
 
 from prefillcli.cli import app
-from prefillcli.core.feature import plan_weights
 from prefillcli.errors import UsageError
 from prefillcli.jobs import doctor
 from prefillcli.jobs.doctor import DTYPES, Diagnosis, doctor_job
+from prefillcli.jobs.load import plan_weights
 from prefillcli.models import law
 from prefillcli.models.find import read_model_files
 from prefillcli.models.open import Opened

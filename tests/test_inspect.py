@@ -29,13 +29,13 @@ from prefillcli.data.prompts.encoding import Encoder, token_texts
 from prefillcli.data.rows import Prompt
 from prefillcli.data.windows import WindowSize
 from prefillcli.errors import Interrupted
-from prefillcli.reading.compress.compressor import Neighbour, why_kept
-from prefillcli.reading.compress.settings import Compression
 from prefillcli.jobs import inspect
 from prefillcli.jobs.score import score_job
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from prefillcli.plan.behind import LabelSet
+from prefillcli.reading.compress.compressor import Neighbour, why_kept
+from prefillcli.reading.compress.settings import Compression
 from prefillcli.report.inspection import CommonPrefix, Inspection, shared_prefixes
 
 SAMPLES = Path(__file__).parent.parent / "samples"

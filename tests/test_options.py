@@ -7,7 +7,6 @@ import math
 import re
 import socket
 from collections.abc import Mapping
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -18,10 +17,9 @@ from typer.testing import CliRunner
 
 from prefillcli.cli import app
 from prefillcli.command_line import load_options
-from prefillcli.core.feature import features
 from prefillcli.data import filesystems
 from prefillcli.errors import UsageError
-from prefillcli.options import requirements
+from prefillcli.options import asking, followup, judging, reading, requirements
 from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.load import FileOptions, ScorerOptions, load_settings, scorer_settings, settled_options
 from prefillcli.options.option import COMPRESSION, RUN, Settings, as_typed, details_of, option
@@ -29,7 +27,7 @@ from prefillcli.options.requirements import Requirement
 
 Values = dict[str, Any]
 
-ROOMS = [requirements, *(import_module(group.__module__) for each in features() for group in each.options.values())]
+ROOMS = [requirements, asking, reading, followup, judging]
 NAMES = {id(value): name for room in ROOMS for name, value in vars(room).items() if isinstance(value, Requirement)}
 #: Each requirement: what else is told where it is met, and where it is not.
 TOLD: dict[str, tuple[Values, Values]] = {

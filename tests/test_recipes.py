@@ -206,7 +206,7 @@ def test_a_stopped_night_is_finished_by_the_next_run(home: Path) -> None:
     held = (
         "import time, prefillcli.jobs.score as job; from prefillcli.engines.torch import TorchEngine as T\n"
         "from prefillcli.cli import main\nfrom functools import partial\n"
-        "from prefillcli.jobs.scorer import Granularity\nanswer = T.answer\n"
+        "from prefillcli.core.scorer import Granularity\nanswer = T.answer\n"
         "def slow(*a):\n    time.sleep(0.3)\n    return answer(*a)\n"
         "job.score_job = partial(job.score_job, granularity=Granularity(flush_seconds=0.0))\n"
         "T.answer = slow\nmain()"

@@ -17,7 +17,7 @@ from prefillcli.data.output.columns import Groups, OutputSchema, ResultRows
 from prefillcli.data.prompts.labels import Label, parse_labels, require_values
 from prefillcli.errors import UsageError, brief, did_you_mean, without_secrets
 from prefillcli.options.groups import LabelTexts, LabelValues
-from prefillcli.options.load import parse_yaml
+from prefillcli.options.plain_yaml import parse_yaml
 
 _MOST_BYTES = 1 << 20
 

@@ -22,8 +22,8 @@ from prefillcli.report.section import Part, Section, TableRows, mebibytes, three
 
 if TYPE_CHECKING:
     import torch
-    from prefillcli.core.feature import Answer, Equipment, Material
 
+    from prefillcli.core.feature import Answer, Equipment, Material
     from prefillcli.followup.contenders import TextMethod, TextRun
     from prefillcli.plan.behind import LabelSet
     from prefillcli.runtime.clock import StepLog

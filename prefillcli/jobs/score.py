@@ -218,7 +218,8 @@ class ScoreJob:
             self._finish(ended)
 
     def _windows(self, ended: list[int]) -> Prefetcher[Window]:
-        # The windows that are left to score, made ahead of the model. `ended` gets their number at the end of the input.
+        # The windows that are left to score, made ahead of the model. At the end of the input `ended` gets their
+        # number.
         inputs, sink, granularity = self._run.inputs, self._run.sink, self._granularity
         condition = self.parts.condition(inputs.schema())
         return inputs.windows(

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from prefillcli.options.judging import CalibrateSettings
 
 from prefillcli.data.output.columns import ROW_COLUMN
 from prefillcli.data.output.store import write_sealed
@@ -30,6 +29,7 @@ from prefillcli.judging.calibration import (
     fit_scaling,
     methods_for,
 )
+from prefillcli.options.judging import CalibrateSettings
 from prefillcli.report.section import WIDTH, numbers_table, stderr_console
 from prefillcli.runtime import log
 from prefillcli.runtime.extras import require_extra

@@ -16,7 +16,9 @@ from typing import Any
 
 from prefillcli.data.filesystems import refuse_pointer
 from prefillcli.errors import UsageError
-from prefillcli.models.shape import EXTRA_TOKENS
+
+#: Tokens that a family embeds beside those of its vocabulary.
+EXTRA_TOKENS = {"mllama_text_model": 8, "moshi": 1}
 
 # Where the tensors of a file begin and end.
 

@@ -434,9 +434,6 @@ CLASSIFYING_ENCODERS = frozenset(
 #: Of these, the ones whose first token has the position behind that of padding.
 _PADDING_FIRST = frozenset({"camembert", "mpnet", "roberta", "xlm-roberta"})
 
-#: Tokens that a family embeds beside those of its vocabulary.
-EXTRA_TOKENS = {"mllama_text_model": 8, "moshi": 1}
-
 
 def refusal(whole: Any, text: Any, *, causal: bool) -> str | None:
     """Return why a model cannot be scored; None if its configuration gives no reason.

@@ -117,7 +117,7 @@ def read_mapping(value: object) -> Any:
 
 
 def _parsed(text: str) -> object:
-    from prefillcli.options.load import parse_yaml  # YAML takes a while to import
+    from prefillcli.options.plain_yaml import parse_yaml  # YAML takes a while to import
 
     try:
         return parse_yaml(text)

@@ -8,11 +8,11 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
+from prefillcli.core.inputs import Inputs
 from prefillcli.errors import require_known, without_secrets
 from prefillcli.forecast.profile import DEFAULT_PROFILE, MODES, CompletionModel, ModeResult, Profile
 from prefillcli.forecast.survey import Alternatives, Survey, survey_section
 from prefillcli.jobs.dry_run import survey
-from prefillcli.core.inputs import Inputs
 from prefillcli.jobs.opening import Opening
 from prefillcli.jobs.path_table import require_apart, require_json
 from prefillcli.jobs.shell import Ended, shell

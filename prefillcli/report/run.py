@@ -315,8 +315,8 @@ class RunReport(BaseModel):
     adapters: list[Any] = Field(default_factory=list)
 
     @classmethod
-    def new(cls, sections_of: Callable[[RunReport], list[Section]], **given: Any) -> RunReport:
-        """A report of a run that begins now."""
+    def new(cls, sections_of: Callable[[RunReport], list[Section]] | None = None, **given: Any) -> RunReport:
+        """A report of a run that begins now; `sections_of` makes the sections on what the judges of its job find."""
         found = cls(**given)
         found._sections_of = sections_of
         return found
@@ -426,7 +426,7 @@ def versions() -> dict[str, str]:
     import sys
     from importlib.metadata import version
 
-    from prefillcli import __version__
+    from prefillcli.runtime.version import __version__
 
     vllm = sys.modules.get("vllm")
 

@@ -14,10 +14,10 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prefillcli import __version__
 from prefillcli.errors import ResourceError, UsageError
 from prefillcli.runtime.cores import cpu_flags, cpu_name
 from prefillcli.runtime.user_cache import compiler_file
+from prefillcli.runtime.version import __version__
 
 if TYPE_CHECKING:
     import torch

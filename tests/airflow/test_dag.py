@@ -49,7 +49,7 @@ import prefillcli.jobs.score as job
 from prefillcli.cli import main
 from prefillcli.data.output.sink import Sink
 from prefillcli.engines.torch import TorchEngine
-from prefillcli.jobs.loop import Granularity
+from prefillcli.core.scorer import Granularity
 
 job.score_job = partial(job.score_job, granularity=Granularity(flush_seconds=0.0))
 trouble = Path("trouble").read_text() if Path("trouble").exists() and not codes.exists() else ""

@@ -23,8 +23,6 @@ from prefillcli.bench.report import UNCOMPRESSED, WorkloadResult
 from prefillcli.data.prompts.encoding import spans_of
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.rows import Prompt
-from prefillcli.reading.compress.contenders import Compressed, SmallModel, compressor_in
-from prefillcli.reading.compress.settings import PICKERS, Compression
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.open import open_models
 from prefillcli.models.shape import (
@@ -36,10 +34,13 @@ from prefillcli.models.shape import (
     walk_flops,
 )
 from prefillcli.options.commands import BenchSettings
+from prefillcli.options.reading import PICKERS
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.profile.children import random_prompt
+from prefillcli.reading.compress.contenders import Compressed, SmallModel, compressor_in
+from prefillcli.reading.compress.settings import Compression
 from prefillcli.stats.evaluation import label_probabilities
 
 TARGET, DRAFT = SAMPLES / "models" / "target", SAMPLES / "models" / "draft"

@@ -18,13 +18,13 @@ from prefillcli.bench.material import Material, made_material
 from prefillcli.bench.report import BenchReport, workload_remarks
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.engines.base import Readings
-from prefillcli.reading.exits.exits import Exits
-from prefillcli.reading.exits.contender import EarlyExit, class_flips, learn_exits
-from prefillcli.reading.exits.policy import ExitLayer, ExitPolicy, Float64Array
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.open import open_models
 from prefillcli.models.shape import answer_flops, walk_flops
 from prefillcli.options.commands import BenchSettings
+from prefillcli.reading.exits.contender import EarlyExit, class_flips, learn_exits
+from prefillcli.reading.exits.exits import Exits
+from prefillcli.reading.exits.policy import ExitLayer, ExitPolicy, Float64Array
 
 MODELS = SAMPLES / "models"
 ROWS = 24

@@ -20,8 +20,8 @@ from prefillcli.bench import contest
 from prefillcli.bench.bench_job import bench_job
 from prefillcli.bench.report import BenchReport
 from prefillcli.cli import app
-from prefillcli.reading.compress.settings import PICKERS
 from prefillcli.options.commands import BenchSettings
+from prefillcli.options.reading import PICKERS
 
 PLAIN = ("--rows", "4", "--tokens", "200", "--rounds", "1")
 SMALL = (*PLAIN, "--set", "query_window=4")

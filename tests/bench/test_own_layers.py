@@ -14,11 +14,11 @@ from prefillcli.bench.contenders import Contender, Equipment
 from prefillcli.bench.contest import contenders
 from prefillcli.bench.material import Material, made_material
 from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.reading.compress.contenders import SelfDrafted
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.files import sample_model
 from prefillcli.models.open import open_models
 from prefillcli.options.commands import BenchSettings
+from prefillcli.reading.compress.contenders import SelfDrafted
 from tests.prefill.test_thinning import by_hand
 
 KEEP, LAYERS = 0.3, 2  # of the sample model's four

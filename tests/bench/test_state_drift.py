@@ -23,11 +23,11 @@ from prefillcli.bench.report import (
 )
 from prefillcli.core.question import Question
 from prefillcli.data.rows import Prompt
-from prefillcli.reading.compress.contenders import DRIFT_ROWS, state_drift
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
+from prefillcli.reading.compress.contenders import DRIFT_ROWS, state_drift
 from tests.prefill.families import VOCABULARY, make_model
 from tests.prefill.test_recurrent import RECURRENT
 

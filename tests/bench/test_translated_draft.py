@@ -13,11 +13,11 @@ from prefillcli.bench.contenders import Equipment
 from prefillcli.bench.contest import contenders
 from prefillcli.bench.material import Material, made_material
 from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.reading.compress.contenders import SmallModel
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.open import open_models
 from prefillcli.models.shape import table5
 from prefillcli.options.commands import BenchSettings
+from prefillcli.reading.compress.contenders import SmallModel
 
 KEEP, DECODED = 0.3, 3
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from prefillcli.errors import UsageError
-from prefillcli.reading.compress.draft import Draft
-from prefillcli.reading.compress.settings import Compression
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
+from prefillcli.reading.compress.draft import Draft
+from prefillcli.reading.compress.settings import Compression
 from tests.compress.test_importance import CHUNK, estimated, prompts, reference
 from tests.prefill.families import make_model
 from tests.prefill.test_recurrent import RECURRENT

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prefillcli.reading.compress.draft import Draft
-from prefillcli.reading.compress.settings import Compression
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
+from prefillcli.reading.compress.draft import Draft
+from prefillcli.reading.compress.settings import Compression
 from tests.prefill.families import VOCABULARY, WINDOW, make_model
 from tests.prefill.variants import make_variant
 

@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from prefillcli.bench.report import METHODS
 from prefillcli.data.prompts.encoding import Spans
 from prefillcli.data.rows import Prompt
-from prefillcli.reading.compress.compress import Compress
-from prefillcli.reading.compress.draft import Draft, SelfDraft
-from prefillcli.reading.compress.load import SpecPrefill
-from prefillcli.reading.compress.settings import PICKERS, Compression
-from prefillcli.reading.compress.selection import Bm25, Picker, RandomChunks
+from prefillcli.options.reading import PICKERS
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
+from prefillcli.reading.compress.compress import Compress
+from prefillcli.reading.compress.draft import Draft, SelfDraft
+from prefillcli.reading.compress.load import SpecPrefill
+from prefillcli.reading.compress.selection import Bm25, Picker, RandomChunks
+from prefillcli.reading.compress.settings import Compression
 from tests.prefill.families import VOCABULARY, make_model
 
 DOCS = Path(__file__).parent.parent.parent / "docs"

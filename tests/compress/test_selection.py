@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.reading.compress.settings import Compression
-from prefillcli.reading.compress.selection import full_prefixes, select, select_all, tails
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
+from prefillcli.reading.compress.selection import full_prefixes, select, select_all, tails
+from prefillcli.reading.compress.settings import Compression
 
 importances = st.lists(st.floats(0, 1, width=32), min_size=1, max_size=200).map(lambda x: np.asarray(x, np.float32))
 rates = st.sampled_from([0.01, 0.1, 0.2, 0.3, 0.5, 0.77, 1.0])

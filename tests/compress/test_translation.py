@@ -18,11 +18,11 @@ from prefillcli.core.question import Tick
 from prefillcli.data.prompts.encoding import Encoder
 from prefillcli.data.prompts.translation import TEXT, Overlap, Translation, Translator
 from prefillcli.data.rows import Prompt
+from prefillcli.plan.behind import LabelSet
+from prefillcli.plan.trie import TokenArray
 from prefillcli.reading.compress.draft import spread
 from prefillcli.reading.compress.load import SpecPrefill
 from prefillcli.reading.compress.selection import FAILED, FALLBACKS, Float32Array, ImportanceEstimate
-from prefillcli.plan.behind import LabelSet
-from prefillcli.plan.trie import TokenArray
 
 TEXTS = [
     "The quick brown fox, the lazy dog; 12 of 340.\n",

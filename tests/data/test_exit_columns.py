@@ -19,8 +19,8 @@ from prefillcli.data.output.target import Target
 from prefillcli.data.prompts.labels import Label
 from prefillcli.data.rows import ScoredRow, Window, early_exit_method, left_early, reading_method
 from prefillcli.judging.calibration import Calibration, TemperatureScaling
-from prefillcli.reading.compress.selection import compressed_rows, fallbacks_of_useless_draft
 from prefillcli.judging.evaluation import EvaluationPlan, read_scored_truth
+from prefillcli.reading.compress.selection import compressed_rows, fallbacks_of_useless_draft
 from prefillcli.reading.exits.exits import Exits
 from tests.data.outputs import LABELS, make_window, open_sink, read
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from prefillcli.asking.choices import RowChoices
+from prefillcli.asking.targets import Targets
 from prefillcli.data.prompts.labels import Label, LabelError, Labels, parse_labels, tail_of
 from prefillcli.data.rows import RowError, Window
 from prefillcli.errors import UsageError
-from prefillcli.asking.choices import RowChoices
-from prefillcli.asking.targets import Targets
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.behind import LabelTokens
 from tests.data.labels import resolve

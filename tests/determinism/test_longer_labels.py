@@ -11,9 +11,9 @@ import torch
 from prefillcli.core.question import Question, answer_questions
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.torch import TorchEngine
-from prefillcli.prefill.determinism import by_row
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
+from prefillcli.prefill.determinism import by_row
 from prefillcli.prefill.forest import ATTENTION
 from prefillcli.prefill.walk import LONGEST_BEHIND, LayerWalk
 from tests.determinism.shuffling import model_of

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from prefillcli.features.determinism import mode as by_path
-from prefillcli.prefill.determinism import attend_by_path
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill import attention
+from prefillcli.prefill import determinism as by_path
+from prefillcli.prefill.determinism import attend_by_path
 from prefillcli.prefill.forest import ForestAttention
 from prefillcli.prefill.layout import Chunk, LastTokens, Tree, split_evenly
 from tests.prefill.test_walk import Prompt, tokens

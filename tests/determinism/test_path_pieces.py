@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from prefillcli.features.determinism import mode as paths
-from prefillcli.prefill.determinism import PIECE, by_row, chunk_cutter, cut_between_pieces
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
+from prefillcli.prefill import determinism as paths
+from prefillcli.prefill.determinism import PIECE, by_row, chunk_cutter, cut_between_pieces
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.layout import Tree
 from prefillcli.prefill.model_ends import decoder_layers

@@ -13,11 +13,11 @@ import pytest
 
 from prefillcli.engines.registry import CAPABILITIES, ENGINES
 from prefillcli.errors import UsageError
-from prefillcli.reading.compress.settings import CompressionOptions
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.groups import MemoryOptions
 from prefillcli.options.load import load_settings
 from prefillcli.options.option import as_typed, details_of
+from prefillcli.options.reading import CompressionOptions
 from tests.score.jobs import score, texts, write_parquet
 
 ASKING: dict[str, Any] = {

@@ -445,7 +445,7 @@ def test_a_signal_stops_the_run(started: list[Any], shared: Any, llama: Path, mo
 COMMAND = """from functools import partial
 import prefillcli.jobs.score as job
 from prefillcli.cli import main
-from prefillcli.jobs.loop import Granularity
+from prefillcli.core.scorer import Granularity
 
 job.score_job = partial(job.score_job, granularity=Granularity(flush_seconds=0.0))
 main()

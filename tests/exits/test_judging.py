@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom, binomtest, hypergeom
 
 from prefillcli.engines.base import Readings
-from prefillcli.reading.exits.exits import policy
+from prefillcli.reading.exits import policy
 from prefillcli.reading.exits.judging import (
     LEVELS,
     CalibrationRows,

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from prefillcli.errors import UsageError
-from prefillcli.models.streamed_layers import _load_around_layers, load_streamed
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model, load_weights
 from prefillcli.models.shape import UNWALKED
+from prefillcli.models.streamed_layers import _load_around_layers, load_streamed
 from prefillcli.prefill.forest import UnsupportedModelError
 from tests.gguf_files import write_gguf
 from tests.prefill.multimodal import TEXT_FILE, make_whole, save_whole

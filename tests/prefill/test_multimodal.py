@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from prefillcli.errors import UsageError
-from prefillcli.models.streamed_layers import load_streamed
 from prefillcli.models import multimodal
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model, load_weights
+from prefillcli.models.streamed_layers import load_streamed
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import UnsupportedModelError

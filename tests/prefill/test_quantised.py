@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from prefillcli.errors import PrefillError, UsageError
-from prefillcli.models.streamed_layers import load_streamed
 from prefillcli.models.completeness import quiet_transformers
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model, load_weights
+from prefillcli.models.streamed_layers import load_streamed
 from prefillcli.models.weights import FORMATS, UNPACKED, plan_quantisation, unpack_awq, weight_bytes
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan

@@ -19,12 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from prefillcli.errors import ContentChangedError, ResourceError, UsageError
-from prefillcli.features.streaming import streamed_layers
-from prefillcli.models.streamed_layers import StreamedLayers, WeightFiles, load_streamed, spread
-from prefillcli.models import rehearsal
+from prefillcli.models import rehearsal, streamed_layers
 from prefillcli.models.find import ModelFiles, read_model_files
 from prefillcli.models.load import load_model
 from prefillcli.models.shape import VERIFIED
+from prefillcli.models.streamed_layers import StreamedLayers, WeightFiles, load_streamed, spread
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import UnsupportedModelError

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefillcli.models.streamed_layers import load_streamed
 from prefillcli.models import rehearsal
 from prefillcli.models import rehearsal as trust
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
 from prefillcli.models.rehearsal import Rehearsal, in_float32, rehearse
+from prefillcli.models.streamed_layers import load_streamed
 from prefillcli.prefill import attention, forest
 from prefillcli.prefill.attention import may_take
 from prefillcli.prefill.forest import UnsupportedModelError, register

@@ -13,7 +13,7 @@ from prefillcli.judging.evaluation import (
     RunEvaluation,
     TruthValue,
     evaluation_lines,
-    section,
+    sections,
 )
 from prefillcli.report.run import RunReport, run_html, run_lines, to_json
 from prefillcli.stats.evaluation import Evaluation, evaluate, evaluate_labels
@@ -29,7 +29,7 @@ def figures(rows: int = 400) -> Evaluation:
 
 def run_of(found: Evaluation, **more: object) -> RunReport:
     report = RunReport.new(status="complete", exit_code=0, output="out.parquet")
-    report.blocks["evaluation"] = RunEvaluation.model_validate({**dict(found), "truth": "answer", **more})
+    report.evaluation = RunEvaluation.model_validate({**dict(found), "truth": "answer", **more})
     return report
 
 
@@ -56,13 +56,13 @@ def test_what_values_were_taken_for_is_told_where_it_is_not_plain() -> None:
         TruthValue(value='"bad"', label="bad", rows=5),
         TruthValue(value='"\x1b[31mperhaps"', label=None, rows=2),
     ]
-    text = dict(evaluation_lines(run_of(figures(), truth_values=values).blocks["evaluation"]))["truth"]
+    text = dict(evaluation_lines(run_of(figures(), truth_values=values).evaluation))["truth"]
     assert text == '1 is good (1,200), "␛[31mperhaps" is no label (2)'
 
 
 def test_the_charts_draw_the_figures() -> None:
     found = figures()
-    reliability, roc, precision = (each.plot for each in section(run_of(found).blocks["evaluation"]).charts)
+    reliability, roc, precision = (each.plot for each in sections(run_of(found))[0].charts)
     for box, each in zip(reliability.boxes, found.reliability, strict=True):
         assert box.x == pytest.approx(100 * each.low)
         assert 100 - box.y == pytest.approx(max(100 * each.share, 0.8))

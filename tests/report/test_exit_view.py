@@ -57,14 +57,14 @@ def use_of(**changes: object) -> ExitUse:
 
 def report_with(use: ExitUse, counts: Counts = COUNTS) -> RunReport:
     report = RunReport.new(status="complete", exit_code=0, output="out.parquet")
-    report.blocks["exits"] = use
+    report.exits = use
     use.take(counts)
     report.take(counts)
     return report
 
 
 def test_the_report_has_rows_by_layer_and_exact_intervals_of_the_audit() -> None:
-    use = report_with(use_of()).blocks["exits"]
+    use = report_with(use_of()).exits
     assert use is not None
     assert [(name, each.rows, each.prompt_tokens) for name, each in use.by_layer.items()] == [
         ("9", 600, 60_000), ("22", 300, 40_000), ("full", 100, 20_000),
@@ -115,7 +115,7 @@ def test_the_table_says_why_there_are_no_exits_or_whose_they_are(changes: dict[s
 
 def test_rows_to_learn_from_could_not_leave() -> None:
     report = report_with(use_of(learnt_rows=60))
-    use = report.blocks["exits"]
+    use = report.exits
     assert use is not None
     assert (use.rows, use.free_rows) == (1000, 940)
     assert [each.share for each in use.layers] == pytest.approx([600 / 940, 300 / 940])

@@ -8,8 +8,8 @@ from prefillcli.data.output.columns import Counts, RationaleTally, Tallies
 from prefillcli.data.output.target import Manifest
 from prefillcli.decode.continuations import DecodingReport, DrafterCounts
 from prefillcli.followup.evidence import WHAT_EVIDENCE_IS
-from prefillcli.features.rationale import Rationale
 from prefillcli.followup.rationale import NO_REASON, RationaleUse, WrittenRow
+from prefillcli.jobs.compose import sections_of
 from prefillcli.report.run import RunReport, run_html, run_lines, to_json
 from tests.report.test_metrics import metrics
 from tests.report.test_run_page import HOSTILE, Page
@@ -25,12 +25,12 @@ COUNTS = Counts(total=1000, scored=1000, tallies=TALLIES)
 
 
 def report_with(use: RationaleUse | None) -> RunReport:
-    report = RunReport.new(status="complete", exit_code=0, output="out.parquet")
+    report = RunReport.new(sections_of, status="complete", exit_code=0, output="out.parquet")
     if use is None:  # of a merge
-        Rationale.merged(report, "", Manifest(None, {}, counts=COUNTS))  # type: ignore[arg-type]
+        RationaleFollowUp.merged(report, "", Manifest(None, {}, counts=COUNTS))  # type: ignore[arg-type]
     else:
         use.take(COUNTS)
-        report.blocks["rationales"] = use
+        report.rationales = use
     report.take(COUNTS)
     return report
 
@@ -63,10 +63,10 @@ def test_reports_of_several_workers_add_up() -> None:
 def test_a_run_without_texts_reports_none_and_a_merge_those_of_the_shards() -> None:
     plain = RunReport.new()
     plain.take(Counts(total=3, scored=3))
-    assert plain.blocks["rationales"] is None
+    assert plain.rationales is None
     assert "rationales" not in plain.summary()
     joined = report_with(None)
-    use = joined.blocks["rationales"]
+    use = joined.rationales
     assert (use.rows, use.speculation) == (10, None)
     assert joined.summary()["rationales"] == {"rows": 10, "tokens": 512, "evidence_rows": 10}
 

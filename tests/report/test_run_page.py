@@ -79,7 +79,7 @@ def report_of(rows: pa.Table) -> RunReport:
     counts.add_rows(rows, id_name="id")
     report = RunReport(status="complete", exit_code=0, started="2025-01-02T03:04:05+00:00", output="out.parquet")
     report.take(counts)
-    report.blocks["keep"], report.rows_per_second = 0.2, 123.4
+    report.keep, report.rows_per_second = 0.2, 123.4
     tokens = report.tokens
     tokens.prompt, tokens.kept, tokens.unique, tokens.computed, tokens.draft, tokens.audit = 900, 300, 200, 220, 90, 20
     seconds = report.seconds

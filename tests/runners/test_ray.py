@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.jobs.loop import Granularity
+from prefillcli.core.scorer import Granularity
 from tests.score.jobs import read_report, score, write_parquet
 from tests.score.models import save_model
 
@@ -35,7 +35,7 @@ import sys
 from functools import partial
 import prefillcli.jobs.score as job
 from prefillcli.cli import main
-from prefillcli.jobs.loop import Granularity
+from prefillcli.core.scorer import Granularity
 job.score_job = partial(job.score_job, granularity=Granularity(batch_rows=10, window_rows=40, flush_seconds=0.0))
 main()
 """

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from prefillcli.core.feature import Feature
 from prefillcli.data.proof import hash_model
 from prefillcli.errors import ContentChangedError, UsageError
-from prefillcli.jobs.runners.pool import FeatureTask, ReportTask, WorkerError, WorkerSpec
+from prefillcli.jobs.runners.pool import BesideTask, ReportTask, WorkerError, WorkerSpec
 from prefillcli.jobs.runners.ray import RayCluster, even_part, why_lost
 from prefillcli.jobs.runners.worker import WorkerActor, memory_share
 from prefillcli.options.commands import ScoreSettings
@@ -70,7 +69,7 @@ def test_what_goes_wrong_in_an_actor_comes_back_as_an_error(model: Path) -> None
         kind, error = done(worker, ReportTask())
         assert (kind, type(error)) == ("failed", WorkerError)
         assert opened(worker, WorkerSpec(0, settings(model)))[0] == "started"
-        kind, error = done(worker, FeatureTask(Feature, None))
+        kind, error = done(worker, BesideTask("draft", None))
         assert (kind, str(error).partition(":")[0]) == ("failed", "KeyError")  # nothing was loaded for it
         assert "in the worker:\nTraceback" in error.__notes__[0]
 

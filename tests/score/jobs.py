@@ -17,7 +17,7 @@ import torch
 from jsonschema import Draft202012Validator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from prefillcli.jobs.loop import Granularity
+from prefillcli.core.scorer import Granularity
 from prefillcli.jobs.score import score_job
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import fsspec
 import pytest
 
-from prefillcli.jobs.loop import Granularity
+from prefillcli.core.scorer import Granularity
 from prefillcli.jobs.score import score_job
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.option import as_typed

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from prefillcli.core.scorer import Granularity
 from prefillcli.data.output import parts as part_files
-from prefillcli.jobs.loop import Granularity
 from tests.score.jobs import Reference, assert_scored, read_output, read_report, score, write_parquet
 from tests.score.processes import SMALL, Command, Hold, cut_small_windows
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from prefillcli.errors import UsageError
-from prefillcli.reading.compress.settings import compression_of
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
+from prefillcli.reading.compress.settings import compression_of
 from tests.score.jobs import read_report, score, texts, write_parquet
 from tests.score.models import CHAT_TEMPLATE, save_model
 

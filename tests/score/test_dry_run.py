@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from prefillcli.core.scorer import Granularity
 from prefillcli.data.proof import hash_model
 from prefillcli.engines.memory_plan import PACK_SECONDS
 from prefillcli.forecast.profile import CompletionModel, ModeResult, Profile, this_machine
-from prefillcli.jobs.loop import Granularity
 from prefillcli.plan import SCHEDULES
 from tests.score.compression import ABOVE, CHUNK, FIRST, HOW, LAST, RATE, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, score, texts, write_jsonl, write_parquet

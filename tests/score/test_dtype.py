@@ -16,8 +16,8 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM
 
 import prefillcli
+from prefillcli.core.scorer import Granularity
 from prefillcli.data.output.sink import Sink
-from prefillcli.jobs.loop import Granularity
 from prefillcli.models import dtype as dtypes
 from prefillcli.models.open import open_models
 from prefillcli.options.commands import ScoreSettings

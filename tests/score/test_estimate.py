@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefillcli.errors import UsageError
-from prefillcli.features.estimate import Estimating, estimating
+from prefillcli.judging import estimate as estimating
+from prefillcli.judging.estimate import Estimating
 from prefillcli.models.files import sample_draft, sample_model
 from tests.score import jobs
 from tests.score.jobs import read_output, read_report, score, write_jsonl

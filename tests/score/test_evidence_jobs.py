@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 
 import prefillcli
+from prefillcli.core.scorer import Granularity
 from prefillcli.data.output.sink import Sink
-from prefillcli.jobs.loop import Granularity
 from prefillcli.plan.trie import common_prefix
 from tests.score import jobs
 from tests.score.jobs import HISTORIES, Reference, read_output, read_report, score, write_jsonl, write_parquet

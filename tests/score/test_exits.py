@@ -17,20 +17,20 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from prefillcli.core.scorer import Granularity
 from prefillcli.data.output.columns import AuditedExits, Counts
 from prefillcli.data.output.sink import Sink
 from prefillcli.data.proof import sealed_text
 from prefillcli.engines.base import PLAIN
 from prefillcli.errors import UsageError
-from prefillcli.reading.exits.exits import judging as exit_judging
-from prefillcli.reading.exits.exits import learning as exit_learning
-from prefillcli.reading.exits.learning import JobExits
-from prefillcli.reading.exits.policy import ExitPolicy
-from prefillcli.jobs.loop import Granularity
 from prefillcli.jobs.merge import merge_job
 from prefillcli.models.files import sample_model
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
+from prefillcli.reading.exits import judging as exit_judging
+from prefillcli.reading.exits import learning as exit_learning
+from prefillcli.reading.exits.learning import JobExits
+from prefillcli.reading.exits.policy import ExitPolicy
 from prefillcli.stats.evaluation import exact_interval
 from tests.score import jobs
 from tests.score.jobs import read_output, read_report, score, write_jsonl

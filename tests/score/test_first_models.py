@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from prefillcli.core.feature import open_models
 from prefillcli.errors import UsageError
 from prefillcli.jobs import load as load_job
+from prefillcli.jobs.load import open_models
 from prefillcli.models.law import memory_law
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from scipy.stats import ks_2samp
 
-from prefillcli.core.feature import features_of
 from prefillcli.errors import UsageError
 from prefillcli.jobs.merge import merge_job
+from prefillcli.judging.gates import Gates
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
 from prefillcli.report.run import Rows, RunReport
@@ -36,9 +36,9 @@ def night(model: Path, name: str, prompts: list[str], **flags: Any) -> dict[str,
 def test_a_number_of_rows_is_in_a_range_or_not(wanted: str, passed: bool) -> None:
     settings = load_settings(MergeSettings, {"output": "o.parquet", "expect_rows": wanted}, environment={})
     report = RunReport.new(rows=Rows(total=ROWS, scored=55, errors=5))
-    (gates,) = features_of(settings)
+    gates = Gates(settings)
     assert bool(gates.judge(report)) is not bool(passed)
-    (gate,) = report.blocks["gates"]
+    (gate,) = report.gates
     assert (gate.name, gate.value, gate.passed) == ("expect_rows", ROWS, passed)
 
 

@@ -383,8 +383,8 @@ def test_a_dry_run_reads_no_weights(file: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def run_dry(file: Path) -> dict[str, Any]:
+    from prefillcli.core.scorer import Granularity
     from prefillcli.jobs.dry_run import dry_run_job
-    from prefillcli.jobs.loop import Granularity
     from prefillcli.options.commands import ScoreSettings
     from prefillcli.options.load import load_settings
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from prefillcli.reading.compress.compress import compressor
+from prefillcli.reading.compress import compressor
 from prefillcli.reading.compress.compressor import RATES
 from prefillcli.stats.evaluation import flip_bound
 from tests.score.compression import SAME, assert_close, compressed, full_rows, lines_of, unrelated

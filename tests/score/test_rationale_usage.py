@@ -10,9 +10,11 @@ from typer.testing import CliRunner
 
 import prefillcli
 from prefillcli.cli import app
-from prefillcli.core.feature import features_of
 from prefillcli.data.prompts.templates import rationale_texts
 from prefillcli.errors import PrefillError, UsageError
+from prefillcli.followup.evidence import Evidence
+from prefillcli.followup.rationale import RationaleFollowUp
+from prefillcli.jobs.compose import compose
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from tests.score.jobs import score, texts, write_jsonl, write_parquet
@@ -109,7 +111,7 @@ def test_options_that_contradict_one_another_are_refused(flags: dict, said: str)
 def test_every_engine_writes_and_weighs(engine: str) -> None:
     flags = {"rationale": 8, "evidence": True, "rationale_temperature": 0.7, "rationale_seed": 3}
     settings = load_settings(ScoreSettings, {"inputs": ["in.parquet"], "engine": engine, **flags}, environment={})
-    assert sum(each.asks() for each in features_of(settings)) == 2
+    assert [type(each) for each in compose(settings).follow_ups] == [Evidence, RationaleFollowUp]
 
 
 def test_a_draft_that_guesses_tokens_is_not_idle(

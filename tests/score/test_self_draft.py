@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import UsageError
-from prefillcli.reading.compress.compress import draft as self_draft
 from prefillcli.jobs.inspect import inspect_job
 from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings
+from prefillcli.reading.compress import draft as self_draft
 from tests.prefill.test_thinning import kept_by_hand
 from tests.score.compression import (
     CHUNK,

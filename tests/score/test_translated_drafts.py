@@ -15,10 +15,10 @@ from transformers import AutoTokenizer
 
 import prefillcli
 from prefillcli.errors import UsageError
-from prefillcli.reading.compress.load import SpecPrefill
 from prefillcli.jobs.inspect import inspect_job
 from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings
+from prefillcli.reading.compress.load import SpecPrefill
 from tests.score.compression import HOW, assert_close, compressed, lines_of
 from tests.score.jobs import read_output, read_report, score, write_jsonl
 from tests.score.models import save_model

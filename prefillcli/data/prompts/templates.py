@@ -27,7 +27,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-import prefillcli
 from prefillcli.data.filesystems import read_given
 from prefillcli.data.prompts.encoding import Encoder, NotLiteral
 from prefillcli.data.prompts.labels import Labels
@@ -186,7 +185,7 @@ class _Worker:
         start = "import sys; sys.path[:] = sys.argv[2:]; from prefillcli.data.prompts.sandbox import main; main()"
         setup = {**asdict(limits), "parent": os.getpid(), "limit_memory": KERNEL_LIMITS_MEMORY}
         # Without site and environment it starts sooner, takes no code from the working directory and sees no secrets.
-        folders = [str(Path(prefillcli.__file__).parents[1]), *(path for path in sys.path if path)]
+        folders = [str(Path(__file__).parents[3]), *(path for path in sys.path if path)]
         self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with code and folders of this process
             [sys.executable, "-I", "-S", "-X", "utf8", "-c", start, json.dumps(setup), *folders],
             stdin=subprocess.PIPE,

@@ -16,7 +16,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from prefillcli import __version__
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief
 from prefillcli.jobs.runners.pool import Advanced, Done, Event, Failed, Lost, Started, Task, WorkerError, WorkerSpec
 from prefillcli.jobs.runners.worker import TELL, WorkerActor
@@ -26,6 +25,7 @@ from prefillcli.runtime import log
 from prefillcli.runtime.cores import allowed
 from prefillcli.runtime.extras import require_extra
 from prefillcli.runtime.log import stdout_to_stderr
+from prefillcli.runtime.version import __version__
 
 # The Ray cluster that a job's actors run on: joining or starting it, and the share of each actor.
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefillcli import __version__
 from prefillcli.core.models import Models
 from prefillcli.data.proof import ModelContents
 from prefillcli.engines.base import Answer, Engine, WorkerReport
@@ -33,6 +32,7 @@ from prefillcli.models.open import answer_labels
 from prefillcli.plan.behind import LabelSet
 from prefillcli.runtime.extras import quiet_imports
 from prefillcli.runtime.memory import peak_memory, prepare_allocator, proportional_memory
+from prefillcli.runtime.version import __version__
 
 Tell = Callable[[float], None]
 """Called with the tokens that a step has advanced by."""
