@@ -116,7 +116,7 @@ class Exits(Reading, Judge):
         return {} if self.exits is None else self.exits.known
 
     def treatment(self, in_full: frozenset[int]) -> Treatment | None:
-        """Return its work between the layers on the prompts of a pack, except those `in_full`; None if there is none."""
+        """Return its work between the layers on a pack's prompts, except those `in_full`; None if there is none."""
         return None if self.exits is None else self.exits.treatment(in_full)
 
     def answered(self, pack: Pack, answers: Sequence[Answer]) -> None:

@@ -37,7 +37,8 @@ class ExitOutlook(BaseModel):
 def outlook_of(
     inputs: Inputs, survey: Survey, profile: ExitProfile | None
 ) -> tuple[ExitOutlook, list[tuple[str, str]]]:
-    """The outlook of a job with these rows, and lines of name and text. Raises UsageError where the profile is plainly of another job."""
+    """The outlook of a job with these rows, and lines of name and text. Raises UsageError where the profile is plainly
+    of another job."""
     settings: Any = inputs.settings
     classes, rows = len(inputs.labels.names) if settings.flips_of == "each" else 1, survey.rows.prompts
     usual = CHECKED_ROWS if profile is not None else rows_to_learn(settings.max_flips, classes)
