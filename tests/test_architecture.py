@@ -10,30 +10,28 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import numpy as np
 import pytest
 import typer
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components
 
 from prefillcli import cli
 from prefillcli.command_line import is_long
-from prefillcli.core.feature import Feature, features
-from prefillcli.jobs import identity
+from prefillcli.core import asking, roles
+from prefillcli.scoring import identity
 from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.option import Change, details_of
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "prefillcli"
 FILES = sorted(PACKAGE.rglob("*.py"))
-HOOKS = PACKAGE / "core" / "feature.py"
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
 
 def imported(path: Path) -> Iterator[str]:
-    """The modules that a file imports, wherever it does, for type checking too: but hooks may be annotated with all
-    that a job passes them."""
-    tree = ast.parse(path.read_text())
-    if path == HOOKS:
-        tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
-    for node in ast.walk(tree):
+    """The modules that a file imports, wherever it does, for type checking too."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -42,55 +40,59 @@ def imported(path: Path) -> Iterator[str]:
                 yield inner if inner in MODULES else node.module
 
 
-def test_nothing_outside_a_feature_imports_it() -> None:
-    for module, path in MODULES.items():
-        for name in imported(path):
-            room = name.split(".")[2] if name.startswith("prefillcli.features.") else None
-            assert room is None or module.split(".")[1:3] == ["features", room], (module, name)
+def circles() -> list[set[str]]:
+    """The modules that import each other in a circle, wherever they do: strongly connected components."""
+    numbers = {module: number for number, module in enumerate(MODULES)}
+    edges = [(numbers[module], numbers[name]) for module, path in MODULES.items() for name in imported(path) if name in numbers]
+    ends = np.array(edges).T
+    graph = csr_array((np.ones(len(edges)), (ends[0], ends[1])), shape=(len(numbers), len(numbers)))
+    _, component = connected_components(graph, connection="strong")
+    names = list(MODULES)
+    found = [{names[at] for at in np.flatnonzero(component == each)} for each in set(component.tolist())]
+    return [each for each in found if len(each) > 1]
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_from_few_others(module: str) -> None:
-    """Wherever it does, for type checking too. Only the hooks are annotated with all that a job passes them."""
-    if MODULES[module] == HOOKS:
-        return
-    nodes = list(ast.walk(ast.parse(MODULES[module].read_text())))
-    own = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
-    own |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    own = {name for name in own if name.split(".")[0] == "prefillcli"}
-    assert len(own) <= 15, sorted(own)
+def test_no_circle_has_more_than_four_files() -> None:
+    assert max(map(len, circles())) <= 4, circles()
+
+
+ROLES = (asking.Asking, roles.Reading, roles.FollowUp, roles.Judge)
+
+
+def implementers(role: type) -> dict[str, list[str]]:
+    """By each method of a role, the classes that have one of their own."""
+    methods = [name for name, value in vars(role).items() if callable(getattr(value, "__func__", value)) and name[0] != "_"]
+    kinds = _below(role)
+    return {name: [each.__name__ for each in kinds if name in vars(each)] for name in methods}
+
+
+def _below(role: type) -> list[type]:
+    return [each for own in role.__subclasses__() for each in (own, *_below(own))]
+
+
+def test_every_method_of_a_role_has_several_implementers() -> None:
+    import prefillcli.scoring.compose  # noqa: F401 - which imports all parts
+
+    tables = {role.__name__: implementers(role) for role in ROLES}
+    assert sum(map(len, tables.values())) <= 30
+    for role, methods in tables.items():
+        for name, kinds in methods.items():
+            assert len(kinds) >= 2, (role, name, kinds)
 
 
 def test_few_modules_lie_at_the_root() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= 7  # with those that others import by name: ray, lm_eval
 
 
-@pytest.mark.parametrize("package", ["data", "plan", "options", "report"])
+@pytest.mark.parametrize("package", ["rows", "prompts", "plan", "options", "report"])
 def test_what_needs_no_model_knows_no_torch(package: str) -> None:
     for path in (PACKAGE / package).rglob("*.py"):
         heavy = {name for name in imported(path) if name.split(".")[0] == "torch"}
         assert not heavy, path
 
 
-def test_the_packages_of_data_import_each_other_downwards_only() -> None:
-    names = ("rows", "filesystems", "proof")
-    below = {f"prefillcli.data.{name}" for name in names}
-    rooms = {folder.parent.name for folder in (PACKAGE / "data").glob("*/__init__.py")}
-    assert rooms == {"reading", "prompts", "output"}
-    needs: dict[str, set[str]] = {room: set() for room in rooms}
-    for module, path in MODULES.items():
-        inner = {name.split(".")[2] for name in imported(path) if name.startswith("prefillcli.data.")} & rooms
-        if module in below:
-            assert not inner, module
-        elif path.parent.name in rooms and path.parent.parent.name == "data":
-            above = {name for name in imported(path) if name.startswith("prefillcli.data.") and name.count(".") == 2}
-            assert above <= below | {f"prefillcli.data.{room}" for room in rooms}, module
-            needs[path.parent.name] |= inner - {path.parent.name}
-    TopologicalSorter(needs).prepare()  # raises CycleError
-
-
-def test_prefill_opens_no_file() -> None:
-    for path in (PACKAGE / "prefill").rglob("*.py"):
+def test_the_walk_opens_no_file() -> None:
+    for path in (PACKAGE / "walk").rglob("*.py"):
         assert not {"io", "os", "pathlib"} & set(imported(path)), path
         calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         assert "open" not in {call.id for call in calls if isinstance(call, ast.Name)}, path
@@ -107,7 +109,7 @@ TOUCHES_FILES = {"os", "shutil", "fcntl", "io", "tempfile", "pathlib"}
 ONLY_NAMES = {"os.path.join", "os.path.normpath", "os.path.dirname", "os.path.basename", "os.path.abspath"}
 
 
-@pytest.mark.parametrize("package", ["data/output", "report"])
+@pytest.mark.parametrize("package", ["rows/output", "report"])
 def test_files_of_a_run_are_touched_by_one_module(package: str) -> None:
     """`runtime/file_calls.py`, each of whose calls the tests let fail; what takes names apart may be elsewhere."""
     allowed = ONLY_NAMES | {"os.getpid", "os.close", "tempfile.gettempdir", "io.BytesIO", "io.StringIO", "io.SEEK_END"}
@@ -126,11 +128,12 @@ def test_files_of_a_run_are_touched_by_one_module(package: str) -> None:
 
 OPTIONS_READ = {
     "prefillcli.errors",
-    "prefillcli.core.feature",
-    "prefillcli.data.filesystems",
-    "prefillcli.data.output",
+    "prefillcli.prompts.labels",
+    "prefillcli.rows.filesystems",
+    "prefillcli.rows.output",
     "prefillcli.engines.registry",
     "prefillcli.plan",
+    "prefillcli.runtime.extras",
     "prefillcli.runtime.memory",
 }
 
@@ -162,8 +165,7 @@ def test_the_command_line_has_the_options_of_its_settings(command: str) -> None:
     has_flag |= {"set"} if kind.of_level("settled") else set()
     has_flag |= {"help_all"} if is_long(kind) else set()
     assert {each.name for each in lines.commands[command].params} == has_flag
-    brought = {name: each.run for feature in features() for name, each in feature.commands.items()}
-    run = brought.get(command) or getattr(cli, f"{command}_", None) or getattr(cli, command)
+    run = getattr(cli, f"{command}_", None) or getattr(cli, command)
     assert get_type_hints(run)["settings"] is kind
 
 
@@ -191,16 +193,17 @@ def test_one_row_passes_few_files_and_none_twice() -> None:
     assert all((PACKAGE / file).is_file() for file in files)
 
 
-def test_the_page_fits_on_two_screens_and_lists_features_and_hooks() -> None:
+def test_the_page_fits_on_two_screens_and_lists_the_roles() -> None:
     assert ARCHITECTURE.count("\n") <= 120
-    by_name = {each.__module__.split(".")[2]: each for each in features()}
-    table = ARCHITECTURE.partition("| feature |")[2]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == sorted(by_name)
-    hooks = re.findall(r"`(\w+)`", ARCHITECTURE.partition("| when | hooks |")[2].partition("\n\n")[0])
-    hooks = [each for each in hooks if each not in COMMANDS]
-    offered = {name for name in vars(Feature) | Feature.__annotations__ if not name.startswith("_")}
-    assert len(hooks) == len(set(hooks))
-    assert set(hooks) == offered
+    table = ARCHITECTURE.partition("| role |")[2].partition("\n\n")[0]
+    rows = {line.split("|")[1].strip(" `"): line for line in table.splitlines()[2:]}
+    assert list(rows) == [role.__name__ for role in ROLES]
+    for role in ROLES:
+        assert set(re.findall(r"`(\w+)`", rows[role.__name__].split("|")[3])) == set(implementers(role))
+
+
+def test_the_composition_of_a_job_fits_on_a_few_screens() -> None:
+    assert (PACKAGE / "scoring" / "compose.py").read_text().count("\n") <= 240
 
 
 def test_the_packages_are_listed_in_an_order_that_they_import_in() -> None:

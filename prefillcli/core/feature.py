@@ -1,2 +1,0 @@
-def features():
-    return ()
