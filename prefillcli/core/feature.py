@@ -9,16 +9,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from prefillcli.engines.registry import loader_of
 
 if TYPE_CHECKING:  # the nouns of the hooks: features import them from here, for their annotations
     from pathlib import Path
 
-    from prefillcli.bench.contenders import Contender as Contender
-    from prefillcli.bench.contenders import Equipment as Equipment
-    from prefillcli.bench.material import Material as Material
     from prefillcli.core.further import Choice as Choice
     from prefillcli.core.further import Condition as Condition
     from prefillcli.core.further import Further as Further
@@ -112,24 +109,6 @@ class Foresight(ABC):
         return 1.0
 
 
-class Contest(Protocol):
-    """Methods that `prefill bench` compares on the same prompts."""
-
-    def names(self) -> Sequence[str]:
-        """The methods to compare. Raises UsageError."""
-
-    def run(
-        self, material: Material, names: Sequence[str], equipment: Equipment, steps: StepLog, within: float
-    ) -> Any:
-        """Compare them. The result has `workload`, `summary`, `in_short` and `section`, as a `WorkloadResult` has.
-
-        No timed round begins if it would end more than `within` seconds after the first began.
-        """
-
-    def next(self) -> str:
-        """Advice on the next command to run."""
-
-
 class Command(NamedTuple):
     """A command that a feature brings."""
 
@@ -145,8 +124,6 @@ class Feature:
     # By command, the class of its options. The classes of all features make the settings of a command.
     options: ClassVar[Mapping[str, type[Any]]] = {}
     commands: ClassVar[Mapping[str, Command]] = {}  # by name, the commands that it brings
-    # Methods of `prefill bench` by name: a summary of each, and the step that precedes a workload. See `contenders`.
-    methods: ClassVar[Mapping[str, tuple[str, str]]] = {}
     flips: ClassVar[bool] = False  # whether it may flip answers: an audit reads some rows in full as well
     # Whether it decides how the model reads prompts: see `questions`. Windows then hand no prefixes on.
     rewrites: ClassVar[bool] = False
@@ -436,26 +413,6 @@ class Feature:
     def leaving_rule(self, opened: Opened, labels: Labels) -> LeavingRule | None:
         """The exits by which `prefill inspect` judges a row."""
         return None
-
-    @classmethod
-    def compared(cls, settings: Any) -> Collection[str]:
-        """The ones of its `methods` that `prefill bench` compares by default."""
-        return ()
-
-    @classmethod
-    def contenders(cls, names: Collection[str], equipment: Equipment, material: Material) -> Sequence[Contender]:
-        """The named ones of its `methods`, for a workload of `prefill bench`. A note explains each that cannot be
-        compared."""
-        return ()
-
-    @classmethod
-    def contest(cls, settings: Any) -> Contest | None:
-        """The contest that `prefill bench` holds instead of comparing ways to score; None: it compares those."""
-        return None
-
-    @classmethod
-    def after_bench(cls, settings: Any) -> str | None:
-        """Advice after `prefill bench` has compared its methods on the user's rows; None: there is none."""
 
     @classmethod
     def section(cls, report: RunReport) -> Section | Sequence[Section] | None:

@@ -142,6 +142,11 @@ class Scorer(Opening):
             self.plan = {**self.plan, **learnt}
         self.earlier = self.plan
 
+    @property
+    def known_rows(self) -> set[int]:
+        """Numbers of the rows that are scored before the first window, to learn from them."""
+        return {row for each in self.features for row in each.known()}
+
     def use_models_of(self, other: Scorer) -> None:
         """Score with the loaded models of another scorer, and with its plan."""
         self.use_models(other.opened, other.labels)

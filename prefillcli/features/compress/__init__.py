@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from prefillcli.core.feature import Feature, Foresight, Objection, features_of
 from prefillcli.errors import UsageError, counted
 from prefillcli.features.compress.options import (
-    PICKERS,
     BenchOptions,
     CompressionOptions,
     InspectOptions,
@@ -17,18 +16,15 @@ from prefillcli.features.compress.options import (
     compression_of,
     keep_rate,
 )
-from prefillcli.options.groups import SELF
 from prefillcli.options.option import COMPRESSION, details_of
+from prefillcli.runtime.extras import require_extra
 
 if TYPE_CHECKING:
     from prefillcli.core.feature import (
-        Contender,
         Counts,
-        Equipment,
         Job,
         Labels,
         LocalModels,
-        Material,
         Models,
         Opened,
         Opening,
@@ -61,7 +57,6 @@ class Compress(Feature):
         "profile": ProfileOptions,
         "bench": BenchOptions,
     }
-    methods = {kind.name: (kind.summary, "") for kind in PICKERS.values()}
     flips = True
     rewrites = True
     plan_keys = ("keep", "keep_auto")
@@ -84,6 +79,8 @@ class Compress(Feature):
                 "--keep auto is for a whole job; with --draft, prefill profile predicts several rates anyway"
             )
         settings.check_keep()
+        if settings.draft == "bm25":
+            require_extra("bm25", "--draft bm25")
 
     def joint(self, option: str) -> Objection | None:
         settings = self.settings
@@ -129,9 +126,10 @@ class Compress(Feature):
             )
 
     def starting(self) -> None:
-        if self.settings.drafts_itself and isinstance(self.settings, InspectOptions):
+        settings = self.settings
+        if settings.draft is not None and not settings.uses_draft and isinstance(settings, InspectOptions):
             raise UsageError(
-                "--draft self: prefill inspect shows the tokens that a draft picks before the model reads any\n"
+                f"--draft {settings.draft}: prefill inspect shows the tokens that a draft model picks\n"
                 "score the row with prefill score, which says how many tokens it kept"
             )
 
@@ -148,7 +146,10 @@ class Compress(Feature):
         rest = [name for name in values if details_of(type(self.settings), name).panel == COMPRESSION]
         rest_values = {name: values.pop(name) for name in rest}
         found = {"compression": hash_value([*map(list, own.items()), *added(rest_values, ())])}
-        return found | ({"draft": hash_value(SELF)} if self.settings.drafts_itself else {})
+        draft = self.settings.draft
+        if self.settings.uses_draft:  # it goes by the contents of its files
+            return found
+        return found | {"draft": hash_value([draft, self.settings.seed] if draft == "random" else draft)}
 
     def foresee(self, opened: Opened, budget: int) -> Foresight | None:
         if self.settings.draft is None:
@@ -203,23 +204,6 @@ class Compress(Feature):
         if draft is None:
             return None
         return inspected(compressor_of(self.settings, models.opened, draft), prompts, shared, number, tick)
-
-    @classmethod
-    def compared(cls, settings: Any) -> list[str]:
-        return [name for name in PICKERS if settings.compares(name)]
-
-    @classmethod
-    def contenders(cls, names: Collection[str], equipment: Equipment, material: Material) -> list[Contender]:
-        from prefillcli.features.compress.contenders import contenders
-
-        return contenders(names, equipment, material)
-
-    @classmethod
-    def after_bench(cls, settings: Any) -> str:
-        return (
-            f"prefill score with --keep {settings.keep[0]:g} --audit 300 scores all rows and counts the flips on 300 "
-            "of them"
-        )
 
     def reported(self, job: Job, counts: Counts | None) -> None:
         if counts is not None and hasattr(job, "builder"):

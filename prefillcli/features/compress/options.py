@@ -99,18 +99,16 @@ class PickerKind(NamedTuple):
     compressed."""
 
     name: str
-    summary: str  # in the tables of `prefill bench`
     needs: Literal["draft", "self", "text"] | None  # what it needs: a draft, the model's own layers, the text
-    random: bool = False  # whether it draws at random
 
 
 PICKERS = {
     kind.name: kind
     for kind in (
-        PickerKind("specprefill", "the draft picks the tokens that the model reads", "draft"),
-        PickerKind("self-draft", "the model's own first layers pick the tokens that the others read", "self"),
-        PickerKind("random", "random chunks instead: what a draft must beat", None, random=True),
-        PickerKind("bm25", "the sentences most like the question instead", "text"),
+        PickerKind("specprefill", "draft"),
+        PickerKind("self-draft", "self"),
+        PickerKind("random", None),
+        PickerKind("bm25", "text"),
     )
 }
 
@@ -243,7 +241,12 @@ class CompressionOptions(DraftOptions, KeepOptions):
     @property
     def counts_votes(self) -> bool:
         """Whether tokens are picked by votes: a draft's or the model's own."""
-        return self.draft is not None
+        return self.uses_draft or self.drafts_itself
+
+    @property
+    def is_random(self) -> bool:
+        """Whether anything is drawn at random."""
+        return self.draft == "random" or super().is_random  # type: ignore[misc]  # of the rows' options
 
     @property
     def compresses(self) -> bool:
@@ -298,7 +301,6 @@ class BenchOptions(CompressionOptions):
         model: str | None
         full: bool
         method: tuple[str, ...]
-        rationale: int
 
     draft: str | None = option(
         None,
@@ -336,18 +338,11 @@ class BenchOptions(CompressionOptions):
 
     @property
     def is_random(self) -> bool:
-        return super().is_random or any(  # type: ignore[misc]
-            self.compares(kind.name) for kind in PICKERS.values() if kind.random
-        )
+        return self.compares("random") or super().is_random
 
     def compares(self, method: str) -> bool:
         """Return whether a method that drops tokens is compared: if one was named, or by default where there is a
-        draft.
-
-        With `rationale` none is, but a draft that guesses tokens is loaded as if it picked them.
-        """
-        if self.rationale:
-            return method == "specprefill" and (not self.method or bool({"draft", "hierarchy"} & {*self.method}))
+        draft."""
         if self.method:
             return method in self.method
         if self.drafts_itself and method in PICKERS and PICKERS[method].needs == "draft":

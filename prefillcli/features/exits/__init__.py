@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator
@@ -15,15 +15,12 @@ from prefillcli.options.requirements import Requirement
 if TYPE_CHECKING:
     from prefillcli.core.feature import (
         Answer,
-        Contender,
         Counts,
-        Equipment,
         Job,
         Labels,
         LeavingRule,
         LocalModels,
         Manifest,
-        Material,
         Models,
         Opened,
         Opening,
@@ -49,12 +46,7 @@ if TYPE_CHECKING:
 EXIT = Requirement(
     lambda s: s.exit or s.chain, "needs --exit, --first or --compute", "give --exit, --first or --compute"
 )
-METHODS = {
-    "early-exit": "the layer walk, which rows leave when they are decided, as with prefill score --exit",
-    "first": "the models of --first decide rows, and the layer walk reads the others, as with prefill score --first",
-    "first-exit": "the models of --first decide rows, and others leave the layer walk when they are decided",
-    "int8": "the model reads rows in int8, and again those that are in doubt, as with prefill score --compute int8",
-}
+METHODS = ("early-exit", "first", "first-exit", "int8")  # of `prefill bench`, that let rows leave
 FIRST = Requirement(lambda s: s.first, "needs --first", "give --first")
 EXIT_METHOD = Requirement(
     lambda s: any(name in METHODS for name in s.method),
@@ -210,7 +202,6 @@ class Exits(Feature):
     plan_keys = ("exits",)
     keys = {"exits": None}
     side_files = {"exits": SideFile("an exit profile", json_with("label_tokens", "exits"))}
-    methods = {name: (said, "learning what decides rows") for name, said in METHODS.items()}
     flips = True
     profile: ExitProfile | None = None
     exits: JobExits | None = None
@@ -427,13 +418,6 @@ class Exits(Feature):
 
         found = inspected_policy(self.settings.exit_profile, opened, labels)
         return None if found is None else found.inside
-
-    @classmethod
-    def contenders(cls, names: Collection[str], equipment: Equipment, material: Material) -> list[Contender]:
-        from prefillcli.features.exits.contender import learn_exits
-
-        asked = [name for name in METHODS if name in names]
-        return list(learn_exits(asked, equipment, material, cls)) if asked else []
 
     @classmethod
     def section(cls, report: RunReport) -> Section | None:

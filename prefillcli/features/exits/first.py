@@ -26,7 +26,7 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import Equipment, Feature, Models, Opened, Scorer
+    from prefillcli.core.feature import Feature, Models, Opened, Scorer
     from prefillcli.features.exits.policy import Float32Array, Float64Array
     from prefillcli.jobs.runners.pool import Pool
 
@@ -215,7 +215,7 @@ class Reader(Protocol):
         """The reading of each prompt; None for one that it cannot read."""
 
 
-def readers_of(scorer: Scorer | Equipment, feature: type[Feature]) -> dict[int, tuple[str, Reader]]:
+def readers_of(scorer: Scorer, feature: type[Feature]) -> dict[int, tuple[str, Reader]]:
     """The names and readers of `--first` and `--compute` by their layers: the last is that before the first layer."""
     names, own = scorer.settings.chain, iter(range(len(scorer.opened.small)))
     return {
@@ -266,7 +266,7 @@ class FirstReader:
 
     block = 1 << 31  # all at once
 
-    def __init__(self, scorer: Scorer | Equipment, feature: type[Feature], number: int) -> None:
+    def __init__(self, scorer: Scorer, feature: type[Feature], number: int) -> None:
         from prefillcli.jobs.runners.pool import Pool
 
         self.tokens = 0

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from prefillcli.core.feature import Feature, Objection, features_of
 from prefillcli.errors import UsageError
-from prefillcli.options.groups import DEFAULT_TEMPLATE, SELF
-from prefillcli.options.option import BENCH, RATIONALES, Settings, option
+from prefillcli.options.groups import DEFAULT_TEMPLATE
+from prefillcli.options.option import RATIONALES, Settings, option
 from prefillcli.options.requirements import Requirement
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
         WantedRow,
     )
     from prefillcli.decode.continuations import Writing
-    from prefillcli.features.rationale.contest import WritingContest
     from prefillcli.features.rationale.writing import Rationales, WrittenRow
 
 SpeculationName = Literal["off", "lookup", "suffix", "retrieval", "draft", "hierarchy"]
@@ -127,22 +126,12 @@ class RationaleOptions(WritingOptions):
     )  # fmt: skip
 
 
-class WritingContestOptions(Settings):
-    """Whether ways to write are compared."""
-
-    rationale: int = option(
-        0,
-        "Compare ways to write up to N tokens after each row's answer, instead of ways to score.",
-        BENCH, level="first", changes="scores", metavar="N", off=0, ge=0,
-    )  # fmt: skip
-
-
 class Rationale(Feature):
     """The rationales of a job, and the choice of rows. The key `rationales` of its report holds a
     `report.RationaleUse`, also where other features ask about the rows."""
 
     order = 6
-    options = {"score": RationaleOptions, "inspect": WritingOptions, "bench": WritingContestOptions}
+    options = {"score": RationaleOptions, "inspect": WritingOptions}
     keys = {"rationales": None}
     draft_advice = "--speculation draft if it is to guess tokens of rationales"
     shown: Sequence[WrittenRow] = ()
@@ -153,8 +142,6 @@ class Rationale(Feature):
 
     @classmethod
     def asked(cls, settings: Any) -> bool:
-        if not isinstance(settings, WritingOptions):  # a contest is none of a job's
-            return False
         return settings.rationale > 0 or bool(getattr(settings, "evidence", False))
 
     def asks(self) -> bool:
@@ -171,7 +158,7 @@ class Rationale(Feature):
             )
         if settings.speculation not in BY_DRAFT:
             return
-        if settings.draft is None or settings.draft == SELF:
+        if not settings.uses_draft:
             raise UsageError(
                 f"--speculation {settings.speculation} needs --draft: a small model with the same tokenizer, "
                 "which guesses tokens\nname one, or give --speculation retrieval"
@@ -292,14 +279,6 @@ class Rationale(Feature):
         from prefillcli.features.rationale.writing import inspected
 
         return inspected(row.scored.rationale, self._texts(labels)[labels[row.label]].strip())
-
-    @classmethod
-    def contest(cls, settings: WritingContestOptions) -> WritingContest | None:
-        if not settings.rationale:
-            return None
-        from prefillcli.features.rationale.contest import WritingContest
-
-        return WritingContest(settings)
 
     @classmethod
     def section(cls, report: RunReport) -> Section | None:
