@@ -27,7 +27,6 @@ from transformers import AutoConfig
 
 from benchmarks.console import log
 from benchmarks.exit_cases import EXIT_CASES
-from prefillcli.bench.material import input_material
 from prefillcli.core.question import Question, answer_questions
 from prefillcli.data.rows import BEFORE
 from prefillcli.engines.base import EarlyExits, Readings, Treatment
@@ -237,7 +236,8 @@ def collected(case: str, first: str) -> Arrays:
         scorer.open_source()
         scorer.open_models()
         with scorer.loaded:
-            prompts = input_material(scorer.source, scorer.builder, scorer.labels, None).prompts
+            with scorer.windows(scorer.builder.close) as coming:
+                prompts = next(coming).prompts
             scorer.load()
             depth = scorer.opened.files.config.get_text_config().num_hidden_layers
             layers = () if first else observed_layers(depth)

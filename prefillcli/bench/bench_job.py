@@ -98,7 +98,7 @@ def _run(
     jobs = open_jobs(settings, models, stop, folder)
     reference = next(job for job in jobs if job.method == REFERENCE)
     # Errors in the input are reported before the weights are loaded.
-    window, truths = _rows(reference, settings, result, most_tokens)
+    window, truths = read_rows(reference, settings, result, most_tokens)
     if not (settings.draft or settings.method):
         report.notes.append("there is no draft model, so no method that drops tokens is compared; give --draft")
         log.info(str(report.notes[-1]))
@@ -164,11 +164,14 @@ def _with_made_rows(settings: BenchSettings, models: Scorer, folder: str) -> Ben
     return settings.model_copy(update={"inputs": (path,), "truth": "answer"})
 
 
-def _rows(
-    reference: MethodJob, settings: BenchSettings, result: WorkloadResult, most_tokens: int | None
+def read_rows(
+    reference: MethodJob, settings: BenchSettings, result: WorkloadResult, most_tokens: int | None = None
 ) -> tuple[Window, dict[int, bool | None]]:
-    # The first window of the input, of which only the first prompts are taken, up to `most_tokens` in total but at
-    # least a few; and by row whether the first label is right. Raises PrefillError without any.
+    """The first window of the input, and by row whether the first label is right.
+
+    Of the window only the first prompts are taken, up to `most_tokens` in total but at least a few. Raises
+    PrefillError without any.
+    """
     import json
 
     import numpy as np

@@ -9,6 +9,8 @@ from copy import copy
 import numpy as np
 import pytest
 import torch
+from prefillcli.bench.contenders import Alone, Equipment, Hybrid, Plain
+from prefillcli.features.compress.contenders import Compressed, SmallModel, compressor_in
 from transformers import AutoTokenizer
 
 from benchmarks.flops import predicted_speedup
@@ -16,14 +18,12 @@ from benchmarks.methods import compressed_walk, compressor_for, layer_walk, plai
 from benchmarks.models import random_draft, random_llama
 from benchmarks.score_runs import SAMPLES
 from prefillcli.bench import contenders as contenders_module
-from prefillcli.bench.contenders import Alone, Equipment, Hybrid, Plain
 from prefillcli.bench.contest import compare, contenders, with_peak
 from prefillcli.bench.material import Material, made_material
 from prefillcli.bench.report import UNCOMPRESSED, WorkloadResult
 from prefillcli.data.prompts.encoding import spans_of
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.rows import Prompt
-from prefillcli.features.compress.contenders import Compressed, SmallModel, compressor_in
 from prefillcli.features.compress.options import PICKERS, Compression
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.open import open_models

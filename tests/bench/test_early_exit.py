@@ -9,17 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prefillcli.bench.contenders import Equipment, Hybrid
+from prefillcli.features.exits.contender import EarlyExit, class_flips, learn_exits
 
 from benchmarks.score_runs import SAMPLES
 from prefillcli.bench.bench_job import bench_job
-from prefillcli.bench.contenders import Equipment, Hybrid
 from prefillcli.bench.contest import compare
 from prefillcli.bench.material import Material, made_material
 from prefillcli.bench.report import BenchReport, workload_remarks
 from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.engines.base import Readings
 from prefillcli.features.exits import Exits
-from prefillcli.features.exits.contender import EarlyExit, class_flips, learn_exits
 from prefillcli.features.exits.policy import ExitLayer, ExitPolicy, Float64Array
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.open import open_models

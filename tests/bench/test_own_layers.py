@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from prefillcli.bench.contenders import Contender, Equipment
+from prefillcli.features.compress.contenders import SelfDrafted
 from transformers import AutoModelForCausalLM
 
-from prefillcli.bench.contenders import Contender, Equipment
 from prefillcli.bench.contest import contenders
 from prefillcli.bench.material import Material, made_material
 from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.features.compress.contenders import SelfDrafted
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.files import sample_model
 from prefillcli.models.open import open_models

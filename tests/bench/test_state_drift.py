@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prefillcli.features.compress.contenders import DRIFT_ROWS, state_drift
 
 from prefillcli.bench.report import (
     REFERENCE,
@@ -23,7 +24,6 @@ from prefillcli.bench.report import (
 )
 from prefillcli.core.question import Question
 from prefillcli.data.rows import Prompt
-from prefillcli.features.compress.contenders import DRIFT_ROWS, state_drift
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from prefillcli.features.rationale.contenders import TextMethod, TextRun
+from prefillcli.features.rationale.contest import TextResult, TextTask, compare, quick_text_table
 from typer.testing import CliRunner, Result
 
 from prefillcli.bench.material import Material
 from prefillcli.bench.report import BenchReport, bench_html
 from prefillcli.cli import app
 from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, DrafterCounts, Writing
-from prefillcli.features.rationale.contenders import TextMethod, TextRun
-from prefillcli.features.rationale.contest import TextResult, TextTask, compare, quick_text_table
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
+from prefillcli.bench.contenders import Equipment
+from prefillcli.features.compress.contenders import SmallModel
 from transformers import AutoConfig
 
 from benchmarks.score_runs import SAMPLES
-from prefillcli.bench.contenders import Equipment
 from prefillcli.bench.contest import contenders
 from prefillcli.bench.material import Material, made_material
 from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.features.compress.contenders import SmallModel
 from prefillcli.jobs.load import load_walk
 from prefillcli.models.open import open_models
 from prefillcli.models.shape import table5
