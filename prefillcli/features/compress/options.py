@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from prefillcli.errors import UsageError
-from prefillcli.options.groups import DraftOptions, count_or_auto
+from prefillcli.options.groups import CONTROLS, DraftOptions, count_or_auto
 from prefillcli.options.option import BENCH, COMPRESSION, Settings, as_typed, option
 from prefillcli.options.requirements import DRAFT, Requirement
 from prefillcli.runtime.extras import require_extra
@@ -354,6 +354,10 @@ class BenchOptions(CompressionOptions):
         super().check()
         if not self.keep:
             raise UsageError("--keep: give a rate above 0 and up to 1")
+        if self.draft in CONTROLS:
+            raise UsageError(
+                f"--draft {self.draft}: give --method {self.draft}, beside the draft that it is compared with"
+            )
         for name in self.method:
             if name in PICKERS and PICKERS[name].needs == "draft" and not self.uses_draft:
                 raise UsageError(f"--method {name} needs --draft: a small model with the same tokenizer")
