@@ -251,5 +251,5 @@ def test_bm25_without_its_package_is_refused_where_it_is_named_and_else_left_out
     assert "--method bm25: the package bm25s is not installed\npip install" in named.output
     bench(*SMALL, "-m", TARGET, "--workload", "needle", "--full", "--draft", TARGET.with_name("draft"), "--rounds", 1)
     (workload,) = saved().workloads
-    assert "bm25 is left out: the package bm25s is not installed" in " ".join(workload.notes)
+    assert "bm25@0.2 is left out: --draft bm25: the package bm25s is not installed" in " ".join(workload.notes)
     assert not any(each.method.startswith("bm25") for each in workload.methods)

@@ -355,9 +355,7 @@ class BenchOptions(CompressionOptions):
         if not self.keep:
             raise UsageError("--keep: give a rate above 0 and up to 1")
         if self.draft in CONTROLS:
-            raise UsageError(
-                f"--draft {self.draft}: give --method {self.draft}, beside the draft that it is compared with"
-            )
+            raise UsageError(f"--draft {self.draft}: give --method {self.draft}, beside the draft to compare")
         for name in self.method:
             if name in PICKERS and PICKERS[name].needs == "draft" and not self.uses_draft:
                 raise UsageError(f"--method {name} needs --draft: a small model with the same tokenizer")

@@ -167,8 +167,8 @@ class ExitMethodOptions(Settings):
     )  # fmt: skip
     exit_rows: int | None = option(
         None,
-        "Rows set apart for these methods to learn from. (default: as many as --max-flips takes, at most "
-        "half of INPUT)",
+        "Rows that these methods learn from, on which none is compared. (default: as many as --max-flips takes, at "
+        "most half of the rows)",
         BENCH, changes="scores", metavar="N", requires=EXIT_METHOD, ge=20,
     )  # fmt: skip
 
