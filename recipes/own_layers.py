@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 
-from prefillcli.bench.bench_job import read_rows
 from prefillcli.bench.contest import compare, load_jobs, open_jobs, open_models
+from prefillcli.bench.material import read_rows
 from prefillcli.bench.methods import REFERENCE
 from prefillcli.bench.report import WorkloadResult
 from prefillcli.options.commands import BenchSettings

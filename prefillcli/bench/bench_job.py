@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import Counter
 from contextlib import ExitStack
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.bench.material import make_needles
-from prefillcli.bench.methods import METHODS, REFERENCE, score_settings
+from prefillcli.bench.material import read_rows, with_made_rows
+from prefillcli.bench.methods import METHODS, REFERENCE, method_names, score_settings
 from prefillcli.bench.report import BenchReport, WorkloadResult, bench_html
-from prefillcli.errors import PrefillError, ResourceError, UsageError, counted, require_known, without_secrets
-from prefillcli.jobs.opening import require_shares
+from prefillcli.errors import PrefillError, ResourceError, require_known, without_secrets
+from prefillcli.jobs.opening import local_models, require_shares
 from prefillcli.jobs.path_table import require_apart, require_json
 from prefillcli.jobs.scorer import Scorer
 from prefillcli.jobs.shell import shell
 from prefillcli.models.files import sample_draft
-from prefillcli.options.commands import QUICK_ROWS, BenchSettings
+from prefillcli.options.commands import BenchSettings
 from prefillcli.report.section import WIDTH, page_of, print_section, stderr_console
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, StepLog
@@ -27,12 +25,9 @@ from prefillcli.runtime.extras import require_extra
 
 if TYPE_CHECKING:
     from prefillcli.bench.contest import MethodJob
-    from prefillcli.data.rows import Window
-    from prefillcli.runtime.signals import Stop
 
 QUICK_TOKENS = 100_000  # of INPUT's prompts
 QUICK_SECONDS = 60.0  # timed rounds begin within so many seconds
-_FEWEST = 8  # prompts of a quick look, however long they are
 
 
 def bench_job(settings: BenchSettings, *, quick_tokens: int = QUICK_TOKENS) -> dict[str, Any]:
@@ -76,7 +71,7 @@ def bench_job(settings: BenchSettings, *, quick_tokens: int = QUICK_TOKENS) -> d
 
 
 def _run(
-    settings: BenchSettings, report: BenchReport, steps: StepLog, stop: Stop, folder: str, most_tokens: int | None
+    settings: BenchSettings, report: BenchReport, steps: StepLog, stop: Any, folder: str, most_tokens: int | None
 ) -> None:
     require_known("--method", settings.method, METHODS)
     if "vllm" in settings.method:
@@ -85,16 +80,25 @@ def _run(
         )
     require_json(settings.output)
     require_apart(settings)
-    if settings.inputs:  # what is wrong with the rows is told before torch is imported
-        Scorer(score_settings(settings, REFERENCE)).open_source()
-    from prefillcli.bench.contest import compare, load_jobs, open_jobs, open_models  # takes torch along
+    for name in method_names(settings):  # what is wrong with rows and folders is told before torch is imported
+        scorer = Scorer(score_settings(settings, name))
+        local_models(scorer.settings)
+        if settings.inputs:
+            scorer.open_source()
+    from prefillcli.bench.contest import (
+        compare,
+        load_jobs,
+        open_jobs,
+        open_models,
+        without_learnt,
+    )  # takes torch along
 
     result = WorkloadResult(made=not settings.inputs)
     models = open_models(settings)
     own = models[REFERENCE]
     require_shares(own.labels, "bench")
     if result.made:
-        result.workload, settings = settings.workload, _with_made_rows(settings, own, folder)
+        result.workload, settings = settings.workload, with_made_rows(settings, own, folder)
     jobs = open_jobs(settings, models, stop, folder)
     reference = next(job for job in jobs if job.method == REFERENCE)
     # Errors in the input are reported before the weights are loaded.
@@ -109,7 +113,7 @@ def _run(
         steps.begin(f"{result.workload}: loading models" + _learning(jobs))
         jobs = load_jobs(jobs, settings.method, max(len(each.tokens) for each in window.prompts), result.notes)
         report.machine = _machine(settings, own)
-        window = _without_learnt(jobs, window, result.notes)
+        window = without_learnt(jobs, window, result.notes)
         steps.announce(
             f"{result.workload}: {len(window.prompts):,} prompts by {', '.join(each.name for each in jobs)}: "
             f"once for the answers, then {settings.rounds} timed rounds"
@@ -133,96 +137,6 @@ def _run(
 def _learning(jobs: list[MethodJob]) -> str:
     learning = [job.name for job in jobs if job.settings.exit or job.settings.chain]
     return f", learning what decides rows ({', '.join(learning)})" if learning else ""
-
-
-def _with_made_rows(settings: BenchSettings, models: Scorer, folder: str) -> BenchSettings:
-    # The settings for needles in a file. Raises UsageError for prompts that are longer than the model takes or too
-    # short for the task.
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from prefillcli.data.prompts.encoding import Encoder
-
-    files = models.opened.files
-    tokens = max(64, round((settings.tokens or 0) * settings.scale))
-    most = min(settings.max_length or files.max_length, files.max_length)
-    if tokens > most:
-        raise UsageError(f"--tokens {tokens}: the model takes up to {most}; lower --tokens or --scale")
-    encoder = Encoder(models.opened.tokenizer)
-    try:
-        prompts, answers = make_needles(
-            rows=max(2, round(settings.rows * settings.scale)),
-            tokens=tokens,
-            seed=settings.seed,
-            count=lambda text: len(encoder.encode([text], special=True)[0]),
-        )
-    except ValueError as error:
-        raise UsageError(f"--tokens: {error}; raise --tokens") from None
-    path = str(Path(folder) / "needle.parquet")
-    column = settings.prompt_column
-    pq.write_table(pa.table({column: prompts, "answer": answers}), path)
-    return settings.model_copy(update={"inputs": (path,), "truth": "answer"})
-
-
-def read_rows(
-    reference: MethodJob, settings: BenchSettings, result: WorkloadResult, most_tokens: int | None = None
-) -> tuple[Window, dict[int, bool | None]]:
-    """The first window of the input, and by row whether the first label is right.
-
-    Of the window only the first prompts are taken, up to `most_tokens` in total but at least a few. Raises
-    PrefillError without any.
-    """
-    import json
-
-    import numpy as np
-
-    from prefillcli.data.filesystems import split_path
-    from prefillcli.data.rows import to_python
-    from prefillcli.data.windows import MAX_ROWS
-
-    source, labels = reference.source, reference.labels
-    if not result.made:
-        more = f" and {len(source.paths) - 1:,} more" if len(source.paths) > 1 else ""
-        result.workload = split_path(source.paths[0].rstrip("/"))[1] + more
-    reference.open_rows()
-    with reference.windows(reference.builder.close) as coming:
-        window = next(coming, None)
-    if window is None:
-        raise PrefillError(f"{result.workload}: the input has no rows")
-    if not window.prompts:
-        first = next(iter(window.errors.values()))
-        raise PrefillError(f"{result.workload}: no row can be read; the first: {first.code}: {first.detail}")
-    labels.check(window)
-    if window.errors:
-        counts = Counter(error.code for error in window.errors.values())
-        codes = ", ".join(f"{code} {count:,}" for code, count in sorted(counts.items()))
-        result.notes.append(f"left out: {counted(len(window.errors), 'row')} with an error ({codes})")
-    prompts, rows = window.prompts, len(window.rows)
-    if rows >= MAX_ROWS or rows < (source.selected_rows or 0):
-        result.notes.append(f"the first {rows:,} rows are compared, which are planned together")
-    if most_tokens is not None:
-        lengths = np.cumsum([len(prompt.tokens) for prompt in prompts])
-        prompts = prompts[: max(int(np.searchsorted(lengths, most_tokens, side="right")), _FEWEST)]
-        if len(prompts) < len(window.prompts) or rows >= QUICK_ROWS:
-            text = f"a quick look at the first {len(prompts):,} rows"
-            result.notes.append(f"{text}; --limit or --sample takes others, --full all")
-    truths: dict[int, bool | None] = {}
-    if settings.truth is not None:
-        values = to_python(window.carried.column(settings.truth))
-        if source.kind == "jsonl":
-            values = [None if value is None else json.loads(value) for value in values]
-        truths = {row: labels.is_positive(own) for row, own in zip(window.rows.tolist(), values, strict=True)}
-    return window.only(prompts), truths
-
-
-def _without_learnt(jobs: list[MethodJob], window: Window, notes: list[str]) -> Window:
-    # The window without the rows that a method has read in full to learn from.
-    known = {row for job in jobs for row in job.known_rows}
-    if not known:
-        return window
-    learnt = " and ".join(job.name for job in jobs if job.known_rows)
-    notes.append(f"{learnt}: learnt on {len(known):,} rows, drawn at random, which are not among those compared")
-    return window.only([prompt for prompt in window.prompts if prompt.row not in known])
 
 
 def _machine(settings: BenchSettings, models: Scorer) -> dict[str, str | int]:

@@ -259,6 +259,16 @@ def load_jobs(jobs: Sequence[MethodJob], named: Sequence[str], longest: int, not
     return [job for job in jobs if job in able]
 
 
+def without_learnt(jobs: Sequence[MethodJob], window: Window, notes: list[str]) -> Window:
+    """The window without the rows that a method has read in full to learn from."""
+    known = {row for job in jobs for row in job.known_rows}
+    if not known:
+        return window
+    learnt = " and ".join(job.name for job in jobs if job.known_rows)
+    notes.append(f"{learnt}: learnt on {len(known):,} rows, drawn at random, which are not among those compared")
+    return window.only([prompt for prompt in window.prompts if prompt.row not in known])
+
+
 # The comparison.
 
 

@@ -6,9 +6,28 @@ its leading space."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from prefillcli.data.filesystems import split_path
+from prefillcli.data.prompts.encoding import Encoder
+from prefillcli.data.rows import Window, to_python
+from prefillcli.data.windows import MAX_ROWS
+from prefillcli.errors import PrefillError, UsageError, counted
+from prefillcli.options.commands import QUICK_ROWS, BenchSettings
+
+if TYPE_CHECKING:
+    from prefillcli.bench.report import WorkloadResult
+    from prefillcli.jobs.scorer import Scorer
 
 # ruff: noqa: SIM905
 
@@ -259,3 +278,76 @@ def ask_post(rng: Random, case: Case, word: str) -> CaseQuestion:
 def prompt(case: Case, question: CaseQuestion) -> str:
     """The text a model continues with " Yes" or " No"."""
     return case.prefix + question.text
+
+
+# The rows of a comparison: needles in a file, or the first window of the input.
+
+
+_FEWEST = 8  # prompts of a quick look, however long they are
+
+
+def with_made_rows(settings: BenchSettings, models: Scorer, folder: str) -> BenchSettings:
+    """The settings for needles in a file. Raises UsageError for prompts that are longer than the model takes or too
+    short for the task."""
+    files = models.opened.files
+    tokens = max(64, round((settings.tokens or 0) * settings.scale))
+    most = min(settings.max_length or files.max_length, files.max_length)
+    if tokens > most:
+        raise UsageError(f"--tokens {tokens}: the model takes up to {most}; lower --tokens or --scale")
+    encoder = Encoder(models.opened.tokenizer)
+    try:
+        prompts, answers = make_needles(
+            rows=max(2, round(settings.rows * settings.scale)),
+            tokens=tokens,
+            seed=settings.seed,
+            count=lambda text: len(encoder.encode([text], special=True)[0]),
+        )
+    except ValueError as error:
+        raise UsageError(f"--tokens: {error}; raise --tokens") from None
+    path = str(Path(folder) / "needle.parquet")
+    column = settings.prompt_column
+    pq.write_table(pa.table({column: prompts, "answer": answers}), path)
+    return settings.model_copy(update={"inputs": (path,), "truth": "answer"})
+
+
+def read_rows(
+    reference: Scorer, settings: BenchSettings, result: WorkloadResult, most_tokens: int | None = None
+) -> tuple[Window, dict[int, bool | None]]:
+    """The first window of the input, and by row whether the first label is right.
+
+    Of the window only the first prompts are taken, up to `most_tokens` in total but at least a few. Raises
+    PrefillError without any.
+    """
+    source, labels = reference.source, reference.labels
+    if not result.made:
+        more = f" and {len(source.paths) - 1:,} more" if len(source.paths) > 1 else ""
+        result.workload = split_path(source.paths[0].rstrip("/"))[1] + more
+    reference.open_rows()
+    with reference.windows(reference.builder.close) as coming:
+        window = next(coming, None)
+    if window is None:
+        raise PrefillError(f"{result.workload}: the input has no rows")
+    if not window.prompts:
+        first = next(iter(window.errors.values()))
+        raise PrefillError(f"{result.workload}: no row can be read; the first: {first.code}: {first.detail}")
+    labels.check(window)
+    if window.errors:
+        counts = Counter(error.code for error in window.errors.values())
+        codes = ", ".join(f"{code} {count:,}" for code, count in sorted(counts.items()))
+        result.notes.append(f"left out: {counted(len(window.errors), 'row')} with an error ({codes})")
+    prompts, rows = window.prompts, len(window.rows)
+    if rows >= MAX_ROWS or rows < (source.selected_rows or 0):
+        result.notes.append(f"the first {rows:,} rows are compared, which are planned together")
+    if most_tokens is not None:
+        lengths = np.cumsum([len(prompt.tokens) for prompt in prompts])
+        prompts = prompts[: max(int(np.searchsorted(lengths, most_tokens, side="right")), _FEWEST)]
+        if len(prompts) < len(window.prompts) or rows >= QUICK_ROWS:
+            text = f"a quick look at the first {len(prompts):,} rows"
+            result.notes.append(f"{text}; --limit or --sample takes others, --full all")
+    truths: dict[int, bool | None] = {}
+    if settings.truth is not None:
+        values = to_python(window.carried.column(settings.truth))
+        if source.kind == "jsonl":
+            values = [None if value is None else json.loads(value) for value in values]
+        truths = {row: labels.is_positive(own) for row, own in zip(window.rows.tolist(), values, strict=True)}
+    return window.only(prompts), truths

@@ -172,21 +172,11 @@ class ExitMethodOptions(Settings):
         BENCH, changes="scores", metavar="N", requires=EXIT_METHOD, ge=20,
     )  # fmt: skip
 
-    @property
-    def chain(self) -> tuple[str, ...]:
-        """As of `ExitOptions`."""
-        return (*self.first, self.narrow) if self.narrow else self.first
-
-    @property
-    def narrow(self) -> Literal["int8"] | None:
-        """As of `ExitOptions`."""
-        return "int8" if "int8" in cast("Any", self).method else None
-
     def check(self) -> None:
         super().check()
         if FIRST_METHOD.met(self) and not self.first:
             raise UsageError("--method first needs --first: a small model that reads every row first, or words")
-        if self.chain and getattr(self, "draft", None) is not None:
+        if (self.first or "int8" in cast("Any", self).method) and getattr(self, "draft", None) is not None:
             raise UsageError(DRAFT_TOO.format("--first" if self.first else "--method int8"))
 
 
