@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from benchmarks.console import log_run
-from benchmarks.flops import plain_flops, predicted_speedup
+from benchmarks.flops import plain_flops, predicted_speedup, table5
 from benchmarks.memory import peak_in_child
 from benchmarks.methods import compressed_walk, compressor_for, layer_walk, plain_loop, plan_for
 from benchmarks.models import random_draft, random_llama
 from benchmarks.score_runs import SAMPLES, outside_share, score_file, write_short_rows
 from benchmarks.spread import Spread
 from prefillcli.bench.contest import interleaved
-from prefillcli.reading.compress.settings import Compression
 from prefillcli.models.law import choose_chunk, memory_law
-from prefillcli.models.shape import prefill_flops, table5, walk_flops
+from prefillcli.models.shape import prefill_flops, walk_flops
 from prefillcli.profile.children import prompts_with_histories, random_prompt
+from prefillcli.reading.compress.settings import Compression
 from prefillcli.report.section import mebibytes
 
 Row = dict[str, Any]

@@ -27,10 +27,13 @@ from transformers import AutoConfig
 
 from benchmarks.console import log
 from benchmarks.exit_cases import EXIT_CASES
-from prefillcli.bench.material import input_material
 from prefillcli.core.question import Question, answer_questions
 from prefillcli.data.rows import BEFORE
 from prefillcli.engines.base import EarlyExits, Readings, Treatment
+from prefillcli.jobs.scorer import Scorer
+from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.load import load_settings
+from prefillcli.plan.pack import in_full
 from prefillcli.reading.exits.exits import Exits, judging
 from prefillcli.reading.exits.first import readers_of, readings_of
 from prefillcli.reading.exits.judging import (
@@ -45,10 +48,6 @@ from prefillcli.reading.exits.judging import (
     work_of,
 )
 from prefillcli.reading.exits.policy import ExitPolicy, Float64Array, Probe
-from prefillcli.jobs.scorer import Scorer
-from prefillcli.options.commands import ScoreSettings
-from prefillcli.options.load import load_settings
-from prefillcli.plan.pack import in_full
 from recipes.real_model import FOLDER
 
 COMPARED = 300  # rows that both models read when the cost of the first one is measured
@@ -237,7 +236,8 @@ def collected(case: str, first: str) -> Arrays:
         scorer.open_source()
         scorer.open_models()
         with scorer.loaded:
-            prompts = input_material(scorer.source, scorer.builder, scorer.labels, None).prompts
+            with scorer.windows(scorer.builder.close) as coming:
+                prompts = next(coming).prompts
             scorer.load()
             depth = scorer.opened.files.config.get_text_config().num_hidden_layers
             layers = () if first else observed_layers(depth)

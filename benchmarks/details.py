@@ -33,6 +33,7 @@ from transformers import (
     pipeline,
 )
 
+from benchmarks.flops import answer_flops
 from benchmarks.methods import layer_walk, plan_for, walk_plan, windowed_walk
 from benchmarks.models import SHAPES, random_llama
 from benchmarks.peers import REVIEWS, WORKLOADS
@@ -47,7 +48,7 @@ from prefillcli.data.rows import RowBatch
 from prefillcli.engines.encoders import EncoderEngine
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
-from prefillcli.models.shape import answer_flops, walk_flops
+from prefillcli.models.shape import walk_flops
 from prefillcli.plan import SCHEDULES
 from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.plan.pack import Limits

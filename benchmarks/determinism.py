@@ -31,7 +31,6 @@ from benchmarks.spread import Spread
 from benchmarks.workloads import short_rows
 from prefillcli.bench.contest import interleaved
 from prefillcli.engines.torch import TorchEngine
-from prefillcli.prefill.determinism import by_row
 from prefillcli.models.find import read_model_files
 from prefillcli.models.law import CHUNK_TOKENS, PACK_TOKENS
 from prefillcli.models.load import load_model
@@ -39,6 +38,7 @@ from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
+from prefillcli.prefill.determinism import by_row
 from prefillcli.prefill.walk import FASTEST, LayerWalk
 from prefillcli.profile.children import prompts_with_histories, random_prompt
 from recipes.real_model import real_model

@@ -26,8 +26,8 @@ from benchmarks.score_runs import SAMPLES
 from benchmarks.spread import Spread
 from prefillcli.bench.contest import interleaved
 from prefillcli.data.prompts.translation import Translator
-from prefillcli.reading.compress.settings import Compression
 from prefillcli.prefill.forest import ATTENTION, register
+from prefillcli.reading.compress.settings import Compression
 from prefillcli.stats.evaluation import exact_interval
 from recipes.evaluate_samples import Row, draw_rows, sample_rows
 from recipes.sample_tokenizer import answer_tokens

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -21,12 +20,12 @@ import typer
 
 from benchmarks.console import log
 from benchmarks.exit_cases import EXIT_CASES, ExitCase
-from prefillcli.bench.contenders import Equipment, Hybrid, MethodRun
-from prefillcli.bench.material import input_material
-from prefillcli.core.question import Question
-from prefillcli.data.rows import Prompt
-from prefillcli.engines.base import EarlyExits, Treatment
-from prefillcli.reading.exits.contender import EarlyExit
+from prefillcli.core.question import Question, answer_questions, plan_questions
+from prefillcli.data.rows import Int64Array, Prompt
+from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
+from prefillcli.jobs.scorer import Scorer
+from prefillcli.options.commands import ScoreSettings
+from prefillcli.plan.pack import in_full
 from prefillcli.reading.exits.judging import (
     CalibrationRows,
     ExitCalibration,
@@ -35,9 +34,7 @@ from prefillcli.reading.exits.judging import (
     exit_costs,
     observed_layers,
 )
-from prefillcli.jobs.load import load_walk
-from prefillcli.jobs.opening import Opening
-from prefillcli.options.commands import BenchSettings
+from prefillcli.stats.evaluation import exact_interval
 
 
 def main(
@@ -61,59 +58,65 @@ def main(
 
 def measure_case(case: ExitCase, folder: Path, rounds: int, dtype: str, rows: int) -> dict[str, Any]:
     """What exits bring on one case, as a value for JSON."""
-    settings = BenchSettings(
+    settings = ScoreSettings(
         inputs=(str(case.rows(folder)),), model=str(case.model()), labels=case.labels, dtype=dtype, chat=False,
-        quiet=True, full=True,
+        quiet=True,
     )  # fmt: skip
-    opening = Opening(settings)
-    opening.open_source()
-    opening.open_models()
-    opened, labels = opening.opened, opening.labels
-    material = input_material(opening.source, opening.builder, labels, None)
-    with closing(load_walk(opened, settings)) as loaded:
-        equipment = Equipment(loaded, labels)
-        learnt, measured = material.prompts[: case.learnt], material.prompts[case.learnt :]
+    scorer = Scorer(settings)
+    scorer.open_source()
+    scorer.open_models()
+    with scorer.windows(scorer.builder.close) as coming:
+        prompts = next(coming).prompts
+    with scorer.loaded:
+        scorer.load()
+        learnt, measured = prompts[: case.learnt], prompts[case.learnt :]
         measured = measured[: rows or len(measured)]
         log(f"{len(learnt):,} rows are read in full, to learn")
-        shown = read_in_full(equipment, learnt)
-        calibrations = {most: calibrate(equipment, shown, most) for most in case.max_flips}
+        shown = read_in_full(scorer, learnt)
+        calibrations = {most: calibrate(scorer, shown, most) for most in case.max_flips}
         policies = {most: found.policy for most, found in calibrations.items() if found.policy is not None}
-        methods = {most: EarlyExit(equipment, policy, len(learnt)) for most, policy in policies.items()}
-        full, runs, seconds = timed(Hybrid("hybrid", equipment), methods, measured, rounds)
+        methods = {most: Treatment(EarlyExits(own.inside)) for most, own in policies.items()}
+        full, runs, seconds = timed(scorer, methods, measured, rounds)
+        plan = plan_questions([Question(prompt) for prompt in measured], scorer.pool.limits)
     return {
         "text": case.text,
         "learnt": len(learnt),
         "rows": len(measured),
         "tokens": sum(len(prompt.tokens) for prompt in measured),
-        "computed_tokens": equipment.plan([Question(prompt) for prompt in measured]).computed_tokens,
-        "layers": equipment.config.get_text_config().num_hidden_layers,
+        "computed_tokens": plan.computed_tokens,
+        "layers": depth_of(scorer),
         "seconds": {"full": seconds[None]} | {str(most): seconds[most] for most in methods},
         "exits": {
             str(most): {"reason": found.reason}
             if most not in methods
-            else outcome(methods[most], found, full, runs[most], seconds[None], seconds[most])
+            else outcome(scorer, found, full, runs[most], seconds[None], seconds[most])
             for most, found in calibrations.items()
         },
     }
 
 
-def read_in_full(equipment: Equipment, prompts: list[Prompt]) -> CalibrationRows:
+def depth_of(scorer: Scorer) -> int:
+    """The number of layers of the model."""
+    depth: int = scorer.opened.files.config.get_text_config().num_hidden_layers
+    return depth
+
+
+def read_in_full(scorer: Scorer, prompts: list[Prompt]) -> CalibrationRows:
     """The rows that exits are learnt on."""
-    layers = observed_layers(equipment.config.get_text_config().num_hidden_layers)
-    questions = [Question(prompt) for prompt in prompts]
-    answers = equipment.answers(questions, Treatment(EarlyExits(observed=layers)))
-    return calibration_rows(questions, answers, layers, len(equipment.labels.names))
+    layers, questions = observed_layers(depth_of(scorer)), [Question(prompt) for prompt in prompts]
+    answers = answer_questions(scorer.pool, questions, treatment=Treatment(EarlyExits(observed=layers)))
+    return calibration_rows(questions, answers, layers, len(scorer.labels.names))
 
 
-def calibrate(equipment: Equipment, rows: CalibrationRows, max_flips: float) -> ExitCalibration:
+def calibrate(scorer: Scorer, rows: CalibrationRows, max_flips: float) -> ExitCalibration:
     """The exits that these rows prove."""
     begun = time.process_time()
     found = calibrate_exits(
         rows,
-        layers=equipment.config.get_text_config().num_hidden_layers,
+        layers=depth_of(scorer),
         max_flips=max_flips,
-        labels=equipment.labels.names,
-        costs=exit_costs(equipment.config),
+        labels=scorer.labels.names,
+        costs=exit_costs(scorer.opened.files.config),
     )
     log(f"--max-flips {max_flips:g}: {found.reason or 'exits after layers ' + _layers(found)}")
     log(f"learnt in {time.process_time() - begun:.1f} s")
@@ -121,52 +124,66 @@ def calibrate(equipment: Equipment, rows: CalibrationRows, max_flips: float) -> 
 
 
 def timed(
-    whole: Hybrid, methods: dict[float, EarlyExit], prompts: list[Prompt], rounds: int
-) -> tuple[MethodRun, dict[float, MethodRun], dict[float | None, list[float]]]:
-    """The runs, and the processor seconds of each round; None: in full."""
+    scorer: Scorer, methods: dict[float, Treatment], prompts: list[Prompt], rounds: int
+) -> tuple[list[Answer], dict[float, list[Answer]], dict[float | None, list[float]]]:
+    """The answers, and the processor seconds of each round; None: in full."""
     seconds: dict[float | None, list[float]] = {most: [] for most in (None, *methods)}
-    whole.run(prompts[:20])
+    questions = [Question(prompt) for prompt in prompts]
+    answer_questions(scorer.pool, questions[:20])
 
-    def run(most: float | None, method: Callable[[list[Prompt]], MethodRun]) -> MethodRun:
+    def run(most: float | None, treatment: Treatment) -> list[Answer]:
         begun = time.process_time()
-        found = method(prompts)
+        found = answer_questions(scorer.pool, questions, treatment=treatment)
         seconds[most].append(time.process_time() - begun)
         log(f"{'in full' if most is None else f'exits, {most:g}'}: {seconds[most][-1]:.2f} s")
         return found
 
     for _ in range(rounds):
-        full = run(None, whole.run)
-        runs = {most: run(most, method.run) for most, method in methods.items()}
+        full = run(None, PLAIN)
+        runs = {most: run(most, method) for most, method in methods.items()}
     return full, runs, seconds
 
 
 def outcome(
-    method: EarlyExit,
+    scorer: Scorer,
     found: ExitCalibration,
-    full: MethodRun,
-    run: MethodRun,
+    full: list[Answer],
+    run: list[Answer],
     whole: list[float],
     own: list[float],
 ) -> dict[str, Any]:
     """What exits with one bound gave."""
-    result = method.exits(run, full.logprobs)
+    computed, depth = sum(each.computed_tokens for each in run), depth_of(scorer)
+    saved = sum(each.skipped for each in run) / (computed * in_full(depth))
+    left = Counter("full" if each.exit_layer is None else str(each.exit_layer + 1) for each in run)
     gain = statistics.median(first / second for first, second in zip(whole, own, strict=True))
-    counted = 1 / (1 - result.layers_saved)
+    truth, said = likeliest(full), likeliest(run)
+    flips = []
+    for number, label in enumerate(scorer.labels.names):
+        rows, flipped = int((truth == number).sum()), int((said[truth == number] != number).sum())
+        interval = exact_interval(flipped, rows) if rows else None
+        flips.append({"label": label, "rows": rows, "flips": flipped, "interval": interval})
     return {
         "gain": gain,
-        "gain_by_layers": counted,
+        "gain_by_layers": 1 / (1 - saved),
         "gain_expected": found.findings.gain,
-        "measured_over_predicted": gain / counted,
-        "left": result.left,
-        "layers_saved": result.layers_saved,
-        "flips": [each.model_dump() for each in result.classes],
-        "flip_rate": float(np.mean(full.logprobs.argmax(1) != run.logprobs.argmax(1))),
+        "measured_over_predicted": gain * (1 - saved),
+        "left": dict(sorted(left.items(), key=lambda each: (each[0] == "full", each[0].zfill(4)))),
+        "layers_saved": saved,
+        "flips": flips,
+        "flip_rate": float(np.mean(truth != said)),
         "exits": [
             {"layer": each.layer + 1, "probe": each.probe, "peek": each.peek, "correlation": each.correlation}
             for each in found.findings.exits
         ],
         "judged": [each.model_dump() for each in found.findings.classes],
     }
+
+
+def likeliest(answers: list[Answer]) -> Int64Array:
+    """The number of each row's likeliest label."""
+    found: Int64Array = np.stack([each.logprobs for each in answers]).argmax(axis=1)
+    return found
 
 
 def print_table(found: dict[str, Any]) -> None:

@@ -22,16 +22,14 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.console import log, log_run
+from benchmarks.drift import state_drift
 from benchmarks.family_models import FAMILIES, Family, random_model
 from benchmarks.methods import compressed_walk, compressor_for, layer_walk
 from benchmarks.score_runs import SAMPLES
 from benchmarks.spread import Spread
 from prefillcli.bench.contest import interleaved
-from prefillcli.bench.report import StateDrift
 from prefillcli.core.question import Question
 from prefillcli.data.rows import Prompt
-from prefillcli.reading.compress.contenders import state_drift
-from prefillcli.reading.compress.settings import Compression
 from prefillcli.models.shape import Shape, prefill_flops
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
@@ -39,6 +37,7 @@ from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.profile.children import random_prompt
+from prefillcli.reading.compress.settings import Compression
 from prefillcli.stats.evaluation import exact_interval
 from recipes.evaluate_samples import draw_rows
 
@@ -169,11 +168,7 @@ def main(
     answers = measure_answers(keep, rows) if rows else []
     _print(speeds, answers)
     line = {"tokens": tokens, "keep": keep, "threads": 1, "families": speeds, "hybrid_sample": answers}
-    print(json.dumps(line, default=_plain))
-
-
-def _plain(value: Any) -> Any:
-    return value.model_dump() if isinstance(value, StateDrift) else asdict(value)
+    print(json.dumps(line, default=asdict))
 
 
 def _print(speeds: list[dict[str, Any]], answers: list[dict[str, Any]]) -> None:

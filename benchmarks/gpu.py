@@ -23,10 +23,11 @@ import typer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.console import log, log_run
+from benchmarks.flops import answer_flops
 from prefillcli.bench.contest import interleaved
 from prefillcli.errors import out_of_memory
 from prefillcli.models.law import FREE_SHARE, MemoryLaw, memory_law, pack_limits
-from prefillcli.models.shape import answer_flops, prefill_flops, walk_flops
+from prefillcli.models.shape import prefill_flops, walk_flops
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray

@@ -129,9 +129,9 @@ def _in_child(folder: Path, tokens: int, *, streamed: bool, stretch: float) -> d
 def _confirm(pipe: Connection, folder: Path, tokens: int, streamed: bool, stretch: float) -> None:
     """Walk `stretch` times as many tokens as the law allows in the budget that allows `tokens`."""
     from prefillcli.errors import out_of_memory
-    from prefillcli.models.streamed_layers import load_streamed
     from prefillcli.models.find import read_model_files
     from prefillcli.models.load import load_model
+    from prefillcli.models.streamed_layers import load_streamed
     from prefillcli.plan.pack import Limits
     from prefillcli.plan.plan import make_plan
     from prefillcli.prefill.walk import LayerWalk

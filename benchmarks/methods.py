@@ -10,11 +10,6 @@ from transformers import PreTrainedModel
 from prefillcli.data.prompts.translation import Translator
 from prefillcli.data.rows import Prompt
 from prefillcli.engines.hf import last_logits
-from prefillcli.reading.compress.compressor import Compressor, WorthCompressing
-from prefillcli.reading.compress.draft import Draft
-from prefillcli.reading.compress.load import SpecPrefill
-from prefillcli.reading.compress.settings import Compression
-from prefillcli.reading.compress.selection import Estimator
 from prefillcli.models.law import CHUNK_TOKENS, PACK_TOKENS
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.blocks import CarriedBlock
@@ -23,6 +18,11 @@ from prefillcli.plan.plan import Plan, make_plan, packs_to_run
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION
 from prefillcli.prefill.walk import FASTEST, Arithmetic, LayerWalk
+from prefillcli.reading.compress.compressor import Compressor, WorthCompressing
+from prefillcli.reading.compress.draft import Draft
+from prefillcli.reading.compress.load import SpecPrefill
+from prefillcli.reading.compress.selection import Estimator
+from prefillcli.reading.compress.settings import Compression
 
 
 def plain_loop(model: PreTrainedModel, prompts: Sequence[TokenArray]) -> torch.Tensor:

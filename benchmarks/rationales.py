@@ -27,12 +27,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from benchmarks.console import log
 from benchmarks.models import random_llama
 from benchmarks.spread import Spread
+from benchmarks.writing import GeneratedTexts, TextRun, TextTask, scored_packs
 from prefillcli.decode.behind import KeptForward
 from prefillcli.decode.continuations import Beginning, DecodingReport, Speculation, Writing
 from prefillcli.decode.drafters import JobDrafters
 from prefillcli.decode.lockstep import write_texts
-from prefillcli.followup.contenders import GeneratedTexts, TextRun, scored_packs
-from prefillcli.followup.contest import TextTask
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import TokenArray

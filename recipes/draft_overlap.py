@@ -12,32 +12,28 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from contextlib import closing
 from typing import Any
 
 import numpy as np
 
-from prefillcli.bench.contenders import Equipment
-from prefillcli.bench.material import input_material
 from prefillcli.data.rows import Int64Array
-from prefillcli.reading.compress.contenders import compressor_in
+from prefillcli.jobs.opening import open_inputs
+from prefillcli.jobs.scorer import load_here, make_scorer
+from prefillcli.options.commands import ScoreSettings
+from prefillcli.reading.compress.compress import Compress
 from prefillcli.reading.compress.selection import ends, tails
-from prefillcli.jobs.load import load_walk
-from prefillcli.jobs.opening import Opening
-from prefillcli.options.commands import BenchSettings
 
 
-def open_tokens(settings: BenchSettings) -> tuple[list[Int64Array], list[Int64Array]]:
+def open_tokens(settings: ScoreSettings) -> tuple[list[Int64Array], list[Int64Array]]:
     """For each prompt the tokens that the draft of the settings picks, and those that it may pick from."""
-    opening = Opening(settings)
-    opening.open_source()
-    opening.open_models()
-    opened, labels = opening.opened, opening.labels
-    prompts = input_material(opening.source, opening.builder, labels, None).prompts
-    with closing(load_walk(opened, settings)) as loaded:
-        equipment = Equipment(loaded, labels)
-        compressor = compressor_in(equipment, "specprefill")
-        rates = compressor.keeps(prompts, settings.keep[0])
+    opening = open_inputs(settings)
+    with opening.inputs.windows(opening.inputs.builder.close) as coming:
+        prompts = next(coming).prompts
+    scorer = make_scorer(opening.inputs, opening.parts)
+    with scorer.loaded:
+        load_here(scorer)
+        compressor = Compress(settings).compressor(scorer)
+        rates = compressor.keeps(prompts)
         found = compressor.estimate(prompts, rates, lambda tokens: None)
         requests = compressor.select(prompts, rates, found)
     rules = compressor.settings
@@ -69,11 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--labels", default="positive,negative")
     parser.add_argument("--limit", type=int, default=24)
     args = parser.parse_args(arguments)
-    given: dict[str, Any] = {"inputs": (args.input,), "model": args.model, "keep": (args.keep,), "chat": False}
-    given |= {"labels": args.labels, "limit": args.limit, "method": ("specprefill",)}
+    given: dict[str, Any] = {"inputs": (args.input,), "model": args.model, "keep": args.keep, "chat": False}
+    given |= {"labels": args.labels, "limit": args.limit, "compress_above": 0}
     first: list[Int64Array] = []
     for draft in args.draft:
-        picked, free = open_tokens(BenchSettings.model_validate(given | {"draft": draft}))
+        picked, free = open_tokens(ScoreSettings.model_validate(given | {"draft": draft}))
         first = first or picked
         chance = sum(map(len, picked)) / sum(map(len, free))
         print(f"{draft}: picks {overlap(first, picked):.1%} of what {args.draft[0]} picks; by chance {chance:.1%}")

@@ -14,25 +14,22 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
-from statistics import median
+from contextlib import ExitStack
+from tempfile import TemporaryDirectory
 
-from prefillcli.bench.contenders import Contender, Equipment, MethodRun
-from prefillcli.bench.contest import contenders
-from prefillcli.bench.material import Material, input_material
-from prefillcli.bench.report import REFERENCE
-from prefillcli.jobs.load import load_walk
-from prefillcli.jobs.opening import Opening
+from prefillcli.bench.contest import compare, load_jobs, open_jobs, open_models
+from prefillcli.bench.material import read_rows
+from prefillcli.bench.methods import REFERENCE
+from prefillcli.bench.report import WorkloadResult
 from prefillcli.options.commands import BenchSettings
 from prefillcli.report.section import percent_interval
-from prefillcli.stats.evaluation import auc, exact_interval, label_probabilities
+from prefillcli.runtime.signals import Stop
 
 HEADER = (
     "method",
     "kept",
     "processor seconds",
     "gain",
-    "by operations",
     "flips",
     "95 % interval",
     "difference",
@@ -40,40 +37,20 @@ HEADER = (
 )
 
 
-def table_lines(material: Material, methods: Sequence[Contender], rounds: int) -> Iterator[str]:
-    """Run the methods, and make a table of what they took and answered."""
-    seconds: dict[str, list[float]] = {each.name: [] for each in methods}
-    runs: dict[str, MethodRun] = {}
-    for turn in range(rounds):
-        for each in methods:
-            begun = time.process_time()
-            runs[each.name] = each.run(material.prompts)
-            seconds[each.name].append(time.process_time() - begun)
-            print(f"round {turn + 1}, {each.name}: {seconds[each.name][-1]:.1f} s", file=sys.stderr)
-    shares = {name: label_probabilities(run.logprobs, 1.0) for name, run in runs.items()}
-    full, costs = shares[REFERENCE], {each.name: each.cost(runs[each.name]).flops for each in methods}
-    known = [number for number, truth in enumerate(material.truths) if truth is not None]
-    truths = [bool(material.truths[number]) for number in known]
+def table_lines(result: WorkloadResult) -> Iterator[str]:
+    """What the methods took and answered, as a table in Markdown."""
     yield "| " + " | ".join(HEADER) + " |"
     yield "| " + " | ".join("---" for _ in HEADER) + " |"
-    for name, run in runs.items():
-        own, rows = shares[name], len(run.questions)
-        gains = [first / second for first, second in zip(seconds[REFERENCE], seconds[name], strict=True)]
-        least, most = costs[REFERENCE], costs[name]
-        flips = int((own.argmax(axis=1) != full.argmax(axis=1)).sum())
-        kept = sum(len(each.tokens) for each in run.questions) / sum(len(each.prompt.tokens) for each in run.questions)
-        cells = [
-            name,
-            f"{kept:.1%}",
-            f"{median(seconds[name]):.1f}",
-            f"{median(gains):.2f} ({min(gains):.2f}-{max(gains):.2f})",
-            "" if least is None or most is None else f"{least / most:.2f}",
-            "" if name == REFERENCE else f"{flips} of {rows} ({flips / rows:.1%})",
-            "" if name == REFERENCE else percent_interval(exact_interval(flips, rows)),
-            "" if name == REFERENCE else f"{abs(own[:, 0] - full[:, 0]).mean():.3f}",
-            "" if (found := auc([own[number, 0] for number in known], truths)) is None else f"{found:.3f}",
-        ]
-        yield "| " + " | ".join(cells) + " |"
+    for each in result.methods:
+        audit, gain = each.answers.audit, each.speedup
+        cells = ["", "", ""]
+        if audit is not None and audit.interval is not None:
+            cells[0] = f"{audit.flips} of {audit.rows} ({audit.flip_rate:.1%})"
+            cells[1:] = [percent_interval(audit.interval), f"{audit.mean_difference:.3f}"]
+        gained = f"{gain.median:.2f} ({gain.low:.2f}-{gain.high:.2f})"
+        auc = "" if each.answers.auc is None else f"{each.answers.auc:.3f}"
+        row = [each.method, f"{each.kept:.1%}", f"{each.seconds.median:.1f}", gained, *cells, auc]
+        yield "| " + " | ".join(row) + " |"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,16 +68,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds, rows = given.pop("rounds"), given.pop("rows")
     lists = {"method": tuple(given["method"].split(",")), "keep": tuple(map(float, given["keep"].split(",")))}
     settings = BenchSettings.model_validate({**given, **lists, "inputs": (rows,), "threads": 1, "chat": False})
-    opening = Opening(settings, [settings.truth])
-    opening.open_source()
-    opening.open_models()
-    opened, labels = opening.opened, opening.labels
-    with closing(opening.builder) as builder:
-        material = input_material(opening.source, builder, labels, settings.truth, None)
-    with closing(load_walk(opened, settings)) as loaded:
-        equipment = Equipment(loaded, labels)
-        methods = contenders(settings.method, equipment, material)
-        print("\n".join(table_lines(material, methods, rounds)))
+    result = WorkloadResult(made=False)
+    with Stop() as stop, TemporaryDirectory() as folder, ExitStack() as loaded:
+        models = open_models(settings)
+        jobs = open_jobs(settings, models, stop, folder)
+        reference = next(job for job in jobs if job.method == REFERENCE)
+        window, truths = read_rows(reference.inputs, settings, result)
+        for each in models.values():
+            loaded.callback(each.close)
+        jobs = load_jobs(jobs, settings.method, 0, result.notes)
+        log = lambda step: print(step, file=sys.stderr)  # noqa: E731
+        compare(jobs, window, result, truths, rounds=rounds, begin=log, clock=time.process_time)
+    print("\n".join([*table_lines(result), *result.notes]))
     return 0
 
 

@@ -68,12 +68,12 @@ def read_lessons(report: Path) -> tuple[Opening, list[Lesson]]:
     opening = Opening(settings)
     opening.open_source()
     opening.open_models()
-    scored = pq.read_table(settings.output, columns=[f"logprob_{name}" for name in opening.labels.names])
+    scored = pq.read_table(settings.output, columns=[f"logprob_{name}" for name in opening.inputs.labels.names])
     answers = np.column_stack([column.to_numpy(zero_copy_only=False) for column in scored.columns]).astype(np.float32)
     answers -= answers.mean(axis=1, keepdims=True)
     found: list[Lesson] = []
     at = 0  # the output has a row for each of the input, in its order
-    with opening.windows() as windows:
+    with opening.inputs.windows() as windows:
         for window in windows:
             place = {int(row): at + number for number, row in enumerate(window.rows)}
             at += len(window.rows)
@@ -84,7 +84,7 @@ def read_lessons(report: Path) -> tuple[Opening, list[Lesson]]:
                     raise ValueError("two labels begin with the same token: train with labels that differ in it")
                 if answer.isfinite().all():
                     found.append(Lesson(torch.from_numpy(prompt.tokens).long(), torch.tensor(heads), answer))
-    opening.builder.close()
+    opening.inputs.builder.close()
     if not found:
         raise ValueError(f"{settings.output}: no row has the label log-probabilities of a full read")
     return opening, found
@@ -163,7 +163,7 @@ def make_first(report: Path, output: Path, course: Course) -> float:
     train(model, taught, course)
     found = measure(model, held, course) if held else float("nan")
     model.to(torch.bfloat16).save_pretrained(output)
-    opening.opened.tokenizer.save_pretrained(output)
+    opening.inputs.opened.tokenizer.save_pretrained(output)
     return found
 
 

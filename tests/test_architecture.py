@@ -13,13 +13,13 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import pytest
 import typer
+from prefillcli.scoring import identity
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
 from prefillcli import cli
 from prefillcli.command_line import is_long
 from prefillcli.core import asking, roles
-from prefillcli.scoring import identity
 from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.option import Change, details_of
 

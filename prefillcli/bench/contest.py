@@ -1,38 +1,42 @@
-"""Times and memory of methods, measured so that they can be compared on a shared machine."""
+"""Methods of `prefill bench` as jobs: the same window of rows through each, with times and memory that can be compared
+on a shared machine."""
 
 from __future__ import annotations
 
 import gc
 import math
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 
-from prefillcli.bench.contenders import (
-    SHARE,
-    Alone,
-    Contender,
-    Equipment,
-    Hybrid,
-    MethodRun,
-    Plain,
-    start_vllm,
-)
-from prefillcli.bench.material import Material
-from prefillcli.bench.report import REFERENCE, Answers, MethodResult, Predicted, Range, WorkloadResult
-from prefillcli.core.feature import features
-from prefillcli.data.rows import FALLBACK, Float64Array, is_fallback
-from prefillcli.errors import PrefillError
-from prefillcli.jobs.load import load_walk
+from prefillcli.bench.methods import METHODS, REFERENCE, method_names, score_settings
+from prefillcli.bench.report import Answers, ClassFlips, ExitResult, MethodResult, Range, WorkloadResult
+from prefillcli.core.inputs import Inputs
+from prefillcli.core.run import Run
+from prefillcli.core.scorer import Granularity, Scorer
+from prefillcli.data.output.store import LocalStore
+from prefillcli.data.rows import FALLBACK, Float64Array, ScoredRow, Window, is_fallback
+from prefillcli.errors import PrefillError, ResourceError, UsageError
+from prefillcli.jobs.loop import Finished
 from prefillcli.jobs.opening import Opening
+from prefillcli.jobs.scorer import load_here, make_scorer, score
+from prefillcli.library.table_scoring import ReceivedRows
+from prefillcli.options.commands import BenchSettings, ScoreSettings
+from prefillcli.plan.pack import in_full
+from prefillcli.report.run import RunReport, Tokens
+from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.memory import process_memory, reserved_at_peak, reset_peak_memory, trim_heap
+from prefillcli.runtime.signals import Stop
 from prefillcli.stats.evaluation import auc, audit_of, exact_interval, label_probabilities
 
 T = TypeVar("T")
@@ -91,205 +95,403 @@ def with_peak(step: Callable[[], T], device: torch.device | None = None) -> tupl
     return result, max(0, process_memory("VmHWM") - before)
 
 
-_STEADY = 1.5  # longest round of a method over its shortest: above this, the machine was busy
-_MEASURABLE = 0.5  # seconds; shorter rounds always differ
-
-#: Called before each run of a method over all rows, with a description.
-Begin = Callable[[str], None]
+# The jobs, and the models that they share.
 
 
-def load_equipment(opening: Opening, names: Collection[str]) -> Equipment:
-    """Load the models for methods with these names. The caller closes `loaded`. Raises as `load_models`."""
-    share = SHARE if "vllm" in names else 1.0
-    return Equipment(load_walk(opening.opened, opening.settings, share=share), opening.labels)
+class MethodRun(ReceivedRows):
+    """The rows that a method has answered, in memory."""
+
+    listens = False
+
+    def __init__(self) -> None:
+        self.rows: dict[int, ScoredRow] = {}
+        self.errors: dict[int, str] = {}  # by row, its code
+        self.tokens = Tokens()
+
+    def begin(self, window: Window, done: set[int]) -> None: ...
+
+    def take(self, window: Window, finished: Finished) -> None:
+        self.rows |= {each.row: each for each in finished.rows}
+        self.errors |= {row: str(error.code) for row, error in finished.errors.items()}
+        self.tokens.add(finished.tokens)
+
+    def end(self, window: Window) -> None: ...
+
+    def step(self, *progress: Any) -> None: ...
+
+    def logprobs(self, window: Window, labels: int) -> Float64Array:
+        """Label log-probabilities [prompts, labels] of a window; NaN for a row without an answer."""
+        unknown = np.full(labels, np.nan)
+        return np.stack([self.rows[p.row].logprobs if p.row in self.rows else unknown for p in window.prompts])
 
 
-def contenders(names: Sequence[str], equipment: Equipment, material: Material) -> list[Contender]:
-    """The methods by name, the reference among them."""
-    found: list[Contender] = []
-    if "hf" in names:
-        found.append(Plain("hf", equipment))
-    if "full" in names:
-        found.append(Alone("full", equipment))
-    found.append(Hybrid(REFERENCE, equipment))
-    for feature in features():
-        found += feature.contenders(names, equipment, material)
-    if "vllm" in names:
-        found.append(start_vllm(equipment, material.longest, material.notes))
+class Models:
+    """The models for the methods with these settings. The threads stay as many as they are, for all methods."""
+
+    def __init__(self, settings: ScoreSettings) -> None:
+        self.opening = Opening(settings)
+        self.opening.open_models()
+        self.scorer: Scorer | None = None
+        """Has the models, once they are loaded."""
+
+    @property
+    def inputs(self) -> Inputs:
+        """The opened models, without rows."""
+        return self.opening.inputs
+
+    def load_beside(self, others: int, longest: int, notes: list[str]) -> Scorer:
+        """Load them where so many `others` are loaded too, for prompts of up to `longest` tokens. A note says how vLLM
+        runs. Raises as `load_here`."""
+        inputs, share = self.inputs, 1 / (1 + others)
+        begun, where, name = time.perf_counter(), "on the same device", "vllm"
+        if inputs.settings.engine == "vllm":
+            if inputs.opened.device.type == "cpu":  # as many threads as the layer walk has, on cores of this process
+                cores = sorted(os.sched_getaffinity(0))[: torch.get_num_threads()]
+                cores_text = os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+                where, name = f"on cores {cores_text}", "vllm-cpu"
+            else:
+                free, total = torch.cuda.mem_get_info(inputs.opened.device)
+                room = {"gpu_memory_utilization": round(share * free / total, 3)}
+                inputs.settings = inputs.settings.model_copy(update={"engine_options": room})
+            inputs.opened = replace(inputs.opened, max_length=longest)
+        inputs.opened = replace(inputs.opened, threads=None)
+        self.scorer = make_scorer(inputs, self.opening.parts)
+        load_here(self.scorer, share=share)
+        if inputs.settings.engine == "vllm":
+            notes.append(
+                f"vllm: {name} {version(name)} {where}, with its own copy of the model; it took "
+                f"{time.perf_counter() - begun:.0f} s to start, which is not timed, and every run begins with an empty "
+                "prefix cache"
+            )
+        return self.scorer
+
+    def close(self) -> None:
+        """Free the models."""
+        if self.scorer is not None:
+            self.scorer.loaded.close()
+
+
+class MethodJob:
+    """A method as a job of `prefill score`, which writes nothing. `keep` is its rate; None if it drops no tokens."""
+
+    def __init__(
+        self, settings: BenchSettings, method: str, keep: float | None, stop: Stop, folder: str, models: Models
+    ) -> None:
+        self.method, self.keep, self.models = method, keep, models
+        self.name = method if keep is None else f"{method}@{keep:g}"
+        self.settings = score_settings(settings, method, keep)
+        self.opening = Opening(self.settings, (self.settings.id_column, *self.settings.keep_columns))
+        # What is learnt of exits stays here, so it needs no fingerprint to be known by.
+        report = RunReport.new(fingerprint={"model": "", "labels": ""})
+        self._run = Run(self.settings, report, "", Clock(), stop)
+        self._run.sink = cast("Any", SimpleNamespace(plan={}, work=LocalStore(f"{folder}/{self.name}")))
+        self._run.reopen = self._reopened
+
+    @property
+    def inputs(self) -> Inputs:
+        """Its rows, with the models that need not be loaded."""
+        return self.opening.inputs
+
+    def open(self) -> None:
+        """Open the rows, to be scored by its models. Raises UsageError."""
+        self.opening.open_source()
+        self.opening.use_models(self.models.inputs.opened, self.models.inputs.labels)
+
+    def _reopened(self, settings: ScoreSettings) -> Inputs:
+        again = Opening(settings)
+        again.open_source()
+        again.use_models(self.inputs.opened, self.inputs.labels)
+        return again.inputs
+
+    def use(self, loaded: Scorer) -> None:
+        """Score with these models, and let the method learn from them."""
+        self.inputs.opened = loaded.inputs.opened
+        self._run.scorer = scorer = make_scorer(self.inputs, self.opening.parts, Granularity(block_tokens=0))
+        scorer.plans = self._run.sink
+        scorer.use_models_of(loaded)
+        if self.opening.parts.exits is not None:
+            self.opening.parts.exits.learn(self._run)
+
+    @property
+    def known_rows(self) -> set[int]:
+        """Numbers of the rows that were read in full to learn from them."""
+        exits = self.opening.parts.exits
+        return set() if exits is None else set(exits.known)
+
+    def learnt(self, name: str) -> Any:
+        """A finding about its exits; None where rows do not leave."""
+        return self._run.sink.plan.get("exits", {}).get("use", {}).get(name)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it computes in other processes: the memory of this one does not show its use."""
+        return self.settings.engine == "vllm"
+
+    def answer(self, window: Window) -> MethodRun:
+        """Score the rows of a window. This call is timed."""
+        run, windows = MethodRun(), [window]
+        if METHODS[self.method].apart:
+            windows = [replace(window.only([own]), index=number) for number, own in enumerate(window.prompts)]
+        if self.elsewhere:
+            cast("Any", self._run.scorer.engine).forget()
+        score(self._run.scorer, self.opening.parts, iter(windows), run)
+        return run
+
+
+def open_models(settings: BenchSettings) -> dict[str, Models]:
+    """The opened models of each method: the same for all that the same weights answer. Nothing is loaded."""
+    wanted = {name: score_settings(settings, name) for name in method_names(settings)}
+    opened, found = dict[Any, Models](), dict[str, Models]()
+    for name in sorted(wanted, key=lambda name: not _has_small(wanted[name])):  # the others may do without these
+        own = wanted[name]
+        key = own.engine, own.chain
+        if own.engine == "torch" and not _has_small(own):
+            key = next((each for each in opened if each[0] == "torch"), key)
+        if key not in opened:
+            if opened and own.model is None:  # which the first ones have told
+                own = own.model_copy(update={"model": str(next(iter(opened.values())).inputs.opened.files.path)})
+            opened[key] = Models(own)
+        found[name] = opened[key]
     return found
 
 
+def _has_small(settings: ScoreSettings) -> bool:
+    return settings.uses_draft or bool(settings.chain)
+
+
+def open_jobs(settings: BenchSettings, models: Mapping[str, Models], stop: Stop, folder: str) -> list[MethodJob]:
+    """The methods, once for each keep rate, with their rows open. Raises UsageError."""
+    jobs = [
+        MethodJob(settings, name, keep, stop, folder, models[name])
+        for name in method_names(settings)
+        for keep in (dict.fromkeys(settings.keep) if "keep" in METHODS[name].takes else (None,))
+    ]
+    for job in jobs:
+        job.open()
+    return jobs
+
+
 @contextmanager
-def left_out_without_memory(name: str, reference: str, notes: list[str]) -> Iterator[None]:
-    """A method that runs out of memory within this context is left out, with a note; the reference must not."""
+def left_out(job: MethodJob, named: Sequence[str], notes: list[str]) -> Iterator[None]:
+    """A method that runs out of memory, or cannot run here and was not named, is left out with a note; the reference
+    must not."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError):
-        if name == reference:
+    except (torch.OutOfMemoryError, MemoryError, ResourceError, UsageError) as error:
+        if job.method == REFERENCE or (isinstance(error, UsageError) and job.method in named):
             raise
-        notes.append(f"{name} is left out: it runs out of memory on these prompts")
+        why = str(error).partition("\n")[0] if isinstance(error, PrefillError) else "it runs out of memory"
+        notes.append(f"{job.name} is left out: {why}")
 
 
-def timed_rounds(
-    runs: Mapping[str, Callable[[], object]], rounds: int, within: float, notes: list[str]
-) -> dict[str, list[float]]:
-    """Seconds of each method in each round, from `interleaved`; empty without rounds. Notes name missing methods."""
+def load_jobs(jobs: Sequence[MethodJob], named: Sequence[str], longest: int, notes: list[str]) -> list[MethodJob]:
+    """Load the models of the methods, and let them learn. The caller closes the models. Those that cannot run are left
+    out with a note."""
+    able: list[MethodJob] = []
+    sets = len({id(job.models) for job in jobs})
+    for job in sorted(jobs, key=lambda job: job.method != REFERENCE):
+        with left_out(job, named, notes):
+            if job.settings.engine == "torch":
+                job.settings.check()
+            job.use(job.models.scorer or job.models.load_beside(sets - 1, longest, notes))
+            if (reason := job.learnt("reason")) is not None:
+                raise ResourceError(f"{reason}; --exit-rows and --max-flips decide")
+            able.append(job)
+    return [job for job in jobs if job in able]
+
+
+def without_learnt(jobs: Sequence[MethodJob], window: Window, notes: list[str]) -> Window:
+    """The window without the rows that a method has read in full to learn from."""
+    known = {row for job in jobs for row in job.known_rows}
+    if not known:
+        return window
+    learnt = " and ".join(job.name for job in jobs if job.known_rows)
+    notes.append(f"{learnt}: learnt on {len(known):,} rows, drawn at random, which are not among those compared")
+    return window.only([prompt for prompt in window.prompts if prompt.row not in known])
+
+
+# The comparison.
+
+
+_STEADY = 1.5  # longest round of a method over its shortest: above this, the machine was busy
+_MEASURABLE = 0.5  # seconds; shorter rounds always differ
+
+
+def compare(
+    jobs: Sequence[MethodJob],
+    window: Window,
+    result: WorkloadResult,
+    truths: Mapping[int, bool | None],
+    *,
+    rounds: int,
+    named: Sequence[str] = (),
+    begin: Callable[[str], None] = lambda step: None,
+    within: float = math.inf,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Run every method once for its answers and memory, then `rounds` times in turn for its time; 0: the first run's
+    time counts. `result` gets what that shows.
+
+    `truths` tells whether the first label is right, by row. `within` and `clock` as in `interleaved`. A method that
+    runs out of memory is left out with a note. Raises PrefillError if the reference gives no scores.
+    """
+    notes = result.notes
+    window, first = _first_runs(jobs, window, result, named, begin, clock)
+
+    def timed(job: MethodJob) -> None:
+        begin(f"{result.workload}: {job.name}, for its time")
+        job.answer(window)
+
+    turns = {own.job.name: partial(timed, own.job) for own in first}
+    seconds = interleaved(turns, rounds, warm_up=False, within=within, clock=clock)
+    result.rounds = len(seconds[REFERENCE])
     if not rounds:
         notes.append("times are those of one run each, the first")
-        return {}
-    seconds = interleaved(runs, rounds, warm_up=False, within=within)
-    done = min(map(len, seconds.values()))
-    if done < rounds:
-        notes.append(f"{done} of {rounds} timed rounds: more would take long here; --rounds {rounds} makes all")
-    return seconds
+        seconds = {own.job.name: [own.seconds] for own in first}
+    elif result.rounds < rounds:
+        more = f"more would take long here; --rounds {rounds} makes all"
+        notes.append(f"{result.rounds} of {rounds} timed rounds: {more}")
+    _take(result, first, window, truths, seconds)
+    unsteady = max((max(own) / min(own) for own in seconds.values() if min(own) > _MEASURABLE), default=1.0)
+    if unsteady > _STEADY:
+        notes.append(
+            f"the machine was busy: a method took up to {unsteady:.1f} times as long in one round as in another, so "
+            "the speeds mean little"
+        )
 
 
-@dataclass(slots=True)
-class _Entry:
-    """A contender with the results of its first run."""
+class FirstRun(NamedTuple):
+    """The answers of a method, with the memory and the seconds that they took. `peak` is None where it is unknown."""
 
-    contender: Contender
+    job: MethodJob
     run: MethodRun
     peak: int | None
     seconds: float
 
 
-def compare(
-    material: Material,
-    methods: Sequence[Contender],
-    equipment: Equipment,
-    *,
-    rounds: int,
-    temperature: float,
-    begin: Begin = lambda step: None,
-    within: float = math.inf,
-) -> WorkloadResult:
-    """Run every method once for its answers and memory, then `rounds` times in turn for its time; 0: the first run's
-    time counts.
-
-    `within` is as in `interleaved`. A method that runs out of the device's memory is left out with a note. Raises
-    PrefillError if the reference gives scores that are not numbers.
-    """
-    entries = _first_runs(material, methods, equipment, begin)
-
-    def timed(method: Contender) -> MethodRun:
-        begin(f"{material.name}: {method.name}, for its time")
-        return method.run(material.prompts)
-
-    runs = {entry.contender.name: partial(timed, entry.contender) for entry in entries}
-    seconds = timed_rounds(runs, rounds, within, material.notes)
-    seconds = seconds or {entry.contender.name: [entry.seconds] for entry in entries}
-    reference = next(entry for entry in entries if entry.contender.name == REFERENCE)
-    full = label_probabilities(reference.run.logprobs, temperature)
-    if not np.isfinite(full).all():
-        raise PrefillError(f"{material.name}: the model gives scores that are not numbers; try --dtype float32")
-    cost = reference.contender.cost(reference.run)
-    result = WorkloadResult(
-        workload=material.name,
-        made=material.made,
-        rows=len(material.prompts),
-        truth_rows=sum(truth is not None for truth in material.truths),
-        prompt_tokens=sum(len(prompt.tokens) for prompt in material.prompts),
-        unique_tokens=equipment.plan(reference.run.questions).unique_tokens,
-        rounds=len(seconds[REFERENCE]) if rounds else 0,
-        notes=material.notes,
-    )
-    for entry in entries:
-        own = None if entry is reference else full
-        answers = _answers(entry, own, material.truths, temperature, result.notes)
-        result.methods.append(_measured(entry, seconds, cost.flops, result, answers))
-        result.methods[-1].exits = entry.contender.exits(entry.run, reference.run.logprobs)
-        result.methods[-1].drift = entry.contender.drift(entry.run)
-        if entry is reference and answers.accuracy_interval is not None:
-            result.reference_able = answers.accuracy_interval[0] > 0.5
-    unsteady = max((max(own) / min(own) for own in seconds.values() if min(own) > _MEASURABLE), default=1.0)
-    if unsteady > _STEADY:
-        result.notes.append(
-            f"the machine was busy: a method took up to {unsteady:.1f} times as long in one round as in another, so "
-            "the speeds mean little"
-        )
-    if cost.unknown is not None:
-        result.notes.append(f"no speedup is predicted from operations: {cost.unknown}")
-    return result
+def _first_runs(
+    jobs: Sequence[MethodJob],
+    window: Window,
+    result: WorkloadResult,
+    named: Sequence[str],
+    begin: Callable[[str], None],
+    clock: Callable[[], float],
+) -> tuple[Window, list[FirstRun]]:
+    # The rows of the window that the reference can answer, and the answers of each method.
+    found: dict[str, FirstRun] = {}
+    for job in sorted(jobs, key=lambda job: job.method != REFERENCE):
+        begin(f"{result.workload}: {job.name}, for its answers")
+        with left_out(job, named, result.notes):
+            if job.method not in {own.job.method for own in found.values()}:
+                job.answer(window.only(window.prompts[:1]))  # so that one-time set-up does not count
+            begun = clock()
+            run, peak = with_peak(partial(job.answer, window), job.inputs.opened.device)
+            found[job.name] = FirstRun(job, run, None if job.elsewhere else peak, clock() - begun)
+        if job.method == REFERENCE:
+            window = _answered(found[REFERENCE].run, window, result)
+    return window, [found[job.name] for job in jobs if job.name in found]
 
 
-def _first_runs(material: Material, methods: Sequence[Contender], equipment: Equipment, begin: Begin) -> list[_Entry]:
-    # Each method's answers and memory. A picker's findings serve all its keep rates.
-    entries: list[_Entry] = []
-    peaks: dict[str, int] = {}  # of each picker, at the first of its rates
-    for method in methods:
-        begin(f"{material.name}: {method.name}, for its answers")
-        with left_out_without_memory(method.name, REFERENCE, material.notes):
-            kind = method.name.partition("@")[0]
-            if kind not in {entry.contender.name.partition("@")[0] for entry in entries}:
-                method.run(material.prompts[:1])  # so that one-time set-up does not count
-            begun = time.perf_counter()
-            run, peak = with_peak(partial(method.first_run, material.prompts), equipment.device)
-            taken = time.perf_counter() - begun + run.reused_seconds
-            if method.elsewhere:
-                peak = None
-            if peak is not None:
-                peak = max(peak, peaks.setdefault(kind, peak))
-            entries.append(_Entry(method, run, peak, taken))
-    return entries
+def _take(
+    result: WorkloadResult,
+    first: Sequence[FirstRun],
+    window: Window,
+    truths: Mapping[int, bool | None],
+    seconds: Mapping[str, Sequence[float]],
+) -> None:
+    # What the first runs and the seconds of all rounds show.
+    reference = next(own.run for own in first if own.job.name == REFERENCE)
+    result.rows, result.prompt_tokens = len(window.prompts), sum(len(own.tokens) for own in window.prompts)
+    result.truth_rows = sum(truths.get(own.row) is not None for own in window.prompts)
+    result.unique_tokens = reference.tokens.unique
+    for job, run, peak, _ in first:
+        ratios = [whole / own for whole, own in zip(seconds[REFERENCE], seconds[job.name], strict=True)]
+        found = _measured(job, run, result, Range.of(seconds[job.name]), Range.of(ratios))
+        found.peak_bytes = peak
+        _compare_answers(job, run, window, found, None if run is reference else reference, truths, result.notes)
+        if run is reference and found.answers.accuracy_interval is not None:
+            result.reference_able = found.answers.accuracy_interval[0] > 0.5
+        result.methods.append(found)
 
 
-def _measured(
-    entry: _Entry,
-    seconds: dict[str, list[float]],
-    reference_flops: float | None,
-    workload: WorkloadResult,
-    answers: Answers,
-) -> MethodResult:
-    name, run = entry.contender.name, entry.run
-    own, cost = seconds[name], entry.contender.cost(run)
-    speedup = Range.of([first / second for first, second in zip(seconds[REFERENCE], own, strict=True)])
-    own_seconds = Range.of(own)
-    promised = None if cost.flops is None or reference_flops is None else reference_flops / cost.flops
-    if cost.unknown is not None and reference_flops is not None:
-        workload.notes.append(f"{name}: no speedup is predicted from operations: {cost.unknown}")
-    ratio, table5 = entry.contender.predictions(run) or (None, None)
-    fallbacks = Counter(each.method.removeprefix(FALLBACK) for each in run.questions if is_fallback(each.method))
+def _answered(run: MethodRun, window: Window, result: WorkloadResult) -> Window:
+    # The rows of the window that the reference has answered.
+    answered, name, notes = [own for own in window.prompts if own.row in run.rows], result.workload, result.notes
+    if run.errors:
+        codes = ", ".join(f"{code} {count:,}" for code, count in sorted(Counter(run.errors.values()).items()))
+        notes.append(f"left out: {len(run.errors):,} rows that the reference cannot answer ({codes}); see --memory")
+    if not answered:
+        raise PrefillError(f"{name}: {notes[-1]}, so nothing is left to compare; raise --memory")
+    if not all(np.isfinite(run.rows[own.row].logprobs).all() for own in answered):
+        raise PrefillError(f"{name}: the model gives scores that are not numbers; try --dtype float32")
+    return window if len(answered) == len(window.prompts) else window.only(answered)
+
+
+def _measured(job: MethodJob, run: MethodRun, result: WorkloadResult, seconds: Range, speedup: Range) -> MethodResult:
+    methods = [own.method for own in run.rows.values()]
     return MethodResult(
-        method=name,
-        keep=entry.contender.keep,
-        seconds=own_seconds,
-        rows_per_second=workload.rows / own_seconds.median,
-        tokens_per_second=workload.prompt_tokens / own_seconds.median,
-        target_tokens=cost.target_tokens,
-        draft_tokens=run.draft_tokens,
-        kept=sum(len(each.tokens) for each in run.questions) / workload.prompt_tokens,
-        flops=cost.flops,
-        peak_bytes=entry.peak,
+        method=job.name,
+        keep=job.keep,
+        seconds=seconds,
         speedup=speedup,
-        predicted=Predicted(flops=promised, ratio=ratio, table5=table5),
-        measured_over_predicted=None if promised is None else speedup.median / promised,
-        fallbacks=dict(fallbacks),
-        answers=answers,
+        rows_per_second=result.rows / seconds.median,
+        tokens_per_second=result.prompt_tokens / seconds.median,
+        target_tokens=run.tokens.computed,
+        draft_tokens=run.tokens.draft,
+        kept=run.tokens.kept / max(run.tokens.prompt, 1),
+        fallbacks=dict(Counter(own.removeprefix(FALLBACK) for own in methods if is_fallback(own))),
+        answers=Answers(),
     )
 
 
-def _answers(
-    entry: _Entry, full: Float64Array | None, truths: Sequence[bool | None], temperature: float, notes: list[str]
-) -> Answers:
-    # Compared with the reference's shares `full` [rows, labels] (None: this is the reference) and the truth.
-    shares = label_probabilities(entry.run.logprobs, temperature)
+def _compare_answers(
+    job: MethodJob,
+    run: MethodRun,
+    window: Window,
+    found: MethodResult,
+    reference: MethodRun | None,
+    truths: Mapping[int, bool | None],
+    notes: list[str],
+) -> None:
+    # With the answers of the reference (None: this is the reference) and the truth.
+    labels, temperature = len(job.inputs.labels.names), job.settings.temperature
+    shares = label_probabilities(run.logprobs(window, labels), temperature)
     if not np.isfinite(shares).all():
-        notes.append(f"{entry.contender.name}: scores that are not numbers are not compared")
-        return Answers()
-    found = Answers()
-    scores, best = shares[:, 0].tolist(), shares.argmax(axis=1)
-    if full is not None:
-        pairs = list(zip(scores, full[:, 0].tolist(), truths, strict=True))
-        found.audit = audit_of(pairs, (best != full.argmax(axis=1)).tolist())
+        notes.append(f"{job.name}: scores that are not numbers are not compared")
+        return
+    answers, scores, best = found.answers, shares[:, 0].tolist(), shares.argmax(axis=1)
+    right = [truths.get(own.row) for own in window.prompts]
+    if reference is not None:
+        whole = label_probabilities(reference.logprobs(window, labels), temperature)
+        flipped = best != whole.argmax(axis=1)
+        answers.audit = audit_of(list(zip(scores, whole[:, 0].tolist(), right, strict=True)), flipped.tolist())
+        if job.learnt("max_flips") is not None:
+            found.exits = _exits(job, run, whole.argmax(axis=1), flipped)
     known = [
-        (score, label == 0, truth)
-        for score, label, truth in zip(scores, best, truths, strict=True)
+        (score, bool(says), truth)
+        for score, says, truth in zip(scores, best == 0, right, strict=True)
         if truth is not None
     ]
     if known:
-        right = sum(bool(says) == truth for _, says, truth in known)
-        found.accuracy = right / len(known)
-        found.accuracy_interval = exact_interval(right, len(known))
-        found.auc = auc([score for score, _, _ in known], [truth for _, _, truth in known])
-    return found
+        correct = sum(says == truth for _, says, truth in known)
+        answers.accuracy = correct / len(known)
+        answers.accuracy_interval = exact_interval(correct, len(known))
+        answers.auc = auc([score for score, *_ in known], [truth for *_, truth in known])
+
+
+def _exits(job: MethodJob, run: MethodRun, full: Any, flipped: Any) -> ExitResult:
+    # Where rows left the model, and the flips [prompts] among those of each answer `full` [prompts] of the reference.
+    through = Counter("full" if row.exit_layer is None else str(row.exit_layer) for row in run.rows.values())
+    order = sorted(through, key=lambda name: (name == "full", int(name) if name != "full" else 0))
+    layers = in_full(job.inputs.opened.files.config.get_text_config().num_hidden_layers)
+    counts = [(name, int((full == n).sum()), int(flipped[full == n].sum())) for n, name in enumerate(job.inputs.labels.names)]
+    return ExitResult(
+        max_flips=job.learnt("max_flips"),
+        rows_read=job.learnt("calibration_rows"),
+        left={name: through[name] for name in order},
+        layers_saved=run.tokens.skipped / (run.tokens.computed * layers) if run.tokens.computed else 0.0,
+        classes=[
+            ClassFlips(label=name, rows=rows, flips=flips, interval=exact_interval(flips, rows) if rows else None)
+            for name, rows, flips in counts
+        ],
+    )

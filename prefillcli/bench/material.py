@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from prefillcli.data.filesystems import split_path
-from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, chat_choices
 from prefillcli.data.prompts.encoding import Encoder
-from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import DEFAULT_COLUMN, Prompt, RowBatch, RowError, to_python
-from prefillcli.data.windows import MAX_ROWS, windows
+from prefillcli.data.rows import Window, to_python
+from prefillcli.data.windows import MAX_ROWS
 from prefillcli.errors import PrefillError, UsageError, counted
-from prefillcli.models.open import Opened
 from prefillcli.options.commands import QUICK_ROWS, BenchSettings
+
+if TYPE_CHECKING:
+    from prefillcli.bench.report import WorkloadResult
+    from prefillcli.core.inputs import Inputs
 
 # ruff: noqa: SIM905
 
@@ -278,132 +280,74 @@ def prompt(case: Case, question: CaseQuestion) -> str:
     return case.prefix + question.text
 
 
+# The rows of a comparison: needles in a file, or the first window of the input.
+
+
 _FEWEST = 8  # prompts of a quick look, however long they are
 
 
-@dataclass(slots=True)
-class Material:
-    """Prompts under one name. `truths` says for each whether the first label is right; None if that is not known."""
-
-    name: str
-    made: bool
-    prompts: list[Prompt]
-    truths: list[bool | None]
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return max(len(prompt.tokens) for prompt in self.prompts)
-
-    def set_apart(self, count: int, seed: int) -> list[Prompt]:
-        """Take `count` random prompts out of it."""
-        apart = set(np.random.default_rng(seed).permutation(len(self.prompts))[:count].tolist())
-        taken = [prompt for number, prompt in enumerate(self.prompts) if number in apart]
-        self.truths = [truth for number, truth in enumerate(self.truths) if number not in apart]
-        self.prompts = [prompt for number, prompt in enumerate(self.prompts) if number not in apart]
-        return taken
-
-    def leave_out_longer_than(self, most: int) -> None:
-        """Drop prompts of more than `most` tokens, with a note. Raises PrefillError if none is left."""
-        fits = [len(prompt.tokens) <= most for prompt in self.prompts]
-        if all(fits):
-            return
-        self.notes.append(f"{fits.count(False):,} prompts do not fit the memory budget ({most:,} tokens)")
-        self.truths = [truth for truth, fit in zip(self.truths, fits, strict=True) if fit]
-        self.prompts = [prompt for prompt, fit in zip(self.prompts, fits, strict=True) if fit]
-        if not self.prompts:
-            raise PrefillError(f"{self.name}: {self.notes[-1]}, so nothing is left to compare; raise --memory")
-
-
-def made_material(settings: BenchSettings, opened: Opened, labels: Labels) -> Material:
-    """Needles as `prefill score` would read them: with the chat template, if there is one.
-
-    The questions are of Yes or No: with other labels the truth is not known. Raises UsageError for prompts that are
-    longer than the model takes or too short for the task.
-    """
-    rows, tokens = (
-        max(2, round(settings.rows * settings.scale)),
-        max(64, round((settings.with_defaults().tokens or 0) * settings.scale)),
-    )
-    files = opened.files
+def with_made_rows(settings: BenchSettings, models: Inputs, folder: str) -> BenchSettings:
+    """The settings for needles in a file. Raises UsageError for prompts that are longer than the model takes or too
+    short for the task."""
+    files = models.opened.files
+    tokens = max(64, round((settings.tokens or 0) * settings.scale))
     most = min(settings.max_length or files.max_length, files.max_length)
     if tokens > most:
         raise UsageError(f"--tokens {tokens}: the model takes up to {most}; lower --tokens or --scale")
-    encoder = Encoder(opened.tokenizer)
+    encoder = Encoder(models.opened.tokenizer)
     try:
         prompts, answers = make_needles(
-            rows=rows,
+            rows=max(2, round(settings.rows * settings.scale)),
             tokens=tokens,
             seed=settings.seed,
             count=lambda text: len(encoder.encode([text], special=True)[0]),
         )
     except ValueError as error:
         raise UsageError(f"--tokens: {error}; raise --tokens") from None
-    prompt_settings = PromptSettings(
-        chat=settings.chat,
-        system=settings.system,
-        choices=chat_choices(settings),
-        max_length=most,
-        on_long=settings.on_long,
-        vocab_size=files.config.vocab_size,
-    )
-    builder = PromptBuilder(opened.tokenizer, prompt_settings, (DEFAULT_COLUMN,))
-    numbers = np.arange(len(prompts))
-    batch = RowBatch(0, numbers, {DEFAULT_COLUMN: prompts}, pa.table({}), {}, 0)
-    found, errors = builder.build(batch, labels)
-    return _material("needle", True, found, errors, dict(enumerate(answers)), labels)
+    path = str(Path(folder) / "needle.parquet")
+    column = settings.prompt_column
+    pq.write_table(pa.table({column: prompts, "answer": answers}), path)
+    return settings.model_copy(update={"inputs": (path,), "truth": "answer"})
 
 
-def input_material(
-    source: Source, builder: PromptBuilder, labels: Labels, truth: str | None, most_tokens: int | None = None
-) -> Material:
-    """The first window of an input, whose columns are selected; `truth` is a carried column.
+def read_rows(
+    reference: Inputs, settings: BenchSettings, result: WorkloadResult, most_tokens: int | None = None
+) -> tuple[Window, dict[int, bool | None]]:
+    """The first window of the input, and by row whether the first label is right.
 
-    Only the first prompts are taken, up to `most_tokens` in total, but at least a few.
+    Of the window only the first prompts are taken, up to `most_tokens` in total but at least a few. Raises
+    PrefillError without any.
     """
-    window = next(windows(source, builder, labels, id_column=None), None)
-    name = split_path(source.paths[0].rstrip("/"))[1]
-    if len(source.paths) > 1:
-        name += f" and {len(source.paths) - 1:,} more"
+    source, labels = reference.source, reference.labels
+    if not result.made:
+        more = f" and {len(source.paths) - 1:,} more" if len(source.paths) > 1 else ""
+        result.workload = split_path(source.paths[0].rstrip("/"))[1] + more
+    reference.open_rows()
+    with reference.windows(reference.builder.close) as coming:
+        window = next(coming, None)
     if window is None:
-        raise PrefillError(f"{name}: the input has no rows")
+        raise PrefillError(f"{result.workload}: the input has no rows")
+    if not window.prompts:
+        first = next(iter(window.errors.values()))
+        raise PrefillError(f"{result.workload}: no row can be read; the first: {first.code}: {first.detail}")
     labels.check(window)
-    answers: dict[int, Any] = {}
-    if truth is not None:
-        values = to_python(window.carried.column(truth))
+    if window.errors:
+        counts = Counter(error.code for error in window.errors.values())
+        codes = ", ".join(f"{code} {count:,}" for code, count in sorted(counts.items()))
+        result.notes.append(f"left out: {counted(len(window.errors), 'row')} with an error ({codes})")
+    prompts, rows = window.prompts, len(window.rows)
+    if rows >= MAX_ROWS or rows < (source.selected_rows or 0):
+        result.notes.append(f"the first {rows:,} rows are compared, which are planned together")
+    if most_tokens is not None:
+        lengths = np.cumsum([len(prompt.tokens) for prompt in prompts])
+        prompts = prompts[: max(int(np.searchsorted(lengths, most_tokens, side="right")), _FEWEST)]
+        if len(prompts) < len(window.prompts) or rows >= QUICK_ROWS:
+            text = f"a quick look at the first {len(prompts):,} rows"
+            result.notes.append(f"{text}; --limit or --sample takes others, --full all")
+    truths: dict[int, bool | None] = {}
+    if settings.truth is not None:
+        values = to_python(window.carried.column(settings.truth))
         if source.kind == "jsonl":
             values = [None if value is None else json.loads(value) for value in values]
-        answers = dict(zip(window.rows.tolist(), values, strict=True))
-    material = _material(name, False, window.prompts, window.errors, answers, labels)
-    if len(window.rows) >= MAX_ROWS or len(window.rows) < (source.selected_rows or 0):
-        material.notes.append(f"the first {len(window.rows):,} rows are compared, which are planned together")
-    if most_tokens is not None:
-        lengths = np.cumsum([len(prompt.tokens) for prompt in material.prompts])
-        taken = max(int(np.searchsorted(lengths, most_tokens, side="right")), _FEWEST)
-        if taken < len(lengths) or len(window.rows) >= QUICK_ROWS:
-            material.prompts, material.truths = material.prompts[:taken], material.truths[:taken]
-            text = f"a quick look at the first {len(material.prompts):,} rows"
-            material.notes.append(f"{text}; --limit or --sample takes others, --full all")
-    return material
-
-
-def _material(
-    name: str,
-    made: bool,
-    prompts: Sequence[Prompt],
-    errors: Mapping[int, RowError],
-    answers: Mapping[int, Any],
-    labels: Labels,
-) -> Material:
-    if not prompts:
-        first = next(iter(errors.values()))
-        raise PrefillError(f"{name}: no row can be read; the first: {first.code}: {first.detail}")
-    for prompt in prompts:
-        prompt.keep = prompt.specprefill = None  # all rows have the rates that are compared
-    material = Material(name, made, list(prompts), [labels.is_positive(answers.get(p.row)) for p in prompts])
-    if errors:
-        counts = Counter(error.code for error in errors.values())
-        codes = ", ".join(f"{code} {count:,}" for code, count in sorted(counts.items()))
-        material.notes.append(f"left out: {counted(len(errors), 'row')} with an error ({codes})")
-    return material
+        truths = {row: labels.is_positive(own) for row, own in zip(window.rows.tolist(), values, strict=True)}
+    return window.only(prompts), truths

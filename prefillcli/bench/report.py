@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from prefillcli.core.feature import features
+from prefillcli.bench.methods import METHODS, REFERENCE
 from prefillcli.errors import counted
 from prefillcli.report.run import CommandReport
 from prefillcli.report.section import (
@@ -43,29 +43,6 @@ class Range(BaseModel):
         return f"{self.median:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
 
 
-REFERENCE = "hybrid"  # the method that the others are compared with
-
-UNCOMPRESSED = {
-    "hf": "transformers, one prompt after the other",
-    "full": "the layer walk, each prompt by itself",
-    REFERENCE: "what prefill score does; the others are compared with it",
-}
-# The methods, each with a line for readers of the tables.
-METHODS = {
-    **UNCOMPRESSED,
-    **{name: said for each in features() for name, (said, _) in each.methods.items()},
-    "vllm": "vLLM in a process of its own, with a copy of the model; its prefix cache begins empty",
-}
-
-
-class Predicted(BaseModel):
-    """Speedups over the reference that cost models predict; None if they do not cover the method."""
-
-    flops: float | None = None  # FLOPs of the reference's plan over those of the method's
-    ratio: float | None = None  # 1 / (r + keep) at the mean length, r the draft's share of the FLOPs
-    table5: float | None = None  # exactly table 5 of SpecPrefill, each prompt by itself
-
-
 class Answers(BaseModel):
     """The answers of a method, compared with the reference and the truth."""
 
@@ -88,30 +65,10 @@ class ExitResult(BaseModel):
     """The layers where rows left the model."""
 
     max_flips: float
-    rows_read: int  # other rows, from which the exits were learnt
-    left: dict[str, int]  # rows by the layers they went through, none by those that --first decided, then "full"
+    rows_read: int  # from which the exits were learnt
+    left: dict[str, int]  # rows by the layers they went through, 0 and less for those decided before, then "full"
     layers_saved: float  # share of the layers of computed tokens
     classes: list[ClassFlips]
-
-
-class LayerDrift(BaseModel):
-    """Of one recurrent layer, over some rows; layers are numbered from 1."""
-
-    layer: int
-    median: float
-    largest: float
-
-
-class StateDrift(BaseModel):
-    """How far the final states of recurrent layers are from those of the whole prompt.
-
-    L2 distance over the norm of the latter; median and largest over all rows and layers.
-    """
-
-    rows: int  # compressed rows that were examined
-    median: float
-    largest: float
-    layers: list[LayerDrift]
 
 
 class MethodResult(BaseModel):
@@ -125,28 +82,24 @@ class MethodResult(BaseModel):
     target_tokens: int  # computed
     draft_tokens: int
     kept: float  # share of the prompt tokens that the target read or shared
-    flops: float | None = None  # of both models
     peak_bytes: int | None = None  # above the memory in use before, which includes the weights
     speedup: Range  # seconds of the reference over the method's, within a round
-    predicted: Predicted
-    measured_over_predicted: float | None = None  # by FLOPs
     fallbacks: dict[str, int] = Field(
         default_factory=dict
     )  # rows read in full although they were to be compressed, by reason
     answers: Answers
     exits: ExitResult | None = None  # of a method with early exits
-    drift: StateDrift | None = None  # of a method that drops tokens, where the model has recurrent layers
 
 
 class WorkloadResult(BaseModel):
     """All methods on a workload."""
 
-    workload: str
+    workload: str = ""
     made: bool
-    rows: int
-    truth_rows: int
-    prompt_tokens: int
-    unique_tokens: int  # of the trie of all prompts
+    rows: int = 0
+    truth_rows: int = 0
+    prompt_tokens: int = 0
+    unique_tokens: int = 0  # of the trie of all prompts
     rounds: int = 0  # timed
     reference_able: bool | None = None  # whether the reference is better than chance, if the truth is known
     notes: list[str] = Field(default_factory=list)
@@ -170,38 +123,26 @@ class WorkloadResult(BaseModel):
         )
 
     def in_short(self, machine: Mapping[str, str | int], *, whole: bool) -> Section:
-        """A workload's results for the terminal; `whole` with predictions and intervals."""
+        """A workload's results for the terminal; `whole` with intervals."""
         names = dict.fromkeys(each.method.partition("@")[0] for each in self.methods)
         parts = [Part(above=facts_text(machine), table=quick_table(self))]
         if whole:
             answers = [[row[column] for column in (0, 1, 2, 3, 5, 7)] for row in answer_table(self)]
-            parts += [Part(table=_speedup_table(self)), Part(table=answers)]
-        explained = [(name, METHODS[name]) for name in names if name in METHODS]
+            parts.append(Part(table=answers))
+        explained = [(name, METHODS[name].summary) for name in names if name in METHODS]
         parts += [Part(lines=explained, note=legend(self)), Part(text="\n".join(verdicts(self)))]
         return Section(title=self._headline(), parts=parts, alarms=workload_remarks(self))
 
     def section(self) -> Section:
         """The results for the page."""
-        speedups = [
-            (
-                each.method,
-                each.speedup.median,
-                each.predicted.flops,
-                f"{each.speedup.median:.2f}x"
-                + ("" if each.predicted.flops is None else f", {each.predicted.flops:.2f}x by FLOPs"),
-            )
-            for each in self.methods
-            if each.method != REFERENCE
-        ]
-        drift = drift_table(self)
+        speedups = [(each.method, each.speedup) for each in self.methods if each.method != REFERENCE]
         return Section(
             title=self._headline(),
             alarms=workload_remarks(self),
             parts=[
                 Part(
                     title=f"Speedup over {REFERENCE}",
-                    keys=[("measured", "measured"), ("promised", "predicted by FLOPs")],
-                    bars=speedup_bars(speedups),
+                    bars=_speedup_bars(speedups),
                     note=f"The upright line is {REFERENCE} itself.",
                 ),
                 Part(
@@ -209,9 +150,7 @@ class WorkloadResult(BaseModel):
                     bars=_flip_bars(self) if self.reference_able is not False else [],
                 ),
                 Part(title="Speed", table=_cost_table(self)),
-                Part(title=f"Speedup over {REFERENCE}, and what cost models promise", table=_speedup_table(self)),
                 Part(title=f"Answers against {REFERENCE}", table=answer_table(self)),
-                Part(title="State drift: distance over the norm, median of each layer", table=drift or None),
             ],
         )
 
@@ -223,12 +162,6 @@ class BenchReport(CommandReport):
     machine: dict[str, str | int] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)
     workloads: list[WorkloadResult] = Field(default_factory=list)
-    texts: list[Any] = Field(default_factory=list)  # results of a feature's contest, instead of `workloads`
-
-    @property
-    def results(self) -> Sequence[Any]:
-        """The measured results."""
-        return [*self.workloads, *self.texts]
 
     def summary(self) -> dict[str, Any]:
         """The last line on stdout."""
@@ -238,7 +171,7 @@ class BenchReport(CommandReport):
             "seconds": round(self.seconds, 3),
             "output": self.output,
             "page": self.page,
-            "workloads": {each.workload: each.summary() for each in self.results},
+            "workloads": {each.workload: each.summary() for each in self.workloads},
         }
         return line | ({"error": self.error} if self.error else {})
 
@@ -303,12 +236,10 @@ def workload_remarks(workload: WorkloadResult) -> list[str]:
             found.append(f"{each.method}: {count:,} rows were read in full ({reason})")
         if each.exits is not None:
             found.append(_of_exits(each.method, each.exits, workload.rows))
-        if each.drift is not None:
-            found.append(_of_drift(each.method, each.drift))
     if undropped := [each.method for each in workload.methods if _dropped_nothing(each)]:
         found.append(
             f"{', '.join(undropped)}: nothing was dropped, so this shows nothing: the prompts are short, and their "
-            "first and last tokens always stay (keep_first, keep_last)"
+            "first and last tokens always stay (keep_first, keep_last), or no text gives their tokens again (bm25)"
         )
     if workload.reference_able is False:
         found.append("the model cannot do this task: it is not better than chance, so flips say nothing")
@@ -329,17 +260,6 @@ def _of_exits(method: str, exits: ExitResult, rows: int) -> str:
         f"{method}: {sum(early.values()) / rows:.0%} of the rows left{f' ({where})' if early else ''} and spared "
         f"{exits.layers_saved:.0%} of the layers; flips by {REFERENCE}'s answer, for --max-flips {exits.max_flips:g}: "
         f"{flips}"
-    )
-
-
-def _of_drift(method: str, drift: StateDrift) -> str:
-    # How far the states of recurrent layers have drifted, and where they drifted most.
-    worst = max(drift.layers, key=lambda each: each.median)
-    return (
-        f"{method}: states of recurrent layers drift by {drift.median:.2f} of their norm, from those after the whole "
-        f"prompt to those after the kept tokens (median of {len(drift.layers):,} layers and "
-        f"{counted(drift.rows, 'row')}"
-        f"; at most {drift.largest:.2f}, most in layer {worst.layer:,}: {worst.median:.2f})"
     )
 
 
@@ -371,21 +291,6 @@ def _cost_table(workload: WorkloadResult) -> TableRows:
     ]
 
 
-def _speedup_table(workload: WorkloadResult) -> TableRows:
-    # Header and one row for each method but the reference: its speedup, and the predictions of cost models.
-    rows = [["method", "speedup", "by FLOPs", "1/(r+k)", "table 5", "measured/FLOPs"]]
-    for each in workload.methods:
-        if each.method != REFERENCE:
-            promised = (
-                each.predicted.flops,
-                each.predicted.ratio,
-                each.predicted.table5,
-                each.measured_over_predicted,
-            )
-            rows.append([each.method, str(each.speedup), *("" if own is None else f"{own:.2f}" for own in promised)])
-    return rows
-
-
 def answer_table(workload: WorkloadResult) -> TableRows:
     """Header and one row for each method: flips against the reference, and the share of right answers."""
     rows = [["method", "flips", "95 % interval", "mean diff.", "largest", "accuracy", "95 % interval", "AUC"]]
@@ -406,21 +311,6 @@ def answer_table(workload: WorkloadResult) -> TableRows:
         ]
         rows.append([each.method, *flips, *right])
     return rows
-
-
-def drift_table(workload: WorkloadResult) -> TableRows:
-    """Header and one row for each method that made states drift; no rows without recurrent layers."""
-    found = [(each.method, each.drift) for each in workload.methods if each.drift is not None]
-    if not found:
-        return []
-    return [
-        ["method", "rows", "median", "largest", *(f"layer {each.layer}" for each in found[0][1].layers)],
-        *(
-            [method, f"{drift.rows:,}", *(f"{own:.2f}" for own in (drift.median, drift.largest))]
-            + [f"{each.median:.2f}" for each in drift.layers]
-            for method, drift in found
-        ),
-    ]
 
 
 def quick_table(workload: WorkloadResult) -> TableRows:
@@ -467,19 +357,22 @@ def bench_html(report: BenchReport) -> str:
         ],
         alarms=[*report.notes, *([report.error] if report.error else [])],
     )
-    return page_html(head, [*(each.section() for each in report.results), settings_section(report.settings)])
+    return page_html(head, [*(each.section() for each in report.workloads), settings_section(report.settings)])
 
 
-def speedup_bars(speedups: Sequence[tuple[str, float, float | None, str]]) -> list[Bar]:
-    """Two bars for each method (name, speedup, another speedup, text), and a line at the reference's speed."""
-    longest = max([1.0, *(max(first, second or 0) for _, first, second, _ in speedups)])
-    found = []
-    for name, first, second, text in speedups:
-        more = [Strip("one", 100 / longest, 0.1)]
-        if second is not None:
-            more.insert(0, Strip("promised", 0, 100 * second / longest))
-        found.append(Bar(name, 100 * first / longest, text, "measured", more=tuple(more)))
-    return found
+def _speedup_bars(speedups: Sequence[tuple[str, Range]]) -> list[Bar]:
+    # A bar for each method, and a line at the reference's speed.
+    longest = max([1.0, *(speedup.median for _, speedup in speedups)])
+    return [
+        Bar(
+            name,
+            100 * speedup.median / longest,
+            f"{speedup.median:.2f}x",
+            "measured",
+            more=(Strip("one", 100 / longest, 0.1),),
+        )
+        for name, speedup in speedups
+    ]
 
 
 def _flip_bars(workload: WorkloadResult) -> list[Bar]:

@@ -163,7 +163,7 @@ class Scorer:
 
     def use_models_of(self, other: Scorer) -> None:
         """Score with the loaded models of another scorer, and with its plan."""
-        self.pool, self.beside, self.plans, self.earlier = other.pool, other.beside, other.plans, other.earlier
+        self.pool, self.beside, self.plan, self.earlier = other.pool, other.beside, other.plan, other.earlier
 
     def requests(
         self, prompts: Sequence[Prompt], tick: Tick, *, window: Window | None = None, done: Collection[int] = ()

@@ -147,7 +147,7 @@ class TableScorer:
         inputs, calibration = scorer.inputs, opening.parts.calibration
         if calibration is not None:
             calibration.learn(scorer, lambda tokens: steps.step(0, 0))
-        scorer.earlier = self._scorer.earlier = scorer.plan
+        scorer.earlier = self._scorer.earlier = self._scorer.plan = scorer.plan
         received = ReceivedRows(inputs, self._first_window, steps)
         with inputs.windows() as coming:
             try:

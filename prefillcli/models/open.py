@@ -57,14 +57,14 @@ class ModelChoice(Protocol):
 
 
 class DraftChoice(ModelChoice, Protocol):
-    """The same, with the draft model to open beside it, if any. A model that `drafts_itself` needs none."""
+    """The same, with the draft model to open beside it, if it `uses_draft`."""
 
     @property
     def draft(self) -> str | None: ...
     @property
     def draft_tokenizer(self) -> Literal["same", "translate"]: ...
     @property
-    def drafts_itself(self) -> bool: ...
+    def uses_draft(self) -> bool: ...
 
 
 class LabelChoice(Protocol):
@@ -226,7 +226,7 @@ WORDS = "words"  # instead of a first model: its reading of a prompt are the wor
 
 def small_models(choice: Any) -> tuple[str, list[str]]:
     """The option that names the small models to open beside the model, and their names: a draft, or first models."""
-    if choice.draft is not None and not choice.drafts_itself:
+    if choice.uses_draft:
         return "draft", [choice.draft]
     return "first", [name for name in getattr(choice, "first", ()) if name != WORDS]
 

@@ -5,7 +5,7 @@ The memory law, the count of operations and the sliding windows follow from thes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -214,24 +214,13 @@ class _Layer:
         return self.mlp + self.inputs + self.output if self.recurs else self.inputs
 
 
-def table5(config: Any, tokens: int, *, head_tokens: int | None = None) -> Flops:
-    """Table 5 to the letter, for one prompt of `tokens`: every query with every key, the head over all tokens.
-
-    With `head_tokens` the head is applied to so many of them. Raises NoCostModel for a configuration with layers other
-    than attention, or without the usual sizes.
-    """
-    layers = _layers(config)
-    return _flops(
-        config, layers, tokens, [float(tokens) ** 2] * len(layers), tokens if head_tokens is None else head_tokens
-    )
-
-
 def prefill_flops(config: Any, tokens: int, *, head_tokens: int = 1) -> Flops:
     """The operations of a causal prefill of one prompt, up to its answer.
 
     Each query meets itself and the keys before it, in sliding layers at most `config.sliding_window` of them. The head
     is applied to `head_tokens` tokens. For a compressed prompt, `tokens` are the kept ones: their windows hold no more
-    keys than are counted here. Raises NoCostModel as `table5` does.
+    keys than are counted here. Raises NoCostModel for a configuration with layers other than attention, or without the
+    usual sizes.
     """
     layers = _layers(config)
     return _flops(config, layers, tokens, [_pairs(0, tokens, layer.window) for layer in layers], head_tokens)
@@ -246,21 +235,10 @@ def thinned_flops(config: Any, tokens: int, kept: int, layers: int) -> Flops:
     )
 
 
-def ratio_speedup(
-    target: Any, draft: Any, tokens: int, keep: float, *, flops: Callable[[Any, int], Flops] = prefill_flops
-) -> float:
-    """1 / (r + keep) with r = F_draft / F_target over the whole prompt.
-
-    Equation 3 of "SpecPrefill on Unified Memory" without its overhead. SpecPrefill's figure 9 is this with `table5`.
-    """
-    return 1 / (flops(draft, tokens).total / flops(target, tokens).total + keep)
-
-
-def walk_flops(config: Any, plan: Plan, *, skipped: int = 0, only: int | None = None) -> float:
+def walk_flops(config: Any, plan: Plan) -> float:
     """The operations of a plan's packs: each token once, and in the last layer only the projections to Q, K and V.
 
-    Sliding windows are counted over the tokens of a path, whatever their positions. The head is left out. The first
-    `skipped` layers are not counted, or `only` so many first ones are.
+    Sliding windows are counted over the tokens of a path, whatever their positions. The head is left out.
     """
     layers = _layers(config)
     tokens = sum(len(pack.tokens) for pack in plan.packs)
@@ -269,33 +247,14 @@ def walk_flops(config: Any, plan: Plan, *, skipped: int = 0, only: int | None = 
         for pack in plan.packs
         for start, begin, end in zip(pack.starts, pack.offsets[:-1], pack.offsets[1:], strict=True)
     ]
-    whole = layers[skipped:-1] if only is None else layers[:only]
-    pairs = [sum(_pairs(start, length, layer.window) for start, length in nodes) for layer in whole]
-    return _flops(config, whole, tokens, pairs, 0).total + (tokens * layers[-1].keys if only is None else 0.0)
+    pairs = [sum(_pairs(start, length, layer.window) for start, length in nodes) for layer in layers[:-1]]
+    return _flops(config, layers[:-1], tokens, pairs, 0).total + tokens * layers[-1].keys
 
 
 def keys_share(config: Any) -> float:
     """The projections to Q, K and V as a share of all products with weights in the layers."""
     layers = _layers(config)
     return sum(each.inputs for each in layers) / sum(each.mlp + each.inputs + each.output for each in layers)
-
-
-def answer_flops(config: Any, plan: Plan, *, ahead: int = 0) -> float:
-    """The operations that `walk_flops` leaves out, for the last token of each prompt: in the last layer and the head.
-
-    `ahead` more tokens are decoded behind each prompt, through all layers and the head.
-    """
-    layers = _layers(config)
-    head = _head(config)
-    token = [layer.mlp + layer.inputs + layer.output for layer in layers]
-    total = 0.0
-    for pack in plan.packs:
-        for node, _ in pack.reads:
-            seen = pack.starts[node] + pack.offsets[node + 1] - pack.offsets[node]
-            total += head + token[-1] + _pairs(seen - 1, 1, layers[-1].window) * layers[-1].pair
-            total += ahead * (head + sum(token))
-            total += sum(_pairs(seen, ahead, layer.window) * layer.pair for layer in layers) if ahead else 0.0
-    return total
 
 
 def _flops(config: Any, layers: Sequence[_Layer], tokens: int, pairs: Sequence[float], head_tokens: int) -> Flops:

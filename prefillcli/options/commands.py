@@ -19,7 +19,7 @@ from prefillcli.options.asking import (
     ValueOptions,
 )
 from prefillcli.options.combinations import refuse_combinations
-from prefillcli.options.followup import EvidenceOptions, RationaleOptions, WritingContestOptions, WritingOptions
+from prefillcli.options.followup import EvidenceOptions, RationaleOptions, WritingOptions
 from prefillcli.options.groups import (
     BudgetOptions,
     DraftOptions,
@@ -334,7 +334,6 @@ QUICK_ROWS = 60  # rows of INPUT that `prefill bench` compares by default
 class BenchSettings(
     ExitMethodOptions,
     BenchOptions,
-    WritingContestOptions,
     MeasuringOptions,
     ScheduledOptions,
 ):
@@ -366,8 +365,7 @@ class BenchSettings(
         "A method to compare: hf, full, hybrid (always), specprefill, self-draft, random, bm25, "
         "early-exit, first, first-exit, int8 or vllm; repeatable. (default: hf, hybrid and, where there is a draft, "
         "specprefill, or with --draft self self-draft, and random; with --full all but those that let rows leave and "
-        "vllm). With --rationale: plain (always), lookup, suffix, retrieval, draft, hierarchy, generate, "
-        "generate-padded or vllm. (default: all but vllm)",
+        "vllm)",
         BENCH, level="first", changes="report", metavar="NAME", repeatable=True,
     )  # fmt: skip
     rows: int = option(60, "Rows to generate without INPUT.", BENCH, level="first", changes="rows", metavar="N", ge=2)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from prefillcli.errors import UsageError
-from prefillcli.options.groups import DEFAULT_TEMPLATE, SELF
-from prefillcli.options.option import BENCH, RATIONALES, Settings, option
+from prefillcli.options.groups import DEFAULT_TEMPLATE
+from prefillcli.options.option import RATIONALES, Settings, option
 from prefillcli.options.requirements import Requirement, asks_more
 
 SpeculationName = Literal["off", "lookup", "suffix", "retrieval", "draft", "hierarchy"]
@@ -110,7 +110,7 @@ class WritingOptions(Settings):
 
     def check(self) -> None:
         super().check()
-        if self.speculates_by_draft and getattr(self, "draft", None) in (None, SELF):
+        if self.speculates_by_draft and not getattr(self, "uses_draft", False):
             raise UsageError(
                 f"--speculation {self.speculation} needs --draft: a small model with the same tokenizer, "
                 "which guesses tokens\nname one, or give --speculation retrieval"
@@ -129,16 +129,6 @@ class RationaleOptions(WritingOptions):
         None,
         "Only the first N rows that --rationale-when chooses.",
         RATIONALES, changes="columns", metavar="N", requires=CONDITION, ge=1,
-    )  # fmt: skip
-
-
-class WritingContestOptions(Settings):
-    """Whether ways to write are compared."""
-
-    rationale: int = option(
-        0,
-        "Compare ways to write up to N tokens after each row's answer, instead of ways to score.",
-        BENCH, level="first", changes="scores", metavar="N", off=0, ge=0,
     )  # fmt: skip
 
 

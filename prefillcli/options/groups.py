@@ -178,6 +178,7 @@ LabelValues = Annotated[tuple[float, ...], BeforeValidator(_as_numbers)]
 
 
 SELF = "self"  # as `--draft`: the model's own first layers
+CONTROLS = ("random", "bm25")  # as `--draft`: ways to pick tokens that a draft is compared with, without a model
 DEFAULT_TEMPLATE = "{{ label }} because"  # the beginning of a text behind a prompt
 
 
@@ -186,8 +187,9 @@ class DraftOptions(Settings):
 
     draft: str | None = option(
         None,
-        "Small model with the same tokenizer that picks the tokens; self: the model's own first layers.",
-        COMPRESSION, changes="scores", metavar="DIR|NAME|self", path="model",
+        "Small model with the same tokenizer that picks the tokens; self: the model's own first layers. random, bm25: "
+        "no model, but random chunks, or the sentences most like the question, to compare it with.",
+        COMPRESSION, changes="scores", metavar="DIR|NAME|self|random|bm25", path="model",
     )  # fmt: skip
     draft_tokenizer: Literal["same", "translate"] = option(
         "same",
@@ -203,7 +205,7 @@ class DraftOptions(Settings):
     @property
     def uses_draft(self) -> bool:
         """Whether another model is the draft."""
-        return self.draft is not None and not self.drafts_itself
+        return self.draft not in (None, SELF, *CONTROLS)
 
 
 class InputOptions(Settings):

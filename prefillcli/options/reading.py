@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from prefillcli.errors import UsageError
-from prefillcli.options.groups import ByteSize, DraftOptions, count_or_auto, read_mapping
+from prefillcli.options.groups import CONTROLS, ByteSize, DraftOptions, count_or_auto, read_mapping
 from prefillcli.options.option import (
     BENCH,
     COMPRESSION,
@@ -40,18 +40,16 @@ class PickerKind(NamedTuple):
     compressed."""
 
     name: str
-    summary: str  # in the tables of `prefill bench`
     needs: Literal["draft", "self", "text"] | None  # what it needs: a draft, the model's own layers, the text
-    random: bool = False  # whether it draws at random
 
 
 PICKERS = {
     kind.name: kind
     for kind in (
-        PickerKind("specprefill", "the draft picks the tokens that the model reads", "draft"),
-        PickerKind("self-draft", "the model's own first layers pick the tokens that the others read", "self"),
-        PickerKind("random", "random chunks instead: what a draft must beat", None, random=True),
-        PickerKind("bm25", "the sentences most like the question instead", "text"),
+        PickerKind("specprefill", "draft"),
+        PickerKind("self-draft", "self"),
+        PickerKind("random", None),
+        PickerKind("bm25", "text"),
     )
 }
 
@@ -193,7 +191,12 @@ class CompressionOptions(DraftOptions, KeepOptions):
     @property
     def counts_votes(self) -> bool:
         """Whether tokens are picked by votes: a draft's or the model's own."""
-        return self.draft is not None
+        return self.uses_draft or self.drafts_itself
+
+    @property
+    def is_random(self) -> bool:
+        """Whether anything is drawn at random."""
+        return self.draft == "random" or super().is_random  # type: ignore[misc]  # of the rows' options
 
     @property
     def compresses(self) -> bool:
@@ -206,6 +209,8 @@ class CompressionOptions(DraftOptions, KeepOptions):
             flags = ", ".join(as_typed(type(self), name) for name in given)
             raise UsageError(f"--paper already sets {flags}: leave out one or the other")
 
+        if self.draft == "bm25":
+            require_extra("bm25", "--draft bm25")
         self._check_keep()
 
     def _check_keep(self) -> None:
@@ -231,6 +236,11 @@ class InspectOptions(CompressionOptions):
         if self.keep == "auto":
             raise UsageError("--keep auto is for a whole job: give a rate")
         super()._check_keep()
+        if self.draft is not None and not self.uses_draft:
+            raise UsageError(
+                f"--draft {self.draft}: prefill inspect shows the tokens that a draft model picks\n"
+                "score the row with prefill score, which says how many tokens it kept"
+            )
 
 
 class ProfileOptions(CompressionOptions):
@@ -257,7 +267,6 @@ class BenchOptions(CompressionOptions):
         model: str | None
         full: bool
         method: tuple[str, ...]
-        rationale: int
 
     draft: str | None = option(
         None,
@@ -295,18 +304,11 @@ class BenchOptions(CompressionOptions):
 
     @property
     def is_random(self) -> bool:
-        return super().is_random or any(  # type: ignore[misc]
-            self.compares(kind.name) for kind in PICKERS.values() if kind.random
-        )
+        return self.compares("random") or super().is_random
 
     def compares(self, method: str) -> bool:
         """Return whether a method that drops tokens is compared: if one was named, or by default where there is a
-        draft.
-
-        With `rationale` none is, but a draft that guesses tokens is loaded as if it picked them.
-        """
-        if self.rationale:
-            return method == "specprefill" and (not self.method or bool({"draft", "hierarchy"} & {*self.method}))
+        draft."""
         if self.method:
             return method in self.method
         if self.drafts_itself and method in PICKERS and PICKERS[method].needs == "draft":
@@ -315,6 +317,8 @@ class BenchOptions(CompressionOptions):
         return (self.draft is not None or self.model is None) and (self.full or method in quick)
 
     def _check_keep(self) -> None:
+        if self.draft in CONTROLS:
+            raise UsageError(f"--draft {self.draft}: give --method {self.draft}, beside the draft to compare")
         if not self.keep:
             raise UsageError("--keep: give a rate above 0 and up to 1")
         for name in self.method:
@@ -329,12 +333,7 @@ EXIT = Requirement(
 )
 
 
-METHODS = {
-    "early-exit": "the layer walk, which rows leave when they are decided, as with prefill score --exit",
-    "first": "the models of --first decide rows, and the layer walk reads the others, as with prefill score --first",
-    "first-exit": "the models of --first decide rows, and others leave the layer walk when they are decided",
-    "int8": "the model reads rows in int8, and again those that are in doubt, as with prefill score --compute int8",
-}
+METHODS = ("early-exit", "first", "first-exit", "int8")  # of `prefill bench`, that let rows leave
 
 
 FIRST = Requirement(lambda s: s.first, "needs --first", "give --first")
@@ -477,20 +476,10 @@ class ExitMethodOptions(Settings):
     )  # fmt: skip
     exit_rows: int | None = option(
         None,
-        "Rows set apart for these methods to learn from. (default: as many as --max-flips takes, at most "
-        "half of INPUT)",
+        "Rows that these methods learn from, on which none is compared. (default: as many as --max-flips takes, at "
+        "most half of the rows)",
         BENCH, changes="scores", metavar="N", requires=EXIT_METHOD, ge=20,
     )  # fmt: skip
-
-    @property
-    def chain(self) -> tuple[str, ...]:
-        """As of `ExitOptions`."""
-        return (*self.first, self.narrow) if self.narrow else self.first
-
-    @property
-    def narrow(self) -> Literal["int8"] | None:
-        """As of `ExitOptions`."""
-        return "int8" if "int8" in cast("Any", self).method else None
 
     def check(self) -> None:
         super().check()

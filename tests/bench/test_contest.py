@@ -1,104 +1,58 @@
-"""The methods of `prefill bench` answer alike, and their predictions are those of the formulas."""
+"""The methods of `prefill bench` are jobs that answer the same rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
-from copy import copy
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.flops import predicted_speedup
+from benchmarks.flops import answer_flops, predicted_speedup
 from benchmarks.methods import compressed_walk, compressor_for, layer_walk, plain_loop
 from benchmarks.models import random_draft, random_llama
 from benchmarks.score_runs import SAMPLES
-from prefillcli.bench import contenders as contenders_module
-from prefillcli.bench.contenders import Alone, Equipment, Hybrid, Plain
-from prefillcli.bench.contest import compare, contenders, with_peak
-from prefillcli.bench.material import Material, made_material
-from prefillcli.bench.report import UNCOMPRESSED, WorkloadResult
+from prefillcli.bench.bench_job import bench_job
+from prefillcli.bench.contest import with_peak
+from prefillcli.bench.methods import METHODS, REFERENCE, method_names, score_settings
+from prefillcli.bench.report import BenchReport, WorkloadResult
 from prefillcli.data.prompts.encoding import spans_of
-from prefillcli.data.prompts.labels import Labels, parse_labels
 from prefillcli.data.rows import Prompt
-from prefillcli.jobs.load import load_walk
-from prefillcli.models.open import open_models
-from prefillcli.models.shape import (
-    NoCostModel,
-    answer_flops,
-    prefill_flops,
-    ratio_speedup,
-    table5,
-    walk_flops,
-)
+from prefillcli.models.shape import prefill_flops, walk_flops
 from prefillcli.options.commands import BenchSettings
-from prefillcli.options.reading import PICKERS
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.profile.children import random_prompt
-from prefillcli.reading.compress.contenders import Compressed, SmallModel, compressor_in
 from prefillcli.reading.compress.settings import Compression
 from prefillcli.stats.evaluation import label_probabilities
 
 TARGET, DRAFT = SAMPLES / "models" / "target", SAMPLES / "models" / "draft"
-TOKENS = 300
+DROPPING = ("specprefill", "self-draft", "random", "bm25")
 
 
 def settings_with(**given: object) -> BenchSettings:
-    words = {"model": str(TARGET), "draft": str(DRAFT), "rows": 6, "tokens": TOKENS, "keep": (0.3, 1.0)} | given
-    return BenchSettings.model_validate({"lookahead": 1, "keep_last": 16, "keep_private": False} | words)
+    words = {"model": str(TARGET), "draft": str(DRAFT), "rows": 6, "tokens": 300, "keep": (0.3, 1.0), "quiet": True}
+    return BenchSettings.model_validate({"lookahead": 1, "keep_last": 16, "keep_private": False} | words | given)
 
 
 @pytest.fixture(scope="module")
-def stage() -> Iterator[tuple[Equipment, Material]]:
+def result(tmp_path_factory: pytest.TempPathFactory) -> WorkloadResult:
     """The sample pair, and six prompts about six readers."""
-    settings = settings_with()
-    opened = open_models(settings)
-    labels = Labels(opened.tokenizer, parse_labels(settings.labels))
-    material = made_material(settings, opened, labels)
-    with closing(load_walk(opened, settings)) as loaded:
-        yield Equipment(loaded, labels), material
-
-
-def at_rates(equipment: Equipment, *keeps: float) -> Equipment:
-    """The same models, to compare methods at these keep rates."""
-    found = copy(equipment)
-    found.settings = equipment.settings.model_copy(update={"keep": keeps})
+    output = tmp_path_factory.mktemp("bench") / "bench.json"
+    settings = settings_with(method=("hf", "full", *DROPPING), rounds=2, output=str(output))
+    assert bench_job(settings)["exit_code"] == 0
+    (found,) = BenchReport.model_validate_json(output.read_text(), strict=False).workloads
     return found
-
-
-@pytest.fixture(scope="module")
-def result(stage: tuple[Equipment, Material]) -> WorkloadResult:
-    equipment, material = stage
-    methods = contenders([*UNCOMPRESSED, *PICKERS], at_rates(equipment, 0.3, 1.0), material)
-    runs: list[str] = []
-    found = compare(
-        material, methods, equipment, rounds=2, temperature=1.0, begin=lambda step: runs.append(step.split(": ")[1])
-    )
-    assert [run.split(",")[0] for run in runs] == [method.name for method in methods] * 3
-    return found
-
-
-def test_uncompressed_methods_give_the_same_answers(stage: tuple[Equipment, Material]) -> None:
-    equipment, material = stage
-    wanted = Hybrid("hybrid", equipment).run(material.prompts).logprobs
-    for method in (
-        Plain("hf", equipment),
-        Alone("full", equipment),
-        Compressed(equipment, compressor_in(equipment, "specprefill"), 1.0),
-    ):
-        np.testing.assert_allclose(method.run(material.prompts).logprobs, wanted, atol=1e-4, rtol=0)
 
 
 def test_every_method_runs_at_every_rate(result: WorkloadResult) -> None:
-    names = [each.method for each in result.methods]
-    rated = [f"{name}@{keep}" for keep in ("0.3", "1") for name in PICKERS]
-    assert names == ["hf", "full", "hybrid", *rated]
+    rated = [f"{name}@{keep}" for name in DROPPING for keep in ("0.3", "1")]
+    assert [each.method for each in result.methods] == ["hf", "full", "hybrid", *rated]
     assert result.truth_rows == result.rows == 6
-    assert not result.notes
+    assert not [note for note in result.notes if "busy" not in note]
     for each in result.methods:
         assert each.seconds.low <= each.seconds.median <= each.seconds.high
         assert each.rows_per_second == pytest.approx(6 / each.seconds.median)
@@ -110,26 +64,12 @@ def test_what_keeps_all_flips_nothing(result: WorkloadResult) -> None:
     for each in result.methods:
         if each.keep in (None, 1.0):
             assert each.kept == 1
-            if each.method != "hybrid":
+            if each.method != REFERENCE:
                 assert each.answers.audit.flips == 0
                 assert each.answers.audit.max_difference < 1e-4
         else:
             assert 0.2 < each.kept < 0.5  # the ends come on top; a prompt's last chunk may be short
-    assert next(each for each in result.methods if each.method == "hybrid").answers.audit is None
-
-
-def test_the_first_runs_of_all_rates_share_what_the_draft_found(stage: tuple[Equipment, Material]) -> None:
-    equipment, material = stage
-    methods = contenders(["specprefill"], at_rates(equipment, 0.3, 0.5), material)
-    small, large = (each for each in methods if isinstance(each, Compressed))
-    first, second = small.first_run(material.prompts), large.first_run(material.prompts)
-    assert first.reused_seconds == 0.0 < second.reused_seconds
-    assert second.draft_tokens == first.draft_tokens > 0  # its cost has them, though nothing was computed again
-    alone = large.run(material.prompts)
-    assert [question.positions.tolist() for question in second.questions] == [
-        question.positions.tolist() for question in alone.questions
-    ]
-    np.testing.assert_array_equal(second.logprobs, alone.logprobs)
+    assert next(each for each in result.methods if each.method == REFERENCE).answers.audit is None
 
 
 def test_only_the_draft_reads_in_the_drafts_name(result: WorkloadResult) -> None:
@@ -140,49 +80,52 @@ def test_only_the_draft_reads_in_the_drafts_name(result: WorkloadResult) -> None
     assert by_name["hybrid"].target_tokens < result.prompt_tokens  # the instruction is shared
 
 
-def test_predictions_are_the_formulas(stage: tuple[Equipment, Material], result: WorkloadResult) -> None:
-    equipment, material = stage
-    by_name = {each.method: each for each in result.methods}
-    target, draft = equipment.config, SmallModel(equipment).config
-    lengths = [len(prompt.tokens) for prompt in material.prompts]
-    found = by_name["specprefill@0.3"]
-    assert found.predicted.ratio == pytest.approx(ratio_speedup(target, draft, round(np.mean(lengths)), 0.3))
-    questions = Compressed(equipment, compressor_in(equipment, "specprefill"), 0.3).run(material.prompts).questions
-    kept = [len(reading.tokens) for reading in questions]
-    whole, part, small = (
-        sum(table5(config, n).total for n in counts)
-        for config, counts in ((target, lengths), (target, kept), (draft, lengths))
-    )
-    assert found.predicted.table5 == pytest.approx(whole / (part + small))
-    assert found.measured_over_predicted == pytest.approx(found.speedup.median / found.predicted.flops)
-    assert by_name["random@0.3"].predicted.ratio == pytest.approx(1 / 0.3)
-    assert by_name["hf"].predicted.ratio is None
-    assert by_name["hybrid"].predicted.flops == by_name["hybrid"].speedup.median == 1
+def test_the_reference_answers_as_transformers_does(tmp_path: Path) -> None:
+    output = tmp_path / "bench.json"
+    rows = SAMPLES / "labeling.parquet"
+    settings = settings_with(inputs=(str(rows),), method=("hybrid",), limit=9, rounds=0, truth="answer")
+    assert bench_job(settings.model_copy(update={"output": str(output)}))["exit_code"] == 0
+    (found,) = BenchReport.model_validate_json(output.read_text(), strict=False).workloads
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(rows).slice(0, 9)
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    model = AutoModelForCausalLM.from_pretrained(TARGET, attn_implementation="eager", dtype=torch.float32).eval()
+    labels = [tokenizer.convert_tokens_to_ids(token) for token in ("ĠYes", "ĠNo")]
+    right = 0
+    for text, answer in zip(table["prompt"].to_pylist(), table["answer"].to_pylist(), strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokenizer(text)["input_ids"]])).logits[0, -1, labels]
+        right += ("Yes", "No")[int(logits.argmax())] == answer
+    assert found.methods[0].answers.accuracy == pytest.approx(right / 9)
 
 
-def test_only_an_architecture_without_cost_model_lacks_predictions(
-    monkeypatch: pytest.MonkeyPatch, stage: tuple[Equipment, Material]
-) -> None:
-    equipment, material = stage
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({}, ["hf", "hybrid", "specprefill", "random"]),
+        ({"draft": "self"}, ["hf", "hybrid", "self-draft", "random"]),
+        ({"draft": None}, ["hf", "hybrid"]),
+        ({"full": True}, ["hf", "full", "hybrid", *DROPPING]),
+        ({"method": ("int8", "random")}, ["hybrid", "random", "int8"]),
+    ],
+)
+def test_the_usual_methods_are_those_that_can_run(given: dict[str, object], names: list[str]) -> None:
+    assert method_names(settings_with(**given)) == names
 
-    def fails(error: Exception) -> None:
-        def walk_flops(config: object, plan: object) -> float:
-            raise error
 
-        monkeypatch.setattr(contenders_module, "walk_flops", walk_flops)
-
-    def compared() -> WorkloadResult:
-        methods = [Hybrid("hybrid", equipment)]
-        return compare(material, methods, equipment, rounds=1, temperature=1.0)
-
-    fails(NoCostModel("mamba has layers of type state_space"))
-    found = compared()
-    assert found.notes == ["no speedup is predicted from operations: mamba has layers of type state_space"]
-    assert found.methods[0].predicted.flops is None
-    for error in (TypeError("a bug"), AttributeError("a bug"), ValueError("a bug")):
-        fails(error)
-        with pytest.raises(type(error), match="a bug"):
-            compared()
+def test_a_method_is_the_settings_of_a_job() -> None:
+    settings = settings_with(first=("words",), seed=3, max_flips=0.05, method=tuple(METHODS))
+    found = {name: score_settings(settings, name) for name in METHODS}
+    assert {name: own.engine for name, own in found.items() if own.engine != "torch"} == {"hf": "hf", "vllm": "vllm"}
+    drafts = {name: own.draft for name, own in found.items() if own.draft is not None}
+    assert drafts == {"specprefill": str(DRAFT), "self-draft": "self", "random": "random", "bm25": "bm25"}
+    assert {name for name, own in found.items() if own.keep == 0.3} == set(DROPPING)
+    assert {name for name, own in found.items() if own.exit} == {"early-exit", "first-exit"}
+    assert {name for name, own in found.items() if own.first} == {"first", "first-exit"}
+    assert found["int8"].compute == "int8"
+    assert {(own.seed, own.max_flips, own.keep_last) for own in found.values()} == {(3, 0.05, 16)}
+    assert score_settings(settings, "random", 0.7).keep == 0.7
 
 
 @pytest.mark.parametrize("lookahead", [1, 8])

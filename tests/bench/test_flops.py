@@ -10,13 +10,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, MixtralConfig, Qwen3Config
 
-from benchmarks.flops import plain_flops, predicted_speedup
+from benchmarks.flops import plain_flops, predicted_speedup, ratio_speedup, table5
 from prefillcli.models.shape import (
     Flops,
     NoCostModel,
     prefill_flops,
-    ratio_speedup,
-    table5,
     walk_flops,
 )
 from prefillcli.plan.pack import Limits

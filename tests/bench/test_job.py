@@ -75,7 +75,7 @@ def test_in_full_it_compares_all_methods() -> None:
     (workload,) = saved().workloads
     methods = {each.method for each in workload.methods}
     assert methods == {"hf", "full", "hybrid", *(f"{name}@0.2" for name in PICKERS)}
-    for words in ("95 % interval", "1/(r+k)", "mean diff."):
+    for words in ("95 % interval", "mean diff."):
         assert words in result.stderr
     tables = result.stderr.partition("needle: 4 rows")[2].partition("next:")[0]
     assert [line for line in tables.splitlines() if len(line) > 80 and not line.startswith("prefill:")] == []
@@ -157,13 +157,15 @@ def test_error_rows_are_left_out_with_a_note() -> None:
     assert "the model cannot do this task" in result.stderr
 
 
-def test_token_ids_without_a_text_leave_bm25_out() -> None:
+def test_token_ids_without_a_text_are_read_in_full_by_bm25() -> None:
     pq.write_table(pa.table({"prompt_token_ids": [[70, 71, 72, 73] * 30, [80, 81, 82] * 40]}), "ids.parquet")
     result = bench("ids.parquet", "--method", "bm25,random", "--rounds", 1, "--set", "keep_last=4")
     assert result.exit_code == 0, result.output
     (workload,) = saved().workloads
-    assert [each.method for each in workload.methods] == ["hybrid", "random@0.2"]
-    assert "bm25 is left out" in workload.notes[0]
+    by_name = {each.method: each for each in workload.methods}
+    assert by_name["bm25@0.2"].kept == 1
+    assert by_name["random@0.2"].kept < 0.5
+    assert "bm25@0.2: nothing was dropped" in result.stderr
 
 
 def test_a_model_without_draft_has_two_methods_and_a_note() -> None:
@@ -182,6 +184,7 @@ def test_a_model_without_draft_has_two_methods_and_a_note() -> None:
         (["--method", "first", "-m", str(TARGET)], "--method first needs --first"),
         (["--method", "specprefil"], "did you mean 'specprefill'?"),
         (["--method", "specprefill@0.2"], "did you mean 'specprefill'?"),
+        (["--draft", "random"], "--draft random: give --method random"),
         (["--workload", "qa"], "--workload"),
         (["--method", "specprefill", "-m", str(TARGET)], "needs --draft"),
         (["--keep", "auto"], "--keep"),
@@ -248,5 +251,5 @@ def test_bm25_without_its_package_is_refused_where_it_is_named_and_else_left_out
     assert "--method bm25: the package bm25s is not installed\npip install" in named.output
     bench(*SMALL, "-m", TARGET, "--workload", "needle", "--full", "--draft", TARGET.with_name("draft"), "--rounds", 1)
     (workload,) = saved().workloads
-    assert "bm25 is left out: the package bm25s is not installed" in " ".join(workload.notes)
+    assert "bm25@0.2 is left out: --draft bm25: the package bm25s is not installed" in " ".join(workload.notes)
     assert not any(each.method.startswith("bm25") for each in workload.methods)

@@ -8,7 +8,6 @@ from prefillcli.bench.contest import interleaved
 from prefillcli.bench.report import (
     Answers,
     MethodResult,
-    Predicted,
     Range,
     WorkloadResult,
     quick_table,
@@ -28,7 +27,7 @@ def method(
         method=name, seconds=Range(median=median, low=low, high=high), rows_per_second=40, tokens_per_second=4000,
         target_tokens=4000, draft_tokens=0, kept=kept, keep=0.2 if "@" in name else None,
         speedup=Range(median=2.2 / median, low=2 / high, high=2.5 / low),
-        predicted=Predicted(), answers=Answers(audit=audit),
+        answers=Answers(audit=audit),
     )  # fmt: skip
 
 

@@ -10,24 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from prefillcli.bench.report import (
-    REFERENCE,
-    Answers,
-    MethodResult,
-    Predicted,
-    Range,
-    StateDrift,
-    WorkloadResult,
-    drift_table,
-    workload_remarks,
-)
+from benchmarks.drift import DRIFT_ROWS, StateDrift, state_drift
 from prefillcli.core.question import Question
 from prefillcli.data.rows import Prompt
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
-from prefillcli.reading.compress.contenders import DRIFT_ROWS, state_drift
 from tests.prefill.families import VOCABULARY, make_model
 from tests.prefill.test_recurrent import RECURRENT
 
@@ -110,24 +99,3 @@ def test_only_compressed_rows_count_and_not_all_of_many() -> None:
 
 def test_a_model_without_recurrent_layers_has_no_drift() -> None:
     assert drift_of(make_model("llama"), questions(1)) is None
-
-
-def test_the_report_says_where_states_drift_most() -> None:
-    layers = [{"layer": 1, "median": 0.25, "largest": 0.5}, {"layer": 4, "median": 0.75, "largest": 1.5}]
-    drift = StateDrift.model_validate({"rows": 8, "median": 0.5, "largest": 1.5, "layers": layers})
-    named = {"rows_per_second": 1, "tokens_per_second": 1, "target_tokens": 1, "draft_tokens": 0, "kept": 0.2}
-    named |= {"seconds": Range.of([1.0]), "speedup": Range.of([1.0]), "predicted": Predicted(), "answers": Answers()}
-    methods = [
-        MethodResult.model_validate({"method": name, "drift": own, **named})
-        for name, own in ((REFERENCE, None), ("specprefill@0.2", drift))
-    ]
-    workload = WorkloadResult(
-        workload="needle", made=True, rows=8, truth_rows=0, prompt_tokens=9, unique_tokens=9, methods=methods
-    )
-    assert drift_table(workload) == [
-        ["method", "rows", "median", "largest", "layer 1", "layer 4"],
-        ["specprefill@0.2", "8", "0.50", "1.50", "0.25", "0.75"],
-    ]
-    (remark,) = workload_remarks(workload)
-    assert remark.startswith("specprefill@0.2: states of recurrent layers drift by 0.50 of their norm")
-    assert "at most 1.50, most in layer 4: 0.75" in remark

@@ -10,8 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from benchmarks.flops import table5
 from prefillcli.models.law import SCAN_OPERATIONS, TOKENS, NoSizesError, memory_law, model_sizes, pack_limits
-from prefillcli.models.shape import NoCostModel, table5
+from prefillcli.models.shape import NoCostModel
 from tests.prefill.tiny_models import make_tiny_model
 
 ATTENTION = ["gpt2", "falcon", "bloom", "deepseek_v3", "llama4_text", "cohere2", "mpt", "openai-gpt"]

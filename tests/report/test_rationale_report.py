@@ -8,7 +8,7 @@ from prefillcli.data.output.columns import Counts, RationaleTally, Tallies
 from prefillcli.data.output.target import Manifest
 from prefillcli.decode.continuations import DecodingReport, DrafterCounts
 from prefillcli.followup.evidence import WHAT_EVIDENCE_IS
-from prefillcli.followup.rationale import NO_REASON, RationaleUse, WrittenRow
+from prefillcli.followup.rationale import NO_REASON, RationaleFollowUp, RationaleUse, WrittenRow
 from prefillcli.jobs.compose import sections_of
 from prefillcli.report.run import RunReport, run_html, run_lines, to_json
 from tests.report.test_metrics import metrics

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 
 from prefillcli.jobs.identity import LocalModels, fingerprint, hash_engine, output_job
 from prefillcli.jobs.opening import Opening
-from prefillcli.jobs.scorer import Scorer
 from prefillcli.models.files import sample_draft, sample_model
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.option import details_of
@@ -139,11 +138,11 @@ def _rows() -> None:
 
 def identity(settings: ScoreSettings) -> tuple[dict[str, str], dict[str, Any]]:
     """The job's fingerprint and which rows it has, without running it."""
-    opening, models = Scorer(settings), LocalModels(settings)
-    Opening.open_source(opening)  # options are also given that go with others alone
+    opening, models = Opening(settings, (settings.id_column, *settings.keep_columns)), LocalModels(settings)
+    opening.open_source()
     opening.open_models()
-    opening.builder.close()
-    return fingerprint(opening, models), output_job({}, settings).selection
+    opening.inputs.builder.close()
+    return fingerprint(opening.inputs, opening.parts, models), output_job({}, settings).selection
 
 
 BASE: dict[str, Any] = {"inputs": ("rows.jsonl",), "model": str(sample_model()), "draft": str(sample_draft())}

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from prefillcli.core.roles import Judge, Reading
 from prefillcli.data.proof import hash_value
 from prefillcli.errors import UsageError, counted
-from prefillcli.options.groups import SELF
 from prefillcli.options.option import COMPRESSION, changed, details_of
 from prefillcli.reading.compress.compressor import WindowCompressor, compressor_of
 from prefillcli.reading.compress.load import RemoteDraft
@@ -59,7 +58,10 @@ class Compress(Reading, Judge):
         rest = [name for name in values if details_of(type(self.settings), name).panel == COMPRESSION]
         rest_values = {name: values.pop(name) for name in rest}
         found = {"compression": hash_value([*map(list, own.items()), *changed(type(self.settings), rest_values)])}
-        return found | ({"draft": hash_value(SELF)} if self.settings.drafts_itself else {})
+        draft = self.settings.draft
+        if self.settings.uses_draft:  # it goes by the contents of its files
+            return found
+        return found | {"draft": hash_value([draft, self.settings.seed] if draft == "random" else draft)}
 
     def read_as(self) -> list[Any]:
         """Return how prompts are read, as a value to hash: exits learn from the answers and are used again later."""

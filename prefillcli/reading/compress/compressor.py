@@ -15,6 +15,7 @@ import numpy as np
 
 from prefillcli.core.question import Question, Thinning, Tick, answer_questions, draw
 from prefillcli.data.prompts.builder import RowColumns
+from prefillcli.data.prompts.encoding import spans_of
 from prefillcli.data.rows import (
     FALLBACK,
     FULL,
@@ -33,8 +34,10 @@ from prefillcli.reading.compress.selection import (
     ENOUGH_ROWS,
     FALLBACKS,
     NOT_FINITE,
+    Bm25,
     ImportanceEstimate,
     Picker,
+    RandomChunks,
     compressed_rows,
     faulty_rows,
     full_prefixes,
@@ -254,23 +257,28 @@ def compressor_of(
 
     Raises UsageError where the model should pick tokens itself and none of its layers can.
     """
-    from prefillcli.reading.compress.draft import SelfDraft  # takes torch along
-
     compression = compression_of(settings)
     own = own_layers(compression, opened) if settings.drafts_itself else None
-    picker = SpecPrefill(draft, translator_of(opened)) if own is None else SelfDraft(own - 1)
-    return make_compressor(picker, compression, opened, keep_rate(settings, plan), own=own)
-
-
-def make_compressor(
-    picker: Picker, compression: Compression, opened: Opened, keep: float, *, own: int | None = None
-) -> Compressor:
-    """Compresses prompts for a model to the rate `keep`, by the findings of the `picker`, which may use the model's
-    `own` first layers."""
-    worth = worth_of(compression, opened, own)
     return Compressor(
-        picker, compression, keep=keep, worth=worth, target_window=Shape(opened.files.config).sliding_window
+        _picker(settings, compression, opened, draft, own),
+        compression,
+        keep=keep_rate(settings, plan),
+        worth=worth_of(compression, opened, own),
+        target_window=Shape(opened.files.config).sliding_window,
     )
+
+
+def _picker(settings: Any, compression: Compression, opened: Opened, draft: Any, own: int | None) -> Picker:
+    # The way to pick tokens that `--draft` names.
+    from prefillcli.reading.compress.draft import SelfDraft  # takes torch along
+
+    if own is not None:
+        return SelfDraft(own - 1)
+    if settings.draft == "random":
+        return RandomChunks(compression.select_chunk, settings.seed)
+    if settings.draft == "bm25":
+        return Bm25(lambda prompt: (spans_of(opened.tokenizer, [prompt]) or {}).get(prompt.row))
+    return SpecPrefill(draft, translator_of(opened))
 
 
 def worth_of(compression: Compression, opened: Opened, own: int | None) -> WorthCompressing:

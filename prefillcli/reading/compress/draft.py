@@ -12,9 +12,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.cache_utils import LinearAttentionLayer
 
-from prefillcli.core.question import Question, Thinning, Tick
+from prefillcli.core.question import Thinning, Tick
 from prefillcli.data.prompts.translation import Overlap
 from prefillcli.data.rows import Int32Array
 from prefillcli.decode.behind import look_ahead
@@ -22,9 +21,8 @@ from prefillcli.errors import UsageError
 from prefillcli.models.open import stop_tokens_of
 from prefillcli.plan.pack import Limits, Pack, account
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import ForestAttention, WatchedLayer
+from prefillcli.prefill.forest import WatchedLayer
 from prefillcli.prefill.layout import Tree, oldest_key
-from prefillcli.prefill.own_cache import LayerPast
 from prefillcli.prefill.walk import Thinned
 from prefillcli.reading.compress.selection import (
     FAILED,
@@ -446,30 +444,3 @@ class SelfDraft(Picker):
 
 
 # The states that a walk leaves in recurrent layers.
-
-
-@torch.inference_mode()
-def final_states(walk: LayerWalk, question: Question, limits: Limits) -> dict[int, list[Tensor]]:
-    """The states that a prompt leaves in each recurrent layer, by the layer's number from 0."""
-    (pack,) = make_plan([question.tokens], limits, positions=[question.positions]).packs
-    ((end, _),) = pack.reads
-    found: dict[int, list[Tensor]] = {}
-    with ForestAttention(len(pack.tokens)) as attention:
-        state = walk.begin(pack, keep_ends=True)
-        for number, _ in walk.through_layers(state, attention, lambda tokens: None):
-            if state.recurrence:
-                carried = [tensor for each in state.recurrence.end_of(end) for tensor in _carried(each)]
-                found |= {number: carried} if carried else {}
-    return found
-
-
-def _carried(end: LinearAttentionLayer | LayerPast) -> list[Tensor]:
-    # The recurrent ones of a layer's states, without K,V.
-    entries = end.entries.values() if isinstance(end, LayerPast) else [end]
-    return [tensor for each in entries if isinstance(each, LinearAttentionLayer) for tensor in state_tensors(each)]
-
-
-def state_tensors(state: LinearAttentionLayer) -> list[Tensor]:
-    """The states that a module carries from its first token on: recurrent ones, or those of a convolution alone."""
-    carried = [each for each in state.recurrent_states.values() if each is not None]
-    return carried or [each for each in state.conv_states.values() if each is not None]
