@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections import Counter
@@ -32,7 +31,7 @@ from prefillcli.data.rows import FALLBACK, Float64Array, is_fallback
 from prefillcli.errors import PrefillError
 from prefillcli.jobs.load import load_walk
 from prefillcli.jobs.opening import Opening
-from prefillcli.runtime.memory import process_memory, reserved_at_peak, reset_peak_memory, trim_heap
+from prefillcli.runtime.memory import with_peak
 from prefillcli.stats.evaluation import auc, audit_of, exact_interval, label_probabilities
 
 T = TypeVar("T")
@@ -69,26 +68,6 @@ def interleaved(
             on_run(turn, name, taken)
         longest = max(longest, time.perf_counter() - round_begun)
     return seconds
-
-
-def with_peak(step: Callable[[], T], device: torch.device | None = None) -> tuple[T, int | None]:
-    """The result of `step`, and the bytes at its peak above those in use before, in this process.
-
-    For a CUDA `device` these are torch's reserved bytes, else the host's. None off Linux, because it resets and reads
-    VmHWM. Memory that earlier steps freed is returned to the system first: otherwise a step that reuses it would seem
-    to need none.
-    """
-    gc.collect()
-    if device is not None and device.type == "cuda":
-        return reserved_at_peak(step, device)
-    trim_heap()
-    try:
-        reset_peak_memory()
-        before = process_memory("VmRSS")
-    except OSError:
-        return step(), None
-    result = step()
-    return result, max(0, process_memory("VmHWM") - before)
 
 
 _STEADY = 1.5  # longest round of a method over its shortest: above this, the machine was busy

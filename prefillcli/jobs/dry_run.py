@@ -11,7 +11,7 @@ from pydantic import Field
 from prefillcli.core.feature import plan_weights
 from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.forecast.profile import find_profile
-from prefillcli.forecast.survey import Alternatives, InputStatistics, Survey, SurveySeconds, lengths_of, survey_section
+from prefillcli.forecast.survey import Costs, InputStatistics, Survey, lengths_of, survey_section
 from prefillcli.jobs.opening import Opening
 from prefillcli.jobs.path_table import dry_run_report, output_of, require_apart
 from prefillcli.jobs.scorer import Granularity, Scorer
@@ -42,7 +42,7 @@ class DryRunReport(CommandReport):
             line |= {
                 "rows": survey.rows.model_dump(),
                 "prompt_tokens": survey.prompt_tokens,
-                "unique_tokens": survey.sharing.unique_tokens,
+                "unique_tokens": survey.unique_tokens,
                 "computed_tokens": plan.computed_tokens,
                 "packs": plan.packs,
                 "predicted_seconds": plan.seconds,
@@ -95,11 +95,11 @@ def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, 
         with stop.at_once():
             scorer.open_source()
             scorer.open_models()
-            plans = _alternatives(scorer, report)
+            costs = _costs(scorer, report)
         rows = scorer.source.expected_rows if settings.shard_of is None else None
         progress = Progress(rows, interval=settings.progress_interval, quiet=settings.quiet)
         with progress, stop.at_once():
-            report.survey = survey(scorer, scorer.windows(scorer.builder.close), plans, progress.advance)
+            report.survey = survey(scorer, scorer.windows(scorer.builder.close), costs, progress.advance)
             found = (each.surveyed(scorer, report.survey) for each in scorer.features)
             outlooks = [each for each in found if each is not None]
         report.outlooks = {each.key: each.numbers for each in outlooks}
@@ -111,7 +111,7 @@ def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, 
     return report.summary()
 
 
-def _alternatives(scorer: Scorer, report: DryRunReport) -> Alternatives:
+def _costs(scorer: Scorer, report: DryRunReport) -> Costs:
     # The plans to compare, with the times of the profile that applies here. Raises UsageError or ResourceError.
     from prefillcli.models.weights import draft_bytes  # takes torch along
 
@@ -130,16 +130,16 @@ def _alternatives(scorer: Scorer, report: DryRunReport) -> Alternatives:
         except ResourceError as error:
             log.warning(f"a run would fail here: {error}")
     block_tokens = scorer.granularity.block_tokens
-    return Alternatives(settings, opened, scorer.labels.names, free=free, profile=profile, block_tokens=block_tokens)
+    return Costs(settings, opened, scorer.labels.names, free=free, profile=profile, block_tokens=block_tokens)
 
 
 def survey(
     opening: Opening,
     coming: AbstractContextManager[Iterable[Any]],
-    plans: Alternatives,
+    costs: Costs,
     tick: Callable[[int, int], None],
 ) -> Survey:
-    """Read the windows that are `coming`, and plan them by `plans`.
+    """Read the windows that are `coming`, and plan them by `costs`.
 
     The windows are of the rows of the `opening`. `tick` is called with the rows and prompt tokens of each window, and
     may raise. Raises the errors that the job raises before it loads weights.
@@ -151,22 +151,23 @@ def survey(
                 opening.labels.check(window)
             with clock.phase("plan"):
                 found.add(window)
-                plans.add(window.prompts)
+                costs.add(window.prompts)
             tick(len(window.rows), sum(len(prompt.tokens) for prompt in window.prompts))
     return Survey(
-        rows=found.rows(plans.errors),
+        rows=found.rows(costs.errors),
         prompt_tokens=found.tokens,
-        lengths=lengths_of(found.lengths) if found.lengths else None,
-        duplicates=found.duplicates(),
-        sharing=found.sharing(given=plans.given_tokens),
-        limits=plans.limits,
-        plans=plans.plans,
-        keeps=plans.keeps,
-        texts=plans.texts,
-        seconds=SurveySeconds(
-            read=opening.source.seconds,
-            render=opening.builder.render_seconds,
-            tokenize=opening.builder.tokenize_seconds,
-            plan=clock.seconds["plan"],
-        ),
+        lengths=lengths_of(found.lengths),
+        duplicates=found.duplicates,
+        windows=costs.windows,
+        unique_tokens=costs.unique_tokens,
+        limits=costs.limits,
+        plans=costs.plans,
+        keeps=costs.keeps,
+        texts=costs.texts,
+        seconds={
+            "read": opening.source.seconds,
+            "render": opening.builder.render_seconds,
+            "tokenize": opening.builder.tokenize_seconds,
+            "plan": clock.seconds["plan"],
+        },
     )

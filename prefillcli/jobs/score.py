@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefillcli.data.output.sink import ShardSink, Sink, plan_of, refuse_known
 from prefillcli.data.rows import Int64Array, Window
 from prefillcli.errors import shown, shown_report
-from prefillcli.forecast.profile import find_profile, named_profile
+from prefillcli.forecast.profile import Profile, find_profile
 from prefillcli.jobs.dry_run import dry_run_job
 from prefillcli.jobs.identity import LocalModels, fingerprint, is_same, output_job
 from prefillcli.jobs.path_table import output_of, report_path, require_apart
@@ -29,9 +29,6 @@ from prefillcli.report.run import (
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, Expected, MemoryWatch, step
 from prefillcli.runtime.signals import Stop
-
-if TYPE_CHECKING:
-    from prefillcli.forecast.profile import Profile
 
 
 def score_job(settings: ScoreSettings, granularity: Granularity = USUAL) -> dict[str, Any]:
@@ -136,7 +133,7 @@ class Job(Scorer):
         settings = self.settings
         with self.clock.phase("read"), self.stop.at_once():
             if settings.profile is not None:
-                named_profile(settings.profile)
+                Profile.load(settings.profile)
             self.open_source()
             self.source.begin_hashing()
             self.models = LocalModels(settings)  # before anything is read from them

@@ -234,15 +234,15 @@ def prefill_flops(config: Any, tokens: int, *, head_tokens: int = 1) -> Flops:
     keys than are counted here. Raises NoCostModel as `table5` does.
     """
     layers = _layers(config)
-    return _flops(config, layers, tokens, [_pairs(0, tokens, layer.window) for layer in layers], head_tokens)
+    return _flops(config, layers, tokens, [seen_pairs(0, tokens, layer.window) for layer in layers], head_tokens)
 
 
 def thinned_flops(config: Any, tokens: int, kept: int, layers: int) -> Flops:
     """`prefill_flops` of a prompt of which only `kept` tokens go on after so many `layers`."""
     every = _layers(config)
     first, others = every[:layers], every[layers:]
-    return _flops(config, first, tokens, [_pairs(0, tokens, layer.window) for layer in first], 0) + _flops(
-        config, others, kept, [_pairs(0, kept, layer.window) for layer in others], 1
+    return _flops(config, first, tokens, [seen_pairs(0, tokens, layer.window) for layer in first], 0) + _flops(
+        config, others, kept, [seen_pairs(0, kept, layer.window) for layer in others], 1
     )
 
 
@@ -270,7 +270,7 @@ def walk_flops(config: Any, plan: Plan, *, skipped: int = 0, only: int | None = 
         for start, begin, end in zip(pack.starts, pack.offsets[:-1], pack.offsets[1:], strict=True)
     ]
     whole = layers[skipped:-1] if only is None else layers[:only]
-    pairs = [sum(_pairs(start, length, layer.window) for start, length in nodes) for layer in whole]
+    pairs = [sum(seen_pairs(start, length, layer.window) for start, length in nodes) for layer in whole]
     return _flops(config, whole, tokens, pairs, 0).total + (tokens * layers[-1].keys if only is None else 0.0)
 
 
@@ -292,9 +292,9 @@ def answer_flops(config: Any, plan: Plan, *, ahead: int = 0) -> float:
     for pack in plan.packs:
         for node, _ in pack.reads:
             seen = pack.starts[node] + pack.offsets[node + 1] - pack.offsets[node]
-            total += head + token[-1] + _pairs(seen - 1, 1, layers[-1].window) * layers[-1].pair
+            total += head + token[-1] + seen_pairs(seen - 1, 1, layers[-1].window) * layers[-1].pair
             total += ahead * (head + sum(token))
-            total += sum(_pairs(seen, ahead, layer.window) * layer.pair for layer in layers) if ahead else 0.0
+            total += sum(seen_pairs(seen, ahead, layer.window) * layer.pair for layer in layers) if ahead else 0.0
     return total
 
 
@@ -308,8 +308,8 @@ def _flops(config: Any, layers: Sequence[_Layer], tokens: int, pairs: Sequence[f
     )
 
 
-def _pairs(start: int, length: int, window: int | None) -> float:
-    # Keys seen by `length` queries behind `start` others: the k-th token of a path sees k, or `window` if fewer.
+def seen_pairs(start: int, length: int, window: int | None) -> float:
+    """Keys seen by `length` queries behind `start` others: the k-th token of a path sees k, or `window` if fewer."""
     return _triangle(start + length, window) - _triangle(start, window)
 
 
