@@ -143,7 +143,8 @@ def in_child(task: Callable[..., T], *arguments: Any, timeout: float | None = No
     try:
         return pool.submit(task, *arguments).result(timeout)
     except (TimeoutError, BrokenProcessPool) as error:
-        raise ResourceError(f"the process was ended: {brief(error) or f'it took over {timeout:,.0f} s'}") from None
+        how = f"after {timeout:,.0f} seconds" if isinstance(error, TimeoutError) else "before it was done"
+        raise ResourceError(f"the process was ended {how}") from None
     except Exception as error:
         if isinstance(error, PrefillError) or not out_of_memory(error):
             raise

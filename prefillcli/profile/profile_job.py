@@ -87,10 +87,7 @@ def _save(profile: Profile, output: str, seconds: float) -> None:
     # Write `profile.json` and its page. Raises PrefillError.
     profile.created = datetime.now(UTC).isoformat(timespec="seconds")
     profile.seconds_taken, profile.versions = seconds, versions()
-    head, *sections = profile_sections(profile)
-    head.title = "prefill profile"
-    page = page_html(head, [*sections, settings_section(profile.settings)])
-    write_with_page(output, profile.sealed(), page)
+    write_with_page(output, profile.sealed(), profile_html(profile))
 
 
 def _summary(ended: Ended, profile: Profile | None, settings: ProfileSettings, seconds: float) -> dict[str, Any]:
@@ -126,6 +123,13 @@ def _no_times(profile: Profile) -> str:
         "predicted from this profile, neither the end of a run nor its cost; run prefill profile again when the "
         "machine is quiet"
     )
+
+
+def profile_html(profile: Profile) -> str:
+    """The page of a profile."""
+    head, *sections = profile_sections(profile)
+    head.title = "prefill profile"
+    return page_html(head, [*sections, settings_section(profile.settings)])
 
 
 def profile_sections(profile: Profile) -> list[Section]:

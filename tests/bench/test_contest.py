@@ -15,9 +15,10 @@ from benchmarks.flops import predicted_speedup
 from benchmarks.methods import compressed_walk, compressor_for, layer_walk, plain_loop
 from benchmarks.models import random_draft, random_llama
 from benchmarks.score_runs import SAMPLES
+from benchmarks.workloads import random_prompt
 from prefillcli.bench import contenders as contenders_module
 from prefillcli.bench.contenders import Alone, Equipment, Hybrid, Plain
-from prefillcli.bench.contest import compare, contenders, with_peak
+from prefillcli.bench.contest import compare, contenders
 from prefillcli.bench.material import Material, made_material
 from prefillcli.bench.report import UNCOMPRESSED, WorkloadResult
 from prefillcli.data.prompts.encoding import spans_of
@@ -39,7 +40,7 @@ from prefillcli.options.commands import BenchSettings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.profile.children import random_prompt
+from prefillcli.runtime.memory import with_peak
 from prefillcli.stats.evaluation import label_probabilities
 
 TARGET, DRAFT = SAMPLES / "models" / "target", SAMPLES / "models" / "draft"
