@@ -28,7 +28,7 @@ def made_profile(**changes: object) -> Profile:
                 predicted_tokens=tokens,
                 confirmations=[run],
                 max_tokens=tokens,
-            )  # fmt: skip
+            )
         )
     fields: dict[str, object] = {
         "created": "2026-11-21T00:00:00+00:00",
