@@ -31,7 +31,7 @@ from prefillcli.data.rows import FALLBACK, Float64Array, is_fallback
 from prefillcli.errors import PrefillError
 from prefillcli.jobs.load import load_walk
 from prefillcli.jobs.opening import Opening
-from prefillcli.runtime.memory import with_peak
+from prefillcli.runtime.memory import with_peak as with_peak
 from prefillcli.stats.evaluation import auc, audit_of, exact_interval, label_probabilities
 
 T = TypeVar("T")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +22,6 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from prefillcli.data.proof import hash_model
-from prefillcli.engines.memory_plan import budget_of
 from prefillcli.errors import PrefillError, ResourceError, brief, out_of_memory, shown
 from prefillcli.forecast.profile import (
     MOST_ERROR,
@@ -33,7 +33,7 @@ from prefillcli.forecast.profile import (
     this_machine,
 )
 from prefillcli.models.find import ModelFiles, with_weights
-from prefillcli.models.law import choose_chunk, memory_law
+from prefillcli.models.law import FREE_SHARE, choose_chunk, memory_law
 from prefillcli.models.load import load_model
 from prefillcli.models.open import open_model
 from prefillcli.models.shape import Shape
@@ -43,8 +43,7 @@ from prefillcli.prefill.forest import ATTENTION
 from prefillcli.prefill.layout import split_evenly
 from prefillcli.prefill.model_ends import embedding_device, last_row
 from prefillcli.prefill.walk import LayerWalk
-from prefillcli.report.section import byte_size
-from prefillcli.runtime.memory import available_memory, keep_blocks, set_malloc, with_peak
+from prefillcli.runtime.memory import available_memory, keep_blocks, parse_size, set_malloc, with_peak
 
 Tokens = npt.NDArray[np.int32]
 T = TypeVar("T")
@@ -181,7 +180,8 @@ def make_malloc_exact() -> None:
     """Make allocated memory follow used memory: without holes left by large blocks, and in one heap, not one of 64 MiB
     or more for each thread. glibc only."""
     set_malloc(_MAPPED_BYTES, _MAPPED_BYTES)
-    getattr(ctypes.CDLL(None), "mallopt", divmod)(_ARENA_MAX, 1)
+    with suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
 
 
 def run_once(settings: Any, mode: str, tokens: int) -> tuple[int | None, float]:
@@ -248,9 +248,8 @@ def measure_curve(
     In every round all packs run one after the other, so that a disturbance hits all of them. For each pack the fastest
     round counts: other programs can only make it slower. While the curve is not good enough, there are more rounds.
     """
-    packs = [one_pack([random_prompt(tokens, vocabulary)]) for tokens in lengths] + other_packs(
-        lengths[-1], vocabulary
-    )
+    packs = [one_pack([random_prompt(tokens, vocabulary)]) for tokens in lengths]
+    packs += other_packs(lengths[-1], vocabulary)
     counts = [features(pack, windows) for pack in packs]
     seconds = np.full(len(packs), np.inf)
     for rounds in range(ROUNDS, ATTEMPTS * ROUNDS + 1, ROUNDS):
@@ -294,7 +293,8 @@ def time_packs(settings: Any) -> tuple[int, int, Curve]:
     """
     model, files, device = load(settings)
     config = files.config
-    budget = budget_of(settings, available_memory(device))
+    free = available_memory(device)
+    budget = parse_size(settings.memory) if settings.memory else int(free * FREE_SHARE)
     law = memory_law(config, files.dtype)
     chunk = settings.chunk_tokens or choose_chunk(law, budget, device)
     if device.type == "cpu":
@@ -359,7 +359,7 @@ def _confirm(result: ModeResult, profile: Profile, settings: Any, announce: Call
     budget, most = profile.budget_bytes, profile.tokens_within(settings.confirm_seconds, most=profile.max_model_tokens)
     tokens, result.capped = min(result.predicted_tokens, most), most < result.predicted_tokens
     for _ in range(TRIES):
-        announce(f"{result.mode}: confirming {tokens:,} tokens within {byte_size(budget)}")
+        announce(f"{result.mode}: confirming {tokens:,} tokens within {budget / 2**20:,.0f} MiB")
         found = confirming_run(result.mode, tokens, profile, settings)
         result.confirmations.append(found)
         room = budget / (found.peak_bytes or _UNKNOWN_PEAK * budget)

@@ -279,8 +279,7 @@ def compare(
     After the first round no round begins if it would end more than `within` seconds after the first began. A method
     that runs out of the device's memory is left out with a note. One of the methods is the reference.
     """
-    from prefillcli.bench.contest import left_out_without_memory, timed_rounds  # takes torch along
-    from prefillcli.runtime.memory import with_peak
+    from prefillcli.bench.contest import left_out_without_memory, timed_rounds, with_peak  # takes torch along
 
     name, notes = material.name, material.notes
     entries: list[_Entrant] = []
