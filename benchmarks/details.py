@@ -40,7 +40,7 @@ from benchmarks.peers import REVIEWS, WORKLOADS
 from benchmarks.reviews import review_truths, sentiment_tokens
 from benchmarks.score_runs import outside_share, score_file
 from benchmarks.spread import Spread
-from benchmarks.workloads import short_rows
+from benchmarks.workloads import prompts_with_histories, short_rows
 from prefillcli.bench.contest import interleaved
 from prefillcli.data.prompts.builder import EncoderBuilder, PromptSettings
 from prefillcli.data.prompts.labels import ClassLabels, Label
@@ -59,9 +59,8 @@ from prefillcli.prefill.attention import ForestKernel, Shift, attend, attend_blo
 from prefillcli.prefill.forest import ATTENTION
 from prefillcli.prefill.narrow import in_smaller_numbers
 from prefillcli.prefill.walk import FASTEST
-from prefillcli.profile.children import prompts_with_histories, resident
 from prefillcli.report.section import mebibytes
-from prefillcli.runtime.memory import keep_blocks
+from prefillcli.runtime.memory import keep_blocks, resident_memory
 from prefillcli.runtime.user_cache import load_compiled, share_openmp
 from prefillcli.stats.evaluation import Measure, auc, rows_for
 from recipes.real_model import real_model, reviews
@@ -227,12 +226,12 @@ def shapes(times: int = 8, rows: int = 60) -> None:
     """Memory in use, and time, while the walk of 25M in bfloat16 scores ever new rows of 20 to 500 tokens."""
     network = random_llama("25M", torch.bfloat16)
     table = Table("rows so far", "MiB in use", "processor s")
-    table.add_row("0", mebibytes(resident("cpu")), "")
+    table.add_row("0", mebibytes(resident_memory()), "")
     for seed in range(1, times + 1):
         prompts = short_rows(rows, 20, 500, network.config.vocab_size, seed)
         begun = time.process_time()
         layer_walk(network, prompts)
-        table.add_row(f"{seed * rows:,}", mebibytes(resident("cpu")), f"{time.process_time() - begun:.2f}")
+        table.add_row(f"{seed * rows:,}", mebibytes(resident_memory()), f"{time.process_time() - begun:.2f}")
     Console(width=120).print(table)
 
 

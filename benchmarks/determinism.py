@@ -28,7 +28,7 @@ from benchmarks.console import log, log_run
 from benchmarks.models import random_llama
 from benchmarks.reviews import review_prompts
 from benchmarks.spread import Spread
-from benchmarks.workloads import short_rows
+from benchmarks.workloads import prompts_with_histories, random_prompt, short_rows
 from prefillcli.bench.contest import interleaved
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.models.find import read_model_files
@@ -40,7 +40,6 @@ from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.determinism import by_row
 from prefillcli.prefill.walk import FASTEST, LayerWalk
-from prefillcli.profile.children import prompts_with_histories, random_prompt
 from recipes.real_model import real_model
 
 LABELS = LabelSet.of([[5], [7]])

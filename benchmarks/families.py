@@ -27,6 +27,7 @@ from benchmarks.family_models import FAMILIES, Family, random_model
 from benchmarks.methods import compressed_walk, compressor_for, layer_walk
 from benchmarks.score_runs import SAMPLES
 from benchmarks.spread import Spread
+from benchmarks.workloads import random_prompt
 from prefillcli.bench.contest import interleaved
 from prefillcli.core.question import Question
 from prefillcli.data.rows import Prompt
@@ -36,7 +37,6 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
-from prefillcli.profile.children import random_prompt
 from prefillcli.reading.compress.settings import Compression
 from prefillcli.stats.evaluation import exact_interval
 from recipes.evaluate_samples import draw_rows

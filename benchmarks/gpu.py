@@ -24,6 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.console import log, log_run
 from benchmarks.flops import answer_flops
+from benchmarks.limits import enforced
+from benchmarks.workloads import prompts_with_histories, random_prompt
 from prefillcli.bench.contest import interleaved
 from prefillcli.errors import out_of_memory
 from prefillcli.models.law import FREE_SHARE, MemoryLaw, memory_law, pack_limits
@@ -33,8 +35,8 @@ from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
-from prefillcli.profile.children import Prefill, enforced, peak_bytes, prompts_with_histories, random_prompt
-from prefillcli.runtime.memory import available_memory, prepare_allocator
+from prefillcli.profile.measuring import prefill
+from prefillcli.runtime.memory import available_memory, prepare_allocator, with_peak
 
 GB = 10**9
 FULL, HYBRID = "full", "hybrid"
@@ -130,7 +132,7 @@ class Subject:
 
     def one(self, mode: str, prompt: TokenArray) -> None:
         """One prompt, in one mode."""
-        Prefill(self.model, mode, self.scale.chunk)(prompt).tolist()
+        prefill(self.model, mode, self.scale.chunk, prompt).tolist()
 
     def one_by_one(self, prompts: Sequence[TokenArray]) -> None:
         """Prompts through transformers' forward."""
@@ -269,7 +271,7 @@ def runs_within(subject: Subject, mode: str, room: int, tokens: int) -> bool:
     if subject.device.type == "cuda":
         with enforced(str(subject.device), room):
             return fits(step)
-    return peak_bytes(step, "cpu") <= room
+    return (with_peak(step)[1] or 0) <= room
 
 
 def search(runs: Callable[[int], bool], guess: int) -> int:

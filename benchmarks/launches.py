@@ -18,14 +18,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.fake_cuda import DEVICE, OperatorCounts, fake_cuda
-from benchmarks.workloads import short_rows
+from benchmarks.workloads import prompts_with_histories, short_rows
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.attention import longest_batched
 from prefillcli.prefill.forest import ForestAttention
 from prefillcli.prefill.layout import Chunk, LastTokens, Tree, split_evenly
-from prefillcli.profile.children import prompts_with_histories
 
 CHUNK = 8192
 HEADS, KV_HEADS, WIDTH = 32, 8, 128  # an 8B model's

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from benchmarks.console import log_run
 from benchmarks.memory import peak_in_child
 from benchmarks.spread import Spread
+from benchmarks.workloads import random_prompt
 from prefillcli.bench.contest import interleaved
 from prefillcli.core.question import Question, answer_questions
 from prefillcli.data.rows import Int32Array, Prompt
@@ -30,7 +31,6 @@ from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
-from prefillcli.profile.children import random_prompt
 from recipes.real_model import real_model, reviews
 
 CPU = torch.device("cpu")

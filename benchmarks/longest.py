@@ -128,6 +128,8 @@ def _in_child(folder: Path, tokens: int, *, streamed: bool, stretch: float) -> d
 
 def _confirm(pipe: Connection, folder: Path, tokens: int, streamed: bool, stretch: float) -> None:
     """Walk `stretch` times as many tokens as the law allows in the budget that allows `tokens`."""
+    from benchmarks.limits import enforced
+    from benchmarks.workloads import random_prompt
     from prefillcli.errors import out_of_memory
     from prefillcli.models.find import read_model_files
     from prefillcli.models.load import load_model
@@ -135,7 +137,8 @@ def _confirm(pipe: Connection, folder: Path, tokens: int, streamed: bool, stretc
     from prefillcli.plan.pack import Limits
     from prefillcli.plan.plan import make_plan
     from prefillcli.prefill.walk import LayerWalk
-    from prefillcli.profile.children import enforced, make_malloc_exact, peak_bytes, random_prompt
+    from prefillcli.profile.measuring import make_malloc_exact
+    from prefillcli.runtime.memory import with_peak
 
     make_malloc_exact()
     files, cpu = read_model_files(folder), torch.device("cpu")
@@ -161,7 +164,7 @@ def _confirm(pipe: Connection, folder: Path, tokens: int, streamed: bool, stretc
     }
     with closing(LayerWalk(model, chunk_tokens=chunk, layers=layers)) as walk, enforced("cpu", budget):
         try:
-            peak = peak_bytes(partial(_run, walk, pack), "cpu")
+            peak = with_peak(partial(_run, walk, pack))[1]
             result |= {"fits": True, "peak_bytes": peak}
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):

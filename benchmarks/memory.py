@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from prefillcli.bench.contest import with_peak
+from prefillcli.runtime.memory import with_peak
 
 
 def peak_in_child(task: Callable[..., Callable[[], object]], *args: Any) -> int:

@@ -8,7 +8,6 @@ has a process of its own. The table goes to stderr, the same as one line of JSON
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from functools import partial
 from typing import Annotated
 
@@ -21,12 +20,15 @@ from transformers import PreTrainedModel
 
 from benchmarks.console import log
 from benchmarks.models import SHAPES, random_llama
+from benchmarks.workloads import random_prompt
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ForestAttention
 from prefillcli.prefill.walk import LayerWalk, Tick, WalkState
-from prefillcli.profile.children import Prefill, Send, in_child, make_malloc_exact, peak_bytes, random_prompt
+from prefillcli.profile.measuring import in_child, make_malloc_exact
+from prefillcli.profile.measuring import prefill as one_mode
+from prefillcli.runtime.memory import with_peak
 
 MODES = ("full", "chunked", "drop", "hybrid-copy", "hybrid")
 _WARM_UP_TOKENS = 129
@@ -50,9 +52,9 @@ class CopyingWalk(LayerWalk):
 def prefill(model: PreTrainedModel, mode: str, chunk: int, prompt: TokenArray) -> Tensor:
     """The last logits of one prompt, float32 [vocabulary]."""
     if mode == "drop":
-        return Prefill(model, "hybrid", len(prompt))(prompt)
+        return one_mode(model, "hybrid", len(prompt), prompt)
     if mode != "hybrid-copy":
-        return Prefill(model, mode, chunk)(prompt)
+        return one_mode(model, mode, chunk, prompt)
     walk = CopyingWalk(model, chunk_tokens=chunk)
     try:
         (pack,) = make_plan([prompt], Limits(len(prompt), len(prompt))).packs
@@ -61,15 +63,15 @@ def prefill(model: PreTrainedModel, mode: str, chunk: int, prompt: TokenArray) -
         walk.close()
 
 
-def measure(send: Send, size: str, mode: str, chunk: int, tokens: int) -> None:
-    """In a child: sends the peak of one prompt above the loaded model, in bytes."""
+def measure(size: str, mode: str, chunk: int, tokens: int) -> int:
+    """In a child: the peak of one prompt above the loaded model, in bytes."""
     make_malloc_exact()
     torch.set_num_threads(1)
     model = random_llama(size, torch.float32)
     vocabulary = int(model.config.vocab_size)
     prefill(model, mode, _WARM_UP_TOKENS // 2, random_prompt(_WARM_UP_TOKENS, vocabulary))
     prompt = random_prompt(tokens, vocabulary)
-    send(peak_bytes(partial(prefill, model, mode, chunk, prompt), "cpu"))
+    return with_peak(partial(prefill, model, mode, chunk, prompt))[1] or 0
 
 
 def main(
@@ -81,10 +83,7 @@ def main(
     found: dict[str, dict[str, float]] = {}
     for mode in MODES:
         log(f"{mode}: {tokens // 2:,} and {tokens:,} tokens")
-        peaks = []
-        for length in (tokens // 2, tokens):
-            with closing(in_child(measure, model, mode, chunk, length)) as sent:
-                peaks.append(next(iter(sent)))
+        peaks = [in_child(measure, model, mode, chunk, length) for length in (tokens // 2, tokens)]
         each = (peaks[1] - peaks[0]) / (tokens - tokens // 2)
         found[mode] = {"peak_bytes": peaks[1], "token_bytes": each}
     table = Table("mode", "peak MiB", "bytes per token", "prompt in the memory of full")

@@ -21,13 +21,13 @@ from transformers import PreTrainedModel
 
 from benchmarks.console import log
 from benchmarks.models import random_llama
+from benchmarks.workloads import prompts_with_histories
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.forest import ATTENTION
 from prefillcli.prefill.own_cache import set_own_attention
 from prefillcli.prefill.walk import LayerWalk
-from prefillcli.profile.children import prompts_with_histories
 
 #: Prefixes, rows behind each, tokens of a prefix, tokens of a row.
 PACKS = {"reviews": (1, 32, 300, 120), "long prefix": (1, 20, 2000, 150), "short rows": (1, 128, 40, 24)}

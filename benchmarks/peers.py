@@ -30,10 +30,9 @@ from benchmarks.reviews import TOPICS, question_prompts, review_prompts, review_
 from benchmarks.runners import ROOT, Runner
 from benchmarks.serving import Scores, Settings
 from benchmarks.spread import Spread
-from benchmarks.workloads import short_rows
+from benchmarks.workloads import prompts_with_histories, random_prompt, short_rows
 from prefillcli.bench.contest import interleaved
 from prefillcli.plan.trie import TokenArray
-from prefillcli.profile.children import prompts_with_histories, random_prompt
 from prefillcli.report.section import mebibytes
 from prefillcli.stats.evaluation import auc
 from recipes.real_model import real_model

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,13 +25,14 @@ from transformers import PreTrainedModel
 
 from benchmarks.console import log
 from benchmarks.models import random_llama
+from benchmarks.workloads import prompts_with_histories
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
 from prefillcli.plan.pack import Limits, Pack, in_full
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.walk import LayerWalk
-from prefillcli.profile.children import prompts_with_histories
-from prefillcli.profile.measuring import measure_leaving
+from prefillcli.prefill.forest import ForestAttention
+from prefillcli.prefill.fusion import fused
+from prefillcli.prefill.walk import LayerWalk, remainder
 
 #: Prefixes, rows behind each, tokens of a prefix, tokens of a row.
 PACKS = {"reviews": (1, 64, 300, 120), "long prefix": (1, 20, 2000, 150), "short rows": (1, 256, 40, 24)}
@@ -58,6 +59,53 @@ def remaining_work(pack: Pack, through: Sequence[int | None], layers: int) -> fl
     """The part of a pack's work that exits leave, between 0 and 1. Arguments as in `layers_needed`."""
     needed = layers_needed(pack, through, layers) * np.diff(pack.offsets)
     return float(needed.sum() / (in_full(layers) * len(pack.tokens)))
+
+
+LEAVING_ROUNDS = 3
+
+
+@torch.inference_mode()
+def measure_leaving(
+    walk: LayerWalk, pack: Pack, clock: Callable[[], float], rounds: int = LEAVING_ROUNDS
+) -> tuple[float, float] | None:
+    """Time a layer in the middle of the model over `pack`, which holds nothing. Returns the cost of laying out a token
+    anew between two layers, and of computing only its K,V, both in layers of a token.
+
+    For each step the fastest round counts: other programs can only make it slower. A model of one layer has no middle:
+    None. `clock` gives seconds; it waits for a device that computes asynchronously.
+    """
+    index = len(walk.layers) // 2
+    if index == len(walk.layers) - 1:
+        return None
+    state = walk.begin(pack)
+    whole = remainder(pack, range(len(pack.reads)), [])
+    before = state.hidden.clone()
+    most = max(chunk.end - chunk.start for chunk in state.chunks)
+    with ForestAttention(len(pack.tokens)) as attention, walk.layers.use(index) as layer, fused(layer, most):
+
+        def layer_alone() -> None:
+            walk.start_layer(state, index, layer, attention)
+            walk.through_layer(state, index, layer, attention, lambda tokens: None)
+
+        def keys_alone() -> None:
+            walk.start_layer(state, index, layer, attention)
+            walk.store_keys(state, index, layer, attention, lambda tokens: None)
+
+        def regrouped() -> None:  # the layer's call determines which keys a query sees
+            walk.regroup(state, whole, attention)
+            layer_alone()
+
+        layer_alone()
+        steps = (layer_alone, keys_alone, regrouped)
+        seconds: list[list[float]] = [[] for _ in steps]
+        for _ in range(rounds):
+            for step, own in zip(steps, seconds, strict=True):
+                state.hidden.copy_(before)
+                begun = clock()
+                step()
+                own.append(clock() - begun)
+    alone, keys, both = (min(own) for own in seconds)
+    return max(0.0, both / alone - 1), keys / alone
 
 
 class HalfLeave:

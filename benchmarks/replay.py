@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.console import log
-from prefillcli.forecast.profile import DEFAULT_PROFILE, CompletionModel, Profile
+from prefillcli.forecast.profile import DEFAULT_PROFILE, Curve, Profile
 from prefillcli.models.law import memory_law, pack_limits
 from prefillcli.models.open import open_model
 from prefillcli.options.commands import ProfileSettings
@@ -221,7 +221,7 @@ def serve(
     return Served(ends - arrivals, int((tokens - cached).sum()), int(np.count_nonzero(cached)))
 
 
-def run_plan(workload: Workload, limits: Limits, completion: CompletionModel) -> Served:
+def run_plan(workload: Workload, limits: Limits, completion: Curve) -> Served:
     """Compute all requests as `prefill score` would: packs of the trie in depth-first order."""
     tokens = np.zeros(int(workload.tokens.max()), dtype=np.int32)  # which tokens they are does not matter
     prompts = [tokens[:length] for length in workload.tokens]
@@ -269,7 +269,7 @@ class Replay:
 
 def replay(
     name: str,
-    completion: CompletionModel,
+    completion: Curve,
     *,
     scale: float,
     limits: Limits,
@@ -379,7 +379,7 @@ def main(
 ) -> None:
     """Replay the workloads with the times of a profile."""
     measured = Profile.load(profile)
-    if measured is None or measured.completion is None:
+    if measured.no_completion is not None:
         raise typer.BadParameter(f"{profile}: no completion times; prefill profile measures them")
     settings = ProfileSettings(
         model=measured.settings.get("model"), dtype=measured.dtype, device=measured.device, quiet=True

@@ -23,9 +23,8 @@ from benchmarks.console import log
 from benchmarks.models import random_llama
 from benchmarks.score_runs import SAMPLES, score_file
 from benchmarks.spread import Spread
-from benchmarks.workloads import short_rows
+from benchmarks.workloads import prompts_with_histories, short_rows
 from prefillcli.plan.trie import TokenArray
-from prefillcli.profile.children import prompts_with_histories
 
 Report = dict[str, Any]
 

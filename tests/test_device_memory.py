@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from prefillcli.bench.contest import with_peak
-from prefillcli.profile.children import enforced, peak_bytes, resident
-from prefillcli.runtime.memory import available_memory, loadable_memory, prepare_allocator
+from benchmarks.limits import enforced
+from prefillcli.runtime.memory import available_memory, loadable_memory, prepare_allocator, with_peak
 
 MIB = 1 << 20
 CARD = torch.device("cuda:1")
@@ -65,10 +64,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Cards:
 def test_the_peak_is_that_of_the_device_that_computes(cards: Cards) -> None:
     cards.use(1, 100 * MIB)
     assert with_peak(lambda: cards.use(1, 30 * MIB), CARD) == (None, 40 * MIB)
-    assert peak_bytes(lambda: cards.use(1, 30 * MIB), "cuda:1") == 20 * MIB
-    assert peak_bytes(lambda: cards.use(0, 30 * MIB), "cuda:1") == 0
-    assert peak_bytes(lambda: cards.use(0, 30 * MIB), "cuda") == 20 * MIB
-    assert (resident("cuda:1"), resident("cuda")) == (160 * MIB, 60 * MIB)
+    assert with_peak(lambda: cards.use(0, 30 * MIB), CARD) == (None, 0)
 
 
 def test_memory_that_was_freed_before_counts_again_on_a_card(cards: Cards) -> None:
@@ -79,12 +75,13 @@ def test_memory_that_was_freed_before_counts_again_on_a_card(cards: Cards) -> No
 
 def test_what_is_measured_on_a_card_is_what_the_limit_counts(cards: Cards) -> None:
     cards.use(1, 90 * MIB)
-    peak = peak_bytes(lambda: cards.use(1, 90 * MIB), "cuda:1")
+    _, peak = with_peak(lambda: cards.use(1, 90 * MIB), CARD)
+    assert peak is not None
     cards.allocated[1] -= 90 * MIB
-    with enforced("cuda:1", peak) as enforcement:
+    with enforced("cuda:1", peak) as limit:
         assert cards.fractions == [1.0, pytest.approx((100 * MIB + peak) / (1000 * MIB))]
         cards.use(1, 90 * MIB)
-        assert cards.reserved[1] == enforcement.limit, "the step that was measured just fits"
+        assert cards.reserved[1] == limit, "the step that was measured just fits"
     assert cards.fractions == [1.0, 1.0]
 
 

@@ -16,22 +16,12 @@ from hypothesis import strategies as st
 
 from prefillcli.data.rows import Prompt, RowError, Window
 from prefillcli.forecast.survey import (
-    LEVELS,
-    Bin,
-    Duplicates,
     InputStatistics,
     KeepCost,
     Lengths,
-    PackLimits,
     PlanCost,
-    SharedLevel,
-    SharedPrefix,
-    Sharing,
     Survey,
     SurveyRows,
-    SurveySeconds,
-    TextCost,
-    histogram_of,
     lengths_of,
 )
 from prefillcli.jobs.dry_run import DryRunReport
@@ -42,7 +32,6 @@ from prefillcli.plan import SCHEDULES
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan, make_plans
-from prefillcli.plan.trie import build_forest, shared_nodes, token_order
 from prefillcli.report.section import bar
 from prefillcli.runtime.clock import Expected, duration
 
@@ -60,13 +49,10 @@ def window_of(prompts: list[np.ndarray], first_row: int = 0, errors: dict[int, R
     return Window(0, rows, numbered, errors or {}, pa.table({}))
 
 
-def prefix_counts(prompts: list[np.ndarray]) -> Counter[tuple[int, ...]]:
-    return Counter(tuple(p[: end + 1].tolist()) for p in prompts for end in range(len(p)))
-
-
 @given(some_lengths)
 def test_lengths_are_exact(lengths: list[int]) -> None:
     found = lengths_of(Counter(lengths))
+    assert found is not None
     assert (found.least, found.most) == (min(lengths), max(lengths))
     assert found.mean == pytest.approx(np.mean(lengths))
     for share, tokens in found.percentiles.items():
@@ -75,55 +61,23 @@ def test_lengths_are_exact(lengths: list[int]) -> None:
 
 @given(some_lengths)
 def test_every_length_falls_into_one_bin(lengths: list[int]) -> None:
-    bins = histogram_of(Counter(lengths))
+    found = lengths_of(Counter(lengths))
+    assert found is not None
+    bins = found.histogram
     for each in bins:
-        assert each.rows == sum(each.low <= length < each.high for length in lengths)
-    assert sum(each.rows for each in bins) == len(lengths)
-    assert all(one.high == other.low for one, other in itertools.pairwise(bins))
-    assert bins[0].rows
-    assert bins[-1].rows
-    assert len(bins) <= 25
+        assert each["rows"] == sum(each["low"] <= length < each["high"] for length in lengths)
+    assert sum(each["rows"] for each in bins) == len(lengths)
+    assert all(one["high"] == other["low"] for one, other in itertools.pairwise(bins))
+    assert bins[0]["rows"]
+    assert bins[-1]["rows"]
 
 
 @given(some_prompts)
-def test_shared_nodes_know_their_prompts(prompts: list[np.ndarray]) -> None:
-    counts = prefix_counts(prompts)
-    for node, rows in shared_nodes(build_forest(prompts, token_order(prompts))):
-        assert rows == counts[tuple(prompts[node.prompt][: node.end].tolist())]
-
-
-@given(some_prompts)
-def test_sharing_is_that_of_brute_force(prompts: list[np.ndarray]) -> None:
-    contents = InputStatistics()
-    contents.add(window_of(prompts))
-    sharing, counts = contents.sharing(), prefix_counts(prompts)
-    assert sharing.unique_tokens == len(counts)
-    shared = {level: sum(rows for rows in counts.values() if rows >= level) for level in LEVELS}
-    assert {level.rows: level.tokens for level in sharing.levels} == {k: v for k, v in shared.items() if v}
-    saved = sum(prefix.saved for prefix in sharing.largest)
-    assert saved <= sum(map(len, prompts)) - len(counts)
-    for prefix in sharing.largest:
-        assert counts[tuple(prompts[prefix.first_row][: prefix.tokens].tolist())] == prefix.rows > 1
-
-
-@given(some_prompts)
-def test_duplicates_are_rows_that_are_not_alone(prompts: list[np.ndarray]) -> None:
+def test_duplicates_are_rows_with_the_prompt_of_an_earlier_one(prompts: list[np.ndarray]) -> None:
     contents = InputStatistics()
     for number, prompt in enumerate(prompts):
         contents.add(window_of([prompt], number))  # in windows of their own
-    alike = [rows for rows in Counter(tuple(p.tolist()) for p in prompts).values() if rows > 1]
-    found = contents.duplicates()
-    assert (found.rows, found.prompts) == (sum(alike), len(alike))
-
-
-def test_a_prefix_of_several_windows_is_one() -> None:
-    history, contents = np.arange(50, dtype=np.int32), InputStatistics()
-    for number in range(3):
-        prompts = [np.append(history, [100 + 10 * number + i]).astype(np.int32) for i in range(4)]
-        contents.add(window_of(prompts, 4 * number))
-    (prefix,) = contents.sharing().largest
-    assert (prefix.rows, prefix.tokens, prefix.saved) == (12, 50, 3 * 3 * 50)
-    assert contents.sharing().windows == 3
+    assert contents.duplicates == len(prompts) - len({tuple(prompt.tolist()) for prompt in prompts})
 
 
 def test_rows_are_counted_by_what_happens_to_them() -> None:
@@ -149,10 +103,7 @@ def test_plans_of_several_cases_are_those_of_each(prompts: list[np.ndarray], siz
 
 def test_every_key_is_documented() -> None:
     text = (Path(__file__).parent.parent / "docs" / "score.md").read_text()
-    kinds = (
-        DryRunReport, Survey, SurveyRows, Lengths, Bin, Duplicates, Sharing, SharedLevel, SharedPrefix, PackLimits,
-        PlanCost, KeepCost, TextCost, SurveySeconds,
-    )  # fmt: skip
+    kinds = (DryRunReport, Survey, SurveyRows, Lengths, PlanCost, KeepCost)
     for kind in kinds:
         for key in kind.model_fields:
             assert f"`{key}`" in text, (kind, key)

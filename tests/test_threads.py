@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.methods import layer_walk
 from benchmarks.models import random_llama
+from benchmarks.workloads import prompts_with_histories, random_prompt
 from prefillcli.models.heads import label_numbers
-from prefillcli.profile.children import prompts_with_histories, random_prompt
 from prefillcli.runtime.cores import Threads, affinity, choose_waiting, prepare, threads_for
 
 ROOT = Path(__file__).parent.parent

@@ -3,7 +3,6 @@ on a shared machine."""
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import time
@@ -35,7 +34,7 @@ from prefillcli.options.commands import BenchSettings, ScoreSettings
 from prefillcli.plan.pack import in_full
 from prefillcli.report.run import RunReport, Tokens
 from prefillcli.runtime.clock import Clock
-from prefillcli.runtime.memory import process_memory, reserved_at_peak, reset_peak_memory, trim_heap
+from prefillcli.runtime.memory import with_peak as with_peak
 from prefillcli.runtime.signals import Stop
 from prefillcli.stats.evaluation import auc, audit_of, exact_interval, label_probabilities
 
@@ -73,26 +72,6 @@ def interleaved(
             on_run(turn, name, taken)
         longest = max(longest, time.perf_counter() - round_begun)
     return seconds
-
-
-def with_peak(step: Callable[[], T], device: torch.device | None = None) -> tuple[T, int | None]:
-    """The result of `step`, and the bytes at its peak above those in use before, in this process.
-
-    For a CUDA `device` these are torch's reserved bytes, else the host's. None off Linux, because it resets and reads
-    VmHWM. Memory that earlier steps freed is returned to the system first: otherwise a step that reuses it would seem
-    to need none.
-    """
-    gc.collect()
-    if device is not None and device.type == "cuda":
-        return reserved_at_peak(step, device)
-    trim_heap()
-    try:
-        reset_peak_memory()
-        before = process_memory("VmRSS")
-    except OSError:
-        return step(), None
-    result = step()
-    return result, max(0, process_memory("VmHWM") - before)
 
 
 # The jobs, and the models that they share.

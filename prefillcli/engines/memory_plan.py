@@ -62,13 +62,6 @@ RESIDENT = Placed()  # all on the device
 class Measured(Protocol):
     """Measurements of a model on this machine."""
 
-    regroup_layers: float | None
-    """Layers of a token that regrouping it costs, when a row leaves; None if that was not measured."""
-
-    @property
-    def token_bytes(self) -> float | None:
-        """Bytes that a token of a pack took; None if that was not measured."""
-
     def tokens_within(self, seconds: float, *, most: int) -> int:
         """The tokens of the largest pack, at most `most`, that can be computed within so many seconds."""
 
@@ -95,7 +88,7 @@ def plan_packs(
 ) -> dict[str, Any]:
     """The limits of one pack of the model in `budget` bytes, as that part of a job's plan.
 
-    `measured` gives the bytes of a token and the time of a pack; without, the operations of a pack are counted where
+    `measured` gives the time of a pack; without, the operations of a pack are counted where
     the device is a CPU. Packs of less than `least_tokens` would wait for
     streamed weights, so packs have at least as many where they fit. With `own_cache` the model is walked with its own
     cache. Texts of up to `text_tokens`, beginnings and guesses included, are written behind prompts; 0: none are.
@@ -131,8 +124,6 @@ def plan_packs(
         else:
             pack_tokens = most
         pack_tokens = max(pack_tokens, least_tokens)
-    if measured is not None:
-        law = law.measured(measured.token_bytes)
     limits = pack_limits(
         law,
         budget=budget,

@@ -13,7 +13,7 @@ from prefillcli.core.scorer import Granularity
 from prefillcli.data.windows import WindowSize
 from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.forecast.profile import find_profile
-from prefillcli.forecast.survey import Alternatives, InputStatistics, Survey, SurveySeconds, lengths_of, survey_section
+from prefillcli.forecast.survey import Costs, InputStatistics, Survey, lengths_of, survey_section
 from prefillcli.jobs.load import plan_weights
 from prefillcli.jobs.opening import Opening
 from prefillcli.jobs.path_table import dry_run_report, output_of, require_apart
@@ -45,7 +45,7 @@ class DryRunReport(CommandReport):
             line |= {
                 "rows": survey.rows.model_dump(),
                 "prompt_tokens": survey.prompt_tokens,
-                "unique_tokens": survey.sharing.unique_tokens,
+                "unique_tokens": survey.unique_tokens,
                 "computed_tokens": plan.computed_tokens,
                 "packs": plan.packs,
                 "predicted_seconds": plan.seconds,
@@ -99,12 +99,12 @@ def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, 
         with stop.at_once():
             opening.open_source()
             opening.open_models()
-            plans = _alternatives(inputs, granularity, report)
+            costs = _costs(inputs, granularity, report)
         size = WindowSize(granularity.window_rows, batch_rows=granularity.batch_rows)
         rows = inputs.source.expected_rows if settings.shard_of is None else None
         progress = Progress(rows, interval=settings.progress_interval, quiet=settings.quiet)
         with progress, stop.at_once():
-            report.survey = survey(inputs, inputs.windows(inputs.builder.close, size=size), plans, progress.advance)
+            report.survey = survey(inputs, inputs.windows(inputs.builder.close, size=size), costs, progress.advance)
             if (exits := opening.parts.exits) is not None:
                 report.outlooks["exits"], lines = outlook_of(inputs, report.survey, exits.profile)
         counts = report.survey.rows.counts
@@ -114,7 +114,7 @@ def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, 
     return report.summary()
 
 
-def _alternatives(inputs: Inputs, granularity: Granularity, report: DryRunReport) -> Alternatives:
+def _costs(inputs: Inputs, granularity: Granularity, report: DryRunReport) -> Costs:
     # The plans to compare, with the times of the profile that applies here. Raises UsageError or ResourceError.
     from prefillcli.models.weights import draft_bytes  # takes torch along
 
@@ -133,16 +133,16 @@ def _alternatives(inputs: Inputs, granularity: Granularity, report: DryRunReport
         except ResourceError as error:
             log.warning(f"a run would fail here: {error}")
     names, block_tokens = inputs.labels.names, granularity.block_tokens
-    return Alternatives(settings, opened, names, free=free, profile=profile, block_tokens=block_tokens)
+    return Costs(settings, opened, names, free=free, profile=profile, block_tokens=block_tokens)
 
 
 def survey(
     inputs: Inputs,
     coming: AbstractContextManager[Iterable[Any]],
-    plans: Alternatives,
+    costs: Costs,
     tick: Callable[[int, int], None],
 ) -> Survey:
-    """Read the windows that are `coming`, and plan them by `plans`.
+    """Read the windows that are `coming`, and plan them by `costs`.
 
     The windows are of the rows of the `inputs`. `tick` is called with the rows and prompt tokens of each window, and
     may raise. Raises the errors that the job raises before it loads weights.
@@ -154,22 +154,23 @@ def survey(
                 inputs.labels.check(window)
             with clock.phase("plan"):
                 found.add(window)
-                plans.add(window.prompts)
+                costs.add(window.prompts)
             tick(len(window.rows), sum(len(prompt.tokens) for prompt in window.prompts))
     return Survey(
-        rows=found.rows(plans.errors),
+        rows=found.rows(costs.errors),
         prompt_tokens=found.tokens,
-        lengths=lengths_of(found.lengths) if found.lengths else None,
-        duplicates=found.duplicates(),
-        sharing=found.sharing(given=plans.given_tokens),
-        limits=plans.limits,
-        plans=plans.plans,
-        keeps=plans.keeps,
-        texts=plans.texts,
-        seconds=SurveySeconds(
-            read=inputs.source.seconds,
-            render=inputs.builder.render_seconds,
-            tokenize=inputs.builder.tokenize_seconds,
-            plan=clock.seconds["plan"],
-        ),
+        lengths=lengths_of(found.lengths),
+        duplicates=found.duplicates,
+        windows=costs.windows,
+        unique_tokens=costs.unique_tokens,
+        limits=costs.limits,
+        plans=costs.plans,
+        keeps=costs.keeps,
+        texts=costs.texts,
+        seconds={
+            "read": inputs.source.seconds,
+            "render": inputs.builder.render_seconds,
+            "tokenize": inputs.builder.tokenize_seconds,
+            "plan": clock.seconds["plan"],
+        },
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefillcli.core.inputs import Inputs
 from prefillcli.core.run import Run
@@ -16,7 +16,7 @@ from prefillcli.data.output.sink import ShardSink, Sink, plan_of, refuse_known
 from prefillcli.data.rows import Int64Array, Window
 from prefillcli.data.windows import Prefetcher, WindowSize
 from prefillcli.errors import shown, shown_report
-from prefillcli.forecast.profile import find_profile, named_profile
+from prefillcli.forecast.profile import Profile, find_profile
 from prefillcli.jobs.compose import Parts, sections_of
 from prefillcli.jobs.dry_run import dry_run_job
 from prefillcli.jobs.identity import LocalModels, fingerprint, is_same, output_job
@@ -29,9 +29,6 @@ from prefillcli.options.commands import ScoreSettings
 from prefillcli.report.run import ComputedIn, RunReport, print_table, write_files
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, Expected, MemoryWatch, step
-
-if TYPE_CHECKING:
-    from prefillcli.forecast.profile import Profile
 
 
 def score_job(settings: ScoreSettings, granularity: Granularity = USUAL) -> dict[str, Any]:
@@ -124,7 +121,7 @@ class ScoreJob:
         run, settings, opening = self._run, self._run.settings, self._opening
         with run.clock.phase("read"), run.stop.at_once():
             if settings.profile is not None:
-                named_profile(settings.profile)
+                Profile.load(settings.profile)
             opening.open_source()
             self.parts = opening.parts
             run.settings = settings = opening.inputs.settings

@@ -361,7 +361,6 @@ class MemoryLaw:
     weights: int = 0  # of a layer's linear parts
     outputs: int = 0  # numbers that these parts compute for one token
     size: int = 4  # bytes of a number
-    beyond: int = 0  # a token's bytes that were measured and are none of these
     host: int = 0  # a token's bytes in host memory, where the residual stream is kept there
     all_key_values: int = 0  # a token's K,V in all layers
     states: int = 0  # of all layers at the end of a node
@@ -371,7 +370,7 @@ class MemoryLaw:
     @property
     def token(self) -> int:
         """Bytes per token that last as long as the pack."""
-        return self.residual + self.key_value + self.rotary + self.beyond
+        return self.residual + self.key_value + self.rotary
 
     def tokens_within(self, operations: float, *, least: int) -> int:
         """The tokens that so many operations of products are enough for, at least `least`: a power of two, which a
@@ -391,10 +390,6 @@ class MemoryLaw:
         more where fewer heads of K,V are repeated for those of the queries.
         """
         return replace(self, key_value=(JOINED_PATHS + 3) * self.key_value, scores=2 * SCORE_BYTES)
-
-    def measured(self, token: float | None) -> MemoryLaw:
-        """The law with the measured bytes of a token, where they are more; None if they were not measured."""
-        return replace(self, beyond=max(0, math.ceil((token or 0) - self.token)))
 
     def constant(self, chunk_tokens: int, device: torch.device) -> int:
         """Bytes per pack whatever its size: a chunk's activations, logits, and on a CPU a layer's weights laid out."""

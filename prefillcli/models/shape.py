@@ -223,15 +223,15 @@ def prefill_flops(config: Any, tokens: int, *, head_tokens: int = 1) -> Flops:
     usual sizes.
     """
     layers = _layers(config)
-    return _flops(config, layers, tokens, [_pairs(0, tokens, layer.window) for layer in layers], head_tokens)
+    return _flops(config, layers, tokens, [seen_pairs(0, tokens, layer.window) for layer in layers], head_tokens)
 
 
 def thinned_flops(config: Any, tokens: int, kept: int, layers: int) -> Flops:
     """`prefill_flops` of a prompt of which only `kept` tokens go on after so many `layers`."""
     every = _layers(config)
     first, others = every[:layers], every[layers:]
-    return _flops(config, first, tokens, [_pairs(0, tokens, layer.window) for layer in first], 0) + _flops(
-        config, others, kept, [_pairs(0, kept, layer.window) for layer in others], 1
+    return _flops(config, first, tokens, [seen_pairs(0, tokens, layer.window) for layer in first], 0) + _flops(
+        config, others, kept, [seen_pairs(0, kept, layer.window) for layer in others], 1
     )
 
 
@@ -247,7 +247,7 @@ def walk_flops(config: Any, plan: Plan) -> float:
         for pack in plan.packs
         for start, begin, end in zip(pack.starts, pack.offsets[:-1], pack.offsets[1:], strict=True)
     ]
-    pairs = [sum(_pairs(start, length, layer.window) for start, length in nodes) for layer in layers[:-1]]
+    pairs = [sum(seen_pairs(start, length, layer.window) for start, length in nodes) for layer in layers[:-1]]
     return _flops(config, layers[:-1], tokens, pairs, 0).total + tokens * layers[-1].keys
 
 
@@ -267,8 +267,8 @@ def _flops(config: Any, layers: Sequence[_Layer], tokens: int, pairs: Sequence[f
     )
 
 
-def _pairs(start: int, length: int, window: int | None) -> float:
-    # Keys seen by `length` queries behind `start` others: the k-th token of a path sees k, or `window` if fewer.
+def seen_pairs(start: int, length: int, window: int | None) -> float:
+    """Keys seen by `length` queries behind `start` others: the k-th token of a path sees k, or `window` if fewer."""
     return _triangle(start + length, window) - _triangle(start, window)
 
 

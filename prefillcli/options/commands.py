@@ -293,7 +293,7 @@ class ProfileSettings(
     )  # fmt: skip
     fit_seconds: float | None = option(
         None,
-        "Approximate time for the runs that completion times are fitted to. (default: 10, with --full 60)",
+        "Approximate time for the packs that the curve of seconds is made of. (default: 10, with --full 60)",
         PROFILE, level="first", changes="report", metavar="SECONDS", gt=0, allow_inf_nan=False,
     )  # fmt: skip
     output: str = option(

@@ -1,673 +1,414 @@
-"""The measurements of `prefill profile`: completion times, and the longest prompt of each mode, each in its own
-process."""
+"""The measurements of `prefill profile`, each in a process of its own: one curve of seconds, and the longest prompt of
+each mode, which the memory law predicts and a run confirms."""
 
 from __future__ import annotations
 
-import os
-import statistics
+import ctypes
+import multiprocessing
+import signal
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from scipy.optimize import nnls
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
 from prefillcli.data.proof import hash_model
-from prefillcli.errors import PrefillError, ResourceError, shown
+from prefillcli.errors import PrefillError, ResourceError, brief, out_of_memory, shown
 from prefillcli.forecast.profile import (
-    OF_TRANSFORMERS,
-    CompletionModel,
-    CompletionPoint,
+    MOST_ERROR,
     Confirmation,
-    MemoryPoint,
+    Curve,
     ModeResult,
     Profile,
-    Trace,
     features,
     this_machine,
 )
 from prefillcli.models.find import ModelFiles, with_weights
 from prefillcli.models.law import FREE_SHARE, choose_chunk, memory_law
-from prefillcli.models.shape import NoCostModel, prefill_flops
+from prefillcli.models.load import load_model
+from prefillcli.models.open import open_model
+from prefillcli.models.shape import Shape
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import ForestAttention
-from prefillcli.prefill.fusion import fused
-from prefillcli.prefill.model_ends import embedding_device
-from prefillcli.prefill.walk import LayerWalk, remainder
-from prefillcli.profile.children import (
-    ChildEnded,
-    ChildFailed,
-    Law,
-    Send,
-    Subject,
-    attention_windows,
-    confirm,
-    in_child,
-    load_subject,
-    measure,
-    mode_law,
-    prompts_with_histories,
-    random_prompt,
-    random_tokens,
-    trace,
-)
-from prefillcli.report.section import byte_size
-from prefillcli.runtime.memory import available_memory, keep_blocks, parse_size
+from prefillcli.prefill.forest import ATTENTION
+from prefillcli.prefill.layout import split_evenly
+from prefillcli.prefill.model_ends import embedding_device, last_row
+from prefillcli.prefill.walk import LayerWalk
+from prefillcli.runtime.memory import available_memory, keep_blocks, parse_size, set_malloc, with_peak
 
-#: Prints the next step on stderr.
-Announce = Callable[[str], None]
+Tokens = npt.NDArray[np.int32]
+T = TypeVar("T")
 
-TRACED = ("full", "hybrid")
-_BUSY = 1.5  # of the load average over the threads that compute
-ATTEMPTS = 3  # attempts at a good fit, each with more rounds
-CACHED = (0, 2, 4, 8)  # units of tokens whose K,V are held from the pack before
-COMPUTED = (1, 2, 4, 6)  # units of tokens to compute after them
-ROUNDS = 3
-_ROUND_UNITS = len(CACHED) * sum(COMPUTED) + sum(CACHED) + 16
-_LEAST_UNIT = 32
-_LONGEST_UNITS = max(CACHED) + max(COMPUTED)
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """The least seconds of a pack over the rounds, and its composition."""
-
-    features: tuple[float, float, float, float]
-    seconds: float
-    slowest: float  # seconds of its slowest round
-    rounds: int
-    input_tokens: int = 0  # of its one prompt; 0 for a pack of several
-    cached_tokens: int = 0
-    heldout: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Budgeted:
-    """The budget that a loaded model leaves, in bytes above it, and the chunk that follows from it.
-
-    The costs of early exit are in layers of a token, None for a model of one layer: see `Profile`.
-    """
-
-    budget: int
-    chunk_tokens: int
-    regroup_layers: float | None
-    keys_layers: float | None
-
-
-def time_packs(send: Send, subject: Subject, memory: int | None, target: float) -> None:
-    """In a child: sends the Budgeted, then lists of Timings as `measure_packs` yields them.
-
-    `memory` is the budget in bytes; None: the part of the free memory that `prefill score` would take. `target` is
-    roughly the number of seconds that this may take.
-    """
-    model, files = load_subject(subject)
-    device = embedding_device(model)
-    budget = memory or int(available_memory(device) * FREE_SHARE)
-    law = memory_law(files.config, files.dtype)
-    chunk = subject.chunk_tokens or choose_chunk(law, budget, device)
-    vocabulary, windows = int(files.config.vocab_size), attention_windows(files.config)
-    if device.type == "cpu":
-        keep_blocks(budget)
-    walk = LayerWalk(model, chunk_tokens=chunk)
-    run = partial(_timed, walk, device)
-    room = budget - law.constant(chunk, device)
-    most = min(files.max_length, int(room / (law.token + law.key_value * law.layers)))
-    unit = choose_unit(partial(_first_seconds, run, vocabulary), most, target)
-    (several,) = extra_packs(unit, vocabulary)[-1]
-    send(Budgeted(budget, chunk, *(measure_leaving(walk, several, partial(_now, device)) or (None, None))))
-    for timings in measure_packs(run, unit, vocabulary, windows):
-        send(timings)
-    walk.close()
-
-
-def _timed(walk: Any, device: Any, pack: Pack) -> float:
-    # Seconds of one pack through the walk.
-    begun = time.perf_counter()
-    for _ in walk.read_logits(pack):
-        pass
-    return _now(device) - begun
-
-
-def _now(device: Any) -> float:
-    # The time in seconds, once the device has finished its work.
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-    return time.perf_counter()
-
-
-def measure_packs(
-    run: Callable[[Pack], float], unit: int, vocabulary: int, windows: Sequence[tuple[int | None, int]]
-) -> Iterator[list[Timing]]:
-    """Yield the packs' timings after some rounds, then after more, up to `ATTEMPTS` times.
-
-    `run` gives the seconds of a pack. In every round all packs run one after the other, so that a disturbance hits all
-    of them. For each pack the fastest round counts: other programs can only make it slower.
-    """
-    groups = [grid_packs(cached * unit, unit, vocabulary) for cached in CACHED]
-    extra = extra_packs(unit, vocabulary)
-    packs = [(number, pack) for number, group in enumerate([*groups, *extra]) for pack in group]
-    seconds: list[list[float]] = [[] for _ in packs]
-    for _ in range(ATTEMPTS):
-        for _ in range(ROUNDS):
-            for own, (_, pack) in zip(seconds, packs, strict=True):
-                own.append(run(pack))
-        timings = []
-        for own, (number, pack) in zip(seconds, packs, strict=True):
-            single = number < len(groups)
-            timings.append(
-                Timing(
-                    features(pack, windows),
-                    min(own),
-                    max(own),
-                    len(own),
-                    input_tokens=pack.held_tokens + len(pack.tokens) if single else 0,
-                    cached_tokens=pack.held_tokens if single else 0,
-                    heldout=_left_out(number, pack, unit) if single else number == packs[-1][0],
-                )
-            )
-        yield timings
-
-
-def _left_out(number: int, pack: Pack, unit: int) -> bool:
-    # Whether a pack of the grid only checks the fit: those in its middle, after a cached prefix.
-    inner = 0 < number < len(CACHED) - 1 and len(pack.tokens) in [units * unit for units in COMPUTED[1:-1]]
-    return inner and pack.held_tokens > 0
-
-
-def first_good_fit(
-    measured: Iterable[list[Timing]], windows: list[tuple[int | None, int]], announce: Announce
-) -> tuple[CompletionModel | None, str | None]:
-    """The first fit that is good enough to predict with; or None, and the reason why there is none."""
-    why = None
-    for attempt, timings in enumerate(measured, start=1):
-        fit = fit_completion(timings, windows)
-        why = fit.weakness()
-        if why is None:
-            return fit, None
-        if attempt < ATTEMPTS:
-            announce(f"completion times: no fit yet, so all packs are timed again ({why})")
-        why = f"{why}; after {fit.rounds} rounds, of which the slowest took {fit.disturbance:.1f} times the fastest"
-    return None, why
-
-
-def time_model(
-    subject: Subject, config: Any, memory: int | None, target: float, announce: Announce
-) -> tuple[Budgeted, CompletionModel | None, str | None]:
-    """The budget that a loaded model leaves, and the model of completion times or the reason why there is none.
-    Arguments as for `time_packs`."""
-    with closing(in_child(time_packs, subject, memory, target)) as found:
-        return next(found), *first_good_fit(found, attention_windows(config), announce)
-
-
-def measured_profile(settings: Any, files: ModelFiles, device: torch.device, announce: Announce) -> Profile:
-    """All measurements of a model with the settings of `prefill profile`. Raises PrefillError."""
-    files = with_weights(files)  # dequantised here, or each measuring process would do so
-    subject = Subject(
-        path=files.path if files.saved else files.origin,
-        dtype=str(files.dtype).removeprefix("torch."),
-        device=str(device),
-        trust_remote_code=settings.trust_remote_code,
-        threads=torch.get_num_threads(),
-        chunk_tokens=settings.chunk_tokens or 0,
-        head=settings.head,
-    )
-
-    announce("completion times: packs of several lengths, with and without cached tokens")
-    memory = parse_size(settings.memory) if settings.memory else None
-    fit_seconds = settings.fit_seconds or 0.0
-    budgeted, completion, no_completion = time_model(subject, files.config, memory, fit_seconds, announce)
-    notes = _busy_with(subject.threads)
-    subject = replace(subject, chunk_tokens=budgeted.chunk_tokens)
-    profile = Profile(
-        model=hash_model(files.origin),
-        model_name=settings.model or str(files.origin),
-        family=files.family,
-        dtype=subject.dtype,
-        device=subject.device,
-        machine=this_machine(subject.device),
-        budget_bytes=budgeted.budget,
-        chunk_tokens=budgeted.chunk_tokens,
-        max_model_tokens=files.max_length,
-        completion=completion,
-        no_completion=no_completion,
-        regroup_layers=budgeted.regroup_layers,
-        keys_layers=budgeted.keys_layers,
-        settings=shown(settings.model_dump(mode="json")),
-        notes=notes,
-    )
-    search = Search(subject, files, budgeted.budget, fit_seconds, settings.confirm_seconds or 0.0, announce)
-    profile.modes = [profile_mode(name, search) for name in dict.fromkeys(settings.mode)]
-    if settings.full:
-        profile.traces = list(traces(profile.modes, search))
-    return profile
-
-
-def _busy_with(threads: int) -> list[str]:
-    # A note if other programs used much of the machine while packs were timed.
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load <= _BUSY * threads:
-        return []
-    return [
-        f"the load average was {load:.0f} when packs were timed on {threads} threads: other programs ran too, and "
-        "without them the machine is faster"
-    ]
-
-
-def choose_unit(first_seconds: Callable[[int], float], most: int, target: float) -> int:
-    """Tokens of a unit, chosen so that all rounds take about `target` seconds and the longest prompt has at most
-    `most` tokens.
-
-    `first_seconds(tokens)` times a prompt.
-    """
-    tokens = 4 * _LEAST_UNIT
-    while True:
-        taken = first_seconds(tokens)
-        unit = target / ROUNDS / _ROUND_UNITS / (taken / tokens)
-        if taken > 0.02 * target or 4 * tokens > min(most, 4 * unit):
-            break
-        tokens *= 4
-    return max(min(int(unit), most // _LONGEST_UNITS), 4)
-
-
-def _first_seconds(run: Callable[[Pack], float], vocabulary: int, tokens: int) -> float:
-    (pack,) = make_plan([random_prompt(tokens, vocabulary)], Limits(tokens, tokens)).packs
-    return min(run(pack), run(pack))
-
-
-def grid_packs(cached: int, unit: int, vocabulary: int) -> list[Pack]:
-    """One pack for each of `COMPUTED`, after `cached` held tokens; first the pack that computes these."""
-    rng = np.random.default_rng(cached)
-    prefix = random_tokens(rng, cached, vocabulary)
-    prompts = [np.concatenate([prefix, random_tokens(rng, units * unit, vocabulary)]) for units in COMPUTED]
-    if cached:
-        prompts.insert(0, prefix)
-    apart = Limits(1, 1 << 30, held_tokens=1 << 30)  # no two prompts fit one pack, and every path may be held
-    return make_plan(prompts, apart).packs
-
-
-def extra_packs(unit: int, vocabulary: int) -> list[list[Pack]]:
-    """Packs of several prompts: many short ones, trees of shared prefixes; the last is only for checking the fit."""
-    rng = np.random.default_rng(1)
-    short = max(4, unit // 16)
-    whole = Limits(1 << 30, 1 << 30)
-    tree = prompts_with_histories(1, 8, unit, short, vocabulary, seed=1)
-    mixed = prompts_with_histories(2, 6, 2 * unit, 2 * short, vocabulary, seed=2)
-    return [
-        make_plan([random_tokens(rng, short, vocabulary) for _ in range(32)], whole).packs,
-        make_plan([random_tokens(rng, 4 * short, vocabulary) for _ in range(8)], whole).packs,
-        make_plan(tree, whole).packs,
-        make_plan(mixed, whole).packs,
-    ]
-
-
-def fit_completion(timings: Sequence[Timing], windows: list[tuple[int | None, int]]) -> CompletionModel:
-    """Fit both models on the packs that are not held out, and check them on those that are."""
-    grid = [each for each in timings if each.input_tokens]
-    known, new = [e for e in grid if not e.heldout], [e for e in grid if e.heldout]
-    base, per_input, per_cached = fit_linear(
-        [(1.0, e.input_tokens, e.cached_tokens) for e in known], [e.seconds for e in known]
-    )
-    proxy_base, per_missed = fit_linear(
-        [(1.0, e.input_tokens - e.cached_tokens) for e in known], [e.seconds for e in known]
-    )
-    learnt = [each for each in timings if not each.heldout]
-    costs = fit_costs([e.features for e in learnt], [e.seconds for e in learnt])
-
-    def linear(each: Timing) -> float:
-        return float(base + per_input * each.input_tokens + per_cached * each.cached_tokens)
-
-    def of_plan(each: Timing) -> float:
-        return float(np.dot(costs, each.features))
-
-    seconds = [each.seconds for each in grid]
-    checked, new_seconds = [each for each in timings if each.heldout], [each.seconds for each in new]
-    errors = _relative_errors([of_plan(e) for e in checked], [e.seconds for e in checked])
-    return CompletionModel(
-        base=base,
-        per_input=per_input,
-        per_cached=per_cached,
-        pearson=pearson([linear(each) for each in grid], seconds),
-        pearson_proxy=pearson([each.input_tokens - each.cached_tokens for each in grid], seconds),
-        heldout_error=mean_relative_error([linear(e) for e in new], new_seconds) if new else None,
-        heldout_error_proxy=mean_relative_error(
-            [proxy_base + per_missed * (e.input_tokens - e.cached_tokens) for e in new], new_seconds
-        )
-        if new
-        else None,
-        heldout_error_plan=statistics.fmean(errors) if errors else None,
-        heldout_worst_plan=max(errors, default=None),
-        rounds=min(each.rounds for each in timings),
-        disturbance=statistics.median(each.slowest / each.seconds for each in timings),
-        per_pack=costs[0],
-        per_token=costs[1],
-        per_read=costs[2],
-        per_pair=costs[3],
-        windows=windows,
-        points=[
-            CompletionPoint(
-                input_tokens=each.input_tokens,
-                cached_tokens=each.cached_tokens,
-                seconds=each.seconds,
-                predicted=linear(each),
-                heldout=each.heldout,
-            )
-            for each in grid
-        ],
-    )
-
-
-# The costs of early exit: laying out anew the rows that go on, and computing only a layer's K,V.
-
-
-LEAVING_ROUNDS = 3
+#: Modes that run transformers' own forward, which may fail on some architectures.
+OF_TRANSFORMERS = ("full", "chunked")
 
 
 @torch.inference_mode()
-def measure_leaving(
-    walk: LayerWalk, pack: Pack, clock: Callable[[], float], rounds: int = LEAVING_ROUNDS
-) -> tuple[float, float] | None:
-    """Time a layer in the middle of the model over `pack`, which holds nothing. Returns the cost of laying out a token
-    anew between two layers, and of computing only its K,V, both in layers of a token.
+def prefill(model: PreTrainedModel, mode: str, chunk_tokens: int, prompt: Tokens) -> Tensor:
+    """Return the last logits of one prompt in one mode, float32 [vocabulary]."""
+    if mode not in OF_TRANSFORMERS:
+        model.set_attn_implementation(ATTENTION)
+        walk = LayerWalk(model, chunk_tokens=chunk_tokens)
+        try:
+            return torch.cat(list(walk.read_logits(one_pack([prompt]))))[0]
+        finally:
+            walk.close()
+    model.set_attn_implementation("sdpa")
+    ids = torch.as_tensor(prompt, dtype=torch.long)[None].to(embedding_device(model))
+    cache, logits = DynamicCache(), torch.empty(0)
+    for start, end in split_evenly(len(prompt), len(prompt) if mode == "full" else chunk_tokens):
+        part = ids[:, start:end]
+        logits = model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    return last_row(logits)
 
-    For each step the fastest round counts: other programs can only make it slower. A model of one layer has no middle:
-    None. `clock` gives seconds; it waits for a device that computes asynchronously.
+
+def one_pack(prompts: Sequence[Tokens]) -> Pack:
+    """Return the pack of these prompts."""
+    (pack,) = make_plan(prompts, Limits(1 << 30, 1 << 30)).packs
+    return pack
+
+
+# How much memory a prompt takes in each mode, as a formula of the text configuration.
+#
+# The memory law of the layer walk is in `prefillcli.models.law`. This adds a layer's temporaries for each token
+# (figure 4 of PrefillOnly), and the modes that keep or chunk other things.
+
+
+_IDS = 8  # token id, int64; the position is in the law
+
+
+def mode_law(mode: str, config: Any, dtype: torch.dtype, chunk_tokens: int) -> tuple[float, float]:
+    """Return the bytes of one prompt in a mode: a constant, and those of each token.
+
+    The walk has a row of the residual stream, one layer's K,V and the position encoding for each token. transformers'
+    own forward has all layers' K,V, the layer's input, and the embedding that its caller still holds. A mode that is
+    not chunked has a layer's temporaries for each token, a chunked one for each token of a chunk. Chunked prefill in
+    transformers also repeats the K,V that a chunk sees for all query heads, and makes a mask over them, bool and then
+    in the dtype. All have one prompt's logits, in the dtype and in float32.
     """
-    index = len(walk.layers) // 2
-    if index == len(walk.layers) - 1:
-        return None
-    state = walk.begin(pack)
-    whole = remainder(pack, range(len(pack.reads)), [])
-    before = state.hidden.clone()
-    most = max(chunk.end - chunk.start for chunk in state.chunks)
-    with ForestAttention(len(pack.tokens)) as attention, walk.layers.use(index) as layer, fused(layer, most):
-
-        def layer_alone() -> None:
-            walk.start_layer(state, index, layer, attention)
-            walk.through_layer(state, index, layer, attention, lambda tokens: None)
-
-        def keys_alone() -> None:
-            walk.start_layer(state, index, layer, attention)
-            walk.store_keys(state, index, layer, attention, lambda tokens: None)
-
-        def regrouped() -> None:  # the layer's call determines which keys a query sees
-            walk.regroup(state, whole, attention)
-            layer_alone()
-
-        layer_alone()
-        steps = (layer_alone, keys_alone, regrouped)
-        seconds: list[list[float]] = [[] for _ in steps]
-        for _ in range(rounds):
-            for step, own in zip(steps, seconds, strict=True):
-                state.hidden.copy_(before)
-                begun = clock()
-                step()
-                own.append(clock() - begun)
-    alone, keys, both = (min(own) for own in seconds)
-    return max(0.0, both / alone - 1), keys / alone
+    law, layer, shape = memory_law(config, dtype), layer_bytes(config, dtype), Shape(config)
+    logits, positions, all_layers = 8.0 * config.vocab_size, law.rotary + _IDS, law.key_value * law.layers
+    if mode == "full":
+        return logits, float(2 * law.residual + all_layers + positions + layer)
+    chunk = layer * chunk_tokens
+    if mode == "hybrid":
+        return logits + chunk, float(law.residual + law.key_value + positions)
+    groups = shape.heads / shape.kv_heads
+    repeated = law.key_value * groups if groups > 1 else 0
+    mask = chunk_tokens * (1 + dtype.itemsize)
+    return logits + chunk + chunk_tokens * 2 * law.residual, all_layers + repeated + mask
 
 
-FloatArray = npt.NDArray[np.float64]
+def layer_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of a layer's temporaries for one token at its peak, without its input.
 
-
-def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(base, slope) of a line through (x, y): the median of all pairs' slopes, which one stray point does not move.
-
-    Theil-Sen. Raises ValueError for fewer than two different x.
+    The peak is in the MLP: residual, normed input, and three rows of the inner width (gate after activation, up, their
+    product). Or in attention: normed input, q, k, v, and three more rows in the width of q, for its rotation or
+    attention's output. Or in a norm, which computes in float32: input, square and product.
     """
-    from scipy.stats import theilslopes  # takes a while to import
-
-    x, y = zip(*points, strict=True)
-    if len(set(x)) < 2:
-        raise ValueError("a line needs two points")
-    found = theilslopes(y, x, method="joint")
-    return float(found.intercept), float(found.slope)
-
-
-def fit_linear(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> FloatArray:
-    """Least squares: float64 [columns] with the smallest squared error of `rows @ result`."""
-    found, *_ = np.linalg.lstsq(np.asarray(rows, dtype=float), np.asarray(seconds, dtype=float), rcond=None)
-    return np.asarray(found, dtype=float)
+    shape, size = Shape(config), dtype.itemsize
+    hidden, queries, keys = shape.hidden, shape.head_width * shape.heads, shape.head_width * shape.kv_heads
+    mlp = size * (2 * hidden + 3 * shape.inner)
+    attention = size * (hidden + 4 * queries + 2 * keys)
+    norm = size * hidden + 4 * 3 * hidden
+    return int(max(mlp, attention, norm))
 
 
-def fit_costs(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> FloatArray:
-    """Costs >= 0 of each column: float64 [columns] with the smallest squared *relative* error of `rows @ result`.
+# Processes of their own: what one run leaves behind would change the next, and a lack of memory may end it.
 
-    `seconds` are above 0. Columns of very different size are scaled first.
+
+def in_child(task: Callable[..., T], *arguments: Any, timeout: float | None = None) -> T:
+    """Return what `task(*arguments)` returns in a process of its own, which is gone then. `timeout` is in seconds.
+
+    Raises ResourceError where the process ended before, was ended after the timeout or lacked memory, and any other
+    error of the task.
     """
-    # Divided by its seconds, each row should give 1, and its residual is the relative error.
-    weighted = np.asarray(rows, dtype=float) / np.asarray(seconds, dtype=float)[:, None]
-    scale = np.abs(weighted).max(axis=0)
-    scale[scale == 0] = 1.0
-    found, _ = nnls(weighted / scale, np.ones(len(seconds)))
-    return np.asarray(found / scale, dtype=float)
-
-
-def pearson(x: Sequence[float], y: Sequence[float]) -> float:
-    """Pearson's r; 0 where one of them does not vary."""
+    # A fork of this process, with torch's threads, may hang. A fork of a server that has imported torch but computed
+    # nothing does not hang, and it saves the seconds of the import.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    others = set(multiprocessing.active_children())
+    # The process that waits for the other one ends it: that does not heed Ctrl-C itself.
+    pool = ProcessPoolExecutor(1, context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
     try:
-        return statistics.correlation(x, y)
-    except statistics.StatisticsError:
-        return 0.0
+        return pool.submit(task, *arguments).result(timeout)
+    except (TimeoutError, BrokenProcessPool) as error:
+        how = f"after {timeout:,.0f} seconds" if isinstance(error, TimeoutError) else "before it was done"
+        raise ResourceError(f"the process was ended {how}") from None
+    except Exception as error:
+        if isinstance(error, PrefillError) or not out_of_memory(error):
+            raise
+        raise ResourceError(f"{type(error).__name__}: {brief(error)}") from None
+    finally:
+        for process in set(multiprocessing.active_children()) - others:
+            process.kill()
+        pool.shutdown()
 
 
-def _relative_errors(predicted: Sequence[float], measured: Sequence[float]) -> list[float]:
-    # |predicted / measured - 1| of each.
-    return [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
+def load(settings: Any) -> tuple[Any, ModelFiles, torch.device]:
+    """In a child: the model of the settings, its files and its device. Raises PrefillError."""
+    files, device = open_model(settings)
+    torch.set_num_threads(settings.threads)
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    return load_model(files, device, trust_remote_code=settings.trust_remote_code), files, device
 
 
-def mean_relative_error(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Mean of |predicted / measured - 1|."""
-    return statistics.fmean(_relative_errors(predicted, measured))
+def random_prompt(tokens: int, vocabulary: int, seed: int = 0) -> Tokens:
+    """Return int32 [tokens]: the words of a prompt change neither the time nor the memory that it takes. The first ids
+    are often control tokens."""
+    return np.random.default_rng(seed).integers(3, vocabulary, tokens).astype(np.int32)
+
+
+#: Blocks of at least this size are mapped by themselves and return to the system as soon as they are freed. By default
+#: glibc raises this limit to the largest block freed so far, up to 32 MiB, and keeps smaller ones in a heap with
+#: holes. Short prompts would then seem to need up to twice as much memory for each token as long ones.
+_MAPPED_BYTES = 32 << 10
+_ARENA_MAX = -8  # of mallopt
+
+
+def make_malloc_exact() -> None:
+    """Make allocated memory follow used memory: without holes left by large blocks, and in one heap, not one of 64 MiB
+    or more for each thread. glibc only."""
+    set_malloc(_MAPPED_BYTES, _MAPPED_BYTES)
+    with suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
+
+
+def run_once(settings: Any, mode: str, tokens: int) -> tuple[int | None, float]:
+    """In a child: the bytes at the peak of one run above the loaded model, None if unknown, and its seconds."""
+    make_malloc_exact()
+    model, files, device = load(settings)
+    for weight in model.parameters():
+        weight.sum()  # weights may be mapped files: reading them for the first time is not part of a run
+    chunk, vocabulary = settings.chunk_tokens, int(files.config.vocab_size)
+    prefill(model, mode, 64, random_prompt(129, vocabulary))  # short chunks, so that one-time set-up does not count
+    prompt, begun = random_prompt(tokens, vocabulary), time.perf_counter()
+    _, peak = with_peak(partial(prefill, model, mode, chunk, prompt), device)
+    return peak, time.perf_counter() - begun
+
+
+# The curve: seconds of packs of one prompt, at lengths that double, and what a token, a prompt and a pair cost.
+
+
+ATTEMPTS = 3  # at a good curve, each with more rounds
+ROUNDS = 3
+_LEAST_TOKENS = 16
+_LEAST_POINTS = 4
+_LONGEST_SHARE = 1 / 15  # of the target: the longest prompt. All packs take some five times as long, in three rounds
+
+
+def curve_lengths(seconds: Callable[[int], float], most: int, target: float) -> list[int]:
+    """Return the lengths to time, at most `most` tokens, so that all rounds take about `target` seconds or less.
+
+    `seconds(tokens)` times a prompt.
+    """
+    found = [_LEAST_TOKENS]
+    while 2 * found[-1] <= most and (len(found) < _LEAST_POINTS or 2 * seconds(found[-1]) <= target * _LONGEST_SHARE):
+        found.append(2 * found[-1])
+    return found
+
+
+def other_packs(longest: int, vocabulary: int) -> list[Pack]:
+    """Return packs that are no single prompt: many short ones, fewer longer ones, one shared beginning; and two that
+    only check the curve, the last ones."""
+    prompt = partial(random_prompt, vocabulary=vocabulary)
+    part = max(4, longest // 16)
+
+    def behind(shared: Tokens, prompts: int, tokens: int) -> list[Tokens]:
+        return [np.concatenate([shared, prompt(tokens, seed=seed)]) for seed in range(1, prompts + 1)]
+
+    many = min(256, max(2, longest // 32))
+    return [
+        one_pack(behind(prompt(0), many, 16)),
+        one_pack(behind(prompt(0), 8, part)),
+        one_pack(behind(prompt(4 * part), 16, part // 4)),
+        one_pack(behind(prompt(2 * part), 6, part // 2) + behind(prompt(3 * part, seed=9), 9, part // 3)),
+        one_pack([prompt(12 * part)]),
+    ]
+
+
+_CHECKING = 2  # of these packs
+
+
+def measure_curve(
+    run: Callable[[Pack], float], lengths: Sequence[int], vocabulary: int, windows: list[tuple[int | None, int]]
+) -> Curve:
+    """Return the curve through packs of one prompt of these `lengths`. `run` gives the seconds of a pack.
+
+    In every round all packs run one after the other, so that a disturbance hits all of them. For each pack the fastest
+    round counts: other programs can only make it slower. While the curve is not good enough, there are more rounds.
+    """
+    packs = [one_pack([random_prompt(tokens, vocabulary)]) for tokens in lengths]
+    packs += other_packs(lengths[-1], vocabulary)
+    counts = [features(pack, windows) for pack in packs]
+    seconds = np.full(len(packs), np.inf)
+    for rounds in range(ROUNDS, ATTEMPTS * ROUNDS + 1, ROUNDS):
+        for _ in range(ROUNDS):
+            seconds = np.minimum(seconds, [run(pack) for pack in packs])
+        curve = fit_curve(counts, seconds.tolist(), lengths, windows, rounds)
+        if curve.error <= MOST_ERROR:
+            break
+    return curve
+
+
+def fit_curve(
+    counts: Sequence[tuple[float, float, float]],
+    seconds: Sequence[float],
+    lengths: Sequence[int],
+    windows: list[tuple[int | None, int]],
+    rounds: int,
+) -> Curve:
+    """Return the curve of packs with these `features` and seconds: first one prompt of each of the `lengths`, then
+    others, of which the last ones only check the curve."""
+    # The costs have the smallest squared relative error: divided by its seconds, each pack should give 1. Columns of
+    # very different size are scaled first.
+    rows = np.column_stack([np.ones(len(counts)), counts])[:-_CHECKING] / np.array(seconds)[:-_CHECKING, None]
+    scale = np.maximum(rows.max(axis=0), np.finfo(float).tiny)
+    costs = (nnls(rows / scale, np.ones(len(rows)))[0] / scale)[1:]
+    rising = np.maximum.accumulate(seconds[: len(lengths)])
+    points = [
+        (tokens, float(np.dot(costs, own)), taken)
+        for tokens, own, taken in zip(lengths, counts, rising.tolist(), strict=False)
+    ]
+    curve = Curve(costs=tuple(costs.tolist()), windows=windows, points=points, error=0.0, rounds=rounds)
+    checked = list(zip(counts, seconds, strict=True))[-_CHECKING:]
+    curve.error = float(np.mean([abs(curve.at(own) / taken - 1) for own, taken in checked]))
+    return curve
+
+
+def time_packs(settings: Any) -> tuple[int, int, Curve]:
+    """In a child: the bytes that packs may take, the chunk that follows from them, and the curve.
+
+    Without `--memory` packs may take the part of the free memory that `prefill score` would take.
+    """
+    model, files, device = load(settings)
+    config = files.config
+    free = available_memory(device)
+    budget = parse_size(settings.memory) if settings.memory else int(free * FREE_SHARE)
+    law = memory_law(config, files.dtype)
+    chunk = settings.chunk_tokens or choose_chunk(law, budget, device)
+    if device.type == "cpu":
+        keep_blocks(budget)
+    walk, vocabulary = LayerWalk(model, chunk_tokens=chunk), int(config.vocab_size)
+
+    def run(pack: Pack) -> float:
+        begun = time.perf_counter()
+        for logits in walk.read_logits(pack):
+            logits.sum().item()  # waits for the device
+        return time.perf_counter() - begun
+
+    def first_seconds(tokens: int) -> float:
+        pack = one_pack([random_prompt(tokens, vocabulary)])
+        return min(run(pack), run(pack))
+
+    most = min(files.max_length, int((budget - law.constant(chunk, device)) / law.token))
+    # The walk leaves the last layer as soon as its K,V are stored.
+    attending = Shape(config).windows[:-1]
+    windows = [(window, attending.count(window)) for window in dict.fromkeys(attending)]
+    lengths = curve_lengths(first_seconds, most, settings.fit_seconds)
+    return budget, chunk, measure_curve(run, lengths, vocabulary, windows)
+
+
+# The longest prompt of each mode.
 
 
 TRIES = 3
-MARGIN = 0.02  # of the length that the line allows: a margin, because the line is not exact
-_RUNS = 5
-_FITTED = 3  # the longest runs, to which the line is fitted: in shorter ones the peak may lie elsewhere
-_LONGEST_SHARE = 0.5  # of the length that the law allows: the longest of the short runs
-_PROBE_SHARE = 0.2  # of the seconds for a fit: the limit of one short run
+MARGIN = 0.02  # of the length that the law allows: a margin, because the law is not exact
 _SPARE_SHARE = 0.04  # of the budget: if a confirming run leaves more, a longer one is tried
-_LEAST_SHRINK = 0.02  # of the budget
+_UNKNOWN_PEAK = 1.1  # of the budget: of a run that did not reach its end
 _OVERTIME = 4.0  # a confirming run is stopped after this multiple of its estimate
 _LOADING_SECONDS = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
-    """The inputs of the search for longest prompts. `budget` is in bytes above the loaded model."""
+def profile_mode(
+    mode: str, law: tuple[float, float], profile: Profile, settings: Any, announce: Callable[[str], None]
+) -> ModeResult:
+    """Predict by its law and confirm the longest prompt of one mode, in the budget of the `profile`.
 
-    subject: Subject
-    files: ModelFiles
-    budget: int
-    fit_seconds: float
-    confirm_seconds: float
-    announce: Announce
-    # Runs a task in a process of its own; gives the objects that it sends.
-    run: Callable[..., Generator[Any, None, None]] = in_child
-
-    def work(self, tokens: int) -> float:
-        """The work of a prompt, in any unit: FLOPs, or tokens squared if FLOPs cannot be counted."""
-        try:
-            return prefill_flops(self.files.config, tokens).total
-        except NoCostModel:
-            return float(tokens) ** 2
-
-
-def profile_mode(mode: str, search: Search) -> ModeResult:
-    """Fit, predict and confirm one mode. Failures become notes; no PrefillError is raised.
-
-    Raises ChildFailed for an error in the layer walk: only transformers may fail on an architecture.
+    `settings` are those of `prefill profile` with the chunk and a number of threads. Raises any error in the layer
+    walk: only transformers may fail on an architecture, which becomes a note.
     """
-    chunk = search.subject.chunk_tokens
-    law = mode_law(mode, search.files.config, search.files.dtype, chunk)
-    result = ModeResult(mode=mode, law_base=law.base, law_token=law.token, law_terms=dict(law.terms))
-    lengths = probe_lengths(law, search.budget, search.files.max_length, chunk)
-    if len(lengths) < 2:
+    longest, (base, token) = profile.max_model_tokens, law
+    by_memory = max(0, int((profile.budget_bytes * (1 - MARGIN) - base) / token))
+    result = ModeResult(mode=mode, law_base=base, law_token=token, predicted_tokens=min(by_memory, longest))
+    result.limited_by = "memory" if by_memory < longest else "model"
+    if not result.predicted_tokens:
         result.notes.append("the budget does not even hold short prompts in this mode")
-        return result
-    try:
-        _run(result, lengths, search)
-    except ChildFailed as error:
-        if mode not in OF_TRANSFORMERS:
-            raise
-        result.notes.append(f"transformers fails on this model in this mode: {error}")
+    elif settings.confirm_seconds:
+        try:
+            _confirm(result, profile, settings, announce)
+        except Exception as error:
+            if mode not in OF_TRANSFORMERS or isinstance(error, PrefillError):
+                raise
+            result.notes.append(f"transformers fails on this model in this mode: {brief(error)}")
     return result
 
 
-def _run(result: ModeResult, lengths: Sequence[int], search: Search) -> None:
-    # The short runs, the line through them, the confirming run.
-    try:
-        for point in _short_runs(result.mode, lengths, search):
-            result.points.append(point)
-    except PrefillError as error:
-        result.notes.append(f"the short runs ended early: {error}")
-    if len(result.points) < 2:
-        return
-    _predict(result, search)
-    if search.confirm_seconds and result.predicted_tokens:
-        _confirm(result, search)
-
-
-def probe_lengths(law: Law, budget: int, longest: int, chunk: int) -> list[int]:
-    """Ascending lengths of short runs: from two chunks to half the length that the law allows.
-
-    They are one token short of whole chunks. So there are chunks of two sizes, as in most prompts, for which libraries
-    may need more buffers than for one size. Empty if the budget does not hold two different lengths.
-    """
-    top = min(int(law.longest(budget) * _LONGEST_SHARE), longest)
-    low = min(2 * chunk, top // 4) if top < 4 * chunk else max(2 * chunk, top // 16)
-    if low < 1:
-        return []
-    steps = [low * (top / low) ** (i / (_RUNS - 1)) for i in range(_RUNS)]
-    unit = chunk if low >= 2 * chunk else 1
-    return sorted({int(step) // unit * unit - (unit > 1) for step in steps})
-
-
-def _short_runs(mode: str, lengths: Sequence[int], search: Search) -> Iterator[MemoryPoint]:
-    # Runs of the `lengths`, ascending, or only of the first three if more would take long. Raises PrefillError.
-    #
-    # Each has its own process, like the confirming run: memory that libraries keep after one run would change the
-    # next.
-    patience = search.fit_seconds * _PROBE_SHARE
-    last: MemoryPoint | None = None
-    for number, tokens in enumerate(lengths):
-        if number >= _FITTED and last is not None and _seconds(tokens, last, search) > patience:
-            return
-        search.announce(f"{mode}: memory of a prompt of {tokens:,} tokens")
-        with closing(search.run(measure, search.subject, mode, tokens)) as found:
-            last = next(iter(found))
-        yield last
-
-
-def _predict(result: ModeResult, search: Search) -> None:
-    # Fit all runs so far, including those that confirm a length, and predict how long a prompt may be.
-    confirmed = [(c.tokens, c.peak_bytes) for c in result.confirmations if c.peak_bytes is not None]
-    measured = sorted([*((p.tokens, p.peak_bytes) for p in result.points), *confirmed])
-    base, token = fit_line(measured[-_FITTED:])
-    result.fit_base, result.fit_token, result.fit_over_law = base, token, token / result.law_token
-    if token <= 0:
-        result.notes.append("memory does not grow with the prompt, so nothing can be predicted from short runs")
-        return
-    by_memory, longest = int((search.budget - base) / token * (1 - MARGIN)), search.files.max_length
-    result.predicted_tokens = max(0, min(by_memory, longest))
-    result.limited_by = "memory" if by_memory < longest else "model"
-
-
-def _confirm(result: ModeResult, search: Search) -> None:
+def _confirm(result: ModeResult, profile: Profile, settings: Any, announce: Callable[[str], None]) -> None:
     # Run at the predicted length; then a shorter one if that does not fit, a longer one if much memory is left.
-    if result.predicted_tokens is None or result.fit_token is None or result.limited_by is None:
-        raise ValueError("nothing is predicted")
-    affordable = _affordable(result.points[-1], search)
-    result.capped = affordable < result.predicted_tokens
-    tokens = min(result.predicted_tokens, affordable)
-    too_long = search.files.max_length + 1  # shortest length known not to fit
+    budget, most = profile.budget_bytes, profile.tokens_within(settings.confirm_seconds, most=profile.max_model_tokens)
+    tokens, result.capped = min(result.predicted_tokens, most), most < result.predicted_tokens
     for _ in range(TRIES):
-        search.announce(f"{result.mode}: confirming {tokens:,} tokens within {byte_size(search.budget)}")
-        found = confirming_run(result.mode, tokens, search, _seconds(tokens, result.points[-1], search))
+        announce(f"{result.mode}: confirming {tokens:,} tokens within {budget / 2**20:,.0f} MiB")
+        found = confirming_run(result.mode, tokens, profile, settings)
         result.confirmations.append(found)
+        room = budget / (found.peak_bytes or _UNKNOWN_PEAK * budget)
         if found.fits:
             result.max_tokens = max(result.max_tokens or 0, tokens)
-            spare = search.budget - (found.peak_bytes or search.budget)
-            if result.capped or tokens >= affordable or spare < _SPARE_SHARE * search.budget:
+            if room < 1 + _SPARE_SHARE or tokens == most:
                 break
-            more = int(spare / result.fit_token * 0.9)
-            tokens = min(tokens + more, (tokens + too_long) // 2, search.files.max_length, affordable)
-        else:
-            too_long = min(too_long, tokens)
-            lacking = max(found.excess_bytes or 0, int(_LEAST_SHRINK * search.budget))
-            tokens = min(int(tokens - lacking / result.fit_token), too_long - 1)
-        if tokens < 1 or tokens <= (result.max_tokens or 0):
-            break
-    if result.capped and result.max_tokens is not None:
-        _predict(result, search)  # the longest run is the best guide to those to come
-        longer = _seconds(result.predicted_tokens, result.points[-1], search)
-        result.notes.append(
-            f"confirmed at {result.max_tokens:,} tokens only, which is not the maximum: the predicted length would "
-            f"take about {longer:,.0f} seconds, and --confirm-seconds is {search.confirm_seconds:g}"
-        )
+        tokens = min(int(tokens * room * (1 - MARGIN)), most)
     if result.max_tokens is None:
         result.notes.append("no confirming run stayed within the budget")
-    elif not result.confirmations[0].fits:
-        result.notes.append(
-            f"the predicted length did not fit; {result.max_tokens:,} tokens did, after "
-            f"{len(result.confirmations)} tries"
-        )
 
 
-def confirming_run(mode: str, tokens: int, search: Search, seconds: float) -> Confirmation:
-    """One run in a process that may use no byte more than the budget."""
-    timeout = _LOADING_SECONDS + _OVERTIME * seconds
+def confirming_run(mode: str, tokens: int, profile: Profile, settings: Any) -> Confirmation:
+    """Return how much one run takes, and whether that is within the budget."""
+    timeout = _LOADING_SECONDS + _OVERTIME * profile.completion.request_seconds(tokens)
     try:
-        with closing(search.run(confirm, search.subject, mode, tokens, search.budget, timeout=timeout)) as found:
-            confirmation: Confirmation = next(iter(found))
-            return confirmation
-    except (ChildEnded, ResourceError) as error:  # a library that is denied memory may end the process
+        peak, seconds = in_child(run_once, settings, mode, tokens, timeout=timeout)
+    except ResourceError as error:  # a library that is denied memory may end the process
         return Confirmation(tokens=tokens, fits=False, reason=str(error))
+    return Confirmation(tokens=tokens, fits=(peak or 0) <= profile.budget_bytes, peak_bytes=peak, seconds=seconds)
 
 
-def traces(modes: Sequence[ModeResult], search: Search) -> Iterator[Trace]:
-    """Memory over time of two modes at a length that the short runs of both have reached."""
-    reached = {each.mode: each.points[-1].tokens for each in modes if each.mode in TRACED and each.points}
-    for mode in reached:
-        tokens = min(reached.values())
-        search.announce(f"{mode}: memory over time at {tokens:,} tokens")
-        try:
-            with closing(search.run(trace, search.subject, mode, tokens)) as found:
-                yield Trace(mode=mode, tokens=tokens, points=thinned(next(iter(found))))
-        except PrefillError as error:
-            search.announce(f"{mode}: no memory over time: {error}")
-
-
-def thinned(points: Sequence[Any], most: int = 600) -> list[Any]:
-    """At most `most` points: from each stretch the one with the highest memory, because peaks matter."""
-    size = -(-len(points) // most) or 1
-    return [
-        max(points[start : start + size], key=lambda point: point.used_bytes) for start in range(0, len(points), size)
-    ]
-
-
-def _seconds(tokens: int, point: MemoryPoint, search: Search) -> float:
-    # The predicted time of a run, from that of a shorter one.
-    return point.seconds * search.work(tokens) / search.work(point.tokens)
-
-
-def _affordable(point: MemoryPoint, search: Search) -> int:
-    # The longest prompt that `--confirm-seconds` allows.
-    low, high = point.tokens, search.files.max_length
-    if _seconds(high, point, search) <= search.confirm_seconds:
-        return high
-    while low < high - 1:
-        middle = (low + high) // 2
-        if _seconds(middle, point, search) <= search.confirm_seconds:
-            low = middle
-        else:
-            high = middle
-    return low
+def measured_profile(
+    settings: Any, files: ModelFiles, device: torch.device, announce: Callable[[str], None]
+) -> Profile:
+    """All measurements of a model with the settings of `prefill profile`. Raises PrefillError."""
+    files = with_weights(files)  # dequantised here, or each measuring process would do so
+    dtype = str(files.dtype).removeprefix("torch.")
+    found = {"model": str(files.path if files.saved else files.origin), "revision": None, "dtype": dtype}
+    own = settings.model_copy(update=found | {"device": str(device), "threads": torch.get_num_threads()})
+    announce("completion times: packs of several lengths")
+    budget, chunk, curve = in_child(time_packs, own)
+    own = own.model_copy(update={"chunk_tokens": chunk})
+    weak = f"its mean error on packs left out is {curve.error:.0%}, and {MOST_ERROR:.0%} is the most"
+    profile = Profile(
+        model=hash_model(files.origin),
+        model_name=settings.model or str(files.origin),
+        family=files.family,
+        dtype=dtype,
+        device=str(device),
+        machine=this_machine(str(device)),
+        budget_bytes=budget,
+        chunk_tokens=chunk,
+        max_model_tokens=files.max_length,
+        completion=curve,
+        no_completion=None if curve.error <= MOST_ERROR else f"{weak}; after {curve.rounds} rounds",
+        settings=shown(settings.model_dump(mode="json")),
+    )
+    for mode in dict.fromkeys(settings.mode):
+        law = mode_law(mode, files.config, files.dtype, chunk)
+        profile.modes.append(profile_mode(mode, law, profile, own, announce))
+    return profile

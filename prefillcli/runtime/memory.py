@@ -6,6 +6,7 @@ All numbers are bytes. A number that the system does not tell is None, or raises
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import re
 import resource
@@ -99,6 +100,26 @@ def reserved_at_peak(step: Callable[[], T], device: torch.device) -> tuple[T, in
     result = step()
     torch.cuda.synchronize(device)
     return result, int(torch.cuda.max_memory_reserved(device)) - before
+
+
+def with_peak(step: Callable[[], T], device: torch.device | None = None) -> tuple[T, int | None]:
+    """The result of `step`, and the bytes at its peak above those in use before, in this process.
+
+    For a CUDA `device` these are torch's reserved bytes, else the host's. None off Linux, because it resets and reads
+    VmHWM. Memory that earlier steps freed is returned to the system first: otherwise a step that reuses it would seem
+    to need none.
+    """
+    gc.collect()
+    if device is not None and device.type == "cuda":
+        return reserved_at_peak(step, device)
+    trim_heap()
+    try:
+        reset_peak_memory()
+        before = process_memory("VmRSS")
+    except OSError:
+        return step(), None
+    result = step()
+    return result, max(0, process_memory("VmHWM") - before)
 
 
 def prepare_allocator(environment: MutableMapping[str, str] = os.environ) -> None:

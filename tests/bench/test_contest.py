@@ -14,8 +14,8 @@ from benchmarks.flops import answer_flops, predicted_speedup
 from benchmarks.methods import compressed_walk, compressor_for, layer_walk, plain_loop
 from benchmarks.models import random_draft, random_llama
 from benchmarks.score_runs import SAMPLES
+from benchmarks.workloads import random_prompt
 from prefillcli.bench.bench_job import bench_job
-from prefillcli.bench.contest import with_peak
 from prefillcli.bench.methods import METHODS, REFERENCE, method_names, score_settings
 from prefillcli.bench.report import BenchReport, WorkloadResult
 from prefillcli.data.prompts.encoding import spans_of
@@ -25,8 +25,8 @@ from prefillcli.options.commands import BenchSettings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.profile.children import random_prompt
 from prefillcli.reading.compress.settings import Compression
+from prefillcli.runtime.memory import with_peak
 from prefillcli.stats.evaluation import label_probabilities
 
 TARGET, DRAFT = SAMPLES / "models" / "target", SAMPLES / "models" / "draft"

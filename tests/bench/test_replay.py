@@ -10,17 +10,15 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks.replay import POLICIES, RATES, main
-from prefillcli.data.proof import sealed_text
-from tests.profile.making import made_profile
+from tests.profile.making import made_curve, made_profile
 from tests.score.models import save_model
 
 
 def test_policies_stand_side_by_side(tmp_path: Path) -> None:
     """A second for each token and for nothing else, and a cache for two or three histories."""
-    costs = {"per_pack": 0.0, "per_token": 1.0, "per_read": 0.0, "per_pair": 0.0}
     profile = made_profile(settings={"model": str(save_model(tmp_path / "model"))}, budget_bytes=64 << 20)
-    profile.completion = profile.times.model_copy(update=costs)
-    (tmp_path / "profile.json").write_text(sealed_text(profile.model_dump_json()))
+    profile.completion = made_curve(0.0, 1.0, 0.0)
+    (tmp_path / "profile.json").write_text(profile.sealed())
     app = typer.Typer()
     app.command()(main)
     flags = ["--profile", str(tmp_path / "profile.json"), "--scale", "0.1", "--cache-tokens", "4000"]

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModel, LlamaConfig
 from benchmarks import kept_packs
 from benchmarks.memory import peak_in_child
 from benchmarks.models import random_llama
+from benchmarks.workloads import prompts_with_histories, random_prompt
 from prefillcli.errors import ResourceError
 from prefillcli.models.law import choose_chunk, memory_law, pack_limits
 from prefillcli.plan.plan import make_plan
@@ -20,7 +21,6 @@ from prefillcli.prefill import walk as walk_module
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.model_ends import CallBuffers
 from prefillcli.prefill.walk import LayerWalk
-from prefillcli.profile.children import prompts_with_histories, random_prompt
 from prefillcli.runtime.memory import available_memory, keep_blocks
 from tests.prefill.families import each_family, make_model
 from tests.prefill.test_walk import ONE_PACK, mixed

@@ -1,29 +1,23 @@
-"""Measurements in child processes, and how their ends are told."""
+"""Measurements in processes of their own, and how their ends are told."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from contextlib import closing
-from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from prefillcli.errors import ResourceError, UsageError
-from prefillcli.profile.children import ChildEnded, ChildFailed, Subject, confirm, in_child
-from tests.score.models import save_model
+from prefillcli.profile.measuring import in_child, make_malloc_exact
+from prefillcli.runtime.memory import with_peak
 
 MIB = 1 << 20
 
 
-def count(send, most: int) -> None:
-    for number in range(most):
-        send(number)
-
-
-def end_badly(send, how: str) -> None:
-    send("begun")
+def end(how: str) -> int:
     if how == "signal":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "usage":
@@ -32,45 +26,51 @@ def end_badly(send, how: str) -> None:
         raise MemoryError
     if how == "value":
         raise ValueError("three is no even number")
-    time.sleep(60)
+    if how == "sleep":
+        time.sleep(60)
+    return os.getpid()
 
 
-def test_what_a_task_sends_comes_in_order() -> None:
-    assert list(in_child(count, 4)) == [0, 1, 2, 3]
+def test_a_task_has_a_process_of_its_own() -> None:
+    assert in_child(end, "well") != os.getpid()
 
 
 @pytest.mark.parametrize(
     ("how", "kind", "said"),
     [
-        ("signal", ChildEnded, "ended by signal 9"),
+        ("signal", ResourceError, "the process was ended before"),
         ("usage", UsageError, "no such thing"),
         ("memory", ResourceError, "MemoryError"),
-        ("value", ChildFailed, "ValueError: three is no even number"),
+        ("value", ValueError, "three is no even number"),
     ],
 )
 def test_how_a_task_ends_is_told(how: str, kind: type[Exception], said: str) -> None:
-    found = []
     with pytest.raises(kind, match=said) as ended:
-        found.extend(in_child(end_badly, how))
-    if kind is ChildFailed:  # an error in a program: the traceback says where
-        assert "in end_badly" in "".join(ended.value.__notes__)
+        in_child(end, how)
+    if kind is ValueError:  # an error in a program: the traceback says where
+        assert "in end" in str(ended.value.__cause__)
 
 
 def test_a_task_that_takes_too_long_is_ended() -> None:
-    with pytest.raises(ChildEnded, match="more than 0 seconds"):
-        list(in_child(end_badly, "sleep", timeout=0.01))
+    begun = time.monotonic()
+    with pytest.raises(ResourceError, match="the process was ended after 0 seconds"):
+        in_child(end, "sleep", timeout=0.01)
+    assert time.monotonic() - begun < 50
 
 
-def test_a_run_with_too_small_a_budget_is_reported_and_one_that_fits_confirmed(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", hidden=256)
-    subject = Subject(model, "float32", "cpu", False, 1, 64)
-    embedded = 2000 * 256 * 4  # bytes of the embeddings, with which a run begins
-    with closing(in_child(confirm, subject, "full", 2000, MIB)) as found:
-        refused = next(found)
-    assert (refused.tokens, refused.fits, refused.peak_bytes) == (2000, False, None)
-    assert embedded - MIB <= refused.excess_bytes <= embedded
-    assert "memory" in refused.reason
-    with closing(in_child(confirm, subject, "full", 2000, 128 * MIB)) as found:
-        kept = next(found)
-    assert kept.fits
-    assert 4 * MIB < kept.peak_bytes <= 128 * MIB
+def peaks() -> list[int | None]:
+    """The peaks of steps, one after the other in the same process."""
+    make_malloc_exact()
+    torch.ones(MIB)  # threads take their stacks when there is first something to share
+    steps = [
+        lambda: np.ones(48 * MIB, dtype=np.uint8),
+        lambda: np.ones(8 * MIB, dtype=np.uint8),
+        lambda: [torch.ones(MIB, dtype=torch.uint8) for _ in range(24)],
+    ]
+    return [with_peak(step)[1] for step in steps]
+
+
+def test_the_peak_of_each_step_is_its_own() -> None:
+    for peak, size in zip(in_child(peaks), (48, 8, 24), strict=True):
+        assert peak is not None
+        assert (size - 0.5) * MIB <= peak <= (size + 1.5) * MIB

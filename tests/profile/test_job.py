@@ -11,7 +11,6 @@ import pytest
 from prefillcli.errors import PrefillError
 from prefillcli.forecast.profile import MODES, Profile
 from prefillcli.profile import measuring, profile_job
-from prefillcli.profile.measuring import Budgeted
 from tests.profile.making import made_profile
 from tests.score.jobs import texts, write_jsonl, write_parquet
 from tests.score.models import save_model
@@ -28,17 +27,16 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Stands in for the measurements; what was measured is listed."""
     made, done = made_profile(), []
 
-    def completion(*_: object) -> object:
+    def times(*_: object) -> object:
         done.append("completion")
-        return Budgeted(64 << 20, 64, 0.04, 0.16), made.completion, None
+        return 64 << 20, 64, made.completion
 
     def of_mode(name: str, *_: object) -> object:
         done.append("modes")
         return made.mode(name) or made.modes[0]
 
-    monkeypatch.setattr(measuring, "time_model", completion)
+    monkeypatch.setattr(measuring, "in_child", times)
     monkeypatch.setattr(measuring, "profile_mode", of_mode)
-    monkeypatch.setattr(measuring, "traces", lambda *_: made.traces)
     monkeypatch.chdir(tmp_path)
     return done
 
@@ -48,17 +46,7 @@ def profile(*arguments: object) -> dict:
 
 
 def load() -> Profile:
-    found = Profile.load("profile.json")
-    assert found is not None
-    return found
-
-
-def test_what_an_early_exit_takes_is_told(model: Path) -> None:
-    done = prefill("profile", "-m", model)
-    said = "laying out anew what goes on takes 0.04 layers, the keys and values of a peek 0.16"
-    assert said in " ".join(done.stderr.split())
-    assert said in Path("profile.html").read_text()
-    assert (load().regroup_layers, load().keys_layers) == (0.04, 0.16)
+    return Profile.load("profile.json")
 
 
 def test_the_plan_of_an_input_is_that_of_a_dry_run(model: Path) -> None:
@@ -124,7 +112,7 @@ def test_a_damaged_input_costs_no_measurements(model: Path, monkeypatch: pytest.
     def broken(*_: object) -> None:
         raise PrefillError("in.parquet: damaged")
 
-    monkeypatch.setattr(profile_job, "survey_input", broken)
+    monkeypatch.setattr(profile_job, "survey", broken)
     write_parquet("in.parquet", prompt=texts(3))
     line = profile("in.parquet", "-m", model)
     assert (line["exit_code"], line["status"], line["output"]) == (1, "failed", "profile.json")
@@ -132,22 +120,20 @@ def test_a_damaged_input_costs_no_measurements(model: Path, monkeypatch: pytest.
     assert load().survey is None
 
 
-def test_without_a_fit_nothing_is_predicted_and_that_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        measuring, "time_model", lambda *_: (Budgeted(64 << 20, 64, None, None), None, "Pearson r 0.50")
-    )
+def test_without_a_good_curve_nothing_is_predicted_and_that_is_told(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weak = made_profile().completion.model_copy(update={"error": 0.5})
+    monkeypatch.setattr(measuring, "in_child", lambda *_: (64 << 20, 64, weak))
     source = write_jsonl("in.jsonl", [{"prompt": text} for text in texts(4)])
     done = prefill("profile", "--quiet", source, "-m", model, "--price-per-hour", 3)
     line = last_line(done.stdout)
-    assert (line["exit_code"], line["pearson"], line["no_completion"]) == (0, None, "Pearson r 0.50")
+    assert (line["exit_code"], line["error_on_new"]) == (0, 0.5)
+    assert "is 50%, and 25% is the most" in line["no_completion"]
     assert (line["predicted_seconds"], line["predicted_price"]) == (None, None)
-    assert "warning: no completion times: Pearson r 0.50" in done.stderr
-    found = load()
-    assert (found.completion, found.no_completion) == (None, "Pearson r 0.50")
-    assert found.modes
-    page = Path("profile.html").read_text()
-    assert "Nothing is predicted from this profile" in page
-    assert "Completion times" not in page
+    assert "warning: no completion times: its mean error" in done.stderr
+    assert load().no_completion == line["no_completion"]
+    assert load().modes
 
 
 def test_what_is_not_given_is_quick_and_full_is_thorough(model: Path) -> None:

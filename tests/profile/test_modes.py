@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from benchmarks.modes import MODES, main, prefill
 from prefillcli.prefill.forest import register
-from prefillcli.profile.children import random_prompt
+from prefillcli.profile.measuring import random_prompt
 from tests.prefill.families import VOCABULARY, make_model
 
 PROMPT = random_prompt(150, VOCABULARY)

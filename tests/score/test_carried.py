@@ -156,13 +156,12 @@ def test_a_dry_run_plans_what_the_run_computes(model: Path, prefix_kv: str) -> N
     (own,) = [plan for plan in survey["plans"] if plan["chosen"]]
     assert score("in.parquet", **more)["exit_code"] == 0
     report = read_report()
-    assert survey["sharing"]["unique_tokens"] == report["tokens"]["unique"]
+    assert survey["unique_tokens"] == report["tokens"]["unique"]
     assert (own["computed_tokens"], own["packs"]) == (report["tokens"]["computed"], report["packs"])
     for plan in survey["plans"]:
-        choice = {"schedule": plan["schedule"], "prefix_kv": plan["prefix_kv"]}
-        score("in.parquet", overwrite=True, **{**more, **choice})
+        score("in.parquet", overwrite=True, **{**more, "schedule": plan["schedule"]})
         report = read_report()
-        assert (plan["computed_tokens"], plan["packs"]) == (report["tokens"]["computed"], report["packs"]), choice
+        assert (plan["computed_tokens"], plan["packs"]) == (report["tokens"]["computed"], report["packs"]), plan
 
 
 def test_workers_share_what_windows_hand_on(model: Path) -> None:

@@ -18,7 +18,8 @@ from typer.testing import CliRunner, Result
 
 import prefillcli
 from prefillcli.cli import app
-from prefillcli.profile.children import Prefill, Subject, load_subject
+from prefillcli.options.commands import ProfileSettings
+from prefillcli.profile.measuring import load, prefill
 from tests.score.jobs import TOLERANCE, read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.models import CHAT_TEMPLATE, save_model
 
@@ -429,10 +430,10 @@ def test_bench_compares_methods_on_a_head(graded: Path, reward: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["full", "chunked", "hybrid"])
 def test_a_profile_measures_the_model_with_its_head(reward: Path, mode: str) -> None:
-    model, files = load_subject(Subject(reward, "float32", "cpu", False, 1, head="value"))
+    model, files, _ = load(ProfileSettings(model=str(reward), dtype="float32", threads=1, head="value"))
     assert files.head is not None
     prompt = np.arange(3, 60, dtype=np.int32)
-    found = Prefill(model, mode, 16)(prompt)
+    found = prefill(model, mode, 16, prompt)
     close(found.numpy(), own_values(reward, [prompt.tolist()])[0])
 
 

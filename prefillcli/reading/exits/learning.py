@@ -519,7 +519,6 @@ class JobExits:
     policy: ExitPolicy | None  # None where no row leaves: nothing could be proven, or the exits have ended
     use: ExitUse  # the exits in the run's report
     known: Mapping[int, ScoredRow] = field(default_factory=dict)  # rows by number that need not be read again
-    regroup_cost: float | None = None
     # Of the packs of this run: the seconds that they took and would have taken without exits; token-layers in full,
     # and those saved.
     seconds: float = 0.0
@@ -537,7 +536,7 @@ class JobExits:
     def treatment(self, in_full: frozenset[int]) -> Treatment:
         """The treatment between layers. The prompts `in_full` go on to the end."""
         inside = None if self.policy is None else self.policy.inside
-        return PLAIN if inside is None else Treatment(EarlyExits(inside, in_full), self.regroup_cost)
+        return PLAIN if inside is None else Treatment(EarlyExits(inside, in_full))
 
     def ahead(self, questions: Sequence[Question], tick: TickTokens) -> tuple[dict[int, ScoredRow], int]:
         """The answers that the first models give, by the places of the questions, and the tokens that they
@@ -744,7 +743,6 @@ class ExitLearning:
             policy=profile.policy if use.reason is None else None,
             use=use,
             known={row.row: row for row in known},
-            regroup_cost=None if self.run.profile is None else self.run.profile.regroup_layers,
             first=self.first,
         )
 

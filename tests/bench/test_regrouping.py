@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from benchmarks.regrouping import measure_leaving
+from benchmarks.workloads import prompts_with_histories
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk
-from prefillcli.profile.children import prompts_with_histories
-from prefillcli.profile.measuring import measure_leaving
 from tests.prefill.families import VOCABULARY, make_model
 from tests.prefill.test_walk import ONE_PACK
 
