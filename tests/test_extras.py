@@ -21,7 +21,6 @@ ROOT = Path(__file__).parent.parent
 OFFERED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 DISTRIBUTIONS = {
     "lm_eval": "lm-eval",
-    "sklearn": "scikit-learn",
     "compressed_tensors": "compressed-tensors",
 }  # the others are called what they are imported as
 
@@ -40,8 +39,8 @@ def test_a_missing_package_is_named_with_the_line_to_type(extra: str, monkeypatc
 
 
 def test_nothing_is_said_or_imported_where_all_are_there() -> None:
-    code = "import sys; from prefillcli.runtime.extras import require_extra; require_extra('eval', '--x')"
-    code += "; assert 'sklearn' not in sys.modules and 'torch' not in sys.modules"
+    code = "import sys; from prefillcli.runtime.extras import require_extra; require_extra('bm25', '--x')"
+    code += "; assert 'bm25s' not in sys.modules and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -64,7 +63,7 @@ def test_development_has_what_its_tests_need_of_the_extras() -> None:
     there = {Requirement(line).name for line in OFFERED["dev"]}
     wanted = {
         Requirement(line).name
-        for extra in ("s3", "gguf", "eval", "fp8", "bitsandbytes", "compressed-tensors", "torchao")
+        for extra in ("s3", "gguf", "fp8", "bitsandbytes", "compressed-tensors", "torchao")
         for line in OFFERED[extra]
     }
     assert wanted <= there

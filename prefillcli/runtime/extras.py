@@ -31,7 +31,6 @@ EXTRAS = {
     "ray": ("ray",),
     "vllm": ("vllm",),
     "gguf": ("gguf", "accelerate"),
-    "eval": ("sklearn",),
     "bm25": ("bm25s",),
     "fp8": ("accelerate",),
     "bitsandbytes": ("bitsandbytes", "accelerate"),
@@ -55,7 +54,6 @@ OPTIONAL = {
     "kernels": "recurrent layers on GPUs",
     "ray": "--runner ray",
     "vllm": "--engine vllm",
-    "sklearn": "prefill calibrate",
     "bm25s": "prefill bench --method bm25",
     "s3fs": "s3://",
     "gcsfs": "gs://",
@@ -68,7 +66,7 @@ def installed(package: str) -> str | None:
     if find_spec(package) is None:
         return None
     try:
-        return metadata.version("scikit-learn" if package == "sklearn" else package)
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "unknown"
 
