@@ -69,32 +69,6 @@ def test_development_has_what_its_tests_need_of_the_extras() -> None:
     assert wanted <= there
 
 
-def test_a_command_imports_no_compiler_before_it_is_asked_for() -> None:
-    """And finds the same names in transformers, whether they are read or kept from the last start."""
-    code = """
-import os, sys
-from prefillcli.runtime.extras import light_imports, quiet_imports
-quiet_imports()
-with light_imports():
-    import prefillcli.engines.loader
-assert not {"torch._dynamo", "torch.distributed.tensor", "sympy", "pandas"} & sys.modules.keys()
-import torch, transformers
-from transformers.utils import import_utils
-from prefillcli.runtime.user_cache import KeptEntries
-families = os.path.join(os.path.dirname(transformers.__file__), "models")
-(kept,) = KeptEntries("transformers.json").read()
-found = import_utils.create_import_structure_from_path(families)
-assert not import_utils.is_torch_distributed_available()
-sys.modules.pop("transformers.utils.import_utils")
-from transformers.utils import import_utils as plain
-assert found == plain.create_import_structure_from_path(families) and "llama" in found
-assert plain._is_package_available("yaml", return_version=True)[1] == plain.importlib.metadata.version("pyyaml")
-assert torch.compile(lambda x: 2 * x, backend="eager")(torch.ones(1)).item() == 2
-assert "torch._dynamo.eval_frame" in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 @pytest.mark.parametrize("package", ["benchmarks", "recipes"])
 def test_other_libraries_are_quiet_while_a_benchmark_or_recipe_imports_them(package: str) -> None:
     code = f"import {package}; from transformers import LlamaForCausalLM; LlamaForCausalLM"

@@ -43,7 +43,6 @@ from prefillcli.data.rows import (
 )
 from prefillcli.errors import ContentChangedError, PrefillError, UsageError
 from prefillcli.runtime.clock import Expected
-from prefillcli.runtime.extras import leave_out_pandas
 
 
 class Source:
@@ -184,7 +183,6 @@ class Source:
 
         For a damaged file raises PrefillError that names it, after the rows before the damage.
         """
-        leave_out_pandas()
         batches = self._batches(most_rows)
         while True:
             started = time.perf_counter()
