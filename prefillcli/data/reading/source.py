@@ -258,7 +258,7 @@ class TableRows:
         start, none = 0, pa.schema([])
         for piece in self._pieces():
             found = row_batches(
-                piece, start, self._columns, none, Selection(), None, self._max_row_bytes, min(most_rows, BATCH_ROWS)
+                piece, start, self._columns, none, Selection(), self._max_row_bytes, min(most_rows, BATCH_ROWS)
             )
             for batch in found:
                 for name, values in batch.columns.items():
