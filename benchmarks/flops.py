@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from prefillcli.models.shape import Flops, _flops, _head, _layers, _pairs, prefill_flops
+from prefillcli.models.shape import Flops, _flops, _head, _layers, prefill_flops, seen_pairs
 from prefillcli.plan.plan import Plan
 from prefillcli.plan.trie import TokenArray
 
@@ -60,7 +60,7 @@ def answer_flops(config: Any, plan: Plan, *, ahead: int = 0) -> float:
     for pack in plan.packs:
         for node, _ in pack.reads:
             seen = pack.starts[node] + pack.offsets[node + 1] - pack.offsets[node]
-            total += head + token[-1] + _pairs(seen - 1, 1, layers[-1].window) * layers[-1].pair
+            total += head + token[-1] + seen_pairs(seen - 1, 1, layers[-1].window) * layers[-1].pair
             total += ahead * (head + sum(token))
-            total += sum(_pairs(seen, ahead, layer.window) * layer.pair for layer in layers) if ahead else 0.0
+            total += sum(seen_pairs(seen, ahead, layer.window) * layer.pair for layer in layers) if ahead else 0.0
     return total

@@ -276,14 +276,6 @@ def test_a_file_that_is_damaged_is_named(content: bytes) -> None:
     assert "s.parquet" in done["error"]
 
 
-def test_missing_scikit_learn_is_said_with_the_line_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    write_parquet("s.parquet", **columns())
-    monkeypatch.setattr("prefillcli.runtime.extras.find_spec", lambda name: None)
-    done = calibrate()
-    assert done["exit_code"] == 2
-    assert "[eval]'" in done["error"]
-
-
 def test_a_calibration_that_brings_nothing_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     table = columns(400)
     truth = np.random.default_rng(1).permutation(table["answer"]).tolist()  # nothing to do with the scores

@@ -21,7 +21,6 @@ ROOT = Path(__file__).parent.parent
 OFFERED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 DISTRIBUTIONS = {
     "lm_eval": "lm-eval",
-    "sklearn": "scikit-learn",
     "compressed_tensors": "compressed-tensors",
 }  # the others are called what they are imported as
 
@@ -40,8 +39,8 @@ def test_a_missing_package_is_named_with_the_line_to_type(extra: str, monkeypatc
 
 
 def test_nothing_is_said_or_imported_where_all_are_there() -> None:
-    code = "import sys; from prefillcli.runtime.extras import require_extra; require_extra('eval', '--x')"
-    code += "; assert 'sklearn' not in sys.modules and 'torch' not in sys.modules"
+    code = "import sys; from prefillcli.runtime.extras import require_extra; require_extra('bm25', '--x')"
+    code += "; assert 'bm25s' not in sys.modules and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -64,36 +63,10 @@ def test_development_has_what_its_tests_need_of_the_extras() -> None:
     there = {Requirement(line).name for line in OFFERED["dev"]}
     wanted = {
         Requirement(line).name
-        for extra in ("s3", "gguf", "eval", "fp8", "bitsandbytes", "compressed-tensors", "torchao")
+        for extra in ("s3", "gguf", "fp8", "bitsandbytes", "compressed-tensors", "torchao")
         for line in OFFERED[extra]
     }
     assert wanted <= there
-
-
-def test_a_command_imports_no_compiler_before_it_is_asked_for() -> None:
-    """And finds the same names in transformers, whether they are read or kept from the last start."""
-    code = """
-import os, sys
-from prefillcli.runtime.extras import light_imports, quiet_imports
-quiet_imports()
-with light_imports():
-    import prefillcli.engines.loader
-assert not {"torch._dynamo", "torch.distributed.tensor", "sympy", "pandas"} & sys.modules.keys()
-import torch, transformers
-from transformers.utils import import_utils
-from prefillcli.runtime.user_cache import KeptEntries
-families = os.path.join(os.path.dirname(transformers.__file__), "models")
-(kept,) = KeptEntries("transformers.json").read()
-found = import_utils.create_import_structure_from_path(families)
-assert not import_utils.is_torch_distributed_available()
-sys.modules.pop("transformers.utils.import_utils")
-from transformers.utils import import_utils as plain
-assert found == plain.create_import_structure_from_path(families) and "llama" in found
-assert plain._is_package_available("yaml", return_version=True)[1] == plain.importlib.metadata.version("pyyaml")
-assert torch.compile(lambda x: 2 * x, backend="eager")(torch.ones(1)).item() == 2
-assert "torch._dynamo.eval_frame" in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("package", ["benchmarks", "recipes"])

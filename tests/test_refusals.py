@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SAMPLES = Path(__file__).parent.parent / "samples"
-HEAVY = ("torch", "transformers", "tokenizers", "scipy", "sklearn", "pandas", "huggingface_hub")
+HEAVY = ("torch", "transformers", "tokenizers", "scipy", "sklearn", "huggingface_hub")
 RUN = f"""
 import json, sys
 from prefillcli.cli import main

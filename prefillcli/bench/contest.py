@@ -139,8 +139,8 @@ class Models:
         if inputs.settings.engine == "vllm":
             notes.append(
                 f"vllm: {name} {version(name)} {where}, with its own copy of the model; it took "
-                f"{time.perf_counter() - begun:.0f} s to start, which is not timed, and every run begins with an empty "
-                "prefix cache"
+                f"{time.perf_counter() - begun:.0f} s to start, which is not timed, and every run begins with an "
+                "empty prefix cache"
             )
         return self.scorer
 
@@ -463,7 +463,8 @@ def _exits(job: MethodJob, run: MethodRun, full: Any, flipped: Any) -> ExitResul
     through = Counter("full" if row.exit_layer is None else str(row.exit_layer) for row in run.rows.values())
     order = sorted(through, key=lambda name: (name == "full", int(name) if name != "full" else 0))
     layers = in_full(job.inputs.opened.files.config.get_text_config().num_hidden_layers)
-    counts = [(name, int((full == n).sum()), int(flipped[full == n].sum())) for n, name in enumerate(job.inputs.labels.names)]
+    names = enumerate(job.inputs.labels.names)
+    counts = [(name, int((full == n).sum()), int(flipped[full == n].sum())) for n, name in names]
     return ExitResult(
         max_flips=job.learnt("max_flips"),
         rows_read=job.learnt("calibration_rows"),

@@ -8,12 +8,17 @@ import json
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, cast
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from jinja2 import TemplateSyntaxError, nodes
+from jinja2.environment import TemplateExpression
 from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import SandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from prefillcli.data.output.columns import (
     COLUMNS,
@@ -23,18 +28,17 @@ from prefillcli.data.output.columns import (
 )
 from prefillcli.data.prompts.sandbox import BoundedEnvironment
 from prefillcli.data.rows import Window, to_python
-from prefillcli.errors import UsageError, brief, did_you_mean
+from prefillcli.errors import UsageError, did_you_mean
 
-# A condition on the columns of an output, like `score > 0.4 and score < 0.6`, in the language of Jinja's
-# expressions.
+# A condition on the columns of an output, like `score > 0.4 and score < 0.6`, in the language of Jinja's expressions.
 #
-# The language has comparisons and arithmetic, but no calls, and only the filters of `_FILTERS`; `tone.score` is the
-# column of that name. Jinja parses it; this module evaluates the rest of its tree. The values are those of a row that
-# was scored and is not written yet.
+# The language has comparisons and arithmetic of numbers, but no calls, and only the filters of `_FILTERS`.
+# `tone.score` is the column of that name. Jinja compiles it in its sandbox. As no text is multiplied and there is no
+# power of a number, the work is bounded by the length of the expression. The values are those of a row that was scored
+# and is not written yet.
 
 
-_DEEPEST = 200  # levels of an expression: Python's stack has room for their evaluation
-_HOLDER = "columns"  # columns["a name with spaces"]
+_HOLDER = "columns"  # columns["a name with spaces"]; inside, every column is reached so
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "eq": operator.eq,
     "ne": operator.ne,
@@ -45,15 +49,8 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "in": lambda left, right: left in right,
     "notin": lambda left, right: left not in right,
 }
-_CALCULATIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
-    "//": operator.floordiv,
-    "%": operator.mod,
-}
-_FILTERS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+# Jinja's filters give the text "none" of a null, and a float of every number.
+_FILTERS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "lower": (str.lower, ("text",)),
     "upper": (str.upper, ("text",)),
     "trim": (str.strip, ("text",)),
@@ -61,11 +58,6 @@ _FILTERS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "abs": (abs, ("number",)),
     "round": (round, ("number",)),
 }
-_TESTS = {"none": None, "true": True, "false": False}
-_PLAIN_NODES = (
-    *(nodes.And, nodes.Or, nodes.Not, nodes.Compare, nodes.Operand, nodes.Const, nodes.List, nodes.Tuple),
-    *(nodes.Neg, nodes.Pos, nodes.Add, nodes.Sub, nodes.Mul, nodes.Div, nodes.FloorDiv, nodes.Mod),
-)
 
 
 class _Text(str):
@@ -84,6 +76,7 @@ class _Unknown:
 
 
 _UNKNOWN = _Unknown()
+_COMPARED = ("number", "text", "true or false")
 
 
 class RowCondition:
@@ -95,14 +88,12 @@ class RowCondition:
 
     def __init__(self, text: str, option: str = "--rationale-when") -> None:
         self.text, self._option = text, option
+        environment = _Expressions()
         try:
-            parser = Parser(BoundedEnvironment(), text, state="variable")
-            self._tree = parser.parse_expression()
-            if not parser.stream.eos:
-                raise TemplateSyntaxError(f"unexpected {parser.stream.current.value!r}", 1)
-            self.columns = frozenset(_columns(self._tree))  # those that it uses
+            tree, self.columns = environment.parsed(text)  # the columns are those that it uses
+            self._holds = environment.compiled(tree)
         except (TemplateSyntaxError, RecursionError, MemoryError, SyntaxError, OverflowError) as error:
-            what = error.message if isinstance(error, TemplateSyntaxError) else brief(error)
+            what = error.message if isinstance(error, TemplateSyntaxError) else "nested too deeply"
             raise UsageError(
                 f"{option} {_short(text)!r}: {what}\nwrite a condition on columns, like 'score > 0.4 and score < 0.6'"
             ) from None
@@ -113,7 +104,7 @@ class RowCondition:
     def __call__(self, values: Mapping[str, Any]) -> bool:
         """Return whether it is true of a row with these values of `columns`: numbers, texts, true, false, None, lists
         or mappings."""
-        return _Evaluation(values).of(self._tree) is True
+        return self._holds(columns=values) is True
 
     def check(
         self, schema: pa.Schema, untyped: Collection[str] = (), labels: Mapping[str, Sequence[str]] = {}
@@ -126,160 +117,149 @@ class RowCondition:
         typical = {name: _UNKNOWN if name in untyped else _typical(schema.field(name).type) for name in self.columns}
         for name in self.columns & labels.keys():
             typical[name] = _Text("text", tuple(labels[name]))
+        environment = _Expressions(strict=True)
+        tree, _ = environment.parsed(self.text)
         try:
-            result = _Check(typical).of(self._tree)
+            for side in _sides(tree):
+                result = environment.compiled(side)(columns=typical)
+                if not isinstance(result, bool | _Unknown):
+                    raise TypeError(
+                        f"it gives a {_kind(result)}, not true or false\ncompare it with something, like 'score > 0.5'"
+                    )
         except TypeError as error:
             raise UsageError(f"{self._option} {_short(self.text)!r}: {error}") from None
-        if not isinstance(result, bool | _Unknown):
-            raise UsageError(
-                f"{self._option} {_short(self.text)!r}: it gives a {_kind(result)}, not true or false\n"
-                "compare it with something, like 'score > 0.5'"
-            )
 
 
-def _columns(node: nodes.Node, depth: int = 0) -> Iterator[str]:
-    # The columns of an expression. Raises TemplateSyntaxError for constructs that the language lacks.
-    if depth > _DEEPEST:
-        raise TemplateSyntaxError(f"it is nested more than {_DEEPEST} deep", 1)
-    if isinstance(node, nodes.Name):
-        yield node.name
-    elif isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name):
-        yield _dotted(node)
-    elif isinstance(node, nodes.Getitem):
-        if not isinstance(node.node, nodes.Name) or node.node.name != _HOLDER or not isinstance(node.arg, nodes.Const):
-            raise TemplateSyntaxError(f"only {_HOLDER}['name'] may have brackets", 1)
-        yield str(node.arg.value)
+def _sides(tree: nodes.Node) -> Iterator[nodes.Node]:
+    # What `and`, `or` and `not` join, each for itself: one may decide without the other.
+    if isinstance(tree, nodes.And | nodes.Or | nodes.Not):
+        for each in tree.iter_child_nodes():
+            yield from _sides(each)
     else:
-        if isinstance(node, nodes.Filter):
-            if node.node is None or node.name not in _FILTERS or node.args or node.kwargs or node.dyn_args:
-                raise TemplateSyntaxError(f"there is no filter {node.name}; there are {', '.join(_FILTERS)}", 1)
-        elif isinstance(node, nodes.Test):
-            if node.name not in _TESTS or node.args or node.kwargs:
-                raise TemplateSyntaxError(f"there is no test {node.name}; there are {', '.join(_TESTS)}", 1)
-        elif not isinstance(node, _PLAIN_NODES):
-            raise TemplateSyntaxError(f"a condition has no {type(node).__name__.lower()}", 1)
-        for child in node.iter_child_nodes():
-            yield from _columns(child, depth + 1)
+        yield tree
 
 
-def _dotted(node: nodes.Getattr) -> str:
-    # The column of a question's answer, whose name has a dot.
-    return f"{cast(nodes.Name, node.node).name}.{node.attr}"
+class _Rewriting(NodeTransformer):
+    """Makes every column of an expression an item of `columns`, whose names `found` collects, and sends comparisons
+    through a filter."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+
+    def visit_Name(self, node: nodes.Name) -> nodes.Node:
+        return self._column(node.name)
+
+    def visit_Getattr(self, node: nodes.Getattr) -> nodes.Node:
+        # The column of a question's answer, whose name has a dot.
+        return self._column(f"{node.node.name}.{node.attr}") if isinstance(node.node, nodes.Name) else self._none(node)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        named = isinstance(node.node, nodes.Name) and node.node.name == _HOLDER
+        return self._column(str(node.arg.value)) if named and isinstance(node.arg, nodes.Const) else self._none(node)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        values = nodes.List([node.expr, *(each.expr for each in node.ops)], lineno=1)
+        signs = nodes.Const([each.op for each in node.ops], lineno=1)
+        return nodes.Filter(values, "_compared", [signs], [], None, None, lineno=1)
+
+    def _none(self, node: nodes.Node) -> nodes.Node:
+        raise TemplateSyntaxError(f"a condition has no {type(node).__name__.lower()}, but {_HOLDER}['name']", 1)
+
+    visit_Call = visit_Pow = _none
+
+    def _column(self, name: str) -> nodes.Node:
+        self.found.add(name)
+        return nodes.Getitem(nodes.Name(_HOLDER, "load", lineno=1), nodes.Const(name, lineno=1), "load", lineno=1)
 
 
-class _Evaluation:
-    """Evaluates expressions for a row; a value that is not defined is null."""
+class _Expressions(BoundedEnvironment):
+    """Jinja's expressions for a row, in which what cannot be computed is null.
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
+    A `strict` one is for typical values of the columns. It raises TypeError for kinds of values that do not fit.
+    """
 
-    def of(self, node: Any) -> Any:
-        if isinstance(node, nodes.Const):
-            return node.value
-        if isinstance(node, nodes.Name):
-            return self._values[node.name]
-        if isinstance(node, nodes.Getattr):
-            return self._values[_dotted(node)]
-        if isinstance(node, nodes.Getitem):
-            return self._values[str(cast(nodes.Const, node.arg).value)]
-        if isinstance(node, nodes.List | nodes.Tuple):
-            return [self.of(each) for each in node.items]
-        if isinstance(node, nodes.And | nodes.Or):
-            return self.joined(node)
-        if isinstance(node, nodes.Not):
-            return self.negated(self.of(node.node))
-        if isinstance(node, nodes.Compare):
-            operands = [(each.op, self.of(each.expr)) for each in node.ops]
-            lefts = [self.of(node.expr), *(value for _, value in operands)]
-            return all(self.compared(name, left, right) for left, (name, right) in zip(lefts, operands, strict=False))
-        if isinstance(node, nodes.Filter):
-            return self.filtered(node.name, self.of(node.node))
-        if isinstance(node, nodes.Test):
-            return self.of(node.node) is _TESTS[node.name]
-        if isinstance(node, nodes.UnaryExpr):
-            return self.calculated(node.operator, 0, self.of(node.node))
-        return self.calculated(node.operator, self.of(node.left), self.of(node.right))
+    intercepted_binops = frozenset(SandboxedEnvironment.default_binop_table) - {"**"}
+    intercepted_unops = frozenset(SandboxedEnvironment.default_unop_table)
 
-    def joined(self, node: nodes.BinExpr) -> Any:
-        left = self.of(node.left)
-        return self.of(node.right) if bool(left) == isinstance(node, nodes.And) else left
+    def __init__(self, strict: bool = False) -> None:
+        super().__init__()
+        self._strict = strict
+        self.optimized = False  # looking for constants takes longer the deeper an expression is nested
+        self.filters = {name: lambda value, name=name: self._of(name, *_FILTERS[name], value) for name in _FILTERS}
+        self.filters["_compared"] = self._compared
+        self.tests = {name: self.tests[name] for name in ("none", "true", "false")}
 
-    def negated(self, value: Any) -> Any:
-        return not value
+    def parsed(self, text: str) -> tuple[nodes.Expr, frozenset[str]]:
+        """Return the expression and its columns. Raises TemplateSyntaxError."""
+        parser, rewriting = Parser(self, text, state="variable"), _Rewriting()
+        tree = rewriting.visit(parser.parse_expression())
+        if not parser.stream.eos:
+            raise TemplateSyntaxError(f"unexpected {parser.stream.current.value!r}", 1)
+        return tree.set_environment(self), frozenset(rewriting.found)
 
-    def compared(self, name: str, left: Any, right: Any) -> Any:
-        if left is None or right is None:
-            return False
-        try:
-            return bool(_COMPARISONS[name](left, right))
-        except TypeError:
-            return False
+    def compiled(self, tree: nodes.Node) -> TemplateExpression:
+        """Return what evaluates an expression, as `Environment.compile_expression` does for a text."""
+        result = nodes.Assign(nodes.Name("result", "store"), tree, lineno=1)
+        return TemplateExpression(self.from_string(nodes.Template([result], lineno=1)), undefined_to_none=False)
 
-    def filtered(self, name: str, value: Any) -> Any:
-        function, kinds = _FILTERS[name]
-        try:
-            return function(value) if _kind(value) in kinds else None
-        except (ArithmeticError, ValueError):  # no number is nearest to NaN
-            return None
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute `left operator right` of numbers."""
+        return self._of(operator, self.binop_table[operator], ("number",), left, right)
 
-    def calculated(self, operator: str, left: Any, right: Any) -> Any:
-        try:
-            return _CALCULATIONS[operator](left, right) if _kind(left) == _kind(right) == "number" else None
-        except (ArithmeticError, ValueError):
-            return None
+    def call_unop(self, context: Context, operator: str, arg: Any) -> Any:
+        """Compute `operator arg` of a number."""
+        return self._of(operator, self.unop_table[operator], ("number",), arg)
 
-
-class _Check(_Evaluation):
-    """The same with a typical value of each column. Raises TypeError for kinds of values that do not fit, even where
-    one side of `and` or `or` decides."""
-
-    def joined(self, node: nodes.BinExpr) -> Any:
-        return all(self.negated(self.of(each)) for each in (node.left, node.right))
-
-    def negated(self, value: Any) -> Any:
-        if not isinstance(value, bool | _Unknown):
-            raise TypeError(
-                f"a {_kind(value)} stands where true or false is needed\ncompare it with something, like 'score > 0.5'"
-            )
-        return True
-
-    def compared(self, name: str, left: Any, right: Any) -> Any:
-        if left is None or right is None:
-            raise TypeError("a comparison with none is always false\nwrite 'is none' or 'is not none'")
-        if name in ("in", "notin"):
-            if isinstance(right, list):
-                return all(self.compared("eq", left, each) for each in right)
-            name = "within" if _kind(right) in ("text", "unknown") else name
-        kinds = _kind(left), _kind(right)
-        if "unknown" not in kinds and (kinds[0] != kinds[1] or kinds[0] not in ("number", "text", "true or false")):
-            raise TypeError(f"a {kinds[0]} is compared with a {kinds[1]}")
-        if name in ("eq", "ne"):
-            self._require_label(left, right)
-            self._require_label(right, left)
-        return True
-
-    def _require_label(self, column: Any, value: Any) -> None:
-        # Whether a text of the condition is one of the labels that a column has.
-        labels = column.labels if isinstance(column, _Text) else ()
-        if labels and type(value) is str and value not in labels:
-            lower = next((each for each in labels if each.lower() == value.strip().lower()), None)
-            near = did_you_mean(value, labels) if lower is None else f"; did you mean {lower!r}?"
-            raise TypeError(f"the prediction is never {value!r}{near}\nthe labels are {', '.join(labels)}")
-
-    def filtered(self, name: str, value: Any) -> Any:
-        function, kinds = _FILTERS[name]
-        if value is _UNKNOWN:
+    def _of(self, name: str, function: Callable[..., Any], kinds: Collection[str], *values: Any) -> Any:
+        # What the function gives for these values. Of values of a kind that it is not for, it gives null.
+        if _UNKNOWN in values:
             return _UNKNOWN
-        if _kind(value) not in kinds:
-            raise TypeError(f"the filter {name} is for a {' or '.join(kinds)}, not for a {_kind(value)}")
-        found = function(value)
-        return _Text(found) if isinstance(found, str) else found
+        wrong = [_kind(value) for value in values if _kind(value) not in kinds]
+        if wrong and self._strict:
+            raise TypeError(f"{name} is for a {' or '.join(kinds)}, not for a {wrong[0]}")
+        try:
+            found = None if wrong else function(*values)
+        except (ArithmeticError, ValueError):  # there is no such number
+            return _UNKNOWN if self._strict else None
+        return _Text(found) if self._strict and isinstance(found, str) else found
 
-    def calculated(self, operator: str, left: Any, right: Any) -> Any:
-        for value in (left, right):
-            if _kind(value) not in ("number", "unknown"):
-                raise TypeError(f"{operator} is for numbers, not for a {_kind(value)}")
-        return _UNKNOWN if _UNKNOWN in (left, right) else 1.0
+    def _compared(self, values: Sequence[Any], signs: Sequence[str]) -> bool:
+        holds = _fit if self._strict else _holds
+        return all(holds(sign, *pair) for sign, pair in zip(signs, pairwise(values), strict=True))
+
+
+def _holds(sign: str, left: Any, right: Any) -> bool:
+    # Nothing holds of null, nor of values that cannot be compared.
+    try:
+        return left is not None and right is not None and bool(_COMPARISONS[sign](left, right))
+    except TypeError:
+        return False
+
+
+def _fit(sign: str, left: Any, right: Any) -> bool:
+    # True. Raises TypeError if these typical values are never compared so.
+    if left is None or right is None:
+        raise TypeError("a comparison with none is always false\nwrite 'is none' or 'is not none'")
+    if sign in ("in", "notin") and isinstance(right, list | tuple):
+        return all(_fit("eq", left, each) for each in right)
+    kinds = _kind(left), _kind(right)
+    alike = kinds[0] == kinds[1] and kinds[0] in (("text",) if sign in ("in", "notin") else _COMPARED)
+    if "unknown" not in kinds and not alike:
+        raise TypeError(f"a {kinds[0]} is compared with a {kinds[1]}")
+    if sign in ("eq", "ne"):
+        _require_label(left, right)
+        _require_label(right, left)
+    return True
+
+
+def _require_label(column: Any, value: Any) -> None:
+    # Whether a text of the condition is one of the labels that a column has.
+    labels = column.labels if isinstance(column, _Text) else ()
+    if labels and type(value) is str and value not in labels:
+        lower = next((each for each in labels if each.lower() == value.strip().lower()), None)
+        near = did_you_mean(value, labels) if lower is None else f"; did you mean {lower!r}?"
+        raise TypeError(f"the prediction is never {value!r}{near}\nthe labels are {', '.join(labels)}")
 
 
 def _kind(value: Any) -> str:

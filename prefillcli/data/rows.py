@@ -48,8 +48,7 @@ class ErrorCode(StrEnum):
     EMPTY_PROMPT = "empty_prompt", "the prompt is empty or white space only"
     ROW_TOO_LARGE = (
         "row_too_large",
-        "the row, or the prompt made of it, has more bytes than --max-row-bytes, or its Parquet row group has a page "
-        "that is too large to open",
+        "the row, or the prompt made of it, has more bytes than --max-row-bytes",
     )
     WRONG_TYPE = "wrong_type", "a value, or the whole line, has a type that cannot be used here"
     INVALID_UTF8 = "invalid_utf8", "a text is not valid UTF-8"
@@ -729,14 +728,13 @@ def row_batches(
     columns: Sequence[str],
     carried: pa.Schema,
     selection: Selection,
-    unopened: RowError | None,
     max_row_bytes: int,
     most_rows: int,
 ) -> Iterator[RowBatch]:
     """The selected rows of `piece`, whose first row has the number `start`, in batches of about `BATCH_BYTES`.
 
-    `columns` become Python values, those of the schema `carried` stay in Arrow. With `unopened` nothing of the piece
-    was read, and its rows have this error. Rows of more than `max_row_bytes` have an error of their own.
+    `columns` become Python values, those of the schema `carried` stay in Arrow. Rows of more than `max_row_bytes` are
+    error rows.
     """
     rows = selection.within(start, start + piece.num_rows)
     if len(rows) == 0:
@@ -745,8 +743,6 @@ def row_batches(
         piece = piece.take(pa.array(rows - start))
     piece, sizes, large = _without_large(piece, max_row_bytes)
     errors = {int(rows[at]): row_too_large("the row", size, max_row_bytes) for at, size in large.items()}
-    if unopened is not None:
-        errors = dict.fromkeys(rows.tolist(), unopened)
     ends = np.cumsum(sizes)
     at = 0
     while at < len(rows):

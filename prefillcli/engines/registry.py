@@ -172,5 +172,5 @@ def loader_of(engine: str) -> Loader:
     """The module that opens and loads the engine of this name."""
     module = ENGINES[engine].module
     own = module.startswith(f"{__package__}.")  # another engine may need no torch
-    with light_imports(compiler=engine == "vllm") if own else nullcontext():
+    with light_imports() if own else nullcontext():
         return cast("Loader", import_module(module))

@@ -32,7 +32,6 @@ from prefillcli.judging.calibration import (
 from prefillcli.options.judging import CalibrateSettings
 from prefillcli.report.section import WIDTH, numbers_table, stderr_console
 from prefillcli.runtime import log
-from prefillcli.runtime.extras import require_extra
 from prefillcli.stats.evaluation import Float64Array, label_probabilities, log_shares_of
 
 # An output of `prefill score` is read with right answers beside it.
@@ -276,7 +275,6 @@ def calibrate_job(settings: CalibrateSettings) -> dict[str, Any]:
     with shell(ending, debug=settings.debug) as stop, stop.at_once():
         require_json(settings.output)
         require_apart(settings)
-        require_extra("eval", "prefill calibrate")
         calibration = ending.calibration = _fitted(settings, read_labelled_scores(settings))
         try:
             write_sealed(settings.output, calibration.model_dump_json())

@@ -8,18 +8,12 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
-import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import regex
 
 from prefillcli.data.prompts.builder import RowColumns
 from prefillcli.data.proof import ModelContents, hash_value
@@ -42,7 +36,6 @@ if TYPE_CHECKING:
 # torch is imported where it is used: messages about misspelt options need none
 
 _NAME = "default"  # of each adapter, in PEFT
-_PATTERN_SECONDS = 10.0  # for matching all patterns of an adapter with the names of a model's modules
 
 
 class LoadedAdapter:
@@ -139,61 +132,11 @@ def _wrapped(model: PreTrainedModel, files: AdapterFiles) -> Any:
     from peft import PeftModel
 
     try:
-        with _timed_patterns():
-            return PeftModel(model, copy.deepcopy(files.config), adapter_name=_NAME, low_cpu_mem_usage=True)
-    except TimeoutError:
-        raise UsageError(
-            f"{OPTION} {files.path}: a regular expression in {CONFIG} takes longer than {_PATTERN_SECONDS:g} seconds\n"
-            "name the modules in target_modules instead"
-        ) from None
+        return PeftModel(model, copy.deepcopy(files.config), adapter_name=_NAME, low_cpu_mem_usage=True)
     except Exception as error:  # PEFT does not check a configuration, and fails somewhere later
         if isinstance(error, PrefillError) or out_of_resource(error):
             raise
         raise UsageError(f"{OPTION} {files.path}: it does not fit the model: {brief(error)}") from None
-
-
-@contextmanager
-def _timed_patterns() -> Iterator[None]:
-    # PEFT matches an adapter's patterns in bounded time: by another library than `re`, which can be stopped.
-    timed: Any = _TimedPatterns()
-    places = [
-        part for name, part in list(sys.modules.items()) if name.startswith("peft.") and vars(part).get("re") is re
-    ]
-    for part in places:
-        vars(part)["re"] = timed
-    try:
-        yield
-    finally:
-        for part in places:
-            vars(part)["re"] = re
-
-
-class _TimedPatterns:
-    """The module `re`, but for two functions that raise TimeoutError once all calls together took too long."""
-
-    def __init__(self) -> None:
-        self._left = _PATTERN_SECONDS
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(re, name)
-
-    def match(self, pattern: str, text: str) -> Any:
-        return self._timed(_compiled(pattern).match, text)
-
-    def fullmatch(self, pattern: str, text: str) -> Any:
-        return self._timed(_compiled(pattern).fullmatch, text)
-
-    def _timed(self, find: Any, text: str) -> Any:
-        begun = time.perf_counter()
-        try:
-            return find(text, timeout=self._left)
-        finally:
-            self._left = max(self._left - (time.perf_counter() - begun), 1e-6)
-
-
-@cache
-def _compiled(pattern: str) -> Any:
-    return regex.compile(pattern)
 
 
 def _load_into(wrapped: Any, files: AdapterFiles) -> None:

@@ -8,20 +8,16 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from functools import cache, partial, wraps
-from importlib import import_module, metadata
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import metadata
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from prefillcli.errors import UsageError
 from prefillcli.runtime.cores import choose_waiting
-from prefillcli.runtime.user_cache import KeptEntries
 
 # The extras of `pyproject.toml`, and the packages that they bring, by the names that Python imports them by.
 EXTRAS = {
@@ -31,7 +27,6 @@ EXTRAS = {
     "ray": ("ray",),
     "vllm": ("vllm",),
     "gguf": ("gguf", "accelerate"),
-    "eval": ("sklearn",),
     "bm25": ("bm25s",),
     "fp8": ("accelerate",),
     "bitsandbytes": ("bitsandbytes", "accelerate"),
@@ -55,7 +50,6 @@ OPTIONAL = {
     "kernels": "recurrent layers on GPUs",
     "ray": "--runner ray",
     "vllm": "--engine vllm",
-    "sklearn": "prefill calibrate",
     "bm25s": "prefill bench --method bm25",
     "s3fs": "s3://",
     "gcsfs": "gs://",
@@ -68,7 +62,7 @@ def installed(package: str) -> str | None:
     if find_spec(package) is None:
         return None
     try:
-        return metadata.version("scikit-learn" if package == "sklearn" else package)
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "unknown"
 
@@ -113,7 +107,6 @@ ALLOWED = "USE_HUB_KERNELS"
 #: transformers imports these wherever they are installed: for metrics, losses on images and quantised weights, and by
 #: way of accelerate for Amazon's training service. That takes longer than the rest of transformers.
 _UNUSED = ("sklearn", "scipy", "torchao", "boto3")
-_COMPILER = "torch._dynamo"  # torch's own
 _own = False  # whether this process belongs to this program
 _ABSENT: Any = object()
 _found: Any = _ABSENT  # the module that was imported under that name before the first thread came inside
@@ -135,12 +128,9 @@ def quiet_imports() -> None:
 
 
 @contextmanager
-def light_imports(*, compiler: bool = False) -> Iterator[None]:
-    """Inside the block, torch and transformers are imported without parts that no causal language model needs; for the
-    main thread.
-
-    These are packages, and unless the engine of the process needs a `compiler` of its own, torch's compiler, which
-    comes when it is asked for, and tensors that are spread over processes.
+def light_imports() -> Iterator[None]:
+    """Inside the block, torch and transformers are imported without packages that no causal language model needs; for
+    the main thread.
 
     Nothing changes in a process that is not this program's own: there, others may need these parts of transformers.
     """
@@ -152,12 +142,7 @@ def light_imports(*, compiler: bool = False) -> Iterator[None]:
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     gc.disable()  # the import makes a million objects, and nearly all of them stay
     try:
-        leave_out_pandas()
-        with ExitStack() as stack:
-            if not compiler:
-                stack.enter_context(_compiler_later())
-                stack.enter_context(_transformers_of_one_process())
-            yield
+        yield
     finally:
         gc.freeze()
         gc.enable()
@@ -165,201 +150,6 @@ def light_imports(*, compiler: bool = False) -> Iterator[None]:
             del sys.modules[name]
         if found := sys.modules.get("transformers.utils.import_utils"):
             found.is_torchao_available.cache_clear()  # for a model whose weights are torchao's
-
-
-class _NoPandas:
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name == "pandas":
-            raise ModuleNotFoundError(name=name)
-
-
-@cache
-def leave_out_pandas() -> None:
-    """From now on pyarrow imports pandas for a data frame only, in a process that is this program's own.
-
-    It would import it to ask whether a Python value is one of pandas'. Where it has not found it, it asks no more.
-    """
-    if not _own:
-        return
-    import pyarrow
-
-    finder: Any = _NoPandas()
-    sys.meta_path.insert(0, finder)
-    try:
-        pyarrow.scalar(0)
-    finally:
-        sys.meta_path.remove(finder)
-
-
-class _LaterCompiler(ModuleType):
-    # Stands for torch's compiler while others put marks on their functions for it: these are made without it, and all
-    # else imports it.
-
-    def disable(self, function: Any = None, recursive: bool = True, **how: Any) -> Any:
-        return (lambda marked: marked) if function is None else function
-
-    def assume_constant_result(self, function: Any) -> Any:
-        function._dynamo_marked_constant = True  # as torch does
-        return function
-
-    def allow_in_graph(self, function: Any) -> Any:
-        return function
-
-    disallow_in_graph = allow_in_graph
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        _forget(self)
-        return getattr(import_module(self.__name__), name)
-
-
-def _forget(module: ModuleType) -> None:
-    # The next import of this module is that of the real one.
-    if sys.modules.get(module.__name__) is module:
-        del sys.modules[module.__name__]
-        parent, _, name = module.__name__.rpartition(".")
-        delattr(sys.modules[parent], name)
-
-
-@contextmanager
-def _compiler_later() -> Iterator[None]:
-    # transformers marks some functions for torch's compiler, whose import takes as long as that of torch. Without the
-    # marks these functions would be compiled with --compile: none of them is in a layer.
-    with _changed("torch._compile", _not_before_the_compiler):
-        import torch
-    spec = find_spec(_COMPILER)
-    if _COMPILER in sys.modules or spec is None:
-        yield
-        return
-    later = _LaterCompiler(_COMPILER)
-    later.__spec__, later.__path__ = spec, spec.submodule_search_locations or []
-    sys.modules[_COMPILER] = torch._dynamo = later
-    try:
-        yield
-    finally:
-        _forget(later)
-
-
-def _not_before_the_compiler(module: Any) -> None:
-    # Functions that torch's compiler must not trace import it when they are called: here, only once it is there.
-    disable = module._disable_dynamo
-
-    def later(function: Any = None, recursive: bool = True) -> Any:
-        if function is None:
-            return partial(later, recursive=recursive)
-        disabled = disable(function, recursive)
-
-        @wraps(function)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            return (disabled if _COMPILER in sys.modules else function)(*args, **kwargs)
-
-        return called
-
-    module._disable_dynamo = later
-
-
-class _Distributions(dict[str, list[str]]):
-    # The distributions by the package that they bring. Nearly all are called as their package is, and a list of all
-    # of them takes reading the files of each.
-
-    def get(self, name: str, default: Any = None) -> Any:
-        try:
-            return [metadata.distribution(name.replace("_", "-")).metadata["Name"]]
-        except metadata.PackageNotFoundError:
-            return _all_distributions().get(name, default)
-
-
-_all_distributions = cache(metadata.packages_distributions)
-
-
-def _knows_one_process(module: Any) -> None:
-    # transformers' list of what there is: no tensors that are spread over processes. And it reads the names in the
-    # files of its families once.
-    module.is_torch_distributed_available = lambda: False
-    if not hasattr(module, "create_import_structure_from_path"):  # in another release
-        return
-    read = cache(module.create_import_structure_from_path)
-    families = os.path.join(os.path.dirname(os.path.dirname(module.__file__)), "models")
-    module.create_import_structure_from_path = partial(_structure, read, families)
-
-
-class _Changes:
-    # Finds a module, and changes it once it is imported.
-
-    def __init__(self, name: str, change: Callable[[Any], None]) -> None:
-        self._name, self._change = name, change
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if name == self._name else None
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def executed(module: Any) -> None:
-                execute(module)
-                self._change(module)
-
-            spec.loader.exec_module = executed  # type: ignore[method-assign]
-        return spec
-
-
-@contextmanager
-def _changed(name: str, change: Callable[[Any], None]) -> Iterator[None]:
-    finder: Any = _Changes(name, change)
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-
-
-@contextmanager
-def _transformers_of_one_process() -> Iterator[None]:
-    every = metadata.packages_distributions
-    metadata.packages_distributions = lambda: _Distributions()
-    try:
-        with _changed("transformers.utils.import_utils", _knows_one_process):
-            yield
-    finally:
-        metadata.packages_distributions = every
-
-
-def _structure(read: Callable[[str], dict[Any, Any]], families: str, path: Any) -> dict[Any, Any]:
-    # The public names of transformers' families, by file. Reading two thousand files for them takes as long as all
-    # the rest of its import, so they are kept in the user's cache: those of one release at one place.
-    folder = os.path.dirname(path) if os.path.isfile(path) else str(path)
-    if folder != families:  # one family, read for all of them
-        return read(folder)
-    version = metadata.version("transformers")
-    key = f"{version} {folder} {os.stat(folder).st_mtime_ns}"
-    kept = KeptEntries("transformers.json")
-    found = kept.read().get(key)
-    if found is None:
-        names = read(folder)
-        if "dev" not in version:  # whose files change
-            kept.write({key: _pairs(names)})
-        return names
-    return _mapping(found)
-
-
-def _pairs(names: Mapping[Any, Any]) -> list[Any]:
-    return [
-        [
-            sorted(key) if isinstance(key, frozenset) else key,
-            _pairs(inner) if isinstance(inner, dict) else sorted(inner),
-        ]
-        for key, inner in names.items()
-    ]
-
-
-def _mapping(pairs: list[Any]) -> dict[Any, Any]:
-    # What `_pairs` were made of: within them, names are texts and all else is a pair.
-    return {
-        frozenset(key) if isinstance(key, list) else key: _mapping(inner)
-        if not inner or isinstance(inner[0], list)
-        else set(inner)
-        for key, inner in pairs
-    }
 
 
 def _allowed() -> bool:

@@ -179,11 +179,12 @@ class Ranking:
         """Of finite scores [rows], `positive` or not [rows]. Raises ValueError if the lengths differ."""
         if len(scores) != len(positive):
             raise ValueError(f"{len(scores)} scores for {len(positive)} answers")
-        order = np.argsort(scores)[::-1]
-        ranked = scores[order]
-        ends = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], [True] * bool(len(ranked))))
-        found = np.cumsum(positive[order], dtype=np.int64)[ends]
-        return cls(ranked[ends], found, ends + 1 - found)
+        if not len(scores):
+            return cls(scores, np.zeros(0, np.int64), np.zeros(0, np.int64))
+        from sklearn.metrics import confusion_matrix_at_thresholds
+
+        _, false_positives, _, true_positives, thresholds = confusion_matrix_at_thresholds(positive, scores)
+        return cls(thresholds, true_positives.astype(np.int64), false_positives.astype(np.int64))
 
     @property
     def positives(self) -> int:
@@ -198,10 +199,10 @@ class Ranking:
         """The area under the ROC curve (Mann and Whitney), a tie counts half; None without rows of both kinds."""
         if not self.positives or not self.negatives:
             return None
-        equal, equal_negatives = self._steps()
-        above = self.true_positives - equal
-        # Over all pairs of a positive and a negative row: 2 if the positive one is above, 1 for a tie.
-        return int((equal_negatives * (2 * above + equal)).sum()) / (2 * self.positives * self.negatives)
+        from sklearn.metrics import auc
+
+        counts = [np.concatenate([[0], each]) for each in (self.false_positives, self.true_positives)]
+        return float(auc(*counts)) / (self.positives * self.negatives)
 
     def area_interval(self, confidence: float = 0.95) -> Interval | None:
         """The interval of the area by DeLong's variance (Biometrics 44, 1988), on the logit's scale.
@@ -676,7 +677,9 @@ def correlation(
         raise ValueError(f"{len(first)} numbers beside {len(second)}")
     if len(first) < 2:
         return Estimate(reason="there are too few such rows")
-    pair = [_ranks(first), _ranks(second)] if ranks else [first, second]
+    from scipy.stats import rankdata
+
+    pair = [rankdata(first), rankdata(second)] if ranks else [first, second]
     if any(np.ptp(each) == 0 for each in pair):
         return Estimate(reason="one side has the same number in all rows")
     value = float(np.corrcoef(pair[0], pair[1])[0, 1])
@@ -688,12 +691,6 @@ def correlation(
     reach = float(ndtri((1 + confidence) / 2)) * math.sqrt(variance)
     middle = math.atanh(value)
     return Estimate(value=value, interval=(math.tanh(middle - reach), math.tanh(middle + reach)))
-
-
-def _ranks(values: Float64Array) -> Float64Array:
-    # From 1; equal values share the mean of their ranks.
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[places], np.float64)
 
 
 def evaluate_values(

@@ -91,10 +91,10 @@ def _damaged(data: bytes, edits: Any, liar: str) -> bytes:
         now, another = numbers[field], numbers[fields[other % len(fields)]]
         new = {"-1": now - 1, "+1": now + 1, "half": now // 2, "double": 2 * now, "other": another}.get(number, number)
         changed[field] = max(min(int(new), 2**63 - 1), -(2**63))
-        if liar == "all rows":  # so that the footer agrees with itself
+        if liar == "all rows":  # so that the footer agrees with itself; of fewer rows Arrow reads no others
             groups = {each: now for each, now in numbers.items() if each.name == "group.num_rows"}
             group = list(groups)[which % len(groups)]
-            by = changed.pop(field) - now
+            by = abs(changed.pop(field) - now)
             own = [each for each in fields if each.way[:2] == group.way[:2]]
             changed |= {each: numbers[each] + by for each in [fields[0], *own]}
     return with_numbers(data, [(field, max(min(new, 2**63 - 1), -(2**63))) for field, new in changed.items()])

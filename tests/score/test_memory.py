@@ -66,13 +66,12 @@ def test_one_row_of_300_megabytes_is_an_error_row_and_the_others_are_scored(smal
             file.write(b'{"prompt":"fox"}\n{"prompt":"' + huge.encode() + b'"}\n' + b'{"prompt":"dog"}\n' * 3)
     del huge
     words = [name, "-m", str(small_model), "-o", "out.jsonl", "--labels", "yes,no", "--max-error-rate", "0.5", "-q"]
-    child = multiprocessing.get_context("forkserver").Process(target=_score_in, args=(os.getcwd(), words, 1 << 30))
+    extra = (3 if name == "in.parquet" else 1) << 30  # a page of a Parquet file is read as a whole, some times over
+    child = multiprocessing.get_context("forkserver").Process(target=_score_in, args=(os.getcwd(), words, extra))
     child.start()
     child.join()
     assert child.exitcode == 0, Path("stderr").read_text()
     rows = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     errors = [row["error"] for row in rows]
-    assert errors == (
-        ["row_too_large"] * 2 + [None] * 3 if name == "in.parquet" else [None, "row_too_large", *[None] * 3]
-    )
+    assert errors == [None, "row_too_large", *[None] * 3]
     assert all(row["score"] is not None for row in rows if not row["error"])

@@ -1,8 +1,4 @@
-"""Rows out of Parquet files, a bounded number of bytes at a time.
-
-The sizes of all pages are checked before any page is read. A row group with a page that is too large is not opened,
-and its rows are error rows.
-"""
+"""Rows out of Parquet files, a bounded number of bytes at a time."""
 
 from __future__ import annotations
 
@@ -11,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -26,9 +21,7 @@ from prefillcli.data.rows import (
     BATCH_ROWS,
     MAX_ROW_BYTES,
     ColumnChoice,
-    ErrorCode,
     RowBatch,
-    RowError,
     Selection,
     is_text,
     plain_column,
@@ -159,126 +152,10 @@ class _Unread(io.RawIOBase):
         raise _ReadError
 
 
-DATA, DICTIONARY, DATA_V2 = 0, 2, 3
-_DELTA_BYTE_ARRAY = 7
-_READ_BYTES = 1 << 12
-_MAX_HEADER_BYTES = 16 << 20  # as Arrow has it
-
-
-class Page(NamedTuple):
-    """A page as its header describes it."""
-
-    kind: int
-    size: int  # bytes, uncompressed
-    values: int  # values, nulls included; in a column without lists the rows
-    stores_once: bool  # whether it may store a value once that is read many times
-
-
-def read_pages(file: BinaryIO, chunk: Any) -> list[Page]:
-    """The pages of a column chunk (pyarrow's ColumnChunkMetaData), up to the first header that makes no sense.
-
-    Data after such a header are left to Arrow, which then reports the fault. Raises OSError where the
-    pages have more or fewer values than the chunk.
-    """
-    offset, end = chunk_range(chunk)
-    pages = []
-    while offset < end and (found := _page_at(file, offset)):
-        page, offset = found
-        pages.append(page)
-    values = sum(page.values for page in pages if page.kind in (DATA, DATA_V2))
-    if values > chunk.num_values or (offset >= end and values < chunk.num_values):
-        said = f"{chunk.num_values:,} in the footer"
-        raise OSError(f"column {chunk.path_in_schema}: {values:,} values in its pages, but {said}")
-    return pages
-
-
-def _page_at(file: BinaryIO, offset: int) -> tuple[Page, int] | None:
-    # The page whose header is at `offset`, and where the next one begins.
-    length = _READ_BYTES
-    while length <= _MAX_HEADER_BYTES:
-        file.seek(offset)
-        data = file.read(length)
-        try:
-            header, header_size = _value(data, 0, 12)
-        except IndexError:  # the header is longer than the bytes read
-            if len(data) < length:
-                return None
-            length *= 8
-            continue
-        except (KeyError, RecursionError):
-            return None
-        # Field numbers are those of `PageHeader` in parquet.thrift.
-        kind, size, stored = (header.get(number) for number in (1, 2, 3))
-        inner = header.get({DATA: 5, DICTIONARY: 7, DATA_V2: 8}.get(kind, 0), {})
-        if not isinstance(inner, dict):
-            return None
-        values, encoding = inner.get(1, 0), inner.get(4 if kind == DATA_V2 else 2, 0)
-        if not all(isinstance(number, int) and number >= 0 for number in (kind, size, stored, values)):
-            return None
-        once = kind == DICTIONARY or encoding == _DELTA_BYTE_ARRAY
-        return Page(kind, size, values, once), offset + header_size + stored
-    return None
-
-
-def _value(data: bytes, at: int, kind: int) -> tuple[Any, int]:
-    # A value of one of Thrift's compact types, and where it ends; of a struct, its fields by number. Texts and lists
-    # are skipped: they hold no sizes. Raises IndexError at the end of `data`, KeyError for an unknown type.
-    if kind in (1, 2):  # a boolean field is its type
-        return kind == 1, at
-    if kind == 3:
-        return data[at], at + 1
-    if kind in (4, 5, 6):
-        number, at = _varint(data, at)
-        return (number >> 1) ^ -(number & 1), at
-    if kind == 7:
-        return None, at + 8
-    if kind == 8:
-        length, at = _varint(data, at)
-        if at + length > len(data):
-            raise IndexError
-        return None, at + length
-    if kind in (9, 10):
-        length, inner = data[at] >> 4, data[at] & 15
-        at += 1
-        if length == 15:
-            length, at = _varint(data, at)
-        for _ in range(length):
-            at = at + 1 if inner in (1, 2) else _value(data, at, inner)[1]
-            if at > len(data):
-                raise IndexError
-        return None, at
-    if kind != 12:
-        raise KeyError(kind)
-    fields: dict[int, Any] = {}
-    number = 0
-    while head := data[at]:
-        at += 1
-        step = head >> 4
-        if not step:
-            step, at = _value(data, at, 4)
-        number += step
-        fields[number], at = _value(data, at, head & 15)
-    return fields, at + 1
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    number = shift = 0
-    while True:
-        byte = data[at]
-        number |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128:
-            return number, at
-        if shift > 63:
-            raise KeyError("varint")
-
-
-_MAX_PAGE_BYTES = 128 << 20  # DuckDB's pages have up to 100 MB, others' 1 MiB
-_MAX_PIECE_BYTES = 256 << 20  # bytes read at a time, where values are long or stored once and repeated
+_MAX_PIECE_BYTES = 256 << 20  # bytes read at a time, where values are stored once and repeated
 _DICTIONARY_BYTES = 16 << 20  # a column chunk larger than this and its indices holds texts that differ
 _INDEX_BYTES = 6
-_HEADER_BUFFER = 1 << 16  # bytes read at a time from a remote file for the headers of pages
-_REWRITE = 'pq.write_table(pq.read_table("old.parquet"), "new.parquet", row_group_size=100)'
+_FOOTER_BUFFER = 1 << 16  # bytes read at a time from a remote file for its footer
 _BUFFER = 1 << 20  # bytes read ahead per column, so that a large row group is not loaded whole
 # Of remote files. Columns are read in turns, so blocks of each stay in memory: reading ahead would drop them and fetch
 # them again.
@@ -329,15 +206,12 @@ class ParquetInput:
         start = first_row
         for number in range(metadata.num_row_groups):
             size = metadata.row_group(number).num_rows
-            if size and selection.before(start) == selection.before(start + size):  # where it says 0, the pages tell
+            if selection.before(start) == selection.before(start + size):
                 start += size
                 continue
             end = start + size
-            pieces, unopened = groups.read(number)
-            for piece in pieces:
-                yield from row_batches(
-                    piece, start, columns, carried, selection, unopened, self.max_row_bytes, most_rows
-                )
+            for piece in groups.read(number):
+                yield from row_batches(piece, start, columns, carried, selection, self.max_row_bytes, most_rows)
                 start += piece.num_rows
                 if selection.end is not None and start >= selection.end:
                     return
@@ -350,38 +224,23 @@ class _Chunk(NamedTuple):
     """A column chunk of a row group: of a column, or of a part of a nested one."""
 
     name: str
-    nested: bool  # whether it is part of a list, so that a row may have any number of values
     values: int
-    pages: list[Page]
+    size: int  # bytes, uncompressed
+    dictionary: float  # about the bytes of texts that are stored once
 
-    @property
-    def size(self) -> int:
-        # Bytes of all pages, uncompressed.
-        return sum(page.size for page in self.pages)
-
-    @property
-    def largest_value(self) -> float:
-        # Bytes of the largest values: the mean of a page, or all bytes of a page that stores a repeated value once.
-        return max(
-            (page.size if page.stores_once else page.size / max(page.values, 1) for page in self.pages), default=0
-        )
+    @classmethod
+    def of(cls, name: str, chunk: pq.ColumnChunkMetaData) -> _Chunk:
+        start, end = chunk_range(chunk)
+        # Numbers that repeat take next to no space in the file, so their count decides.
+        size = max(chunk.total_uncompressed_size, 4 * chunk.num_values)
+        share = (chunk.data_page_offset - start) / max(end - start, 1) if chunk.physical_type == "BYTE_ARRAY" else 0.0
+        return cls(name, chunk.num_values, size, share * size)
 
     @property
     def repeats(self) -> bool:
         # Whether a text column is stored as few texts that repeat, and so can be read as a dictionary. Arrow collects
         # the dictionary over the whole row group, which for texts that differ would fill the memory.
-        dictionary = any(page.kind == DICTIONARY for page in self.pages)
-        return dictionary and self.size <= _DICTIONARY_BYTES + _INDEX_BYTES * self.values
-
-    def most_at_once(self, rows: int) -> int:
-        # Bytes that are in memory together for a chunk of `rows` rows, however little of it is read.
-        most = max((page.size for page in self.pages), default=0)
-        if self.nested:
-            # Numbers that repeat take next to no space in a page, so their count decides.
-            most = max(
-                most, *(4 * page.values for page in self.pages), max(self.size, 4 * self.values) // max(rows, 1)
-            )
-        return most
+        return self.dictionary > 0 and self.size <= _DICTIONARY_BYTES + _INDEX_BYTES * self.values
 
 
 _TEXTS = (pa.string(), pa.large_string(), pa.string_view(), pa.binary())  # types that may come as dictionaries
@@ -394,78 +253,26 @@ class _GroupReader:
         self, file: ParquetInput, metadata: pq.FileMetaData, columns: Sequence[str], carried: Sequence[str]
     ) -> None:
         self._found = file.found
-        self._schema = file.schema
         self._metadata = metadata
-        self._max_page = max(_MAX_PAGE_BYTES, 2 * file.max_row_bytes)
-        self._carried = list(carried)
-        self._names = list(dict.fromkeys([*columns, *carried]))
+        self._wanted = list(dict.fromkeys([*columns, *carried]))
+        # Without columns Arrow takes the number of rows from the footer; the pages of one column tell.
+        self._names = self._wanted or file.schema.names[:1]
         self._texts = [name for name in columns if file.schema.field(name).type in _TEXTS]
         self._files: dict[tuple[str, ...], pq.ParquetFile] = {}
 
-    def read(self, number: int) -> tuple[Iterator[pa.RecordBatch], RowError | None]:
-        # The rows of a group, a bounded number of bytes at a time; or why they are not read, with those carried values
-        # that are not the reason, and nulls.
-        rows, unopened, names = self._metadata.row_group(number).num_rows, None, self._names
-        with reading(self._found.path):
-            chunks = self._chunks(number)
-            large = {each.name: size for each in chunks if (size := each.most_at_once(rows)) > self._max_page}
-            if large:
-                unopened = self._too_large(*next(iter(large.items())))
-                names = [name for name in self._carried if name not in large]
-                chunks = [chunk for chunk in chunks if chunk.name in names]
-            repeated = tuple(
-                name
-                for name in self._texts
-                if name in names and all(each.repeats for each in chunks if each.name == name)
-            )
-            if repeated not in self._files:
-                self._files[repeated] = _open_parquet(self._found, self._metadata, read_dictionary=list(repeated))
+    def read(self, number: int) -> Iterator[pa.RecordBatch]:
+        # The rows of a group, a bounded number of bytes at a time, as far as the footer tells their sizes.
+        rows, chunks = self._metadata.row_group(number).num_rows, self._chunks(number)
+        repeated = tuple(name for name in self._texts if all(each.repeats for each in chunks if each.name == name))
         at_once = min(BATCH_ROWS, BATCH_BYTES * rows // max(sum(chunk.size for chunk in chunks), 1))
         for chunk in chunks:
             if chunk.name not in repeated:
-                size = max(chunk.largest_value, 1) * -(-chunk.values // max(rows, 1))
-                at_once = min(at_once, int(_MAX_PIECE_BYTES // max(size, 1)))
-        at_once = max(at_once, 1)
-        if not names:  # nothing of it, or a template without columns: only the number of rows matters
-            return self._nulls(rows, at_once), unopened
-        pieces = self._pieces(self._files[repeated], number, at_once, names)
-        return (pieces if unopened is None else map(self._with_nulls, pieces)), unopened
-
-    def _chunks(self, number: int) -> list[_Chunk]:
-        # The chunks of the needed columns, which `Footer.require` has accepted, by the headers of all their pages.
-        # Raises OSError where the pages of a column have more or fewer values than the footer says. Even if no column
-        # is needed, the pages of one are looked at: they say how many rows there are.
-        group, schema = self._metadata.row_group(number), self._metadata.schema
-        columns = [schema.column(at) for at in range(group.num_columns)]
-        chunks = []
-        with self._open_headers() as file:
-            if not self._names and columns:
-                read_pages(file, group.column(int(np.argmin([column.max_repetition_level for column in columns]))))
-            for at, column in enumerate(columns):
-                for name in self._names:
-                    if is_part_of(column.path, name):
-                        chunk = group.column(at)
-                        pages = read_pages(file, chunk)
-                        chunks.append(_Chunk(name, column.max_repetition_level > 0, chunk.num_values, pages))
-        return chunks
-
-    def _too_large(self, name: str, size: int) -> RowError:
-        said = f"column {name}: a Parquet page of the row's row group has {size:,} bytes; the limit is"
-        return RowError(
-            ErrorCode.ROW_TOO_LARGE,
-            f"{said} {self._max_page:,}, and the row group is not read. "
-            f"Write the file with small row groups, so that only a large row's neighbours are lost: {_REWRITE}",
-        )
-
-    def _open_headers(self) -> BinaryIO:
-        found = self._found
-        options = {} if found.local else {"block_size": _HEADER_BUFFER}
-        file: BinaryIO = found.filesystem.open(found.inner, "rb", **options)
-        require_same(found)  # the open file is the one that was found
-        return file
-
-    def _pieces(self, file: pq.ParquetFile, number: int, rows: int, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        pieces = file.iter_batches(batch_size=rows, row_groups=[number], columns=names)
+                longest = chunk.dictionary * -(-chunk.values // max(rows, 1))
+                at_once = min(at_once, int(_MAX_PIECE_BYTES // max(longest, 1)))
+        with reading(self._found.path):
+            if repeated not in self._files:
+                self._files[repeated] = _open_parquet(self._found, self._metadata, read_dictionary=list(repeated))
+            pieces = self._files[repeated].iter_batches(max(at_once, 1), row_groups=[number], columns=self._names)
         while True:
             with reading(self._found.path):
                 piece = next(pieces, None)
@@ -473,20 +280,17 @@ class _GroupReader:
                     _require_indices(piece)
             if piece is None:
                 return
-            yield piece
+            yield piece.select(self._wanted)
 
-    def _with_nulls(self, piece: pa.RecordBatch) -> pa.RecordBatch:
-        # Some of the columns, and nulls for the others.
-        (nulls,) = self._nulls(piece.num_rows, piece.num_rows)
-        names = nulls.schema.names
-        own = [(piece if name in piece.schema.names else nulls).column(name) for name in names]
-        return pa.record_batch(own, names)
-
-    def _nulls(self, rows: int, at_once: int) -> Iterator[pa.RecordBatch]:
-        fields = [self._schema.field(name) for name in self._names] or [pa.field("", pa.null())]
-        for at in range(0, rows, at_once):
-            nulls = [pa.nulls(min(at_once, rows - at), field.type) for field in fields]
-            yield pa.record_batch(nulls, [field.name for field in fields])
+    def _chunks(self, number: int) -> list[_Chunk]:
+        # The chunks of the needed columns, which `Footer.require` has accepted.
+        group, schema = self._metadata.row_group(number), self._metadata.schema
+        return [
+            _Chunk.of(name, group.column(at))
+            for at in range(group.num_columns)
+            for name in self._names
+            if is_part_of(schema.column(at).path, name)
+        ]
 
 
 def _require_indices(piece: pa.RecordBatch) -> None:
@@ -502,7 +306,7 @@ def _open_parquet(found: InputFile, metadata: pq.FileMetaData | None = None, **o
     # A file to read its rows, or without `metadata` its footer alone.
     source: Any = found.inner
     if not found.local:
-        blocks = {"block_size": _HEADER_BUFFER} if metadata is None else _BLOCKS
+        blocks = {"block_size": _FOOTER_BUFFER} if metadata is None else _BLOCKS
         source = found.filesystem.open(found.inner, "rb", **blocks)
     file = pq.ParquetFile(source, metadata=metadata, **_READING, **options)
     require_same(found)  # the open file is the one that was found

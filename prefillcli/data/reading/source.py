@@ -43,7 +43,6 @@ from prefillcli.data.rows import (
 )
 from prefillcli.errors import ContentChangedError, PrefillError, UsageError
 from prefillcli.runtime.clock import Expected
-from prefillcli.runtime.extras import leave_out_pandas
 
 
 class Source:
@@ -184,7 +183,6 @@ class Source:
 
         For a damaged file raises PrefillError that names it, after the rows before the damage.
         """
-        leave_out_pandas()
         batches = self._batches(most_rows)
         while True:
             started = time.perf_counter()
@@ -260,7 +258,7 @@ class TableRows:
         start, none = 0, pa.schema([])
         for piece in self._pieces():
             found = row_batches(
-                piece, start, self._columns, none, Selection(), None, self._max_row_bytes, min(most_rows, BATCH_ROWS)
+                piece, start, self._columns, none, Selection(), self._max_row_bytes, min(most_rows, BATCH_ROWS)
             )
             for batch in found:
                 for name, values in batch.columns.items():
