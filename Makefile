@@ -30,7 +30,7 @@ TEST_WORKERS ?= 2
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup setup-real setup-tokenizers setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-fast test-matrix test-real test-nightly test-faults \
-	test-ports test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures constraints clean
+	test-ports test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-gpu soak deep-models hybrid-model words-draft samples architectures constraints clean
 
 # What there is to make, with the first sentence on each
 help:
@@ -263,9 +263,9 @@ distill-draft: setup-real
 	$(BIN)/python -m recipes.distill_draft
 
 # A night in an hour: a million rows, killed every few minutes, on a disk that fills once. Linux, as root: else begin it
-# with `unshare --map-root-user --mount`. For other sizes: python -m benchmarks.soak --help
+# with `unshare --map-root-user --mount`. For other sizes: python -m tests.soak --help
 soak: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak
 
 # The race against vLLM, llama.cpp and others. On all cores, like test-vllm. For other dtypes, workloads, contenders and
 # settings: python -m benchmarks.peers --help
@@ -300,10 +300,6 @@ hybrid-model: setup
 words-draft: setup
 	$(BIN)/python -m recipes.train_sample_models draft-words --steps 300 --rate 5e-4 --batch-tokens 2048 --gaps-from 1 \
 		--threads 1 --validate-seconds 40
-
-# SpecPrefill on three families of models, and flips and drift of the hybrid sample: minutes on one core
-bench-families: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.families
 
 # Speeds and longest prompts on a GPU, with shapes of Llama-3.1-8B. For other devices: python -m benchmarks.gpu --help
 bench-gpu: setup

@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from benchmarks.night_memory import Look, MemoryOverTime, Process
-from benchmarks.strikes import Attempt
+from tests.soak.memory import Look, MemoryOverTime, Process
+from tests.soak.strikes import Attempt
 
 
 def test_medians_are_by_the_rows_that_are_done_and_by_the_age_of_workers(tmp_path: Path) -> None:
