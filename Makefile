@@ -285,20 +285,20 @@ architectures: setup
 
 # The sample models anew
 samples: setup
-	$(BIN)/python -m recipes.make_samples
+	$(BIN)/python -m training.make_samples
 
 # The deep sample models anew, grown from the target: half an hour on one core
 deep-models: setup
-	$(BIN)/python -m recipes.train_sample_models deep --steps 300 --rate 1e-3 --batch-tokens 1024 --threads 1
-	$(BIN)/python -m recipes.train_sample_models deep-plain --steps 60 --rate 1e-3 --batch-tokens 1024 --threads 1
+	$(BIN)/python -m training.train_sample_models deep --steps 300 --rate 1e-3 --batch-tokens 1024 --threads 1
+	$(BIN)/python -m training.train_sample_models deep-plain --steps 60 --rate 1e-3 --batch-tokens 1024 --threads 1
 
 # The hybrid sample model anew, grafted from the target: half an hour on one core
 hybrid-model: setup
-	$(BIN)/python -m recipes.train_sample_models hybrid --steps 900 --batch-tokens 1024 --gaps-from 1 --threads 1
+	$(BIN)/python -m training.train_sample_models hybrid --steps 900 --batch-tokens 1024 --gaps-from 1 --threads 1
 
 # The sample draft with a tokenizer of its own anew: a minute on one core
 words-draft: setup
-	$(BIN)/python -m recipes.train_sample_models draft-words --steps 300 --rate 5e-4 --batch-tokens 2048 --gaps-from 1 \
+	$(BIN)/python -m training.train_sample_models draft-words --steps 300 --rate 5e-4 --batch-tokens 2048 --gaps-from 1 \
 		--threads 1 --validate-seconds 40
 
 # Speeds and longest prompts on a GPU, with shapes of Llama-3.1-8B. For other devices: python -m benchmarks.gpu --help

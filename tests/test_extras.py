@@ -96,7 +96,7 @@ assert "torch._dynamo.eval_frame" in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("package", ["benchmarks", "recipes"])
+@pytest.mark.parametrize("package", ["benchmarks", "recipes", "training"])
 def test_other_libraries_are_quiet_while_a_benchmark_or_recipe_imports_them(package: str) -> None:
     code = f"import {package}; from transformers import LlamaForCausalLM; LlamaForCausalLM"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
