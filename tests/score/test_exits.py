@@ -529,19 +529,6 @@ def test_how_many_rows_a_rare_answer_takes(counts: tuple[int, int], most: int, r
     assert exit_judging.rows_for_rarest(np.array(counts), 0.01, most) == rows
 
 
-def test_rows_that_left_are_written_about_from_their_whole_prompts(data: Path, deep_model: Path) -> None:
-    flags = {"model": deep_model, "rationale": 6, "rationale_when": "row % 12 == 0"}
-    assert score(data, "left.jsonl", **EXITS, **flags)["status"] == "complete"
-    assert score(data, "full.jsonl", labels=LABELS, dtype="float32", **flags)["status"] == "complete"
-    pairs = list(zip(read_output("left.jsonl"), read_output("full.jsonl"), strict=True))
-    assert any(row["exit_layer"] is not None for row, _ in pairs if row["row"] % 12 == 0)
-    for row, full in pairs:
-        assert (row["finish_reason"] is not None) == (row["row"] % 12 == 0)
-        if row["prediction"] == full["prediction"]:
-            for name in ("rationale", "rationale_tokens", "finish_reason", "rationale_source"):
-                assert row[name] == full[name], row
-
-
 def test_a_job_says_before_it_learns_what_its_rows_can_prove(
     deep_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -726,21 +713,6 @@ def test_what_a_first_model_decides_follows_from_its_forward_and_the_profile(
             assert row["score"] == pytest.approx(share, abs=1e-5)
             checked += 1
     assert checked > 10
-
-
-@pytest.mark.parametrize("flags", [{"workers": 2}, {"exit": True}], ids=["workers", "with exits"])
-def test_a_first_model_works_with_workers_and_exits(
-    cascaded: Path, data: Path, deep_model: Path, shallow_model: Path, in_full: list[Any], flags: dict[str, Any]
-) -> None:
-    given = {"model": deep_model, "first": shallow_model, "audit": 60, **FIRST, **flags}
-    assert score(data, "out.jsonl", **given)["status"] == "complete"
-    rows = read_output("out.jsonl")
-    if "workers" in flags:
-        assert_same(rows, read_output(cascaded / "out.jsonl"))
-    for label in NAMES:
-        own = [row for row, full in zip(rows, in_full, strict=True) if full["prediction"] == label]
-        assert sum(row["prediction"] != label for row in own) <= FLIPS * len(own)
-    assert sum(row["exit_layer"] is not None for row in rows) > ROWS / 8
 
 
 def test_a_stopped_job_with_a_first_model_goes_on_and_another_night_takes_its_profile(
