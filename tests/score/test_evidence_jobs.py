@@ -15,7 +15,6 @@ from prefillcli.plan.trie import common_prefix
 from tests.score import jobs
 from tests.score.jobs import HISTORIES, Reference, read_output, read_report, score, write_jsonl, write_parquet
 from tests.score.test_exits import EXITS, deep_model, prompts  # noqa: F401 - a fixture
-from tests.score.test_heads import save_classifier
 
 Edited = dict[str, dict[str, Any]]
 """A row's values without each of its sections."""
@@ -180,19 +179,6 @@ def test_rows_that_left_early_are_weighed_through_all_layers(
     ]
     own = [row["score"] for row in read_output("whole.parquet")]
     assert_evidence(rows, edited, deep_model, whole=own, **full)
-
-
-def test_changes_of_a_head_s_values(tmp_path: Path) -> None:
-    reward = save_classifier(tmp_path / "reward", 1, seed=2)
-    texts = ["\n\n".join(parts(row)) for row in range(4)]
-    assert (
-        score(write_parquet("in.parquet", prompt=texts), model=reward, head="value", evidence=True)["exit_code"] == 0
-    )
-    edited = [
-        {f"paragraph {at + 1}": {"prompt": "\n\n".join([*parts(row)[:at], *parts(row)[at + 1 :]])} for at in range(3)}
-        for row in range(4)
-    ]
-    assert_evidence(read_output("out.parquet"), edited, reward, head="value")
 
 
 def test_what_prompts_share_without_their_sections_is_computed_once(

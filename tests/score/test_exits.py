@@ -31,7 +31,6 @@ from prefillcli.jobs.merge import merge_job
 from prefillcli.models.files import sample_model
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
-from prefillcli.stats.evaluation import exact_interval
 from tests.score import jobs
 from tests.score.jobs import read_output, read_report, score, write_jsonl
 from tests.score.models import save_model
@@ -479,30 +478,6 @@ def test_where_layers_do_not_know_the_answer_no_row_leaves(monkeypatch: pytest.M
     assert exits["status"] == "none"
     assert "no exit would save work" in exits["reason"]
     assert {row["method"] for row in read_output("out.parquet")} == {"full"}
-
-
-def test_random_weights_keep_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their answers follow from the words of a prompt too, so some rows may leave."""
-    monkeypatch.setattr(jobs, "granularity", Granularity())
-    model = save_model(tmp_path / "random", layers=4, seed=5)
-    rows = write_jsonl("rows.jsonl", [{"prompt": text} for text in prompts(800)])
-    assert score(rows, "full.parquet", model=model, labels="K=K,T=T")["status"] == "complete"
-    flags = {"exit": True, "max_flips": 0.05, "exit_rows": 400}
-    assert score(rows, "out.parquet", model=model, labels="K=K,T=T", **flags)["status"] == "complete"
-    pairs = list(zip(read_output("out.parquet"), read_output("full.parquet"), strict=True))
-    for label in ("K", "T"):
-        own = [row["prediction"] != label for row, full in pairs if full["prediction"] == label]
-        assert exact_interval(sum(own), len(own))[0] <= 0.05
-
-
-def test_every_row_may_be_audited(data: Path, deep_model: Path, in_full: list[dict[str, Any]]) -> None:
-    flags = EXITS | {"exit_rows": 150}
-    assert score(data, "out.jsonl", model=deep_model, audit=ROWS, **flags)["status"] == "complete"
-    rows = read_output("out.jsonl")
-    assert sum(row["audit_score"] is not None for row in rows) == ROWS - 150
-    for row, full in zip(rows, in_full, strict=True):
-        if row["audit_score"] is not None:
-            assert row["audit_score"] == pytest.approx(full["score"], abs=1e-5)
 
 
 def test_where_an_answer_is_rare_more_rows_are_read(data: Path, deep_model: Path) -> None:

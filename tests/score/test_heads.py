@@ -306,16 +306,6 @@ def test_a_classifier_is_no_draft(graded: Path, model: Path, capsys: pytest.Capt
     assert "it has a classification head, and must be a causal language model" in capsys.readouterr().err
 
 
-def test_audited_rows_flip_among_classes(graded: Path, draft: Path) -> None:
-    flags = {"draft": draft, "keep": "0.4", "compress_above": "0", "select_chunk": "4", "keep_last": "4", "audit": "6"}
-    score(write_parquet("in.parquet", prompt=texts(12)), model=graded, **flags)
-    rows = [row for row in read_output("out.parquet") if row["audit_prediction"] is not None]
-    flips = sum(row["prediction"] != row["audit_prediction"] for row in rows)
-    audit = read_report()["audit"]
-    assert audit["rows"] == len(rows) == 6
-    assert audit["flips"] == flips
-
-
 def test_right_answers_may_be_names_or_numbers_of_classes(graded: Path, binary: Path) -> None:
     prompts = texts(12)
     best = [each["prediction"] for each in _scored(graded, prompts)]

@@ -229,21 +229,6 @@ def test_a_folder_of_that_name_is_a_draft(model: Path, reference: Reference) -> 
     assert {row["method"] for row in read_output("out.parquet")} == {"specprefill"}
 
 
-def test_a_dry_run_plans_it(deep: Path, reference: Reference) -> None:
-    source = write_jsonl("in.jsonl", lines_of(users(reference)))
-    compressed(source, model=deep, **OWN)
-    ran = read_report()
-    found = compressed(source, model=deep, **OWN, dry_run=True)
-    assert found["exit_code"] == 0
-    report = read_report(found["report"])
-    (chosen,) = [plan for plan in report["survey"]["plans"] if plan["chosen"]]
-    assert chosen["computed_tokens"] == ran["tokens"]["computed"]
-    (keep,) = [each for each in report["survey"]["keeps"] if each["chosen"]]
-    assert keep["keep"] == RATE
-    assert keep["compressed_rows"] == 12
-    assert keep["kept_tokens"] < 0.7 * ran["tokens"]["prompt"]
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

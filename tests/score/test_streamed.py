@@ -109,14 +109,6 @@ def test_weights_that_change_under_a_streamed_run_end_it(deep: Path, tmp_path: P
     assert summary["exit_code"] == 4
 
 
-def test_a_dry_run_plans_with_streamed_weights(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefillcli.models.load.load_model", lambda *a, **k: pytest.fail("weights were loaded"))
-    size = (deep / "model.safetensors").stat().st_size
-    monkeypatch.setattr("prefillcli.runtime.memory.loadable_memory", lambda device: size * 9 // 20)
-    assert score("in.parquet", model=deep, dry_run=True)["exit_code"] == 0
-    assert score("in.parquet", model=deep, dry_run=True, weights="resident", dtype="bfloat16")["exit_code"] == 5
-
-
 def test_the_residual_stream_on_the_host_gives_the_same_rows(deep: Path) -> None:
     assert score("in.parquet", "a.parquet", model=deep, pack_tokens=128)["exit_code"] == 0
     assert score("in.parquet", "b.parquet", model=deep, pack_tokens=128, hidden="host")["exit_code"] == 0
