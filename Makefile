@@ -30,7 +30,7 @@ TEST_WORKERS ?= 2
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup setup-real setup-tokenizers setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-fast test-matrix test-real test-nightly test-faults \
-	test-ports test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-families bench-gpu soak deep-models hybrid-model words-draft samples architectures constraints clean
+	test-ports test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-gpu soak deep-models hybrid-model words-draft samples architectures constraints clean
 
 # What there is to make, with the first sentence on each
 help:
@@ -263,9 +263,9 @@ distill-draft: setup-real
 	$(BIN)/python -m recipes.distill_draft
 
 # A night in an hour: a million rows, killed every few minutes, on a disk that fills once. Linux, as root: else begin it
-# with `unshare --map-root-user --mount`. For other sizes: python -m benchmarks.soak --help
+# with `unshare --map-root-user --mount`. For other sizes: python -m tests.soak --help
 soak: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak
 
 # The race against vLLM, llama.cpp and others. On all cores, like test-vllm. For other dtypes, workloads, contenders and
 # settings: python -m benchmarks.peers --help
@@ -285,25 +285,21 @@ architectures: setup
 
 # The sample models anew
 samples: setup
-	$(BIN)/python -m recipes.make_samples
+	$(BIN)/python -m training.make_samples
 
 # The deep sample models anew, grown from the target: half an hour on one core
 deep-models: setup
-	$(BIN)/python -m recipes.train_sample_models deep --steps 300 --rate 1e-3 --batch-tokens 1024 --threads 1
-	$(BIN)/python -m recipes.train_sample_models deep-plain --steps 60 --rate 1e-3 --batch-tokens 1024 --threads 1
+	$(BIN)/python -m training.train_sample_models deep --steps 300 --rate 1e-3 --batch-tokens 1024 --threads 1
+	$(BIN)/python -m training.train_sample_models deep-plain --steps 60 --rate 1e-3 --batch-tokens 1024 --threads 1
 
 # The hybrid sample model anew, grafted from the target: half an hour on one core
 hybrid-model: setup
-	$(BIN)/python -m recipes.train_sample_models hybrid --steps 900 --batch-tokens 1024 --gaps-from 1 --threads 1
+	$(BIN)/python -m training.train_sample_models hybrid --steps 900 --batch-tokens 1024 --gaps-from 1 --threads 1
 
 # The sample draft with a tokenizer of its own anew: a minute on one core
 words-draft: setup
-	$(BIN)/python -m recipes.train_sample_models draft-words --steps 300 --rate 5e-4 --batch-tokens 2048 --gaps-from 1 \
+	$(BIN)/python -m training.train_sample_models draft-words --steps 300 --rate 5e-4 --batch-tokens 2048 --gaps-from 1 \
 		--threads 1 --validate-seconds 40
-
-# SpecPrefill on three families of models, and flips and drift of the hybrid sample: minutes on one core
-bench-families: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.families
 
 # Speeds and longest prompts on a GPU, with shapes of Llama-3.1-8B. For other devices: python -m benchmarks.gpu --help
 bench-gpu: setup

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
-from benchmarks.padded import padded_batches
-from benchmarks.serving import Method, Scores, Settings, share
+from benchmarks.serving import Method, Scores, Settings, batches, share
 from prefillcli.engines.base import Engine
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.plan import make_plan
@@ -68,6 +68,26 @@ def plain(
 
     network = _transformers_model(model, dtype)
     yield lambda: share(plain_loop(network, prompts)[:, list(labels)].numpy()), {"threads": torch.get_num_threads()}
+
+
+def padded_batches(model: PreTrainedModel, prompts: Sequence[TokenArray], tokens: int) -> torch.Tensor:
+    """Last logits float32 [prompts, vocabulary] of a causal model whose head is one matrix, with SDPA and no cache.
+
+    Padding goes to the right. Causal attention then hides it from every real token, so no mask is needed and SDPA
+    takes its fast causal kernel. The head reads each row's last real token only.
+    """
+    model.set_attn_implementation("sdpa")
+    head = model.get_output_embeddings()
+    found: dict[int, torch.Tensor] = {}
+    with torch.inference_mode():
+        for batch in batches([len(prompt) for prompt in prompts], tokens):
+            ids = torch.zeros(len(batch), len(prompts[batch[0]]), dtype=torch.long)
+            for place, row in enumerate(batch):
+                ids[place, : len(prompts[row])] = torch.as_tensor(prompts[row])
+            hidden = model.get_decoder()(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
+            last = [len(prompts[row]) - 1 for row in batch]
+            found |= zip(batch, head(hidden[range(len(batch)), last]).float(), strict=True)
+    return torch.stack([found[row] for row in range(len(prompts))])
 
 
 @contextmanager

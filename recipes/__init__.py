@@ -1,4 +1,4 @@
-"""Recipes: how the sample data, the sample tokenizer and the sample models are made."""
+"""Recipes: jobs to copy, and what runs them on a real model."""
 
 from prefillcli.runtime.extras import quiet_imports
 

@@ -90,8 +90,8 @@ def reference() -> str:
             panels.setdefault(details.panel, {}).setdefault((shown, option_help(kind, name)), []).append(command)
     lines = [HEAD]
     for panel, options in panels.items():
-        lines += [f"## {panel}", "", f"Explained in [{PAGES[panel]}]({PAGES[panel]}).", ""]
-        lines += ["| option | meaning | commands |", "| --- | --- | --- |"]
+        meaning = f"meaning, explained in [{PAGES[panel]}]({PAGES[panel]})"
+        lines += [f"## {panel}", "", f"| option | {meaning} | commands |", "| --- | --- | --- |"]
         lines += [f"| {shown} | {_cell(help)} | {', '.join(names)} |" for (shown, help), names in options.items()]
         lines.append("")
     return "\n".join(lines)

@@ -43,7 +43,12 @@ def imported(path: Path) -> Iterator[str]:
 def circles() -> list[set[str]]:
     """The modules that import each other in a circle, wherever they do: strongly connected components."""
     numbers = {module: number for number, module in enumerate(MODULES)}
-    edges = [(numbers[module], numbers[name]) for module, path in MODULES.items() for name in imported(path) if name in numbers]
+    edges = [
+        (numbers[module], numbers[name])
+        for module, path in MODULES.items()
+        for name in imported(path)
+        if name in numbers
+    ]
     ends = np.array(edges).T
     graph = csr_array((np.ones(len(edges)), (ends[0], ends[1])), shape=(len(numbers), len(numbers)))
     _, component = connected_components(graph, connection="strong")
@@ -61,7 +66,9 @@ ROLES = (asking.Asking, roles.Reading, roles.FollowUp, roles.Judge)
 
 def implementers(role: type) -> dict[str, list[str]]:
     """By each method of a role, the classes that have one of their own."""
-    methods = [name for name, value in vars(role).items() if callable(getattr(value, "__func__", value)) and name[0] != "_"]
+    methods = [
+        name for name, value in vars(role).items() if callable(getattr(value, "__func__", value)) and name[0] != "_"
+    ]
     kinds = _below(role)
     return {name: [each.__name__ for each in kinds if name in vars(each)] for name in methods}
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.score_runs import SAMPLES
-from recipes.deep_model import LayerSkip, drop_rates, exit_weights, grow, layer_origins
+from training.deep_model import LayerSkip, drop_rates, exit_weights, grow, layer_origins
 
 IDS = torch.arange(5, 45).view(2, 20)
 

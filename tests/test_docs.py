@@ -118,15 +118,12 @@ def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
     }  # of python -m benchmarks
     known |= {"--document", "--questions", "--characters", "--numbers"}  # of python -m benchmarks.details
     known |= {"--tasks", "--batch"}  # of lm_eval
-    known |= {"--confirm"}  # of python -m benchmarks.longest
-    known |= {"--lines", "--tokens"}  # of python -m benchmarks.speculation
     known |= {"--lengths", "--tokens", "--budget", "--cpu-time"}  # of python -m benchmarks.rationales
     known |= {"--workload", "--contender", "--try", "--no-try"}  # of python -m benchmarks.peers
-    known |= {"--profile", "--cache-tokens", "--fairness"}  # of python -m benchmarks.replay
-    known |= {"--steps", "--rate", "--batch-tokens"}  # of python -m recipes.train_sample_models
+    known |= {"--steps", "--rate", "--batch-tokens"}  # of python -m training.train_sample_models
     known |= {"--layers", "--train", "--epochs"}  # of python -m recipes.distill_draft and recipes.train_first
     known |= {"--tag", "--rm", "--read-only", "--network", "--build-arg"}  # of podman
-    # of python -m benchmarks.soak
+    # of python -m tests.soak
     known |= {"--long", "--kill-every", "--short-sample", "--long-sample", "--memory-every"}
     assert options(page.read_text()) <= known
 
@@ -223,7 +220,7 @@ def test_links_and_named_files_exist(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (page.parent / target).exists(), target
     folders = {path.parent.name for path in (ROOT / "prefillcli").glob("*/__init__.py")}
-    folders |= {"prefillcli", "benchmarks", "tests", "recipes", "docs", "samples"}
+    folders |= {"prefillcli", "benchmarks", "tests", "recipes", "docs", "samples", "training"}
     for name in re.findall(rf"`((?:{'|'.join(folders)})/[\w/.]*)`", text):
         assert (ROOT / name).exists() or (ROOT / "prefillcli" / name).exists(), name
 

@@ -37,7 +37,6 @@ from tests.score.jobs import Reference, assert_scored, read_output, read_report,
 from tests.score.models import save_model
 
 ROOT = Path(__file__).parent.parent
-SAMPLE = ROOT / "samples" / "models" / "target"
 KERNEL = ["kernel"] if attention.compiled_kernel() else []
 needs_kernel = pytest.mark.skipif(not KERNEL, reason="needs AVX2, GNU's OpenMP and a C++ compiler")
 

@@ -7,7 +7,7 @@ import torch
 from transformers import GraniteMoeHybridForCausalLM, LlamaForCausalLM
 
 from benchmarks.score_runs import SAMPLES
-from recipes.hybrid_model import ATTENDS, Imitation, graft
+from training.hybrid_model import ATTENDS, Imitation, graft
 
 IDS = torch.arange(5, 65).view(2, 30)
 

@@ -202,33 +202,6 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"keep": 0.3, "query_window": 8, "compress_above": 300, "keep_last": 16, "select_chunk": 16},
-        {"keep": 0.3, "lookahead": 4, "compress_above": 0, "keep_last": 3, "keep_first": 1, "select_chunk": 64},
-        {"keep": 0.3, "query_window": 8, "compress_above": 0, "keep_last": 8, "compress_per_row": True},
-    ],
-    ids=["chunks of 16", "chunks of 64", "per row"],
-)
-def test_every_row_of_a_mixed_window_is_read_as_score_reads_it(
-    mixed: Path, options: dict[str, Any], tmp_path: Path, inspected: list[Inspection]
-) -> None:
-    wanted = scored(mixed, tmp_path / "out.parquet", **options)
-    recipe = tmp_path / "options.yaml"
-    recipe.write_text(json.dumps(options))
-    assert {row["method"] for row in wanted} == {"full", "specprefill"}
-    for number, row in enumerate(wanted):
-        done = prefill("inspect", mixed, *PAIR, "--recipe", recipe, "--row", number)
-        line = line_of(done)
-        assert (line["method"], line["kept_tokens"]) == (row["method"], row["kept_tokens"]), number
-        score = line["score"] if row["method"] == "full" else line["score_compressed"]
-        assert score == pytest.approx(row["score"], abs=TOLERANCE)
-        assert (f"row {number} is read in full: " in done.stderr) == (row["method"] == "full")
-        assert sum(token.kept for token in inspected[-1].tokens) == row["kept_tokens"]
-
-
 @pytest.mark.parametrize(
     ("row", "flags", "why"),
     [

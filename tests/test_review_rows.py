@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from prefillcli.options.commands import BenchSettings
 from recipes import review_rows
 from recipes.bench_reviews import RUNS, bench_command, table_lines
-from recipes.draft_overlap import overlap
 from recipes.real_model import Review
 
 COUNTS = {"Train": 300, "Test": 260}
@@ -100,10 +98,3 @@ def test_the_table_has_a_line_for_each_method_of_a_finished_run(tmp_path: Path) 
     cells = " | ".join(["ends@0.2", "25.0%", "3 of 48 (6.2%)", "1.3-17.2 %", "0.050", "50.0%", "0.600"])
     assert compressed == f"| long.self | {cells} |  |"
     assert timed == f"| own.speed | {cells} | 2.50 |"
-
-
-def test_the_overlap_of_two_picks_is_a_share_of_the_first() -> None:
-    first, other = [np.array([1, 2, 3]), np.array([7])], [np.array([2, 3, 4, 5]), np.array([8])]
-    assert overlap(first, other) == 0.5
-    with pytest.raises(ValueError, match="nothing"):
-        overlap([np.array([], dtype=np.int64)], [np.array([1])])

@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from benchmarks.sample_text import CASES, CREDITORS, SUBJECTS, ask_fairly
 from prefillcli.bench.material import TOPICS, prompt
-from recipes.evaluate_samples import SAMPLES, Row, accuracy, auc, draw_rows, right_by_layer, sample_rows, score
-from recipes.make_samples import CREDIT_FILE, LABEL_FILE, POST_FILE, write_samples
-from recipes.respelled_draft import main as respelled_draft
-from recipes.respelled_draft import old_tokens, respell
-from recipes.sample_tokenizer import train_tokenizer
-from recipes.word_tokenizer import train_word_tokenizer
+from training.evaluate_samples import SAMPLES, Row, accuracy, auc, draw_rows, right_by_layer, sample_rows, score
+from training.make_samples import CREDIT_FILE, LABEL_FILE, POST_FILE, write_samples
+from training.respelled_draft import main as respelled_draft
+from training.respelled_draft import old_tokens, respell
+from training.sample_tokenizer import train_tokenizer
+from training.word_tokenizer import train_word_tokenizer
 
 DEEP, HYBRID = SAMPLES / "models" / "deep", SAMPLES / "models" / "hybrid"
 WORDS = SAMPLES / "models" / "draft-words"

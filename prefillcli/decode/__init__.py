@@ -1,1 +1,1 @@
-"""Decoding behind the walk: tokens after the prompts of a pack."""
+"""Decoding after the walk: tokens after the prompts of a pack."""

@@ -1,4 +1,4 @@
-"""Texts behind the reads of a pack whose K,V are kept: attention and forward of new tokens, rows that fit together."""
+"""Texts after the reads of a pack whose K,V are kept: attention and forward of new tokens, rows that fit together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from prefillcli.prefill.own_cache import OwnCacheLayer
 from prefillcli.prefill.recurrent import BranchRecurrence, changed_state
 from prefillcli.prefill.walk import KeyValue, LayerWalk, Leaving, Tick, WalkState, copies_for
 
-# K,V of all layers, and the states behind the reads, of a pack that is written on after it was scored.
+# K,V of all layers, and the states after the reads, of a pack that is written on after it was scored.
 #
 # While a pack is walked, each layer hands over its K,V and states: its own buffer, so that the next layer gets new
 # room, or a copy in host memory, which leaves a CUDA device while the next layer is computed. Once the scores show the
@@ -119,7 +119,7 @@ NEARLY_ALL = 0.9  # where more than this share of a pack's tokens is wanted, the
 @dataclass(frozen=True, slots=True)
 class KeptLayer:
     """A layer's part of some rows: K,V [1, kv heads, tokens, width] each, None where it does not attend; and for each
-    row the states of its recurrent modules behind the row's prompt."""
+    row the states of its recurrent modules after the row's prompt."""
 
     keys_values: KeyValue | None
     states: list[States]
@@ -141,7 +141,7 @@ class KeptRows:
 
 @dataclass(frozen=True, slots=True)
 class _TakenLayer:
-    """A layer as it was walked: its K,V of `tokens` tokens, where each part begins among them, and the states behind
+    """A layer as it was walked: its K,V of `tokens` tokens, where each part begins among them, and the states after
     the ends of reads. In host memory, K,V are [tokens, kv heads, width] each."""
 
     keys_values: KeyValue | None
@@ -261,7 +261,7 @@ class KeptPack:
         return self._pack.offsets[part + 1] - self._pack.offsets[part]
 
     def _layout(self, reads: Sequence[int]) -> dict[Part, int]:
-        # Where the parts of these reads begin, if they alone stand one behind the other.
+        # Where the parts of these reads begin, if they alone stand one after the other.
         parts = {part for read in reads for part in self._parts(self.end_of(read))}
         held, own = sorted((part for part in parts if part < 0), reverse=True), sorted(p for p in parts if p >= 0)
         places, at = {}, 0
@@ -299,10 +299,10 @@ def _picked(whole: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
     return torch.cat([whole[:, :, start:end] for start, end in runs], dim=2)
 
 
-# Attention of new tokens over the kept K,V of their prompts and over the tokens read behind these.
+# Attention of new tokens over the kept K,V of their prompts and over the tokens read after these.
 
 
-# New tokens behind several rows: which keys each of them sees.
+# New tokens after several rows: which keys each of them sees.
 
 
 MOST_END = 256  # tokens of a prompt's end that are copied
@@ -310,7 +310,7 @@ MOST_PADDED = 2  # times the copied tokens, if all rows are padded to the longes
 
 
 def private_ends(paths: Sequence[Sequence[Run]]) -> IntArray:
-    """The number of tokens at the end of each row's prompt whose K,V are copied to stand with the tokens behind it:
+    """The number of tokens at the end of each row's prompt whose K,V are copied to stand with the tokens after it:
     short ends that no other row sees. Attention over all of these is then one call."""
     seen = Counter(run for path in paths for run in path)
     ends = np.asarray([path[-1][1] - path[-1][0] if path and seen[path[-1]] == 1 else 0 for path in paths])
@@ -321,7 +321,7 @@ def private_ends(paths: Sequence[Sequence[Run]]) -> IntArray:
 
 
 def room_of_end(tokens: int) -> int:
-    """The most room that the copy of a prompt's end of so many tokens takes, with the padding that pays."""
+    """The most room that the copy of a prompt's end of this many tokens takes, with the padding that pays."""
     return MOST_PADDED * tokens if tokens <= MOST_END else 0
 
 
@@ -329,7 +329,7 @@ class RowTokens:
     """Some new tokens of each of some rows, one row after the other.
 
     `slots` are the rows' numbers, `counts` how many new tokens each has. A row sees the runs `paths[slot]` of the kept
-    K,V, `lengths[slot]` tokens. Behind them it already has `read[slot]` tokens by itself.
+    K,V, `lengths[slot]` tokens. After them it already has `read[slot]` tokens by itself.
     """
 
     def __init__(
@@ -395,7 +395,7 @@ class RowTokens:
         """The mask of the padded batch over the first `own` tokens that rows have by themselves; None: all are
         visible.
 
-        Bool [rows, 1, groups * longest, own]: `groups` heads of the queries, one behind the other, see the same.
+        Bool [rows, 1, groups * longest, own]: `groups` heads of the queries, one after the other, see the same.
         """
         if (window, groups) not in self._visible:
             last = np.full((len(self.slots), self.most), self.own - 1)
@@ -411,8 +411,8 @@ class RowTokens:
 
 
 def with_room(whole: Tensor | None, like: Tensor, rows: int, tokens: int, room: int) -> Tensor:
-    """K or V with room for so many tokens of each row: `whole` [rows, kv heads, room, width] where it suffices, else a
-    copy with `room` for more. An empty one takes its heads, width and dtype from `like`."""
+    """K or V with room for this many tokens of each row: `whole` [rows, kv heads, room, width] where it suffices, else
+    a copy with `room` for more. An empty one takes its heads, width and dtype from `like`."""
     if whole is not None and whole.shape[2] >= tokens:
         return whole
     grown = like.new_zeros(rows, like.shape[1], room, like.shape[3])
@@ -424,7 +424,7 @@ def with_room(whole: Tensor | None, like: Tensor, rows: int, tokens: int, room: 
 class OwnTokens:
     """One layer's K,V of the tokens that each row has by itself: [rows, kv heads, room, width] each.
 
-    These are the copied end of its prompt, of `ends[row]` tokens, and the tokens read behind it. `kept` are the
+    These are the copied end of its prompt, of `ends[row]` tokens, and the tokens read after it. `kept` are the
     layer's K,V of the prompts, on the runs `paths`.
     """
 
@@ -461,7 +461,7 @@ class OwnTokens:
     def of(self, tokens: RowTokens) -> KeyValue:
         """The K,V of the rows that have new tokens, up to the last of these, [rows, kv heads, tokens, width] each."""
         if self.keys is None or self.values is None:
-            raise RuntimeError("nothing was read behind the prompts")
+            raise RuntimeError("nothing was read after the prompts")
         if len(tokens.slots) == self._rows and (tokens.slots[1:] > tokens.slots[:-1]).all():
             return self.keys[:, :, : tokens.own], self.values[:, :, : tokens.own]
         at = on_device(tokens.slots, self.keys.device)
@@ -486,7 +486,7 @@ class RowAttention(ForestAttention):
         return self._scoring.window
 
     def begin_layer(self, kept: KeyValue | None, own: OwnTokens) -> None:
-        """The next call is of the layer with these K,V of the prompts, and of the tokens behind them."""
+        """The next call is of the layer with these K,V of the prompts, and of the tokens after them."""
         self.start_layer(())
         self._own, self.calls = own, 0
         self.keys, self.values = (None, None) if kept is None else kept
@@ -538,7 +538,7 @@ def _attend_together(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     return out.reshape(1, heads, tokens, -1), lse.reshape(1, heads, tokens)
 
 
-# The model's forward over new tokens behind kept prompts: several of each of some rows in one pass.
+# The model's forward over new tokens after kept prompts: several of each of some rows in one pass.
 
 
 # Queries of the newest tokens of rows, by layer. A retrieval cache is chosen by them.
@@ -563,7 +563,7 @@ class NewestQueries:
 class KeptForward:
     """A walked model over new tokens of rows whose prompts are kept (`prefillcli.decode.lockstep.Forward`).
 
-    Row number i is behind the prompt number i of `rows`. `tick` is called after each layer and may raise to stop.
+    Row number i is after the prompt number i of `rows`. `tick` is called after each layer and may raise to stop.
     A model with recurrent layers cannot forget what it has read. With `watches_queries`, `queries` are those of each
     layer, [heads, tokens, width] for each pass.
     """
@@ -594,7 +594,7 @@ class KeptForward:
 
     @torch.inference_mode()
     def _hidden(self, new: NewTokens) -> Tensor:
-        # The residual stream behind the last layer, [1, tokens, hidden].
+        # The residual stream after the last layer, [1, tokens, hidden].
         slots, counts = [self._slots[row] for row, _ in new], [len(own) for _, own in new]
         tokens = RowTokens(
             slots,
@@ -659,7 +659,7 @@ class KeptForward:
         return keys, values
 
     def text_keys_values(self, layer: int, rows: IntArray, places: IntArray) -> KeyValue | None:
-        """A layer's K,V [tokens, kv heads, width] of some tokens behind prompts: of each its row, and its place behind
+        """A layer's K,V [tokens, kv heads, width] of some tokens after prompts: of each its row, and its place after
         the row's prompt. None where the layer does not attend."""
         keys, values = self._own[layer].keys, self._own[layer].values
         if keys is None or values is None:
@@ -669,24 +669,24 @@ class KeptForward:
         return keys[slots, :, at], values[slots, :, at]
 
     def text_read(self, row: int) -> int:
-        """Return how many tokens behind a row's prompt were read."""
+        """Return how many tokens after a row's prompt were read."""
         slot = self._slots[row]
         return int(self._read[slot] - self._ends[slot])
 
     def text_position(self, row: int) -> int:
-        """The position of the first token behind a row's prompt."""
+        """The position of the first token after a row's prompt."""
         return int(self._positions[self._slots[row]]) + 1
 
 
 # The rows of a kept pack that are written on together: as many as memory allows.
 
 
-Row = tuple[int, Beginning]  # A read of a pack by its number, and the tokens that its text begins behind
+Row = tuple[int, Beginning]  # A read of a pack by its number, and the tokens that its text begins after
 
 
 @dataclass(slots=True)
 class RowRoom:
-    """How many rows fit. The device shows how many do not: `most_rows` is None until memory runs out.
+    """The number of rows that fit. The device shows how many do not: `most_rows` is None until memory runs out.
 
     While texts are written, the K,V of `most_tokens` tokens may be on the device, those of prompts included; None: of
     any number. A row counts `row_tokens` beside its tokens. `longest` and `switch` as in `Beginning.room`.
@@ -755,7 +755,7 @@ def write_behind(
     tick: Tick = lambda tokens: None,
     report: DecodingReport | None = None,
 ) -> list[Continuation | None]:
-    """Write behind reads of the pack that `kept` has walked: one text for each of the rows, which are given as (number
+    """Write after reads of the pack that `kept` has walked: one text for each of the rows, which are given as (number
     of the read, beginning).
 
     Rows that do not fit in the `room` together are written one group after the other. When memory runs out, the room
@@ -816,7 +816,7 @@ def _let_go(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-# Greedy decoding behind all reads of a pack in lock step, for the queries of the decoded tokens.
+# Greedy decoding after all reads of a pack in lock step, for the queries of the decoded tokens.
 #
 # This is SpecPrefill's lookahead: the attention of the decoded tokens is used, the tokens themselves are not. The
 # pack's K,V in all layers are kept while it lasts, with those of the decoded tokens.
@@ -824,9 +824,9 @@ def _let_go(device: torch.device) -> None:
 
 @dataclass(slots=True)
 class Lookahead:
-    """Queries of a pack's watched tokens, and of tokens decoded greedily behind its reads.
+    """Queries of a pack's watched tokens, and of tokens decoded greedily after its reads.
 
-    `counts[i]` tokens were decoded behind read i before an end of text. `layers`, one for each of the model's that
+    `counts[i]` tokens were decoded after read i before an end of text. `layers`, one for each of the model's that
     attend, begin with the queries of the watched tokens in their order; those of each read's first decoded token
     follow, then of the second.
     """
@@ -844,9 +844,9 @@ def look_ahead(
     stop_tokens: frozenset[int],
     tick: Tick = lambda tokens: None,
 ) -> Lookahead:
-    """`walk.watch`, and decode `steps` tokens behind each read, greedily.
+    """`walk.watch`, and decode `steps` tokens after each read, greedily.
 
-    All layers' K,V, and the states of recurrent layers behind each read, stay in memory as long as the result.
+    All layers' K,V, and the states of recurrent layers after each read, stay in memory as long as the result.
     Raises UnsupportedModelError for a model that is walked with its own cache.
     """
     walk.check_queries()

@@ -40,7 +40,7 @@ FinishReason = Literal["stop", "length", "memory", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How tokens are guessed before the model reads them, several in one pass. The texts do not depend on it.
+    """The way in which tokens are guessed before the model reads them, several in one pass. Texts do not depend on it.
 
     `drafter` is a name of `prefillcli.decode.continuations`, or "off". At most `tokens` are guessed for
     one pass. The retrieval cache keeps `budget` tokens of each prompt, in chunks of `chunk`. The draft model keeps
@@ -55,13 +55,14 @@ class Speculation:
     recent: int = 240
 
     def kept_twice(self, prompt: int) -> int:
-        """The most tokens of a prompt of so many that a retrieval cache keeps a second time."""
+        """The most tokens of a prompt of this many that a retrieval cache keeps a second time."""
         return self.budget if prompt > self.budget and self.drafter in ("retrieval", "hierarchy") else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """How texts are written: of at most `tokens` tokens, up to one of the `stop_tokens`, which is not part of them.
+    """The way in which texts are written: of at most `tokens` tokens, up to one of the `stop_tokens`, which is not
+    part of them.
 
     The layer walk writes no more once `ends` says of the tokens of a text that it has ended.
 
@@ -80,7 +81,7 @@ class Writing:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens behind a prompt at a time, at most: its beginning, its text, and guesses."""
+        """Tokens after a prompt at a time, at most: its beginning, its text, and guesses."""
         return self.beginning + self.tokens + (0 if self.speculation.drafter == "off" else self.speculation.tokens)
 
 
@@ -88,7 +89,7 @@ class Writing:
 class Beginning:
     """The tokens before a text: those of its prompt, as the model reads them, and those that follow the prompt.
 
-    `positions` int32 [prompt] are the places of the prompt's tokens; None: 0, 1, 2 ... The text stands behind the last
+    `positions` int32 [prompt] are the places of the prompt's tokens; None: 0, 1, 2 ... The text stands after the last
     of them. `tokens` has at least one. The noise follows from `key`.
     """
 
@@ -104,9 +105,9 @@ class Beginning:
         return last + 1 + len(self.tokens)
 
     def room(self, tokens: int, longest: int | None, switch: int = 0) -> int:
-        """Return how many of so many tokens the text may have; less than 1: none.
+        """Return how many of this many tokens the text may have; less than 1: none.
 
-        It ends at the `longest` place of the model; where position encodings change behind `switch` places (0: they
+        It ends at the `longest` place of the model; where position encodings change after `switch` places (0: they
         do not), a text that begins before does not go beyond them.
         """
         if longest is None:
@@ -144,7 +145,7 @@ class DecodingReport:
     A pass of the model reads new tokens of several rows; `row_passes` counts it once for each of them, so that
     `row_passes / tokens` are the passes for one token of a row. `kept_prompts` had their K,V kept while they were
     scored; `again_prompts` were read once more. `prompt_seconds` and `prompt_tokens` are the cost of reading them
-    again. `drafters` are by name; a drafter that checks another's guesses has counts of its own.
+    again. `drafters` are by name; a drafter that checks another's guesses has its own counts.
     """
 
     texts: int = 0
@@ -177,9 +178,9 @@ def sum_of(reports: Sequence[DecodingReport]) -> DecodingReport | None:
     return found if reports else None
 
 
-OWN_STEP = 32  # tokens by which the room behind the prompts grows
+OWN_STEP = 32  # tokens by which the room after the prompts grows
 
 
 def whole_steps(tokens: int) -> int:
-    """The room that a row has for so many tokens behind its prompt."""
+    """The room that a row has for this many tokens after its prompt."""
     return -(-tokens // OWN_STEP) * OWN_STEP

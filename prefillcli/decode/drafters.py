@@ -70,7 +70,7 @@ class _RowTokens:
 
 
 def continuation(tokens: TokenArray, most: int) -> list[int]:
-    """At most so many tokens that may follow `tokens`: those behind an earlier place with the same ending."""
+    """At most this many tokens that may follow `tokens`: those after an earlier place with the same ending."""
     end = len(tokens)
     matches = np.flatnonzero(tokens[: end - 1] == tokens[-1])
     length = 1
@@ -101,7 +101,7 @@ MOST_TOKENS = 1 << 18
 MOST_PLACES = 128  # places of a pair of tokens that are looked at, the latest ones
 LONGEST_SUFFIX = 32
 LEAST_SHARE = 0.3  # A continuation ends where fewer than this share of the matching places go on with it
-LENGTH_PER_MATCH = 2  # A continuation has at most so many tokens for each one that matches
+LENGTH_PER_MATCH = 2  # A continuation has at most this many tokens for each one that matches
 _END = -1
 
 
@@ -151,7 +151,7 @@ class EarlierTexts:
         self._length = end + 1
 
     def continuation(self, text: Sequence[int], most: int) -> list[int]:
-        """At most so many tokens that may follow the text."""
+        """At most this many tokens that may follow the text."""
         if len(text) < 2:
             return []
         places = np.asarray(self._places.get((text[-2], text[-1]), ())[-MOST_PLACES:], dtype=np.int64)
@@ -326,7 +326,7 @@ class PaddedLayer:
         return None if seen.all() else on_device(seen, new.device)[:, None]
 
     def _make_room(self, keys: Tensor, values: Tensor, text: int) -> None:
-        # Room for so many text tokens of K,V like these [any, kv heads, any, width].
+        # Room for this many text tokens of K,V like these [any, kv heads, any, width].
         rows, room = len(self.counts), self.chosen + -(-text // TEXT_STEP) * TEXT_STEP
         before = self._both or (None, None)
         self._both = (
@@ -339,7 +339,7 @@ DROP_SHARE = 0.5  # of the rows: when no more than these go on, the others' K,V 
 
 
 class PaddedForward:
-    """Reads the tokens behind some chosen ones of each row; `open` the rows first.
+    """Reads the tokens after some chosen ones of each row; `open` the rows first.
 
     Raises UnsupportedModelError where the model's layers keep states, or are walked with the model's own cache.
     """
@@ -375,7 +375,7 @@ class PaddedForward:
         return self._rows[row]
 
     def has_text(self, row: int, tokens: int) -> None:
-        """The caches have the K,V of so many tokens of a row's text."""
+        """The caches have the K,V of this many tokens of a row's text."""
         self._read[self._rows[row]] = tokens
 
     @torch.inference_mode()
@@ -493,7 +493,7 @@ def _attend(
     return attend_blockwise(query, keys, values, visible=visible, block=keys.shape[2], **scoring.how)
 
 
-LEAST_ROOM = 64  # tokens behind the first reading, before a sequence is full
+LEAST_ROOM = 64  # tokens after the first reading, before a sequence is full
 
 
 @dataclass(slots=True)
@@ -570,7 +570,7 @@ class StreamingDrafter(Drafter):
         self._sequences.pop(row.number, None)
 
     def _unread(self, row: RowText, guesses: int) -> list[int]:
-        # The tokens to read before so many are guessed; tokens that the row no longer has are forgotten. None where
+        # The tokens to read before this many are guessed; tokens that the row no longer has are forgotten. None where
         # the draft model does not know a token.
         text = [*row.beginning.tokens, *row.written]
         kept = self._sequences.get(row.number)
@@ -609,7 +609,7 @@ def _from(row: RowText, text: Sequence[int], start: int, end: int | None = None)
 
 # The model as its own drafter, over a small part of each prompt's K,V (TriForce, arXiv 2404.11912).
 #
-# The target's own layers read the text behind a retrieval cache: per layer and K,V head the chunks of the prompt that
+# The target's own layers read the text after a retrieval cache: per layer and K,V head the chunks of the prompt that
 # the newest token attends to most. Their guesses are checked over all K,V. A drafter of its own may guess for them in
 # turn: then this is the paper's hierarchy (algorithm 1), where each level is the same loop over another forward pass.
 
@@ -631,7 +631,7 @@ def latest_chunks(budget: int, chunk: int) -> int:
 
 
 def saves(tokens: int, budget: int, chunk: int) -> bool:
-    """Return whether the cache leaves out some of so many tokens, and the budget holds those that always stay."""
+    """Return whether the cache leaves out some of this many tokens, and the budget holds those that always stay."""
     return tokens > budget and budget // chunk > latest_chunks(budget, chunk) + 2
 
 
@@ -664,7 +664,7 @@ def gathered(states: Tensor, tokens: Tensor) -> Tensor:
 
 
 REBUILD_BELOW = 0.5  # rolling share of accepted guesses under which a cache is built anew
-REBUILD_STRIDE = 128  # tokens of text behind which it is built anew in any case
+REBUILD_STRIDE = 128  # tokens of text after which it is built anew in any case
 REBUILD_LEAST = 16  # tokens of text that a cache serves at least
 ROLLING = 0.25  # weight of the latest round in the rolling acceptance
 
@@ -674,8 +674,8 @@ class _Cached:
     """A row with a retrieval cache. `draft` is its text as the cache's level has it."""
 
     draft: RowText
-    built: int | None = None  # tokens behind the prompt that had been read when the cache was built
-    exact: int = 0  # tokens behind the prompt whose K,V are those of the whole prompt
+    built: int | None = None  # tokens after the prompt that had been read when the cache was built
+    exact: int = 0  # tokens after the prompt whose K,V are those of the whole prompt
     accepted: float = 1.0  # rolling share
 
 
@@ -827,7 +827,7 @@ FIRST_LEVEL_TOKENS = 3  # that are guessed for one pass over the retrieval cache
 
 
 class HierarchyDrafter(Drafter):
-    """Guesses by `retrieval`, which has a drafter of its own, and by `beside` for rows whose prompts are too short for
+    """Guesses by `retrieval`, which has its own drafter, and by `beside` for rows whose prompts are too short for
     retrieval."""
 
     name = "hierarchy"

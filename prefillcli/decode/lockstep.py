@@ -52,11 +52,11 @@ class RowText:
 
 
 class Forward(Protocol):
-    """A model that reads the tokens behind the prompts of rows, and keeps their K,V."""
+    """A model that reads the tokens after the prompts of rows, and keeps their K,V."""
 
     @property
     def can_forget(self) -> bool:
-        """Whether it can go back. A model with recurrent layers cannot, so nothing is guessed for it."""
+        """Return whether it can go back. A model with recurrent layers cannot, so nothing is guessed for it."""
 
     def __call__(self, new: NewTokens) -> Iterator[Tensor]:
         """Read new tokens in one pass. Yields float32 logits [tokens, vocabulary] after each of them, in pieces: first
@@ -78,7 +78,7 @@ class Drafter:
         """These rows are written together from now on."""
 
     def propose(self, rows: Sequence[RowText], most: Sequence[int]) -> list[list[int]]:
-        """For each of these rows at most so many tokens that may follow; none where it has no guess.
+        """For each of these rows at most this many tokens that may follow; none where it has no guess.
 
         The tokens are of the vocabulary of the model that checks them.
         """
@@ -86,7 +86,7 @@ class Drafter:
 
     def checked(self, row: RowText, proposed: Sequence[int], accepted: int) -> None:
         """The first `accepted` of the tokens that it proposed last were right. `row.written` has them already, and
-        the token that the model chose behind them unless that was a stop token. Not called where nothing was proposed.
+        the token that the model chose after them unless that was a stop token. Not called where nothing was proposed.
         """
 
     def end(self, row: RowText) -> None:
@@ -179,7 +179,7 @@ def write_texts(
     drafter: Drafter | None = None,
     report: DecodingReport | None = None,
 ) -> list[Continuation]:
-    """Write with `forward` behind each of the beginnings, whose prompts it has read. Row i is beginning i.
+    """Write with `forward` after each of the beginnings, whose prompts it has read. Row i is beginning i.
 
     `longest` and `switch` as in `Beginning.room`. Passes, tokens and guesses are counted in `report`.
     """
@@ -229,16 +229,16 @@ class LockStep:
         self._drafter = drafter if forward.can_forget and guesses > 0 else None
         self._guesses = guesses
         self._report = report
-        self._read: dict[int, int] = {}  # by row: how many of the tokens behind its prompt have been read
+        self._read: dict[int, int] = {}  # by row: how many of the tokens after its prompt have been read
 
     def begin(self, rows: Sequence[RowText]) -> None:
-        """These rows are written together from now on. Nothing behind their prompts has been read."""
+        """These rows are written together from now on. Nothing after their prompts has been read."""
         self._read = {row.number: 0 for row in rows}
         if self._drafter:
             self._drafter.begin(rows)
 
     def advance(self, rows: Sequence[RowText], most: Sequence[int]) -> None:
-        """Write at least one and at most so many tokens to each of these rows, in one pass.
+        """Write at least one and at most this many tokens to each of these rows, in one pass.
 
         A row whose model chooses a stop token gets the finish reason "stop"; the token is not written.
         """
@@ -264,11 +264,11 @@ class LockStep:
                 self._drafter.checked(row, then, accepted)
 
     def has_read(self, row: RowText, tokens: int) -> None:
-        """Take note that so many tokens behind a row's prompt are read already."""
+        """Take note that this many tokens after a row's prompt are read already."""
         self._read[row.number] = tokens
 
     def rewind(self, row: RowText, written: int) -> None:
-        """The text of a row goes back to its first `written` tokens: forget those that were read behind them."""
+        """The text of a row goes back to its first `written` tokens: forget those that were read after them."""
         stays = len(row.beginning.tokens) + written
         if self._read[row.number] > stays:
             self._forward.forget(row.number, self._read[row.number] - stays)
@@ -323,7 +323,7 @@ class LockStep:
 def _write(
     row: RowText, guessed: Sequence[int], chosen: Sequence[int], gaps: Sequence[float], stop_tokens: frozenset[int]
 ) -> int:
-    # Write the guesses that were chosen and the choice behind them. Returns how many guesses were right.
+    # Write the guesses that were chosen and the choice after them. Returns how many guesses were right.
     for at, (token, gap) in enumerate(zip(chosen, gaps, strict=True)):
         row.gap = min(row.gap, gap)
         if token in stop_tokens:

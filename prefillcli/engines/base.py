@@ -66,7 +66,7 @@ class LeavingRule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EarlyExits:
-    """Where prompts are read before the last layer.
+    """The layers before the last one after which prompts are read.
 
     With a `policy`, decided prompts leave after its layers. The prompts `in_full` go on to the end all the same, and
     their answers hold the early answers too. Without a policy all prompts go on, and their answers hold the readings
@@ -79,16 +79,16 @@ class EarlyExits:
 
 
 class Continuations(Protocol):
-    """Which prompts of a pack are written on. It can be pickled."""
+    """The choice of a pack's prompts that are written on. It can be pickled."""
 
     @property
     def writing(self) -> Writing: ...
     @property
     def again(self) -> bool:
-        """Whether the prompts were scored before, and are read once more for their texts."""
+        """Return whether the prompts were scored before, and are read once more for their texts."""
 
     def wanted(self, answers: Sequence[Answer]) -> Mapping[int, Beginning]:
-        """The texts to write behind these prompts, by prompt."""
+        """The texts to write after these prompts, by prompt."""
 
     def of(self, prompts: Collection[int]) -> Continuations:
         """The continuations of these prompts alone."""
@@ -100,7 +100,7 @@ class Treatment:
 
     Engines that read layer by layer let prompts leave as `exits` say; `regroup_cost` is as in
     `prefill.leaving.ExitRule`, None: the usual cost. `thinning` chooses the tokens of prompts that go no further.
-    `continuations` chooses the prompts that are written on, and how. So many `next_tokens` are told, the likeliest
+    `continuations` chooses the prompts that are written on, and how. This many `next_tokens` are given, the likeliest
     after each prompt.
     """
 
@@ -153,7 +153,7 @@ class Answer:
     to the time without exits. `shared_tokens` of the prompt were computed once for several prompts. The cost of a
     block is in the answers of the packs that read it first.
     `readings` are those of the observed layers, with one row each. `thinned` is the part that went on of a prompt that
-    may lose tokens. `continuation` is the text written behind the prompt, if it was wanted and there was room.
+    may lose tokens. `continuation` is the text written after the prompt, if it was wanted and there was room.
     `by_token` has the numbers of single tokens, of a label set that wants them. `tokens` are the likeliest ones, the
     likeliest first, of a label set that asks for these; `logprobs` are theirs. `next` has those that the treatment
     asks for, as far as the engine knows them.
@@ -180,7 +180,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class WeightsReport:
-    """How an engine keeps its weights, and the cost of reading them while packs ran.
+    """The way in which an engine keeps its weights, and the cost of reading them while packs ran.
 
     `bytes` are those of the whole model in its dtype, `memory_bytes` those on the device at a time, at most.
     `weights_over_memory` is `bytes` over all memory of the device. In `seconds_waited` nothing was computed, because a
@@ -262,7 +262,7 @@ class PlanEngine(Protocol):
 
     @property
     def limits(self) -> Limits:
-        """How much a pack for this engine holds."""
+        """Return how much a pack for this engine holds."""
 
     @property
     def whole_packs(self) -> bool:
@@ -356,13 +356,13 @@ class EngineChoice(DraftChoice, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """How an engine is to be loaded; each takes the fields that it needs.
+    """What an engine is loaded with; each takes the fields that it needs.
 
     `options` are those of the engine itself. `before` is the plan of an earlier attempt at the job, or empty. With
     `planned` it is the plan of another worker of this attempt, and binding. `measured` comes from a profile of the
     model. `share` is the engine's part of the free memory: other workers take the rest. `placement` says which data
     may be kept outside the device, `arithmetic` how the layer walk computes (None: the fastest way). Texts of up to
-    `text_tokens`, beginnings and guesses included, are written behind the prompts that `texts_of` names; 0: none are.
+    `text_tokens`, beginnings and guesses included, are written after the prompts that `texts_of` names; 0: none are.
     The layer walk asks `plan_weights` how the weights are kept, when the draft is loaded (None: all on the device).
     """
 

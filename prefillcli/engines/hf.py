@@ -39,7 +39,7 @@ from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.model_ends import embedding_device, last_row
 
-# Texts behind prompts by transformers' own `generate`. The other ways of writing are compared with it.
+# Texts after prompts by transformers' own `generate`. The other ways of writing are compared with it.
 
 
 def generate(
@@ -51,7 +51,7 @@ def generate(
     report: DecodingReport,
     tick: Callable[[float], None] = lambda tokens: None,
 ) -> list[Continuation]:
-    """Write behind each of these prompts, all in one batch. `report` counts the cost.
+    """Write after each of these prompts, all in one batch. `report` counts the cost.
 
     The batch is padded on the left, to its longest prompt. `max_length` is the `longest` of `Beginning.room`. `tick`
     is called with 0 in each pass, and may raise to stop.
@@ -268,7 +268,7 @@ def plain_numbers(
 def sequence_logprobs(
     model: PreTrainedModel, tokens: TokenArray, sequences: Sequence[TokenArray]
 ) -> tuple[npt.NDArray[np.float64], bool, int, Tensor]:
-    """The log-probabilities of the tokens of all `sequences` behind a prompt, float64 [tokens]; whether each token is
+    """The log-probabilities of the tokens of all `sequences` after a prompt, float64 [tokens]; whether each token is
     the likeliest one; the tokens that this has computed: one forward for each sequence but its last token; and the
     logits of the prompt's last token, float32 [vocabulary]."""
     device = embedding_device(model)

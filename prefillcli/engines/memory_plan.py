@@ -27,7 +27,7 @@ LEAST_PACK_TOKENS = 512  # fewer would not keep the cores busy
 
 
 class MemoryChoice(Protocol):
-    """How much memory to use, and its purpose."""
+    """The amount of memory to use, and its purpose."""
 
     @property
     def memory(self) -> str | None: ...
@@ -63,7 +63,7 @@ class Measured(Protocol):
     """Measurements of a model on this machine."""
 
     def tokens_within(self, seconds: float, *, most: int) -> int:
-        """The tokens of the largest pack, at most `most`, that can be computed within so many seconds."""
+        """The tokens of the largest pack, at most `most`, that can be computed within this many seconds."""
 
 
 def budget_of(choice: MemoryChoice, free: int | None) -> int:
@@ -91,7 +91,7 @@ def plan_packs(
     `measured` gives the time of a pack; without, the operations of a pack are counted where
     the device is a CPU. Packs of less than `least_tokens` would wait for
     streamed weights, so packs have at least as many where they fit. With `own_cache` the model is walked with its own
-    cache. Texts of up to `text_tokens`, beginnings and guesses included, are written behind prompts; 0: none are.
+    cache. Texts of up to `text_tokens`, beginnings and guesses included, are written after prompts; 0: none are.
     `texts_of` chooses these prompts, and the texts may take `share` of the free host memory. Raises ResourceError
     where not even a small prompt fits.
     """
@@ -135,7 +135,7 @@ def plan_packs(
     limits = replace(limits, switch=length_switch(opened.files.config))
     asked = [choice.memory, choice.pack_tokens, choice.chunk_tokens, choice.prefix_kv]
     plan = {"asked": asked, "chunk_tokens": chunk_tokens, "limits": asdict(limits)}
-    if not text_tokens or own_cache:  # which keeps no K,V to write texts behind
+    if not text_tokens or own_cache:  # which keeps no K,V to write texts after
         return plan
     room = budget - law.constant(chunk_tokens, opened.device)
     offloaded = choice.prefix_kv == "offload"

@@ -176,7 +176,7 @@ class MemoryRecovery:
         return [unanswered(prompt, why) for prompt in pack.prompts]
 
     def _fitting(self, packs: Sequence[Pack]) -> list[Pack]:
-        # The packs, without nodes that cannot be held: prompts behind them are read by themselves, from the root.
+        # The packs, without nodes that cannot be held: prompts after them are read by themselves, from the root.
         fitting: list[Pack] = []
         for pack in packs:
             if self._unheld.isdisjoint(node.key for node in pack.held):
@@ -188,7 +188,7 @@ class MemoryRecovery:
                 fitting += self._fitting([part for part in parts if not part.reads])
                 fitting += [with_own_prefix(part, self._unheld, self._sources) for part in parts if part.reads]
             else:
-                self._unheld.add(_key(pack))  # it comes behind a prompt that does not fit
+                self._unheld.add(_key(pack))  # it comes after a prompt that does not fit
         return fitting
 
     def _remember(self, pack: Pack) -> None:

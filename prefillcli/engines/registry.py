@@ -43,7 +43,7 @@ CAPABILITIES: dict[Capability, str] = {
     "determinism": "scores with the same bits beside any other rows",
     "exits": "early exits",
     "adapters": "adapters to merge",
-    "rationales": "texts behind rows",
+    "rationales": "texts after rows",
     "speculation": "speculation to choose",
     "evidence": "evidence",
 }

@@ -117,7 +117,7 @@ class TorchEngine(Engine):
         reading = PackReading(pack, places, labels, self._activation, treatment.next_tokens)
 
         def of_asked(tokens: float) -> None:
-            tick(tokens * asked / len(pack.tokens))  # the tokens behind prompts are progress on these
+            tick(tokens * asked / len(pack.tokens))  # the tokens after prompts are progress on these
 
         for logits in self.walk.read_logits(pack, of_asked, exits, done, thinning, kept):
             with self.walk.arithmetic.mode:
@@ -250,7 +250,7 @@ class PackReading:
     """The numbers of a pack's labels, from pieces of its logits.
 
     `logprobs` has them by prompt once the pieces with its tokens are there, those of longer labels after `end`. `next`
-    has so many `next_tokens` of each prompt.
+    has this many `next_tokens` of each prompt.
     """
 
     def __init__(
@@ -349,7 +349,7 @@ class PackReading:
             self._values, self._best = np.empty(len(rows)), np.empty(len(rows), bool)
 
 
-# The treatment of a pack's prompts: some leave early, some lose tokens, behind some a text is written.
+# The treatment of a pack's prompts: some leave early, some lose tokens, after some a text is written.
 
 
 class PromptExits:
@@ -421,7 +421,7 @@ class PromptExits:
 
 
 class JobTexts:
-    """Writes texts behind the prompts of packs whose K,V survive their scoring.
+    """Writes texts after the prompts of packs whose K,V survive their scoring.
 
     The `drafters` guess by the texts of all packs so far. No text is longer than `longest` tokens with its prompt.
     """
@@ -433,7 +433,7 @@ class JobTexts:
         self._room = RowRoom(limits.written_tokens or None, limits.row_tokens, longest=longest, switch=limits.switch)
 
     def keep(self, walk: LayerWalk, pack: Pack, treatment: Treatment, limits: Limits) -> KeptPack | None:
-        """The keeper of a pack's K,V; None where nothing is written behind it, or they do not fit."""
+        """The keeper of a pack's K,V; None where nothing is written after it, or they do not fit."""
         if treatment.continuations is None or not pack.reads or not limits.can_keep(pack):
             return None
         return KeptPack(pack, on_host=walk.device.type == "cuda")

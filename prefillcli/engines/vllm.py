@@ -151,7 +151,7 @@ class LabelRequests:
 
     def __init__(self, labels: LabelSet) -> None:
         self.labels = labels
-        #: What is computed behind the prompt, and the tokens that are read after it.
+        #: What is computed after the prompt, and the tokens that are read after it.
         self.asked: list[tuple[list[int], LabelTokens]] = [([], labels.single)] if labels.single is not None else []
         self.computed_tokens = 0
         self.seconds = 0.0
@@ -163,7 +163,7 @@ class LabelRequests:
             self.asked = [(list(before), tuple((token,) for token in last)) for before, last in after.items()]
 
     def answer(self, prompt: int, reader: NextToken | WholeVocabulary | HeadOutputs, next_tokens: int = 0) -> Answer:
-        """Made of the `outputs` of all that was `asked`. So many `next_tokens` are told, as far as vLLM gives them."""
+        """Return the answer that the `outputs` give, with this many `next_tokens` as far as vLLM has them."""
         single, by_token = self.labels.single, None
         likeliest: dict[int, float] = {}
         first: dict[int, float] = {}  # the log-probability of the first token of each longer label
@@ -208,7 +208,7 @@ def _next_tokens(likeliest: Mapping[int, float], first: Iterable[float]) -> Next
     return NextTokens(np.array(tokens, np.int64), np.array(logprobs, np.float64), begins)
 
 
-# Texts behind prompts by vLLM: its batches, its prefix cache, and its own speculation where that is set up.
+# Texts after prompts by vLLM: its batches, its prefix cache, and its own speculation where that is set up.
 
 
 # vLLM's metrics, by the names of `DrafterCounts`.
@@ -234,7 +234,7 @@ class VllmTexts:
     def write(
         self, wanted: Mapping[int, Beginning], writing: Writing, tick: Callable[[float], None]
     ) -> dict[int, Continuation]:
-        """The texts behind these prompts. `tick` is called with 0 after each step, and may raise to stop."""
+        """The texts after these prompts. `tick` is called with 0 after each step, and may raise to stop."""
         begun, found = time.monotonic(), dict[int, Continuation]()
         for prompt, beginning in wanted.items():
             context = [*beginning.prompt.tolist(), *beginning.tokens]
@@ -505,7 +505,7 @@ def _imported() -> Iterator[None]:
 
 
 class VllmEngine(Engine):
-    """Scores prompts with vLLM, which runs in processes of its own. Close it in any case.
+    """Scores prompts with vLLM, which runs in its own processes. Close it in any case.
 
     `model` is a directory, `max_length` the longest prompt in tokens, `options` are those of vLLM's `EngineArgs`. With
     a `head` its outputs are read in place of the next token's. On CPUs give `kv_cache_memory_bytes`, or vLLM asks for

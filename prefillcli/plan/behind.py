@@ -1,6 +1,6 @@
-"""What is read behind prompts: the token sequences of their labels, as branches of the forest.
+"""What is read after prompts: the token sequences of their labels, as branches of the forest.
 
-A label of one token needs nothing behind its prompt. Of a longer one all tokens but the last are computed behind it,
+A label of one token needs nothing after its prompt. Of a longer one all tokens but the last are computed after it,
 and each token is read where the one before it ends. Labels that begin alike share these tokens.
 """
 
@@ -24,14 +24,14 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class LabelSet:
-    """The token sequences of each label behind a prompt. It can be pickled, and equal ones are equal keys.
+    """The token sequences of each label after a prompt. It can be pickled, and equal ones are equal keys.
 
     `spellings` has for each label its spellings, int32 [tokens] each. A label's probability is the sum of theirs, and
     a spelling's is the product over its tokens. Outputs of a head stand for tokens: ~number is the complement of an
     output. With `by_token` the numbers of single tokens are wanted too. `sizes` are what the labels'
     log-probabilities are divided by for their scores; None: they are not. `text_bytes` are those of the one text that
     is its label, in UTF-8, and `text_words` its words; 0: it has labels of all rows. `texts` are the labels of a row
-    that has its own. With `likeliest` there are no labels: so many of the likeliest tokens of the vocabulary are read.
+    that has its own. With `likeliest` there are no labels: as many of the vocabulary's likeliest tokens are read.
     """
 
     spellings: tuple[tuple[TokenArray, ...], ...]
@@ -49,7 +49,7 @@ class LabelSet:
 
     @classmethod
     def behind(cls, tokens: Sequence[int]) -> LabelSet:
-        """The set of a prompt with these tokens behind it, of which no answer is needed."""
+        """The set of a prompt with these tokens after it, of which no answer is needed."""
         return cls.of([[[*tokens, 0]]])
 
     def __len__(self) -> int:
@@ -98,7 +98,7 @@ class LabelSet:
 
     @cached_property
     def tokens(self) -> int:
-        """The tokens that are computed behind a prompt."""
+        """The tokens that are computed after a prompt."""
         behind = [each[:-1] for each in self.sequences if len(each) > 1]
         if len(behind) < 2:
             return sum(map(len, behind))
@@ -138,9 +138,9 @@ class LabelSet:
 
 
 class Places(NamedTuple):
-    """Where the tokens of a label set's `sequences` are read, and what they are: both [tokens].
+    """The places where the tokens of a label set's `sequences` are read, and these tokens: both [tokens].
 
-    `rows` count the tokens that are read for a prompt: 0 is its last token, the others are behind it.
+    `rows` count the tokens that are read for a prompt: 0 is its last token, the others are after it.
     """
 
     rows: npt.NDArray[np.int64]
@@ -148,7 +148,7 @@ class Places(NamedTuple):
 
 
 def with_labels(pack: Pack, labels: Callable[[int], LabelSet]) -> tuple[Pack, Mapping[int, Places]]:
-    """A pack with the tokens of its prompts' labels behind them, and for each prompt the places of these labels.
+    """A pack with the tokens of its prompts' labels after them, and for each prompt the places of these labels.
 
     Prompts whose labels are all single tokens have no places; without others it is the same pack.
     """
@@ -208,7 +208,7 @@ def with_labels(pack: Pack, labels: Callable[[int], LabelSet]) -> tuple[Pack, Ma
 
 
 class _Branches:
-    """What the labels of prompts with the same last token have behind it, each shared beginning once.
+    """What the labels of prompts with the same last token have after it, each shared beginning once.
 
     `nodes` are (node above or -1, tokens before it, its tokens), depth first; `rows` are the `Places.rows` of each
     set.

@@ -1,6 +1,6 @@
 """Blocks: the shared prefix at a window's end, cut into pieces whose K,V the next window finds again.
 
-Every block is computed in a pack of its own, after the blocks before it. So its K,V are the same bits whichever window
+Every block is computed in its own pack, after the blocks before it. So its K,V are the same bits whichever window
 computes them, and a plan need not know which one did. A window hands digests to the next one, not K,V.
 """
 
@@ -36,7 +36,7 @@ def floor_to(depth: int, step: int) -> int:
 def align_nodes(roots: list[TrieNode], step: int) -> None:
     """Let every node with children end at a multiple of `step`, in place.
 
-    Tokens after the last multiple go to the nodes below. A prompt that ended there gets a node of its own.
+    Tokens after the last multiple go to the nodes below. A prompt that ended there gets its own node.
     """
     lists: list[tuple[list[TrieNode], TrieNode | None]] = [(roots, None)]
     while lists:
@@ -66,7 +66,7 @@ def align_nodes(roots: list[TrieNode], step: int) -> None:
 # Blocks that are used whole or not at all: each becomes one node of the forest.
 #
 # The state of a recurrent layer can be continued only after the last token that it has seen. So prompts that leave a
-# block in its middle do not read it: they get nodes of their own from its beginning.
+# block in its middle do not read it: they get their own nodes from its beginning.
 
 
 # No block is shorter than the smallest block divided by this: prompts share a few tokens by chance.
@@ -145,7 +145,7 @@ def _siblings(roots: list[TrieNode], node: TrieNode) -> list[TrieNode]:
 
 
 BLOCK_TOKENS = 1024  # a shorter prefix is not handed to the next window
-# The blocks at a prefix's end are halves, quarters and so on of a block, down to one part in so many.
+# The blocks at a prefix's end are halves, quarters and so on of a block, down to one part in this many.
 SMALLEST_PART = 8
 
 CarriedBlock = tuple[int, str]  # depth of a block's end in its prompts, and the block's key
@@ -251,7 +251,7 @@ def shared_ends(roots: Sequence[TrieNode], keys: Sequence[KeyArray], prompt: int
 
 @dataclass(frozen=True, slots=True)
 class Cover:
-    """Which nodes of a forest lie in which block: `nodes` by their id()."""
+    """The block in which each node of a forest lies: `nodes` by their id()."""
 
     blocks: WindowBlocks
     nodes: Mapping[int, tuple[TrieNode, Block]]
@@ -327,7 +327,7 @@ def _lengths_up_to(ends: Sequence[int], at: int, room: int, block_tokens: int, l
 
 
 def _lengths(tokens: int, block_tokens: int) -> Iterator[int]:
-    # Lengths of the blocks of so many tokens: full ones, then ever smaller ones; a small rest is left over.
+    # Lengths of the blocks of this many tokens: full ones, then ever smaller ones; a small rest is left over.
     smallest = max(block_tokens // SMALLEST_PART, 1)
     while tokens >= smallest:
         length = block_tokens

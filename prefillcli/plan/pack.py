@@ -23,7 +23,7 @@ class Limits:
     `tokens` is the intended size; `max_tokens` the most that the memory budget allows, where a held token costs
     `held_cost` computed ones (it keeps every layer's K,V). `held_tokens` is the size of the prefix cache: tokens whose
     K,V may be kept between packs; 0 means that prefixes are computed again. `read_tokens` bounds the tokens that a
-    pack's prompts see, each prompt counted whole; a longer prompt gets a pack of its own.
+    pack's prompts see, each prompt counted whole; a longer prompt gets its own pack.
 
     With `whole_nodes` a held node is used whole or not at all, because the kept data are valid only after all of its
     tokens, like the state of a recurrent layer. `node_tokens` is the size of the states at a node's end, in held
@@ -58,7 +58,7 @@ class Limits:
         return sum(length + self.node_tokens for length in lengths)
 
     def kept_size(self, tokens: int, ends: int) -> float:
-        """The part of `kept_tokens` that a pack takes: so many tokens, held ones included, if prompts end at `ends`
+        """The part of `kept_tokens` that a pack takes: this many tokens, held ones included, if prompts end at `ends`
         nodes."""
         return tokens + ends * self.kept_end
 
@@ -70,7 +70,7 @@ class Limits:
 
     @property
     def reads_again(self) -> bool:
-        """Whether packs are as large as without texts, and wanted prompts are read again."""
+        """Return whether packs are as large as without texts, and wanted prompts are read again."""
         return self.kept_tokens > 0 and not self.kept_packs
 
     def can_keep(self, pack: Pack) -> bool:
@@ -128,13 +128,13 @@ class Pack:
     attach: list[tuple[int, ...]]
     reads: list[tuple[int, tuple[int, ...]]]
     held: tuple[Held, ...] = ()
-    keep: frozenset[Key] = frozenset()  # keys of its own and held nodes whose K,V later packs hold
+    keep: frozenset[Key] = frozenset()  # its own keys and held nodes whose K,V later packs hold
     # The key of the only node of a pack without reads: a block, or a node that another worker needs too.
     block: Key | None = None
     variant: str | None = None  # the variant of the model that computes it; None: the model itself
-    # For each read the nodes behind it, in order, whose tokens are read for the same prompts; empty: there are none.
+    # For each read the nodes after it, in order, whose tokens are read for the same prompts; empty: there are none.
     behind: tuple[tuple[int, ...], ...] = ()
-    # The numbers of its own nodes before others were put behind them, by which `keep` has them; empty: unchanged.
+    # The numbers of its own nodes before others were put after them, by which `keep` has them; empty: unchanged.
     moved: Mapping[int, int] = field(default_factory=dict)
     # Prompts that are longer than `Limits.switch` only with their longer labels: the pack reads them as long ones, and
     # these packs, of one prompt each, as short ones for the other labels.
@@ -169,7 +169,7 @@ class Pack:
         return {self.moved.get(key[1], key[1]): key for key in own if key[0] == self.index}
 
     def behind_read(self, read: int) -> tuple[int, ...]:
-        """The nodes behind a read, of this number, whose tokens are read too."""
+        """The nodes after a read, of this number, whose tokens are read too."""
         return self.behind[read] if self.behind else ()
 
     def renumbered(self, numbers: Sequence[int]) -> Pack:
@@ -465,7 +465,7 @@ def carried_by_few(pack: Pack, through: Sequence[int | None], layers: int) -> di
     the node.
 
     It counts whole layers of nodes that several rows share, once some of these have left. Nodes that later packs hold
-    do not count, because they go on for others. Read k leaves when `through[k]` layers are behind it, or never (None).
+    do not count, because they go on for others. Read k leaves after `through[k]` layers, or never (None).
     A model has `layers`.
     """
     alive = np.zeros((len(pack.parents), layers - 1), dtype=np.int64)  # rows below a node at each layer
@@ -515,7 +515,7 @@ def account(
     pack: Pack, done: LayersDone | None = None, behind: Callable[[int], int] = lambda prompt: 0
 ) -> list[Account]:
     """One account for each prompt answered in `pack`. `done` says which layers of it were computed, by default all.
-    `behind` gives the tokens behind a prompt that are read for it."""
+    `behind` gives the tokens after a prompt that are read for it."""
     below = [0] * len(pack.parents)
     for node, prompts in pack.reads:
         below[node] += len(prompts)

@@ -146,10 +146,10 @@ def cut_packs(
 ) -> list[Pack]:
     """Fill packs with the prompts of the queue as they come. `positions`, `variants` and `labels` as in `make_plan`.
 
-    Every prompt is answered in exactly one pack. A prompt longer than `limits.tokens` gets a pack of its own; the
+    Every prompt is answered in exactly one pack. A prompt longer than `limits.tokens` gets its own pack; the
     caller keeps out prompts longer than `limits.max_tokens`. Between packs the prefix cache keeps nodes that waiting
     prompts begin with, the most recently used ones first. Nodes that lie in blocks by `cover` are read from these; a
-    block is computed in a pack of its own before the first pack that reads it, unless it is given.
+    block is computed in its own pack before the first pack that reads it, unless it is given.
     """
     return _Cutter(queue, prompts, limits, positions, cover, variants or [None] * len(prompts), labels).cut()
 
@@ -454,7 +454,7 @@ class Plan:
     """Packs of a window, in the order of the run, and the tokens that they share.
 
     `unique_tokens` is the size of the trie of all prompts without given blocks: the least that must be computed.
-    `behind_tokens`, which it counts too, are those of labels behind their prompts; packs do not have them yet.
+    `behind_tokens`, which it counts too, are those of labels after their prompts; packs do not have them yet.
     `given` are the packs of the blocks that the window before has handed on, which run only if their K,V are lost.
     `carried` are the blocks for the next window.
     """
@@ -492,7 +492,7 @@ def make_plan(
     are not at hand: computed in the same pack, or held in the prefix cache. `positions` are ascending, one for each
     token of a prompt; None where they count from 0. Tokens are shared only at the same positions. `variants` name the
     variant that reads each prompt; None: no prompt has one. A pack has prompts of one variant, and the packs of a
-    variant come one after the other. `labels` are what is read behind each prompt; none: nothing longer than a token.
+    variant come one after the other. `labels` are what is read after each prompt; none: nothing longer than a token.
     A prompt that is longer than `limits.switch` with its longest label is planned as a long one; if it is not with
     its shortest, its pack has another one for the shorter labels (`Pack.shorter`).
 
@@ -545,7 +545,7 @@ def make_plans(
 
 
 def behind_tokens(prompts: Sequence[int], labels: Sequence[LabelSet]) -> int:
-    """The tokens behind prompts that end alike; a label set that several of them have counts once."""
+    """The tokens after prompts that end alike; a label set that several of them have counts once."""
     return sum(own.tokens for own in {labels[prompt] for prompt in prompts}) if labels else 0
 
 
@@ -650,7 +650,7 @@ def _groups_of(variants: Sequence[str | None]) -> list[int]:
 #
 # Some rotary encodings (longrope) encode all positions of a prompt in another way if it is longer than a limit. The
 # positions of such a prompt's tokens are marked. So these prompts share prefixes with one another but not with shorter
-# ones, and any piece of a pack shows which kind it is. The answer that is read behind a prompt counts too. A prompt
+# ones, and any piece of a pack shows which kind it is. The answer that is read after a prompt counts too. A prompt
 # whose answers lie on both sides of the limit is read in both ways.
 
 
@@ -658,9 +658,9 @@ LONG = 1 << 30  # is added to the positions of such prompts
 
 
 def marked_positions(positions: TokenArray | None, tokens: int, switch: int, behind: int = 0) -> TokenArray | None:
-    """The positions of a prompt of so many tokens (None: 0, 1, 2, ...), marked if it is longer than `switch`.
+    """The positions of a prompt of this many tokens (None: 0, 1, 2, ...), marked if it is longer than `switch`.
 
-    A prompt that has lost tokens is as long as its last position says; so many tokens `behind` it count too. With
+    A prompt that has lost tokens is as long as its last position says; this many tokens `behind` it count too. With
     `switch` 0 no prompt is marked.
     """
     last = (tokens - 1 if positions is None else int(positions[-1])) + behind

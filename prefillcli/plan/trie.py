@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 TokenArray = npt.NDArray[np.int32]
-# The numbers that are compared: token ids, or `keys_with_positions` for prompts with positions of their own.
+# The numbers that are compared: token ids, or `keys_with_positions` for prompts with their own positions.
 KeyArray = npt.NDArray[np.integer[Any]]
 
 #: Share of the trie's tokens that may be computed more than once, where that saves splitting prompts at every

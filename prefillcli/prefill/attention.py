@@ -74,7 +74,7 @@ FEWEST_SCORES, FEWEST_KEYS = 8192, 32  # of all sequences, of one head: with few
 
 @dataclass(slots=True)
 class Shift:
-    """How keys of a layer are moved and scaled: `factor * key + offset`, the latter float32 [1, kv heads, 1, width].
+    """The shift and scale of a layer's keys: `factor * key + offset`, the latter float32 [1, kv heads, 1, width].
 
     A query's product with a moved key is its score as a binary logarithm, less a number that is the same for all keys:
     a softmax does not change with it, and the powers stay small enough to need no maximum.
@@ -105,7 +105,7 @@ class Shift:
 
     @property
     def safe(self) -> bool:
-        """Whether no power of a moved score overflows."""
+        """Return whether no power of a moved score overflows."""
         # No product of two vectors is larger than the product of their lengths (Cauchy-Schwarz).
         return self.query * self.key <= SAFE
 
@@ -222,7 +222,7 @@ def round_up(number: int, step: int) -> int:
 
 
 def _padded(states: Tensor, tokens: int) -> Tensor:
-    # `[..., tokens, width]`, with zeros behind.
+    # `[..., tokens, width]`, with zeros after.
     return functional.pad(states, (0, 0, 0, tokens - states.shape[-2])) if tokens > states.shape[-2] else states
 
 
@@ -328,7 +328,7 @@ _STRICT = "-ffp-contract=off"
 
 
 def compile_for_all_processors() -> None:
-    """Compile every C++ file for each kind of processor that has a form of its own, beside the files.
+    """Compile every C++ file for each kind of processor that has its own form, beside the files.
 
     For an image or an installation that runs where no compiler is: a minute or two for all of them. Raises
     OSError or SubprocessError.
@@ -505,7 +505,7 @@ def attend_blockwise(
     if not causal:
         return _attend_in_blocks(query, key, value, scale, visible, softcap, block)
     parts = []
-    for start in range(0, query.shape[2], block):  # the keys behind a block of queries are left out
+    for start in range(0, query.shape[2], block):  # the keys after a block of queries are left out
         rows = query[:, :, start : start + block]
         end = start + rows.shape[2]
         parts.append(_attend_in_blocks(rows, key[:, :, :end], value[:, :, :end], scale, None, softcap, block, start))

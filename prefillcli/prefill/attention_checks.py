@@ -65,7 +65,7 @@ class AttentionCase:
 
     @property
     def large(self) -> bool:
-        """Whether scores are so large that products in half precision round them by whole units."""
+        """Return whether scores are so large that products in half precision round them by whole units."""
         return max(self.spread, self.around) > 50
 
 
@@ -105,8 +105,8 @@ class AttentionTrial(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """How far attention is from explicit scores: outputs, log-sum-exps, and the larger of the two as a share of the
-    allowed difference."""
+    """The distance of attention from explicit scores: outputs, log-sum-exps, and the larger of the two as a share of
+    the allowed difference."""
 
     out: float
     lse: float
@@ -115,8 +115,8 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PathCheck:
-    """How a path did in a dtype. `error` is the largest of its outputs for usual scores, `large_error` for scores near
-    200, `lse_error` the largest of its log-sum-exps; None also where some are no numbers."""
+    """The outcome of a path in a dtype. `error` is the largest of its outputs for usual scores, `large_error` for
+    those near 200, `lse_error` the largest of its log-sum-exps; None also where some are no numbers."""
 
     path: str
     dtype: str
@@ -320,8 +320,8 @@ def _by_flex(trial: AttentionTrial) -> Attention:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a path is run: the reason why a device lacks it (None: it has it), the trials it takes, and its
-    attention."""
+    """The conditions under which a path is run: the reason why a device lacks it (None: it has it), the trials it
+    takes, and its attention."""
 
     lacks: Callable[[torch.device, torch.dtype], str | None]
     suits: Callable[[AttentionTrial], bool]

@@ -36,7 +36,7 @@ except ImportError:  # an older torch has the operator alone
 MOST_QUERIES = 512  # of a sequence: with one much longer than the others, most of a launch would be empty
 FEWEST_QUERIES = 2  # the longest sequence is said to have: with one, the operator stacks heads and needs no empty ones
 
-#: The number of keys before and behind its own place that a query sees; -1: all.
+#: The number of keys before and after its own place that a query sees; -1: all.
 Sides = tuple[int, int]
 WHOLE: Sides = (-1, -1)
 CAUSAL: Sides = (-1, 0)

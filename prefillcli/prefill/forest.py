@@ -1,6 +1,6 @@
 """The attention that layers call while a pack is walked.
 
-A chunk's queries see their own node causally, and all keys of each ancestor. Each part is a softmax of its own, and
+A chunk's queries see their own node causally, and all keys of each ancestor. Each part is its own softmax, and
 the parts are merged by their log-sum-exp: with sums `exp(a)` and `exp(b)`, the shares of their outputs are `exp(a)`
 and `exp(b)` over `exp(a) + exp(b)`, as in one softmax over both.
 """
@@ -93,7 +93,7 @@ def _attention(
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a layer scores keys: the factor, the soft cap and the window, if any."""
+    """The scoring of keys by a layer: the factor, the soft cap and the window, if any."""
 
     scale: float
     softcap: float | None

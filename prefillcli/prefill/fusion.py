@@ -52,17 +52,17 @@ _ACTIVATIONS: dict[str, tuple[str, str]] = {
 _PASS_ACTIVATIONS = {"SiLU": 0, "SiLUActivation": 0, "GELUTanh": 1}
 
 Forward = Callable[..., Any]
-# A context that makes a layer faster during its turn, for chunks of so many tokens.
+# A context that makes a layer faster during its turn, for chunks of this many tokens.
 Preparation = Callable[[nn.Module, int], AbstractContextManager[None]]
 # What some linear layers compute of rows [1, tokens, inputs]: of each [1, tokens, outputs], which may be views.
 Product = Callable[[Tensor], Sequence[Tensor]]
-# Gives the product of linear layers that read the same rows, for chunks of so many tokens, in place of products in the
-# model's dtype. None: it does not take them.
+# Gives the product of linear layers that read the same rows, for chunks of this many tokens, in place of products in
+# the model's dtype. None: it does not take them.
 Products = Callable[[Sequence[nn.Linear], int], Product | None]
 
 
 def copy_pays(weights: int, outputs: int, chunk_tokens: int) -> bool:
-    """Return whether a layer's weights are copied into another layout for chunks of so many tokens.
+    """Return whether a layer's weights are copied into another layout for chunks of this many tokens.
 
     `weights` counts the numbers in its linear layers, `outputs` those that they compute for one token. The copy is
     then at most about as large as the layer's outputs for a chunk.
@@ -77,7 +77,7 @@ def fused(
     """In this context the parts of `layer` that can be fused are, if that pays for chunks of `chunk_tokens` tokens.
 
     With `always` they are fused for other chunks too, with the weights in their own layout, and each linear layer has
-    a product of its own. `products` are asked first, for each group of linear layers that read the same rows.
+    its own product. `products` are asked first, for each group of linear layers that read the same rows.
     """
     linear = [module for module in layer.modules() if _fits(module)]
     weights, outputs = (sum(numbers) for numbers in zip(*map(_sizes, linear), strict=True)) if linear else (0, 0)
@@ -457,7 +457,7 @@ def _turning(dtype: torch.dtype) -> list[Tensor]:
     return [*heads, *(_random(1, 5, 64, seed=seed).to(dtype) for seed in (7, 8))]
 
 
-# Decoder layers of the usual kind: a norm before attention and one before the MLP, each with an addition behind it.
+# Decoder layers of the usual kind: a norm before attention and one before the MLP, each with an addition after it.
 
 
 def _attend(hidden_states: Tensor, **named: Any) -> tuple[Tensor, None]:
@@ -668,7 +668,7 @@ def _passes_agree(passes: Passes, dtype: torch.dtype) -> bool:
 # Layers that are called through torch.compile: norms, rotary encodings, activations and sums in fewer kernels.
 #
 # A layer's class is compiled once for all its layers and all lengths of chunks. Its attention is the walk's own and is
-# not traced, so a layer is four graphs: the code before and behind attention, in the layer and in its attention
+# not traced, so a layer is four graphs: the code before and after attention, in the layer and in its attention
 # module. Parts of a layer that torch.compile does not understand are called as they are.
 
 

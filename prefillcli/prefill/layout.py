@@ -1,4 +1,4 @@
-"""Which query sees which key: a pack laid out for forest attention.
+"""The keys that each query sees: a pack laid out for forest attention.
 
 One layer's K,V lie in one buffer: the held nodes first, then the pack's tokens in depth-first order. The queries of a
 chunk see their own node causally and each ancestor entirely. The descendants of a node are contiguous, so "all of them
@@ -200,8 +200,8 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class OwnKeys:
-    """How reads attend to their own nodes: `alone` one by one, as (read, start, end) in the buffer, the others in
-    groups of runs with the numbers of their reads [runs]. Reads in `passed` see nothing of their node through their
+    """The attention of reads to their own nodes: `alone` one by one, as (read, start, end) in the buffer, the others
+    in groups of runs with the numbers of their reads [runs]. Reads in `passed` see nothing of their node through their
     window.
     """
 
@@ -408,7 +408,7 @@ class Chunk:
 @dataclass(slots=True)
 class LastTokens:
     """Single tokens, most of them the last ones of prompts: one query for each, or queries that stand `ahead` tokens
-    behind them.
+    after them.
 
     They see the nodes above their own, `ancestors(window)`, and of their own the tokens up to themselves:
     `own(window)` as runs of the buffer, empty where the window has passed the node.

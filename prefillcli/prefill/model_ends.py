@@ -26,7 +26,7 @@ from prefillcli.prefill.layout import IntArray, split_evenly
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """How a model's layers take the residual stream.
+    """The form in which a model's layers take the residual stream.
 
     `count` lanes come as [1, tokens, lanes, hidden], or with `first` as [lanes, 1, tokens, hidden]. `count` 0: one
     stream, [1, tokens, hidden].
@@ -37,7 +37,7 @@ class Lanes:
 
     @classmethod
     def of(cls, hidden: Tensor, tokens: int) -> Self:
-        """The lanes of `hidden`, a layer's input for so many tokens. Raises UnsupportedModelError."""
+        """The lanes of `hidden`, a layer's input for this many tokens. Raises UnsupportedModelError."""
         shape = tuple(hidden.shape)
         if len(shape) == 3 and shape[:2] == (1, tokens):
             return cls()
@@ -197,7 +197,7 @@ class Injection:
 #
 # Transformers looks at the largest position of a call, and encodes all positions of the call by it. A chunk holds
 # tokens of several prompts, and a long prompt spreads over chunks. So the positions of long prompts are marked
-# (`plan.long_positions`), and a model's rotary module is called for marked ones with one more position behind them,
+# (`plan.long_positions`), and a model's rotary module is called for marked ones with one more position after them,
 # at which the encodings change.
 
 
@@ -261,7 +261,7 @@ class DepthCache:
 
 #: Float32 logits of this size at a time. Each piece is a pass of the model's forward, which a GPU waits for.
 LOGIT_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
-MOST_FIRST_POSITION = 3  # RoBERTa begins behind the number of its padding token
+MOST_FIRST_POSITION = 3  # RoBERTa begins after the number of its padding token
 HEAD_ROWS = 1024  # rows at a time, at most: some models make a mask for as many tokens
 
 #: How a model's forward calls the cache that its layers fill.
@@ -270,7 +270,7 @@ _CACHES = ("past_key_values", "cache_params", "layer_past", "state")
 
 @dataclass(frozen=True, slots=True)
 class _Manner:
-    """How a model calls its layers, as a trial has shown."""
+    """The calls of a model's layers, as a trial has shown."""
 
     form: OutputForm
     lanes: Lanes
@@ -404,7 +404,7 @@ class ModelEnds:
         form, placeholder = self._manner.form, torch.zeros(hidden.shape[1], dtype=torch.long)
         if not self._manner.pooled:
             return self._run(Injection(form, self.lanes, hidden), placeholder, placeholder)[0].float()
-        # Each token is a prompt of its own, so that it is the last one.
+        # Each token is its own prompt, so that it is the last one.
         prompts = Injection(form, self.lanes, hidden.transpose(0, 1))
         with _some_padding(self._model.config.get_text_config()):
             return self._run(prompts, placeholder[:, None], placeholder[:1]).float()
@@ -583,7 +583,7 @@ class SharedKeysValues(MutableMapping[Any, tuple[Tensor, Tensor]]):
 
 def lend_shared(calls: list[LayerCall], of_chunk: list[LayerCall], tokens: int) -> None:
     """Make it possible to call layers that attend over K,V of earlier ones by themselves, with `calls`: lend them K,V
-    for so many tokens, which are not used. `of_chunk` are the calls of any chunk of the pack."""
+    for this many tokens, which are not used. `of_chunk` are the calls of any chunk of the pack."""
     for mapping, shared in zip(_mappings(calls), _mappings(of_chunk), strict=True):
         if not mapping and isinstance(shared, SharedKeysValues):
             for name, (keys, values) in shared.whole.items():
@@ -687,7 +687,7 @@ class DecoderLayers:
 
 
 def decoder_layers(model: PreTrainedModel) -> DecoderLayers:
-    """Where `model` keeps its decoder layers; its weights may be on the meta device.
+    """Return where `model` keeps its decoder layers; its weights may be on the meta device.
 
     That is the list of modules with as many members as the configuration has layers; of several such lists, the one
     with the most weights. Raises UnsupportedModelError if there is none.

@@ -38,7 +38,7 @@ _CHOOSE = ("gate", "router")  # names of linear layers that choose experts, in s
 FP8 = torch.float8_e4m3fn
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 _DTYPES = (torch.bfloat16, torch.float32)  # of the kernel's rows and weights
-_ROWS, _STEP, _PANEL = 32, 64, 64  # the kernel's memory is for multiples of so many rows, inputs and outputs
+_ROWS, _STEP, _PANEL = 32, 64, 64  # the kernel's memory is for multiples of this many rows, inputs and outputs
 
 
 def check_narrow(kind: Narrow, device: torch.device, encoder: str | None = None) -> None:

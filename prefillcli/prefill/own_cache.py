@@ -1,4 +1,4 @@
-"""Layers called behind a path's past, with a cache of transformers of the model's own kind.
+"""Layers called after a path's past, with a cache of transformers of the model's own kind.
 
 This walks the models that the forest attention does not cover: attention biases that depend on the distance of tokens,
 indexers that choose keys, layers that attend twice, caches of a family's own. A layer is called for the tokens of one
@@ -122,7 +122,7 @@ def _changed(past: LayerPast, change: Callable[[str, Tensor], Tensor | None]) ->
 SCORE_BYTES = 64 << 20  # of the scores of one call, in float32, and the tensors computed from them
 MIN_PIECE = 16  # tokens of a call, whatever its scores take
 NO_QUERIES = "the model is walked with its own cache, so the queries that would choose tokens are not seen"
-NO_DECODING = "the model is walked with its own cache, behind which no text is written; --engine hf writes texts"
+NO_DECODING = "the model is walked with its own cache, after which no text is written; --engine hf writes texts"
 JOINED_PATHS = 2  # that are kept as a whole: the one that a run has read, and its parent's for the next child
 
 
@@ -140,12 +140,12 @@ class OwnCache:
         self._heads = score_heads(model)
 
     def pieces(self, seen: int, tokens: int) -> list[tuple[int, int]]:
-        """Cuts so many tokens behind `seen` others into pieces whose scores and masks stay small."""
+        """Cuts this many tokens after `seen` others into pieces whose scores and masks stay small."""
         return split_evenly(tokens, max(MIN_PIECE, SCORE_BYTES // (8 * self._heads * (seen + tokens))))
 
     @property
     def carries(self) -> bool:
-        """Whether layers pass on more than the residual stream. Then the layout of a pack does not change."""
+        """Return whether layers pass on more than the residual stream. Then the layout of a pack does not change."""
         return bool(self._ends.carried)
 
     def embed(self, tokens: Tensor, positions: IntArray) -> Tensor:
@@ -156,7 +156,7 @@ class OwnCache:
         self, index: int, layer: nn.Module, rows: Tensor, tokens: Tensor, tree: Tree, start: int, past: LayerPast
     ) -> tuple[Tensor, LayerPast]:
         """A layer's output for `rows` [1, n, hidden] of a pack's tokens from `start` on, all of one path, and its past
-        behind them.
+        after them.
 
         `tokens` int64 are all of the pack's; `past` is the layer's past of those before `start` on the path. It may be
         changed.
@@ -239,7 +239,7 @@ class OwnCache:
 class OwnCacheLayer:
     """One layer during its turn in the walk over a pack, with its past on the pack's paths.
 
-    `kept` are nodes that later packs hold; `given` are the paths that roots begin behind.
+    `kept` are nodes that later packs hold; `given` are the paths that roots begin after.
     """
 
     def __init__(
@@ -361,7 +361,7 @@ def _entry_numbers(layer: nn.Module, index: int) -> list[int]:
 
 
 def _read_before(blank: Any, tokens: int) -> Any:
-    # An entry like `blank` that reports so many tokens.
+    # An entry like `blank` that reports this many tokens.
     entry = copy.deepcopy(blank)
     if isinstance(entry, CacheLayerMixin):
         nothing = torch.zeros(1, 1, 1, 1).expand(1, 1, tokens, 1)

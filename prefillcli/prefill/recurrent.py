@@ -1,7 +1,7 @@
 """Recurrent modules inside layers: state-space models, gated delta nets, short convolutions.
 
-Such a module reads tokens one after the other behind the state of those before. A chunk holds tokens of several nodes,
-so during its layer's turn the module is called for each node's tokens by themselves, behind the state that the
+Such a module reads tokens one after the other after the state of those before. A chunk holds tokens of several nodes,
+so during its layer's turn the module is called for each node's tokens by themselves, after the state that the
 parent's end left. The module's own forward computes, with a cache of transformers that holds this state. The rest of
 the layer stays one call for the whole chunk.
 
@@ -31,7 +31,7 @@ from prefillcli.prefill.layout import Tree, group_runs
 # States of recurrent modules, as transformers' caches hold them: copied, stacked to a batch, taken out of one.
 
 
-MOST_STATES = 8  # that a module keeps under numbers of its own
+MOST_STATES = 8  # that a module keeps under its own numbers
 
 
 def fork_state(state: LinearAttentionLayer) -> LinearAttentionLayer:
@@ -68,7 +68,7 @@ def tensors_of(state: LinearAttentionLayer) -> list[Tensor]:
 
 # States of modules that read a path token by token: forked where a pack's tree forks, and dropped as soon as possible.
 #
-# Recurrent modules and layers with a cache of their own read the tokens of one node at a time, behind the state that
+# Recurrent modules and layers with a cache of their own read the tokens of one node at a time, after the state that
 # the end of its parent left. A state is everything that they keep between two calls. All states here belong to one
 # layer.
 
@@ -104,7 +104,7 @@ class PathStates(Generic[State]):
     """The states in a layer, by the node whose tokens they have read.
 
     `kept` are nodes whose last states are asked for at the end, with `end_of`. `given` are the states that roots begin
-    behind, for roots that have some; they are not changed. `fork` makes a copy that can be changed.
+    after, for roots that have some; they are not changed. `fork` makes a copy that can be changed.
     """
 
     def __init__(
@@ -149,12 +149,12 @@ class PathStates(Generic[State]):
         return self._states.pop(parent), parent not in self._read
 
     def needed(self, run: NodeRun) -> bool:
-        """Return whether anything reads on behind a run."""
+        """Return whether anything reads on after a run."""
         unfinished = run.end < self._tree.offsets[run.node + 1]
         return unfinished or self._children[run.node] > 0 or run.node in self._kept
 
     def after(self, run: NodeRun, state: State) -> None:
-        """Put the state behind a run aside, if it is `needed`."""
+        """Put the state after a run aside, if it is `needed`."""
         if self.needed(run):
             self._states[run.node] = state
 
@@ -189,7 +189,7 @@ def recurrent_modules(layer: nn.Module) -> list[nn.Module]:
 class LayerRecurrence:
     """The recurrent modules of one layer, during its turn in the walk over a pack.
 
-    `kept` are nodes whose last states are asked for; `given` are the states that roots begin behind, one of each
+    `kept` are nodes whose last states are asked for; `given` are the states that roots begin after, one of each
     module. Before each call of the layer, `chunk` sets the tokens of the pack that it computes. A `read` computes the
     calls, in place of the fastest way.
     """
@@ -233,7 +233,7 @@ class LayerRecurrence:
         self._runs = node_runs(self._tree, start, end) if self._modules else []
 
     def end_of(self, node: int) -> tuple[LinearAttentionLayer, ...]:
-        """The states behind a kept node, one of each module."""
+        """The states after a kept node, one of each module."""
         return tuple(states.end_of(node) for states in self._states)
 
     def _call(
@@ -291,13 +291,13 @@ class ModuleCall:
         return self._outputs[0] if self._single else tuple(self._outputs)
 
     def compute(self, tokens: slice, state: LinearAttentionLayer) -> None:
-        """Some consecutive tokens, behind a state that is changed."""
+        """Some consecutive tokens, after a state that is changed."""
         count = tokens.stop - tokens.start
         for place, rows in self._places(self._forward_rows(lambda value: value[:, tokens], (1, count), state)):
             place[:, tokens] = rows
 
     def compute_steps(self, state: LinearAttentionLayer) -> None:
-        """Each token by itself, behind its own of the stacked states, which are changed."""
+        """Each token by itself, after its own of the stacked states, which are changed."""
         out = self._forward_rows(lambda value: value.transpose(0, 1), (self._tokens, 1), state)
         for place, rows in self._places(out):
             place[0] = rows[:, 0]
@@ -322,7 +322,7 @@ class ModuleCall:
         return type(self._module), tuple(weights)
 
     def compute_at(self, index: Tensor, state: LinearAttentionLayer | None) -> Any:
-        """The module's output for the tokens `index` [runs, tokens], each run behind its own of the stacked states,
+        """The module's output for the tokens `index` [runs, tokens], each run after its own of the stacked states,
         which are changed."""
 
         def pick(value: Tensor) -> Tensor:
@@ -462,7 +462,7 @@ def _add_first_state(out: Tensor, last: Tensor, first: Tensor, given: Mapping[st
     return out + added.to(out.dtype), last + decayed.to(last.dtype)
 
 
-# A single token behind a state is a step of its own in Mamba's second version, and steps forget the limits of time
+# A single token after a state is its own step in Mamba's second version, and steps forget the limits of time
 # that scans keep to.
 
 
@@ -503,7 +503,7 @@ def _go_through(kind: Any, name: str, through: Callable[[Callable[..., Any], ins
 class BranchRecurrence:
     """The recurrent modules of one layer over new tokens of several branches.
 
-    `ends` are the states behind each branch so far, one of each module. They stay as they are.
+    `ends` are the states after each branch so far, one of each module. They stay as they are.
     """
 
     def __init__(self, ends: Sequence[Sequence[LinearAttentionLayer]]) -> None:
@@ -520,7 +520,7 @@ class BranchRecurrence:
 
     @contextmanager
     def calls(self, layer: nn.Module, branches: Sequence[int], counts: Sequence[int]) -> Iterator[None]:
-        """In this context the layer computes so many tokens of each branch, one branch after the other."""
+        """In this context the layer computes this many tokens of each branch, one branch after the other."""
         modules = (
             recurrent_modules(layer) if self._states else []
         )  # weights that are streamed come back in other modules

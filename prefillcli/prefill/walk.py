@@ -54,7 +54,7 @@ def cut_anywhere(tree: Tree, tokens: int, most: int, step: int = ROW_STEP) -> li
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """How a walk computes. A feature may bring one that is stricter than the fastest way of each device.
+    """The arithmetic of a walk. A feature may bring one that is stricter than the fastest way of each device.
 
     Kernels for packed weights ignore `mode`, and models that are walked with their own cache ignore `attend` and
     `read`. Where that must not happen, `no_packed_weights` and `no_own_cache` are the messages for the user.
@@ -108,7 +108,7 @@ class LayerWalk:
 
     @property
     def keeps_ends(self) -> bool:
-        """Whether a node's end is kept, which can be read only behind all of its tokens."""
+        """Return whether a node's end is kept, which can be read only after all of its tokens."""
         return self._own_cache is not None or any(map(recurrent_modules, self._ends.layers))
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class LayerWalk:
         kept: Keeper | None = None,
     ) -> Iterator[Tensor]:
         """Walk `pack`; yield float32 logits [reads, vocabulary] in pieces, in the order of `pack.reads`: of each the
-        last token, and then the tokens behind it that are read.
+        last token, and then the tokens after it that are read.
 
         `tick` is called after each step with the number of tokens it advanced by, so that they add up to the pack's;
         it may raise to stop the walk. K,V that later packs hold are kept for them. Reads that leave early by the rule
@@ -167,7 +167,7 @@ class LayerWalk:
             raise UnsupportedModelError(NO_QUERIES)
 
     def check_decoding(self) -> None:
-        """Raises UnsupportedModelError if no text can be written behind a pack."""
+        """Raises UnsupportedModelError if no text can be written after a pack."""
         if self._own_cache is not None:
             raise UnsupportedModelError(NO_DECODING)
 
@@ -293,7 +293,7 @@ class LayerWalk:
     def read_last(self, state: WalkState, layer: nn.Module, attention: ForestAttention, index: int = -1) -> Tensor:
         """A layer's output for the prompts' last tokens alone, [1, reads, hidden]; its K,V must be complete.
 
-        `index` is the layer's, by default that of the last one, which also reads the tokens behind these. A recurrent
+        `index` is the layer's, by default that of the last one, which also reads the tokens after these. A recurrent
         layer has computed them already.
         """
         if state.recurrence:
@@ -340,7 +340,7 @@ class LayerWalk:
         hidden = state.hidden
         if not left.in_order:
             state.hidden = self._residual.empty(len(at), hidden)
-        for chunk in state.chunks:  # mostly in place: a row's new place is never behind its old one
+        for chunk in state.chunks:  # mostly in place: a row's new place is never after its old one
             self._residual.write(state.hidden, chunk.start, self._residual.pick(hidden, at[chunk.start : chunk.end]))
         state.hidden = state.hidden[:, : len(at)]
         state.calls = [self._arguments(state.tokens, chunk, buffers)[1] for chunk in state.chunks]
@@ -469,7 +469,7 @@ class WalkState:
     chunks: list[Chunk]
     calls: list[list[LayerCall]]  # of each chunk, of each layer
     hidden: Tensor  # the residual stream, [1, tokens, hidden]
-    keep_ends: bool = False  # the states behind the reads are wanted
+    keep_ends: bool = False  # the states after the reads are wanted
     recurrence: LayerRecurrence | OwnCacheLayer = field(init=False)  # of the layer that is computed
 
     @property
@@ -488,7 +488,7 @@ class WalkState:
 
     @property
     def read_tokens(self) -> IntArray:
-        """The same, and the tokens behind each that are read."""
+        """The same, and the tokens after each that are read."""
         if not self.pack.behind:
             return self.last_tokens
         offsets, found = self.pack.offsets, []
@@ -500,7 +500,7 @@ class WalkState:
 
     @property
     def reads_all(self) -> bool:
-        """Whether so many tokens are read that the last layer computes all of them, like the layers before."""
+        """Return whether the last layer computes all tokens, like the layers before, because many are read."""
         lengths = np.diff(self.pack.offsets)
         behind = lengths[[node for own in self.pack.behind for node in own]]
         return len(behind) > 0 and (int(behind.max()) > LONGEST_BEHIND or behind.sum() > READ_SHARE * lengths.sum())
@@ -555,7 +555,7 @@ class LayerSource:
         return None
 
     def expect(self, tokens: int, last: int) -> None:
-        """The next pass is over so many tokens, and in the last layer over `last`."""
+        """The next pass is over this many tokens, and in the last layer over `last`."""
 
     @contextmanager
     def use(self, index: int) -> Iterator[nn.Module]:
@@ -570,7 +570,7 @@ class LayerSource:
         """No further layer is used."""
 
 
-#: Longer runs behind prompts, or a larger share of a pack, are read in whole chunks: alone, each token would be one
+#: Longer runs after prompts, or a larger share of a pack, are read in whole chunks: alone, each token would be one
 #: query over its run.
 LONGEST_BEHIND = 64
 READ_SHARE = 0.25
@@ -581,7 +581,7 @@ REGROUP_LAYERS = 0.05  # the cost of laying out a token anew, in layers of a tok
 
 
 class ExitRule(Protocol):
-    """Which reads of a pack leave between two layers.
+    """A rule by which reads of a pack leave between two layers.
 
     `regroup_cost` is the cost of laying out the rest of a pack anew for each of its tokens, in layers of a token.
     Until that pays, tokens that nobody needs any more go on with the others. With 0 they never do.
@@ -602,7 +602,7 @@ class ExitRule(Protocol):
         """
 
     def __call__(self, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> Sequence[int]:
-        """Which of the `reads` go on, ascending.
+        """Return those of the `reads` that go on, ascending.
 
         `reads` are numbers in `pack.reads`, ascending, of undecided reads; `before` and `after` are the residual
         stream at their last tokens before and after the layer, [reads, hidden]. A read that is left out is decided:
@@ -624,7 +624,7 @@ class Remainder:
 
     @property
     def in_order(self) -> bool:
-        """Whether no token has moved behind its old place."""
+        """Return whether no token has moved after its old place."""
         return bool((np.diff(self.tokens) > 0).all())
 
 
@@ -700,7 +700,7 @@ class ThinningRule(Protocol):
 
 def thin_pack(pack: Pack, kept: Sequence[IntArray]) -> Remainder:
     """The forest of the remaining parts of the reads of `pack`. Reads share the kept tokens of a prefix up to the
-    first token that one of them lacks. Behind it each read has its own tokens. A node has the number of the old node
+    first token that one of them lacks. After it each read has its own tokens. A node has the number of the old node
     in which it ends.
 
     Raises ValueError if a read loses its last token, or if the pack holds something of other packs, or for them.
@@ -711,7 +711,7 @@ def thin_pack(pack: Pack, kept: Sequence[IntArray]) -> Remainder:
     if any(not len(own) or own[-1] != end for own, end in zip(kept, ends, strict=True)):
         raise ValueError("a read goes on with its last token")
     lengths = [pack.offsets[node + 1] - pack.offsets[node] for node, _ in pack.reads]
-    moved: dict[int, int] = {}  # nodes behind reads
+    moved: dict[int, int] = {}  # nodes after reads
     reads_of_node: dict[int, list[int]] = {}
     runs: list[IntArray] = []
     starts: list[int] = []
@@ -838,7 +838,7 @@ class ResidualRows:
         self._leaving = None if self._copies is None else Leaving(self._copies, 1)
 
     def empty(self, tokens: int, like: Tensor) -> Tensor:
-        """A stream for so many tokens, with the width and dtype of the rows `like` [1, rows, hidden]."""
+        """A stream for this many tokens, with the width and dtype of the rows `like` [1, rows, hidden]."""
         shape = (1, tokens, like.shape[-1])
         if self._copies is not None:
             return self._copies.host_memory(shape, like.dtype)
@@ -968,7 +968,7 @@ class HeldParts:
         return [_cut(both, node) for node, both in found if both is not None]
 
     def states(self, layer: int, pack: Pack) -> Mapping[int, tuple[LinearAttentionLayer, ...]]:
-        """The states that a pack's roots begin behind in a layer, by root. Raises ValueError."""
+        """The states that a pack's roots begin after in a layer, by root. Raises ValueError."""
         found = {}
         for root, above in enumerate(pack.attach):
             if not above:
@@ -981,7 +981,7 @@ class HeldParts:
         return found
 
     def paths(self, layer: int, pack: Pack) -> Mapping[int, Path]:
-        """The past in the model's own cache, for a layer, of the paths that a pack's roots begin behind, by root.
+        """The past in the model's own cache, for a layer, of the paths that a pack's roots begin after, by root.
         Raises ValueError."""
         found = {}
         for root, above in enumerate(pack.attach):

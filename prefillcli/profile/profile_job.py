@@ -55,7 +55,9 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
                 opening.inputs.check_first_rows()
             from prefillcli.profile.measuring import measured_profile  # takes torch along
 
-            profile = measured_profile(settings, opening.inputs.opened.files, opening.inputs.opened.device, steps.announce)
+            profile = measured_profile(
+                settings, opening.inputs.opened.files, opening.inputs.opened.device, steps.announce
+            )
             _save(profile, settings.output, clock.total)
             steps.begin("")
             if settings.inputs:

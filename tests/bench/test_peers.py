@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from benchmarks import peers
+from benchmarks.contenders import padded_batches
 from benchmarks.methods import plain_loop
 from benchmarks.models import random_llama
-from benchmarks.padded import padded_batches
 from benchmarks.runners import Runner
 from benchmarks.serving import FEWEST_SHARED, batches, groups
 from benchmarks.workloads import short_rows

@@ -13,10 +13,6 @@ from prefillcli.data.proof import ModelContents, hash_model, hash_value
 from prefillcli.errors import UsageError
 
 
-def hash_tokenizer(folder: Path) -> str:
-    return ModelContents(folder).tokenizer()
-
-
 @pytest.fixture
 def model(tmp_path: Path, byte_level: Any) -> Path:
     byte_level.save_pretrained(tmp_path)

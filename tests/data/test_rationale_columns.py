@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,18 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pydantic import TypeAdapter
 
 from prefillcli.core.condition import RowChoice, RowCondition, row_values
 from prefillcli.core.further import Choice
-from prefillcli.data.output import Shard
-from prefillcli.data.output.columns import COLUMNS, Counts, Group, OutputSchema, RationaleTally, ResultRows
+from prefillcli.data.output.columns import COLUMNS, Group, OutputSchema, ResultRows
 from prefillcli.data.output.sink import of_schema, to_schema
-from prefillcli.data.output.target import Target
 from prefillcli.data.rows import Rationale, ScoredRow, SectionEffect, Window
-from prefillcli.followup.rationale import written_rows
 from tests.data.outputs import LABELS, finished, make_window, open_sink, read, scored
-from tests.data.test_joined_shards import merge, open_shard, own_rows
 
 GROUPS = frozenset({"rationales", "evidence"})
 TEXT = Rationale(' it says "never again".\nAnd 100%, ü', 9, "stop", 0.25, "full")
@@ -47,32 +40,6 @@ def write_all(sink: Any, windows: list[Window], per_part: int = 1) -> None:
             sink.write(window, [row_of(n) for n in numbers[at : at + per_part]], {}, temperature=1.0)
 
 
-WANTED = {
-    "rationale": [None, TEXT.text, None, CUT.text, None, None],
-    "rationale_tokens": [None, 9, None, 2, 0, None],
-    "finish_reason": [None, "stop", None, "length", "memory", None],
-    "rationale_gap": [None, 0.25, None, 1e-6, None, None],
-    "rationale_source": [None, "full", None, "specprefill", "full", None],
-    "evidence": [None, [each._asdict() for each in EFFECTS], None, [], None, None],
-}
-
-
-@pytest.mark.parametrize("name", ["o.parquet", "o.jsonl", "o.jsonl.zst", "parts/"])
-def test_texts_and_evidence_are_columns_in_every_format(tmp_path: Path, name: str) -> None:
-    output = f"{tmp_path}/{name}"
-    with open_sink(output, groups=GROUPS) as sink:
-        write_all(sink, WINDOWS)
-        sink.finish(2)
-    rows = read(output)
-    assert {name: [row[name] for row in rows] for name in WANTED} == WANTED
-    again = pa.concat_tables(Target.parse(output).tables([*WANTED]))
-    assert {name: again[name].to_pylist() for name in WANTED} == WANTED
-    shown = written_rows(output, GROUPS, "id")
-    assert [each.id for each in shown] == ["id-1", "id-3", "id-4"]
-    assert [each.rationale for each in shown] == [TEXT.text, CUT.text, None]
-    assert [SectionEffect(**each) for each in shown[0].evidence or ()] == [*EFFECTS]
-
-
 def test_an_output_without_rationales_has_the_columns_that_it_always_had(tmp_path: Path) -> None:
     plain, asked = str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")
     finished(plain)
@@ -82,42 +49,6 @@ def test_an_output_without_rationales_has_the_columns_that_it_always_had(tmp_pat
     assert not {"rationale", "rationale_tokens", "finish_reason", "evidence"} & set(names)
     only_evidence = OutputSchema(labels=LABELS, groups=frozenset({"evidence"})).results.names
     assert [*OutputSchema(labels=LABELS).results.names, "evidence"] == only_evidence
-
-
-def test_parts_of_all_attempts_add_up(tmp_path: Path) -> None:
-    output = tmp_path / "o.parquet"
-    wanted = RationaleTally(11, {"stop": 1, "length": 1, "memory": 1}, {"full": 2, "specprefill": 1})
-    with open_sink(output, groups=GROUPS) as sink:
-        write_all(sink, WINDOWS[:1])
-    with open_sink(output, groups=GROUPS, resume=True) as sink:  # of the first attempt there are the parts
-        assert sink.counts.tallies.rationales.rows == 2
-        write_all(sink, WINDOWS, per_part=2)
-        assert sink.counts.tallies.rationales == wanted
-        sink.finish(2)
-    with open_sink(output, groups=GROUPS, resume=True) as sink:  # and then the manifest
-        assert sink.counts.tallies.rationales == wanted
-        assert sink.counts.tallies.evidence == 2
-        content = json.loads(json.dumps(asdict(sink.counts)))
-    assert TypeAdapter(Counts).validate_python(content) == sink.counts
-    del content["tallies"]["rationales"], content["tallies"]["evidence"]
-    assert TypeAdapter(Counts).validate_python(content).tallies.rationales == RationaleTally()
-
-
-@pytest.mark.parametrize("name", ["o.parquet", "o.jsonl"])
-def test_shards_are_joined_with_their_texts(tmp_path: Path, name: str) -> None:
-    whole, output = f"{tmp_path}/whole.{name}", f"{tmp_path}/{name}"
-    with open_sink(whole, groups=GROUPS) as sink:
-        write_all(sink, WINDOWS)
-        sink.finish(2)
-    for number in (1, 2):
-        with open_shard(output, Shard(number, 2), groups=GROUPS) as shard:
-            for window in WINDOWS:
-                own = own_rows(window, [row % 2 for row in window.rows.tolist()], number - 1)
-                if not shard.finished(own.index, own.rows):
-                    write_all(shard, [own])
-            shard.finish(2)
-    assert merge(output) == 6
-    assert read(output) == read(whole)
 
 
 def test_every_group_is_remembered_by_a_shard(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,11 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from prefillcli.decode.behind import KeptForward, KeptPack
-from prefillcli.decode.continuations import DRAFTERS, Beginning, DecodingReport, Speculation, Writing
+from prefillcli.decode.continuations import Beginning, DecodingReport, Speculation, Writing
 from prefillcli.decode.drafters import (
     REBUILD_LEAST,
     DraftModel,
     HierarchyDrafter,
-    JobDrafters,
     PaddedLayer,
     RetrievalDrafter,
     StreamingDrafter,
@@ -262,24 +260,6 @@ def test_texts_are_those_without_a_drafter(
     assert report.drafters[kind].proposed > 0
     if kind == "hierarchy" and guesses > 1:
         assert report.drafters["draft"].proposed > 0
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_a_job_writes_the_same_texts_with_every_drafter(name: str) -> None:
-    rows = rows_with_shared_prefixes()
-    writing = Writing(14, speculation=Speculation(name, tokens=4, budget=40, chunk=4, sinks=4, recent=20))
-    small = make_tiny_model("llama", num_hidden_layers=1)
-    with walking(make_tiny_model("qwen3")) as walk, walking(small) as draft:
-        report, drafters = DecodingReport(), JobDrafters()
-        drafters.draft = DraftModel(draft, 256)
-        wanted = written(walk, rows, writing)
-        make = partial(drafters.of, writing=writing, report=report)
-        found = [written(walk, rows, writing, make_drafter=make, report=report) for _ in range(2)]
-    for texts in found:
-        assert [text.tokens for text in texts] == [text.tokens for text in wanted]
-    guessing = report.drafters.get(name)
-    assert name == "lookup" or (guessing is not None and guessing.proposed > 0)
 
 
 @pytest.mark.parametrize("kind", ["retrieval", "hierarchy"])

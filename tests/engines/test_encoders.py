@@ -197,7 +197,7 @@ def test_resume_after_kill_loses_no_row(bert: Path, rows: Path, monkeypatch: pyt
         (["--labels", "Yes,No"], "'Yes' is no class of the model"),
         (["--draft", "self", "--keep", "0.5"], "the model is an encoder, which has no"),
         (["--exit"], "the model is an encoder, which has no early exits"),
-        (["--rationale", "8"], "the model is an encoder, which has no texts behind rows"),
+        (["--rationale", "8"], "the model is an encoder, which has no texts after rows"),
         (["--memory", "1GiB"], "the model is an encoder, which has no memory budget"),
         (["--dry-run"], "the model is an encoder, which has no dry runs"),
         (["--deterministic"], "the model is an encoder, which has no scores with the same bits"),

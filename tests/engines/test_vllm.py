@@ -30,16 +30,12 @@ try:
 except ImportError:
     psutil = None
 
-from prefillcli.bench.bench_job import bench_job
-from prefillcli.bench.report import BenchReport
 from prefillcli.core.question import Question, answer_questions
 from prefillcli.data.rows import Prompt
 from prefillcli.decode.continuations import Beginning, Writing
 from prefillcli.engines.base import Answer
 from prefillcli.engines.hf import HfEngine, last_logits
 from prefillcli.engines.torch import TorchEngine
-from prefillcli.models.law import PACK_TOKENS
-from prefillcli.options.commands import BenchSettings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
@@ -554,39 +550,7 @@ def test_the_engine_is_easy_to_call(shared: Any, llama: Path) -> None:
         assert np.abs(found[number] - wanted).max() < FLOAT32
 
 
-def test_two_workers_have_a_vllm_each(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same rows as from one process, with half of the cores for each."""
-    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
-    monkeypatch.setitem(PACK_TOKENS, "cpu", 800)
-    rows = write_parquet("rows.parquet", prompt=texts(200))
-    given = {"model": llama, "engine": "vllm", "engine_options": FAST, "dtype": "float32"}
-    assert score(rows, "two.parquet", workers=2, **given)["exit_code"] == 0
-    reference = Reference(llama)
-    for row, text in zip(read_output("two.parquet"), texts(200), strict=True):
-        assert row["error"] is None
-        assert abs(row["score"] - reference.answer(text).score) < FLOAT32
-    assert read_report("two.run.json")["workers"]
-
-
 # ------------------------------------------------------------------------------------------------------------ bench
-
-
-def test_bench_compares_vllm_with_the_walk_on_the_same_rows(started: list[Any], llama: Path) -> None:
-    source = write_parquet("in.parquet", prompt=sharing(40))
-    settings = BenchSettings(
-        inputs=(str(source),), model=str(llama), method=("vllm",), rounds=1, limit=40, dtype="float32", quiet=True
-    )
-    assert bench_job(settings)["exit_code"] == 0
-    (workload,) = BenchReport.model_validate_json(Path("bench.json").read_text(), strict=False).workloads
-    walk, vllm = workload.methods
-    assert (walk.method, vllm.method) == ("hybrid", "vllm")
-    assert vllm.answers.audit.flips == 0
-    assert vllm.answers.audit.max_difference < FLOAT32
-    assert vllm.peak_bytes is None  # it is in other processes
-    assert walk.target_tokens <= vllm.target_tokens < 0.5 * workload.prompt_tokens  # prefixes come from its cache
-    assert any("empty prefix cache" in note for note in workload.notes)
-    (asked,) = started
-    assert asked["max_length"] == max(len(text) for text in Reference(llama).tokenizer(sharing(40))["input_ids"])
 
 
 def test_every_run_of_the_bench_begins_with_an_empty_cache(shared: Any, llama: Path) -> None:

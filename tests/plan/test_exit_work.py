@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.regrouping import layers_needed, remaining_work
 from prefillcli.plan.pack import (
     KEYS_SHARE,
     LayersDone,
@@ -25,6 +26,29 @@ from tests.plan.test_plan import prompts_of_few_words
 LAYERS = 6
 ONE_PACK = Limits(10**6, 10**6)
 Exit = int | None
+
+
+def layers_needed(pack: Pack, through: Sequence[int | None], layers: int) -> npt.NDArray[np.float64]:
+    """Layers of a token that each node takes, float64 [nodes].
+
+    Read k leaves after `through[k]` layers, or never (None). A model has `layers`. Nodes that later packs
+    hold go through all of them.
+    """
+    whole = in_full(layers)
+    needed = np.zeros(len(pack.parents))
+    ends = [(node, whole if count is None else count) for (node, _), count in zip(pack.reads, through, strict=True)]
+    for node, most in [*ends, *((node, whole) for node in pack.kept_nodes)]:
+        step = node
+        while step >= 0 and needed[step] < most:
+            needed[step] = most
+            step = pack.parents[step]
+    return needed
+
+
+def remaining_work(pack: Pack, through: Sequence[int | None], layers: int) -> float:
+    """The part of a pack's work that exits leave, between 0 and 1. Arguments as in `layers_needed`."""
+    needed = layers_needed(pack, through, layers) * np.diff(pack.offsets)
+    return float(needed.sum() / (in_full(layers) * len(pack.tokens)))
 
 
 def some_exits(data: st.DataObject, pack: Pack) -> list[Exit]:

@@ -34,7 +34,7 @@ from tests.prefill.tiny_multimodal import WHOLE, make_whole_model, whole_class
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "architectures.md"
-FEATURES = DOCS / "features.md"
+INDEX = DOCS / "README.md"
 TOLERANCE = 1e-4  # of a logit, where logits spread over a few units
 ONE_PACK = Limits(10**6, 10**6)
 HELD = Limits(30, 10**6, held_tokens=10**6, whole_nodes=True)  # as for layers that keep states
@@ -377,8 +377,8 @@ def main() -> None:
         print(rows_of([family], outcomes), flush=True)
     PAGE.write_text(make_page(outcomes))
     sentence = counted([outcomes[family].kind for family in class_names()])
-    FEATURES.write_text(
-        re.sub(r"Of the \d+ causal .*?refused\.", fill(sentence, 120), FEATURES.read_text(), flags=re.DOTALL)
+    INDEX.write_text(
+        re.sub(r"Of the \d+ causal .*?refused\.", fill(sentence, 120), INDEX.read_text(), flags=re.DOTALL)
     )
 
 

@@ -11,8 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.fake_cuda import DEVICE, fake_cuda
-from benchmarks.launches import CHUNK, LAUNCH_CASES, LaunchCase, layer_counts
 from benchmarks.workloads import short_rows
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
@@ -20,7 +18,9 @@ from prefillcli.prefill import attention
 from prefillcli.prefill.cuda_kernels import takes_sequences
 from prefillcli.prefill.forest import ATTENTION, ForestAttention, register
 from prefillcli.prefill.walk import LayerWalk
+from tests.prefill.fake_cuda import DEVICE, fake_cuda
 from tests.prefill.families import WINDOW, make_config
+from tests.prefill.launches import CHUNK, LAUNCH_CASES, LaunchCase, layer_counts
 from tests.prefill.test_walk import three_levels
 
 pytestmark = pytest.mark.skipif(

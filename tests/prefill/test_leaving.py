@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from benchmarks.regrouping import layers_needed
 from prefillcli.plan.pack import LayersDone, Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.walk import LayerWalk, remainder
+from tests.plan.test_exit_work import layers_needed
 from tests.prefill.families import each_family, make_model
 from tests.prefill.test_layers import LentLayers
 from tests.prefill.test_walk import (

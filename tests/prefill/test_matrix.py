@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.prefill.matrix import FEATURES, PAGE, counted, listed, outcome_of
+from tests.prefill.matrix import INDEX, PAGE, counted, listed, outcome_of
 from tests.prefill.tiny_models import CHANGES, NOT_DECODERS, class_names, make_tiny_config
 from tests.prefill.tiny_multimodal import WHOLE, whole_class
 
@@ -21,7 +21,7 @@ def test_the_page_has_every_class_of_the_registry() -> None:
 
 def test_the_manuals_counts_are_those_of_the_rows() -> None:
     sentence = counted([LISTED[family][1] for family in class_names()])
-    for page in (PAGE, FEATURES):
+    for page in (PAGE, INDEX):
         assert sentence in " ".join(page.read_text().split())
 
 

@@ -10,7 +10,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModel, LlamaConfig
 
-from benchmarks import kept_packs
 from benchmarks.memory import peak_in_child
 from benchmarks.models import random_llama
 from benchmarks.workloads import prompts_with_histories, random_prompt
@@ -22,6 +21,7 @@ from prefillcli.prefill.forest import ATTENTION, register
 from prefillcli.prefill.model_ends import CallBuffers
 from prefillcli.prefill.walk import LayerWalk
 from prefillcli.runtime.memory import available_memory, keep_blocks
+from tests.prefill import kept_packs
 from tests.prefill.families import each_family, make_model
 from tests.prefill.test_walk import ONE_PACK, mixed
 from tests.prefill.tiny_models import make_tiny_model

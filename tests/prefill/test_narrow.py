@@ -12,7 +12,6 @@ from scipy.linalg import hadamard
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from benchmarks.fake_cuda import DEVICE, fake_cuda
 from prefillcli.errors import UsageError
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
@@ -20,6 +19,7 @@ from prefillcli.prefill import narrow
 from prefillcli.prefill.forest import ATTENTION, ForestAttention, register
 from prefillcli.prefill.narrow import KernelWeights, TorchWeights, in_smaller_numbers, int8_kernel
 from prefillcli.prefill.walk import LayerWalk
+from tests.prefill.fake_cuda import DEVICE, fake_cuda
 from tests.prefill.families import make_config
 from tests.prefill.test_walk import mixed, model_of, wanted
 

@@ -172,31 +172,6 @@ def explained() -> Inspection:
     )
 
 
-@pytest.mark.parametrize("colour", [True, False])
-def test_terminal_shows_a_rationale_and_the_evidence_beside_it(colour: bool) -> None:
-    text = without_styles(printed(explained(), colour=colour))
-    assert "Yes because it says <script>alert(1)</script>␛[31m" in text
-    assert "7 tokens; ended: stop; from: full" in text
-    assert "It is not the reason for the score" in " ".join(text.split())
-    title, hostile = (line for line in text.splitlines() if "│" in line)
-    assert re.search(r"^title +-0\.2500 +█+│", title)
-    assert re.search(r"\+0\.1250 +│█+", hostile)
-    assert "\x1b" not in text
-    assert "Evidence" not in printed(example(), colour=False)
-
-
-def test_page_shows_a_rationale_and_the_evidence_beside_it() -> None:
-    text = " ".join(Page(inspection_html(explained())).text.split())
-    assert "Yes because it says <script>alert(1)</script>␛[31m" in text
-    assert "It is not the reason for the score" in text
-    assert "title-0.2500" in text
-    assert "+0.1250" in text
-    bars = re.findall(
-        r'<i class="(alarm|s0)" style="(?:left: ([\d.]+)%; )?width: ([\d.]+)%">', inspection_html(explained())
-    )
-    assert bars == [("alarm", "", "50.00"), ("s0", "50.00", "25.00")]
-
-
 def test_same_answer_is_no_flip() -> None:
     inspection = example()
     assert re.search(

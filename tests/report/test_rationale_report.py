@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 from prefillcli.data.output.columns import Counts, RationaleTally, Tallies
 from prefillcli.data.output.target import Manifest
 from prefillcli.decode.continuations import DecodingReport, DrafterCounts
 from prefillcli.followup.evidence import WHAT_EVIDENCE_IS
 from prefillcli.followup.rationale import NO_REASON, RationaleFollowUp, RationaleUse, WrittenRow
 from prefillcli.jobs.compose import sections_of
-from prefillcli.report.run import RunReport, run_html, run_lines, to_json
+from prefillcli.report.run import RunReport, run_html, run_lines
 from tests.report.test_metrics import metrics
 from tests.report.test_run_page import HOSTILE, Page
 
@@ -33,42 +31,6 @@ def report_with(use: RationaleUse | None) -> RunReport:
         report.rationales = use
     report.take(COUNTS)
     return report
-
-
-def test_rows_are_those_of_the_output_and_the_work_is_that_of_the_run() -> None:
-    content = json.loads(to_json(report_with(RationaleUse.of(DECODED, "lookup"))))["rationales"]
-    assert content["rows"] == 10
-    assert content["tokens"] == 512
-    assert content["evidence_rows"] == 10
-    assert content["finish_reasons"] == {"stop": 7, "length": 2, "memory": 1}
-    assert content["sources"] == {"full": 9, "specprefill": 1}
-    assert (content["kept_prompts"], content["again_prompts"], content["again_tokens"]) == (4, 2, 5000)
-    assert (content["prefill_seconds"], content["decode_seconds"], content["written_tokens"]) == (0.5, 2.0, 300)
-    assert content["passes_per_token"] == 0.5  # 150 passes of single rows for 300 tokens
-    assert content["drafters"]["lookup"] == {"rounds": 100, "proposed": 400, "accepted": 150, "acceptance": 0.375}
-    assert content["drafters"]["draft"]["acceptance"] is None
-    assert content["shown"] == []
-
-
-def test_reports_of_several_workers_add_up() -> None:
-    both = DecodingReport()
-    for each in (DECODED, DecodingReport(texts=1, tokens=100, row_passes=100, seconds=1.0,
-                                         drafters={"lookup": DrafterCounts(1, 100, 50)})):  # fmt: skip
-        both.add(each)
-    use = RationaleUse.of(both, "lookup")
-    assert (use.written_tokens, use.decode_seconds, use.passes_per_token) == (400, 3.0, 250 / 400)
-    assert use.drafters["lookup"].acceptance == 200 / 500
-
-
-def test_a_run_without_texts_reports_none_and_a_merge_those_of_the_shards() -> None:
-    plain = RunReport.new()
-    plain.take(Counts(total=3, scored=3))
-    assert plain.rationales is None
-    assert "rationales" not in plain.summary()
-    joined = report_with(None)
-    use = joined.rationales
-    assert (use.rows, use.speculation) == (10, None)
-    assert joined.summary()["rationales"] == {"rows": 10, "tokens": 512, "evidence_rows": 10}
 
 
 def test_the_table_says_how_many_why_they_end_and_what_it_took() -> None:

@@ -7,8 +7,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from benchmarks.balance import WORKLOADS, share_out
-from benchmarks.simulated_crew import SimulatedCrew
 from prefillcli.errors import ResourceError
 from prefillcli.jobs.runners.pool import MOST_LOSSES, AnswerTask, Dispatcher, Item, Outcome, WorkerSpec, answer_task
 from prefillcli.options.commands import ScoreSettings
@@ -16,6 +14,7 @@ from prefillcli.options.load import load_settings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import FreePack, Limits, free_packs, groups_of
 from prefillcli.plan.plan import make_plan
+from tests.runners.simulated_crew import WORKLOADS, SimulatedCrew, share_out
 
 
 def spec(number: int) -> WorkerSpec:

@@ -177,62 +177,6 @@ def test_two_actors_write_the_file_of_one_process_and_say_nothing(job: Path) -> 
     assert sum(each["tokens"] for each in workers) == read_report("out.run.json")["tokens"]["computed"]
 
 
-def test_actors_write_the_texts_of_one_process(job: Path) -> None:
-    condition = f"id in {json.dumps([f'r{row}' for row in range(0, ROWS, 7)])}"
-    chosen = {"rationale": 6, "rationale_when": condition, "evidence": True}
-    driver = Driver(job, "--quiet", "--rationale", 6, "--rationale-when", condition, "--evidence")
-    assert driver.end()["exit_code"] == 3
-    flags = {"model": job / "model", "id_column": "id", "threads": 1, **SIZES, **chosen}
-    assert score(job / "in.parquet", "alone.parquet", **flags)["exit_code"] == 3
-    found, wanted = (pq.read_table(name).to_pylist() for name in ("out.parquet", "alone.parquet"))
-    assert sum(row["finish_reason"] is not None for row in found) == len(range(0, ROWS, 7))
-    for row, own in zip(found, wanted, strict=True):
-        for name in ("rationale", "rationale_tokens", "finish_reason", "rationale_source"):
-            assert row[name] == own[name], row["id"]
-        sections = [[each["section"] for each in of["evidence"] or ()] for of in (row, own)]
-        assert sorted(sections[0]) == sorted(sections[1])
-    assert read_report("out.run.json")["rationales"]["decode_seconds"] > 0
-
-
-def test_actors_answer_several_questions(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of them in a second pass over the rows for which its condition holds."""
-    Path("q.yaml").write_text("""
-document: "{{ prompt }}"
-questions:
-  - {name: one, text: " Is it so?", labels: [Yes, No]}
-  - {name: two, text: " They are", labels: [very quick, not quick]}
-  - {name: three, template: "{{ id }}: {{ prompt }}", labels: [Yes, No], when: one.score > 0.3226}  # no score is near
-""")
-    questions = Path("q.yaml").resolve()
-    driver = Driver(job, "--quiet", "--questions", questions)
-    assert driver.end()["exit_code"] == 3
-    flags = {"model": job / "model", "id_column": "id", "threads": 1, **SIZES, "questions": questions}
-    monkeypatch.setattr("tests.score.jobs.granularity", Granularity(batch_rows=10, window_rows=40))
-    assert score(job / "in.parquet", "alone.parquet", **flags)["exit_code"] == 3
-    assert 0 < pq.read_table("alone.parquet")["three.score"].null_count < ROWS - 1
-    assert_same(Path("alone.parquet"))
-
-
-def test_actors_read_with_a_first_model_too() -> None:
-    samples = ROOT / "samples"
-    flags = {"model": samples / "models" / "deep", "first": samples / "models" / "draft", "limit": 600}
-    flags |= {"max_flips": 0.1, "exit_rows": 200, "dtype": "float32", **SIZES}
-    assert score(samples / "labeling.parquet", "first.parquet", **flags)["exit_code"] == 0
-    flags |= {"exit_profile": "first.exit.json", "exit_rows": 40}
-    assert score(samples / "labeling.parquet", "alone.parquet", **flags)["exit_code"] == 0
-    words = [word for name, value in flags.items() for word in ("--" + name.replace("_", "-"), str(value))]
-    command = [sys.executable, "-m", "prefillcli", "score", samples / "labeling.parquet", "-o", "out.parquet", *words]
-    subprocess.run(
-        [*command, "--runner", "ray", "--workers", "2"], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True
-    )
-    alone, ours = (pq.read_table(name).to_pylist() for name in ("alone.parquet", "out.parquet"))
-    assert sum(row["method"] == "first" for row in ours) > 150
-    assert [(row["method"], row["prediction"]) for row in ours] == [
-        (row["method"], row["prediction"]) for row in alone
-    ]
-    assert [row["score"] for row in ours] == pytest.approx([row["score"] for row in alone], abs=1e-5)
-
-
 def test_an_actor_that_is_killed_loses_no_row(job: Path) -> None:
     driver = Driver(job)
     os.kill(driver.wait_until_they_work()[0], signal.SIGKILL)

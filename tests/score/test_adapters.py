@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
-import prefillcli
 from prefillcli.cli import app
 from prefillcli.errors import UsageError
 from prefillcli.jobs.inspect import inspect_job
@@ -35,7 +33,7 @@ from tests.score.jobs import (
     write_parquet,
 )
 from tests.score.models import CHAT_TEMPLATE, save_model
-from tests.score.processes import Command, Hold, cut_small_windows
+from tests.score.processes import cut_small_windows
 
 BLOCK = 16
 ROWS = 66  # 11 of each user, in windows of 20
@@ -115,22 +113,6 @@ def test_each_row_has_the_score_of_its_adapter(model: Path, adapters: Adapters, 
         assert report["tokens"]["computed"] <= 1.02 * report["tokens"]["unique"]
 
 
-def test_longer_labels_have_the_log_probabilities_of_the_rows_adapter(model: Path, adapters: Adapters) -> None:
-    labels = ("brown fox", "quick brown dog")
-    assert score(make_input(), **flags(model, adapters, labels=",".join(labels)))["exit_code"] == 0
-    for row, prompt, name in zip(rows_of(), prompts(), names("rows"), strict=True):
-        reference = adapters.references[name]
-        before = reference.ids(prompt)
-        for label in labels:
-            whole = reference.ids(f"{prompt} {label}")
-            assert whole[: len(before)] == before
-            with torch.inference_mode():
-                logits = reference._model(input_ids=torch.tensor([whole]), use_cache=False).logits[0].double()
-            read = [logits[at - 1].log_softmax(-1)[whole[at]] for at in range(len(before), len(whole))]
-            assert len(read) > 1
-            assert row[f"logprob_{label}"] == pytest.approx(float(sum(read)), abs=1e-4)
-
-
 def test_adapters_are_exchanged_once_in_a_window(
     model: Path, adapters: Adapters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,20 +144,6 @@ def test_a_shared_prefix_is_computed_once_for_each_adapter(model: Path, adapters
     assert by_row["computed"] > 2.4 * by_user["computed"]
 
 
-@pytest.mark.parametrize("call", [9, *(pytest.param(call, marks=pytest.mark.nightly) for call in (2, 5, 14, 19))])
-def test_a_job_that_was_killed_goes_on(model: Path, adapters: Adapters, call: int) -> None:
-    make_input()
-    assert score("in.parquet", "whole.parquet", **flags(model, adapters))["exit_code"] == 0
-    given = [word for name, path in adapters.folders.items() for word in ("--adapter", f"{name}={path}")]
-    given += ["--adapter-column", "who", "-m", model, "--pack-tokens", 300, "--memory", "64MiB", "-o", "out.parquet"]
-    held = Command("score", "in.parquet", *given, hold=Hold(ANSWER, call), block_tokens=BLOCK)
-    held.wait_until_held()
-    held.kill()
-    assert score("in.parquet", resume=True, **flags(model, adapters))["exit_code"] == 0
-    assert rows_of() == rows_of("whole.parquet")
-    assert read_report()["adapters"] == read_report("whole.run.json")["adapters"]
-
-
 def test_workers_exchange_adapters(model: Path, adapters: Adapters) -> None:
     make_input()
     assert score("in.parquet", **flags(model, adapters, workers=2))["exit_code"] == 0
@@ -198,20 +166,6 @@ def test_one_adapter_without_a_column_is_for_all_rows(model: Path, adapters: Ada
     assert_scored(rows, adapters.answers(texts(8), ["dora"] * 8))
     assert "adapter" not in rows[0]
     assert read_report()["adapters"] == [{"name": "dora", "path": str(folder), "rows": 8}]
-
-
-def test_the_adapted_model_is_its_own_draft(model: Path, adapters: Adapters) -> None:
-    merged = peft_model.__wrapped__(model, adapters.folders["red"]).merge_and_unload()
-    shutil.copytree(model, "merged")
-    merged.save_pretrained("merged")
-    write_parquet("in.parquet", prompt=prompts()[:20])
-    own = {"draft": "self", "keep": 0.5, "compress_above": 0, "self_layer": 1}
-    assert score("in.parquet", "merged.parquet", model="merged", **own)["exit_code"] == 0
-    assert score("in.parquet", model=model, adapter=str(adapters.folders["red"]), **own)["exit_code"] == 0
-    for row, wanted in zip(rows_of(), rows_of("merged.parquet"), strict=True):
-        assert row["method"] == wanted["method"] == "self-draft"
-        assert row["kept_tokens"] == wanted["kept_tokens"] < row["prompt_tokens"]
-        assert abs(row["score"] - wanted["score"]) < 1e-5
 
 
 def test_a_draft_reads_without_adapters(model: Path, draft: Path, adapters: Adapters) -> None:
@@ -250,18 +204,6 @@ def test_names_may_be_numbers(model: Path, adapters: Adapters) -> None:
     assert score("in.parquet", model=model, **given)["exit_code"] == 0
     assert_scored(rows_of(), adapters.answers(texts(3), ["red", None, "red"]))
     assert [row["adapter"] for row in rows_of()] == ["7", None, "7"]
-
-
-def test_rows_of_a_scorer_have_adapters(model: Path, adapters: Adapters) -> None:
-    table = pa.table({"prompt": prompts(), "who": names("rows")})
-    with prefillcli.Scorer(model, adapter=adapters.folders, adapter_column="who", memory="64MiB") as scorer:
-        found = scorer.score(table).to_pylist()
-        with pytest.raises(UsageError, match="--adapter-column who: the input has no such column"):
-            scorer.score(texts(2))
-    assert_scored(found, adapters.answers(prompts(), names("rows")))
-    assert [row["adapter"] for row in found] == names("rows")
-    found = prefillcli.score(texts(3), model, adapter=adapters.folders["red"]).to_pylist()
-    assert_scored(found, adapters.answers(texts(3), ["red"] * 3))
 
 
 def test_other_adapters_are_another_job(model: Path, adapters: Adapters) -> None:

@@ -100,15 +100,6 @@ def test_fewer_compressed_rows_than_asked_for_are_all_audited(model: Path, draft
     assert read_report()["audit"]["rows"] == len(LONG)
 
 
-def test_the_temperature_counts_for_both_readings(model: Path, draft: Path, reference: Reference) -> None:
-    source = make_input(reference)
-    full = full_rows(source, model, temperature=3.0)
-    compressed(source, model=model, draft=draft, audit=1000, temperature=3.0)
-    for row, other in zip(read_output("out.parquet"), full, strict=True):
-        if row["audit_score"] is not None:
-            assert row["audit_score"] == pytest.approx(other["score"], abs=SAME)
-
-
 def test_the_same_rows_are_drawn_every_time(model: Path, draft: Path, reference: Reference) -> None:
     source = make_input(reference)
     drawn = []
@@ -116,14 +107,6 @@ def test_the_same_rows_are_drawn_every_time(model: Path, draft: Path, reference:
         compressed(source, model=model, draft=draft, audit=AUDIT, **flags)
         drawn.append([row["row"] for row in audited(read_output("out.parquet"))])
     assert drawn[0] == drawn[1] == drawn[2]
-
-
-def test_limit_and_sample_have_their_own_audit(model: Path, draft: Path, reference: Reference) -> None:
-    source = make_input(reference)
-    compressed(source, model=model, draft=draft, audit=5, limit=11)
-    assert len(audited(read_output("out.parquet"))) == 5
-    compressed(source, model=model, draft=draft, audit=9, sample=25)
-    assert len(audited(read_output("out.parquet"))) == 9
 
 
 def test_an_audit_of_rows_that_are_all_read_in_full_shows_nothing(
@@ -169,15 +152,6 @@ def test_answers_of_a_form_of_their_own_are_not_counted(model: Path, draft: Path
     compressed(make_input(reference, "jsonl", truth), model=model, draft=draft, audit=1000, truth="truth")
     known = [number for number in LONG if truth[number] in ("Yes", "No", " Yes ", True)]
     assert read_report()["audit"]["truth_rows"] == len(known)
-
-
-def test_the_truth_may_be_the_id_or_a_kept_column(model: Path, draft: Path, reference: Reference) -> None:
-    truth = [("Yes", "No")[number % 2] for number in range(ROWS)]
-    source = make_input(reference, "jsonl", truth)
-    compressed(source, model=model, draft=draft, audit=20, truth="truth", keep_columns="truth")
-    rows = read_output("out.parquet")
-    assert [row["truth"] for row in rows] == truth
-    assert read_report()["audit"]["truth_rows"] == 20
 
 
 def test_the_table_tells_the_flips(

@@ -11,7 +11,6 @@ import pytest
 from scipy.stats import binomtest
 
 from tests.score.jobs import TOLERANCE, read_output, read_report, score, write_parquet
-from tests.score.processes import Command, Hold, cut_small_windows
 from tests.score.test_questions import Eager
 
 ROWS = 40
@@ -134,18 +133,6 @@ def test_the_temperature_and_the_norm_are_those_of_each_order(model: Path) -> No
     assert [row["better.score"] for row in rows] == pytest.approx(mean, abs=TOLERANCE)
 
 
-def test_the_tokens_of_a_row_are_those_of_both_orders(model: Path) -> None:
-    Path("q.yaml").write_text(FILE.partition("  - name: fox")[0])
-    source = write_parquet("in.parquet", one=ONE, other=OTHER)
-    assert score(source, model=model, questions="q.yaml")["exit_code"] == 0
-    rows, report = read_output("out.parquet"), read_report()
-    both = [single_job(model, *files) for files in ((ONE, OTHER), (OTHER, ONE))]
-    wanted = [sum(each["prompt_tokens"] for each in pair) for pair in zip(*both, strict=True)]
-    assert [row["prompt_tokens"] for row in rows] == wanted
-    assert report["tokens"]["prompt"] == sum(wanted)
-    assert report["tokens"]["computed"] == sum(row["computed_tokens"] for row in rows)
-
-
 def test_the_report_says_how_often_the_order_decided(
     model: Path, orders: tuple[np.ndarray, np.ndarray], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,42 +158,6 @@ def test_the_report_says_how_often_the_order_decided(
     for label in NAMES:
         own = [row["score"] for row in rows if row["better.prediction"] == label]
         assert bins.get(label, [0] * 50) == np.histogram(own, 50, (0, 1))[0].tolist()
-
-
-def test_a_killed_job_goes_on_and_loses_nothing(
-    model: Path, orders: tuple[np.ndarray, np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cut_small_windows(monkeypatch)
-    make_input()
-    words = ["score", "in.parquet", "-m", model, "--questions", "q.yaml", "-o", "out.parquet", "--pack-tokens", 128]
-    command = Command(*words, hold=Hold("prefillcli.engines.torch:TorchEngine.answer", 30))
-    command.wait_until_held()
-    assert list(Path("out.parquet.prefill").glob("part-*.parquet"))
-    command.kill()
-    flags = {"questions": "q.yaml", "pack_tokens": 128, "resume": True}
-    assert score("in.parquet", model=model, **flags)["exit_code"] == 0
-    report = read_report()
-    assert report["resumed"]
-    assert report["orders"][0]["decided"] == assert_means(read_output("out.parquet"), orders)
-    Path("q.yaml").write_text(FILE.replace("    swap: [one, other]\n", ""))
-    assert score("in.parquet", model=model, **flags)["exit_code"] == 2, "the condition has lost its column"
-    Path("q.yaml").write_text(FILE.replace("    swap: [other, one]\n", ""))
-    assert score("in.parquet", model=model, **flags)["exit_code"] == 4
-
-
-def test_shards_make_the_same_output_and_report(model: Path, orders: tuple[np.ndarray, np.ndarray]) -> None:
-    from prefillcli.jobs.merge import merge_job
-    from prefillcli.options.commands import MergeSettings
-    from prefillcli.options.load import load_settings
-
-    make_input()
-    for shard in ("1/2", "2/2"):
-        assert score("in.parquet", model=model, questions="q.yaml", shard=shard)["exit_code"] == 0
-    settings = load_settings(MergeSettings, {"output": "out.parquet", "quiet": True}, environment={})
-    assert merge_job(settings)["exit_code"] == 0
-    decided = assert_means(read_output("out.parquet"), orders)
-    found = read_report()["orders"][0]
-    assert (found["rows"], found["decided"]) == (ROWS, decided)
 
 
 def test_without_a_swap_there_is_nothing_to_report(model: Path) -> None:

@@ -95,18 +95,6 @@ def test_resume_after_a_kill_writes_identical_rows(model: Path, whole: list[dict
     assert rows_of() == whole
 
 
-@pytest.mark.nightly
-def test_resume_after_many_kills_writes_identical_rows(model: Path, whole: list[dict[str, Any]]) -> None:
-    """Every time a few packs on: windows before are skipped or read again, and what they carry is known."""
-    make_input()
-    for _ in range(5):
-        held = command(model, "--resume", hold=Hold(ANSWER, 7))
-        held.wait_until_held()
-        held.kill()
-    assert score("in.parquet", resume=True, **flags(model))["exit_code"] == 0
-    assert rows_of() == whole
-
-
 def test_a_window_whose_part_is_lost_is_scored_again_as_before(model: Path, whole: list[dict[str, Any]]) -> None:
     make_input()
     held = command(model, hold=Hold("prefillcli.data.output.sink:Sink.finish"))

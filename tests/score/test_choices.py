@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefillcli import Scorer
 from prefillcli.data.prompts.labels import Labels
 from prefillcli.data.prompts.templates import Beginnings
 from prefillcli.errors import UsageError
@@ -201,13 +200,6 @@ def test_an_end_tells_choices_apart_that_begin_alike(model: Path) -> None:
     (row,) = read_output("o.jsonl")
     assert row["error"] is None
     assert math.isclose(sum(row["scores"]), 1.0)
-
-
-def test_a_scorer_takes_rows_with_choices(model: Path, reference: Reference) -> None:
-    with Scorer(model=model, choices_column="choices") as scorer:
-        found = scorer.score(ROWS)
-    for row, own in zip(ROWS, found.to_pylist(), strict=True):
-        np.testing.assert_allclose(own["logprobs"], expected(reference, row), atol=1e-5, rtol=1e-6)
 
 
 @pytest.mark.parametrize("engine", ["torch", "hf"])

@@ -158,19 +158,6 @@ def test_a_signal_stops_the_run_cleanly_and_it_can_go_on(
     assert_resumes(whole, flags(model, draft))
 
 
-@pytest.mark.nightly
-def test_resume_after_many_kills_at_any_moment_loses_no_row(
-    model: Path, draft: Path, reference: Reference, whole: Undisturbed
-) -> None:
-    make_input(reference)
-    for count in (1, 5, 6):
-        command = Command(*arguments(model, draft, "--resume"), seconds_per_pack=0.02)
-        before = len(parts())
-        command.wait_until(lambda n=before + count: len(parts()) >= n)
-        command.kill()
-    assert_resumes(whole, flags(model, draft))
-
-
 def test_a_finished_job_is_not_done_again(model: Path, draft: Path, reference: Reference, whole: Undisturbed) -> None:
     compressed(make_input(reference), **flags(model, draft))
     summary = compressed("in.jsonl", resume=True, **flags(model, draft))
@@ -205,25 +192,6 @@ def test_a_job_that_was_stopped_before_the_choice_chooses_the_same(
     command.kill()
     assert "keep" not in json.loads(Path("out.parquet.prefill/manifest.json").read_text())["plan"]
     assert_resumes(whole_auto, flags(model, draft, **AUTO))
-
-
-def test_a_rate_that_was_chosen_stands_with_other_packs_too(
-    model: Path, draft: Path, reference: Reference, whole_auto: Undisturbed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_input(reference)
-    command = Command(*arguments(model, draft, **AUTO), hold=Hold(PACK, 9))
-    command.wait_until_held()
-    command.kill()
-
-    def choose_again(*_: Any, **__: Any) -> None:
-        raise AssertionError("the rate was chosen again")
-
-    monkeypatch.setattr("prefillcli.reading.compress.compressor.choose_keep", choose_again)
-    assert_resumes(whole_auto, flags(model, draft, **AUTO, memory="1GiB") | {"pack_tokens": 300}, same_packs=False)
-    for row, wanted in zip(read_output("out.parquet"), whole_auto.rows, strict=True):
-        for name in ("score", "audit_score"):
-            assert row[name] == pytest.approx(wanted[name], abs=1e-5)
-        assert (row["method"], row["kept_tokens"]) == (wanted["method"], wanted["kept_tokens"])
 
 
 def test_another_way_to_compress_is_another_job(

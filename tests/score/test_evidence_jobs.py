@@ -8,17 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
-import prefillcli
 from prefillcli.core.scorer import Granularity
-from prefillcli.data.output.sink import Sink
 from prefillcli.plan.trie import common_prefix
 from tests.score import jobs
 from tests.score.jobs import HISTORIES, Reference, read_output, read_report, score, write_jsonl, write_parquet
 from tests.score.test_exits import EXITS, deep_model, prompts  # noqa: F401 - a fixture
-from tests.score.test_heads import save_classifier
 
 Edited = dict[str, dict[str, Any]]
 """A row's values without each of its sections."""
@@ -185,19 +181,6 @@ def test_rows_that_left_early_are_weighed_through_all_layers(
     assert_evidence(rows, edited, deep_model, whole=own, **full)
 
 
-def test_changes_of_a_head_s_values(tmp_path: Path) -> None:
-    reward = save_classifier(tmp_path / "reward", 1, seed=2)
-    texts = ["\n\n".join(parts(row)) for row in range(4)]
-    assert (
-        score(write_parquet("in.parquet", prompt=texts), model=reward, head="value", evidence=True)["exit_code"] == 0
-    )
-    edited = [
-        {f"paragraph {at + 1}": {"prompt": "\n\n".join([*parts(row)[:at], *parts(row)[at + 1 :]])} for at in range(3)}
-        for row in range(4)
-    ]
-    assert_evidence(read_output("out.parquet"), edited, reward, head="value")
-
-
 def test_what_prompts_share_without_their_sections_is_computed_once(
     model: Path, source: Path, reference: Reference
 ) -> None:
@@ -214,47 +197,3 @@ def test_what_prompts_share_without_their_sections_is_computed_once(
 def test_the_same_evidence_from_other_processes_and_engines(model: Path, source: Path, flags: dict[str, Any]) -> None:
     assert score(source, model=model, evidence=True, **flags)["exit_code"] == 0
     assert_evidence(read_output("out.parquet"), edited_texts(12), model)
-
-
-def test_a_resumed_job_has_the_same_evidence(model: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "granularity", Granularity(batch_rows=4, window_rows=4, flush_seconds=0))
-    written, windows = Sink.write, []
-
-    def stop_in_the_second(sink: Sink, window: Any, *args: Any, **kwargs: Any) -> None:
-        windows.append(window.index)
-        if len(windows) == 2:
-            raise KeyboardInterrupt
-        written(sink, window, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Sink, "write", stop_in_the_second)
-        assert score(source, model=model, evidence=True)["status"] != "complete"
-    assert score(source, model=model, evidence=True, resume=True)["exit_code"] == 0
-    assert_evidence(read_output("out.parquet"), edited_texts(12), model)
-
-
-def test_a_scorer_weighs_as_the_command_does(model: Path, source: Path) -> None:
-    table = pa.table({"prompt": [text_of(parts(row)) for row in range(12)]})
-    with prefillcli.Scorer(model, evidence=True) as scorer:
-        rows = scorer.score(table).to_pylist()
-        again = scorer.score(table.slice(3, 2)).to_pylist()
-    assert_evidence(rows, edited_texts(12), model)
-    assert_evidence(again, edited_texts(12)[3:5], model)
-    template = "{{ a }}\n{{ b }}\nAnswer:"
-    given = [{"a": "fox", "b": HISTORIES[row]} for row in range(3)]
-    with prefillcli.Scorer(model, evidence=True, template=template) as scorer:
-        rows = scorer.score(pa.Table.from_pylist(given)).to_pylist()
-    assert_evidence(rows, [{name: row | {name: ""} for name in row} for row in given], model, template=template)
-
-
-def test_nothing_is_noted_of_rows_without_evidence(model: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    written = Sink.write
-
-    def look(sink: Sink, window: Any, *args: Any, **kwargs: Any) -> None:
-        seen.extend(prompt.made_of for prompt in window.prompts)
-        written(sink, window, *args, **kwargs)
-
-    monkeypatch.setattr(Sink, "write", look)
-    assert score(source, model=model)["exit_code"] == 0
-    assert seen == [None] * 12

@@ -31,7 +31,6 @@ from prefillcli.reading.exits import judging as exit_judging
 from prefillcli.reading.exits import learning as exit_learning
 from prefillcli.reading.exits.learning import JobExits
 from prefillcli.reading.exits.policy import ExitPolicy
-from prefillcli.stats.evaluation import exact_interval
 from tests.score import jobs
 from tests.score.jobs import read_output, read_report, score, write_jsonl
 from tests.score.models import save_model
@@ -481,30 +480,6 @@ def test_where_layers_do_not_know_the_answer_no_row_leaves(monkeypatch: pytest.M
     assert {row["method"] for row in read_output("out.parquet")} == {"full"}
 
 
-def test_random_weights_keep_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their answers follow from the words of a prompt too, so some rows may leave."""
-    monkeypatch.setattr(jobs, "granularity", Granularity())
-    model = save_model(tmp_path / "random", layers=4, seed=5)
-    rows = write_jsonl("rows.jsonl", [{"prompt": text} for text in prompts(800)])
-    assert score(rows, "full.parquet", model=model, labels="K=K,T=T")["status"] == "complete"
-    flags = {"exit": True, "max_flips": 0.05, "exit_rows": 400}
-    assert score(rows, "out.parquet", model=model, labels="K=K,T=T", **flags)["status"] == "complete"
-    pairs = list(zip(read_output("out.parquet"), read_output("full.parquet"), strict=True))
-    for label in ("K", "T"):
-        own = [row["prediction"] != label for row, full in pairs if full["prediction"] == label]
-        assert exact_interval(sum(own), len(own))[0] <= 0.05
-
-
-def test_every_row_may_be_audited(data: Path, deep_model: Path, in_full: list[dict[str, Any]]) -> None:
-    flags = EXITS | {"exit_rows": 150}
-    assert score(data, "out.jsonl", model=deep_model, audit=ROWS, **flags)["status"] == "complete"
-    rows = read_output("out.jsonl")
-    assert sum(row["audit_score"] is not None for row in rows) == ROWS - 150
-    for row, full in zip(rows, in_full, strict=True):
-        if row["audit_score"] is not None:
-            assert row["audit_score"] == pytest.approx(full["score"], abs=1e-5)
-
-
 def test_where_an_answer_is_rare_more_rows_are_read(data: Path, deep_model: Path) -> None:
     flags = {name: value for name, value in EXITS.items() if name != "exit_rows"} | {"max_flips": 0.2}
     assert score(data, model=deep_model, **flags)["status"] == "complete"
@@ -527,19 +502,6 @@ def test_where_an_answer_is_rare_more_rows_are_read(data: Path, deep_model: Path
 )
 def test_how_many_rows_a_rare_answer_takes(counts: tuple[int, int], most: int, rows: int) -> None:
     assert exit_judging.rows_for_rarest(np.array(counts), 0.01, most) == rows
-
-
-def test_rows_that_left_are_written_about_from_their_whole_prompts(data: Path, deep_model: Path) -> None:
-    flags = {"model": deep_model, "rationale": 6, "rationale_when": "row % 12 == 0"}
-    assert score(data, "left.jsonl", **EXITS, **flags)["status"] == "complete"
-    assert score(data, "full.jsonl", labels=LABELS, dtype="float32", **flags)["status"] == "complete"
-    pairs = list(zip(read_output("left.jsonl"), read_output("full.jsonl"), strict=True))
-    assert any(row["exit_layer"] is not None for row, _ in pairs if row["row"] % 12 == 0)
-    for row, full in pairs:
-        assert (row["finish_reason"] is not None) == (row["row"] % 12 == 0)
-        if row["prediction"] == full["prediction"]:
-            for name in ("rationale", "rationale_tokens", "finish_reason", "rationale_source"):
-                assert row[name] == full[name], row
 
 
 def test_a_job_says_before_it_learns_what_its_rows_can_prove(
@@ -726,21 +688,6 @@ def test_what_a_first_model_decides_follows_from_its_forward_and_the_profile(
             assert row["score"] == pytest.approx(share, abs=1e-5)
             checked += 1
     assert checked > 10
-
-
-@pytest.mark.parametrize("flags", [{"workers": 2}, {"exit": True}], ids=["workers", "with exits"])
-def test_a_first_model_works_with_workers_and_exits(
-    cascaded: Path, data: Path, deep_model: Path, shallow_model: Path, in_full: list[Any], flags: dict[str, Any]
-) -> None:
-    given = {"model": deep_model, "first": shallow_model, "audit": 60, **FIRST, **flags}
-    assert score(data, "out.jsonl", **given)["status"] == "complete"
-    rows = read_output("out.jsonl")
-    if "workers" in flags:
-        assert_same(rows, read_output(cascaded / "out.jsonl"))
-    for label in NAMES:
-        own = [row for row, full in zip(rows, in_full, strict=True) if full["prediction"] == label]
-        assert sum(row["prediction"] != label for row in own) <= FLIPS * len(own)
-    assert sum(row["exit_layer"] is not None for row in rows) > ROWS / 8
 
 
 def test_a_stopped_job_with_a_first_model_goes_on_and_another_night_takes_its_profile(

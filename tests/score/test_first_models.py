@@ -24,7 +24,6 @@ from prefillcli.prefill.narrow import int8_kernel
 from tests.engines.encoder_models import MAX_LENGTH, save_encoder
 from tests.score.jobs import read_output, read_report, score, write_jsonl
 from tests.score.models import save_model
-from tests.score.test_shards import merge
 
 ROWS = 420
 NAMES = ("n", "t")
@@ -192,32 +191,6 @@ def test_an_adapter_is_no_first_model(data: Path, large: Path, tmp_path: Path) -
     assert "merge it into its model with PEFT, and give the merged model as --first" in said
 
 
-@pytest.mark.parametrize("limited", [False, True], ids=["room for both", "room for the model alone"])
-def test_a_model_is_streamed_where_a_first_model_takes_its_room(
-    limited: bool, data: Path, large: Path, reward: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On CPUs only weights that are converted take memory; mapped files may be dropped."""
-    loaded, load = [], load_job._load_small
-    sizes = {path: (path / "model.safetensors").stat().st_size // 2 for path in (large, reward)}
-    room = sizes[large] + sizes[reward] // 2 if limited else sizes[large] + 2 * sizes[reward]
-
-    def load_small(small: Any, *others: Any) -> Any:
-        loaded.append(sizes[Path(small.files.origin)])
-        return load(small, *others)
-
-    monkeypatch.setattr(load_job, "_load_small", load_small)
-    monkeypatch.setattr("prefillcli.runtime.memory.loadable_memory", lambda device: room - sum(loaded))
-    given = FIRST | {"dtype": "bfloat16"}
-    assert score(data, "out.jsonl", model=large, first=reward, **given)["exit_code"] == 0
-    weights = read_report("out.run.json")["weights"]
-    assert (weights["mode"], weights["memory_bytes"] <= room - sizes[reward]) == (
-        "stream" if limited else "resident",
-        True,
-    )
-    rows = read_output("out.jsonl")
-    assert sum(row["method"] == "first" for row in rows) > ROWS / 8
-
-
 def test_a_first_model_leaves_room_for_what_the_next_window_begins_with(data: Path, large: Path, reward: Path) -> None:
     given = {"inputs": [str(data)], "model": str(large), "first": str(reward), "memory": "150MiB", **FIRST}
     settings = load_settings(ScoreSettings, given, environment={})
@@ -229,26 +202,6 @@ def test_a_first_model_leaves_room_for_what_the_next_window_begins_with(data: Pa
     chunk = models.plan["first"][0]["chunk_tokens"]
     assert held > 20 << 20
     assert held + law.constant(chunk, torch.device("cpu")) + first.max_tokens * law.token <= 150 << 20
-
-
-@pytest.mark.nightly
-def test_shards_take_the_profile_of_a_first_model(data: Path, large: Path, reward: Path) -> None:
-    given = {"model": large, "first": reward, **FIRST}
-    assert score(data, "learnt.jsonl", **given)["exit_code"] == 0
-    given |= {"exit_profile": "learnt.exit.json", "exit_rows": 30}
-    assert score(data, "whole.jsonl", **given)["exit_code"] == 0
-    for shard in ("1/2", "2/2"):
-        assert score(data, "out.jsonl", shard=shard, **given)["exit_code"] == 0
-    assert merge("out.jsonl")["exit_code"] == 0
-    pairs = list(zip(read_output("out.jsonl"), read_output("whole.jsonl"), strict=True))
-    # Each shard reads rows of its own in full, as a check of the profile.
-    decided = [(row, whole) for row, whole in pairs if row["method"] == whole["method"] == "first"]
-    assert len(decided) > ROWS / 8
-    for row, whole in decided:
-        assert (row["prediction"], row["score"]) == (whole["prediction"], pytest.approx(whole["score"], abs=1e-5))
-    assert read_report("out.run.json")["exits"]["by_layer"]["0"]["rows"] == sum(
-        row["method"] == "first" for row, _ in pairs
-    )
 
 
 @pytest.fixture

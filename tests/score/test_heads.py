@@ -16,10 +16,7 @@ from sklearn.metrics import average_precision_score, precision_recall_curve, roc
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 from typer.testing import CliRunner, Result
 
-import prefillcli
 from prefillcli.cli import app
-from prefillcli.options.commands import ProfileSettings
-from prefillcli.profile.measuring import load, prefill
 from tests.score.jobs import TOLERANCE, read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.models import CHAT_TEMPLATE, save_model
 
@@ -289,18 +286,6 @@ def test_plain_transformers_gives_the_same_answers(graded: Path, topics: Path, r
                 close(column(rows, name), column(plain, name))
 
 
-def test_streamed_weights_and_bfloat16_give_what_resident_ones_do(graded: Path) -> None:
-    prompts = texts(9)
-    source = write_parquet("in.parquet", prompt=prompts)
-    score(source, model=graded)
-    score(source, "streamed.parquet", model=graded, weights="stream")
-    assert read_report("streamed.run.json")["weights"]["mode"] == "stream"
-    found, streamed = (column(read_output(name), "score") for name in ("out.parquet", "streamed.parquet"))
-    assert streamed.tolist() == found.tolist()
-    score(source, "half.parquet", model=graded, dtype="bfloat16")
-    close(column(read_output("half.parquet"), "score"), found, 0.05)
-
-
 def test_a_draft_and_the_model_itself_choose_tokens_for_a_head(graded: Path, draft: Path) -> None:
     prompts = texts(6)
     source = write_parquet("in.parquet", prompt=prompts)
@@ -321,41 +306,6 @@ def test_a_classifier_is_no_draft(graded: Path, model: Path, capsys: pytest.Capt
     assert "it has a classification head, and must be a causal language model" in capsys.readouterr().err
 
 
-def test_audited_rows_flip_among_classes(graded: Path, draft: Path) -> None:
-    flags = {"draft": draft, "keep": "0.4", "compress_above": "0", "select_chunk": "4", "keep_last": "4", "audit": "6"}
-    score(write_parquet("in.parquet", prompt=texts(12)), model=graded, **flags)
-    rows = [row for row in read_output("out.parquet") if row["audit_prediction"] is not None]
-    flips = sum(row["prediction"] != row["audit_prediction"] for row in rows)
-    audit = read_report()["audit"]
-    assert audit["rows"] == len(rows) == 6
-    assert audit["flips"] == flips
-
-
-def test_workers_give_what_one_process_does(topics: Path) -> None:
-    source = write_parquet("in.parquet", prompt=texts(12))
-    score(source, model=topics)
-    score(source, "two.parquet", model=topics, workers="2", memory="64MiB")
-    close(column(read_output("two.parquet"), "score"), column(read_output("out.parquet"), "score"))
-
-
-def test_shards_of_values_merge_into_one_output(reward: Path) -> None:
-    from prefillcli.jobs.merge import merge_job
-    from prefillcli.options.commands import MergeSettings
-    from prefillcli.options.load import load_settings
-
-    source = write_parquet("in.parquet", prompt=texts(12))
-    score(source, model=reward, head="value")
-    for number in (1, 2):
-        score(source, "merged.parquet", model=reward, head="value", shard=f"{number}/2")
-    merged = merge_job(load_settings(MergeSettings, {"output": "merged.parquet", "quiet": True}, environment={}))
-    assert merged["exit_code"] == 0
-    found, whole = read_output("merged.parquet"), read_output("out.parquet")
-    assert found[0].keys() == whole[0].keys()
-    close(column(found, "score"), column(whole, "score"))
-    done = command("verify", "merged.parquet", "in.parquet")
-    assert done.exit_code == 0, done.output
-
-
 def test_right_answers_may_be_names_or_numbers_of_classes(graded: Path, binary: Path) -> None:
     prompts = texts(12)
     best = [each["prediction"] for each in _scored(graded, prompts)]
@@ -373,22 +323,6 @@ def test_right_answers_may_be_names_or_numbers_of_classes(graded: Path, binary: 
 def _scored(model: Path, prompts: Sequence[str], **flags: Any) -> list[dict[str, Any]]:
     score(write_parquet("scored.parquet", prompt=prompts), "scored.out.parquet", model=model, overwrite=True, **flags)
     return read_output("scored.out.parquet")
-
-
-def test_a_dry_run_plans_for_a_head(reward: Path) -> None:
-    summary = score(write_parquet("in.parquet", prompt=texts(6)), model=reward, head="value", dry_run=True)
-    assert summary["exit_code"] == 0
-    assert summary["rows"]
-
-
-def test_a_head_is_read_from_python(graded: Path, reward: Path) -> None:
-    prompts = texts(6)
-    with prefillcli.Scorer(graded, labels=["good", "fair", "bad"]) as scorer:
-        found = scorer.score(prompts)
-    close(found["score"].to_numpy(), softmax(own_values(graded, prompts))[:, 2])
-    values = prefillcli.score(prompts, model=reward, head="value")
-    close(values["score"].to_numpy(), own_values(reward, prompts)[:, 0])
-    assert "value_LABEL_0" in values.column_names
 
 
 def test_each_score_of_a_value_head_is_finite_or_an_error(reward: Path) -> None:
@@ -412,29 +346,6 @@ def test_inspect_shows_the_answer_after_each_layer(graded: Path, reward: Path, t
         done = command("inspect", "in.parquet", "--row", "2", *flags)
         assert done.exit_code == 2
         assert said in done.stderr
-
-
-def test_bench_compares_methods_on_a_head(graded: Path, reward: Path) -> None:
-    write_parquet("in.parquet", prompt=texts(6))
-    words = ("bench", "in.parquet", "--rounds", "1", "--quiet", "--method", "full", "--method", "hybrid")
-    done = command(*words, "-m", graded)
-    assert done.exit_code == 0, done.output
-    (found,) = json.loads(Path("bench.json").read_text())["workloads"]
-    audits = [each["answers"]["audit"] for each in found["methods"] if each["answers"]["audit"]]
-    assert [audit["flips"] for audit in audits] == [0]
-    assert audits[0]["max_difference"] < TOLERANCE
-    done = command(*words, "-m", reward, "--head", "value")
-    assert done.exit_code == 2
-    assert "prefill bench compares probabilities" in done.stderr
-
-
-@pytest.mark.parametrize("mode", ["full", "chunked", "hybrid"])
-def test_a_profile_measures_the_model_with_its_head(reward: Path, mode: str) -> None:
-    model, files, _ = load(ProfileSettings(model=str(reward), dtype="float32", threads=1, head="value"))
-    assert files.head is not None
-    prompt = np.arange(3, 60, dtype=np.int32)
-    found = prefill(model, mode, 16, prompt)
-    close(found.numpy(), own_values(reward, [prompt.tolist()])[0])
 
 
 def evaluated(model: Path, prompts: Sequence[str], answers: Sequence[Any], **flags: Any) -> dict[str, Any]:

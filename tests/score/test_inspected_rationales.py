@@ -11,7 +11,7 @@ from prefillcli.jobs import inspect
 from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings
 from prefillcli.report.inspection import Inspection
-from tests.score.jobs import read_output, score, write_jsonl, write_parquet
+from tests.score.jobs import read_output, score, write_parquet
 from tests.score.test_evidence_jobs import parts, text_of
 
 
@@ -53,15 +53,6 @@ def test_a_row_is_explained_as_score_explains_it(model: Path, monkeypatch: pytes
     assert "It is not the reason for the score" in page
 
 
-def test_drawn_text_follows_the_id_and_a_template_its_variables(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"id": f"case {row}", "a": parts(row)[0], "b": parts(row)[1]} for row in range(4)]
-    source = write_jsonl("in.jsonl", rows)
-    flags = {"model": model, "rationale": 8, "evidence": True, "id_column": "id", "rationale_temperature": 1.0}
-    flags |= {"template": "{{ a }} {{ b }}\nAnswer:", "rationale_seed": 3}
-    assert score(source, **flags)["exit_code"] == 0
-    assert_as_scored(inspected(source, "case 2", monkeypatch, **flags), read_output("out.parquet")[2])
-
-
 def test_a_compressed_row_is_written_about_compressed_and_weighed_in_full(
     model: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,15 +63,3 @@ def test_a_compressed_row_is_written_about_compressed_and_weighed_in_full(
     row = read_output("out.parquet")[1]
     assert row["rationale_source"] == "specprefill"
     assert_as_scored(inspected(source, 1, monkeypatch, **flags), row)
-
-
-def test_nothing_is_added_unless_it_is_asked_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = write_parquet("in.parquet", prompt=[text_of(parts(0))])
-    shown = inspected(source, 0, monkeypatch, model=model)
-    assert shown.scored is not None
-    assert shown.scored.rationale is shown.scored.evidence is None
-    assert not shown.further
-    shown = inspected(source, 0, monkeypatch, model=model, evidence=True)
-    assert shown.scored is not None
-    assert shown.scored.rationale is None
-    assert shown.scored.evidence is not None

@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from prefillcli import Scorer
 from prefillcli.errors import UsageError
 from prefillcli.jobs.verify import verify_job
-from tests.score import jobs
 from tests.score.jobs import Reference, read_output, read_report, score, write_jsonl, write_parquet
 from tests.score.test_shards import merge
 
@@ -173,42 +171,6 @@ def test_rows_with_an_empty_prompt_have_whole_documents(model: Path, reference: 
         windows = rolling_windows(reference.ids(text, special=False), reference.tokenizer.bos_token_id, 64, 1)
         values = [each for window in windows for each in likelihood(reference, *window)[0]]
         assert_row(row, values, text)
-
-
-def test_a_stopped_job_goes_on_and_loses_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_parquet("in.parquet", text=[LONG[: 20 + 7 * at] for at in range(20)])
-    options = {"model": model, "target_column": "text", "max_length": "16"}
-    score("in.parquet", "whole.parquet", **options)
-    monkeypatch.setattr(jobs, "granularity", jobs.Granularity(batch_rows=4, window_rows=4, flush_seconds=0))
-    from prefillcli.jobs.recorder import Recorder
-
-    taken, end = [], Recorder.end
-
-    def stop(self: Recorder, window: Any) -> None:
-        end(self, window)
-        taken.append(window.index)
-        if len(taken) == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Recorder, "end", stop)
-    assert score("in.parquet", **options)["status"] != "complete"
-    monkeypatch.setattr(Recorder, "end", end)
-    resumed = score("in.parquet", resume=True, **options)
-    assert resumed["status"] == "complete"
-    whole = read_output("whole.parquet")
-    assert [row["row"] for row in read_output("out.parquet")] == list(range(20))
-    for own, other in zip(read_output("out.parquet"), whole, strict=True):
-        assert own["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
-    assert read_report()["likelihood"]["target_tokens"] == sum(row["target_tokens"] for row in whole)
-
-
-def test_python_gives_the_same(model: Path) -> None:
-    write_parquet("in.parquet", text=[LONG, "No"])
-    score("in.parquet", model=model, target_column="text")
-    with Scorer(model=str(model), target_column="text") as scorer:
-        rows = scorer.score([{"text": LONG}, {"text": "No"}])
-    wanted = [row["logprob"] for row in read_output("out.parquet")]
-    assert rows["logprob"].to_pylist() == pytest.approx(wanted, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from prefillcli.data.output.store import Owner
 from tests.s3_server import SLOW_DOWN, Bucket, LostAnswer, S3Server, every, expired, once
-from tests.score.jobs import TOLERANCE, read_output, score, texts, write_jsonl, write_parquet
+from tests.score.jobs import read_output, score, texts, write_jsonl, write_parquet
 from tests.score.processes import Command, Hold, cut_small_windows
 
 pytestmark = pytest.mark.slow
@@ -295,23 +295,6 @@ def test_a_signal_stops_a_run_on_s3_and_its_lock_goes(
     assert "lock" not in work_of(bucket)
     assert run("o.parquet", "--resume").end() == 0
     assert_finished(bucket, expected)
-
-
-@pytest.mark.nightly
-def test_shards_on_s3_are_merged_there(
-    bucket: Bucket, run: Run, expected: list[dict[str, Any]], s3_server: S3Server
-) -> None:
-    s3_server.faults.append(every(12, SLOW_DOWN))
-    shards = [run("o.parquet", "--shard", f"{number}/2", log=f"{number}.") for number in (1, 2)]
-    assert [shard.end() for shard in shards] == [0, 0]
-    words = [f"{bucket.url}/out/o.parquet", "--max-error-rate", 1]
-    merge = Command("merge", *words, environment=s3_server.environment)
-    assert merge.end() == 0, merge.stderr
-    for merged, row in zip(rows_of(bucket, "o.parquet"), expected, strict=True):
-        assert merged["error"] == row["error"]
-        assert merged["score"] == pytest.approx(row["score"], abs=TOLERANCE)  # the packs are others
-    assert work_of(bucket) == ["manifest.json", "row-digests.bin"]
-    assert not any(".shard-" in key and ".prefill/" in key for key in bucket.keys("out/"))
 
 
 @pytest.mark.nightly

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from scipy.stats import pearsonr, spearmanr
 
-from prefillcli import Scorer
 from prefillcli.errors import UsageError
 from prefillcli.jobs.merge import merge_job
 from prefillcli.options.commands import MergeSettings
@@ -134,15 +133,6 @@ def test_means_are_held_against_right_numbers(
     assert "<h3>Labels as numbers</h3>" in Path("out.run.html").read_text()
 
 
-def test_merged_shards_are_held_against_right_numbers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_small_windows(monkeypatch)
-    source = write_parquet("in.parquet", prompt=texts(ROWS), truth=[answer for answer, _ in truths()])
-    for number in (1, 2):
-        assert score(source, model=model, truth="truth", shard=f"{number}/2", **ORDERED)["exit_code"] == 0
-    merge_job(load_settings(MergeSettings, {"output": "out.parquet", "quiet": True}, environment={}))
-    assert_equals_scipy(read_report()["evaluation"], read_output("out.parquet"))
-
-
 def test_right_numbers_that_are_no_labels_are_enough(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_parquet("in.parquet", prompt=texts(ROWS), truth=[at % 7 + 0.5 for at in range(ROWS)])
     assert score(source, model=model, truth="truth", **ORDERED)["exit_code"] == 0
@@ -173,12 +163,6 @@ def test_a_question_has_values_of_its_own_and_others_may_depend_on_its_mean(mode
     assert [row["fox.score"] is None for row in rows] == [mean <= middle for mean in wanted]
     assert "fox.mean" not in rows[0]
     assert done["means"] == {"stars.mean": pytest.approx(np.mean(wanted), abs=1e-5)}
-
-
-def test_a_scorer_gives_the_mean(model: Path, eager: Eager) -> None:
-    with Scorer(model=model, labels=LABELS, label_values=VALUES) as scorer:
-        found = scorer.score(texts(ROWS)).to_pylist()
-    np.testing.assert_allclose([row["mean"] for row in found], expected(eager), atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -94,29 +94,3 @@ def test_a_row_that_does_not_fit_is_an_error_row_and_the_others_keep_their_score
     assert "can't allocate memory" in rows[17]["error_detail"]
     for found, wanted in zip(rows, whole, strict=True):
         assert found["error"] or abs(found["score"] - wanted["score"]) <= 1e-5
-
-
-@pytest.mark.nightly
-def test_rows_that_do_not_fit_are_left_out_of_what_exits_are_learnt_from(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = [*texts(40), *(f"{'fox ' * 500}{number}\nAnswer:" for number in range(10))]
-    source = write_parquet("in.parquet", prompt=prompts)
-    refuse_long_prompts(monkeypatch, 300)
-    flags = {"model": model, "exit": True, "exit_rows": 25, "max_flips": 0.5, "max_error_rate": 0.5, "audit": 20}
-    assert score(source, **flags)["exit_code"] == 0
-    assert [row["error"] for row in read_output("out.parquet")] == [None] * 40 + ["exceeds_memory"] * 10
-
-
-@pytest.mark.nightly
-def test_a_compressed_row_keeps_its_score_where_its_audit_does_not_fit(
-    model: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = [f"{'fox ' * 400}{number}\nAnswer:" for number in range(4)]
-    source = write_parquet("in.parquet", prompt=prompts)
-    flags = {"model": model, "draft": draft, "keep": 0.4, "compress_above": 10, "keep_last": 4, "select_chunk": 2}
-    refuse_long_prompts(monkeypatch, 300)
-    assert score(source, compress_per_row=True, audit=4, **flags)["exit_code"] == 0
-    rows = read_output("out.parquet")
-    assert {row["method"] for row in rows} == {"specprefill"}
-    assert [row["audit_score"] for row in rows] == [None] * 4

@@ -12,12 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from prefillcli.engines.encoders import EncoderEngine
-from prefillcli.jobs.verify import verify_job
 from prefillcli.models.files import LOGIT_SCORE
 from tests.engines.encoder_models import save_encoder
 from tests.score.jobs import read_output, score, write_jsonl
 from tests.score.models import save_model
-from tests.score.processes import Command, Hold, cut_small_windows, words_of
 from tests.score.test_batch_files import CHAT, HELLO, answered
 
 TOLERANCE = 1e-5
@@ -142,30 +140,6 @@ def test_a_value_that_is_no_number_is_an_error_of_its_line(cross: Path, monkeypa
     ranked, single = answered([line("r", "/v1/rerank", query=QUERY, documents=["a", "x " * 20]), LINES[2]], cross)
     assert (ranked["response"], ranked["error"]["code"]) == (None, "nonfinite_score")
     assert single["error"] is None
-
-
-def test_killed_and_resumed_each_line_has_all_its_scores(reranker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_small_windows(monkeypatch)
-    texts = [f"{number} foxes" for number in range(40)]
-    lines = [line(f"r{at}", "/v1/rerank", query=text, documents=texts[: at % 4 + 1]) for at, text in enumerate(texts)]
-    flags = {"batch_format": "openai", "served_model_name": "fox", "pack_tokens": 64, "memory": "64MiB"}
-    whole = answered(lines, reranker, **flags)
-    assert [len(row["response"]["body"]["results"]) for row in whole] == [at % 4 + 1 for at in range(40)]
-    assert verify_job("out.jsonl", ["batch.jsonl"])["problems"] == []
-    hold = Hold("prefillcli.engines.torch:TorchEngine.answer", call=6)
-    killed = Command("score", "batch.jsonl", "-o", "out2.jsonl", *words_of(flags | {"model": reranker}), hold=hold)
-    killed.wait_until_held()
-    killed.kill()
-    resumed = score("batch.jsonl", "out2.jsonl", model=reranker, resume=True, **flags)
-    assert resumed["rows"]["scored"] == 40
-    assert verify_job("out2.jsonl", ["batch.jsonl"])["problems"] == []
-    lines_again = [json.loads(each) for each in Path("out2.jsonl").read_text().splitlines()]
-    for row, wanted in zip(lines_again, whole, strict=True):
-        own, other = (
-            {each["index"]: each["relevance_score"] for each in row["response"]["body"]["results"]}
-            for row in (row, wanted)
-        )
-        assert own == pytest.approx(other, abs=TOLERANCE)
 
 
 def test_models_that_score_no_pairs_say_so(cross: Path, model: Path, tmp_path: Path) -> None:

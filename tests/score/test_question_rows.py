@@ -203,19 +203,6 @@ def test_evaluations_and_correlations_are_those_of_columns(
         assert report[key] == wide[key]
 
 
-@pytest.mark.parametrize("output", ["out.parquet", "out.jsonl"])
-def test_error_rows_are_scored_again_and_all_others_stay(model: Path, output: str) -> None:
-    flags = {"max_error_rate": 0.1, "id_column": "id", "keep_columns": "kind"}
-    source = make_input(bad=7)
-    assert score(source, output, model=model, max_length=500, **FLAGS, **flags)["exit_code"] == 0
-    before = read_output(output)
-    again = {"retry_errors": True, "max_length": 500}
-    assert score(source, output, model=model, **FLAGS, **flags, **again)["exit_code"] == 0
-    assert read_report()["since"]["rows"] == ROWS - 1
-    assert read_output(output) == before
-    assert verify_job(output, [str(source)], quiet=True)["exit_code"] == 0
-
-
 def test_an_output_with_rows_left_over_is_a_problem(model: Path) -> None:
     assert score(make_input(), "out.jsonl", model=model, **FLAGS)["exit_code"] == 0
     target = Target.parse("out.jsonl")

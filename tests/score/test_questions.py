@@ -25,7 +25,7 @@ from prefillcli.jobs.loop import Finished, FollowUp
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from tests.score.jobs import TOLERANCE, read_output, read_report, score, write_jsonl, write_parquet
-from tests.score.processes import Command, Hold, cut_small_windows
+from tests.score.processes import cut_small_windows
 
 TEXTS = [f"The brown fox number {at} saw {'a quick ' * (at % 5)}dog." for at in range(30)]
 FILE = """
@@ -258,40 +258,6 @@ def test_an_error_of_one_question_is_one_of_its_row(model: Path) -> None:
     assert rows[4]["error"] == "prompt_too_long"
     assert rows[4]["error_detail"].startswith("question kind: ")
     assert {value for key, value in rows[4].items() if "." in key} == {None}
-
-
-def test_a_killed_job_goes_on_and_loses_nothing(model: Path, eager: Eager, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_small_windows(monkeypatch)
-    make_input()
-    words = ["score", "in.parquet", "-m", model, "--questions", "q.yaml", "-o", "out.parquet", "--pack-tokens", 128]
-    command = Command(*words, hold=Hold("prefillcli.engines.torch:TorchEngine.answer", 9))
-    command.wait_until_held()
-    assert list(Path("out.parquet.prefill").glob("part-*.parquet"))
-    command.kill()
-    flags = {"questions": "q.yaml", "pack_tokens": 128, "resume": True}
-    assert score("in.parquet", model=model, **flags)["exit_code"] == 0
-    assert read_report()["resumed"]
-    assert_answered(read_output("out.parquet"), eager)
-    # another file is another job, whatever its name is
-    Path("q.yaml").write_text(FILE.replace("[very quick, ", "[so quick, "))
-    assert score("in.parquet", model=model, **flags)["exit_code"] == 4
-    Path("q.yaml").write_text(FILE.replace("Is it a fox?", "Is it the fox?"))
-    assert score("in.parquet", model=model, **flags)["exit_code"] == 4
-    Path("q.yaml").write_text(FILE.replace("> 0.5", "> 0.4"))
-    assert score("in.parquet", model=model, **flags)["exit_code"] == 4
-
-
-def test_shards_make_the_same_output(model: Path, eager: Eager) -> None:
-    from prefillcli.jobs.merge import merge_job
-    from prefillcli.options.commands import MergeSettings
-    from prefillcli.options.load import load_settings
-
-    make_input()
-    for shard in ("1/2", "2/2"):
-        assert score("in.parquet", model=model, questions="q.yaml", shard=shard)["exit_code"] == 0
-    settings = load_settings(MergeSettings, {"output": "out.parquet", "quiet": True}, environment={})
-    assert merge_job(settings)["exit_code"] == 0
-    assert_answered(read_output("out.parquet"), eager)
 
 
 ONE = "- {name: fox, text: '?', labels: [Yes, No]}"

@@ -78,32 +78,3 @@ def test_each_question_has_its_own_tokens_and_its_own_flips(
         assert audit["rows"] > 3
     assert report["audit"] == report["audits"][0]["audit"]
     assert "audit of tone" in Path("out.run.html").read_text()
-
-
-@pytest.mark.parametrize("allowed", [0.3, 0.999])
-def test_a_rate_is_chosen_by_the_flips_of_all_questions(
-    source: Path, model: Path, draft: Path, allowed: float
-) -> None:
-    """As many flips as a job with that rate and an audit of all its rows has; the second order is a prompt too."""
-    Path("q.yaml").write_text(FILE.partition("    when:")[0])
-    options = {"model": model, "draft": draft, "questions": "q.yaml", "compress_per_row": True}
-    assert compressed(source, keep="auto", max_flips=allowed, audit=1000, **options)["exit_code"] == 0
-    trials = read_report()["keep_auto"]["trials"]
-    for trial in trials:
-        compressed(source, "fixed.parquet", keep=trial["keep"], audit=1000, **options)
-        audits = [each["audit"] for each in read_report("fixed.run.json")["audits"]]
-        assert trial["rows"] == sum(audit["rows"] for audit in audits)
-        assert trial["flips"] == sum(audit["flips"] for audit in audits)
-    assert (trials[-1]["bound"] <= allowed) == (len(trials) == 5)
-
-
-def test_a_rate_is_chosen_by_the_flips_of_choices(model: Path, draft: Path) -> None:
-    choices = [["Yes", "No", "a fox"], ["very quick, brown", "No"]]
-    rows = [{"prompt": text, "choices": choices[at % 2]} for at, text in enumerate(TEXTS)]
-    options = {"model": model, "draft": draft, "choices_column": "choices", "compress_per_row": True, "audit": 1000}
-    source = write_jsonl("in.jsonl", rows)
-    assert compressed(source, keep="auto", max_flips=0.999, **options)["exit_code"] == 0
-    for trial in read_report()["keep_auto"]["trials"]:
-        compressed(source, "fixed.parquet", keep=trial["keep"], **options)
-        audit = read_report("fixed.run.json")["audit"]
-        assert (trial["rows"], trial["flips"]) == (audit["rows"], audit["flips"])

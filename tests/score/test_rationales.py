@@ -12,8 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import prefillcli
-from prefillcli.data.output.sink import Sink
 from prefillcli.jobs.merge import merge_job
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
@@ -166,30 +164,6 @@ def test_another_seed_draws_other_texts(model: Path, texts_of: list[tuple[Any, .
     assert sum(ours != theirs for ours, theirs in pairs) > len(pairs) / 2
 
 
-def test_a_stopped_job_goes_on_with_the_same_texts(
-    model: Path, texts_of: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write, seen = Sink.write, []
-
-    def stop_in_the_third(sink: Sink, window: Any, *args: Any, **kwargs: Any) -> None:
-        seen.append(window.index)
-        if len(seen) == 3:
-            raise KeyboardInterrupt
-        write(sink, window, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Sink, "write", stop_in_the_third)
-        assert score(make_input(), **drawn(model))["status"] != "complete"
-    summary = score("in.parquet", resume=True, **drawn(model))
-    assert summary["exit_code"] == 0
-    assert written() == texts_of
-    report = read_report()["rationales"]
-    assert report["rows"] == sum(text is not None for text, *_ in texts_of)
-    assert report["tokens"] == sum(tokens or 0 for _, tokens, *_ in texts_of)  # of both attempts
-    assert score("in.parquet", resume=True, **drawn(model, rationale_seed=9))["exit_code"] == 4
-    assert score("in.parquet", resume=True, **drawn(model, speculation="off"))["exit_code"] == 0  # the same job
-
-
 def test_a_killed_job_goes_on_with_the_same_texts(model: Path, texts_of: list[tuple[Any, ...]]) -> None:
     given = words_of(drawn(model))
     hold = Hold("prefillcli.engines.torch:TorchEngine.answer", call=3)
@@ -235,20 +209,6 @@ def test_engine_hf_writes_the_same(model: Path) -> None:
     score("in.parquet", "hf.parquet", model=model, rationale=TOKENS, rationale_when="row < 6", engine="hf")
     assert written("hf.parquet") == written()
     assert pq.read_schema("hf.parquet").names == pq.read_schema("out.parquet").names
-
-
-@pytest.mark.nightly
-def test_from_python_the_table_has_the_texts(model: Path, texts_of: list[tuple[Any, ...]]) -> None:
-    flags = {name: value for name, value in drawn(model).items() if name not in ("model", "keep_columns", "id_column")}
-    files = {"keep_columns": ["stars"], "id_column": "id"}
-    table = prefillcli.score(make_input(), model, **files, **flags)
-    assert [tuple(row[name] for name in EXACT) for row in table.to_pylist()] == texts_of
-    with pytest.raises(prefillcli.UsageError, match="did you mean 'score'"):
-        prefillcli.score("in.parquet", model, rationale=8, rationale_when="scor > 1")
-    with prefillcli.Scorer(model, rationale=4, rationale_when="score >= 0", evidence=False) as scorer:
-        table = scorer.score([{"prompt": text} for text in texts(3)])
-        assert None not in table["rationale"].to_pylist()
-        assert scorer.score([]).schema.field("rationale") == table.schema.field("rationale")
 
 
 TEMPLATE = "History: {{ history }}\nPost: {{ post }}\nRead it? Answer:"

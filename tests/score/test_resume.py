@@ -10,7 +10,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,18 +123,6 @@ def test_resume_after_kill_loses_no_row(model: Path, whole: Undisturbed, hold: H
         assert report["tokens"]["prompt"] < whole.report["tokens"]["prompt"]
 
 
-def test_resume_after_many_kills_at_any_moment_loses_no_row(model: Path, whole: Undisturbed) -> None:
-    make_input()
-    for count in (1, 4, 6):
-        command = Command(*arguments(model, "--resume"), seconds_per_pack=0.03)
-        before = len(parts())
-        command.wait_until(lambda n=before + count: len(parts()) >= n)
-        time.sleep(0.007 * count)
-        command.kill()
-    assert not Path("out.run.json").exists()
-    assert_resumes(model, whole)
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["out.jsonl", "parts/"])
 def test_resume_after_kill_into_other_forms_of_output(model: Path, name: str) -> None:
@@ -195,40 +182,6 @@ def test_a_signal_stops_a_template_that_runs_long(model: Path) -> None:
     assert time.monotonic() - sent < 8, "the row alone takes ten seconds of processor time"
     assert read_report()["status"] == "interrupted"
     assert len(parts()) >= 3
-
-
-def test_a_second_signal_ends_a_run_that_does_not_stop(model: Path, whole: Undisturbed) -> None:
-    make_input()
-    command = Command(*arguments(model), hold=Hold(ANSWER, 4))
-    command.wait_until_held()
-    command.send(signal.SIGTERM)
-    time.sleep(0.3)
-    command.send(signal.SIGTERM)
-    assert command.end() == -signal.SIGTERM
-    assert_resumes(model, whole)
-
-
-@pytest.mark.nightly
-def test_the_installed_command_stops_on_sigterm_and_goes_on(model: Path) -> None:
-    prompts = [f"{text} {i}" for i, text in enumerate(texts(6000))]
-    source = write_parquet("in.parquet", prompt=prompts)
-    given = ["-m", str(model), "--pack-tokens", "32", "--schedule", "fifo", "-o", "out.parquet"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "prefillcli", "score", str(source), *given],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    manifest = Path("out.parquet.prefill/manifest.json")
-    while not (manifest.exists() and json.loads(manifest.read_text())["plan"]):
-        assert process.poll() is None
-        time.sleep(0.02)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGTERM)
-    stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 143, stderr
-    assert json.loads(stdout)["status"] == "interrupted"
-    assert "\r" not in stderr
 
 
 def test_another_job_is_refused_and_told_what_differs(
@@ -351,17 +304,6 @@ def test_overwrite_starts_over(model: Path, whole: Undisturbed) -> None:
     assert score("in.parquet", overwrite=True, **flags(model))["exit_code"] == 0
     assert read_report()["packs"] == whole.report["packs"]
     assert without_seconds("out.parquet") == whole.rows
-
-
-def test_a_damaged_part_is_scored_again(model: Path, whole: Undisturbed) -> None:
-    make_input()
-    command = Command(*arguments(model), hold=Hold(ANSWER, 6))
-    command.wait_until_held()
-    command.kill()
-    assert len(parts()) > 2
-    data = parts()[1].read_bytes()
-    parts()[1].write_bytes(data[: len(data) // 2])
-    assert_resumes(model, whole)
 
 
 def test_two_processes_on_one_output(model: Path, whole: Undisturbed, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prefillcli.errors import Interrupted
 from prefillcli.report.run import Seconds
 from prefillcli.runtime.clock import Clock, MemoryWatch, Phase
-from tests.score.compression import compressed, lines_of, unrelated
-from tests.score.jobs import Reference, read_output, read_report, score, texts, write_jsonl, write_parquet
+from tests.score.jobs import read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.processes import cut_small_windows
 
 ROWS = 60
@@ -102,18 +101,6 @@ def test_histograms_and_named_rows_are_those_of_the_output(
     page = Path(summary["page"])
     assert page == Path(summary["report"]).with_suffix(".html")
     assert "id-3" in page.read_text()
-
-
-def test_a_compressed_job_counts_its_methods(model: Path, draft: Path, reference: Reference) -> None:
-    prompts = unrelated(reference, [40] * 5 + [150] * 10)
-    write_jsonl("in.jsonl", lines_of(prompts, id=[f"r{at}" for at in range(15)]))
-    summary = compressed("in.jsonl", model=model, draft=draft, id_column="id", audit=5)
-    report = read_report()
-    assert report["methods"] == {"full": 5, "specprefill": 10}
-    assert_sums_up(read_output("out.parquet"), report)
-    page = Path(summary["page"]).read_text()
-    assert "Audit" in page
-    assert "specprefill" in page
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, pack: int) -> None:

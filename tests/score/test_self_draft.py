@@ -12,11 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import UsageError
-from prefillcli.jobs.inspect import inspect_job
-from prefillcli.options.commands import InspectSettings
-from prefillcli.options.load import load_settings
 from prefillcli.reading.compress import draft as self_draft
 from tests.prefill.test_thinning import kept_by_hand
 from tests.score.compression import (
@@ -36,8 +32,6 @@ from tests.score.compression import (
 )
 from tests.score.jobs import Reference, read_output, read_report, score, write_jsonl
 from tests.score.models import save_model
-from tests.score.processes import cut_small_windows
-from tests.score.test_shards import merge
 
 OWN: dict[str, Any] = {"draft": "self", "lookahead": None}
 
@@ -181,19 +175,6 @@ def test_rows_that_choose_for_themselves_depend_on_nothing_else(
         assert row["score"] == pytest.approx(own.score(prompt, kept), abs=1e-5)
 
 
-def test_shards_of_rows_that_choose_for_themselves_are_the_whole_job(deep: Path, reference: Reference) -> None:
-    source = write_jsonl("in.jsonl", lines_of(users(reference)))
-    alone = {"model": deep, **OWN, "compress_per_row": True}
-    compressed(source, **alone)
-    for shard in ("1/2", "2/2"):
-        assert compressed(source, "shards.parquet", **alone, keep_private=False, shard=shard)["exit_code"] == 0
-    merged = merge("shards.parquet")
-    assert merged["exit_code"] == 0
-    assert_same(read_output("shards.parquet"), read_output("out.parquet"))
-    with pytest.raises(UsageError, match="--compress-per-row"):
-        compressed(source, "shared/", model=deep, **OWN, shard="1/2")
-
-
 def test_the_audit_reads_rows_both_ways(deep: Path, reference: Reference) -> None:
     source = write_jsonl("in.jsonl", lines_of(users(reference)))
     full = full_rows(source, deep)
@@ -224,46 +205,6 @@ def test_keep_auto_tries_rates(deep: Path, reference: Reference) -> None:
         assert_same(rows, read_output("out.parquet"))
 
 
-def test_workers_score_the_same(deep: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_small_windows(monkeypatch)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    source = write_jsonl("in.jsonl", lines_of(users(reference, 6)))
-    alone = {"model": deep, **OWN, "compress_per_row": True, "audit": 4}
-    compressed(source, **alone)
-    rows = read_output("out.parquet")
-    assert compressed(source, **alone, workers=2, pack_tokens=400)["exit_code"] == 0
-    assert_same(read_output("out.parquet"), rows)
-    assert [row["audit_score"] is None for row in read_output("out.parquet")] == [
-        row["audit_score"] is None for row in rows
-    ]
-
-
-def test_a_resumed_job_is_the_undisturbed_one(
-    deep: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cut_small_windows(monkeypatch, flush_seconds=0.0)
-    source = write_jsonl("in.jsonl", lines_of(users(reference, 6)))
-    flags = {"model": deep, **OWN, "pack_tokens": 300, "audit": 5}
-    compressed(source, **flags)
-    wanted = without_seconds()
-    answer, packs = TorchEngine.answer, []
-
-    def fail_at_the_third(self: TorchEngine, *given: Any) -> Any:
-        packs.append(1)
-        if len(packs) == 3:
-            raise RuntimeError("stopped")
-        return answer(self, *given)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(TorchEngine, "answer", fail_at_the_third)
-        assert compressed(source, "again.parquet", **flags)["exit_code"] != 0
-    again = {**flags, "resume": True, "overwrite": None}
-    assert compressed(source, "again.parquet", **again, keep=0.5)["exit_code"] == 4, "another rate is another job"
-    assert compressed(source, "again.parquet", **again, self_layer=1)["exit_code"] == 4
-    assert compressed(source, "again.parquet", **again)["exit_code"] == 0
-    assert without_seconds("again.parquet") == wanted
-
-
 def test_prompts_whose_votes_are_no_numbers_are_read_in_full(
     deep: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,21 +229,6 @@ def test_a_folder_of_that_name_is_a_draft(model: Path, reference: Reference) -> 
     assert {row["method"] for row in read_output("out.parquet")} == {"specprefill"}
 
 
-def test_a_dry_run_plans_it(deep: Path, reference: Reference) -> None:
-    source = write_jsonl("in.jsonl", lines_of(users(reference)))
-    compressed(source, model=deep, **OWN)
-    ran = read_report()
-    found = compressed(source, model=deep, **OWN, dry_run=True)
-    assert found["exit_code"] == 0
-    report = read_report(found["report"])
-    (chosen,) = [plan for plan in report["survey"]["plans"] if plan["chosen"]]
-    assert chosen["computed_tokens"] == ran["tokens"]["computed"]
-    (keep,) = [each for each in report["survey"]["keeps"] if each["chosen"]]
-    assert keep["keep"] == RATE
-    assert keep["compressed_rows"] == 12
-    assert keep["kept_tokens"] < 0.7 * ran["tokens"]["prompt"]
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -325,18 +251,3 @@ def test_what_does_not_go_together_is_refused(
     except UsageError as error:
         told = str(error)
     assert message in told + capsys.readouterr().err
-
-
-def test_a_row_that_is_inspected_has_no_tokens_to_show_yet(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = load_settings(InspectSettings, {"inputs": ["x.jsonl"], "row": "1", "draft": "self"}, environment={})
-    assert inspect_job(settings)["exit_code"] == 2
-    assert "--draft self: prefill inspect" in capsys.readouterr().err
-
-
-def test_streamed_weights_answer_the_same(deep: Path, reference: Reference) -> None:
-    source = write_jsonl("in.jsonl", lines_of(users(reference)))
-    compressed(source, model=deep, **OWN)
-    rows = read_output("out.parquet")
-    compressed(source, model=deep, **OWN, weights="stream")
-    assert read_report()["weights"]["mode"] == "stream"
-    assert_same(read_output("out.parquet"), rows)

@@ -190,25 +190,6 @@ def test_partitioned_folders_come_back(model: Path) -> None:
     )
 
 
-@pytest.mark.nightly
-def test_prefixes_that_a_windows_end_cuts_are_handed_on_within_a_shard(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cut_small_windows(monkeypatch, block_tokens=16)
-    histories = [f"Posts of {user * 7919}: {'aBcDeF'[user] * 2000}\n" for user in range(6)]
-    prompts = [f"{histories[row // 11]}{chr(65 + row % 11)}{row * 31 % 97}: Answer:" for row in range(66)]
-    path = str(write_parquet("in.parquet", prompt=prompts))
-    options: dict[str, Any] = {"model": model, "pack_tokens": 3000, "memory": "64MiB", "max_length": 4000}
-    assert score(path, "alone.parquet", **options)["exit_code"] == 0
-    shards(path, 2, **options)
-    tokens = [read_report(f"out.shard-{number}-of-2.run.json")["tokens"] for number in (1, 2)]
-    assert merge()["exit_code"] == 0
-    assert_same(read_output("out.parquet"), read_output("alone.parquet"))
-    alone = read_report("alone.run.json")["tokens"]
-    assert sum(each["prompt"] for each in tokens) == alone["prompt"]
-    assert sum(each["computed"] for each in tokens) < 1.05 * alone["computed"]
-
-
 def test_objects_of_a_store_are_merged(model: Path, whole: list[dict[str, Any]]) -> None:
     output = "memory://shards/out.parquet"
     path = make_input()
@@ -219,17 +200,6 @@ def test_objects_of_a_store_are_merged(model: Path, whole: list[dict[str, Any]])
         assert_same(pq.read_table(pa.BufferReader(file.read())).to_pylist(), whole)
     assert shards_beside(Target.parse(output)) == []
     assert merge(output, report="run.json")["exit_code"] == 0
-
-
-def test_rows_compressed_one_by_one_are_the_same_in_shards(model: Path, draft: Path) -> None:
-    write_parquet("in.parquet", prompt=[f"{'fox dog ' * 30}{text}" for text in texts(40)])
-    options: dict[str, Any] = {"model": model, "draft": draft, "keep": 0.4, "compress_above": 0, "keep_last": 8}
-    options |= {"compress_per_row": True, "keep_private": False}
-    assert score("in.parquet", "alone.parquet", **options)["exit_code"] == 0
-    shards("in.parquet", 2, **options)
-    assert merge()["exit_code"] == 0
-    assert_same(read_output("out.parquet"), read_output("alone.parquet"))
-    assert {row["method"] for row in read_output("out.parquet")} == {"specprefill"}
 
 
 @pytest.mark.parametrize(

@@ -54,15 +54,6 @@ def test_texts_are_the_same_however_they_are_guessed(
         assert speculation in str(read_report()["rationales"])
 
 
-def test_a_draft_that_compresses_also_guesses(model: Path, draft: Path) -> None:
-    how = {"keep": 0.5, "draft": draft, "compress_above": 8, "keep_last": 4, "lookahead": 2}
-    assert job(model, "plain.parquet", speculation="off", **how)["exit_code"] == 0
-    assert job(model, speculation="draft", **how)["exit_code"] == 0
-    assert written() == written("plain.parquet")
-    assert any(row["method"] == "specprefill" for row in read_output("out.parquet"))
-    assert "draft" in str(read_report()["rationales"])
-
-
 def test_workers_guess_with_the_draft(model: Path, draft: Path) -> None:
     assert job(model, "plain.parquet", speculation="off")["exit_code"] == 0
     assert job(model, speculation="hierarchy", draft=draft, workers=2)["exit_code"] == 0

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 
-from prefillcli.jobs.inspect import inspect_job
-from prefillcli.options.commands import InspectSettings
-from prefillcli.options.load import load_settings
 from tests.score.jobs import read_output, read_report, score, texts, write_parquet
 from tests.score.models import save_model
 from tests.score.processes import Command, Hold, cut_small_windows
@@ -110,23 +107,6 @@ def test_weights_that_change_under_a_streamed_run_end_it(deep: Path, tmp_path: P
     weights.write_bytes(data)
     summary = score("in.parquet", "out.jsonl", model=model, pack_tokens=64, weights_memory="2MiB", resume=True)
     assert summary["exit_code"] == 4
-
-
-def test_a_dry_run_plans_with_streamed_weights(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefillcli.models.load.load_model", lambda *a, **k: pytest.fail("weights were loaded"))
-    size = (deep / "model.safetensors").stat().st_size
-    monkeypatch.setattr("prefillcli.runtime.memory.loadable_memory", lambda device: size * 9 // 20)
-    assert score("in.parquet", model=deep, dry_run=True)["exit_code"] == 0
-    assert score("in.parquet", model=deep, dry_run=True, weights="resident", dtype="bfloat16")["exit_code"] == 5
-
-
-def test_a_row_is_inspected_with_streamed_weights(deep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert score("in.parquet", model=deep)["exit_code"] == 0
-    wanted = read_output("out.parquet")[3]["score"]
-    given = {"inputs": ["in.parquet"], "row": "3", "model": str(deep), "weights_memory": "2MiB", "quiet": True}
-    summary = inspect_job(load_settings(InspectSettings, given, environment={}))
-    assert summary["exit_code"] == 0
-    assert summary["score"] == pytest.approx(wanted, abs=1e-5)
 
 
 def test_the_residual_stream_on_the_host_gives_the_same_rows(deep: Path) -> None:

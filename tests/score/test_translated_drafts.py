@@ -13,16 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-import prefillcli
 from prefillcli.errors import UsageError
-from prefillcli.jobs.inspect import inspect_job
-from prefillcli.options.commands import InspectSettings
-from prefillcli.options.load import load_settings
-from prefillcli.reading.compress.load import SpecPrefill
-from tests.score.compression import HOW, assert_close, compressed, lines_of
+from tests.score.compression import assert_close, compressed, lines_of
 from tests.score.jobs import read_output, read_report, score, write_jsonl
-from tests.score.models import save_model
-from tests.score.processes import cut_small_windows
 
 ROWS = 24
 WORDS = ["The", "quick", "brown", "fox", "Answer", "Yes", "no", "naïve", "你好", "🙂", "the", "lazy", "dog"]
@@ -170,66 +163,3 @@ def test_another_tokenizer_of_the_draft_is_another_job(
     content["model"]["merges"] = content["model"]["merges"][:-1]
     (folder / "tokenizer.json").write_text(json.dumps(content))
     assert compressed(source, overwrite=False, resume=True, **flags)["exit_code"] == 4
-
-
-def test_the_interrupted_job_goes_on_to_the_same_output(
-    model: Path, renumbered: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cut_small_windows(monkeypatch)
-    flags = {"model": model, "draft": renumbered, "draft_tokenizer": "translate", "pack_tokens": 300}
-    assert compressed(source, "whole.parquet", **flags)["exit_code"] == 0
-    estimate, calls = SpecPrefill.estimate, iter(range(100))
-
-    def stopped(self: SpecPrefill, *arguments: Any) -> Any:
-        if next(calls) == 1:
-            raise SystemError("the machine goes down")
-        return estimate(self, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SpecPrefill, "estimate", stopped)
-        assert compressed(source, **flags)["exit_code"] == 1
-        assert list(Path("out.parquet.prefill").glob("part-*"))
-    assert compressed(source, overwrite=False, resume=True, **flags)["exit_code"] == 0
-    assert rows_without_seconds() == rows_without_seconds("whole.parquet")
-
-
-def test_python_scores_the_same(model: Path, renumbered: Path, source: Path) -> None:
-    compressed(source, model=model, draft=renumbered, draft_tokenizer="translate")
-    texts = [json.loads(line)["prompt"] for line in source.read_text().splitlines()]
-    table = prefillcli.score(
-        {"prompt": texts}, model=str(model), draft=str(renumbered), draft_tokenizer="translate", **HOW
-    )
-    assert table.column("score").to_pylist() == pytest.approx([row["score"] for row in read_output("out.parquet")])
-
-
-def test_inspect_shows_the_models_tokens_with_the_importance_that_the_draft_found(
-    model: Path, draft: Path, renumbered: Path, source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shown = []
-    for own, tokenizer in ((draft, "same"), (renumbered, "translate")):
-        given = {"inputs": [str(source)], "row": "3", "model": str(model), "draft": str(own), **HOW}
-        summary = inspect_job(load_settings(InspectSettings, {**given, "draft_tokenizer": tokenizer}, environment={}))
-        assert summary["exit_code"] == 0
-        shown.append((summary["kept_tokens"], summary["score_compressed"], summary["method"]))
-    assert shown[0] == shown[1]
-    assert shown[0][2] == "specprefill"
-
-
-def test_a_dry_run_knows_which_prompts_the_draft_cannot_read(model: Path, source: Path, tmp_path: Path) -> None:
-    """The draft has a token for each byte: some prompts are too long for it, though they are not for the model."""
-    draft = save_model(tmp_path / "bytes", seed=3, layers=1)
-    content = json.loads((draft / "tokenizer.json").read_text())
-    content["model"]["merges"] = []
-    (draft / "tokenizer.json").write_text(json.dumps(content))
-    config = json.loads((draft / "config.json").read_text())
-    lengths = [len(json.loads(line)["prompt"].encode()) for line in source.read_text().splitlines()]
-    reach = sorted(lengths)[ROWS // 2]
-    (draft / "config.json").write_text(json.dumps(config | {"max_position_embeddings": reach}))
-    flags = {"model": model, "draft": draft, "draft_tokenizer": "translate"}
-    assert compressed(source, **flags)["exit_code"] == 0
-    rows = read_output("out.parquet")
-    done = [row["method"] == "specprefill" for row in rows]
-    assert done == [
-        65 < length < reach and row["prompt_tokens"] > 64 for length, row in zip(lengths, rows, strict=True)
-    ]
-    compressed(source, None, dry_run=True, overwrite=False, **flags)

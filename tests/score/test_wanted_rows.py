@@ -18,6 +18,9 @@ from prefillcli.models.law import KeepOrAgain
 from tests.score.compression import ByHand, compressed, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, score, texts, write_jsonl
 from tests.score.processes import cut_small_windows
+from tests.score.test_exits import EXITS, prompts
+from tests.score.test_exits import deep_model as deep_model
+from tests.score.test_rationales import Writer
 
 ROWS, TOKENS = 44, 8
 TEXT = ("rationale", "rationale_tokens", "finish_reason", "rationale_source")
@@ -177,3 +180,20 @@ def test_many_wanted_rows_follow_their_window_in_groups(
             changes = [{each["section"]: each["change"] for each in of["evidence"]} for of in (row, wanted)]
             assert changes[0] == pytest.approx(changes[1], abs=1e-6)
             assert changes[0]
+
+
+def test_a_row_that_left_early_goes_through_all_layers_to_be_written_about(deep_model: Path) -> None:
+    source = write_jsonl("rows.jsonl", [{"prompt": text} for text in prompts(300)])
+    when = "row >= 240 and row % 4 == 0"
+    flags = {**EXITS, "rationale": TOKENS, "rationale_when": when}
+    assert score(source, "out.jsonl", model=deep_model, **flags)["exit_code"] == 0
+    rows, writer = read_output("out.jsonl"), Writer(deep_model)
+    chosen = [number for number, row in enumerate(rows) if row["rationale"] is not None]
+    assert chosen == [*range(240, 300, 4)]
+    assert any(rows[number]["exit_layer"] is not None for number in chosen)
+    for number in chosen:
+        row = rows[number]
+        wanted = writer(f"{prompts(300)[number]}{row['prediction']} because", TOKENS)  # no token has a space
+        assert (row["rationale"], row["rationale_tokens"], row["finish_reason"]) == wanted
+        assert row["rationale_source"] == "full"
+    assert read_report()["rationales"]["again_prompts"] > 0

@@ -17,7 +17,7 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 SCORE, RERANK = "/score", "/rerank"  # the ends of their paths
 # The names of the two texts, or lists of texts, in a body for the scores of pairs.
 PAIR_NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
-# The likeliest tokens behind a prompt, and of the first one what it writes and whether it ends an answer.
+# The likeliest tokens after a prompt, and of the first one what it writes and whether it ends an answer.
 LIKELIEST = pa.struct(
     [
         ("written", pa.string()),

@@ -250,7 +250,7 @@ class Column(NamedTuple):
     # Whether a `RowCondition` may use it: its value is known when a row is scored, and the same in every run of the
     # job.
     conditional: bool = True
-    least_labels: int = 0  # only an output with so many labels has it
+    least_labels: int = 0  # only an output with this many labels has it
     # Only an output whose labels have one of these measures has it.
     measures: tuple[Measure, ...] = tuple(Measure)
     of_answer: bool = False  # whether an output with several questions has one for each
@@ -598,7 +598,7 @@ class OutputSchema:
     token_text: Callable[[int], TokenText] | None = None
     # Of a question, the numbers of the rows of which it is asked, by the answers to earlier ones; None: all.
     when: Callable[[ResultRows], Set[int]] | None = None
-    # Of a question with the group `orders`, the number of its prompt with the two values exchanged, behind those of
+    # Of a question with the group `orders`, the number of its prompt with the two values exchanged, after those of
     # all questions.
     exchanged: int | None = None
 
@@ -686,7 +686,7 @@ class OutputSchema:
 
     @property
     def _answers(self) -> list[tuple[Column, pa.Field]]:
-        # The columns of an answer in a row of its own: of labels, which differ between questions, there are lists.
+        # The columns of an answer in its own row: of labels, which differ between questions, there are lists.
         own = {column for each in self.questions for column in each.columns if column.of_answer}
         named = [(column, column.name.replace("_<label>", "s")) for column in COLUMNS if column in own]
         return [
@@ -936,7 +936,7 @@ def _exit_layers(scored: pa.Table) -> dict[str, LayerRows]:
 def _score_bins(rows: pa.Table, prediction: str) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     if prediction not in rows.column_names or pa.types.is_integer(rows.schema.field(prediction).type):
-        return found  # rows with choices of their own, or without labels
+        return found  # rows with their own choices, or without labels
     for name in _counted(rows[prediction]):
         if f"value_{name}" in rows.column_names:
             continue  # values need not lie between 0 and 1

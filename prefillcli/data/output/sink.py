@@ -1,6 +1,6 @@
 """The way from rows to a complete output: parts in a work folder, then one commit, for one run or all shards of a job.
 
-First a job looks at its output and work folder. They are empty, or hold rows of its own to go on with, or belong to
+First a job looks at its output and work folder. They are empty, or hold its own rows to go on with, or belong to
 another job.
 """
 
@@ -498,7 +498,7 @@ class Sink:
 
     @property
     def empty_input(self) -> bool:
-        """Whether the whole input has no rows, as far as is known."""
+        """Return whether the whole input has no rows, as far as is known."""
         return self.counts.total == 0
 
     @property
@@ -518,7 +518,7 @@ class Sink:
 
     @property
     def complete(self) -> bool:
-        """Whether the output exists and nothing is left to do."""
+        """Return whether the output exists and nothing is left to do."""
         return self._manifest.state == "complete"
 
     def tables(self, names: Sequence[str]) -> Iterator[pa.Table]:
@@ -763,7 +763,7 @@ class ShardSink(Sink):
 
     @property
     def merged(self) -> bool:
-        """Whether the job's output exists already."""
+        """Return whether the job's output exists already."""
         return is_merged(self._manifest)
 
     @property

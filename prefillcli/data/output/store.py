@@ -72,7 +72,7 @@ class Owner:
 
     @classmethod
     def this(cls) -> Owner:
-        """This process, with a token of its own."""
+        """This process, with its own token."""
         since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return cls(socket.gethostname(), os.getpid(), start_of(os.getpid()), process_space(), uuid.uuid4().hex, since)
 
@@ -112,7 +112,7 @@ class FileLock(Lock):
 
     @property
     def stands(self) -> bool:
-        """Whether its file still exists; the earlier holder of the lock may have removed the folder."""
+        """Return whether its file still exists; the earlier holder of the lock may have removed the folder."""
         return self._handle is not None and file_calls.has_name(self._handle)
 
     def release(self) -> None:

@@ -180,7 +180,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Target:
-    """Where the output goes, and in which format."""
+    """The place of the output, and its format."""
 
     path: str  # as the user named it, in the form of `written_path`
     format: OutputFormat
@@ -205,12 +205,12 @@ class Target:
 
     @property
     def directory(self) -> bool:
-        """Whether the output is a folder of parts."""
+        """Return whether the output is a folder of parts."""
         return self.format.directory
 
     @cached_property
     def file_format(self) -> FileFormat:
-        """How each of its files is written and read."""
+        """Return the format in which each of its files is written and read."""
         return open_format(self.format)
 
     @cached_property
@@ -439,7 +439,7 @@ class JsonlFormat:
                 if name not in COLUMN_TYPES:
                     values = [None if value is None else encode_json(value) for value in values]
                 elif kind == pa.string() and any(isinstance(value, int) for value in values):
-                    kind = pa.int64()  # predictions are numbers where rows have choices of their own
+                    kind = pa.int64()  # predictions are numbers where rows have their own choices
                 columns[name] = pa.array(values, kind)
             yield pa.table(columns)
 

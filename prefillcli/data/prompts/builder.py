@@ -1,4 +1,4 @@
-"""How rows become prompts, which of the settings a tokenizer and an input allow, and the length of a prompt."""
+"""Rows become prompts: which of the settings a tokenizer and an input allow, and the length of a prompt."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class RowColumns(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSettings:
-    """How a row becomes a prompt."""
+    """The settings by which a row becomes a prompt."""
 
     # Column with text, chat messages or token ids; not used with a template.
     prompt_column: str = DEFAULT_COLUMN
@@ -134,7 +134,7 @@ class PromptSettings:
     # Wrap text as a user message: yes, no, or (None) if the tokenizer has a chat template.
     chat: bool | None = None
     system: str | None = None  # system message of every chat that has none of its own
-    choices: ChatChoices = AS_USUAL  # how chats are rendered, and what stands behind them
+    choices: ChatChoices = AS_USUAL  # how chats are rendered, and what stands after them
     max_length: int  # longest prompt in tokens
     on_long: OnLong = "error"  # the treatment of longer ones
     vocab_size: int  # token ids are below this
@@ -281,7 +281,7 @@ class PromptBuilder:
 
     @property
     def way(self) -> Way | None:
-        """What brings chats to the answer; None if rows become no chats. Raises UsageError as `ChatTemplate` does."""
+        """Return what brings chats to the answer; None without chats. Raises UsageError as `ChatTemplate` does."""
         return self._chats().way if self._makes_chats else None
 
     def _chats(self) -> ChatTemplate:
@@ -402,7 +402,7 @@ class PromptBuilder:
         return prompt_builder(self._tokenizer, settings, (self.column,), group_chars=self._group_chars)
 
     def of_part(self, part: int, labels: Labels) -> tuple[PromptBuilder, Labels]:
-        """Return what makes the prompts of this number of rows with several prompts, and the labels behind them."""
+        """Return what makes the prompts of this number of rows with several prompts, and the labels after them."""
         return self, labels
 
     def close(self) -> None:
@@ -627,7 +627,7 @@ class PromptBuilder:
                 return RowError(error.code, str(error).replace("\n", "; "))
             moved, behind = len(following.moved), following.labels.depth
             if behind >= limit:
-                detail = f"{behind} tokens of labels or a target behind it, the limit is {limit}"
+                detail = f"{behind} tokens of labels or a target after it, the limit is {limit}"
                 return RowError(ErrorCode.PROMPT_TOO_LONG, detail)
             size = len(tokens) - moved + behind
             if size <= limit:
@@ -700,7 +700,7 @@ class PromptBuilder:
         return found
 
     def _fit(self, tokens: Int32Array, behind: int = 0, *, cut: bool = True) -> Int32Array | RowError:
-        # The tokens of a prompt that has so many more `behind` it; all of them unless it may be `cut`.
+        # The tokens of a prompt that has this many more `behind` it; all of them unless it may be `cut`.
         if len(tokens) == 0:
             return RowError(ErrorCode.EMPTY_PROMPT, "the tokenizer makes no token of the prompt")
         if self._may_exceed_vocabulary and int(tokens.max()) >= self.settings.vocab_size:

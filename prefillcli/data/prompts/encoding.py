@@ -376,7 +376,7 @@ class Controls:
 
     @functools.cached_property
     def literal_backend(self) -> Any:
-        """The tokenizer with its control tokens written in letters of their own. Raises NotLiteral."""
+        """The tokenizer with its control tokens written in their own letters. Raises NotLiteral."""
         from tokenizers import Tokenizer
 
         try:
@@ -417,7 +417,7 @@ class Controls:
                 name = text[start:stop]
                 start += len(name) - len(name.lstrip()) if token.lstrip else 0
                 stop -= len(name) - len(name.rstrip()) if token.rstrip else 0
-                # The unknown token also stands for any text without a token of its own: that is not a find.
+                # The unknown token also stands for any text without its own token: that is not a find.
                 if start < stop and (number != self._unknown or text[start:stop] == token.content):
                     found.append((start, stop, number))
         return found

@@ -130,7 +130,7 @@ def _unescape(text: str) -> str:
 
 
 def _own_end(text: str) -> int:
-    # Where the white space begins that goes to the answer: behind the last word or line break.
+    # Where the white space begins that goes to the answer: after the last word or line break.
     end = len(text.rstrip())
     return max(end, text.rfind("\n", end) + 1, text.rfind("\r", end) + 1)
 
@@ -152,7 +152,8 @@ def tail_of(text: str) -> str:
 
 
 class Following(NamedTuple):
-    """What may follow a prompt: its labels, and the tokens at the prompt's end that these begin with instead.
+    """The answers that may follow a prompt: its labels, and the tokens at the prompt's end that these begin with
+    instead.
 
     `merged` is the end of a text in which the tokenizer joins the prompt's last letters and the answer's first ones.
     """
@@ -163,7 +164,7 @@ class Following(NamedTuple):
 
 
 class PromptEnd(NamedTuple):
-    """A prompt's tail (`tail_of`) and its tokens. Answers begin behind `context` of them. `literal`: the text is as
+    """A prompt's tail (`tail_of`) and its tokens. Answers begin after `context` of them. `literal`: the text is as
     `Controls.respell` writes it; `bare`: a word that follows has no space of its own before it."""
 
     text: str
@@ -179,7 +180,7 @@ class PromptEnd(NamedTuple):
 
 
 class Behind(NamedTuple):
-    """The tokens of an answer behind a prompt; `merged`: they lack letters of the answer, or repeat some of the
+    """The tokens of an answer after a prompt; `merged`: they lack letters of the answer, or repeat some of the
     prompt, as the tokenizer joins the two."""
 
     tokens: list[int]
@@ -190,7 +191,7 @@ def prompt_ends(encoder: Encoder, tails: Sequence[tuple[str, bool]]) -> list[Pro
     """The end of each prompt: its tail, and whether that is literal.
 
     White space at a prompt's end goes to the answer, as in lm-evaluation-harness (`TemplateLM._encode_pair`), but
-    never a line break: the tokenizer joins a space with the word behind it, and a line break with none.
+    never a line break: the tokenizer joins a space with the word after it, and a line break with none.
     """
     before = [text[: _own_end(text)] for text, _ in tails]
     spaced = [at for at, (text, _) in enumerate(tails) if text != before[at]]
@@ -207,7 +208,7 @@ def prompt_ends(encoder: Encoder, tails: Sequence[tuple[str, bool]]) -> list[Pro
 
 
 def tokens_behind(encoder: Encoder, asked: Sequence[tuple[PromptEnd, Sequence[str]]]) -> list[list[Behind]]:
-    """The tokens of each answer behind its prompt: those of the whole text less those of the prompt, as in
+    """The tokens of each answer after its prompt: those of the whole text less those of the prompt, as in
     lm-evaluation-harness.
 
     Where the prompt's last letters and the answer become one token, nothing may be left. Then the answer has the
@@ -258,7 +259,7 @@ class Labels:
 
     measure = Measure.SHARES  # the meaning of an engine's numbers for the labels
     columns: tuple[str, ...] = ()  # of the input, whose values `resolve_all` needs
-    each: tuple[Labels, ...] = ()  # of several questions, those behind each prompt of a row
+    each: tuple[Labels, ...] = ()  # of several questions, those after each prompt of a row
     question: str = ""  # the name of its question, where there are several
     values: tuple[float, ...] = ()  # the number that each label stands for; none unless they are ordered
     # Of the likeliest tokens instead of labels, the text of each by its id.
@@ -337,7 +338,7 @@ class Labels:
         ]
 
     def _behind(self, asked: Sequence[tuple[PromptEnd, Sequence[Label]]]) -> list[Following | LabelError]:
-        # The labels behind the end of each prompt.
+        # The labels after the end of each prompt.
         spelled = [[self._spelled(label, end) for label in labels] for end, labels in asked]
         texts = [[text for own in each for text in own] for each in spelled]
         coded = tokens_behind(self._encoder, [(end, own) for (end, _), own in zip(asked, texts, strict=True)])
@@ -350,7 +351,7 @@ class Labels:
         return found
 
     def _spelled(self, label: Label, end: PromptEnd) -> list[str]:
-        # The texts of a label behind the end of a prompt.
+        # The texts of a label after the end of a prompt.
         own = label.variants or (label.name if end.bare or label.name[:1].isspace() else f" {label.name}",)
         if not end.literal:
             return [spelling + (self._end or "") for spelling in own]
@@ -360,7 +361,7 @@ class Labels:
     def _following(
         self, end: PromptEnd, labels: Sequence[Label], counts: Sequence[int], behind: Sequence[Behind]
     ) -> Following:
-        # So many spellings of each label, of which these are the tokens. Raises LabelError.
+        # This many spellings of each label, of which these are the tokens. Raises LabelError.
         shown = self._encoder.controls.shown(end.text) if end.literal else end.text
         each = iter(np.array([*own.tokens, *self._end_ids], np.int32) for own in behind)
         sequences = [[next(each) for _ in range(count)] for count in counts]
@@ -424,7 +425,7 @@ def _without_longer(spellings: Sequence[Int32Array]) -> list[Int32Array]:
 
 
 def literal_end(controls: Controls, tail: str, texts: Sequence[str], *, literal: bool) -> tuple[str, bool]:
-    """A tail behind which the `texts` of a row follow, and whether it is literal: it becomes so where the tokenizer
+    """A tail after which the `texts` of a row follow, and whether it is literal: it becomes so where the tokenizer
     might find a control token in them. Raises NotLiteral."""
     risky = controls.opens(tail) or any(controls.may_be_in(text, joined=False) for text in texts)
     return (controls.respell(tail), True) if risky and not literal and controls.literal_backend else (tail, literal)

@@ -551,7 +551,7 @@ def _answer(stream: BinaryIO, kind: bytes, content: bytes = b"") -> None:
 
 
 def _renewed(seconds: int, before: int) -> int:
-    # A row begins: the process ends, by SIGXCPU, when the row takes more than so many seconds of processor time. The
+    # A row begins: the process ends, by SIGXCPU, when the row takes more than this many seconds of processor time. The
     # kernel's limit is for the whole process, so each row raises it. Returns the process's seconds at the row's
     # beginning; `before` are those of the row before.
     used = int(time.process_time())

@@ -69,7 +69,7 @@ class RowTexts:
         return [cls(values, {name: next(found) for name in values}, on_long) for values in rows]
 
     def without(self, tokens: int) -> dict[str, Any]:
-        """The values with texts that are shorter by so many tokens, or by a few more."""
+        """The values with texts that are shorter by this many tokens, or by a few more."""
         most = self._most(self.size - tokens)
         return {
             name: with_texts(value, self._cut(name, most)) if len(self._starts[name]) > most else value
@@ -96,7 +96,7 @@ class RowTexts:
 
 
 def _starts_of(encoder: Encoder, columns: Sequence[Sequence[str]]) -> list[Int64Array]:
-    # The character with which each token of a column begins, where its texts stand one behind the other.
+    # The character with which each token of a column begins, where its texts stand one after the other.
     pieces = [
         (column, at + begin, text[begin : begin + _PIECE_CHARS].encode("utf-8", "replace").decode())  # as long
         for column, texts in enumerate(columns)
@@ -141,12 +141,12 @@ class Shortening:
         return self._texts.without(self.amount or 0)
 
     def fits(self, prompt: Prompt, spare: int) -> None:
-        """The prompt of these values fits, and leaves so many tokens unused."""
+        """The prompt of these values fits, and leaves this many tokens unused."""
         self._high, self.prompt = (self.amount or 0, spare), prompt
         self.amount = self._next()
 
     def exceeds(self, excess: int) -> None:
-        """The prompt of these values is too long by so many tokens."""
+        """The prompt of these values is too long by this many tokens."""
         self._low = (self.amount or 0, excess)
         self.amount = self._next()
 

@@ -65,7 +65,7 @@ class RendererClosed(Exception):
 
 
 class Renderer:
-    """One template, compiled in a process of its own that renders rows with it.
+    """One template, compiled in its own process that renders rows with it.
 
     `spec` describes the template, as `sandbox._serve` takes it; its `name` is for messages. Errors of rows get the
     code `code`. The process ends when the renderer is closed or collected, or when this process ends in whatever way.
@@ -86,7 +86,7 @@ class Renderer:
     def render(self, rows: Sequence[Any], most: int | None = None) -> list[str | RowError]:
         """The text of each row, or why there is none. A row is the template's variables, or messages.
 
-        With `most` it stops after the text that brings the total above so many characters: the other rows are not
+        With `most` it stops after the text that brings the total above this many characters: the other rows are not
         rendered yet, and not in the list. Raises RendererClosed if the renderer is closed before or, by another
         thread, meanwhile.
         """
@@ -519,7 +519,7 @@ class ChatTemplate(Renderer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """How messages are given to a chat template."""
+    """The form in which messages are given to a chat template."""
 
     content: str  # one of _CONTENTS
     arguments: str  # of tool calls: one of _ARGUMENTS
@@ -603,7 +603,7 @@ def _thought_tokens(tokenizer: Any) -> tuple[str, str] | None:
 
 
 class _Kind(NamedTuple):
-    """What a chat template may tell messages by: the role, and the keys and types of what one says."""
+    """The signs by which a chat template may tell messages: the role, and the keys and types of what one says."""
 
     role: str
     says: tuple[tuple[str, type], ...]
@@ -634,7 +634,7 @@ def _kind(message: Message) -> _Kind:
 
 
 def _saying_more(message: Message) -> Message:
-    # The message with a letter behind each text that it says; the same where it says nothing.
+    # The message with a letter after each text that it says; the same where it says nothing.
     said = {"content": _longer_parts, "tool_calls": _longer}
     return message | {key: longer(message[key]) for key, longer in said.items() if key in message}
 
@@ -721,7 +721,7 @@ OWN_WORDS = 256  # the most tokens of such words, with a row's own label
 class Beginnings:
     """The tokens after which a text begins, by the prompt's labels and the one that it got.
 
-    The `template` gives the words for each label (`rationale_texts`); rows may have labels of their own.
+    The `template` gives the words for each label (`rationale_texts`); rows may have their own labels.
     """
 
     def __init__(self, tokenizer: Any, labels: Labels, template: str) -> None:

@@ -1,4 +1,4 @@
-"""Where the prompt of a chat ends: where the model's answer begins, and not the thoughts before it.
+"""The end of a chat's prompt: where the model's answer begins, and not the thoughts before it.
 
 Many chat templates end where the model begins to think: they open a thought, leave it to the model to open one, or
 begin a message without the channel that says what it holds. There the model says `<think>`, and the probability of
@@ -20,7 +20,7 @@ DATE = "date"  # the chat option that sets the day of `strftime_now`
 
 @dataclass(frozen=True, kw_only=True)
 class ChatChoices:
-    """How a chat template is rendered, and what stands behind it."""
+    """The rendering of a chat template, and what stands after it."""
 
     thinking: Thinking = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)  # variables of the template, and `DATE`
@@ -34,7 +34,7 @@ AS_USUAL = ChatChoices()
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """What brings a chat template's prompts to the answer."""
+    """The changes that bring a chat template's prompts to the answer."""
 
     variables: Mapping[str, Any] = field(default_factory=dict)  # given to the template
     closings: Mapping[str, str] = field(default_factory=dict)  # what follows a rendered text, by what it ends in
@@ -44,7 +44,7 @@ class Way:
 
     @property
     def said(self) -> str:
-        """What was done, in one sentence; empty where the template is rendered as it is."""
+        """Return what was done, in one sentence; empty where the template is rendered as it is."""
         given = ", ".join(f"{name}={_shown(value)}" for name, value in self.variables.items())
         parts = [f"is given {given}"] if given else []
         parts += [f"is followed by {json.dumps(text, ensure_ascii=False)}" for text in self.closings.values()]
@@ -141,7 +141,7 @@ class _Probes:
         return self.text(variables, answers=True)
 
     def end(self, variables: Mapping[str, Any]) -> str:
-        """Return what stands behind the question in its prompt."""
+        """Return what stands after the question in its prompt."""
         return _behind(self.prompt(variables), _ASKED)
 
     def added(self, variables: Mapping[str, Any], end: str) -> str:
@@ -213,7 +213,7 @@ def _to_answer(probes: _Probes, variables: Mapping[str, Any]) -> Way:
 
 
 def _behind_thought(probes: _Probes, variables: Mapping[str, Any], end: str, more: str) -> dict[str, str]:
-    # The tags between a closed thought and the answer, by what closes the thought; `more` stands behind it in an
+    # The tags between a closed thought and the answer, by what closes the thought; `more` stands after it in an
     # earlier turn. Such turns may have no thought.
     closed = _CLOSED_THOUGHT.search(end)
     if closed is None:

@@ -48,7 +48,7 @@ class _Run(NamedTuple):
 class Translator:
     """Maps prompts from the tokenizer `target` to the tokenizer `draft`, both of transformers.
 
-    The draft's is one of the tokenizers library. A draft has numbers for so many tokens as are `embedded`.
+    The draft's is one of the tokenizers library. A draft has numbers for as many tokens as are `embedded`.
     """
 
     def __init__(self, target: Any, draft: Any, embedded: int | None = None) -> None:

@@ -1,6 +1,6 @@
 """Accuracy and AUC of a sample model on held-out rows, through plain transformers.
 
-python -m recipes.evaluate_samples [--model samples/models/target] [--rows 200]
+python -m training.evaluate_samples [--model samples/models/target] [--rows 200]
 """
 
 import argparse
@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from benchmarks.sample_text import CASES, ask
 from prefillcli.bench.material import prompt
-from recipes.curriculum import gapped_positions
-from recipes.sample_tokenizer import answer_tokens
+from training.curriculum import gapped_positions
+from training.sample_tokenizer import answer_tokens
 
 SAMPLES = Path(__file__).resolve().parent.parent / "samples"
 BUCKETS = (0, 500, 1500, 3000, 4000, 8192)  # edges, in prompt tokens

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.soak`: a night of a job that is killed over and over, on a disk that fills once.
+"""`python -m tests.soak`: a night of a job that is killed over and over, on a disk that fills once.
 
 Many short rows and some long ones are scored by two workers, compressed and with early exits. Every few minutes the
 driver, a worker or all of them are killed or told to stop, and the job is resumed until it is complete. Then every row
@@ -23,12 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.console import log
-from benchmarks.night_disk import NightDisk
-from benchmarks.night_memory import MemoryOverTime
-from benchmarks.night_proof import Proof
-from benchmarks.night_rows import write_night
 from benchmarks.score_runs import SAMPLES
-from benchmarks.strikes import Attempt, Strike, draw_strike
+from tests.soak.disk import NightDisk
+from tests.soak.memory import MemoryOverTime
+from tests.soak.proof import Proof
+from tests.soak.rows import write_night
+from tests.soak.strikes import Attempt, Strike, draw_strike
 
 _LOOK_SECONDS = 0.5
 _EARLY_SHARE = 0.2  # of the attempts are struck before they have scored anything

@@ -1,45 +1,136 @@
-"""`python -m benchmarks.balance`: how evenly a large job is shared out among many workers, on a simulated clock.
-
-The driver's part is real: windows are planned, grouped and dispatched. The workers take one simulated second for each
-token. The table goes to stdout.
-"""
+"""Workers on a simulated clock: each takes as many seconds for a task as it has tokens to compute."""
 
 from __future__ import annotations
 
-import resource
-import time
-from collections.abc import Callable, Iterator
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import typer
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoTokenizer
 
-from benchmarks.console import log
-from benchmarks.simulated_crew import SimulatedCrew
 from prefillcli.data.prompts.labels import ClassLabels, Label
 from prefillcli.data.rows import Int32Array, Prompt, Window
 from prefillcli.data.windows import MAX_ROWS
+from prefillcli.engines.base import WorkerReport
 from prefillcli.jobs.loop import USUAL, ScoringLoop, ScoringOptions
 from prefillcli.jobs.recorder import Recorder
-from prefillcli.jobs.runners.parallel import PACK_SHARE
-from prefillcli.jobs.runners.pool import Pool, WorkerSpec
+from prefillcli.jobs.runners.pool import (
+    Answered,
+    AnswerTask,
+    Done,
+    Event,
+    Lost,
+    Pool,
+    Ready,
+    Reported,
+    Started,
+    Task,
+    WorkerSpec,
+)
 from prefillcli.models.files import sample_model
 from prefillcli.models.law import PACK_TOKENS
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.blocks import BLOCK_TOKENS
-from prefillcli.plan.pack import Limits
+from prefillcli.plan.pack import Key, Limits
 from prefillcli.plan.plan import Plan
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.signals import Stop
 from prefillcli.stats.evaluation import Measure
+
+
+class SimulatedCrew:
+    """Does nothing, in simulated time.
+
+    `dies` says whether a worker is lost on a task that it begins. `speed` is that of each worker, 1 if not given.
+    """
+
+    digests_needed = False
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        limits: Limits | None = None,
+        dies: Callable[[int, Task], bool] = lambda worker, task: False,
+        speed: Mapping[int, float] | None = None,
+    ) -> None:
+        self.size = size
+        self.now = 0.0
+        self.busy = [0.0] * size
+        self.done: list[tuple[int, Task]] = []
+        self.refilled = 0
+        self._limits = limits or Limits(100, 1 << 30, held_tokens=1 << 30)
+        self._dies = dies
+        self._speed = speed or {}
+        self._waiting: dict[int, deque[Task]] = {}
+        self._held: dict[int, set[Key]] = {}
+        self._dead: set[int] = set()  # not begun again yet
+        self._events: list[tuple[float, int, Event]] = []  # a heap
+        self._count = 0
+
+    def start(self, spec: WorkerSpec) -> None:
+        self._waiting[spec.number], self._held[spec.number] = deque(), set()
+        self._dead.discard(spec.number)
+        self._later(0.0, Started(spec.number, Ready(self._limits, True, {})))
+
+    def send(self, worker: int, task: Task) -> None:
+        if worker in self._dead:
+            return  # `wait` will say so
+        self._waiting[worker].append(task)
+        if len(self._waiting[worker]) == 1:
+            self._begin(worker)
+
+    def wait(self, timeout: float) -> list[Event]:
+        if not self._events:
+            return []
+        self.now, _, event = heapq.heappop(self._events)
+        if isinstance(event, Done):
+            self.done.append((event.worker, self._waiting[event.worker].popleft()))
+            if self._waiting[event.worker]:
+                self._begin(event.worker)
+        return [event]
+
+    def close(self) -> None:
+        self._events.clear()
+
+    def _begin(self, worker: int) -> None:
+        task = self._waiting[worker][0]
+        if self._dies(worker, task):
+            self._dead.add(worker)
+            self._later(0.5, Lost(worker, "was ended by signal 9 (SIGKILL)"))
+        elif isinstance(task, AnswerTask):
+            pack, held = task.work.pack, self._held[worker]
+            refills = [refill for refill in task.work.refills if refill.block not in held]
+            for refill in refills:
+                _require({node.key for node in refill.held} <= held, "a refill lacks K,V")
+                held |= set(refill.kept_nodes.values())
+            _require({node.key for node in pack.held} <= held, "a pack lacks K,V")
+            held |= set(pack.kept_nodes.values())
+            held &= pack.keep
+            tokens = sum(len(refill.tokens) for refill in refills)
+            self.refilled += tokens
+            seconds = (tokens + len(pack.tokens)) / self._speed.get(worker, 1.0)
+            self.busy[worker] += seconds
+            self._later(seconds, Done(worker, Answered([], tokens)))
+        else:
+            self._later(0.0, Done(worker, Reported(WorkerReport(worker, 0, 0, 0.0, 0, 0, None, None), None)))
+
+    def _later(self, seconds: float, event: Event) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (self.now + seconds, self._count, event))
+
+
+def _require(met: bool, otherwise: str) -> None:
+    if not met:
+        raise RuntimeError(otherwise)
+
 
 _VOCABULARY = 32_000
 #: Outputs of a head, whose probability nobody looks at.
@@ -82,8 +173,8 @@ def _users(draw: np.random.Generator) -> Iterator[Int32Array]:
 
 WORKLOADS: dict[str, Callable[[np.random.Generator], Iterator[Int32Array]]] = {
     "20 to 200 tokens": _short,
-    "the same behind one instruction of 300": _instruction,
-    "5 to 100 posts behind histories of 200 to 4,000": _users,
+    "the same after one instruction of 300": _instruction,
+    "5 to 100 posts after histories of 200 to 4,000": _users,
 }
 
 
@@ -130,32 +221,3 @@ def share_out(rows: int, workers: int, pack_tokens: int, workload: str) -> Balan
 
 def _tokens(plan: Plan) -> float:
     return float(plan.computed_tokens)
-
-
-def main(
-    rows: Annotated[int, typer.Option(help="Rows of the job.")] = 1_000_000,
-    workers: Annotated[int, typer.Option(help="Simulated workers.")] = 64,
-    pack_tokens: Annotated[int, typer.Option(help="Tokens of a pack.")] = int(PACK_TOKENS["cuda"] * PACK_SHARE),
-) -> None:
-    """Share out jobs of different kinds. The memory is that of the process so far."""
-    table = Table(
-        "rows", "tokens", "time over best balance", "computed again", "windows open", "processor time", "peak memory"
-    )
-    for workload in WORKLOADS:
-        log(workload)
-        begun = time.process_time()
-        found = share_out(rows, workers, pack_tokens, workload)
-        table.add_row(
-            workload,
-            f"{found.tokens / 1e6:,.0f} M",
-            f"{found.ratio:.3f}",
-            f"{found.again:.2%}",
-            str(found.windows),
-            f"{time.process_time() - begun:,.0f} s",
-            f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:,.0f} MiB",
-        )
-    Console(width=150).print(table)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,23 +1,15 @@
-"""`python -m benchmarks.launches`: operators that attention calls on CUDA a layer, and those for which the host waits.
-
-Needs no GPU: tensors are fake. The table goes to stdout, with one line of JSON.
-"""
+"""Operators that attention calls on CUDA a layer, and those for which the host waits. Tensors are fake."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import typer
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
-from benchmarks.fake_cuda import DEVICE, OperatorCounts, fake_cuda
 from benchmarks.workloads import prompts_with_histories, short_rows
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
@@ -25,6 +17,7 @@ from prefillcli.plan.trie import TokenArray
 from prefillcli.prefill.attention import longest_batched
 from prefillcli.prefill.forest import ForestAttention
 from prefillcli.prefill.layout import Chunk, LastTokens, Tree, split_evenly
+from tests.prefill.fake_cuda import DEVICE, OperatorCounts, fake_cuda
 
 CHUNK = 8192
 HEADS, KV_HEADS, WIDTH = 32, 8, 128  # an 8B model's
@@ -91,21 +84,3 @@ def _call(attention: ForestAttention, tokens: int, case: LaunchCase, dtype: torc
     query, key, value = (projected(heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
     how: dict[str, Any] = {"scaling": WIDTH**-0.5, "sliding_window": case.window, "softcap": case.softcap}
     attention(nn.Module(), query, key, value, None, **how)
-
-
-def main() -> None:
-    """Count launches of attention a layer and waits of the host, in chunks of 8,192 tokens."""
-    table = Table("case", "of", "launches", "flash", "waits")
-    rows = []
-    for name, case in LAUNCH_CASES.items():
-        for reads in (False, True):
-            counts = layer_counts(case, reads=reads)
-            row = ("last tokens" if reads else "a layer", counts.launches.total(), counts.flash, counts.waits.total())
-            table.add_row(name, *map(str, row))
-            rows.append((name, *row, counts.waits))
-    Console(width=110).print(table)
-    print(json.dumps(rows))
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -23,8 +23,8 @@ class NightDisk:
     def __enter__(self) -> Self:
         self.path.mkdir(parents=True, exist_ok=True)
         try:
-            subprocess.run(  # noqa: S603 - our own command line
-                ["mount", "-t", "tmpfs", "-o", f"size={self._size}", "tmpfs", str(self.path)],  # noqa: S607
+            subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", f"size={self._size}", "tmpfs", str(self.path)],
                 check=True,
             )
         except subprocess.CalledProcessError as error:
@@ -32,7 +32,7 @@ class NightDisk:
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        subprocess.run(["umount", "--lazy", str(self.path)], check=True)  # noqa: S603, S607
+        subprocess.run(["umount", "--lazy", str(self.path)], check=True)
 
     def fill(self) -> None:
         """Leave hardly any room, whatever is written meanwhile."""

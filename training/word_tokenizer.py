@@ -12,7 +12,7 @@ from math import log
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from recipes.sample_tokenizer import BOS, EOS, LONGEST, sample_texts
+from training.sample_tokenizer import BOS, EOS, LONGEST, sample_texts
 
 UNKNOWN, SPACE = "<unk>", "▁"
 OFTEN = 12  # times that a word must be seen to be a piece

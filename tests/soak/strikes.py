@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.memory import tree_memory
-from benchmarks.night_memory import Look, Process
 from prefillcli.runtime.memory import proportional_memory
 from prefillcli.runtime.signals import start_of
+from tests.soak.memory import Look, Process
 
 
 class Strike(StrEnum):
@@ -58,7 +58,7 @@ class Attempt:
         self.struck = False
         """Whether it was told to end, one way or the other."""
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(  # noqa: S603 - our own command line
+            self._process = subprocess.Popen(
                 [sys.executable, "-m", "prefillcli", *words], stdout=subprocess.DEVNULL, stderr=log
             )
 

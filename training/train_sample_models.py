@@ -1,11 +1,11 @@
 """Train the sample models and their tokenizer.
 
-    python -m recipes.train_sample_models target --minutes 30
-    python -m recipes.train_sample_models draft --minutes 15
-    python -m recipes.train_sample_models deep --steps 300 --rate 1e-3 --batch-tokens 1024
-    python -m recipes.train_sample_models deep-plain --steps 60 --rate 1e-3 --batch-tokens 1024
-    python -m recipes.train_sample_models hybrid --steps 900 --batch-tokens 1024 --gaps-from 1
-    python -m recipes.train_sample_models draft-words --steps 300 --rate 5e-4 --batch-tokens 2048
+    python -m training.train_sample_models target --minutes 30
+    python -m training.train_sample_models draft --minutes 15
+    python -m training.train_sample_models deep --steps 300 --rate 1e-3 --batch-tokens 1024
+    python -m training.train_sample_models deep-plain --steps 60 --rate 1e-3 --batch-tokens 1024
+    python -m training.train_sample_models hybrid --steps 900 --batch-tokens 1024 --gaps-from 1
+    python -m training.train_sample_models draft-words --steps 300 --rate 5e-4 --batch-tokens 2048
 
 The deep ones are grown from the target; `deep` is trained with LayerSkip's loss and layer dropout. The hybrid is the
 target with Mamba-2 mixers in place of most of its attention. `draft-words` is the draft, taught another tokenizer.
@@ -36,13 +36,13 @@ from transformers import (
 )
 
 from benchmarks.sample_text import CASES
-from recipes.curriculum import MOST_LINES, Batch, BatchMaker, Curriculum
-from recipes.deep_model import LayerSkip, grow
-from recipes.evaluate_samples import SAMPLES, Row, ScoredRow, accuracy, draw_rows, nll, score
-from recipes.hybrid_model import ASKED_BEFORE, IMITATES, Imitation, graft
-from recipes.respelled_draft import respell
-from recipes.sample_tokenizer import LONGEST, train_tokenizer
-from recipes.word_tokenizer import train_word_tokenizer
+from training.curriculum import MOST_LINES, Batch, BatchMaker, Curriculum
+from training.deep_model import LayerSkip, grow
+from training.evaluate_samples import SAMPLES, Row, ScoredRow, accuracy, draw_rows, nll, score
+from training.hybrid_model import ASKED_BEFORE, IMITATES, Imitation, graft
+from training.respelled_draft import respell
+from training.sample_tokenizer import LONGEST, train_tokenizer
+from training.word_tokenizer import train_word_tokenizer
 
 TEXT_WEIGHT = 0.2  # of the mean text loss beside the mean answer loss: 0.01 a token
 LONGEST_STEP = 5.0  # seconds that one step can count for

@@ -1,4 +1,4 @@
-"""Rows for `python -m benchmarks.soak`: many short questions, some long ones, and a few that are wrong."""
+"""Rows for `python -m tests.soak`: many short questions, some long ones, and a few that are wrong."""
 
 from __future__ import annotations
 

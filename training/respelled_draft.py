@@ -1,10 +1,10 @@
 """A draft for another tokenizer: its layers stay, and each new token begins as it reads in the old one.
 
-    python -m recipes.respelled_draft out/real/draft out/real/own.chosen.parquet out/real/shared.chosen.parquet \
+    python -m training.respelled_draft out/real/draft out/real/own.chosen.parquet out/real/shared.chosen.parquet \
         --output out/real/draft-words
 
 counts the words of the rows' prompts and writes the draft for them, without any training. The sample draft is made in
-this way too, and then trained (`python -m recipes.train_sample_models draft-words`).
+this way too, and then trained (`python -m training.train_sample_models draft-words`).
 """
 
 import argparse
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from recipes.word_tokenizer import SPACE, train_word_tokenizer
+from training.word_tokenizer import SPACE, train_word_tokenizer
 
 
 def respell(draft: LlamaForCausalLM, old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) -> LlamaForCausalLM:

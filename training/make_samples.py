@@ -1,6 +1,6 @@
 """Write the sample data sets.
 
-    python -m recipes.make_samples [--out samples]
+    python -m training.make_samples [--out samples]
 
 Every file comes from one seed, other than the one the sample models were trained with: with the same
 version of pyarrow, the same bytes.
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.sample_text import ask, credit_case, label_case
 from prefillcli.bench.material import Case, post_case, prompt
-from recipes.evaluate_samples import SAMPLES
+from training.evaluate_samples import SAMPLES
 
 SEED = "samples 2024"
 USERS, POSTS = 12, 20

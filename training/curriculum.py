@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from benchmarks.sample_text import CASES, CREDITORS, SUBJECTS, ask_fairly
 from prefillcli.bench.material import TOPICS, Case
-from recipes.sample_tokenizer import answer_tokens
+from training.sample_tokenizer import answer_tokens
 
 WORDS = tuple(dict.fromkeys((*TOPICS, *CREDITORS, *SUBJECTS)))
 MOST_LINES = 250  # about 4,900 tokens of history

@@ -1,8 +1,7 @@
-"""Memory of packs whose K,V of all layers are kept, and of the texts behind them, against the law."""
+"""Memory of packs whose K,V of all layers are kept, and of the texts after them, against the law."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -29,7 +28,7 @@ GOAL = 1.3  # peak bytes over those of the law
 
 
 class Case(NamedTuple):
-    """Prompts, and behind every how many of them a text of so many tokens is written."""
+    """Prompts, and after every how many of them a text of so many tokens is written."""
 
     name: str
     prompts: Callable[[], list[TokenArray]]
@@ -124,13 +123,3 @@ def measured(name: str, size: str = "25M", share: float = GOAL) -> dict[str, flo
         "peak": peak,
         "of_law": peak / bytes_by_law,
     }
-
-
-def main() -> None:
-    """Print a table, and one JSON object."""
-    found = {name: measured(name, size) | {"model": size} for size in ("25M", "100M") for name in CASES}
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
