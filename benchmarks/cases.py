@@ -19,11 +19,11 @@ from benchmarks.models import random_draft, random_llama
 from benchmarks.score_runs import SAMPLES, outside_share, score_file, write_short_rows
 from benchmarks.spread import Spread
 from benchmarks.workloads import prompts_with_histories, random_prompt
-from prefillcli.bench.contest import interleaved
 from prefillcli.models.law import choose_chunk, memory_law
 from prefillcli.models.shape import prefill_flops, walk_flops
 from prefillcli.reading.compress.settings import Compression
 from prefillcli.report.section import mebibytes
+from prefillcli.tools.bench.contest import interleaved
 
 Row = dict[str, Any]
 

@@ -27,10 +27,8 @@ from transformers import AutoConfig
 
 from benchmarks.console import log
 from benchmarks.exit_cases import EXIT_CASES
-from prefillcli.core.question import Question, answer_questions
-from prefillcli.data.rows import BEFORE
+from prefillcli.core.request import Question, answer_questions
 from prefillcli.engines.base import EarlyExits, Readings, Treatment
-from prefillcli.jobs.scorer import Scorer
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from prefillcli.plan.pack import in_full
@@ -48,6 +46,8 @@ from prefillcli.reading.exits.judging import (
     work_of,
 )
 from prefillcli.reading.exits.policy import ExitPolicy, Float64Array, Probe
+from prefillcli.rows.records import BEFORE
+from prefillcli.scoring.scorer import Scorer
 from recipes.real_model import FOLDER
 
 COMPARED = 300  # rows that both models read when the cost of the first one is measured

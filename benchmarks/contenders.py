@@ -41,10 +41,10 @@ def walk(
     With `narrow` that of `--compute`, whose rows are not read again.
     """
     from prefillcli.engines.torch import TorchEngine
-    from prefillcli.jobs.load import load_walk
     from prefillcli.models.find import read_model_files
     from prefillcli.models.open import Opened, Small
     from prefillcli.options.groups import LoadingOptions
+    from prefillcli.scoring.loading import load_walk
 
     files = read_model_files(model, dtype=dtype)
     small = () if narrow is None else (Small(files, narrow=narrow),)

@@ -41,10 +41,6 @@ from benchmarks.reviews import review_truths, sentiment_tokens
 from benchmarks.score_runs import outside_share, score_file
 from benchmarks.spread import Spread
 from benchmarks.workloads import prompts_with_histories, short_rows
-from prefillcli.bench.contest import interleaved
-from prefillcli.data.prompts.builder import EncoderBuilder, PromptSettings
-from prefillcli.data.prompts.labels import ClassLabels, Label
-from prefillcli.data.rows import RowBatch
 from prefillcli.engines.encoders import EncoderEngine
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
@@ -54,15 +50,19 @@ from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan, make_plans
 from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill import forest, fusion
-from prefillcli.prefill.attention import ForestKernel, Shift, attend, attend_blockwise, attend_by_products
-from prefillcli.prefill.forest import ATTENTION
-from prefillcli.prefill.narrow import in_smaller_numbers
-from prefillcli.prefill.walk import FASTEST
+from prefillcli.prompts.builder import EncoderBuilder, PromptSettings
+from prefillcli.prompts.labels import ClassLabels, Label
 from prefillcli.report.section import mebibytes
+from prefillcli.rows.records import RowBatch
 from prefillcli.runtime.memory import keep_blocks, resident_memory
 from prefillcli.runtime.user_cache import load_compiled, share_openmp
 from prefillcli.stats.evaluation import Measure, auc, rows_for
+from prefillcli.tools.bench.contest import interleaved
+from prefillcli.walk import forest, fusion
+from prefillcli.walk.attention import ForestKernel, Shift, attend, attend_blockwise, attend_by_products
+from prefillcli.walk.forest import ATTENTION
+from prefillcli.walk.narrow import in_smaller_numbers
+from prefillcli.walk.walk import FASTEST
 from recipes.real_model import real_model, reviews
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -123,7 +123,7 @@ def forms(form: Annotated[str, typer.Argument(help=" or ".join(FORMS))], rounds:
     torch.set_num_threads(1)
     if form == "AMX" and not torch.cpu._init_amx():  # Linux gives tiles to those that ask
         raise typer.BadParameter("the processor has no AMX, or Linux does not give it")
-    library = load_compiled("prefillcli.prefill", "forest_attention.cpp", [*FORMS[form], "-ffp-contract=off"])
+    library = load_compiled("prefillcli.walk", "forest_attention.cpp", [*FORMS[form], "-ffp-contract=off"])
     if library is None or not share_openmp("torch"):
         raise typer.BadParameter("no C++ compiler, or no OpenMP of GNU in torch")
     kernel = ForestKernel(library)
@@ -495,7 +495,7 @@ begun = cli.load_options
 def begin(*given):
     global load
     found = begun(*given)
-    from prefillcli.jobs.score import Job
+    from prefillcli.scoring.score import Job
     load, Job.load_models = Job.load_models, ready
     return found
 cli.load_options = begin

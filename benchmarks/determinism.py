@@ -29,7 +29,6 @@ from benchmarks.models import random_llama
 from benchmarks.reviews import review_prompts
 from benchmarks.spread import Spread
 from benchmarks.workloads import prompts_with_histories, random_prompt, short_rows
-from prefillcli.bench.contest import interleaved
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.models.find import read_model_files
 from prefillcli.models.law import CHUNK_TOKENS, PACK_TOKENS
@@ -38,8 +37,9 @@ from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill.determinism import by_row
-from prefillcli.prefill.walk import FASTEST, LayerWalk
+from prefillcli.tools.bench.contest import interleaved
+from prefillcli.walk.determinism import by_row
+from prefillcli.walk.walk import FASTEST, LayerWalk
 from recipes.real_model import real_model
 
 LABELS = LabelSet.of([[5], [7]])

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from prefillcli.core.question import Question
+from prefillcli.core.request import Question
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import ForestAttention
-from prefillcli.prefill.own_cache import LayerPast
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk.forest import ForestAttention
+from prefillcli.walk.own_cache import LayerPast
+from prefillcli.walk.walk import LayerWalk
 
 DRIFT_ROWS = 8  # the first compressed prompts; each is walked once more whole and once more compressed
 

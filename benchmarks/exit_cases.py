@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.sample_text import CASES, ask
 from benchmarks.score_runs import SAMPLES
-from prefillcli.bench.material import post_case, prompt
+from prefillcli.tools.bench.material import post_case, prompt
 from recipes.real_model import FOLDER, real_model, reviews
 from recipes.review_passages import write_nights, write_passages
 from recipes.review_rows import SHORT, many_shot

@@ -20,10 +20,8 @@ import typer
 
 from benchmarks.console import log
 from benchmarks.exit_cases import EXIT_CASES, ExitCase
-from prefillcli.core.question import Question, answer_questions, plan_questions
-from prefillcli.data.rows import Int64Array, Prompt
+from prefillcli.core.request import Question, answer_questions, plan_questions
 from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
-from prefillcli.jobs.scorer import Scorer
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.pack import in_full
 from prefillcli.reading.exits.judging import (
@@ -34,6 +32,8 @@ from prefillcli.reading.exits.judging import (
     exit_costs,
     observed_layers,
 )
+from prefillcli.rows.records import Int64Array, Prompt
+from prefillcli.scoring.scorer import Scorer
 from prefillcli.stats.evaluation import exact_interval
 
 

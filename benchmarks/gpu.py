@@ -26,17 +26,17 @@ from benchmarks.console import log, log_run
 from benchmarks.flops import answer_flops
 from benchmarks.limits import enforced
 from benchmarks.workloads import prompts_with_histories, random_prompt
-from prefillcli.bench.contest import interleaved
 from prefillcli.errors import out_of_memory
 from prefillcli.models.law import FREE_SHARE, MemoryLaw, memory_law, pack_limits
 from prefillcli.models.shape import prefill_flops, walk_flops
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill.forest import ATTENTION, register
-from prefillcli.prefill.walk import LayerWalk
-from prefillcli.profile.measuring import prefill
 from prefillcli.runtime.memory import available_memory, prepare_allocator, with_peak
+from prefillcli.tools.bench.contest import interleaved
+from prefillcli.tools.profile.measuring import prefill
+from prefillcli.walk.forest import ATTENTION, register
+from prefillcli.walk.walk import LayerWalk
 
 GB = 10**9
 FULL, HYBRID = "full", "hybrid"

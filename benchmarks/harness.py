@@ -27,8 +27,8 @@ from benchmarks.contenders import CORES, use_vllm_cores
 from benchmarks.runners import Runner
 from benchmarks.serving import Method, Settings
 from benchmarks.spread import Spread
-from prefillcli.bench.contest import interleaved
 from prefillcli.plan.trie import TokenArray
+from prefillcli.tools.bench.contest import interleaved
 from recipes.real_model import FOLDER, Review, real_model, reviews
 
 CHOICES: Mapping[str, Sequence[str]] = {

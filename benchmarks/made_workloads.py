@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from benchmarks.console import log
 from benchmarks.sample_text import CASES, CREDIT_INSTRUCTION, CREDITORS, ask, credit_case
 from benchmarks.score_runs import SAMPLES
-from prefillcli.bench.material import (
+from prefillcli.tools.bench.material import (
     POST_INSTRUCTION,
     TOPICS,
     Case,

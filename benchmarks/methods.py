@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from prefillcli.data.prompts.translation import Translator
-from prefillcli.data.rows import Prompt
 from prefillcli.engines.hf import last_logits
 from prefillcli.models.law import CHUNK_TOKENS, PACK_TOKENS
 from prefillcli.plan.behind import LabelSet
@@ -16,13 +14,15 @@ from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan, packs_to_run
 from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill.forest import ATTENTION
-from prefillcli.prefill.walk import FASTEST, Arithmetic, LayerWalk
+from prefillcli.prompts.translation import Translator
 from prefillcli.reading.compress.compressor import Compressor, WorthCompressing
 from prefillcli.reading.compress.draft import Draft
 from prefillcli.reading.compress.load import SpecPrefill
 from prefillcli.reading.compress.selection import Estimator
 from prefillcli.reading.compress.settings import Compression
+from prefillcli.rows.records import Prompt
+from prefillcli.walk.forest import ATTENTION
+from prefillcli.walk.walk import FASTEST, Arithmetic, LayerWalk
 
 
 def plain_loop(model: PreTrainedModel, prompts: Sequence[TokenArray]) -> torch.Tensor:

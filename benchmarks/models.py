@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from prefillcli.prefill.forest import ATTENTION, register
+from prefillcli.walk.forest import ATTENTION, register
 
 #: Llama shapes by their rough number of parameters.
 SHAPES = {

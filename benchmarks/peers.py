@@ -31,10 +31,10 @@ from benchmarks.runners import ROOT, Runner
 from benchmarks.serving import Scores, Settings
 from benchmarks.spread import Spread
 from benchmarks.workloads import prompts_with_histories, random_prompt, short_rows
-from prefillcli.bench.contest import interleaved
 from prefillcli.plan.trie import TokenArray
 from prefillcli.report.section import mebibytes
 from prefillcli.stats.evaluation import auc
+from prefillcli.tools.bench.contest import interleaved
 from recipes.real_model import real_model
 
 WALK, WALK_INT8, PLAIN, PADDED, VLLM = "torch walk", "torch walk int8", "plain loop", "padded batches", "vLLM"

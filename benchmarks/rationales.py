@@ -28,15 +28,15 @@ from benchmarks.console import log
 from benchmarks.models import random_llama
 from benchmarks.spread import Spread
 from benchmarks.writing import GeneratedTexts, TextRun, TextTask, scored_packs
-from prefillcli.decode.behind import KeptForward
-from prefillcli.decode.continuations import Beginning, DecodingReport, Speculation, Writing
-from prefillcli.decode.drafters import JobDrafters
-from prefillcli.decode.lockstep import write_texts
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill.forest import ATTENTION, register
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk.continuations import Beginning, DecodingReport, Speculation, Writing
+from prefillcli.walk.decoding import KeptForward
+from prefillcli.walk.drafters import JobDrafters
+from prefillcli.walk.forest import ATTENTION, register
+from prefillcli.walk.lockstep import write_texts
+from prefillcli.walk.walk import LayerWalk
 from recipes.real_model import real_model, reviews
 
 DRAFTERS = ("off", "lookup", "suffix", "retrieval")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from prefillcli.plan.trie import TokenArray
-from prefillcli.profile.measuring import random_prompt as random_prompt
+from prefillcli.tools.profile.measuring import random_prompt as random_prompt
 
 _FIRST_ID = 3  # below it tokenizers often have control tokens
 

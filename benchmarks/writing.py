@@ -30,16 +30,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from benchmarks.console import log
 from benchmarks.spread import Spread
-from prefillcli.bench.contest import interleaved, with_peak
-from prefillcli.bench.material import make_needles
-from prefillcli.data.prompts.templates import Beginnings
-from prefillcli.data.rows import Float64Array, Int32Array
-from prefillcli.decode.behind import KeptPack, RowRoom, write_behind
-from prefillcli.decode.continuations import DRAFTERS, Beginning, Continuation, DecodingReport, Writing
-from prefillcli.decode.drafters import DraftModel, JobDrafters
 from prefillcli.engines.hf import generate
-from prefillcli.jobs.load import Models, load_models
-from prefillcli.jobs.opening import Opening
 from prefillcli.models.files import sample_draft, sample_model
 from prefillcli.models.heads import label_numbers
 from prefillcli.models.law import memory_law
@@ -49,8 +40,17 @@ from prefillcli.options.groups import DEFAULT_TEMPLATE
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import ATTENTION
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.prompts.templates import Beginnings
+from prefillcli.rows.records import Float64Array, Int32Array
+from prefillcli.scoring.loading import Models, load_models
+from prefillcli.scoring.opening import Opening
+from prefillcli.tools.bench.contest import interleaved, with_peak
+from prefillcli.tools.bench.material import make_needles
+from prefillcli.walk.continuations import DRAFTERS, Beginning, Continuation, DecodingReport, Writing
+from prefillcli.walk.decoding import KeptPack, RowRoom, write_behind
+from prefillcli.walk.drafters import DraftModel, JobDrafters
+from prefillcli.walk.forest import ATTENTION
+from prefillcli.walk.walk import LayerWalk
 
 REFERENCE = "plain"  # the way of writing with which the others are compared
 PADDED_TOKENS = 32_768  # prompt tokens of a padded batch: a mask of that times the longest prompt must fit beside them

@@ -90,7 +90,7 @@ def score_(settings: ScoreSettings) -> Summary:
 
     The last line on stdout is a summary of the run, one JSON object; everything else goes to stderr.
     """
-    from prefillcli.jobs.score import score_job
+    from prefillcli.scoring.score import score_job
 
     return score_job(settings)
 
@@ -102,7 +102,7 @@ def profile(settings: ProfileSettings) -> Summary:
     With INPUT, also what scoring it takes. Tables go to stderr; the last line on stdout is a summary, one JSON
     object.
     """
-    from prefillcli.profile.profile_job import profile_job
+    from prefillcli.tools.profile.profile_job import profile_job
 
     return profile_job(settings)
 
@@ -113,7 +113,7 @@ def bench(settings: BenchSettings) -> Summary:
 
     Tables go to stderr; the last line on stdout is a summary of the run, one JSON object.
     """
-    from prefillcli.bench.bench_job import bench_job
+    from prefillcli.tools.bench.bench_job import bench_job
 
     return bench_job(settings)
 
@@ -124,7 +124,7 @@ def inspect_(settings: InspectSettings) -> Summary:
 
     The last line on stdout is a summary, one JSON object; everything else goes to stderr.
     """
-    from prefillcli.jobs.inspect import inspect_job
+    from prefillcli.tools.inspect import inspect_job
 
     return inspect_job(settings)
 
@@ -135,7 +135,7 @@ def merge(settings: MergeSettings) -> Summary:
 
     Every row must be there exactly once. The last line on stdout is a summary, one JSON object.
     """
-    from prefillcli.jobs.merge import merge_job
+    from prefillcli.tools.merge import merge_job
 
     return merge_job(settings)
 
@@ -149,7 +149,7 @@ def doctor(settings: DoctorSettings) -> Summary:
     """
     step("starting torch and transformers")
     with light_imports():
-        from prefillcli.jobs.doctor import doctor_job
+        from prefillcli.tools.doctor import doctor_job
 
     return doctor_job(settings)
 
@@ -160,7 +160,7 @@ def calibrate(settings: CalibrateSettings) -> Summary:
 
     A table goes to stderr; the last line on stdout is a summary, one JSON object.
     """
-    from prefillcli.judging.calibrate import calibrate_job
+    from prefillcli.tools.calibrate import calibrate_job
 
     return calibrate_job(settings)
 
@@ -181,7 +181,7 @@ def verify(
 
     Exit code 0, or 1 with what is wrong on stderr. The last line on stdout is a summary, one JSON object.
     """
-    from prefillcli.jobs.verify import verify_job
+    from prefillcli.tools.verify import verify_job
 
     finish(verify_job(output, inputs or (), quiet=quiet))
 
@@ -192,6 +192,6 @@ def status(output: _Output, quiet: _Quiet = False) -> None:
 
     The last line on stdout is one JSON object that says the same; nothing is changed.
     """
-    from prefillcli.jobs.status import status_job
+    from prefillcli.tools.status import status_job
 
     finish(status_job(output, quiet=quiet))

@@ -30,11 +30,9 @@ from tqdm import tqdm
 
 from prefillcli.core.further import GivenContinuations
 from prefillcli.core.models import Models
-from prefillcli.core.question import require_answered
-from prefillcli.decode.continuations import Beginning, Writing
+from prefillcli.core.request import require_answered
 from prefillcli.engines.base import PLAIN, Answer, Treatment
 from prefillcli.errors import ResourceError, UsageError, did_you_mean
-from prefillcli.jobs.load import load_models, open_models
 from prefillcli.models.open import stop_tokens
 from prefillcli.options.load import scorer_settings
 from prefillcli.plan.behind import LabelSet
@@ -42,6 +40,8 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
 from prefillcli.runtime import log
+from prefillcli.scoring.loading import load_models, open_models
+from prefillcli.walk.continuations import Beginning, Writing
 
 #: Options of `prefill score` about the model and its memory, which are arguments of the model too.
 OPTIONS = (

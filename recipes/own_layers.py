@@ -17,13 +17,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 
-from prefillcli.bench.contest import compare, load_jobs, open_jobs, open_models
-from prefillcli.bench.material import read_rows
-from prefillcli.bench.methods import REFERENCE
-from prefillcli.bench.report import WorkloadResult
 from prefillcli.options.commands import BenchSettings
 from prefillcli.report.section import percent_interval
 from prefillcli.runtime.signals import Stop
+from prefillcli.tools.bench.contest import compare, load_jobs, open_jobs, open_models
+from prefillcli.tools.bench.material import read_rows
+from prefillcli.tools.bench.methods import REFERENCE
+from prefillcli.tools.bench.report import WorkloadResult
 
 HEADER = (
     "method",

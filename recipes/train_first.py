@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from prefillcli.jobs.opening import Opening
 from prefillcli.options.commands import ScoreSettings
+from prefillcli.scoring.opening import Opening
 from recipes.distill_draft import cut_model, log, trainable, watch_attention
 
 HELD_BACK = 10  # one row in so many

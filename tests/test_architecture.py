@@ -13,7 +13,6 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import pytest
 import typer
-from prefillcli.scoring import identity
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
@@ -22,6 +21,7 @@ from prefillcli.command_line import is_long
 from prefillcli.core import asking, roles
 from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.option import Change, details_of
+from prefillcli.scoring import identity
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "prefillcli"

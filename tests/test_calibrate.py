@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from prefillcli.cli import app
 from prefillcli.errors import UsageError
-from prefillcli.judging.calibrate import calibrate_job
 from prefillcli.judging.calibration import Calibration, fit_platt, log_shares_of, read_calibration
 from prefillcli.options.judging import CalibrateSettings
 from prefillcli.options.load import load_settings
+from prefillcli.tools.calibrate import calibrate_job
 from tests.score.jobs import write_jsonl, write_parquet
 from tests.stats.test_calibration import sampled
 

@@ -14,22 +14,22 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from prefillcli import cli, command_line
-from prefillcli.bench.methods import METHODS
-from prefillcli.bench.report import BenchReport, MethodResult, WorkloadResult
 from prefillcli.cli import app
 from prefillcli.command_line import MOST_OPTIONS
-from prefillcli.data.output import FORMATS
-from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
-from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.data.rows import ErrorCode
-from prefillcli.jobs.status import Status
-from prefillcli.jobs.verify import Verified
 from prefillcli.models.files import sample_model
 from prefillcli.models.weights import FORMATS as QUANTISED
 from prefillcli.models.weights import QuantisedFormat
 from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.plan import SCHEDULES
+from prefillcli.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.prompts.labels import Labels, parse_labels
 from prefillcli.report.run import RunReport
+from prefillcli.rows.output import FORMATS
+from prefillcli.rows.records import ErrorCode
+from prefillcli.tools.bench.methods import METHODS
+from prefillcli.tools.bench.report import BenchReport, MethodResult, WorkloadResult
+from prefillcli.tools.status import Status
+from prefillcli.tools.verify import Verified
 from tests.data.test_prompts import batch_of
 from tests.reference import BLOCKS, PAGE, SCHEMA, reference, run_schema
 

@@ -18,20 +18,20 @@ from typer.testing import CliRunner
 
 from prefillcli.cli import app
 from prefillcli.errors import UsageError
-from prefillcli.jobs import doctor
-from prefillcli.jobs.doctor import DTYPES, Diagnosis, doctor_job
-from prefillcli.jobs.load import plan_weights
 from prefillcli.models import law
 from prefillcli.models.find import read_model_files
 from prefillcli.models.open import Opened
 from prefillcli.options.commands import DoctorSettings, ScoreSettings
 from prefillcli.options.load import load_settings
-from prefillcli.prefill import attention, fusion
-from prefillcli.prefill.attention import PATHS
-from prefillcli.prefill.attention_checks import CHECKED
 from prefillcli.runtime import memory
 from prefillcli.runtime.device_key import KINDS, choose_device, other_devices
 from prefillcli.runtime.memory import available_memory, device_capacity, loadable_memory
+from prefillcli.scoring.loading import plan_weights
+from prefillcli.tools import doctor
+from prefillcli.tools.doctor import DTYPES, Diagnosis, doctor_job
+from prefillcli.walk import attention, fusion
+from prefillcli.walk.attention import PATHS
+from prefillcli.walk.attention_checks import CHECKED
 from tests.prefill.test_attention_paths import break_flash, in_base_2
 from tests.score.jobs import Reference, assert_scored, read_output, read_report, score, texts, write_parquet
 from tests.score.models import save_model

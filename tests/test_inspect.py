@@ -24,19 +24,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from prefillcli.cli import app
-from prefillcli.core.question import Question
-from prefillcli.data.prompts.encoding import Encoder, token_texts
-from prefillcli.data.rows import Prompt
-from prefillcli.data.windows import WindowSize
+from prefillcli.core.request import Question
+from prefillcli.core.windows import WindowSize
 from prefillcli.errors import Interrupted
-from prefillcli.jobs import inspect
-from prefillcli.jobs.score import score_job
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from prefillcli.plan.behind import LabelSet
+from prefillcli.prompts.encoding import Encoder, token_texts
 from prefillcli.reading.compress.compressor import Neighbour, why_kept
 from prefillcli.reading.compress.settings import Compression
 from prefillcli.report.inspection import CommonPrefix, Inspection, shared_prefixes
+from prefillcli.rows.records import Prompt
+from prefillcli.scoring.score import score_job
+from prefillcli.tools import inspect
 
 SAMPLES = Path(__file__).parent.parent / "samples"
 POSTS, CREDITS = SAMPLES / "post_recommendation.parquet", SAMPLES / "credit_verification.jsonl"
@@ -297,8 +297,8 @@ def test_json_lines(tmp_path: Path) -> None:
 
 
 def test_row_in_a_later_window_is_found_without_tokenising_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    from prefillcli.data import windows as search
-    from prefillcli.data.prompts.builder import PromptBuilder
+    from prefillcli.core import windows as search
+    from prefillcli.prompts.builder import PromptBuilder
 
     number = 4_500
     pq.write_table(pa.table({"prompt": [f"text {at} Answer:" for at in range(6_000)]}), "many.parquet")
@@ -499,6 +499,6 @@ def test_help_and_wrong_options_import_no_torch() -> None:
 
 
 def test_module_imports_no_torch() -> None:
-    code = "import sys, prefillcli.jobs.inspect\nsys.exit(sorted({'torch', 'transformers'} & set(sys.modules)) or 0)"
+    code = "import sys, prefillcli.tools.inspect\nsys.exit(sorted({'torch', 'transformers'} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

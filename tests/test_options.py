@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 
 from prefillcli.cli import app
 from prefillcli.command_line import load_options
-from prefillcli.data import filesystems
 from prefillcli.errors import UsageError
 from prefillcli.options import asking, followup, judging, reading, requirements
 from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.load import FileOptions, ScorerOptions, load_settings, scorer_settings, settled_options
 from prefillcli.options.option import COMPRESSION, RUN, Settings, as_typed, details_of, option
 from prefillcli.options.requirements import Requirement
+from prefillcli.rows import filesystems
 
 Values = dict[str, Any]
 

@@ -100,5 +100,5 @@ def test_what_a_test_replaces_is_read() -> None:
 
 
 def test_a_name_that_was_imported_at_the_top_is_not_read_where_it_was_made() -> None:
-    made, read = ("here", "prefillcli.jobs.load", "load_walk"), ("here", "prefillcli.jobs.inspect", "load_walk")
+    made, read = ("here", "prefillcli.scoring.loading", "load_walk"), ("here", "prefillcli.tools.inspect", "load_walk")
     assert unread([made, read]) == [made]

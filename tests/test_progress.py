@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from prefillcli.command_line import print_summary
-from prefillcli.data.reading.source import Source
+from prefillcli.rows.input.source import Source
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Expected, Progress, StepLog, progress_line, step
 

@@ -204,7 +204,7 @@ def test_a_night_is_silent_and_a_second_run_finds_nothing_to_do(home: Path) -> N
 @pytest.mark.nightly
 def test_a_stopped_night_is_finished_by_the_next_run(home: Path) -> None:
     held = (
-        "import time, prefillcli.jobs.score as job; from prefillcli.engines.torch import TorchEngine as T\n"
+        "import time, prefillcli.scoring.score as job; from prefillcli.engines.torch import TorchEngine as T\n"
         "from prefillcli.cli import main\nfrom functools import partial\n"
         "from prefillcli.core.scorer import Granularity\nanswer = T.answer\n"
         "def slow(*a):\n    time.sleep(0.3)\n    return answer(*a)\n"

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.data.rows import Prompt, RowError, Window
 from prefillcli.forecast.survey import (
     InputStatistics,
     KeepCost,
@@ -24,8 +23,6 @@ from prefillcli.forecast.survey import (
     SurveyRows,
     lengths_of,
 )
-from prefillcli.jobs.dry_run import DryRunReport
-from prefillcli.jobs.recorder import RemainingTime
 from prefillcli.models.find import read_model_files
 from prefillcli.models.weights import weight_bytes
 from prefillcli.plan import SCHEDULES
@@ -33,7 +30,10 @@ from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan, make_plans
 from prefillcli.report.section import bar
+from prefillcli.rows.records import Prompt, RowError, Window
 from prefillcli.runtime.clock import Expected, duration
+from prefillcli.scoring.dry_run import DryRunReport
+from prefillcli.scoring.recorder import RemainingTime
 
 some_lengths = st.lists(st.integers(1, 40_000), min_size=1, max_size=60)
 some_prompts = st.lists(
@@ -121,7 +121,7 @@ def test_bars_and_durations() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time as the forecast sees it."""
     now = [100.0]
-    monkeypatch.setattr("prefillcli.jobs.recorder.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("prefillcli.scoring.recorder.time.monotonic", lambda: now[0])
     return now
 
 

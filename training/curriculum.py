@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from benchmarks.sample_text import CASES, CREDITORS, SUBJECTS, ask_fairly
-from prefillcli.bench.material import TOPICS, Case
+from prefillcli.tools.bench.material import TOPICS, Case
 from training.sample_tokenizer import answer_tokens
 
 WORDS = tuple(dict.fromkeys((*TOPICS, *CREDITORS, *SUBJECTS)))

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.sample_text import CASES, ask
-from prefillcli.bench.material import prompt
+from prefillcli.tools.bench.material import prompt
 from training.curriculum import gapped_positions
 from training.sample_tokenizer import answer_tokens
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.sample_text import ask, credit_case, label_case
-from prefillcli.bench.material import Case, post_case, prompt
+from prefillcli.tools.bench.material import Case, post_case, prompt
 from training.evaluate_samples import SAMPLES
 
 SEED = "samples 2024"

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from benchmarks.sample_text import CASES, CREDITORS, SUBJECTS, ask_fairly
-from prefillcli.bench.material import TOPICS
+from prefillcli.tools.bench.material import TOPICS
 
 BOS, EOS = "<s>", "</s>"
 VOCABULARY = 2048

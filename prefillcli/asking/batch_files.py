@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefillcli.asking.labels import PAIR, LabelAsking
-from prefillcli.data.output.batches import CHAT, COMPLETION, PAIR_NAMES, RERANK, SCORE, as_list
-from prefillcli.data.output.target import BATCH_FORMAT
-from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, prompt_builder
-from prefillcli.data.prompts.encoding import Encoder, Marks
-from prefillcli.data.prompts.labels import Following, Label, LabelError, Labels
-from prefillcli.data.prompts.templates import RowTemplate
-from prefillcli.data.rows import ErrorCode, Prompt, RowBatch, RowError, TokenText, encode_json
 from prefillcli.errors import UsageError
 from prefillcli.models.files import read_reranker
 from prefillcli.models.open import Opened, stop_tokens
 from prefillcli.options.asking import BATCH_ID
 from prefillcli.plan.behind import LabelSet
+from prefillcli.prompts.builder import PromptBuilder, PromptSettings, prompt_builder
+from prefillcli.prompts.encoding import Encoder, Marks
+from prefillcli.prompts.labels import Following, Label, LabelError, Labels
+from prefillcli.prompts.templates import RowTemplate
+from prefillcli.rows.output.batches import CHAT, COMPLETION, PAIR_NAMES, RERANK, SCORE, as_list
+from prefillcli.rows.output.target import BATCH_FORMAT
+from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, TokenText, encode_json
 from prefillcli.stats.evaluation import Measure
 
 if TYPE_CHECKING:

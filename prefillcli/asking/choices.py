@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.asking import Asking
-from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, prompt_builder, prompt_column
-from prefillcli.data.prompts.encoding import NotLiteral
-from prefillcli.data.prompts.labels import Following, Label, LabelError, Labels, literal_end, prompt_ends
-from prefillcli.data.prompts.templates import RowTemplate
-from prefillcli.data.rows import require_columns
 from prefillcli.errors import UsageError
+from prefillcli.prompts.builder import PromptBuilder, PromptSettings, prompt_builder, prompt_column
+from prefillcli.prompts.encoding import NotLiteral
+from prefillcli.prompts.labels import Following, Label, LabelError, Labels, literal_end, prompt_ends
+from prefillcli.prompts.templates import RowTemplate
+from prefillcli.rows.records import require_columns
 from prefillcli.stats.evaluation import Measure
 
 if TYPE_CHECKING:

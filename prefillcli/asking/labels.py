@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefillcli.core.asking import Asking
-from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, prompt_builder, prompt_column
-from prefillcli.data.prompts.labels import Labels, require_values
-from prefillcli.data.prompts.templates import RowTemplate
 from prefillcli.models.files import read_reranker
 from prefillcli.models.open import answer_labels, named_labels
+from prefillcli.prompts.builder import PromptBuilder, PromptSettings, prompt_builder, prompt_column
+from prefillcli.prompts.labels import Labels, require_values
+from prefillcli.prompts.templates import RowTemplate
 from prefillcli.stats.evaluation import Measure
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from prefillcli.core.condition import RowCondition
-from prefillcli.data.filesystems import read_given
-from prefillcli.data.output.columns import Groups, OutputSchema, ResultRows
-from prefillcli.data.prompts.labels import Label, parse_labels, require_values
 from prefillcli.errors import UsageError, brief, did_you_mean, without_secrets
 from prefillcli.options.groups import LabelTexts, LabelValues
 from prefillcli.options.plain_yaml import parse_yaml
+from prefillcli.prompts.labels import Label, parse_labels, require_values
+from prefillcli.rows.filesystems import read_given
+from prefillcli.rows.output.columns import Groups, OutputSchema, ResultRows
 
 _MOST_BYTES = 1 << 20
 

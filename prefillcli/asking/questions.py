@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 from prefillcli.asking.question_file import QuestionFile, read_questions
 from prefillcli.core.asking import Asking
 from prefillcli.core.further import Choice, Further, WantedRow
-from prefillcli.core.question import Question, scored_row
+from prefillcli.core.request import Question, scored_row
 from prefillcli.core.roles import FollowUp
-from prefillcli.data.output.columns import Group, OutputSchema, ResultRows
-from prefillcli.data.output.target import QUESTION_ROWS
-from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
-from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.prompts.templates import RowTemplate
-from prefillcli.data.rows import Prompt, RowBatch, RowError, ScoredRow, Window
 from prefillcli.engines.base import Answer
 from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import build_forest, forest_tokens, token_order
+from prefillcli.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.prompts.labels import Labels
+from prefillcli.prompts.templates import RowTemplate
+from prefillcli.rows.output.columns import Group, OutputSchema, ResultRows
+from prefillcli.rows.output.target import QUESTION_ROWS
+from prefillcli.rows.records import Prompt, RowBatch, RowError, ScoredRow, Window
 
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs

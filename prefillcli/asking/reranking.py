@@ -11,20 +11,20 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.asking.labels import DOCUMENT, PAIR, QUERY
-from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, prompt_builder
-from prefillcli.data.prompts.encoding import Marks
-from prefillcli.data.prompts.labels import ClassLabels, Label, parse_labels
-from prefillcli.data.prompts.templates import ChatTemplate, RowTemplate
-from prefillcli.data.prompts.thinking import AS_USUAL
-from prefillcli.data.rows import ErrorCode, RowBatch, RowError
 from prefillcli.errors import UsageError
 from prefillcli.models.files import Reranker
+from prefillcli.prompts.builder import PromptBuilder, PromptSettings, prompt_builder
+from prefillcli.prompts.encoding import Marks
+from prefillcli.prompts.labels import ClassLabels, Label, parse_labels
+from prefillcli.prompts.templates import ChatTemplate, RowTemplate
+from prefillcli.prompts.thinking import AS_USUAL
+from prefillcli.rows.records import ErrorCode, RowBatch, RowError
 from prefillcli.runtime import log
 from prefillcli.stats.evaluation import Measure
 
 if TYPE_CHECKING:
-    from prefillcli.data.prompts.labels import Labels
     from prefillcli.models.open import Opened
+    from prefillcli.prompts.labels import Labels
 
 _PROBES = (("one", "two"), ("three", "two"), ("one", "four"))
 _SHOWN = 40  # characters of a prompt, in a message

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from prefillcli.core.asking import Asking
-from prefillcli.data.prompts.builder import (
+from prefillcli.errors import UsageError
+from prefillcli.plan.behind import LabelSet
+from prefillcli.prompts.builder import (
     PromptBuilder,
     PromptSettings,
     not_in_vocabulary,
     prompt_column,
     text_error,
 )
-from prefillcli.data.prompts.encoding import Encoder, NotLiteral, not_literal
-from prefillcli.data.prompts.labels import (
+from prefillcli.prompts.encoding import Encoder, NotLiteral, not_literal
+from prefillcli.prompts.labels import (
     Behind,
     Following,
     Label,
@@ -28,8 +30,8 @@ from prefillcli.data.prompts.labels import (
     prompt_ends,
     tokens_behind,
 )
-from prefillcli.data.prompts.templates import RowTemplate
-from prefillcli.data.rows import (
+from prefillcli.prompts.templates import RowTemplate
+from prefillcli.rows.records import (
     DEFAULT_COLUMN,
     MAX_ROW_BYTES,
     ErrorCode,
@@ -39,8 +41,6 @@ from prefillcli.data.rows import (
     RowError,
     require_columns,
 )
-from prefillcli.errors import UsageError
-from prefillcli.plan.behind import LabelSet
 from prefillcli.stats.evaluation import Measure
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from prefillcli.core.inputs import Inputs
-    from prefillcli.data.output.columns import Group, OutputSchema
-    from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
-    from prefillcli.data.prompts.labels import Labels
-    from prefillcli.data.prompts.templates import RowTemplate
     from prefillcli.models.open import Opened
+    from prefillcli.prompts.builder import PromptBuilder, PromptSettings
+    from prefillcli.prompts.labels import Labels
+    from prefillcli.prompts.templates import RowTemplate
+    from prefillcli.rows.output.columns import Group, OutputSchema
 
 
 class Asking(ABC):

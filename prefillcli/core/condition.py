@@ -20,15 +20,15 @@ from jinja2.runtime import Context
 from jinja2.sandbox import SandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from prefillcli.data.output.columns import (
+from prefillcli.errors import UsageError, did_you_mean
+from prefillcli.prompts.sandbox import BoundedEnvironment
+from prefillcli.rows.output.columns import (
     COLUMNS,
     ROW_COLUMN,
     OutputSchema,
     ResultRows,
 )
-from prefillcli.data.prompts.sandbox import BoundedEnvironment
-from prefillcli.data.rows import Window, to_python
-from prefillcli.errors import UsageError, did_you_mean
+from prefillcli.rows.records import Window, to_python
 
 # A condition on the columns of an output, like `score > 0.4 and score < 0.6`, in the language of Jinja's expressions.
 #

@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from prefillcli.core.question import Question
-from prefillcli.data.output.columns import ROW_COLUMN, OutputSchema, Probabilities, ResultRows
-from prefillcli.data.output.target import Target
-from prefillcli.data.rows import ScoredRow, Window, id_texts
-from prefillcli.decode.continuations import Beginning, Writing
+from prefillcli.core.request import Question
 from prefillcli.engines.base import Answer, Continuations
 from prefillcli.plan.pack import Limits
+from prefillcli.rows.output.columns import ROW_COLUMN, OutputSchema, Probabilities, ResultRows
+from prefillcli.rows.output.target import Target
+from prefillcli.rows.records import ScoredRow, Window, id_texts
+from prefillcli.walk.continuations import Beginning, Writing
 
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs

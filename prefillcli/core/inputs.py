@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.data.output.columns import Group, OutputSchema, Probabilities
-from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings, RowColumns, chat_choices
-from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.prompts.templates import RowTemplate
-from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import Prompt, Window
-from prefillcli.data.windows import USUAL_SIZE, Prefetcher, ShardRows, WindowSize, windows
+from prefillcli.core.windows import USUAL_SIZE, Prefetcher, ShardRows, WindowSize, windows
+from prefillcli.prompts.builder import PromptBuilder, PromptSettings, RowColumns, chat_choices
+from prefillcli.prompts.labels import Labels
+from prefillcli.prompts.templates import RowTemplate
+from prefillcli.rows.input.source import Source
+from prefillcli.rows.output.columns import Group, OutputSchema, Probabilities
+from prefillcli.rows.records import Prompt, Window
 from prefillcli.runtime import log, memory
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from prefillcli.models.open import Opened
 from prefillcli.options.groups import LoadingOptions
 
 if TYPE_CHECKING:
-    from prefillcli.prefill.walk import LayerWalk
+    from prefillcli.walk.walk import LayerWalk
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine, covariant=True)
 
@@ -45,8 +45,8 @@ class Models(Generic[AnyEngine]):
         """A walk over a small model, which all users share in turn. The first one sets the number of tokens of a
         chunk."""
         from prefillcli.models.law import choose_chunk, memory_law
-        from prefillcli.prefill.narrow import in_smaller_numbers
-        from prefillcli.prefill.walk import FASTEST, LayerWalk
+        from prefillcli.walk.narrow import in_smaller_numbers
+        from prefillcli.walk.walk import FASTEST, LayerWalk
 
         if number not in self._small_walks:
             small = self.opened.small[number].files

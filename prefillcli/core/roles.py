@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from prefillcli.core.further import Choice, Further, WantedRow
     from prefillcli.core.inputs import Inputs
     from prefillcli.core.run import Run
-    from prefillcli.data.output.columns import Counts
-    from prefillcli.data.output.target import Manifest
-    from prefillcli.data.rows import Window
     from prefillcli.report.run import RunReport
     from prefillcli.report.section import Section
+    from prefillcli.rows.output.columns import Counts
+    from prefillcli.rows.output.target import Manifest
+    from prefillcli.rows.records import Window
 
 
 class Reading(ABC):

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.inputs import Inputs
 from prefillcli.core.scorer import Scorer
-from prefillcli.data.rows import Int64Array
 from prefillcli.report.run import RunReport, Tokens
+from prefillcli.rows.records import Int64Array
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.signals import Stop
 
 if TYPE_CHECKING:
-    from prefillcli.data.output.sink import Sink
     from prefillcli.engines.memory_plan import Measured
+    from prefillcli.rows.output.sink import Sink
 
 
 class Run:

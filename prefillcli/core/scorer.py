@@ -9,12 +9,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prefillcli.core.inputs import Inputs
-from prefillcli.core.question import Question, Tick
-from prefillcli.data.rows import BATCH_ROWS, Prompt, Window
-from prefillcli.data.windows import MAX_ROWS
+from prefillcli.core.request import Question, Tick
+from prefillcli.core.windows import MAX_ROWS
 from prefillcli.engines.base import REDUCED, Engine, PlanEngine, PoolUse
 from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.plan.plan import Plan
+from prefillcli.rows.records import BATCH_ROWS, Prompt, Window
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

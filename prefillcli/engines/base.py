@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.data.rows import NextTokens, ReadTokens
-from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Writing
 from prefillcli.engines.memory_plan import REDUCED as REDUCED
 from prefillcli.engines.memory_plan import RESIDENT, Measured, MemoryChoice, PlacementChoice
 from prefillcli.errors import UsageError, did_you_mean
@@ -18,12 +16,14 @@ from prefillcli.models.open import DraftChoice, Opened
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Key, Limits, Pack
 from prefillcli.plan.trie import TokenArray
+from prefillcli.rows.records import NextTokens, ReadTokens
+from prefillcli.walk.continuations import Beginning, Continuation, DecodingReport, Writing
 
 if TYPE_CHECKING:
-    from prefillcli.decode.drafters import DraftModel
     from prefillcli.models.law import TextsOf
     from prefillcli.models.weights import WeightsPlan
-    from prefillcli.prefill.walk import Arithmetic, ThinningRule
+    from prefillcli.walk.drafters import DraftModel
+    from prefillcli.walk.walk import Arithmetic, ThinningRule
 
 
 @dataclass(frozen=True, slots=True)

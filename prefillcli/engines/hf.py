@@ -14,9 +14,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
-from prefillcli.data.rows import ReadTokens
-from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Writing
-from prefillcli.decode.lockstep import Chooser
 from prefillcli.engines import encoders
 from prefillcli.engines.base import (
     PLAIN,
@@ -37,7 +34,10 @@ from prefillcli.models.shape import length_switch
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill.model_ends import embedding_device, last_row
+from prefillcli.rows.records import ReadTokens
+from prefillcli.walk.continuations import Beginning, Continuation, DecodingReport, Writing
+from prefillcli.walk.lockstep import Chooser
+from prefillcli.walk.model_ends import embedding_device, last_row
 
 # Texts after prompts by transformers' own `generate`. The other ways of writing are compared with it.
 

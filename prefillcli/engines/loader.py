@@ -15,12 +15,12 @@ from prefillcli.models.open import Opened, check_loadable, check_walkable
 from prefillcli.models.open import open_models as open_folders
 from prefillcli.models.rehearsal import rehearsal_of
 from prefillcli.models.weights import plan_quantisation, plan_resident
-from prefillcli.prefill.attention import compiled_kernel, has_kernel_instructions, ruled_out
-from prefillcli.prefill.fusion import check_compiler, compiled
-from prefillcli.prefill.walk import FASTEST, LayerWalk
 from prefillcli.runtime import log
 from prefillcli.runtime.memory import available_memory, device_capacity, keep_blocks
 from prefillcli.runtime.user_cache import compiler_file
+from prefillcli.walk.attention import compiled_kernel, has_kernel_instructions, ruled_out
+from prefillcli.walk.fusion import check_compiler, compiled
+from prefillcli.walk.walk import FASTEST, LayerWalk
 
 
 def open_models(choice: EngineChoice, dtypes: Sequence[str] = ()) -> Opened:

@@ -24,9 +24,9 @@ from prefillcli.plan.pack import (
     with_own_prefix,
     without_idle,
 )
-from prefillcli.prefill.walk import LayerWalk
 from prefillcli.runtime import log
 from prefillcli.runtime.memory import trim_heap
+from prefillcli.walk.walk import LayerWalk
 
 AnswerPack = Callable[[Pack, Callable[[float], None]], list[Answer]]
 Unanswered = Callable[[int, str], Answer]  # the answer of a prompt that cannot be answered, for this reason

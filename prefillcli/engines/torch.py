@@ -13,10 +13,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from prefillcli.data.rows import NextTokens, ReadTokens
-from prefillcli.decode.behind import KeptPack, RowRoom, write_behind
-from prefillcli.decode.continuations import Beginning, DecodingReport
-from prefillcli.decode.drafters import DraftModel, JobDrafters
 from prefillcli.engines.base import (
     PLAIN,
     Answer,
@@ -43,9 +39,13 @@ from prefillcli.models.shape import NoCostModel, keys_share
 from prefillcli.plan.behind import LabelSet, Places, with_labels
 from prefillcli.plan.pack import Account, Key, LayersDone, Limits, Pack, account
 from prefillcli.plan.plan import LONG
-from prefillcli.prefill.forest import WatchedLayer
-from prefillcli.prefill.layout import Tree
-from prefillcli.prefill.walk import REGROUP_LAYERS, LayerWalk, Thinned, ThinningRule, Tick
+from prefillcli.rows.records import NextTokens, ReadTokens
+from prefillcli.walk.continuations import Beginning, DecodingReport
+from prefillcli.walk.decoding import KeptPack, RowRoom, write_behind
+from prefillcli.walk.drafters import DraftModel, JobDrafters
+from prefillcli.walk.forest import WatchedLayer
+from prefillcli.walk.layout import Tree
+from prefillcli.walk.walk import REGROUP_LAYERS, LayerWalk, Thinned, ThinningRule, Tick
 
 USUAL_KEYS_SHARE = 0.115  # of Llama-3.1-8B
 

@@ -23,8 +23,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.data.rows import NextTokens, ReadTokens
-from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, DrafterCounts, Writing
 from prefillcli.engines.base import (
     PLAIN,
     Answer,
@@ -47,7 +45,9 @@ from prefillcli.models.shape import length_switch
 from prefillcli.plan.behind import LabelSet, LabelTokens
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.trie import TokenArray
+from prefillcli.rows.records import NextTokens, ReadTokens
 from prefillcli.runtime.log import stdout_to_stderr
+from prefillcli.walk.continuations import Beginning, Continuation, DecodingReport, DrafterCounts, Writing
 
 # The request to vLLM that scores a prompt, and the labels' numbers in its answer.
 

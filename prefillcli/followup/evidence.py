@@ -13,19 +13,19 @@ import numpy as np
 import pyarrow as pa
 
 from prefillcli.core.further import Further, WantedRow
-from prefillcli.core.question import Question
+from prefillcli.core.request import Question
 from prefillcli.core.roles import FollowUp
-from prefillcli.data.prompts.builder import PromptBuilder
-from prefillcli.data.rows import Float64Array, Prompt, RowBatch, ScoredRow, SectionEffect, Window
 from prefillcli.plan.pack import Limits
+from prefillcli.prompts.builder import PromptBuilder
 from prefillcli.report.section import Bar, Part, Section, Strip, counted, row_name, visible
+from prefillcli.rows.records import Float64Array, Prompt, RowBatch, ScoredRow, SectionEffect, Window
 from prefillcli.stats.evaluation import Measure, label_scores
 
 if TYPE_CHECKING:
     from prefillcli.core.further import Choice
     from prefillcli.core.inputs import Inputs
-    from prefillcli.data.prompts.labels import Labels
     from prefillcli.engines.base import Answer
+    from prefillcli.prompts.labels import Labels
     from prefillcli.report.run import RunReport
 
 # The sections of a prompt, and the prompt without each of them.

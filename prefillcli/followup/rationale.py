@@ -11,30 +11,30 @@ from pydantic import BaseModel, Field
 
 from prefillcli.core.condition import RowCondition
 from prefillcli.core.further import Choice, Further, WantedRow, first_rows
-from prefillcli.core.question import Question, scored_row
+from prefillcli.core.request import Question, scored_row
 from prefillcli.core.roles import FollowUp, Judge
-from prefillcli.data.output.columns import Groups
-from prefillcli.data.prompts.labels import ClassLabels, Labels
-from prefillcli.data.prompts.templates import OWN_WORDS, Beginnings, rationale_texts
-from prefillcli.data.rows import FULL, Rationale, ScoredRow, Window, id_texts
-from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Speculation, Writing
 from prefillcli.engines.memory_plan import TEXTS
 from prefillcli.errors import UsageError
 from prefillcli.options.requirements import leaves_early
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
+from prefillcli.prompts.labels import ClassLabels, Labels
+from prefillcli.prompts.templates import OWN_WORDS, Beginnings, rationale_texts
 from prefillcli.report.section import Part, Section, counted, minutes_and_seconds, row_name, visible
+from prefillcli.rows.output.columns import Groups
+from prefillcli.rows.records import FULL, Rationale, ScoredRow, Window, id_texts
+from prefillcli.walk.continuations import Beginning, Continuation, DecodingReport, Speculation, Writing
 
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs
     from prefillcli.core.models import Models
     from prefillcli.core.run import Run
-    from prefillcli.data.output.columns import Counts
-    from prefillcli.data.output.target import Manifest
     from prefillcli.engines.base import Answer
     from prefillcli.models.law import TextsOf
     from prefillcli.models.open import Opened
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.output.columns import Counts
+    from prefillcli.rows.output.target import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,8 +474,8 @@ def let_draft_guess(models: Models[Any]) -> None:
     settings: Any = models.settings
     if small is None or not getattr(settings, "speculates_by_draft", False):
         return
-    from prefillcli.decode.drafters import DraftModel
-    from prefillcli.prefill.forest import UnsupportedModelError
+    from prefillcli.walk.drafters import DraftModel
+    from prefillcli.walk.forest import UnsupportedModelError
 
     try:
         models.engine.guess_with(DraftModel(models.small_walk(chunk_tokens=settings.chunk_tokens), small.max_length))

@@ -12,8 +12,6 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
-from prefillcli.data.filesystems import MissingFileError, read_given
-from prefillcli.data.proof import hash_model, sealed_text, take_checksum
 from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import UsageError
 from prefillcli.forecast.survey import Survey
@@ -21,6 +19,8 @@ from prefillcli.models.open import Opened
 from prefillcli.models.shape import seen_pairs
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import Plan
+from prefillcli.rows.filesystems import MissingFileError, read_given
+from prefillcli.rows.proof import hash_model, sealed_text, take_checksum
 from prefillcli.runtime.cores import affinity, cpu_name
 from prefillcli.runtime.memory import total_memory
 
@@ -131,7 +131,7 @@ class Profile(BaseModel):
 
     schema_version: int = SCHEMA_VERSION
     created: str = ""  # ISO 8601, UTC
-    model: str  # digest, prefillcli.data.proof.hash_model
+    model: str  # digest, prefillcli.rows.proof.hash_model
     model_name: str  # as it was given
     family: str
     dtype: str  # "float32", ...

@@ -12,9 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, Field
 
-from prefillcli.core.question import Question, plan_questions, planned_variants
-from prefillcli.data.output.columns import MOST, Counts
-from prefillcli.data.rows import SKIPPED_CODES, ErrorCode, Prompt, Window
+from prefillcli.core.request import Question, plan_questions, planned_variants
 from prefillcli.engines.memory_plan import TEXTS, budget_of, plan_packs
 from prefillcli.errors import counted
 from prefillcli.followup.rationale import text_room
@@ -25,6 +23,8 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plans
 from prefillcli.reading.compress.compressor import KeptTokens
 from prefillcli.report.section import Part, Section, TableRows, bars, price
+from prefillcli.rows.output.columns import MOST, Counts
+from prefillcli.rows.records import SKIPPED_CODES, ErrorCode, Prompt, Window
 from prefillcli.runtime.clock import duration
 
 if TYPE_CHECKING:

@@ -16,14 +16,14 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from prefillcli.core.question import Question, Tick, answer
+from prefillcli.core.request import Question, Tick, answer
 from prefillcli.core.roles import Judge
-from prefillcli.data.output.store import read_sealed
-from prefillcli.data.prompts.labels import parse_labels
-from prefillcli.data.rows import Prompt, RowBatch
 from prefillcli.errors import PrefillError, UsageError, counted, without_secrets
 from prefillcli.models.files import names_classifier, read_json, sample_model
+from prefillcli.prompts.labels import parse_labels
 from prefillcli.report.section import Section
+from prefillcli.rows.output.store import read_sealed
+from prefillcli.rows.records import Prompt, RowBatch
 from prefillcli.runtime import log
 from prefillcli.stats.evaluation import LEAST_LOG, Float64Array, evaluate, evaluate_labels, log_losses, log_shares_of
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs
     from prefillcli.core.run import Run
     from prefillcli.core.scorer import Scorer
-    from prefillcli.data.output.columns import Counts
     from prefillcli.engines.base import PlanEngine
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.output.columns import Counts
 
 SCHEMA_VERSION: Final = 1
 

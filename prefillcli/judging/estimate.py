@@ -26,10 +26,10 @@ import pyarrow.compute as pc
 from pydantic import BaseModel
 
 from prefillcli.core.roles import Judge
-from prefillcli.data.rows import Int64Array, Prompt
 from prefillcli.engines.base import Readings
 from prefillcli.errors import UsageError
 from prefillcli.report.section import Part, Section, counted, minutes_and_seconds, visible
+from prefillcli.rows.records import Int64Array, Prompt
 from prefillcli.runtime import log
 from prefillcli.stats.evaluation import Float64Array, Interval, Measure, exact_interval
 from prefillcli.stats.ridge import ridge
@@ -37,9 +37,9 @@ from prefillcli.stats.ridge import ridge
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs
     from prefillcli.core.run import Run
-    from prefillcli.data.output.columns import Counts
     from prefillcli.reading.exits.exits import Exits
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.output.columns import Counts
 
 CONFIDENCE: Final = 0.95
 _Z: Final = 1.959963984540054  # the 97.5 % point of the normal distribution

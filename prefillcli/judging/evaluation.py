@@ -16,24 +16,11 @@ import pyarrow.compute as pc
 from pydantic import BaseModel, Field
 
 from prefillcli.core.roles import Judge
-from prefillcli.data.output.columns import ROW_COLUMN, OutputSchema
-from prefillcli.data.output.target import Target
-from prefillcli.data.prompts.encoding import Encoder
-from prefillcli.data.prompts.labels import Label, Labels, label_of
-from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import (
-    BATCH_ROWS,
-    Float64Array,
-    Int32Array,
-    Int64Array,
-    id_texts,
-    json_texts,
-    text_of,
-    to_python,
-)
-from prefillcli.data.windows import find_prompts
+from prefillcli.core.windows import find_prompts
 from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.plan.trie import common_prefix
+from prefillcli.prompts.encoding import Encoder
+from prefillcli.prompts.labels import Label, Labels, label_of
 from prefillcli.report.section import (
     Box,
     Part,
@@ -45,6 +32,19 @@ from prefillcli.report.section import (
     percent_interval,
     row_name,
     visible,
+)
+from prefillcli.rows.input.source import Source
+from prefillcli.rows.output.columns import ROW_COLUMN, OutputSchema
+from prefillcli.rows.output.target import Target
+from prefillcli.rows.records import (
+    BATCH_ROWS,
+    Float64Array,
+    Int32Array,
+    Int64Array,
+    id_texts,
+    json_texts,
+    text_of,
+    to_python,
 )
 from prefillcli.stats.evaluation import (
     Estimate,
@@ -67,8 +67,8 @@ from prefillcli.stats.evaluation import (
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs
     from prefillcli.core.run import Run
-    from prefillcli.data.output.target import Manifest
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.output.target import Manifest
 
 
 # The evaluation of a run, as `run.json` holds it: the figures, the values of the truth column, and rows to look at.

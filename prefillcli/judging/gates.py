@@ -75,8 +75,8 @@ def earlier_scores(given: str | None, replaced: str | None) -> DriftUse | None:
 
     None where there are none. Raises UsageError for a --drift-from that is not the report of a run with scores.
     """
-    from prefillcli.data.filesystems import MissingFileError, read_given
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.filesystems import MissingFileError, read_given
 
     if given is not None:
         again = "name the run.json of an earlier run"
@@ -122,7 +122,7 @@ def drift_reference(report: RunReport, path: str) -> DriftUse | None:
 
 def score_histogram(by_prediction: dict[str, list[int]]) -> list[int]:
     """Rows in each of the bins of equal width from 0 to 1, over all predictions."""
-    from prefillcli.data.output.columns import SCORE_BINS
+    from prefillcli.rows.output.columns import SCORE_BINS
 
     return [sum(bins) for bins in zip(*by_prediction.values(), strict=True)] or [0] * SCORE_BINS
 

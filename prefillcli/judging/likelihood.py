@@ -13,9 +13,9 @@ from prefillcli.report.section import Section, three_digits
 
 if TYPE_CHECKING:
     from prefillcli.core.run import Run
-    from prefillcli.data.output.columns import Counts
-    from prefillcli.data.output.target import Manifest
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.output.columns import Counts
+    from prefillcli.rows.output.target import Manifest
 
 
 class Likelihood(Judge):

@@ -12,15 +12,15 @@ import pyarrow as pa
 from pydantic import BaseModel
 
 from prefillcli.core.roles import Judge
-from prefillcli.data.output.columns import Counts
-from prefillcli.data.output.target import Target
 from prefillcli.report.section import Part, Section, counted, percent_interval
+from prefillcli.rows.output.columns import Counts
+from prefillcli.rows.output.target import Target
 from prefillcli.stats.evaluation import Audit, Estimate, audit_lines, audit_of, correlation, share_estimate
 
 if TYPE_CHECKING:
     from prefillcli.core.run import Run
-    from prefillcli.data.output.target import Manifest
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.output.target import Manifest
 
 
 class OrderUse(BaseModel):

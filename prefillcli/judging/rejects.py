@@ -11,15 +11,15 @@ import numpy as np
 import pyarrow as pa
 
 from prefillcli.core.roles import Judge
-from prefillcli.data.filesystems import split_path, written_path
-from prefillcli.data.output import FILE_ENDINGS, format_of
-from prefillcli.data.output.columns import ROW_COLUMN, kinds_of, type_for, typed_column
-from prefillcli.data.output.sink import Sink
-from prefillcli.data.output.store import open_store
-from prefillcli.data.output.target import open_format
-from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import Int64Array, is_error
 from prefillcli.errors import PrefillError, UsageError
+from prefillcli.rows.filesystems import split_path, written_path
+from prefillcli.rows.input.source import Source
+from prefillcli.rows.output import FILE_ENDINGS, format_of
+from prefillcli.rows.output.columns import ROW_COLUMN, kinds_of, type_for, typed_column
+from prefillcli.rows.output.sink import Sink
+from prefillcli.rows.output.store import open_store
+from prefillcli.rows.output.target import open_format
+from prefillcli.rows.records import Int64Array, is_error
 
 if TYPE_CHECKING:
     from prefillcli.core.run import Run

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, Unpack, get_args
 
 import pyarrow as pa
 
-from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import DEFAULT_COLUMN, SKIPPED_CODES
 from prefillcli.errors import EngineDiedError, FailedRowsError, PrefillError, UsageError, brief
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import FileOptions, ScoreOptions, ScorerOptions, StrPath, lists_options, scorer_settings
+from prefillcli.rows.input.source import Source
+from prefillcli.rows.records import DEFAULT_COLUMN, SKIPPED_CODES
 from prefillcli.runtime.cores import left_as_found
 from prefillcli.runtime.extras import without_fetched_code
 from prefillcli.runtime.signals import OwnThread
@@ -372,7 +372,7 @@ def _free_memory() -> None:
 
 def _loading(settings: ScoreSettings) -> Callable[[Event], TableScorer]:
     # Loads the models, in the thread that calls it.
-    from prefillcli.jobs.runners.worker import memory_share
+    from prefillcli.scoring.runners.worker import memory_share
 
     share = memory_share(settings.device)
 

@@ -13,25 +13,25 @@ import pyarrow as pa
 
 from prefillcli.core.inputs import Inputs
 from prefillcli.core.scorer import Scorer
-from prefillcli.data.output.columns import ResultRows, kinds_of
-from prefillcli.data.output.parts import make_rows
-from prefillcli.data.prompts.builder import PromptBuilder, prompt_column
-from prefillcli.data.reading.source import TableRows
-from prefillcli.data.rows import Window
 from prefillcli.errors import Interrupted, UsageError
-from prefillcli.jobs.load import open_models
-from prefillcli.jobs.loop import Finished
-from prefillcli.jobs.opening import Opening
-from prefillcli.jobs.recorder import FirstWindow
-from prefillcli.jobs.scorer import load_here, make_scorer, score
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.blocks import CarriedBlock
 from prefillcli.plan.pack import Pack
+from prefillcli.prompts.builder import PromptBuilder, prompt_column
+from prefillcli.rows.input.source import TableRows
+from prefillcli.rows.output.columns import ResultRows, kinds_of
+from prefillcli.rows.output.parts import make_rows
+from prefillcli.rows.records import Window
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Expected, Phase, Progress
+from prefillcli.scoring.loading import open_models
+from prefillcli.scoring.loop import Finished
+from prefillcli.scoring.opening import Opening
+from prefillcli.scoring.recorder import FirstWindow
+from prefillcli.scoring.scorer import load_here, make_scorer, score
 
 if TYPE_CHECKING:  # these take torch along
-    from prefillcli.data.reading.source import Source
+    from prefillcli.rows.input.source import Source
 
 
 SECONDS_BETWEEN_LINES = 30.0

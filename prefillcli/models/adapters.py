@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.data.prompts.builder import RowColumns
-from prefillcli.data.proof import ModelContents, hash_value
-from prefillcli.data.rows import ErrorCode, Prompt, RowBatch, RowError
 from prefillcli.errors import PrefillError, UsageError, brief, out_of_resource
 from prefillcli.models.files import quoted, read_header, read_json
+from prefillcli.prompts.builder import RowColumns
+from prefillcli.rows.proof import ModelContents, hash_value
+from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError
 from prefillcli.runtime import log
 from prefillcli.runtime.extras import require_extra
 

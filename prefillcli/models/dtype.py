@@ -22,11 +22,11 @@ from prefillcli.models.heads import HeadChoice
 from prefillcli.models.open import ModelChoice, dtype_name
 from prefillcli.models.rehearsal import DeviceRecord
 from prefillcli.models.weights import layer_bytes, plan_quantisation
-from prefillcli.prefill import attention
-from prefillcli.prefill.narrow import Narrow, narrow_product
 from prefillcli.runtime import log
 from prefillcli.runtime.device_key import choose_device
 from prefillcli.runtime.memory import loadable_memory, parse_size
+from prefillcli.walk import attention
+from prefillcli.walk.narrow import Narrow, narrow_product
 
 MARGIN = 1.5  # times as long as in float32: from there on float32 is taken
 FITS = 0.8  # of the free memory, which weights in float32 may take: packs need room beside them

@@ -14,8 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from prefillcli.data.filesystems import refuse_pointer
 from prefillcli.errors import UsageError
+from prefillcli.rows.filesystems import refuse_pointer
 
 #: Tokens that a family embeds beside those of its vocabulary.
 EXTRA_TOKENS = {"mllama_text_model": 8, "moshi": 1}

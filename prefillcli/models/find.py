@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from prefillcli.data.proof import gguf_parts
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
 from prefillcli.models.completeness import build_empty, refuse_larger
 from prefillcli.models.files import (
@@ -33,8 +32,9 @@ from prefillcli.models.gguf import GgufModel, dequantise_gguf, describe_gguf, fi
 from prefillcli.models.heads import Activation, ClassHead, HeadChoice, find_head
 from prefillcli.models.multimodal import read_config, text_part
 from prefillcli.models.shape import is_encoder, longest_prompt, refusal, sees_nothing
-from prefillcli.prefill.forest import UnsupportedModelError
+from prefillcli.rows.proof import gguf_parts
 from prefillcli.runtime.memory import loadable_memory
+from prefillcli.walk.forest import UnsupportedModelError
 
 
 @dataclass(frozen=True, slots=True)

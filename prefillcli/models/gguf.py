@@ -34,11 +34,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from transformers import modeling_gguf_pytorch_utils as reader
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from prefillcli.data.filesystems import refuse_pointer
-from prefillcli.data.proof import ModelContents, hash_value
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
 from prefillcli.models.completeness import bounded, quiet_transformers, require_complete
 from prefillcli.models.files import check_ranges, layer_number
+from prefillcli.rows.filesystems import refuse_pointer
+from prefillcli.rows.proof import ModelContents, hash_value
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import step, step_goes_on
 from prefillcli.runtime.extras import require_extra

@@ -20,13 +20,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from prefillcli.data.prompts.labels import ClassLabels, Label, complementary, parse_labels
-from prefillcli.data.rows import NextTokens
 from prefillcli.errors import UsageError
 from prefillcli.models.files import CLASSIFIER, read_header, weight_files
 from prefillcli.plan.behind import LabelTokens
-from prefillcli.prefill.forest import UnsupportedModelError
+from prefillcli.prompts.labels import ClassLabels, Label, complementary, parse_labels
+from prefillcli.rows.records import NextTokens
 from prefillcli.stats.evaluation import Measure
+from prefillcli.walk.forest import UnsupportedModelError
 
 # The outputs to read of a model: by its configuration, the next token, or a head's probabilities or values.
 HeadChoice = Literal["auto", "vocabulary", "probability", "value"]

@@ -23,16 +23,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from prefillcli.decode.continuations import whole_steps
 from prefillcli.errors import ResourceError
 from prefillcli.models.completeness import quiet_transformers
 from prefillcli.models.shape import FLOAT32_ROTARY, VERIFIED, Shape, usual_settings
 from prefillcli.plan.pack import Limits
-from prefillcli.prefill.fusion import copy_pays
-from prefillcli.prefill.model_ends import decoder_layers, logit_bytes
-from prefillcli.prefill.own_cache import JOINED_PATHS, SCORE_BYTES
-from prefillcli.prefill.recurrent import STATE_BYTES
 from prefillcli.runtime.memory import available_memory
+from prefillcli.walk.continuations import whole_steps
+from prefillcli.walk.fusion import copy_pays
+from prefillcli.walk.model_ends import decoder_layers, logit_bytes
+from prefillcli.walk.own_cache import JOINED_PATHS, SCORE_BYTES
+from prefillcli.walk.recurrent import STATE_BYTES
 
 TOKENS = 512  # of the forward: whole chunks, for layers that scan in chunks
 # Operations of Mamba-1's scan for one number of the state and token, which are not products: 9 L D N in the count of

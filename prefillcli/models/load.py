@@ -17,7 +17,7 @@ from prefillcli.models.heads import auto_class
 from prefillcli.models.multimodal import load_text_part, read_config
 from prefillcli.models.rehearsal import prove_model, settle_paths
 from prefillcli.models.weights import Quantisation, plan_quantisation
-from prefillcli.prefill.forest import ATTENTION, register
+from prefillcli.walk.forest import ATTENTION, register
 
 ROUNDED_TOLERANCE = 0.15  # of the largest logit, where a last bit may decide a step of an activation
 

@@ -23,8 +23,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from prefillcli.models.files import read_header, weight_files
-from prefillcli.prefill.forest import UnsupportedModelError
-from prefillcli.prefill.model_ends import decoder_layers
+from prefillcli.walk.forest import UnsupportedModelError
+from prefillcli.walk.model_ends import decoder_layers
 
 #: Flags in config.json of what a forward gives back, as they are read.
 FORWARD = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from prefillcli.data.prompts.builder import RowColumns
-from prefillcli.data.prompts.labels import ClassLabels, Labels, Normalisation, parse_labels
-from prefillcli.data.proof import gguf_parts
 from prefillcli.errors import PrefillError, ResourceError, UsageError, brief, out_of_resource
 from prefillcli.models.files import (
     check_config,
@@ -22,6 +19,9 @@ from prefillcli.models.files import (
     refuse_code_elsewhere,
     sample_model,
 )
+from prefillcli.prompts.builder import RowColumns
+from prefillcli.prompts.labels import ClassLabels, Labels, Normalisation, parse_labels
+from prefillcli.rows.proof import gguf_parts
 from prefillcli.runtime import clock, log, memory
 from prefillcli.runtime.cores import Threads
 from prefillcli.runtime.extras import light_imports, require_extra
@@ -328,7 +328,7 @@ def check_loadable(files: ModelFiles, device: torch.device) -> None:
     For those that can be loaded, report on stderr if their weights are changed before use.
     """
     from prefillcli.models.weights import plan_quantisation
-    from prefillcli.prefill.forest import UnsupportedModelError
+    from prefillcli.walk.forest import UnsupportedModelError
 
     found = plan_quantisation(files.origin, files.quantised, device)
     if found is None:

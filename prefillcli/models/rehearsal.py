@@ -23,16 +23,16 @@ from prefillcli.models.shape import VERIFIED, Shape, selects_keys
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill.attention import PATHS, may_take, only_blocks, rule_out
-from prefillcli.prefill.attention_checks import CHECKED, PathCheck, check_paths
-from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError
-from prefillcli.prefill.layout import KeyWindow
-from prefillcli.prefill.model_ends import decoder_layers, embedding_device, last_row
-from prefillcli.prefill.own_cache import has_forest_attention, set_eager_attention, set_own_attention
-from prefillcli.prefill.walk import LayerSource, LayerWalk
 from prefillcli.runtime import device_key as devices
 from prefillcli.runtime import log
 from prefillcli.runtime.user_cache import KeptEntries
+from prefillcli.walk.attention import PATHS, may_take, only_blocks, rule_out
+from prefillcli.walk.attention_checks import CHECKED, PathCheck, check_paths
+from prefillcli.walk.forest import ATTENTION, UnsupportedModelError
+from prefillcli.walk.layout import KeyWindow
+from prefillcli.walk.model_ends import decoder_layers, embedding_device, last_row
+from prefillcli.walk.own_cache import has_forest_attention, set_eager_attention, set_own_attention
+from prefillcli.walk.walk import LayerSource, LayerWalk
 
 # A model's forward in float32 whose weights are in half precision, without a second copy of them.
 

@@ -45,10 +45,10 @@ from prefillcli.models.multimodal import read_config
 from prefillcli.models.open import Opened
 from prefillcli.models.rehearsal import prove_model, settle_paths
 from prefillcli.models.weights import WeightsPlan, draft_bytes, layer_bytes
-from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
-from prefillcli.prefill.model_ends import decoder_layers
-from prefillcli.prefill.walk import LayerSource, PassSpeed
 from prefillcli.runtime import memory
+from prefillcli.walk.forest import ATTENTION, UnsupportedModelError, register
+from prefillcli.walk.model_ends import decoder_layers
+from prefillcli.walk.walk import LayerSource, PassSpeed
 
 # The map from bytes of a model's files to numbers of its decoder layers.
 #
@@ -335,7 +335,7 @@ class _Slot:
 
 
 class StreamedLayers(LayerSource):
-    """A `prefillcli.prefill.walk.LayerSource` over files.
+    """A `prefillcli.walk.walk.LayerSource` over files.
 
     `layers` are a model's decoder layers, with parameters on the meta device; `files` says where the numbers of each
     are. At most `room` bytes of layers are on `device`: enough for two layers, or for one if the model has only one.

@@ -29,13 +29,13 @@ from prefillcli.models.find import ModelFiles
 from prefillcli.models.heads import auto_class
 from prefillcli.models.law import FREE_SHARE
 from prefillcli.models.open import Opened, refuse_what_cannot_fit, weights_of
-from prefillcli.prefill.forest import UnsupportedModelError
 from prefillcli.runtime.extras import ALLOWED, FETCHES, require_extra
+from prefillcli.walk.forest import UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from prefillcli.prefill.walk import LayerSource
+    from prefillcli.walk.walk import LayerSource
 
 # Weights of GPTQ and AWQ checkpoints, unpacked while transformers loads them.
 #

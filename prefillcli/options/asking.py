@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from prefillcli.data.output import format_of
 from prefillcli.errors import UsageError
 from prefillcli.options.groups import LabelValues, NameList
 from prefillcli.options.option import ANSWERS, FILES, PROMPTS, Settings, option
 from prefillcli.options.requirements import Requirement
+from prefillcli.rows.output import format_of
 
 
 class ValueOptions(Settings):

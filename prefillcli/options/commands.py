@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Literal
 
-from prefillcli.data.output import FILE_ENDINGS, Shard
 from prefillcli.engines.registry import ENGINES, Capability, refuse, refuse_of_encoder
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
@@ -78,6 +77,7 @@ from prefillcli.options.reading import (
     StreamingOptions,
 )
 from prefillcli.options.requirements import Requirement
+from prefillcli.rows.output import FILE_ENDINGS, Shard
 
 
 class ScoreSettings(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from prefillcli.data.output import Shard
 from prefillcli.engines.registry import ENGINES
 from prefillcli.errors import UsageError, brief
 from prefillcli.options import requirements
@@ -26,6 +25,7 @@ from prefillcli.options.option import (
     option,
 )
 from prefillcli.plan import DEFAULT, SCHEDULES
+from prefillcli.rows.output import Shard
 from prefillcli.runtime.memory import parse_size
 
 

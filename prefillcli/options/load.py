@@ -15,12 +15,12 @@ from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from pydantic import ValidationError
 
-from prefillcli.data.filesystems import read_given
 from prefillcli.errors import UsageError, brief, did_you_mean
 from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.groups import read_mapping
 from prefillcli.options.option import Settings, as_typed, details_of, unescaped
 from prefillcli.options.plain_yaml import parse_yaml
+from prefillcli.rows.filesystems import read_given
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 _From = Literal["recipe", "environment", "flag"]

@@ -50,7 +50,7 @@ Change = Literal["scores", "columns", "rows", "speed", "report", "files"]
 - report: the figures that are measured and reported, and the exit code.
 - files: which files are written, and whether existing ones are replaced.
 
-The first three make the job: see `prefillcli.jobs.identity`.
+The first three make the job: see `prefillcli.scoring.identity`.
 """
 
 
@@ -64,7 +64,7 @@ Level = Literal["first", "more", "settled"]
 
 
 PathRole = str
-"""How a run uses the path that an option names (`prefillcli.jobs.path_table`). It reads the first five.
+"""How a run uses the path that an option names (`prefillcli.scoring.path_table`). It reads the first five.
 
 - rows: files, folders, globs or URLs of rows.
 - file: a small file.

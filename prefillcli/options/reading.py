@@ -442,7 +442,7 @@ class ExitOptions(Settings):
                 f"{self.rare_option} cannot be combined with a second --first: it is proven of one first model, in "
                 "place of a bound on flips\nleave one out"
             )
-        from prefillcli.data.prompts.labels import parse_labels
+        from prefillcli.prompts.labels import parse_labels
 
         if len(parse_labels(getattr(self, "labels", ""))) != 2:
             raise UsageError(

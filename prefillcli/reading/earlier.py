@@ -15,19 +15,19 @@ import pyarrow.compute as pc
 from pydantic import BaseModel
 
 from prefillcli.core.roles import Judge
-from prefillcli.data.filesystems import reading, writing
-from prefillcli.data.output.columns import DIGEST, ROW, OutputSchema
-from prefillcli.data.output.parts import NAME, TYPE, DigestReader
-from prefillcli.data.output.target import Job, Manifest, Published, Target
-from prefillcli.data.rows import Int64Array, Window
 from prefillcli.errors import DamagedFileError, OutputConflictError, OutputDamagedError, PrefillError, counted
 from prefillcli.report.section import Section
+from prefillcli.rows.filesystems import reading, writing
+from prefillcli.rows.output.columns import DIGEST, ROW, OutputSchema
+from prefillcli.rows.output.parts import NAME, TYPE, DigestReader
+from prefillcli.rows.output.target import Job, Manifest, Published, Target
+from prefillcli.rows.records import Int64Array, Window
 from prefillcli.runtime import log
 
 if TYPE_CHECKING:
     from prefillcli.core.run import Run
-    from prefillcli.data.output.columns import Counts
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.output.columns import Counts
 
 
 class SinceUse(BaseModel):

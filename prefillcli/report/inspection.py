@@ -18,14 +18,12 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.text import Text
 
-from prefillcli.core.question import Question
-from prefillcli.data.output.store import put_text
-from prefillcli.data.prompts.encoding import Encoder, token_texts
-from prefillcli.data.rows import NextTokens, Prompt, RowError, ScoredRow
+from prefillcli.core.request import Question
 from prefillcli.engines.base import LeavingRule, Readings
 from prefillcli.errors import PrefillError
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.trie import common_prefix
+from prefillcli.prompts.encoding import Encoder, token_texts
 from prefillcli.report.run import LikelyToken
 from prefillcli.report.section import (
     Cell,
@@ -45,6 +43,8 @@ from prefillcli.report.section import (
     signed_bar,
     visible,
 )
+from prefillcli.rows.output.store import put_text
+from prefillcli.rows.records import NextTokens, Prompt, RowError, ScoredRow
 from prefillcli.stats.evaluation import label_mass, label_probabilities, log_shares_of
 
 # A model's view of a row after each of its layers: the lead of one label, and the layers where rows would leave.

@@ -14,10 +14,6 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from pydantic_core import PydanticSerializationError
 
-from prefillcli.data.output.columns import LENGTH_EDGES, SCORE_BINS, Counts
-from prefillcli.data.output.store import put_text
-from prefillcli.data.prompts.thinking import Way
-from prefillcli.data.rows import FULL, ErrorCode, is_fallback
 from prefillcli.engines.base import PoolUse, ReducedPacks, WeightsReport, WorkerReport
 from prefillcli.errors import (
     NOTHING_TO_DO,
@@ -29,6 +25,7 @@ from prefillcli.errors import (
     shown_report,
     without_secrets,
 )
+from prefillcli.prompts.thinking import Way
 from prefillcli.report.section import (
     Bar,
     Cell,
@@ -51,6 +48,9 @@ from prefillcli.report.section import (
     stderr_console,
     three_digits,
 )
+from prefillcli.rows.output.columns import LENGTH_EDGES, SCORE_BINS, Counts
+from prefillcli.rows.output.store import put_text
+from prefillcli.rows.records import FULL, ErrorCode, is_fallback
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.memory import peak_memory

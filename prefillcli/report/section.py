@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prefillcli.data.output.columns import LENGTH_EDGES
 from prefillcli.errors import counted as counted
+from prefillcli.rows.output.columns import LENGTH_EDGES
 
 if TYPE_CHECKING:
     from prefillcli.report.run import Histogram, MemoryTrace

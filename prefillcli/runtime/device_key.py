@@ -92,7 +92,7 @@ def driver_version() -> str | None:
 def _source_digest() -> str:
     # Digest of the files that compute a walk: in a checkout they change without the version.
     digest = hashlib.sha256()
-    for file in sorted(resources.files("prefillcli.prefill").iterdir(), key=lambda each: each.name):
+    for file in sorted(resources.files("prefillcli.walk").iterdir(), key=lambda each: each.name):
         if file.name.endswith((".py", ".cpp")):
             digest.update(file.read_bytes())
     return digest.hexdigest()[:12]

@@ -45,9 +45,9 @@ if "NOTED" not in os.environ:
         os.kill(os.getpid(), -code)
     sys.exit(code)
 
-import prefillcli.jobs.score as job
+import prefillcli.scoring.score as job
 from prefillcli.cli import main
-from prefillcli.data.output.sink import Sink
+from prefillcli.rows.output.sink import Sink
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.core.scorer import Granularity
 

@@ -13,7 +13,7 @@ from benchmarks.memory import peak_in_child
 from benchmarks.methods import layer_walk, plain_loop
 from benchmarks.models import random_llama
 from benchmarks.workloads import prompts_with_histories, random_prompt
-from prefillcli.bench.contest import interleaved
+from prefillcli.tools.bench.contest import interleaved
 
 
 def test_both_methods_give_the_same_logits() -> None:

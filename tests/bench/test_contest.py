@@ -15,19 +15,19 @@ from benchmarks.methods import compressed_walk, compressor_for, layer_walk, plai
 from benchmarks.models import random_draft, random_llama
 from benchmarks.score_runs import SAMPLES
 from benchmarks.workloads import random_prompt
-from prefillcli.bench.bench_job import bench_job
-from prefillcli.bench.methods import METHODS, REFERENCE, method_names, score_settings
-from prefillcli.bench.report import BenchReport, WorkloadResult
-from prefillcli.data.prompts.encoding import spans_of
-from prefillcli.data.rows import Prompt
 from prefillcli.models.shape import prefill_flops, walk_flops
 from prefillcli.options.commands import BenchSettings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
+from prefillcli.prompts.encoding import spans_of
 from prefillcli.reading.compress.settings import Compression
+from prefillcli.rows.records import Prompt
 from prefillcli.runtime.memory import with_peak
 from prefillcli.stats.evaluation import label_probabilities
+from prefillcli.tools.bench.bench_job import bench_job
+from prefillcli.tools.bench.methods import METHODS, REFERENCE, method_names, score_settings
+from prefillcli.tools.bench.report import BenchReport, WorkloadResult
 
 TARGET, DRAFT = SAMPLES / "models" / "target", SAMPLES / "models" / "draft"
 DROPPING = ("specprefill", "self-draft", "random", "bm25")

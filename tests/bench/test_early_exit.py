@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.score_runs import SAMPLES
-from prefillcli.bench.bench_job import bench_job
-from prefillcli.bench.report import BenchReport, WorkloadResult, workload_remarks
 from prefillcli.options.commands import BenchSettings
+from prefillcli.tools.bench.bench_job import bench_job
+from prefillcli.tools.bench.report import BenchReport, WorkloadResult, workload_remarks
 
 MODELS = SAMPLES / "models"
 

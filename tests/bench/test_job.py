@@ -16,12 +16,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from benchmarks.score_runs import SAMPLES
-from prefillcli.bench import contest
-from prefillcli.bench.bench_job import bench_job
-from prefillcli.bench.report import BenchReport
 from prefillcli.cli import app
 from prefillcli.options.commands import BenchSettings
 from prefillcli.options.reading import PICKERS
+from prefillcli.tools.bench import contest
+from prefillcli.tools.bench.bench_job import bench_job
+from prefillcli.tools.bench.report import BenchReport
 
 PLAIN = ("--rows", "4", "--tokens", "200", "--rounds", "1")
 SMALL = (*PLAIN, "--set", "query_window=4")

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from benchmarks.score_runs import SAMPLES
-from prefillcli.bench.material import TOPICS, make_needles
+from prefillcli.tools.bench.material import TOPICS, make_needles
 
 
 def count(text: str) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from prefillcli.bench.contest import interleaved
-from prefillcli.bench.report import (
+from prefillcli.stats.evaluation import audit_of
+from prefillcli.tools.bench.contest import interleaved
+from prefillcli.tools.bench.report import (
     Answers,
     MethodResult,
     Range,
@@ -14,7 +15,6 @@ from prefillcli.bench.report import (
     verdicts,
     workload_remarks,
 )
-from prefillcli.stats.evaluation import audit_of
 
 
 def method(
@@ -82,7 +82,7 @@ def test_no_round_begins_that_would_take_too_long(monkeypatch: pytest.MonkeyPatc
         nonlocal now
         now += 5
 
-    monkeypatch.setattr("prefillcli.bench.contest.time.perf_counter", lambda: now)
+    monkeypatch.setattr("prefillcli.tools.bench.contest.time.perf_counter", lambda: now)
     told: list[str] = []
     for within, rounds in ((0.0, 1), (19.0, 1), (20.0, 2), (1e9, 3)):
         found = interleaved(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from prefillcli.bench.bench_job import bench_job
 from prefillcli.options.commands import BenchSettings
 from prefillcli.options.load import load_settings
+from prefillcli.tools.bench.bench_job import bench_job
 
 
 @pytest.mark.nightly

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from benchmarks.drift import DRIFT_ROWS, StateDrift, state_drift
-from prefillcli.core.question import Question
-from prefillcli.data.rows import Prompt
+from prefillcli.core.request import Question
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
-from prefillcli.prefill.forest import ATTENTION, register
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.rows.records import Prompt
+from prefillcli.walk.forest import ATTENTION, register
+from prefillcli.walk.walk import LayerWalk
 from tests.prefill.families import VOCABULARY, make_model
 from tests.prefill.test_recurrent import RECURRENT
 

@@ -10,9 +10,9 @@ import torch
 
 from benchmarks import writing
 from benchmarks.writing import TextMethod, TextRun, TextTask, compare
-from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, DrafterCounts, Writing
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
+from prefillcli.walk.continuations import Beginning, Continuation, DecodingReport, DrafterCounts, Writing
 
 
 @pytest.mark.nightly

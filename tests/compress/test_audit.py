@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.core.question import AuditDraw, draw
-from prefillcli.data.rows import Selection, Window
+from prefillcli.core.request import AuditDraw, draw
+from prefillcli.rows.records import Selection, Window
 
 ALL = Selection()
 

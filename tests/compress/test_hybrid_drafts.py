@@ -10,10 +10,10 @@ import torch
 
 from prefillcli.errors import UsageError
 from prefillcli.plan.pack import Limits
-from prefillcli.prefill.forest import ATTENTION, register
-from prefillcli.prefill.walk import LayerWalk
 from prefillcli.reading.compress.draft import Draft
 from prefillcli.reading.compress.settings import Compression
+from prefillcli.walk.forest import ATTENTION, register
+from prefillcli.walk.walk import LayerWalk
 from tests.compress.test_importance import CHUNK, estimated, prompts, reference
 from tests.prefill.families import make_model
 from tests.prefill.test_recurrent import RECURRENT

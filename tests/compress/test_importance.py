@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prefillcli.plan.pack import Limits
-from prefillcli.prefill.forest import ATTENTION, register
-from prefillcli.prefill.walk import LayerWalk
 from prefillcli.reading.compress.draft import Draft
 from prefillcli.reading.compress.settings import Compression
+from prefillcli.walk.forest import ATTENTION, register
+from prefillcli.walk.walk import LayerWalk
 from tests.prefill.families import VOCABULARY, WINDOW, make_model
 from tests.prefill.variants import make_variant
 

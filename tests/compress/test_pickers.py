@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefillcli.bench.methods import METHODS
-from prefillcli.data.prompts.encoding import Spans
-from prefillcli.data.rows import Prompt
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
-from prefillcli.prefill.forest import ATTENTION, register
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.prompts.encoding import Spans
 from prefillcli.reading.compress.draft import Draft, SelfDraft
 from prefillcli.reading.compress.load import SpecPrefill
 from prefillcli.reading.compress.selection import Bm25, Picker, RandomChunks
 from prefillcli.reading.compress.settings import PICKERS, Compression
+from prefillcli.rows.records import Prompt
+from prefillcli.tools.bench.methods import METHODS
+from prefillcli.walk.forest import ATTENTION, register
+from prefillcli.walk.walk import LayerWalk
 from tests.prefill.families import VOCABULARY, make_model
 
 DOCS = Path(__file__).parent.parent.parent / "docs"

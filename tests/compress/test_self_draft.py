@@ -11,20 +11,20 @@ import torch
 import torch.nn.functional as F
 from transformers import MambaConfig
 
-from prefillcli.core.question import Question, plan_questions, thinning_of
-from prefillcli.data.rows import Prompt
+from prefillcli.core.request import Question, plan_questions, thinning_of
 from prefillcli.errors import UsageError
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import ATTENTION, WatchedLayer
-from prefillcli.prefill.layout import Tree
-from prefillcli.prefill.walk import LayerWalk, Thinned
 from prefillcli.reading.compress.compressor import OVERHEAD, WorthCompressing
 from prefillcli.reading.compress.draft import SelfDraftRule, SelfThinning
 from prefillcli.reading.compress.load import choosing_layers
 from prefillcli.reading.compress.selection import NO_VOTE
 from prefillcli.reading.compress.settings import Compression
+from prefillcli.rows.records import Prompt
+from prefillcli.walk.forest import ATTENTION, WatchedLayer
+from prefillcli.walk.layout import Tree
+from prefillcli.walk.walk import LayerWalk, Thinned
 from tests.compress.test_worth import TARGET, operations
 from tests.prefill.families import WINDOW, make_config
 from tests.prefill.test_walk import Prompt as Tokens

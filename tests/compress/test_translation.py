@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from prefillcli.core.question import Tick
-from prefillcli.data.prompts.encoding import Encoder
-from prefillcli.data.prompts.translation import TEXT, Overlap, Translation, Translator
-from prefillcli.data.rows import Prompt
+from prefillcli.core.request import Tick
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.trie import TokenArray
+from prefillcli.prompts.encoding import Encoder
+from prefillcli.prompts.translation import TEXT, Overlap, Translation, Translator
 from prefillcli.reading.compress.draft import spread
 from prefillcli.reading.compress.load import SpecPrefill
 from prefillcli.reading.compress.selection import FAILED, FALLBACKS, Float32Array, ImportanceEstimate
+from prefillcli.rows.records import Prompt
 
 TEXTS = [
     "The quick brown fox, the lazy dog; 12 of 340.\n",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from prefillcli.data.prompts.labels import LabelError, Labels, tail_of
 from prefillcli.plan.behind import LabelSet
+from prefillcli.prompts.labels import LabelError, Labels, tail_of
 
 
 def resolve(labels: Labels, prompt: str) -> LabelSet:

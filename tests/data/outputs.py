@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.output.columns import OutputSchema
-from prefillcli.data.output.sink import Sink
-from prefillcli.data.output.target import Job
-from prefillcli.data.rows import Prompt, RowError, ScoredRow, Window
 from prefillcli.plan.behind import LabelSet
+from prefillcli.rows.output.columns import OutputSchema
+from prefillcli.rows.output.sink import Sink
+from prefillcli.rows.output.target import Job
+from prefillcli.rows.records import Prompt, RowError, ScoredRow, Window
 
 LABELS = ("Yes", "No", "Maybe")
 FINGERPRINT = {"input": "i", "model": "m", "tokenizer": "t", "template": "p", "labels": "l", "settings": "s"}

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.output.columns import COLUMNS, Counts, OutputSchema, ResultRows
-from prefillcli.data.rows import ScoredRow
+from prefillcli.rows.output.columns import COLUMNS, Counts, OutputSchema, ResultRows
+from prefillcli.rows.records import ScoredRow
 from tests.data.outputs import LABELS, TOO_LONG, make_window, open_sink, read, scored
 
 ROOT = Path(__file__).parent.parent.parent

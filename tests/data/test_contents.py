@@ -13,10 +13,10 @@ import fsspec
 import pytest
 from blake3 import blake3
 
-from prefillcli.data import proof
-from prefillcli.data.proof import DigestCache, FileContents, Stamp, stamp_of
-from prefillcli.data.reading.discovery import discover
 from prefillcli.errors import ContentChangedError
+from prefillcli.rows import proof
+from prefillcli.rows.input.discovery import discover
+from prefillcli.rows.proof import DigestCache, FileContents, Stamp, stamp_of
 
 CACHE = "prefillcli/digests.json"
 
@@ -25,7 +25,7 @@ CACHE = "prefillcli/digests.json"
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder; every file counts as unchanged for long."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("prefillcli.data.proof.SETTLED_NS", -(10**12))
+    monkeypatch.setattr("prefillcli.rows.proof.SETTLED_NS", -(10**12))
     return tmp_path / "cache" / CACHE
 
 
@@ -121,7 +121,7 @@ def test_a_bad_cache_is_an_empty_one(cache: Path, file: Path, monkeypatch: pytes
 
 def test_the_cache_keeps_the_entries_used_last(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000
-    monkeypatch.setattr("prefillcli.data.proof.time.time", lambda: now)
+    monkeypatch.setattr("prefillcli.rows.proof.time.time", lambda: now)
     for name in "abcaded":
         now += 1
         path = tmp_path / f"{name}.jsonl"

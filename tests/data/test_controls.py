@@ -23,10 +23,10 @@ from tokenizers import (
 )
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
-from prefillcli.data.prompts.labels import Following, Labels, parse_labels
-from prefillcli.data.rows import RowBatch
 from prefillcli.plan.behind import LabelSet
+from prefillcli.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.prompts.labels import Following, Labels, parse_labels
+from prefillcli.rows.records import RowBatch
 
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"

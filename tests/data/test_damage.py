@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefillcli.data.output.parts import part_name
-from prefillcli.data.proof import require_seal
 from prefillcli.errors import DamagedFileError, OutputConflictError, OutputDamagedError, PrefillError
+from prefillcli.rows.output.parts import part_name
+from prefillcli.rows.proof import require_seal
 from tests.data.outputs import (
     EXPECTED,
     FINGERPRINT,

@@ -13,12 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.data.output import Shard
-from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
-from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import Window
-from prefillcli.data.windows import (
+from prefillcli.core.windows import (
     RUN_ROWS,
     Dealer,
     ShardRows,
@@ -28,6 +23,11 @@ from prefillcli.data.windows import (
     in_order_of_use,
     windows,
 )
+from prefillcli.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.prompts.labels import Labels, parse_labels
+from prefillcli.rows.input.source import Source
+from prefillcli.rows.output import Shard
+from prefillcli.rows.records import Window
 
 Write = Callable[..., str]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from prefillcli.data.reading.discovery import discover, would_find
 from prefillcli.errors import UsageError
+from prefillcli.rows.input.discovery import discover, would_find
 
 
 def touch(root: Path, *names: str) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from prefillcli.data.proof import ModelContents, hash_model, hash_value
 from prefillcli.errors import UsageError
+from prefillcli.rows.proof import ModelContents, hash_model, hash_value
 
 
 @pytest.fixture

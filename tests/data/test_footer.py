@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.output.target import ParquetFormat
-from prefillcli.data.reading.source import Source
 from prefillcli.errors import PrefillError
+from prefillcli.rows.input.source import Source
+from prefillcli.rows.output.target import ParquetFormat
 from tests.parquet_footers import Field, fields_of, with_numbers
 
 TEXTS = [f"row {number} {number * 7919 % 101}" for number in range(20)]

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.data.output.columns import kinds_of, type_for, typed_column
-from prefillcli.data.output.target import JsonlFormat
+from prefillcli.rows.output.columns import kinds_of, type_for, typed_column
+from prefillcli.rows.output.target import JsonlFormat
 
 
 def lines(table: pa.Table, codec: str | None = None, json_columns: tuple[str, ...] = ()) -> list[dict[str, Any]]:

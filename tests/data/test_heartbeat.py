@@ -9,8 +9,8 @@ from typing import IO
 
 import pytest
 
-from prefillcli.data.output import store
-from prefillcli.data.output.store import Heartbeat, open_store
+from prefillcli.rows.output import store
+from prefillcli.rows.output.store import Heartbeat, open_store
 from prefillcli.runtime import file_calls
 from prefillcli.runtime.clock import Pace
 

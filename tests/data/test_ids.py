@@ -17,10 +17,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from prefillcli.data.output.columns import _texts, kinds_of, type_for, typed_column
-from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import as_json, plain_column, plain_type, to_python
-from prefillcli.data.windows import SeenIds
+from prefillcli.core.windows import SeenIds
+from prefillcli.rows.input.source import Source
+from prefillcli.rows.output.columns import _texts, kinds_of, type_for, typed_column
+from prefillcli.rows.records import as_json, plain_column, plain_type, to_python
 
 SMALL = st.integers(-3, 120)
 TEXTS = st.text(max_size=3)
@@ -222,7 +222,7 @@ def test_integers_from_json_lines_stay_integers() -> None:
 
 def test_hashes_are_the_same_in_every_process() -> None:
     code = (
-        "import pyarrow as pa; from prefillcli.data.windows import _keys; "
+        "import pyarrow as pa; from prefillcli.core.windows import _keys; "
         "print(_keys(pa.array(['a', 'é'])), _keys(pa.array([[1], [2]])))"
     )
     said = {

@@ -15,8 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefillcli.data.output import Shard
-from prefillcli.data.output.sink import (
+from prefillcli.errors import PrefillError
+from prefillcli.rows.input.discovery import Partitions
+from prefillcli.rows.output import Shard
+from prefillcli.rows.output.sink import (
     JoinedShards,
     ShardSink,
     of_partitions,
@@ -24,10 +26,8 @@ from prefillcli.data.output.sink import (
     to_partitions,
     to_schema,
 )
-from prefillcli.data.output.target import Target
-from prefillcli.data.reading.discovery import Partitions
-from prefillcli.data.rows import Window
-from prefillcli.errors import PrefillError
+from prefillcli.rows.output.target import Target
+from prefillcli.rows.records import Window
 from tests.data.outputs import WINDOWS, open_sink, read, score_all
 from tests.data.test_sink import jobs
 

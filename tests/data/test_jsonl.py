@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.data.reading.source import BadLine, Source, parse
-from prefillcli.data.rows import RowError
 from prefillcli.errors import PrefillError, UsageError
+from prefillcli.rows.input.source import BadLine, Source, parse
+from prefillcli.rows.records import RowError
 
 Write = Callable[..., str]
 
@@ -95,7 +95,7 @@ def test_millions_of_blank_lines_are_not_read_one_by_one(tmp_path: Path) -> None
 
 
 def test_blank_lines_that_do_not_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefillcli.data.reading.source._MAX_BLANK_BYTES", 1 << 20)
+    monkeypatch.setattr("prefillcli.rows.input.source._MAX_BLANK_BYTES", 1 << 20)
     few, many = b"\n" * (1 << 20), b"\n" * (3 << 19)
     found = read(zipped(tmp_path, b'{"prompt":"a"}' + few + b'{"prompt":"b"}' + few))
     assert found[0]["prompt"] == ["a", "b"]
@@ -201,7 +201,7 @@ def test_an_unreadable_file_is_a_usage_error(write_jsonl: Write, monkeypatch: py
     def refuse(*_arguments: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("prefillcli.data.reading.source.io.FileIO", refuse)  # root may read everything
+    monkeypatch.setattr("prefillcli.rows.input.source.io.FileIO", refuse)  # root may read everything
     with pytest.raises(UsageError, match=r"input\.jsonl: Permission denied"):
         Source.open([path], columns=["prompt"])
 

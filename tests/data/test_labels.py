@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from prefillcli.asking.choices import RowChoices
 from prefillcli.asking.targets import Targets
-from prefillcli.data.prompts.labels import Label, LabelError, Labels, parse_labels, tail_of
-from prefillcli.data.rows import RowError, Window
 from prefillcli.errors import UsageError
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.behind import LabelTokens
+from prefillcli.prompts.labels import Label, LabelError, Labels, parse_labels, tail_of
+from prefillcli.rows.records import RowError, Window
 from tests.data.labels import resolve
 
 

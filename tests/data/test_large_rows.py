@@ -17,15 +17,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.data.reading.source import Source, _ShortValues
 from prefillcli.errors import PrefillError
+from prefillcli.rows.input.source import Source, _ShortValues
 
 MiB = 1 << 20
 HUGE = 140 * MiB
 
 READ = """
 import json, resource, sys
-from prefillcli.data.reading.source import Source
+from prefillcli.rows.input.source import Source
 
 path, columns, carried, most, extra = json.loads(sys.argv[1])
 source = Source.open([path]).select(columns=columns, carried=carried, max_row_bytes=most)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import Template
 
-from prefillcli.data.prompts.builder import fit
-from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.data.rows import Prompt, RowError
+from prefillcli.prompts.builder import fit
+from prefillcli.prompts.labels import Labels, parse_labels
+from prefillcli.rows.records import Prompt, RowError
 from tests.data.labels import resolve
 from tests.data.test_prompts import batch_of, build
 

@@ -11,8 +11,8 @@ import pytest
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from prefillcli.data.output.store import Owner, open_store
 from prefillcli.errors import OutputBusyError
+from prefillcli.rows.output.store import Owner, open_store
 from tests.data.outputs import EXPECTED, WINDOWS, open_sink, read_memory, score_all
 
 OUTPUT = "memory://bucket/o.parquet"

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import RowBatch, RowError
 from prefillcli.errors import PrefillError, UsageError
+from prefillcli.rows.input.source import Source
+from prefillcli.rows.records import RowBatch, RowError
 
 
 def text_array(values: list[bytes], kind: pa.DataType) -> pa.Array:
@@ -274,7 +274,7 @@ def test_a_footer_that_ends_arrows_process_is_an_error(tmp_path: Path) -> None:
     optional, required = b"\x25\x02\x18\x02id", b"\x25\x00\x18\x02id"  # of its schema, where its pages have nulls
     assert path.read_bytes().count(optional) == 1
     path.write_bytes(path.read_bytes().replace(optional, required))
-    code = "import sys; from prefillcli.data.reading.source import Source; Source.open(sys.argv[1:], carried=['id'])"
+    code = "import sys; from prefillcli.rows.input.source import Source; Source.open(sys.argv[1:], carried=['id'])"
     ended = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
     assert ended.returncode == 1  # not that of a signal
     assert f"{path}: Definition level histogram size mismatch" in ended.stderr

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefillcli.data.reading.source import Source
 from prefillcli.errors import UsageError
+from prefillcli.rows.input.source import Source
 
 VALUES = st.one_of(
     st.integers(-5, 5).map(str),

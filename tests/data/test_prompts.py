@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
-from prefillcli.data.prompts.encoding import Encoder
-from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import ErrorCode, Prompt, RowBatch, RowError, without_nulls
 from prefillcli.errors import UsageError
+from prefillcli.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.prompts.encoding import Encoder
+from prefillcli.prompts.labels import Labels, parse_labels
 from prefillcli.reading.compress.compressor import COMPRESSION_COLUMNS
+from prefillcli.rows.input.source import Source
+from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, without_nulls
 from tests.data.labels import resolve
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from prefillcli.data.output.sink import publication, recover_publication
-from prefillcli.data.output.target import Published, Target
 from prefillcli.errors import PrefillError
+from prefillcli.rows.output.sink import publication, recover_publication
+from prefillcli.rows.output.target import Published, Target
 from prefillcli.runtime import file_calls
 from tests.data.outputs import EXPECTED, WINDOWS, finished, make_window, open_sink, read, score_all
 from tests.faults.file_faults import CHANGES
@@ -175,6 +175,6 @@ def test_half_written_files_of_a_killed_run_go_wherever_they_lie(tmp_path: Path)
 
 
 def _job() -> Any:
-    from prefillcli.data.output.target import Job
+    from prefillcli.rows.output.target import Job
 
     return Job({"model": "m"})

@@ -13,9 +13,9 @@ import pytest
 
 from prefillcli.core.condition import RowChoice, RowCondition, row_values
 from prefillcli.core.further import Choice
-from prefillcli.data.output.columns import COLUMNS, Group, OutputSchema, ResultRows
-from prefillcli.data.output.sink import of_schema, to_schema
-from prefillcli.data.rows import Rationale, ScoredRow, SectionEffect, Window
+from prefillcli.rows.output.columns import COLUMNS, Group, OutputSchema, ResultRows
+from prefillcli.rows.output.sink import of_schema, to_schema
+from prefillcli.rows.records import Rationale, ScoredRow, SectionEffect, Window
 from tests.data.outputs import LABELS, finished, make_window, open_sink, read, scored
 
 GROUPS = frozenset({"rationales", "evidence"})

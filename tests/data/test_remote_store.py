@@ -17,10 +17,10 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from huggingface_hub import HfFileSystem
 
-from prefillcli.data import filesystems
-from prefillcli.data.filesystems import Failure, explained, filesystem_of, impatiently, patiently
-from prefillcli.data.output.store import Owner, RemoteStore, Store, exclusive_put, open_store
 from prefillcli.errors import OutputBusyError, PrefillError, UsageError
+from prefillcli.rows import filesystems
+from prefillcli.rows.filesystems import Failure, explained, filesystem_of, impatiently, patiently
+from prefillcli.rows.output.store import Owner, RemoteStore, Store, exclusive_put, open_store
 from tests.s3_server import EXPIRED, SLOW_DOWN, Bucket, Refusal, Request, S3Server, every, once
 
 ALWAYS = 1

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from prefillcli.data.prompts import templates
-from prefillcli.data.prompts.templates import ChatTemplate, RendererClosed, RenderLimits, RowTemplate
-from prefillcli.data.rows import RowError
 from prefillcli.errors import ResourceError, UsageError
+from prefillcli.prompts import templates
+from prefillcli.prompts.templates import ChatTemplate, RendererClosed, RenderLimits, RowTemplate
+from prefillcli.rows.records import RowError
 
 TIGHT = RenderLimits(cpu_seconds=1, memory_bytes=256 << 20)
 CPU, MEMORY = "more than 1 s of processor time", "more than 256 MiB of memory"
@@ -189,7 +189,7 @@ def test_rendering_stops_when_another_thread_closes_it() -> None:
 def test_the_process_dies_with_its_parent_even_in_the_middle_of_a_row(tmp_path: Path) -> None:
     program = (
         "import os, threading\n"
-        "from prefillcli.data.prompts.templates import RowTemplate\n"
+        "from prefillcli.prompts.templates import RowTemplate\n"
         "t = RowTemplate('{% for i in range(9000) %}{% if range(90000)|sort %}{% endif %}{% endfor %}')\n"
         "print(t._worker._process.pid, flush=True)\n"
         "threading.Timer(0.3, os.kill, (os.getpid(), 9)).start()\n"

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
-from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.data.rows import Prompt
 from prefillcli.followup.evidence import MOST_SECTIONS, Ablation, prompt_sections, variable_sections
 from prefillcli.models.adapters import AdapterFiles, AdapterVariants
+from prefillcli.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.prompts.labels import Labels, parse_labels
+from prefillcli.rows.records import Prompt
 from tests.data.conftest import CHAT
 from tests.data.test_prompts import batch_of, build
 

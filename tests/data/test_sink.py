@@ -19,11 +19,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefillcli.data.output import parts
-from prefillcli.data.output.sink import Sink
-from prefillcli.data.rows import Int64Array, Prompt, RowError, ScoredRow, Window
 from prefillcli.errors import OutputConflictError, PrefillError, ResourceError, UsageError
 from prefillcli.plan.behind import LabelSet
+from prefillcli.rows.output import parts
+from prefillcli.rows.output.sink import Sink
+from prefillcli.rows.records import Int64Array, Prompt, RowError, ScoredRow, Window
 from prefillcli.runtime import file_calls
 from tests.data.outputs import (
     BAD,

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import Selection
 from prefillcli.errors import ContentChangedError
+from prefillcli.rows.input.source import Source
+from prefillcli.rows.records import Selection
 
 Write = Callable[..., str]
 

@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.output.store import LocalStore, RemoteStore, Store, open_store
-from prefillcli.data.output.target import is_partition
 from prefillcli.errors import PrefillError, ResourceError, UsageError
+from prefillcli.rows.output.store import LocalStore, RemoteStore, Store, open_store
+from prefillcli.rows.output.target import is_partition
 from prefillcli.runtime import file_calls
 
 
@@ -75,7 +75,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(store: Store, error
 def test_what_a_killed_process_left_is_no_file_and_is_cleaned(tmp_path: Path) -> None:
     store = LocalStore(str(tmp_path))
     program = (
-        "import os, sys; from prefillcli.data.output.store import LocalStore\n"
+        "import os, sys; from prefillcli.rows.output.store import LocalStore\n"
         "with LocalStore(sys.argv[1]).create('a') as file: file.write(b'half'); file.flush(); os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path)]).returncode == 9

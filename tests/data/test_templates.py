@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.data.prompts.templates import RowTemplate
-from prefillcli.data.rows import RowError
 from prefillcli.errors import UsageError
+from prefillcli.prompts.templates import RowTemplate
+from prefillcli.rows.records import RowError
 
 
 def render(template: str, values: dict[str, Any]) -> str | RowError:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from prefillcli.data.prompts.builder import PromptBuilder, PromptSettings
-from prefillcli.data.prompts.thinking import ChatChoices
 from prefillcli.errors import UsageError
+from prefillcli.prompts.builder import PromptBuilder, PromptSettings
+from prefillcli.prompts.thinking import ChatChoices
 from tests.data.test_prompts import batch_of, build, tokens
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

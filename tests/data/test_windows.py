@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefillcli.data.prompts.builder import BuilderClosed, PromptBuilder, PromptSettings
-from prefillcli.data.prompts.labels import Labels, parse_labels
-from prefillcli.data.reading.source import Source
-from prefillcli.data.rows import Window
-from prefillcli.data.windows import Prefetcher, SeenIds, WindowSize, windows
+from prefillcli.core.windows import Prefetcher, SeenIds, WindowSize, windows
+from prefillcli.prompts.builder import BuilderClosed, PromptBuilder, PromptSettings
+from prefillcli.prompts.labels import Labels, parse_labels
+from prefillcli.rows.input.source import Source
+from prefillcli.rows.records import Window
 
 Write = Callable[..., str]
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prefillcli.decode.continuations import DecodingReport, Writing
-from prefillcli.decode.lockstep import Chooser, Drafter, Forward, LockStep, RowText
+from prefillcli.walk.continuations import DecodingReport, Writing
+from prefillcli.walk.lockstep import Chooser, Drafter, Forward, LockStep, RowText
 
 
 class ForwardDrafter:

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from prefillcli.decode.behind import KeptPack, MakeDrafter, RowRoom, write_behind
-from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Speculation, Writing
-from prefillcli.decode.lockstep import RowText
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk.continuations import Beginning, Continuation, DecodingReport, Speculation, Writing
+from prefillcli.walk.decoding import KeptPack, MakeDrafter, RowRoom, write_behind
+from prefillcli.walk.lockstep import RowText
+from prefillcli.walk.walk import LayerWalk
 
 Prompt = np.typing.NDArray[np.int32]
 ONE_PACK = Limits(10**6, 10**6)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from prefillcli.decode.continuations import Beginning
-from prefillcli.decode.lockstep import NewTokens, RowText
+from prefillcli.walk.continuations import Beginning
+from prefillcli.walk.lockstep import NewTokens, RowText
 
 VOCABULARY = 32
 

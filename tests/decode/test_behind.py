@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from prefillcli.decode.behind import RowRoom
-from prefillcli.decode.continuations import Beginning, DecodingReport, Writing
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import ATTENTION
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk.continuations import Beginning, DecodingReport, Writing
+from prefillcli.walk.decoding import RowRoom
+from prefillcli.walk.forest import ATTENTION
+from prefillcli.walk.walk import LayerWalk
 from tests.decode.generated import (
     ONE_PACK,
     Reference,

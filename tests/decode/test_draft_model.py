@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from prefillcli.decode.continuations import Beginning, DecodingReport, Speculation, Writing
-from prefillcli.decode.drafters import DraftModel, StreamingDrafter
-from prefillcli.decode.lockstep import Chooser, RowText, write_texts
-from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk.continuations import Beginning, DecodingReport, Speculation, Writing
+from prefillcli.walk.drafters import DraftModel, StreamingDrafter
+from prefillcli.walk.forest import ATTENTION, UnsupportedModelError, register
+from prefillcli.walk.lockstep import Chooser, RowText, write_texts
+from prefillcli.walk.walk import LayerWalk
 from tests.decode.models import VOCABULARY, Recomputing, beginnings, tiny_llama
 from tests.prefill.tiny_models import make_tiny_model
 

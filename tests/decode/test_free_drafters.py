@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.decode.continuations import Beginning, DecodingReport, Speculation, Writing
-from prefillcli.decode.drafters import LONGEST_MATCH, EarlierTexts, PromptLookup, SuffixDrafter, continuation
-from prefillcli.decode.lockstep import RowText, write_texts
+from prefillcli.walk.continuations import Beginning, DecodingReport, Speculation, Writing
+from prefillcli.walk.drafters import LONGEST_MATCH, EarlierTexts, PromptLookup, SuffixDrafter, continuation
+from prefillcli.walk.lockstep import RowText, write_texts
 from tests.decode.models import Recomputing, beginnings, generated, tiny_llama
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)

@@ -9,14 +9,14 @@ from functools import cache
 import pytest
 import torch
 
-from prefillcli.decode import behind
-from prefillcli.decode.behind import KeptPack, RowRoom, write_behind
-from prefillcli.decode.continuations import Continuation, Writing
 from prefillcli.models.law import memory_law
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import ATTENTION
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk import decoding as behind
+from prefillcli.walk.continuations import Continuation, Writing
+from prefillcli.walk.decoding import KeptPack, RowRoom, write_behind
+from prefillcli.walk.forest import ATTENTION
+from prefillcli.walk.walk import LayerWalk
 from tests.decode.generated import ONE_PACK, Reference, assert_same_texts, beginnings, generated, greedy
 from tests.prefill.late_copies import LateCopies
 from tests.prefill.test_recurrent import RECURRENT

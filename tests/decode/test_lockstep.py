@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefillcli.decode.continuations import Beginning, DecodingReport, Speculation, Writing
-from prefillcli.decode.lockstep import Chooser, Drafter, write_texts
+from prefillcli.walk.continuations import Beginning, DecodingReport, Speculation, Writing
+from prefillcli.walk.lockstep import Chooser, Drafter, write_texts
 from tests.decode.forward_drafter import ForwardDrafter
 from tests.decode.models import RandomGuesses, Recomputing, beginnings, generated, tiny_llama
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefillcli.prefill.forest import UnsupportedModelError
+from prefillcli.walk.forest import UnsupportedModelError
 from tests.decode.generated import assert_same_texts, beginnings, computed, greedy, written
 from tests.prefill.matrix import HELD, ONE_PACK, PROMPTS, Trial
 from tests.prefill.tiny_models import NOT_DECODERS, class_names

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from prefillcli.decode.behind import KeptForward, KeptPack
-from prefillcli.decode.continuations import Beginning, DecodingReport, Speculation, Writing
-from prefillcli.decode.drafters import (
+from prefillcli.plan.plan import make_plan
+from prefillcli.walk.continuations import Beginning, DecodingReport, Speculation, Writing
+from prefillcli.walk.decoding import KeptForward, KeptPack
+from prefillcli.walk.drafters import (
     REBUILD_LEAST,
     DraftModel,
     HierarchyDrafter,
@@ -24,10 +25,9 @@ from prefillcli.decode.drafters import (
     chosen_tokens,
     latest_chunks,
 )
-from prefillcli.decode.lockstep import Chooser, Drafter, RowText
-from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, register
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk.forest import ATTENTION, UnsupportedModelError, register
+from prefillcli.walk.lockstep import Chooser, Drafter, RowText
+from prefillcli.walk.walk import LayerWalk
 from tests.decode.generated import ONE_PACK, written
 from tests.prefill.tiny_models import make_tiny_model
 

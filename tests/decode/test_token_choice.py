@@ -10,8 +10,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from prefillcli.decode.continuations import Beginning, DecodingReport, Speculation, Writing
-from prefillcli.decode.lockstep import Chooser, NewTokens, write_texts
+from prefillcli.walk.continuations import Beginning, DecodingReport, Speculation, Writing
+from prefillcli.walk.lockstep import Chooser, NewTokens, write_texts
 from tests.decode.forward_drafter import ForwardDrafter
 
 VOCABULARY, DRAWS = 32, 20_000
@@ -144,14 +144,14 @@ def test_what_is_chosen_in_pieces_is_what_is_chosen_at_once(monkeypatch: pytest.
     keys, places = [f"row {at % 3}" for at in range(20)], list(range(20))
     for temperature in (0.0, 0.5):
         whole = Chooser(temperature).choose(logits, keys, places)
-        monkeypatch.setattr("prefillcli.decode.lockstep._NUMBERS_AT_ONCE", 120)
+        monkeypatch.setattr("prefillcli.walk.lockstep._NUMBERS_AT_ONCE", 120)
         assert Chooser(temperature).choose(logits, keys, places) == whole
         monkeypatch.undo()
     assert Chooser().choose(logits, keys, places).tokens == logits.argmax(dim=-1).tolist()
 
 
 def test_remembered_noise_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefillcli.decode.lockstep._NUMBERS_REMEMBERED", 1000)
+    monkeypatch.setattr("prefillcli.walk.lockstep._NUMBERS_REMEMBERED", 1000)
     chooser = Chooser(1.0, 0)
     first = chooser.noise("row", 0, 100).copy()
     for place in range(50):

@@ -18,8 +18,8 @@ from prefillcli.plan import SCHEDULES
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan, packs_to_run
-from prefillcli.prefill.forest import ATTENTION, register
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk.forest import ATTENTION, register
+from prefillcli.walk.walk import LayerWalk
 from tests.prefill.families import make_model
 from tests.prefill.test_recurrent import RECURRENT
 from tests.prefill.test_walk import Prompt, mixed, tokens

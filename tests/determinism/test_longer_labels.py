@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from prefillcli.core.question import Question, answer_questions
-from prefillcli.data.rows import Prompt
+from prefillcli.core.request import Question, answer_questions
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
-from prefillcli.prefill.determinism import by_row
-from prefillcli.prefill.forest import ATTENTION
-from prefillcli.prefill.walk import LONGEST_BEHIND, LayerWalk
+from prefillcli.rows.records import Prompt
+from prefillcli.walk.determinism import by_row
+from prefillcli.walk.forest import ATTENTION
+from prefillcli.walk.walk import LONGEST_BEHIND, LayerWalk
 from tests.determinism.shuffling import model_of
 from tests.prefill.test_walk import tokens
 

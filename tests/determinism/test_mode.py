@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from prefillcli.errors import ResourceError
-from prefillcli.prefill.determinism import DeterministicMode, RowProducts, is_uneven
+from prefillcli.walk.determinism import DeterministicMode, RowProducts, is_uneven
 
 ROWS, WIDTH = 700, 72
 COUNTS = (1, 2, 33, 150, 670)

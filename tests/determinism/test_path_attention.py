@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill import attention
-from prefillcli.prefill import determinism as by_path
-from prefillcli.prefill.determinism import attend_by_path
-from prefillcli.prefill.forest import ForestAttention
-from prefillcli.prefill.layout import Chunk, LastTokens, Tree, split_evenly
+from prefillcli.walk import attention
+from prefillcli.walk import determinism as by_path
+from prefillcli.walk.determinism import attend_by_path
+from prefillcli.walk.forest import ForestAttention
+from prefillcli.walk.layout import Chunk, LastTokens, Tree, split_evenly
 from tests.prefill.test_walk import Prompt, tokens
 
 CPU = torch.device("cpu")

@@ -11,13 +11,13 @@ from torch import nn
 
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill import determinism as paths
-from prefillcli.prefill.determinism import PIECE, by_row, chunk_cutter, cut_between_pieces
-from prefillcli.prefill.forest import ATTENTION, register
-from prefillcli.prefill.layout import Tree
-from prefillcli.prefill.model_ends import decoder_layers
-from prefillcli.prefill.recurrent import ModuleCall, recurrent_modules
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk import determinism as paths
+from prefillcli.walk.determinism import PIECE, by_row, chunk_cutter, cut_between_pieces
+from prefillcli.walk.forest import ATTENTION, register
+from prefillcli.walk.layout import Tree
+from prefillcli.walk.model_ends import decoder_layers
+from prefillcli.walk.recurrent import ModuleCall, recurrent_modules
+from prefillcli.walk.walk import LayerWalk
 from tests.determinism.test_path_attention import threads
 from tests.prefill.families import VOCABULARY, make_model
 from tests.prefill.test_recurrent import RECURRENT, model_of, prompts, wanted

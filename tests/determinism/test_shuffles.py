@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefillcli.prefill.determinism import by_row
+from prefillcli.walk.determinism import by_row
 from tests.determinism.shuffling import FAMILIES, all_kinds, as_they_come, label_bits, model_of, random_shuffle
 
 SHUFFLES, NIGHTLY_SHUFFLES = 2, int(os.environ.get("SHUFFLES", "50"))

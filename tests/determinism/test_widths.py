@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from prefillcli.prefill.determinism import by_row
-from prefillcli.prefill.forest import ATTENTION, register
+from prefillcli.walk.determinism import by_row
+from prefillcli.walk.forest import ATTENTION, register
 from tests.determinism.shuffling import LABELS, all_kinds, as_they_come, label_bits, random_shuffle
 from tests.prefill.families import make_model
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
 from prefillcli.cli import app
-from prefillcli.data.prompts.builder import fit_pair
-from prefillcli.data.prompts.encoding import Encoder
+from prefillcli.prompts.builder import fit_pair
+from prefillcli.prompts.encoding import Encoder
 from tests.engines.encoder_models import FAMILIES, MAX_LENGTH, save_encoder
 from tests.score.jobs import TOLERANCE, read_output, read_report, score, write_parquet
 from tests.score.processes import Command, Hold, cut_small_windows

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from prefillcli.decode.continuations import Beginning, Continuation, DecodingReport, Writing
-from prefillcli.decode.lockstep import Chooser
 from prefillcli.engines.hf import generate
+from prefillcli.walk.continuations import Beginning, Continuation, DecodingReport, Writing
+from prefillcli.walk.lockstep import Chooser
 
 LENGTHS = (9, 23, 4)
 

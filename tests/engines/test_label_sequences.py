@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from prefillcli.core.question import Question, answer_questions, plan_questions
-from prefillcli.data.rows import Int32Array, Prompt
+from prefillcli.core.request import Question, answer_questions, plan_questions
 from prefillcli.engines.hf import HfEngine
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
-from prefillcli.prefill.forest import ATTENTION, register
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.rows.records import Int32Array, Prompt
+from prefillcli.walk.forest import ATTENTION, register
+from prefillcli.walk.walk import LayerWalk
 from tests.prefill.families import FAMILIES, VOCABULARY, make_model
 from tests.prefill.test_length_tables import SWITCH
 from tests.prefill.test_length_tables import model_of as model_with_switch

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.core.question import Question, answer_questions
-from prefillcli.data.rows import Int32Array, Prompt
+from prefillcli.core.request import Question, answer_questions
 from prefillcli.engines.base import Answer
 from prefillcli.engines.hf import HfEngine
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
+from prefillcli.rows.records import Int32Array, Prompt
 from tests.engines.test_label_sequences import RELATIVE, engine_for, log_softmax, model_of
 from tests.prefill.families import FAMILIES, VOCABULARY
 

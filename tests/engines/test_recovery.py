@@ -13,15 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefillcli.decode.continuations import Beginning, Speculation, Writing
 from prefillcli.engines.base import Answer, EarlyExits, Treatment
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import ResourceError
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits, Pack, free_packs, split_pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import ATTENTION
-from prefillcli.prefill.walk import HeldParts, LayerWalk
+from prefillcli.walk.continuations import Beginning, Speculation, Writing
+from prefillcli.walk.forest import ATTENTION
+from prefillcli.walk.walk import HeldParts, LayerWalk
 from tests.prefill.test_walk import NO, ONE_PACK, YES, Prompt, mixed, model_of, three_levels, tokens, wanted
 
 HELD = Limits(110, 10**6, held_tokens=10**6)

@@ -30,17 +30,17 @@ try:
 except ImportError:
     psutil = None
 
-from prefillcli.core.question import Question, answer_questions
-from prefillcli.data.rows import Prompt
-from prefillcli.decode.continuations import Beginning, Writing
+from prefillcli.core.request import Question, answer_questions
 from prefillcli.engines.base import Answer
 from prefillcli.engines.hf import HfEngine, last_logits
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import ATTENTION, register
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.rows.records import Prompt
+from prefillcli.walk.continuations import Beginning, Writing
+from prefillcli.walk.forest import ATTENTION, register
+from prefillcli.walk.walk import LayerWalk
 from tests.engines.written import LABELS, Given, answers
 from tests.score.jobs import Reference, read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.models import save_model
@@ -439,7 +439,7 @@ def test_a_signal_stops_the_run(started: list[Any], shared: Any, llama: Path, mo
 
 #: The command, every step's rows written at once.
 COMMAND = """from functools import partial
-import prefillcli.jobs.score as job
+import prefillcli.scoring.score as job
 from prefillcli.cli import main
 from prefillcli.core.scorer import Granularity
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from prefillcli.data.rows import ErrorCode
+from prefillcli.rows.records import ErrorCode
 from tests.engines.encoder_models import save_encoder
 from tests.score.jobs import read_output, score, write_jsonl
 from tests.score.models import CHAT_TEMPLATE, save_model

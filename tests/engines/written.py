@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.decode.continuations import Beginning, Writing
 from prefillcli.engines.base import Answer, Treatment
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.plan import make_plan
+from prefillcli.walk.continuations import Beginning, Writing
 
 LABELS = LabelSet.of([[8], [9, 10]])
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from prefillcli.core.question import Question
-from prefillcli.data.rows import BEFORE, Prompt
+from prefillcli.core.request import Question
 from prefillcli.engines.base import Readings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.reading.exits.first import WIDTH, FirstReading, WordsReader, hashed_words, readings_of
 from prefillcli.reading.exits.judging import CalibrationRows, ExitCosts, calibrate_exits
 from prefillcli.reading.exits.learning import ExitUse, JobExits
 from prefillcli.reading.exits.policy import ExitLayer, ExitPolicy, RidgeProbe
+from prefillcli.rows.records import BEFORE, Prompt
 
 
 class Blind:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from prefillcli.data.proof import sealed_text
 from prefillcli.errors import UsageError
 from prefillcli.reading.exits.judging import CalibrationRows, calibrate_exits, recheck_exits
 from prefillcli.reading.exits.policy import ExitProfile, exit_profile_at, exit_profile_of, require_same_job
+from prefillcli.rows.proof import sealed_text
 from tests.exits.populations import LAYERS, population
 
 JOB: dict[str, Any] = {

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from prefillcli.data.output.target import SUCCESS, Target
 from prefillcli.errors import OutputBusyError
-from prefillcli.jobs.verify import Verification
+from prefillcli.rows.output.target import SUCCESS, Target
+from prefillcli.tools.verify import Verification
 from tests.data.outputs import EXPECTED, FINGERPRINT, open_sink, read
 from tests.faults.file_faults import Kind
 from tests.faults.nursery import Nursery, Outcome

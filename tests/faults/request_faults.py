@@ -12,7 +12,7 @@ from typing import Any
 
 import s3fs
 
-from prefillcli.data import filesystems
+from prefillcli.rows import filesystems
 
 SEND = s3fs.S3FileSystem._call_s3
 

@@ -17,9 +17,9 @@ import pytest
 import s3fs
 from fsspec.implementations.memory import MemoryFileSystem
 
-from prefillcli.data import filesystems
-from prefillcli.data.output.target import SUCCESS
 from prefillcli.errors import OutputBusyError, PrefillError
+from prefillcli.rows import filesystems
+from prefillcli.rows.output.target import SUCCESS
 from tests.data.outputs import EXPECTED, WINDOWS, open_sink, score_all
 from tests.faults.loops import Job, fail_each
 from tests.faults.nursery import Nursery, Outcome

@@ -17,7 +17,7 @@ import typer
 
 from prefillcli import cli
 from prefillcli.errors import Interrupted, PrefillError
-from prefillcli.jobs import shell
+from prefillcli.scoring import shell
 
 EXIT_CODES = frozenset({0, 1, 2, 3, 4, 99})
 """Those of docs/score.md, without 5 and the signals: few examples are large enough to exhaust anything."""

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from prefillcli.data.rows import ErrorCode
+from prefillcli.rows.records import ErrorCode
 from tests.fuzz.command import Run, prefill
 from tests.score.jobs import read_output
 

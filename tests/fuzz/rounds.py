@@ -30,7 +30,7 @@ MOST_BYTES = 2 << 30
 """Of address space that examples may take beside the libraries."""
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["prefillcli.cli", "prefillcli.jobs.score", "prefillcli.engines.loader", "tests.fuzz.registry"]
+    ["prefillcli.cli", "prefillcli.scoring.score", "prefillcli.engines.loader", "tests.fuzz.registry"]
 )
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from prefillcli.data.proof import sealed_text
 from prefillcli.errors import UsageError
 from prefillcli.forecast.profile import Profile
 from prefillcli.judging.calibration import Calibration, FittedOn, IsotonicSteps, read_calibration
 from prefillcli.reading.exits.judging import calibrate_exits
 from prefillcli.reading.exits.policy import ExitProfile, exit_profile_at
+from prefillcli.rows.proof import sealed_text
 from tests.exits.populations import LAYERS, population
 from tests.fuzz.damage import byte_edits, edited, value_edits, with_values
 from tests.fuzz.fuzzer import Fuzzer

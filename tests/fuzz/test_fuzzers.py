@@ -70,14 +70,14 @@ def test_the_command_tells_seeds_examples_and_failures(capsys: pytest.CaptureFix
 
 
 def lost_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    from prefillcli.data.reading.source import BatchMaker
+    from prefillcli.rows.input.source import BatchMaker
 
     append = BatchMaker._append
     monkeypatch.setattr(BatchMaker, "_append", lambda self, line: None if b"x" in line else append(self, line))
 
 
 def untyped_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefillcli.data.reading.source._is_unicode", lambda text: [][0])
+    monkeypatch.setattr("prefillcli.rows.input.source._is_unicode", lambda text: [][0])
 
 
 @pytest.mark.nightly

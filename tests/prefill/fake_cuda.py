@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prefillcli.prefill import attention, cuda_kernels
+from prefillcli.walk import attention, cuda_kernels
 
 DEVICE = torch.device("cuda", 0)
 CAPABILITY = (9, 0)  # of the device that there is not

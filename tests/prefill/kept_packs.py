@@ -11,14 +11,14 @@ from transformers import PreTrainedModel
 from benchmarks.memory import peak_in_child
 from benchmarks.models import random_llama
 from benchmarks.workloads import prompts_with_histories, random_prompt
-from prefillcli.decode.behind import KeptPack, RowRoom, write_behind
-from prefillcli.decode.continuations import Beginning, Continuation, Speculation, Writing
 from prefillcli.models.law import MemoryLaw, limits_with_texts, memory_law, pack_limits
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill.walk import LayerWalk
 from prefillcli.runtime.memory import keep_blocks
+from prefillcli.walk.continuations import Beginning, Continuation, Speculation, Writing
+from prefillcli.walk.decoding import KeptPack, RowRoom, write_behind
+from prefillcli.walk.walk import LayerWalk
 
 CPU = torch.device("cpu")
 VOCABULARY = 8_000

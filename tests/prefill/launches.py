@@ -14,9 +14,9 @@ from benchmarks.workloads import prompts_with_histories, short_rows
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.plan.trie import TokenArray
-from prefillcli.prefill.attention import longest_batched
-from prefillcli.prefill.forest import ForestAttention
-from prefillcli.prefill.layout import Chunk, LastTokens, Tree, split_evenly
+from prefillcli.walk.attention import longest_batched
+from prefillcli.walk.forest import ForestAttention
+from prefillcli.walk.layout import Chunk, LastTokens, Tree, split_evenly
 from tests.prefill.fake_cuda import DEVICE, OperatorCounts, fake_cuda
 
 CHUNK = 8192

@@ -26,9 +26,9 @@ from prefillcli.models.rehearsal import rehearse
 from prefillcli.models.shape import UNWALKED, VERIFIED, refusal
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import UnsupportedModelError, register
-from prefillcli.prefill.model_ends import decoder_layers
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk.forest import UnsupportedModelError, register
+from prefillcli.walk.model_ends import decoder_layers
+from prefillcli.walk.walk import LayerWalk
 from tests.prefill.tiny_models import NOT_DECODERS, VARIANTS, VOCABULARY, class_names, make_tiny_model
 from tests.prefill.tiny_multimodal import WHOLE, make_whole_model, whole_class
 

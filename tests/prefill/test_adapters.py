@@ -21,7 +21,7 @@ from prefillcli.models.load import load_model
 from prefillcli.models.open import Opened, UseVariant
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk.walk import LayerWalk
 from tests.adapters import last_logits, peft_model, save_adapter
 from tests.score.models import save_model
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from prefillcli.prefill import attention
-from prefillcli.prefill.attention import Shift, apply_sinks, attend, attend_blockwise, attend_by_products, merge_into
+from prefillcli.walk import attention
+from prefillcli.walk.attention import Shift, apply_sinks, attend, attend_blockwise, attend_by_products, merge_into
 
 
 def random_qkv(queries: int = 13, keys: int = 29, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

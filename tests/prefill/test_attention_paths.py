@@ -15,10 +15,10 @@ from torch import Tensor
 
 from prefillcli.errors import ResourceError
 from prefillcli.models import rehearsal
-from prefillcli.prefill import attention, attention_checks, cuda_kernels
-from prefillcli.prefill.attention import PATHS, may_take, rule_out, ruled_out
-from prefillcli.prefill.attention_checks import CHECKED, check_path, check_paths
 from prefillcli.runtime import device_key as devices
+from prefillcli.walk import attention, attention_checks, cuda_kernels
+from prefillcli.walk.attention import PATHS, may_take, rule_out, ruled_out
+from prefillcli.walk.attention_checks import CHECKED, check_path, check_paths
 from tests.prefill.test_walk import assert_equal, eager, make_model, mixed, register, walked
 from tests.prefill.varlen_reference import by_sequences
 

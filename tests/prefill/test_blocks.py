@@ -13,8 +13,8 @@ from torch import nn
 from prefillcli.plan import SCHEDULES
 from prefillcli.plan.pack import Limits, free_packs
 from prefillcli.plan.plan import Plan, make_plan, packs_to_run
-from prefillcli.prefill.forest import ATTENTION, register
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk.forest import ATTENTION, register
+from prefillcli.walk.walk import LayerWalk
 from tests.prefill.families import VOCABULARY, each_family
 from tests.prefill.test_walk import Prompt, assert_equal, eager, model_of, p_yes, tokens
 from tests.prefill.tiny_models import make_tiny_model

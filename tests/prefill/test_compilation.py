@@ -14,10 +14,10 @@ from transformers import AttentionInterface
 from prefillcli.errors import UsageError
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan, packs_to_run
-from prefillcli.prefill import forest, fusion
-from prefillcli.prefill.forest import ATTENTION
-from prefillcli.prefill.fusion import check_compiler, compiled
-from prefillcli.prefill.walk import Arithmetic, LayerWalk
+from prefillcli.walk import forest, fusion
+from prefillcli.walk.forest import ATTENTION
+from prefillcli.walk.fusion import check_compiler, compiled
+from prefillcli.walk.walk import Arithmetic, LayerWalk
 from tests.prefill.families import FAMILIES, VOCABULARY
 from tests.prefill.test_walk import assert_equal, mixed, model_of, wanted
 

@@ -18,7 +18,7 @@ from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model, load_weights
 from prefillcli.models.shape import UNWALKED
 from prefillcli.models.streamed_layers import _load_around_layers, load_streamed
-from prefillcli.prefill.forest import UnsupportedModelError
+from prefillcli.walk.forest import UnsupportedModelError
 from tests.gguf_files import write_gguf
 from tests.prefill.multimodal import TEXT_FILE, make_whole, save_whole
 from tests.prefill.tiny_models import NOT_DECODERS, class_names, make_tiny_model

@@ -11,8 +11,8 @@ import torch
 from prefillcli.models.law import memory_law, pack_limits
 from prefillcli.plan.pack import Held, Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill import walk as copies
-from prefillcli.prefill.walk import HeldPart, HeldParts
+from prefillcli.walk import walk as copies
+from prefillcli.walk.walk import HeldPart, HeldParts
 from tests.prefill.families import make_config
 from tests.prefill.late_copies import LateCopies
 from tests.prefill.test_leaving import LeaveAfter

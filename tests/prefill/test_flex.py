@@ -19,11 +19,11 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from prefillcli.plan.pack import Held, Limits, Pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill import attention, attention_checks, cuda_kernels, forest
-from prefillcli.prefill.attention import attend_blockwise
-from prefillcli.prefill.attention_checks import check_path
-from prefillcli.prefill.cuda_kernels import BLOCK, ForestMask, attend_by_flex, forest_mask
-from prefillcli.prefill.layout import KeyWindow, Tree
+from prefillcli.walk import attention, attention_checks, cuda_kernels, forest
+from prefillcli.walk.attention import attend_blockwise
+from prefillcli.walk.attention_checks import check_path
+from prefillcli.walk.cuda_kernels import BLOCK, ForestMask, attend_by_flex, forest_mask
+from prefillcli.walk.layout import KeyWindow, Tree
 from tests.prefill.families import FAMILIES
 from tests.prefill.test_walk import assert_equal, mixed, model_of, walked, wanted
 

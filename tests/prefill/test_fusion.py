@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from prefillcli.models.law import memory_law
 from prefillcli.plan.pack import Limits
-from prefillcli.prefill import fusion
+from prefillcli.walk import fusion
 from tests.prefill.families import make_config, make_model
 from tests.prefill.test_walk import assert_equal, eager, mixed, model_of, walked, wanted
 

@@ -20,8 +20,8 @@ from prefillcli.models.find import read_model_files
 from prefillcli.models.rehearsal import rehearse
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import UnsupportedModelError, register
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk.forest import UnsupportedModelError, register
+from prefillcli.walk.walk import LayerWalk
 from tests.prefill.families import make_config
 from tests.prefill.matrix import HELD, make_prompts
 from tests.prefill.test_walk import ONE_PACK, Prompt, mixed, single, three_levels, two_levels, walked
@@ -121,7 +121,7 @@ def test_a_head_in_bfloat16_errs_as_transformers_does() -> None:
 
 
 def test_prompts_without_their_padding_end_at_the_last_other_token() -> None:
-    from prefillcli.data.prompts.builder import without_padding
+    from prefillcli.prompts.builder import without_padding
 
     rng = np.random.default_rng(0)
     model, drawn = classifier("llama"), rng.integers(3, 211, 20).astype(np.int32)

@@ -20,10 +20,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prefillcli.plan.pack import Held, Limits, Pack
-from prefillcli.prefill import attention, attention_checks, forest
-from prefillcli.prefill.forest import register
-from prefillcli.prefill.layout import Chunk, KeyWindow, Tree
 from prefillcli.runtime import user_cache
+from prefillcli.walk import attention, attention_checks, forest
+from prefillcli.walk.forest import register
+from prefillcli.walk.layout import Chunk, KeyWindow, Tree
 from tests.prefill.families import FAMILIES, each_family, make_model
 from tests.prefill.test_flex import forests, seen_by
 from tests.prefill.test_walk import eager, mixed, p_yes, walked
@@ -225,7 +225,7 @@ def test_other_shapes_and_dtypes_are_left_to_others() -> None:
 
 @needs_kernel
 def test_a_kernel_that_computes_something_else_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    text = resources.files("prefillcli.prefill").joinpath("forest_attention.cpp").read_text()
+    text = resources.files("prefillcli.walk").joinpath("forest_attention.cpp").read_text()
     (tmp_path / "wrong_kernel").mkdir()
     (tmp_path / "wrong_kernel" / "wrong.cpp").write_text(
         text.replace("{ return score * by.scale; }", "{ return score; }")
@@ -296,7 +296,7 @@ def test_the_libraries_for_all_processors_have_this_one(tmp_path: Path) -> None:
     shutil.copytree(Path(attention.__file__).parents[1], tmp_path / "prefillcli")
     code = """
 import torch
-from prefillcli.prefill import attention
+from prefillcli.walk import attention
 attention.compile_for_all_processors()
 assert attention.compiled_kernel().form
 """

@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from prefillcli.prefill import attention, attention_checks
-from prefillcli.prefill.attention import ForestKernel
-from prefillcli.prefill.narrow import Int8Kernel
 from prefillcli.runtime import user_cache
+from prefillcli.walk import attention, attention_checks
+from prefillcli.walk.attention import ForestKernel
+from prefillcli.walk.narrow import Int8Kernel
 from tests.prefill import test_kernel as kernels
 from tests.prefill import test_narrow as products
 
 pytestmark = pytest.mark.nightly
 
 HERE = Path(__file__).parent / "kernel_forms"
-SOURCE = resources.files("prefillcli.prefill").joinpath("forest_attention.cpp")
+SOURCE = resources.files("prefillcli.walk").joinpath("forest_attention.cpp")
 CROSS, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
 #: What the kernel is compiled for, and the instructions of this processor that it needs. A model of Intel's tile
 #: instructions takes the place of those.
@@ -93,7 +93,7 @@ def test_the_kernel_for_other_instructions_agrees(
     flags, needed = HERE_TOO[form]
     if not needed <= attention._instructions():
         pytest.skip(f"the processor lacks {', '.join(sorted(needed))}")
-    library = user_cache.load_compiled("prefillcli.prefill", "forest_attention.cpp", [*flags, "-ffp-contract=off"])
+    library = user_cache.load_compiled("prefillcli.walk", "forest_attention.cpp", [*flags, "-ffp-contract=off"])
     if library is None:
         pytest.skip("no C++ compiler")
     kernel = ForestKernel(library)
@@ -109,7 +109,7 @@ def test_products_of_int8_for_other_instructions_are_those_of_the_rounded_number
 ) -> None:
     if not {"avx512_vnni", "avx512_bf16"} <= attention._instructions():
         pytest.skip("the processor lacks AVX512-VNNI")
-    library = user_cache.load_compiled("prefillcli.prefill", "int8_products.cpp", INT8_HERE_TOO[form])
+    library = user_cache.load_compiled("prefillcli.walk", "int8_products.cpp", INT8_HERE_TOO[form])
     if library is None:
         pytest.skip("no C++ compiler")
     kernel = Int8Kernel(library)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.masking_utils import chunked_causal_mask_function, sliding_window_causal_mask_function
 
-from prefillcli.prefill.layout import KeyWindow, oldest_key, query_blocks
+from prefillcli.walk.layout import KeyWindow, oldest_key, query_blocks
 
 windows = st.builds(KeyWindow, st.integers(1, 30), aligned=st.booleans())
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from prefillcli.plan.pack import Pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import ATTENTION, register
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk.forest import ATTENTION, register
+from prefillcli.walk.walk import LayerWalk
 from tests.prefill.families import VOCABULARY, each_family, make_model
 from tests.prefill.test_walk import ONE_PACK, Prompt, eager, model_of, two_levels
 

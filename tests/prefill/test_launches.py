@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from benchmarks.workloads import short_rows
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill import attention
-from prefillcli.prefill.cuda_kernels import takes_sequences
-from prefillcli.prefill.forest import ATTENTION, ForestAttention, register
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk import attention
+from prefillcli.walk.cuda_kernels import takes_sequences
+from prefillcli.walk.forest import ATTENTION, ForestAttention, register
+from prefillcli.walk.walk import LayerWalk
 from tests.prefill.fake_cuda import DEVICE, fake_cuda
 from tests.prefill.families import WINDOW, make_config
 from tests.prefill.launches import CHUNK, LAUNCH_CASES, LaunchCase, layer_counts

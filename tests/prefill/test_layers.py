@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from prefillcli.decode.behind import look_ahead
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import ATTENTION
-from prefillcli.prefill.walk import LayerSource, LayerWalk
+from prefillcli.walk.decoding import look_ahead
+from prefillcli.walk.forest import ATTENTION
+from prefillcli.walk.walk import LayerSource, LayerWalk
 from tests.prefill.test_walk import ONE_PACK, assert_equal, mixed, model_of, wanted
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.prefill.attention import ROW_STEP
-from prefillcli.prefill.layout import split_evenly
+from prefillcli.walk.attention import ROW_STEP
+from prefillcli.walk.layout import split_evenly
 
 
 @given(total=st.integers(1, 100_000), most=st.integers(1, 10_000))

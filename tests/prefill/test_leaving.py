@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from prefillcli.plan.pack import LayersDone, Limits, Pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import ATTENTION, register
-from prefillcli.prefill.walk import LayerWalk, remainder
+from prefillcli.walk.forest import ATTENTION, register
+from prefillcli.walk.walk import LayerWalk, remainder
 from tests.plan.test_exit_work import layers_needed
 from tests.prefill.families import each_family, make_model
 from tests.prefill.test_layers import LentLayers

@@ -12,8 +12,8 @@ from torch import nn
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import LONG, make_plan, marked_positions
-from prefillcli.prefill.forest import UnsupportedModelError, register
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk.forest import UnsupportedModelError, register
+from prefillcli.walk.walk import LayerWalk
 from tests.prefill.families import make_model
 from tests.prefill.test_sparse import eager_sparse, kept_of, walked_sparse
 from tests.prefill.test_walk import Prompt, assert_equal, eager, mixed, tokens

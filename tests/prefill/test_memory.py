@@ -16,11 +16,11 @@ from benchmarks.workloads import prompts_with_histories, random_prompt
 from prefillcli.errors import ResourceError
 from prefillcli.models.law import choose_chunk, memory_law, pack_limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill import walk as walk_module
-from prefillcli.prefill.forest import ATTENTION, register
-from prefillcli.prefill.model_ends import CallBuffers
-from prefillcli.prefill.walk import LayerWalk
 from prefillcli.runtime.memory import available_memory, keep_blocks
+from prefillcli.walk import walk as walk_module
+from prefillcli.walk.forest import ATTENTION, register
+from prefillcli.walk.model_ends import CallBuffers
+from prefillcli.walk.walk import LayerWalk
 from tests.prefill import kept_packs
 from tests.prefill.families import each_family, make_model
 from tests.prefill.test_walk import ONE_PACK, mixed

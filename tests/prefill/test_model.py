@@ -14,10 +14,10 @@ from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
 from prefillcli.models.open import find_model
 from prefillcli.models.rehearsal import rehearse
-from prefillcli.prefill import forest, own_cache
-from prefillcli.prefill.forest import UnsupportedModelError, register
-from prefillcli.prefill.own_cache import LayerPast
 from prefillcli.runtime.device_key import choose_device
+from prefillcli.walk import forest, own_cache
+from prefillcli.walk.forest import UnsupportedModelError, register
+from prefillcli.walk.own_cache import LayerPast
 from tests.prefill.families import make_config, make_model
 from tests.prefill.test_walk import assert_equal, eager, mixed, walked
 

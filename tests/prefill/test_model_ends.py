@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefillcli.prefill import model_ends
-from prefillcli.prefill.forest import UnsupportedModelError
-from prefillcli.prefill.layout import IntArray
-from prefillcli.prefill.model_ends import HEAD_ROWS, Lanes, ModelEnds, Recording, decoder_layers, logit_bytes
+from prefillcli.walk import model_ends
+from prefillcli.walk.forest import UnsupportedModelError
+from prefillcli.walk.layout import IntArray
+from prefillcli.walk.model_ends import HEAD_ROWS, Lanes, ModelEnds, Recording, decoder_layers, logit_bytes
 from tests.prefill.families import VOCABULARY, make_model
 
 # Where their layers are.

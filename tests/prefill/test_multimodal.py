@@ -16,8 +16,8 @@ from prefillcli.models.load import load_model, load_weights
 from prefillcli.models.streamed_layers import load_streamed
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import UnsupportedModelError
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk.forest import UnsupportedModelError
+from prefillcli.walk.walk import LayerWalk
 from tests.prefill.multimodal import FAMILIES, TEXT_FILE, make_whole, save_whole
 
 CPU = torch.device("cpu")

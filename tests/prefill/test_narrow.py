@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from prefillcli.errors import UsageError
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill import narrow
-from prefillcli.prefill.forest import ATTENTION, ForestAttention, register
-from prefillcli.prefill.narrow import KernelWeights, TorchWeights, in_smaller_numbers, int8_kernel
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk import narrow
+from prefillcli.walk.forest import ATTENTION, ForestAttention, register
+from prefillcli.walk.narrow import KernelWeights, TorchWeights, in_smaller_numbers, int8_kernel
+from prefillcli.walk.walk import LayerWalk
 from tests.prefill.fake_cuda import DEVICE, fake_cuda
 from tests.prefill.families import make_config
 from tests.prefill.test_walk import mixed, model_of, wanted

@@ -20,11 +20,11 @@ from prefillcli.models.load import load_model
 from prefillcli.models.rehearsal import rehearsal_of, rehearse
 from prefillcli.plan.pack import LayersDone, Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill import own_cache
-from prefillcli.prefill.forest import UnsupportedModelError
-from prefillcli.prefill.model_ends import decoder_layers
-from prefillcli.prefill.own_cache import set_own_attention
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk import own_cache
+from prefillcli.walk.forest import UnsupportedModelError
+from prefillcli.walk.model_ends import decoder_layers
+from prefillcli.walk.own_cache import set_own_attention
+from prefillcli.walk.walk import LayerWalk
 from tests.prefill.families import VOCABULARY, WINDOW
 from tests.prefill.test_sparse import eager_sparse, kept_of
 from tests.prefill.test_walk import ONE_PACK, Prompt, assert_equal, eager, mixed, single, three_levels, tokens

@@ -25,9 +25,9 @@ from prefillcli.models.streamed_layers import load_streamed
 from prefillcli.models.weights import FORMATS, UNPACKED, plan_quantisation, unpack_awq, weight_bytes
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill import fusion
-from prefillcli.prefill.forest import UnsupportedModelError
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk import fusion
+from prefillcli.walk.forest import UnsupportedModelError
+from prefillcli.walk.walk import LayerWalk
 from tests.prefill.families import make_model
 from tests.prefill.test_walk import Prompt, mixed
 from tests.quantised_checkpoints import BLOCK, MAKERS, integer_weights, make_quantised

@@ -12,11 +12,11 @@ from torch import nn
 
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill import recurrent
-from prefillcli.prefill.forest import ATTENTION, register
-from prefillcli.prefill.layout import Group, group_runs
-from prefillcli.prefill.recurrent import PathStates, recurrent_modules
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk import recurrent
+from prefillcli.walk.forest import ATTENTION, register
+from prefillcli.walk.layout import Group, group_runs
+from prefillcli.walk.recurrent import PathStates, recurrent_modules
+from prefillcli.walk.walk import LayerWalk
 from tests.prefill.families import VOCABULARY, make_model
 
 HELD = Limits(110, 10**6, held_tokens=10**6)

@@ -14,8 +14,8 @@ from torch import Tensor
 from prefillcli.models import law
 from prefillcli.models.law import memory_law
 from prefillcli.plan.pack import Limits
-from prefillcli.prefill.forest import UnsupportedModelError, register
-from prefillcli.prefill.model_ends import CallBuffers, lend_shared
+from prefillcli.walk.forest import UnsupportedModelError, register
+from prefillcli.walk.model_ends import CallBuffers, lend_shared
 from tests.prefill import test_leaving, test_walk
 from tests.prefill.test_leaving import LeaveAfter
 from tests.prefill.tiny_models import VOCABULARY, make_tiny_model

@@ -10,8 +10,8 @@ import torch
 
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import ATTENTION
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk.forest import ATTENTION
+from prefillcli.walk.walk import LayerWalk
 from tests.prefill.families import VOCABULARY, each_family
 from tests.prefill.test_walk import ONE_PACK, Prompt, assert_equal, mixed, model_of, walked
 

@@ -26,8 +26,8 @@ from prefillcli.models.shape import VERIFIED
 from prefillcli.models.streamed_layers import StreamedLayers, WeightFiles, load_streamed, spread
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import UnsupportedModelError
-from prefillcli.prefill.walk import LayerWalk, PassSpeed
+from prefillcli.walk.forest import UnsupportedModelError
+from prefillcli.walk.walk import LayerWalk, PassSpeed
 from tests.prefill.families import FAMILIES, each_family, make_model
 from tests.prefill.test_leaving import LeaveAfter
 from tests.prefill.test_walk import Prompt, mixed, single, three_levels

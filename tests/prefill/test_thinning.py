@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import ATTENTION, UnsupportedModelError, WatchedLayer, register
-from prefillcli.prefill.layout import Tree
-from prefillcli.prefill.walk import LayerWalk, Thinned, thin_pack
+from prefillcli.walk.forest import ATTENTION, UnsupportedModelError, WatchedLayer, register
+from prefillcli.walk.layout import Tree
+from prefillcli.walk.walk import LayerWalk, Thinned, thin_pack
 from tests.prefill.families import VOCABULARY, each_family, make_model
 from tests.prefill.test_walk import ONE_PACK, Prompt, assert_equal, mixed, model_of, three_levels, walked
 

@@ -18,10 +18,10 @@ from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
 from prefillcli.models.rehearsal import Rehearsal, in_float32, rehearse
 from prefillcli.models.streamed_layers import load_streamed
-from prefillcli.prefill import attention, forest
-from prefillcli.prefill.attention import may_take
-from prefillcli.prefill.forest import UnsupportedModelError, register
 from prefillcli.runtime import device_key as devices
+from prefillcli.walk import attention, forest
+from prefillcli.walk.attention import may_take
+from prefillcli.walk.forest import UnsupportedModelError, register
 from tests.prefill.families import each_family, make_model
 from tests.prefill.test_attention_paths import break_flash
 from tests.prefill.test_walk import assert_equal, eager, mixed, walked
@@ -155,7 +155,7 @@ def test_what_agrees_in_no_way_is_refused(saved: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(forest, "merge_into", lambda *parts: None)
     monkeypatch.setattr(rehearsal, "set_own_attention", lambda model: model.set_attn_implementation("sdpa"))
     monkeypatch.setattr(attention, "attend_blockwise", lambda query, *others, **how: (query, query[..., 0].float()))
-    monkeypatch.setattr("prefillcli.prefill.own_cache.fork_past", lambda past: None)
+    monkeypatch.setattr("prefillcli.walk.own_cache.fork_past", lambda past: None)
     with pytest.raises(UnsupportedModelError, match="llama cannot be walked"):
         load_model(read_model_files(saved), CPU)
     assert trust.DeviceRecord(CPU).families == {}, "and is not remembered as good"

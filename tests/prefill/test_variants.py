@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from prefillcli.plan.pack import Limits
-from prefillcli.prefill import attention, forest
+from prefillcli.walk import attention, forest
 from tests.prefill.test_sparse import eager_sparse, kept_of, walked_sparse
 from tests.prefill.test_walk import assert_equal, eager, mixed, p_yes, single, three_levels, walked
 from tests.prefill.variants import IN_HALF, VARIANTS, make_variant

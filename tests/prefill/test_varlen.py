@@ -18,9 +18,9 @@ from torch import Tensor
 from prefillcli.plan import SCHEDULES
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill import attention, attention_checks, cuda_kernels
-from prefillcli.prefill.attention_checks import PathCheck
-from prefillcli.prefill.cuda_kernels import (
+from prefillcli.walk import attention, attention_checks, cuda_kernels
+from prefillcli.walk.attention_checks import PathCheck
+from prefillcli.walk.cuda_kernels import (
     CAUSAL,
     WHOLE,
     Seen,
@@ -29,7 +29,7 @@ from prefillcli.prefill.cuda_kernels import (
     make_tables,
     sequence_tables,
 )
-from prefillcli.prefill.layout import Chunk, KeyWindow, LastTokens, Tree, oldest_key, split_evenly
+from prefillcli.walk.layout import Chunk, KeyWindow, LastTokens, Tree, oldest_key, split_evenly
 from tests.prefill import varlen_reference
 from tests.prefill.families import each_family
 from tests.prefill.test_sparse import eager_sparse, kept_of, walked_sparse

@@ -14,9 +14,9 @@ from torch import nn
 from prefillcli.plan import SCHEDULES
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan, packs_to_run
-from prefillcli.prefill import attention, forest
-from prefillcli.prefill.forest import ATTENTION, register
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk import attention, forest
+from prefillcli.walk.forest import ATTENTION, register
+from prefillcli.walk.walk import LayerWalk
 from tests.prefill.families import VOCABULARY, each_family, make_model
 
 ONE_PACK = Limits(10**6, 10**6)

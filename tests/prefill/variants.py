@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prefillcli.prefill.forest import register
+from prefillcli.walk.forest import register
 from tests.prefill.families import make_model
 
 #: Keys and values of different widths, made of latents that all heads share.

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefillcli.prefill import cuda_kernels
-from prefillcli.prefill.cuda_kernels import SequenceTable
+from prefillcli.walk import cuda_kernels
+from prefillcli.walk.cuda_kernels import SequenceTable
 
 
 def flash_by_definition(

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from prefillcli.errors import ResourceError, UsageError
-from prefillcli.profile.measuring import in_child, make_malloc_exact
 from prefillcli.runtime.memory import with_peak
+from prefillcli.tools.profile.measuring import in_child, make_malloc_exact
 
 MIB = 1 << 20
 

@@ -11,7 +11,7 @@ from benchmarks.workloads import prompts_with_histories
 from prefillcli.forecast.profile import MOST_ERROR, features
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.profile.measuring import ATTEMPTS, ROUNDS, curve_lengths, measure_curve, one_pack, random_prompt
+from prefillcli.tools.profile.measuring import ATTEMPTS, ROUNDS, curve_lengths, measure_curve, one_pack, random_prompt
 from tests.profile.making import made_profile
 
 WINDOWS: list[tuple[int | None, int]] = [(None, 3)]

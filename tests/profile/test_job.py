@@ -10,7 +10,7 @@ import pytest
 
 from prefillcli.errors import PrefillError
 from prefillcli.forecast.profile import MODES, Profile
-from prefillcli.profile import measuring, profile_job
+from prefillcli.tools.profile import measuring, profile_job
 from tests.profile.making import made_profile
 from tests.score.jobs import texts, write_jsonl, write_parquet
 from tests.score.models import save_model

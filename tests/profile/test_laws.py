@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig
 
-from prefillcli.profile.measuring import layer_bytes, mode_law
+from prefillcli.tools.profile.measuring import layer_bytes, mode_law
 
 LLAMA_8B = LlamaConfig(
     hidden_size=4096,

@@ -16,8 +16,9 @@ from prefillcli.errors import ResourceError
 from prefillcli.forecast.profile import ModeResult, Profile
 from prefillcli.models.find import read_model_files
 from prefillcli.options.commands import ProfileSettings
-from prefillcli.profile import measuring
-from prefillcli.profile.measuring import (
+from prefillcli.runtime.memory import with_peak
+from prefillcli.tools.profile import measuring
+from prefillcli.tools.profile.measuring import (
     MARGIN,
     confirming_run,
     in_child,
@@ -28,7 +29,6 @@ from prefillcli.profile.measuring import (
     profile_mode,
     random_prompt,
 )
-from prefillcli.runtime.memory import with_peak
 from tests.profile.making import made_curve, made_profile
 
 MIB = 1 << 20

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prefillcli.prefill.forest import register
-from prefillcli.profile.measuring import random_prompt
+from prefillcli.tools.profile.measuring import random_prompt
+from prefillcli.walk.forest import register
 from tests.prefill.families import VOCABULARY, make_model
 
 PROMPT = random_prompt(150, VOCABULARY)

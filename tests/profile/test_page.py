@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from prefillcli.forecast.profile import Profile
-from prefillcli.profile.profile_job import profile_html, profile_sections
 from prefillcli.report.section import Scale, print_section, stderr_console
+from prefillcli.tools.profile.profile_job import profile_html, profile_sections
 from tests.profile.making import made_profile, made_survey
 from tests.report.browser import CHROMIUM, browser
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from prefillcli.data.proof import sealed_text
 from prefillcli.errors import UsageError
 from prefillcli.forecast.profile import Profile
+from prefillcli.rows.proof import sealed_text
 from tests.profile.making import made_profile, made_survey
 
 

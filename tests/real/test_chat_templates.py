@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from prefillcli.data.prompts.sandbox import ChatRenderer, compile_chat_template
-from prefillcli.data.prompts.templates import ChatTemplate
-from prefillcli.data.prompts.thinking import ChatChoices
-from prefillcli.data.rows import ErrorCode, RowError
+from prefillcli.prompts.sandbox import ChatRenderer, compile_chat_template
+from prefillcli.prompts.templates import ChatTemplate
+from prefillcli.prompts.thinking import ChatChoices
+from prefillcli.rows.records import ErrorCode, RowError
 
 TOKENS = {"bos_token": "<BOS>", "eos_token": "<EOS>", "pad_token": "<PAD>", "unk_token": "<UNK>"}
 DAY = datetime.datetime(2024, 7, 26)

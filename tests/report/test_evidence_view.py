@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from prefillcli.data.rows import Rationale, SectionEffect
 from prefillcli.followup.evidence import evidence_bars
 from prefillcli.followup.rationale import rationale_facts, rationale_text
 from prefillcli.report.inspection import in_characters
 from prefillcli.report.section import Bar, Part
+from prefillcli.rows.records import Rationale, SectionEffect
 
 
 def signed_bar_rows(bars: list[Bar]) -> list[list[str]]:

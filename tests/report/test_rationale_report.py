@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from prefillcli.data.output.columns import Counts, RationaleTally, Tallies
-from prefillcli.data.output.target import Manifest
-from prefillcli.decode.continuations import DecodingReport, DrafterCounts
 from prefillcli.followup.evidence import WHAT_EVIDENCE_IS
 from prefillcli.followup.rationale import NO_REASON, RationaleFollowUp, RationaleUse, WrittenRow
-from prefillcli.jobs.compose import sections_of
 from prefillcli.report.run import RunReport, run_html, run_lines
+from prefillcli.rows.output.columns import Counts, RationaleTally, Tallies
+from prefillcli.rows.output.target import Manifest
+from prefillcli.scoring.compose import sections_of
+from prefillcli.walk.continuations import DecodingReport, DrafterCounts
 from tests.report.test_metrics import metrics
 from tests.report.test_run_page import HOSTILE, Page
 

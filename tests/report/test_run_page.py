@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from prefillcli.data.output.columns import Counts
 from prefillcli.report.run import FailedRow, Histogram, MemoryTrace, RunReport, run_html, write_files
 from prefillcli.report.section import OTHERS, SERIES, length_plot, memory_plot, page_of, score_plot
+from prefillcli.rows.output.columns import Counts
 from prefillcli.stats.evaluation import audit_of
 from tests.report.browser import CHROMIUM, browser
 

@@ -13,13 +13,23 @@ import numpy as np
 import pyarrow as pa
 from transformers import AutoTokenizer
 
-from prefillcli.data.prompts.labels import ClassLabels, Label
-from prefillcli.data.rows import Int32Array, Prompt, Window
-from prefillcli.data.windows import MAX_ROWS
+from prefillcli.core.windows import MAX_ROWS
 from prefillcli.engines.base import WorkerReport
-from prefillcli.jobs.loop import USUAL, ScoringLoop, ScoringOptions
-from prefillcli.jobs.recorder import Recorder
-from prefillcli.jobs.runners.pool import (
+from prefillcli.models.files import sample_model
+from prefillcli.models.law import PACK_TOKENS
+from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.load import load_settings
+from prefillcli.plan.behind import LabelSet
+from prefillcli.plan.blocks import BLOCK_TOKENS
+from prefillcli.plan.pack import Key, Limits
+from prefillcli.plan.plan import Plan
+from prefillcli.prompts.labels import ClassLabels, Label
+from prefillcli.rows.records import Int32Array, Prompt, Window
+from prefillcli.runtime.clock import Clock
+from prefillcli.runtime.signals import Stop
+from prefillcli.scoring.loop import USUAL, ScoringLoop, ScoringOptions
+from prefillcli.scoring.recorder import Recorder
+from prefillcli.scoring.runners.pool import (
     Answered,
     AnswerTask,
     Done,
@@ -32,16 +42,6 @@ from prefillcli.jobs.runners.pool import (
     Task,
     WorkerSpec,
 )
-from prefillcli.models.files import sample_model
-from prefillcli.models.law import PACK_TOKENS
-from prefillcli.options.commands import ScoreSettings
-from prefillcli.options.load import load_settings
-from prefillcli.plan.behind import LabelSet
-from prefillcli.plan.blocks import BLOCK_TOKENS
-from prefillcli.plan.pack import Key, Limits
-from prefillcli.plan.plan import Plan
-from prefillcli.runtime.clock import Clock
-from prefillcli.runtime.signals import Stop
 from prefillcli.stats.evaluation import Measure
 
 

@@ -8,12 +8,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prefillcli.errors import ResourceError
-from prefillcli.jobs.runners.pool import MOST_LOSSES, AnswerTask, Dispatcher, Item, Outcome, WorkerSpec, answer_task
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import FreePack, Limits, free_packs, groups_of
 from prefillcli.plan.plan import make_plan
+from prefillcli.scoring.runners.pool import MOST_LOSSES, AnswerTask, Dispatcher, Item, Outcome, WorkerSpec, answer_task
 from tests.runners.simulated_crew import WORKLOADS, SimulatedCrew, share_out
 
 

@@ -33,7 +33,7 @@ SIZES = {"memory": "64MiB", "pack_tokens": 2048}  # so that packs do not depend 
 DRIVER = """
 import sys
 from functools import partial
-import prefillcli.jobs.score as job
+import prefillcli.scoring.score as job
 from prefillcli.cli import main
 from prefillcli.core.scorer import Granularity
 job.score_job = partial(job.score_job, granularity=Granularity(batch_rows=10, window_rows=40, flush_seconds=0.0))

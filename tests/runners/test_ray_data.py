@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.jobs.runners.worker import memory_share
 from prefillcli.ray import Scorer
+from prefillcli.scoring.runners.worker import memory_share
 from tests.score.jobs import Reference, score, texts, write_parquet
 
 pytestmark = [

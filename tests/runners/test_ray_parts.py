@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from prefillcli.data.proof import hash_model
 from prefillcli.errors import ContentChangedError, UsageError
-from prefillcli.jobs.runners.pool import BesideTask, ReportTask, WorkerError, WorkerSpec
-from prefillcli.jobs.runners.ray import RayCluster, even_part, why_lost
-from prefillcli.jobs.runners.worker import WorkerActor, memory_share
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
+from prefillcli.rows.proof import hash_model
 from prefillcli.runtime.log import stdout_to_stderr
+from prefillcli.scoring.runners.pool import BesideTask, ReportTask, WorkerError, WorkerSpec
+from prefillcli.scoring.runners.ray import RayCluster, even_part, why_lost
+from prefillcli.scoring.runners.worker import WorkerActor, memory_share
 from tests.score.jobs import score, write_parquet
 
 

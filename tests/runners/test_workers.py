@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from prefillcli.jobs.runners.pool import AnswerTask, Task
-from prefillcli.jobs.runners.processes import ProcessCrew
+from prefillcli.scoring.runners.pool import AnswerTask, Task
+from prefillcli.scoring.runners.processes import ProcessCrew
 from tests.score.jobs import (
     Reference,
     assert_scored,
@@ -201,7 +201,7 @@ def test_the_row_that_kills_workers_is_an_error_row(prompts: list[str], poisoned
 def test_a_resumed_job_may_have_another_number_of_workers(
     rows: Path, model: Path, alone: list[dict[str, Any]], killing: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefillcli.jobs.runners.pool.MOST_LOST", 0)  # the first loss ends the run
+    monkeypatch.setattr("prefillcli.scoring.runners.pool.MOST_LOST", 0)  # the first loss ends the run
     killing.append(12)
     stopped = score(rows, "out.parquet", **flags(model, workers=2))
     assert stopped["exit_code"] == 5

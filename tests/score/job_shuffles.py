@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefillcli.jobs.merge import merge_job
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
 from prefillcli.plan import SCHEDULES
+from prefillcli.tools.merge import merge_job
 from tests.score.jobs import read_output, score
 from tests.score.processes import SMALL, Command, Hold, words_of
 

@@ -18,9 +18,9 @@ from jsonschema import Draft202012Validator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prefillcli.core.scorer import Granularity
-from prefillcli.jobs.score import score_job
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
+from prefillcli.scoring.score import score_job
 
 TOLERANCE = 1e-5
 #: Of the jobs that `score` runs.

@@ -21,16 +21,16 @@ import fsspec
 import pytest
 
 from prefillcli.core.scorer import Granularity
-from prefillcli.jobs.score import score_job
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.option import as_typed
+from prefillcli.scoring.score import score_job
 from tests.score import jobs
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         "prefillcli.cli",
-        "prefillcli.jobs.score",
+        "prefillcli.scoring.score",
         "prefillcli.engines.loader",
         "transformers.models.llama.modeling_llama",
         "s3fs",
@@ -183,7 +183,7 @@ def _run(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     changes = pytest.MonkeyPatch()
     finely = partial(score_job, granularity=replace(SMALL, flush_seconds=0.0, block_tokens=block_tokens))
-    changes.setattr("prefillcli.jobs.score.score_job", finely)
+    changes.setattr("prefillcli.scoring.score.score_job", finely)
     if seconds_per_pack:
         _slow_down(changes, seconds_per_pack)
     if hold:

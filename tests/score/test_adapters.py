@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from prefillcli.cli import app
 from prefillcli.errors import UsageError
-from prefillcli.jobs.inspect import inspect_job
 from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings
+from prefillcli.tools.inspect import inspect_job
 from tests.adapters import PeftReference, peft_model, save_adapter
 from tests.score.jobs import (
     Answer,
@@ -240,7 +240,7 @@ def test_an_adapter_that_changes_while_it_is_read_ends_the_job(
         Path("red/adapter_config.json").write_text("{}")
         return load(*arguments, **options)
 
-    from prefillcli.jobs import scorer
+    from prefillcli.scoring import scorer
 
     load = scorer.load_models
     monkeypatch.setattr(scorer, "load_models", changed)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from prefillcli.errors import UsageError
-from prefillcli.jobs.inspect import inspect_job
-from prefillcli.jobs.merge import merge_job
-from prefillcli.jobs.verify import verify_job
 from prefillcli.options.commands import InspectSettings, MergeSettings
 from prefillcli.options.load import load_settings
+from prefillcli.tools.inspect import inspect_job
+from prefillcli.tools.merge import merge_job
+from prefillcli.tools.verify import verify_job
 from tests.score.jobs import Reference, read_output, score, texts, write_jsonl
 from tests.score.processes import Command, Hold, cut_small_windows, words_of
 

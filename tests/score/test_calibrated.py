@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from prefillcli.cli import app
 from prefillcli.errors import UsageError
-from prefillcli.judging.calibrate import calibrate_job
 from prefillcli.judging.calibration import Calibration, IsotonicSteps, PlattScaling, read_calibration
 from prefillcli.models.files import sample_model
 from prefillcli.options.judging import CalibrateSettings
 from prefillcli.options.load import load_settings
 from prefillcli.ray import Scorer
+from prefillcli.tools.calibrate import calibrate_job
 from tests.score.jobs import TOLERANCE, Reference, read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.processes import Command, Hold, cut_small_windows
 from tests.score.test_shards import merge
@@ -256,7 +256,7 @@ def test_a_file_that_is_no_calibration_ends_the_run_before_anything_loads(
     make_input()
     if content is not None:
         Path("c.json").write_text(content)
-    monkeypatch.setattr("prefillcli.jobs.load.loader_of", lambda engine: pytest.fail("a model was opened"))
+    monkeypatch.setattr("prefillcli.scoring.loading.loader_of", lambda engine: pytest.fail("a model was opened"))
     monkeypatch.setattr("prefillcli.models.open.open_models", lambda settings: pytest.fail("a model was opened"))
     done = score("in.parquet", calibration="c.json", dry_run=dry_run, **flags(model))
     assert done["exit_code"] == 2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prefillcli.core.scorer import Granularity
-from prefillcli.data.output import parts as part_files
+from prefillcli.rows.output import parts as part_files
 from tests.score.jobs import Reference, assert_scored, read_output, read_report, score, write_parquet
 from tests.score.processes import SMALL, Command, Hold, cut_small_windows
 
@@ -97,7 +97,7 @@ def test_resume_after_a_kill_writes_identical_rows(model: Path, whole: list[dict
 
 def test_a_window_whose_part_is_lost_is_scored_again_as_before(model: Path, whole: list[dict[str, Any]]) -> None:
     make_input()
-    held = command(model, hold=Hold("prefillcli.data.output.sink:Sink.finish"))
+    held = command(model, hold=Hold("prefillcli.rows.output.sink:Sink.finish"))
     held.wait_until_held()
     held.kill()
     for window in (1, 2):
@@ -121,7 +121,7 @@ def test_parts_of_an_older_version_carry_nothing(model: Path, monkeypatch: pytes
 
     with monkeypatch.context() as patch:
         patch.setattr(part_files.json, "dumps", without_carried)
-        patch.setattr("prefillcli.data.output.sink.Sink.finish", _stop)
+        patch.setattr("prefillcli.rows.output.sink.Sink.finish", _stop)
         assert score("in.parquet", **flags(model))["exit_code"] != 0
     for path in Path("out.parquet.prefill").glob("part-000001-*.parquet"):
         path.unlink()

@@ -146,7 +146,7 @@ def test_what_changes_while_the_job_runs_is_not_written(
 def test_lines_appended_after_the_fingerprint_are_noticed_before_the_output(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from prefillcli.data.output.sink import Sink
+    from prefillcli.rows.output.sink import Sink
 
     write_jsonl("in.jsonl", [{"prompt": text} for text in texts(10)])
     cut_small_windows(monkeypatch, flush_seconds=1e9)  # all rows are written at once

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefillcli.data.prompts.labels import Labels
-from prefillcli.data.prompts.templates import Beginnings
 from prefillcli.errors import UsageError
-from prefillcli.jobs.merge import merge_job
-from prefillcli.jobs.verify import verify_job
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
 from prefillcli.plan.behind import LabelSet
+from prefillcli.prompts.labels import Labels
+from prefillcli.prompts.templates import Beginnings
+from prefillcli.tools.merge import merge_job
+from prefillcli.tools.verify import verify_job
 from tests.score.jobs import Reference, read_output, read_report, score, write_jsonl, write_parquet
 from tests.score.processes import cut_small_windows
 from tests.score.test_likelihood import encoded_pair, likelihood
@@ -323,7 +323,7 @@ def test_without_a_norm_there_is_one_accuracy_and_shards_are_merged(
 def test_right_answers_of_which_none_is_a_choice_are_refused(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefillcli.jobs.score.Job.load_models", None)
+    monkeypatch.setattr("prefillcli.scoring.score.Job.load_models", None)
     write_jsonl("d.jsonl", [{**row, "right": "A"} for row in ROWS])
     flags = {"model": model, "choices_column": "choices", "truth": "right"}
     assert score("d.jsonl", "o.jsonl", **flags)["exit_code"] == 2

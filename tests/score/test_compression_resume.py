@@ -19,7 +19,7 @@ from tests.score.processes import Command, Hold, cut_small_windows, words_of
 
 ROWS = 70
 ANSWER = "prefillcli.engines.torch:TorchEngine.answer"
-PACK = "prefillcli.jobs.recorder:Recorder.pack_begins"
+PACK = "prefillcli.scoring.recorder:Recorder.pack_begins"
 ESTIMATE = "prefillcli.reading.compress.draft:Draft.estimate"
 AUTO = {"keep": "auto", "max_flips": 0.999, "audit": 25}
 
@@ -126,7 +126,7 @@ def assert_resumes(whole: Undisturbed, options: dict[str, Any], same_packs: bool
         Hold(ANSWER, 6),
         Hold(ANSWER, 17),
         Hold(ESTIMATE, 2),
-        Hold("prefillcli.data.output.sink:Sink.finish"),
+        Hold("prefillcli.rows.output.sink:Sink.finish"),
     ],
     ids=["before the first pack", "3", "6", "in a later window", "in the draft", "before the output"],
 )

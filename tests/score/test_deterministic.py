@@ -13,9 +13,9 @@ import pytest
 
 import prefillcli
 from prefillcli.errors import UsageError
-from prefillcli.jobs.merge import merge_job
 from prefillcli.options.commands import MergeSettings, ScoreSettings
 from prefillcli.options.load import load_settings
+from prefillcli.tools.merge import merge_job
 from tests.prefill.families import FAMILIES
 from tests.quantised_checkpoints import make_quantised
 from tests.score.jobs import read_output, read_report, score, texts, write_parquet

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from prefillcli.core.scorer import Granularity
-from prefillcli.data.proof import hash_model
 from prefillcli.engines.memory_plan import PACK_SECONDS
 from prefillcli.forecast.profile import Profile, this_machine
 from prefillcli.report.run import versions
+from prefillcli.rows.proof import hash_model
 from tests.profile.making import made_curve
 from tests.score.compression import ABOVE, CHUNK, FIRST, HOW, LAST, RATE, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, score, texts, write_jsonl, write_parquet

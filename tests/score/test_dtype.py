@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 
 import prefillcli
 from prefillcli.core.scorer import Granularity
-from prefillcli.data.output.sink import Sink
 from prefillcli.models import dtype as dtypes
 from prefillcli.models.open import open_models
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
+from prefillcli.rows.output.sink import Sink
 from tests.gguf_files import write_gguf
 from tests.score import jobs
 from tests.score.jobs import TOLERANCE, Reference, read_output, read_report, score, texts, write_parquet
@@ -178,7 +178,7 @@ def test_a_ratio_is_measured_once_for_a_device_and_its_instructions(
 
 
 def test_the_doctor_advises_what_auto_takes(half: Path, ratio: Ratio) -> None:
-    from prefillcli.jobs import doctor
+    from prefillcli.tools import doctor
 
     for times, wanted in ((6.0, "float32"), (0.5, "bfloat16")):
         with pytest.MonkeyPatch.context() as patch:

@@ -18,12 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prefillcli.core.scorer import Granularity
-from prefillcli.data.output.columns import AuditedExits, Counts
-from prefillcli.data.output.sink import Sink
-from prefillcli.data.proof import sealed_text
 from prefillcli.engines.base import PLAIN
 from prefillcli.errors import UsageError
-from prefillcli.jobs.merge import merge_job
 from prefillcli.models.files import sample_model
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
@@ -31,6 +27,10 @@ from prefillcli.reading.exits import judging as exit_judging
 from prefillcli.reading.exits import learning as exit_learning
 from prefillcli.reading.exits.learning import JobExits
 from prefillcli.reading.exits.policy import ExitPolicy
+from prefillcli.rows.output.columns import AuditedExits, Counts
+from prefillcli.rows.output.sink import Sink
+from prefillcli.rows.proof import sealed_text
+from prefillcli.tools.merge import merge_job
 from tests.score import jobs
 from tests.score.jobs import read_output, read_report, score, write_jsonl
 from tests.score.models import save_model
@@ -259,7 +259,7 @@ def test_a_profile_that_fails_its_check_is_not_used(
 def test_a_profile_of_another_job_is_refused(
     exited: Path, data: Path, model: Path, deep_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loading = "prefillcli.jobs.scorer.load_models"
+    loading = "prefillcli.scoring.scorer.load_models"
     monkeypatch.setattr(loading, lambda *_, **__: pytest.fail("the weights are loaded"))
     profile = exited / "out.exit.json"
     other_model = score(data, model=model, exit_profile=profile, **EXITS)

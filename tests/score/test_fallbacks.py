@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
 
 from prefillcli.models.law import PACK_TOKENS
-from prefillcli.prefill.walk import LayerWalk
 from prefillcli.reading.compress.selection import FALLBACKS
+from prefillcli.walk.walk import LayerWalk
 from tests.score.compression import Prompt, assert_close, compressed, full_rows, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, write_jsonl
 from tests.score.models import VOCABULARY, save_model

@@ -14,13 +14,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from prefillcli.errors import UsageError
-from prefillcli.jobs import load as load_job
-from prefillcli.jobs.load import open_models
 from prefillcli.models.law import memory_law
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from prefillcli.plan.pack import Limits
-from prefillcli.prefill.narrow import int8_kernel
+from prefillcli.scoring import loading as load_job
+from prefillcli.scoring.loading import open_models
+from prefillcli.walk.narrow import int8_kernel
 from tests.engines.encoder_models import MAX_LENGTH, save_encoder
 from tests.score.jobs import read_output, read_report, score, write_jsonl
 from tests.score.models import save_model

@@ -14,11 +14,11 @@ import pytest
 from scipy.stats import ks_2samp
 
 from prefillcli.errors import UsageError
-from prefillcli.jobs.merge import merge_job
 from prefillcli.judging.gates import Gates
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
 from prefillcli.report.run import Rows, RunReport
+from prefillcli.tools.merge import merge_job
 from tests.score.jobs import read_report, score, texts, write_parquet
 
 ROWS = 60

@@ -16,9 +16,9 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM
 
-from prefillcli.data.proof import ModelContents
 from prefillcli.errors import ResourceError
 from prefillcli.models.gguf import prune_cached
+from prefillcli.rows.proof import ModelContents
 from prefillcli.runtime.user_cache import cache_folder
 from tests.gguf_files import GgufReference, part_of, rotary_factors, write_gguf
 from tests.score.jobs import (
@@ -384,9 +384,9 @@ def test_a_dry_run_reads_no_weights(file: Path, monkeypatch: pytest.MonkeyPatch)
 
 def run_dry(file: Path) -> dict[str, Any]:
     from prefillcli.core.scorer import Granularity
-    from prefillcli.jobs.dry_run import dry_run_job
     from prefillcli.options.commands import ScoreSettings
     from prefillcli.options.load import load_settings
+    from prefillcli.scoring.dry_run import dry_run_job
 
     source = write_parquet("in.parquet", prompt=PROMPTS)
     given = {"inputs": [str(source)], "model": str(file), "labels": LABELS, "dry_run": True, "quiet": True}
@@ -438,9 +438,9 @@ def test_vllm_is_refused_where_the_cache_has_no_room(file: Path, monkeypatch: py
 
 
 def test_a_row_is_inspected(file: Path) -> None:
-    from prefillcli.jobs.inspect import inspect_job
     from prefillcli.options.commands import InspectSettings
     from prefillcli.options.load import load_settings
+    from prefillcli.tools.inspect import inspect_job
 
     source = write_parquet("in.parquet", prompt=PROMPTS)
     given = {"inputs": [str(source)], "model": str(file), "row": "3", "labels": LABELS, "chat": False, "quiet": True}

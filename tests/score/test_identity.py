@@ -11,11 +11,11 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from prefillcli.jobs.identity import LocalModels, fingerprint, hash_engine, output_job
-from prefillcli.jobs.opening import Opening
 from prefillcli.models.files import sample_draft, sample_model
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.option import details_of
+from prefillcli.scoring.identity import LocalModels, fingerprint, hash_engine, output_job
+from prefillcli.scoring.opening import Opening
 from tests.engines.encoder_models import save_encoder
 from tests.score.jobs import read_output, read_report, score, write_jsonl
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from prefillcli.jobs import inspect
 from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings
 from prefillcli.report.inspection import Inspection
+from prefillcli.tools import inspect
 from tests.score.jobs import read_output, score, write_parquet
 from tests.score.test_evidence_jobs import parts, text_of
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from prefillcli.errors import UsageError
-from prefillcli.jobs.verify import verify_job
+from prefillcli.tools.verify import verify_job
 from tests.score.jobs import Reference, read_output, read_report, score, write_jsonl, write_parquet
 from tests.score.test_shards import merge
 

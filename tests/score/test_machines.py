@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
-from prefillcli.data.output.store import open_store
 from prefillcli.errors import ResourceError, UsageError
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
+from prefillcli.rows.output.store import open_store
 from prefillcli.runtime.user_cache import KeptEntries
 from tests.score.jobs import read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.processes import Command, Hold

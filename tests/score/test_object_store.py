@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import TypeAdapter
 
-from prefillcli.data.output.store import Owner
+from prefillcli.rows.output.store import Owner
 from tests.s3_server import SLOW_DOWN, Bucket, LostAnswer, S3Server, every, expired, once
 from tests.score.jobs import read_output, score, texts, write_jsonl, write_parquet
 from tests.score.processes import Command, Hold, cut_small_windows
@@ -25,7 +25,7 @@ from tests.score.processes import Command, Hold, cut_small_windows
 pytestmark = pytest.mark.slow
 
 COUNT = 90
-WRITE_PART = "prefillcli.data.output.parts:write_part"
+WRITE_PART = "prefillcli.rows.output.parts:write_part"
 PARTS = r"\.prefill/part-"
 OUTPUTS = ["o.parquet", "o/", "o.jsonl.gz"]
 Run = Callable[..., Command]
@@ -215,7 +215,7 @@ def test_credentials_that_expire_stop_the_run_and_new_ones_finish_it(
 def test_of_two_jobs_at_one_time_one_wins(
     bucket: Bucket, run: Run, expected: list[dict[str, Any]], s3_server: S3Server
 ) -> None:
-    hold = Hold("prefillcli.data.output.store:exclusive_put")
+    hold = Hold("prefillcli.rows.output.store:exclusive_put")
     jobs = [run("o.parquet", "--resume", seconds_per_pack=0.3, log=f"{name}.", hold=hold) for name in ("a", "b")]
     for job in jobs:
         job.wait_until_held()
@@ -231,8 +231,8 @@ def test_of_two_jobs_at_one_time_one_wins(
 @pytest.mark.parametrize(
     ("output", "last_step"),
     [
-        ("o.parquet", Hold("prefillcli.data.output.store:exclusive_put", ending="put_file")),
-        ("o/", Hold("prefillcli.data.output.sink:_InPlace.publish")),
+        ("o.parquet", Hold("prefillcli.rows.output.store:exclusive_put", ending="put_file")),
+        ("o/", Hold("prefillcli.rows.output.sink:_InPlace.publish")),
     ],
 )
 def test_of_two_jobs_the_first_to_publish_wins_where_somebody_deleted_a_lock(

@@ -11,9 +11,9 @@ import pytest
 from scipy.stats import pearsonr, spearmanr
 
 from prefillcli.errors import UsageError
-from prefillcli.jobs.merge import merge_job
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
+from prefillcli.tools.merge import merge_job
 from tests.score.jobs import read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.models import save_model
 from tests.score.processes import cut_small_windows

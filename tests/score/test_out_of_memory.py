@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prefillcli.plan.pack import Pack
-from prefillcli.prefill.walk import LayerWalk
+from prefillcli.walk.walk import LayerWalk
 from tests.score.jobs import read_output, read_report, score, texts, write_parquet
 
 CALL, READ = LayerWalk.call, LayerWalk.read_logits

@@ -9,8 +9,8 @@ from urllib.parse import quote
 import pyarrow.dataset as ds
 import pytest
 
-from prefillcli.data.reading.source import Source
-from prefillcli.jobs.verify import verify_job
+from prefillcli.rows.input.source import Source
+from prefillcli.tools.verify import verify_job
 from tests.data.test_partitions import write
 from tests.score.jobs import score
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from prefillcli.data import filesystems
 from prefillcli.errors import UsageError
-from prefillcli.jobs.path_table import require_apart
 from prefillcli.options.commands import COMMANDS
 from prefillcli.options.load import load_settings
 from prefillcli.options.option import Settings
+from prefillcli.rows import filesystems
+from prefillcli.scoring.path_table import require_apart
 from tests.score.jobs import read_output, read_report, score, texts, write_parquet
 
 ROWS = 12

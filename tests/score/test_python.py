@@ -568,7 +568,7 @@ def test_an_interrupted_load_leaves_nothing(model: Path, monkeypatch: pytest.Mon
 
 def test_an_actor_plans_with_its_share_of_the_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def longest(share: float) -> int:
-        monkeypatch.setattr("prefillcli.jobs.runners.worker.memory_share", lambda device: share)
+        monkeypatch.setattr("prefillcli.scoring.runners.worker.memory_share", lambda device: share)
         with prefillcli.Scorer(model) as scorer:
             assert scorer._tables is not None
             return scorer._tables.pool.engine.limits.max_tokens
@@ -596,7 +596,7 @@ def test_the_warning_of_the_sample_model_is_the_only_message(capfd: pytest.Captu
 def test_windows_of_a_table_are_those_of_a_file(
     model: Path, scorer: prefillcli.Scorer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prefillcli.data import windows
+    from prefillcli.core import windows
 
     seen: list[int] = []
     build = windows._window

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.output.target import Target
 from prefillcli.errors import UsageError
-from prefillcli.jobs.status import status_job
-from prefillcli.jobs.verify import verify_job
+from prefillcli.rows.output.target import Target
+from prefillcli.tools.status import status_job
+from prefillcli.tools.verify import verify_job
 from tests.score.jobs import read_output, read_report, score, write_jsonl, write_parquet
 from tests.score.processes import Command, Hold, cut_small_windows
 
@@ -156,9 +156,9 @@ def test_a_killed_job_goes_on_and_loses_nothing(model: Path, monkeypatch: pytest
 
 
 def test_shards_make_the_same_output(model: Path) -> None:
-    from prefillcli.jobs.merge import merge_job
     from prefillcli.options.commands import MergeSettings
     from prefillcli.options.load import load_settings
+    from prefillcli.tools.merge import merge_job
 
     source = make_input()
     for shard in ("1/2", "2/2"):
@@ -189,7 +189,7 @@ def test_rejects_have_each_row_once(model: Path) -> None:
 def test_evaluations_and_correlations_are_those_of_columns(
     model: Path, monkeypatch: pytest.MonkeyPatch, output: str
 ) -> None:
-    monkeypatch.setattr("prefillcli.data.output.target._BLOCK", 700)  # pieces end between the rows of a row
+    monkeypatch.setattr("prefillcli.rows.output.target._BLOCK", 700)  # pieces end between the rows of a row
     source = make_input(bad=7)
     rows = pq.read_table(source).append_column("right", pa.array(["quick", "brown", "fox", None, "fox"] * (ROWS // 5)))
     pq.write_table(rows.append_column("is_fox", pa.array([at % 2 for at in range(ROWS)])), source)

@@ -15,12 +15,12 @@ from scipy.stats import spearmanr
 from sklearn.metrics import accuracy_score, roc_auc_score
 
 from prefillcli.errors import UsageError
-from prefillcli.jobs.merge import merge_job
-from prefillcli.judging.calibrate import calibrate_job
 from prefillcli.judging.calibration import Calibration, PlattScaling
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.judging import CalibrateSettings
 from prefillcli.options.load import load_settings
+from prefillcli.tools.calibrate import calibrate_job
+from prefillcli.tools.merge import merge_job
 from tests.score.jobs import read_output, read_report, score, write_jsonl, write_parquet
 from tests.score.processes import cut_small_windows
 from tests.score.test_questions import FILE, TEXTS

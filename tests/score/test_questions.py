@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prefillcli import Scorer
 from prefillcli.core.further import Choice, Further, FurtherQuestions, WantedRow
-from prefillcli.core.question import Question
-from prefillcli.data.output.columns import OutputSchema
-from prefillcli.data.rows import ErrorCode, Prompt, RowError, ScoredRow, Window
+from prefillcli.core.request import Question
 from prefillcli.engines.base import Answer
 from prefillcli.errors import UsageError
-from prefillcli.jobs.loop import Finished, FollowUp
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
+from prefillcli.rows.output.columns import OutputSchema
+from prefillcli.rows.records import ErrorCode, Prompt, RowError, ScoredRow, Window
+from prefillcli.scoring.loop import Finished, FollowUp
 from tests.score.jobs import TOLERANCE, read_output, read_report, score, write_jsonl, write_parquet
 from tests.score.processes import cut_small_windows
 

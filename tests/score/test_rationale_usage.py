@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 
 import prefillcli
 from prefillcli.cli import app
-from prefillcli.data.prompts.templates import rationale_texts
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.followup.evidence import Evidence
 from prefillcli.followup.rationale import RationaleFollowUp
-from prefillcli.jobs.compose import compose
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
+from prefillcli.prompts.templates import rationale_texts
+from prefillcli.scoring.compose import compose
 from tests.score.jobs import score, texts, write_jsonl, write_parquet
 from tests.score.models import save_model
 from tests.score.test_usage import assert_refused

@@ -93,10 +93,10 @@ def assert_resumes(model: Path, whole: Undisturbed) -> dict[str, Any]:
         Hold(ANSWER, 11),
         Hold(REPLACE, 1, "manifest.json"),
         Hold(REPLACE, 3, ".parquet"),
-        Hold("prefillcli.data.output.sink:Sink.finish"),
+        Hold("prefillcli.rows.output.sink:Sink.finish"),
         Hold(REPLACE, 1, "/out.parquet"),
         Hold(REPLACE, 3, "manifest.json"),
-        Hold("prefillcli.data.output.sink:Sink._delete_parts", 2),
+        Hold("prefillcli.rows.output.sink:Sink._delete_parts", 2),
     ],
     ids=[
         "before the first pack",
@@ -129,7 +129,7 @@ def test_resume_after_kill_into_other_forms_of_output(model: Path, name: str) ->
     rows = [{"prompt": text, "id": i, "more": {"i": [i, None]}} for i, text in enumerate(texts(30))]
     write_jsonl("in.jsonl", rows)
     given = ["score", "in.jsonl", "-m", model, "--pack-tokens", 64, "--keep-columns", "more", "-o", name]
-    for hold in (Hold(ANSWER, 4), Hold("prefillcli.data.output.sink:Sink._delete_parts", 1)):
+    for hold in (Hold(ANSWER, 4), Hold("prefillcli.rows.output.sink:Sink._delete_parts", 1)):
         command = Command(*given, "--resume", hold=hold)
         command.wait_until_held()
         command.kill()
@@ -274,7 +274,7 @@ def test_a_run_that_has_not_changed_the_output_leaves_its_report(
     fails(2, template="{{ promt }}", overwrite=True)
     fails(2, model="nowhere", resume=True)
     fails(2, inputs="nowhere.parquet", overwrite=True)
-    fails(1, dies="prefillcli.jobs.opening.Opening.open_models", overwrite=True)
+    fails(1, dies="prefillcli.scoring.opening.Opening.open_models", overwrite=True)
     if not stopped:  # the output is there until there is another one
         fails(1, dies="prefillcli.models.load.load_model", overwrite=True)
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from prefillcli.data.rows import ErrorCode, RowError
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import Interrupted, UsageError
-from prefillcli.jobs import loop
-from prefillcli.jobs.verify import verify_job
+from prefillcli.rows.records import ErrorCode, RowError
+from prefillcli.scoring import loop
+from prefillcli.tools.verify import verify_job
 from tests.score.jobs import Reference, assert_scored, read_output, read_report, score, texts, write_parquet
 from tests.score.processes import cut_small_windows
 from tests.score.test_shards import merge

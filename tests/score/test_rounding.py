@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import prefillcli
 from benchmarks.sample_text import CREDITORS, SUBJECTS
 from benchmarks.score_runs import SAMPLES
-from prefillcli.bench.material import TOPICS
+from prefillcli.tools.bench.material import TOPICS
 
 MODEL = str(SAMPLES / "models" / "target")
 BOUND = 1e-4

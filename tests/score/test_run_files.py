@@ -47,7 +47,7 @@ def test_a_phase_that_the_report_does_not_know_costs_nothing(model: Path, monkey
             with self.phase("polish"):  # type: ignore[arg-type]
                 pass
 
-    monkeypatch.setattr("prefillcli.jobs.score.Clock", WithPolish)
+    monkeypatch.setattr("prefillcli.scoring.score.Clock", WithPolish)
     assert score(make_input(), **flags(model))["exit_code"] == 0
     assert 0 <= read_report()["seconds"]["polish"] < 1
 

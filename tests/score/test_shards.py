@@ -15,15 +15,15 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.output.parts import read_part
-from prefillcli.data.output.sink import shards_beside
-from prefillcli.data.output.store import LOCK, open_store
-from prefillcli.data.output.target import Manifest, Target
-from prefillcli.jobs.merge import merge_job
-from prefillcli.jobs.status import status_job
-from prefillcli.jobs.verify import verify_job
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
+from prefillcli.rows.output.parts import read_part
+from prefillcli.rows.output.sink import shards_beside
+from prefillcli.rows.output.store import LOCK, open_store
+from prefillcli.rows.output.target import Manifest, Target
+from prefillcli.tools.merge import merge_job
+from prefillcli.tools.status import status_job
+from prefillcli.tools.verify import verify_job
 from tests.data.test_partitions import write
 from tests.score.jobs import read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.processes import Command, Hold, cut_small_windows
@@ -239,7 +239,7 @@ def arguments(model: Path, shard: str, *more: str) -> list[object]:
         Hold(ANSWER, 1),
         Hold(ANSWER, 7),
         Hold(REPLACE, 3, ".parquet"),
-        Hold("prefillcli.data.output.sink:ShardSink.finish"),
+        Hold("prefillcli.rows.output.sink:ShardSink.finish"),
         Hold(REPLACE, 3, "manifest.json"),
     ],
     ids=["before the first pack", "later", "a part half written", "before the end", "at the end"],
@@ -410,11 +410,11 @@ def test_shards_that_were_scored_again_are_not_taken_for_those_that_were_merged(
 @pytest.mark.parametrize(
     "hold",
     [
-        Hold("prefillcli.data.output.sink:JoinedShards.check"),
+        Hold("prefillcli.rows.output.sink:JoinedShards.check"),
         Hold(REPLACE, 1, "/out.parquet"),
-        Hold("prefillcli.data.output.sink:Manifest.save", 2),
-        Hold("prefillcli.data.output.sink:ShardFolder.delete", 1),
-        Hold("prefillcli.data.output.sink:ShardFolder.delete", 2),
+        Hold("prefillcli.rows.output.sink:Manifest.save", 2),
+        Hold("prefillcli.rows.output.sink:ShardFolder.delete", 1),
+        Hold("prefillcli.rows.output.sink:ShardFolder.delete", 2),
         Hold("prefillcli.runtime.file_calls:remove_file", 1, ".parquet"),
         Hold("prefillcli.runtime.file_calls:remove_file", 2, "manifest.json"),
     ],
@@ -447,7 +447,7 @@ def test_a_killed_merge_is_merged_again(model: Path, whole: list[dict[str, Any]]
 def test_a_folder_killed_while_it_is_published_is_merged_again(model: Path) -> None:
     path = make_input()
     shards(path, 2, "out/", **flags(model))
-    held = Command("merge", "out/", hold=Hold("prefillcli.data.output.sink:os.rename", 1))
+    held = Command("merge", "out/", hold=Hold("prefillcli.rows.output.sink:os.rename", 1))
     held.wait_until_held()
     held.kill()
     assert merge("out/")["exit_code"] == 0
@@ -456,7 +456,7 @@ def test_a_folder_killed_while_it_is_published_is_merged_again(model: Path) -> N
 
 
 def test_a_part_that_changes_after_the_check_ends_the_merge(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from prefillcli.data.output.sink import JoinedShards
+    from prefillcli.rows.output.sink import JoinedShards
 
     shards(make_input(), 2, **flags(model))
     check = JoinedShards.check

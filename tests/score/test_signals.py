@@ -22,26 +22,26 @@ EVALUATE = ("--truth", "truth")
 
 #: A function that is running in each phase, and options with which it is.
 PHASES: dict[str, tuple[Hold, tuple[str, ...]]] = {
-    "read": (Hold("prefillcli.jobs.opening:Opening.open_source"), ()),
-    "hash": (Hold("prefillcli.data.proof:content_digest"), ()),
-    "open the output": (Hold("prefillcli.data.output.sink:find_resumable"), ()),
+    "read": (Hold("prefillcli.scoring.opening:Opening.open_source"), ()),
+    "hash": (Hold("prefillcli.rows.proof:content_digest"), ()),
+    "open the output": (Hold("prefillcli.rows.output.sink:find_resumable"), ()),
     "load": (Hold("prefillcli.models.load:load_model"), ()),
-    "render": (Hold("prefillcli.data.prompts.templates:Renderer.render", 2), ("--template", TEMPLATE)),
-    "tokenize": (Hold("prefillcli.data.prompts.builder:PromptBuilder._prompts", 2), ()),
-    "plan": (Hold("prefillcli.jobs.loop:plan_questions"), ()),
+    "render": (Hold("prefillcli.prompts.templates:Renderer.render", 2), ("--template", TEMPLATE)),
+    "tokenize": (Hold("prefillcli.prompts.builder:PromptBuilder._prompts", 2), ()),
+    "plan": (Hold("prefillcli.scoring.loop:plan_questions"), ()),
     "model": (Hold("prefillcli.engines.torch:TorchEngine.answer", 4), ()),
     "exits": (Hold("prefillcli.reading.exits.learning:ExitLearning.exits"), ("--exit",)),
-    "write": (Hold("prefillcli.data.output.parts:write_part", 2), ()),
-    "publish": (Hold("prefillcli.data.output.sink:commit"), ()),
+    "write": (Hold("prefillcli.rows.output.parts:write_part", 2), ()),
+    "publish": (Hold("prefillcli.rows.output.sink:commit"), ()),
     "evaluate": (Hold("prefillcli.judging.evaluation:evaluate_output"), EVALUATE),
 }
 #: The same with two workers, whose driver neither loads nor computes.
 DRIVER: dict[str, tuple[Hold, tuple[str, ...]]] = {
     **{name: PHASES[name] for name in PHASES if name not in ("load", "model")},
-    "start": (Hold("prefillcli.jobs.runners.processes:ProcessCrew.start"), ()),
-    "load": (Hold("prefillcli.jobs.runners.pool:Dispatcher.wait"), ()),
-    "model": (Hold("prefillcli.jobs.runners.pool:Dispatcher.wait", 5), ()),
-    "end": (Hold("prefillcli.jobs.runners.pool:Pool.ask_for_reports"), ()),
+    "start": (Hold("prefillcli.scoring.runners.processes:ProcessCrew.start"), ()),
+    "load": (Hold("prefillcli.scoring.runners.pool:Dispatcher.wait"), ()),
+    "model": (Hold("prefillcli.scoring.runners.pool:Dispatcher.wait", 5), ()),
+    "end": (Hold("prefillcli.scoring.runners.pool:Pool.ask_for_reports"), ()),
 }
 
 

@@ -10,16 +10,16 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.output.parts import DigestReader, RowDigests
-from prefillcli.data.output.store import open_store
-from prefillcli.data.output.target import Manifest, with_checksum
-from prefillcli.data.rows import Prompt
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.errors import Interrupted, UsageError
-from prefillcli.jobs.merge import merge_job
-from prefillcli.jobs.verify import verify_job
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
+from prefillcli.rows.output.parts import DigestReader, RowDigests
+from prefillcli.rows.output.store import open_store
+from prefillcli.rows.output.target import Manifest, with_checksum
+from prefillcli.rows.records import Prompt
+from prefillcli.tools.merge import merge_job
+from prefillcli.tools.verify import verify_job
 from tests.score.jobs import (
     Reference,
     assert_scored,
@@ -160,7 +160,7 @@ def test_a_night_without_changes_loads_no_model(model: Path, since: str, monkeyp
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("the model is loaded")
 
-    monkeypatch.setattr("prefillcli.jobs.scorer.load_models", load)
+    monkeypatch.setattr("prefillcli.scoring.scorer.load_models", load)
     summary = score("in0.parquet", since=since, **flags(model))
     assert summary["exit_code"] == 0
     assert pq.read_table("out.parquet").equals(pq.read_table(since))

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import prefillcli
-from prefillcli.data.output.batches import CHAT
 from prefillcli.errors import UsageError
-from prefillcli.jobs.inspect import inspect_job
 from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings
+from prefillcli.rows.output.batches import CHAT
+from prefillcli.tools.inspect import inspect_job
 from tests.data.test_thinking import HARMONY, SWITCHED
 from tests.score.jobs import Reference, read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.score.models import save_model

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.data.reading.discovery import would_find
 from prefillcli.errors import UsageError
-from prefillcli.jobs.path_table import default_output
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
+from prefillcli.rows.input.discovery import would_find
+from prefillcli.scoring.path_table import default_output
 from tests.score.jobs import read_report, score, texts, write_jsonl, write_parquet
 
 

@@ -15,11 +15,11 @@ import pytest
 from typer.testing import CliRunner
 
 from prefillcli.cli import app
-from prefillcli.data.output.store import Heartbeat, open_store
-from prefillcli.data.output.target import write_parquet as write_sealed
-from prefillcli.jobs.status import status_job
-from prefillcli.jobs.verify import verify_job
+from prefillcli.rows.output.store import Heartbeat, open_store
+from prefillcli.rows.output.target import write_parquet as write_sealed
 from prefillcli.runtime.clock import Pace
+from prefillcli.tools.status import status_job
+from prefillcli.tools.verify import verify_job
 from tests.score.jobs import score, texts, write_jsonl, write_parquet
 from tests.score.processes import Command, Hold, cut_small_windows
 

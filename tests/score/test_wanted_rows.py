@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prefillcli.data.output.sink import Sink
-from prefillcli.jobs import loop
 from prefillcli.models import law as text_room
 from prefillcli.models.law import KeepOrAgain
+from prefillcli.rows.output.sink import Sink
+from prefillcli.scoring import loop
 from tests.score.compression import ByHand, compressed, lines_of, unrelated
 from tests.score.jobs import Reference, read_output, read_report, score, texts, write_jsonl
 from tests.score.processes import cut_small_windows

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.roles import Judge, Reading
-from prefillcli.data.proof import hash_value
 from prefillcli.errors import UsageError, counted
 from prefillcli.options.option import COMPRESSION, changed, details_of
 from prefillcli.reading.compress.compressor import WindowCompressor, compressor_of
@@ -15,15 +14,16 @@ from prefillcli.reading.compress.load import RemoteDraft
 from prefillcli.reading.compress.selection import fallbacks_of_useless_draft
 from prefillcli.reading.compress.settings import compression_of, keep_rate
 from prefillcli.report.section import Part, Section
+from prefillcli.rows.proof import hash_value
 
 if TYPE_CHECKING:
-    from prefillcli.core.question import Question, Tick
+    from prefillcli.core.request import Question, Tick
     from prefillcli.core.run import Run
     from prefillcli.core.scorer import Scorer
-    from prefillcli.data.output.columns import Counts
-    from prefillcli.data.rows import Prompt, Window
     from prefillcli.reading.compress.compressor import Compressor
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.output.columns import Counts
+    from prefillcli.rows.records import Prompt, Window
 
 # The options whose values are always in the digest of compression, in this order.
 HASHED = (

@@ -13,22 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from prefillcli.core.question import Question, Thinning, Tick, answer_questions, draw
-from prefillcli.data.prompts.builder import RowColumns
-from prefillcli.data.prompts.encoding import spans_of
-from prefillcli.data.rows import (
-    FALLBACK,
-    FULL,
-    ErrorCode,
-    Prompt,
-    RowBatch,
-    RowError,
-    Window,
-    is_fallback,
-)
+from prefillcli.core.request import Question, Thinning, Tick, answer_questions, draw
 from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
 from prefillcli.models.shape import NoCostModel, Shape, prefill_flops, thinned_flops
 from prefillcli.plan.pack import Limits
+from prefillcli.prompts.builder import RowColumns
+from prefillcli.prompts.encoding import spans_of
 from prefillcli.reading.compress.load import SpecPrefill, own_layers, plan_draft, translator_of
 from prefillcli.reading.compress.selection import (
     ENOUGH_ROWS,
@@ -46,6 +36,16 @@ from prefillcli.reading.compress.selection import (
 )
 from prefillcli.reading.compress.settings import Compression, compression_of, keep_rate
 from prefillcli.report.inspection import ReadPrompt, TokenReason
+from prefillcli.rows.records import (
+    FALLBACK,
+    FULL,
+    ErrorCode,
+    Prompt,
+    RowBatch,
+    RowError,
+    Window,
+    is_fallback,
+)
 from prefillcli.runtime import log
 from prefillcli.stats.evaluation import flip_bound, rows_for
 

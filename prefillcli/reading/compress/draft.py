@@ -13,17 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prefillcli.core.question import Thinning, Tick
-from prefillcli.data.prompts.translation import Overlap
-from prefillcli.data.rows import Int32Array
-from prefillcli.decode.behind import look_ahead
+from prefillcli.core.request import Thinning, Tick
 from prefillcli.errors import UsageError
 from prefillcli.models.open import stop_tokens_of
 from prefillcli.plan.pack import Limits, Pack, account
 from prefillcli.plan.plan import make_plan
-from prefillcli.prefill.forest import WatchedLayer
-from prefillcli.prefill.layout import Tree, oldest_key
-from prefillcli.prefill.walk import Thinned
+from prefillcli.prompts.translation import Overlap
 from prefillcli.reading.compress.selection import (
     FAILED,
     NO_MEMORY,
@@ -40,10 +35,15 @@ from prefillcli.reading.compress.selection import (
     tails,
 )
 from prefillcli.reading.compress.settings import Compression, Reduce
+from prefillcli.rows.records import Int32Array
+from prefillcli.walk.decoding import look_ahead
+from prefillcli.walk.forest import WatchedLayer
+from prefillcli.walk.layout import Tree, oldest_key
+from prefillcli.walk.walk import Thinned
 
 if TYPE_CHECKING:
-    from prefillcli.data.rows import Prompt
-    from prefillcli.prefill.walk import LayerWalk
+    from prefillcli.rows.records import Prompt
+    from prefillcli.walk.walk import LayerWalk
 
 # Importance: the attention of the draft's queries to each token of a prompt.
 #

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.data.prompts.translation import Overlap, Translation, Translator
-from prefillcli.data.rows import Int32Array, Int64Array, Prompt
 from prefillcli.errors import UsageError, brief
 from prefillcli.models.shape import NoCostModel, Shape
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
+from prefillcli.prompts.translation import Overlap, Translation, Translator
 from prefillcli.reading.compress.selection import (
     FAILED,
     Estimator,
@@ -21,11 +20,12 @@ from prefillcli.reading.compress.selection import (
     select_all,
 )
 from prefillcli.reading.compress.settings import Compression, compression_of
+from prefillcli.rows.records import Int32Array, Int64Array, Prompt
 from prefillcli.runtime import log
 
 if TYPE_CHECKING:
     from prefillcli.core.models import Models
-    from prefillcli.core.question import Tick
+    from prefillcli.core.request import Tick
     from prefillcli.core.scorer import Remote
     from prefillcli.models.open import Opened
     from prefillcli.reading.compress.draft import Draft

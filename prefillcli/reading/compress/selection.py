@@ -25,15 +25,15 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.core.question import Thinning
-from prefillcli.data.prompts.encoding import Spans
-from prefillcli.data.prompts.translation import TEXT, Overlap
-from prefillcli.data.rows import FALLBACK, FULL, Int64Array, Prompt, is_fallback, reading_method
+from prefillcli.core.request import Thinning
 from prefillcli.plan.trie import TokenArray, TrieNode, build_forest, token_order
+from prefillcli.prompts.encoding import Spans
+from prefillcli.prompts.translation import TEXT, Overlap
 from prefillcli.reading.compress.settings import Compression
+from prefillcli.rows.records import FALLBACK, FULL, Int64Array, Prompt, is_fallback, reading_method
 
 if TYPE_CHECKING:
-    from prefillcli.core.question import Tick
+    from prefillcli.core.request import Tick
 
 
 # The reasons why prompts that should be compressed are read in full, and the findings of pickers.

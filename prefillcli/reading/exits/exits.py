@@ -6,20 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.roles import Judge, Reading
-from prefillcli.data.proof import hash_value
 from prefillcli.errors import UsageError
 from prefillcli.models.open import WORDS
 from prefillcli.options.option import EARLY_EXIT, details_of
 from prefillcli.reading.exits.first import readers_of, readings_of
 from prefillcli.reading.exits.policy import exit_profile_at, job_of_exits, require_same_job
+from prefillcli.rows.proof import hash_value
 
 if TYPE_CHECKING:
-    from prefillcli.core.question import Question, Tick
+    from prefillcli.core.request import Question, Tick
     from prefillcli.core.run import Run
     from prefillcli.core.scorer import Scorer
-    from prefillcli.data.output.columns import Counts
-    from prefillcli.data.output.target import Manifest
-    from prefillcli.data.rows import Prompt, ScoredRow, Window
     from prefillcli.engines.base import Answer, Readings, Treatment
     from prefillcli.models.open import Opened
     from prefillcli.plan.pack import Pack
@@ -27,6 +24,9 @@ if TYPE_CHECKING:
     from prefillcli.reading.exits.learning import JobExits
     from prefillcli.reading.exits.policy import ExitProfile
     from prefillcli.report.run import RunReport
+    from prefillcli.rows.output.columns import Counts
+    from prefillcli.rows.output.target import Manifest
+    from prefillcli.rows.records import Prompt, ScoredRow, Window
 
 
 class Exits(Reading, Judge):
@@ -48,7 +48,7 @@ class Exits(Reading, Judge):
         narrow = self.settings.narrow
         if narrow is not None:
             from prefillcli.models.dtype import require_faster
-            from prefillcli.prefill.narrow import check_narrow
+            from prefillcli.walk.narrow import check_narrow
 
             check_narrow(narrow, opened.device, str(opened.files.origin) if opened.files.encoder else None)
             require_faster(narrow, opened.files.dtype, opened.device)

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from prefillcli.core.question import Tick
-from prefillcli.data.prompts.labels import Following, Labels, parse_labels, tail_of
-from prefillcli.data.prompts.translation import Translation, Translator
-from prefillcli.data.rows import BEFORE, Int32Array, Prompt
+from prefillcli.core.request import Tick
 from prefillcli.engines.base import EarlyExits, Engine, Readings, Treatment
 from prefillcli.models.open import WORDS, Small
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
+from prefillcli.prompts.labels import Following, Labels, parse_labels, tail_of
+from prefillcli.prompts.translation import Translation, Translator
+from prefillcli.rows.records import BEFORE, Int32Array, Prompt
 
 if TYPE_CHECKING:
     from prefillcli.core.models import Models

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.core.question import Question
-from prefillcli.data.rows import BEFORE, Int64Array
+from prefillcli.core.request import Question
 from prefillcli.engines.base import Answer, Readings
 from prefillcli.models.open import Opened, Small, dtype_name
 from prefillcli.models.shape import NoCostModel, keys_share, prefill_flops
@@ -34,6 +33,7 @@ from prefillcli.reading.exits.policy import (
     margin_error,
     relative,
 )
+from prefillcli.rows.records import BEFORE, Int64Array
 from prefillcli.stats.evaluation import flip_bound, rows_for
 
 if TYPE_CHECKING:

@@ -18,11 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import BaseModel, Field
 
-from prefillcli.core.question import Question, plan_questions, scored_row, thinning_of
-from prefillcli.core.question import Tick as TickTokens
-from prefillcli.data.output.columns import TO_THE_END, Counts
-from prefillcli.data.output.store import write_sealed
-from prefillcli.data.rows import BEFORE, FIRST, Int64Array, Prompt, ScoredRow
+from prefillcli.core.request import Question, plan_questions, scored_row, thinning_of
+from prefillcli.core.request import Tick as TickTokens
 from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
 from prefillcli.errors import PrefillError
 from prefillcli.plan.pack import carried_by_few, in_full
@@ -62,6 +59,9 @@ from prefillcli.report.section import (
     round_ticks,
     visible,
 )
+from prefillcli.rows.output.columns import TO_THE_END, Counts
+from prefillcli.rows.output.store import write_sealed
+from prefillcli.rows.records import BEFORE, FIRST, Int64Array, Prompt, ScoredRow
 from prefillcli.runtime import log
 from prefillcli.stats.evaluation import exact_interval, flip_bound, rows_for
 

@@ -23,18 +23,18 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from prefillcli.data.output.store import read_sealed
-from prefillcli.data.proof import ModelContents, hash_value
-from prefillcli.data.rows import BEFORE
 from prefillcli.engines.base import Readings
 from prefillcli.errors import UsageError, without_secrets
 from prefillcli.models.open import WORDS
+from prefillcli.rows.output.store import read_sealed
+from prefillcli.rows.proof import ModelContents, hash_value
+from prefillcli.rows.records import BEFORE
 from prefillcli.stats.ridge import ridge
 
 if TYPE_CHECKING:
     from prefillcli.core.run import Run
-    from prefillcli.data.prompts.labels import Labels
     from prefillcli.models.open import Opened
+    from prefillcli.prompts.labels import Labels
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]

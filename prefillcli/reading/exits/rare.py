@@ -32,8 +32,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.core.question import Tick
-from prefillcli.data.rows import BEFORE, Int64Array, Prompt, ScoredRow
+from prefillcli.core.request import Tick
 from prefillcli.reading.exits.first import FirstReading, readings_of
 from prefillcli.reading.exits.judging import calibration_rows
 from prefillcli.reading.exits.learning import SEED, ExitLearning, ExitUse, JobExits, RareUse, UsedExit, with_first
@@ -47,6 +46,7 @@ from prefillcli.reading.exits.policy import (
     fit_best,
     job_of_exits,
 )
+from prefillcli.rows.records import BEFORE, Int64Array, Prompt, ScoredRow
 
 BoolArray = npt.NDArray[np.bool_]
 Float64Array = npt.NDArray[np.float64]

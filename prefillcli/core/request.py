@@ -1,0 +1,323 @@
+"""A prompt as the model reads it, and the answer of an engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from prefillcli.engines.base import PLAIN, Answer, EarlyAnswer, PlanEngine, Treatment
+from prefillcli.errors import ResourceError
+from prefillcli.plan.blocks import CarriedBlock
+from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.plan import Plan, make_plan
+from prefillcli.plan.trie import token_order
+from prefillcli.rows.records import (
+    FALLBACK,
+    FULL,
+    Int32Array,
+    Int64Array,
+    Prompt,
+    ScoredRow,
+    Selection,
+    Window,
+    early_exit_method,
+)
+
+if TYPE_CHECKING:
+    from prefillcli.walk.continuations import Beginning, Writing
+    from prefillcli.walk.walk import ThinningRule
+
+Tick = Callable[[float], None]
+"""Called with the tokens that a step has advanced by; it may raise to stop."""
+
+
+class Thinning(ABC):
+    """How the model itself leaves tokens of a prompt behind while it reads it."""
+
+    keep: float
+    """The share of the tokens that its last layers read, besides those that they always read."""
+    alone: bool
+    """Whether it chooses for each prompt separately: the last layers then hold shared tokens once for each prompt."""
+
+    @abstractmethod
+    def most_kept(self, tokens: int) -> int:
+        """Return how many of a prompt's tokens the last layers read, at most."""
+
+    @abstractmethod
+    def rule(self, thinnings: Mapping[int, Thinning]) -> ThinningRule:
+        """The rule for prompts that are planned together. The ones to thin are given by their numbers in the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt that the target answers, and how it reads that prompt.
+
+    `kept` are the indices of the tokens it reads, ascending, which are their positions too; None: all of them. With a
+    `thinning` it reads all at first. `method` is the output's word for it: `full`, the name of a picker, or
+    `fallback:` with a reason.
+    """
+
+    prompt: Prompt
+    kept: Int64Array | None = None
+    method: str = FULL
+    pick_seconds: float = 0.0
+    """The prompt's share of the time that picking took."""
+    thinning: Thinning | None = None
+    text: tuple[Writing, Beginning] | None = None
+    """How a text is written behind the prompt, and how the text begins; None: no text is written."""
+    take: Callable[[Answer | None], None] | None = None
+    """For a question about a scored row, this receives the answer; None: there is no answer."""
+    required: bool = False
+    """Whether a scored row without an answer to it is an error row."""
+    early: EarlyAnswer | None = None
+    """Of an audited prompt, the answer that it would have without the model."""
+
+    @property
+    def tokens(self) -> Int32Array:
+        """The token ids that the target reads, int32 [kept]."""
+        return self.prompt.tokens if self.kept is None else self.prompt.tokens[self.kept]
+
+    @property
+    def size(self) -> int:
+        """How many tokens are computed for it: those, and the ones of its labels behind them."""
+        return len(self.tokens) + self.prompt.labels.tokens
+
+    @property
+    def positions(self) -> Int32Array | None:
+        """Their positions in the prompt, int32 [kept]; None where all are read."""
+        return None if self.kept is None else self.kept.astype(np.int32)
+
+    @property
+    def compressed(self) -> bool:
+        """Whether some of the prompt's tokens are left out."""
+        return self.kept is not None or self.thinning is not None
+
+    @property
+    def most_kept(self) -> int:
+        """The most tokens that the last layers read: some chosen ones may be among those that are kept anyway."""
+        tokens = len(self.tokens)
+        return tokens if self.thinning is None else self.thinning.most_kept(tokens)
+
+
+def plan_questions(
+    questions: Sequence[Question],
+    limits: Limits,
+    schedule: str = "prefix-tree",
+    *,
+    carried: Sequence[CarriedBlock] = (),
+    block_tokens: int = 0,
+) -> Plan:
+    """The plan of the tokens that the target reads. `carried` and `block_tokens` as in `make_plan`.
+
+    Where the target drops tokens itself, nothing is held from pack to pack: its last layers have no K,V of a whole
+    prefix.
+    """
+    if any(question.thinning is not None for question in questions):
+        return _joined(questions, limits, schedule)
+    return make_plan(
+        [question.tokens for question in questions],
+        limits,
+        schedule,
+        [question.positions for question in questions],
+        variants=planned_variants(questions),
+        labels=[each.prompt.labels for each in questions],
+        carried=carried,
+        block_tokens=block_tokens,
+    )
+
+
+def planned_variants(questions: Sequence[Question]) -> list[str | None]:
+    """The variants that read the questions."""
+    return [each.prompt.variant for each in questions]
+
+
+def thinning_of(questions: Mapping[int, Question]) -> ThinningRule | None:
+    """The rule by which the model leaves tokens of these questions behind, by their numbers in a plan; None: it leaves
+    none."""
+    own = {number: each.thinning for number, each in questions.items() if each.thinning is not None}
+    return next(iter(own.values())).rule(own) if own else None
+
+
+def method_of(question: Question, answer: Answer) -> str:
+    """Return how the target has read a prompt: by the question's method, unless it should have dropped tokens itself
+    and did not."""
+    thinned = answer.thinned
+    if question.thinning is None or (thinned is not None and len(thinned.kept) < len(question.tokens)):
+        return question.method
+    return FULL if thinned is None or thinned.reason is None else FALLBACK + thinned.reason
+
+
+def kept_tokens(question: Question, answer: Answer) -> int:
+    """Return how many tokens of a prompt went through all layers."""
+    return len(question.tokens) if answer.thinned is None else len(answer.thinned.kept)
+
+
+def answer_questions(
+    engine: PlanEngine,
+    questions: Sequence[Question],
+    tick: Tick = lambda tokens: None,
+    schedule: str = "prefix-tree",
+    treatment: Treatment = PLAIN,
+) -> list[Answer]:
+    """The engine's answer to each question; arguments as in `answer`; `treatment` as in `Engine.answer`."""
+    found: dict[int, Answer] = {}
+    plan = plan_questions(questions, engine.limits, schedule)
+    treatment = replace(treatment, thinning=thinning_of(dict(enumerate(questions))))
+    for answers in engine.answer_all(plan.packs, lambda i: questions[i].prompt.labels, tick, treatment):
+        found |= {each.prompt: each for each in require_answered(answers)}
+    return [found[number] for number in range(len(questions))]
+
+
+def require_answered(answers: Sequence[Answer]) -> Sequence[Answer]:
+    """The answers. Raises ResourceError if memory has run out on one of the prompts."""
+    for each in answers:
+        if each.failure is not None:
+            raise ResourceError(each.failure)
+    return answers
+
+
+def answer(
+    engine: PlanEngine,
+    questions: Sequence[Question],
+    tick: Tick = lambda tokens: None,
+    schedule: str = "prefix-tree",
+) -> npt.NDArray[np.float64]:
+    """Label log-probabilities, float64 [questions, labels], of prompts with equally many labels.
+
+    `tick` as in `Engine.answer`. Raises ResourceError if the engine cannot go on.
+    """
+    return np.stack([each.logprobs for each in answer_questions(engine, questions, tick, schedule)])
+
+
+def _joined(questions: Sequence[Question], limits: Limits, schedule: str) -> Plan:
+    """The plans of groups that share no pack, one after the other."""
+    packs: list[Pack] = []
+    unique = behind = 0
+    limits = replace(limits, held_tokens=0)
+    for group, own in _groups(questions, limits):
+        some = [questions[number] for number in group]
+        plan = make_plan(
+            [question.tokens for question in some],
+            own,
+            schedule,
+            [question.positions for question in some],
+            variants=planned_variants(some),
+            labels=[each.prompt.labels for each in some],
+        )
+        for pack in plan.packs:
+            packs.append(pack.renumbered(group).shifted(len(packs) - pack.index))
+        unique += plan.unique_tokens
+        behind += plan.behind_tokens
+    return Plan(packs, unique, behind_tokens=behind)
+
+
+def _groups(questions: Sequence[Question], limits: Limits) -> Iterator[tuple[list[int], Limits]]:
+    """Numbers of questions that may share packs, and the limits of these.
+
+    A prompt that is read both ways is in two groups: one pack computes a prompt once. Where each row chooses for
+    itself, rows of another rate, or without one, are apart too. The last layers then hold shared tokens once for each
+    row, so groups are small enough for that to fit.
+    """
+    thinned = {question.prompt.row for question in questions if question.thinning is not None}
+    twins = [n for n, each in enumerate(questions) if each.thinning is None and each.prompt.row in thinned]
+    apart = set(twins)
+    ordinary = [number for number in range(len(questions)) if number not in apart]
+    if not any(each.thinning is not None and each.thinning.alone for each in questions):
+        yield ordinary, limits
+    else:
+        rates: dict[float | None, list[int]] = {}
+        for number in ordinary:
+            own = questions[number].thinning
+            rates.setdefault(None if own is None else own.keep, []).append(number)
+        for rate, numbers in rates.items():
+            yield from [(numbers, limits)] if rate is None else _small_groups(questions, numbers, limits)
+    if twins:
+        yield twins, limits
+
+
+def _small_groups(
+    questions: Sequence[Question], numbers: Sequence[int], limits: Limits
+) -> Iterator[tuple[list[int], Limits]]:
+    """Groups of questions. Their tokens fit half of the memory before thinning and the other half after it, where each
+    question has its own. Questions too long for that are alone. Those that begin alike are together."""
+    half = limits.max_tokens // 2
+    small = replace(limits, tokens=min(limits.tokens, half), max_tokens=half)
+    group: list[int] = []
+    kept = 0
+    for at in token_order([questions[number].tokens for number in numbers]):
+        question = questions[numbers[at]]
+        if question.size > half:
+            yield [numbers[at]], limits
+            continue
+        own = question.most_kept + question.prompt.labels.tokens
+        if group and kept + own > half:
+            yield sorted(group), small
+            group, kept = [], 0
+        group.append(numbers[at])
+        kept += own
+    if group:
+        yield sorted(group), small
+
+
+# Which compressed rows are also read in full, for the audit.
+
+
+_SEED = 20_261
+
+
+class AuditDraw:
+    """Draws `rows` random rows of the `selection` from `total`, window by window: the same ones every time.
+
+    Each window gives its share of the rows; one that has fewer candidates makes the draw smaller.
+    """
+
+    def __init__(self, rows: int, selection: Selection, total: int) -> None:
+        self._rows = rows
+        self._selection = selection
+        self._total = max(selection.count(total), 1)
+
+    def draw(self, window: Window, candidates: Sequence[int]) -> list[int]:
+        """The share of `window`, drawn from the `candidates` (any numbers)."""
+        quota = self._before(int(window.rows[-1]) + 1) - self._before(int(window.rows[0]))
+        return draw(candidates, quota, window.index)
+
+    def _before(self, row: int) -> int:
+        """The number of rows that are drawn before this one."""
+        return -(-self._rows * self._selection.before(row) // self._total)
+
+
+def draw(candidates: Sequence[int], count: int, number: int) -> list[int]:
+    """`count` of the candidates or all of them, ascending, seeded by `number`."""
+    if count <= 0:
+        return []
+    order = np.random.default_rng([_SEED, number]).permutation(len(candidates))[:count]
+    return [candidates[at] for at in sorted(order.tolist())]
+
+
+def scored_row(question: Question, answer: Answer, *, audited: bool = False) -> ScoredRow:
+    """A row scored by an answer. An `audited` one has two results: the one an exit would have given, and the full
+    read's."""
+    logprobs, layer, audit = answer.logprobs, answer.exit_layer, None
+    if audited:
+        audit = answer.logprobs
+        if (early := question.early or answer.early) is not None:
+            layer, logprobs = early
+    return ScoredRow(
+        row=question.prompt.row,
+        logprobs=logprobs,
+        shared_tokens=answer.shared_tokens,
+        computed_tokens=answer.computed_tokens,
+        kept_tokens=kept_tokens(question, answer),
+        seconds=answer.seconds + question.pick_seconds,
+        method=method_of(question, answer) if layer is None else early_exit_method(method_of(question, answer), layer),
+        exit_layer=None if layer is None else layer + 1,
+        audit=audit,
+        by_token=answer.by_token,
+        tokens=answer.tokens,
+        next=answer.next,
+    )

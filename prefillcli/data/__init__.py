@@ -1,1 +1,0 @@
-"""Rows in, rows out: reading, templates and labels, parts, manifest and resume. Knows no torch."""

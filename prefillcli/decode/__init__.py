@@ -1,1 +1,0 @@
-"""Decoding after the walk: tokens after the prompts of a pack."""

@@ -1,1 +1,0 @@
-"""The commands that read rows, each from its options to its exit code."""

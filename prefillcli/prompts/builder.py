@@ -1,0 +1,865 @@
+"""Rows become prompts: which of the settings a tokenizer and an input allow, and the length of a prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from prefillcli.errors import UsageError, brief
+from prefillcli.prompts.encoding import EncodedPair, Encoder, Marks, NotLiteral, not_literal, protect
+from prefillcli.prompts.labels import Following, LabelError, Labels, tail_of
+from prefillcli.prompts.shortening import RowTexts, Shortening
+from prefillcli.prompts.templates import ChatTemplate, Message, RowTemplate, messages_of, named, without_escapes
+from prefillcli.prompts.thinking import AS_USUAL, ChatChoices, Way
+from prefillcli.rows.records import (
+    DEFAULT_COLUMN,
+    MAX_ROW_BYTES,
+    ErrorCode,
+    Int32Array,
+    Prompt,
+    RowBatch,
+    RowError,
+    row_too_large,
+    without_nulls,
+)
+from prefillcli.runtime import log
+
+OnLong = Literal["error", "truncate-left", "truncate-middle", "truncate-right", "skip"]
+
+
+_LEAST_ROW_BYTES = 8 << 20  # a row also holds values that the prompt does not need
+
+
+def default_row_bytes(max_length: int, longest_token: int, on_long: OnLong) -> int:
+    """Bytes of the longest row that is worth reading, where a token has at most `longest_token` bytes.
+
+    Twice the most bytes that can make a prompt of `max_length` tokens, within bounds. With `truncate-*` longer rows
+    count too, and the bound is `MAX_ROW_BYTES`.
+    """
+    if on_long.startswith("truncate"):
+        return MAX_ROW_BYTES
+    return min(max(2 * max_length * longest_token, _LEAST_ROW_BYTES), MAX_ROW_BYTES)
+
+
+def fit(tokens: Int32Array, max_length: int, on_long: OnLong, start_ids: Set[int]) -> Int32Array | RowError:
+    """At most `max_length` of the tokens, or why the row has no prompt.
+
+    `truncate-left` drops the oldest tokens but keeps those of `start_ids` (BOS) at the very start;
+    `truncate-middle` keeps the first and the last half, `truncate-right` the beginning.
+    """
+    if len(tokens) <= max_length:
+        return tokens
+    if on_long in ("error", "skip"):
+        code = ErrorCode.PROMPT_TOO_LONG if on_long == "error" else ErrorCode.SKIPPED_TOO_LONG
+        return RowError(code, f"{len(tokens)} tokens, the limit is {max_length}")
+    head = 0
+    if on_long == "truncate-right":
+        head = max_length
+    elif on_long == "truncate-middle":
+        head = max_length // 2
+    else:
+        while head < max_length - 1 and int(tokens[head]) in start_ids:
+            head += 1
+    return np.concatenate([tokens[:head], tokens[len(tokens) - (max_length - head) :]])
+
+
+def fit_pair(coded: EncodedPair, max_length: int, on_long: OnLong) -> npt.NDArray[np.intp] | RowError:
+    """The places of at most `max_length` tokens, ascending, or why the row has no prompt.
+
+    The special tokens stay. Of a pair, the longer text is cut first, down to the length of the other one, as
+    tokenizers do by default (`longest_first`). Each text is cut as `fit` cuts.
+    """
+    every = np.arange(len(coded.ids))
+    if len(every) <= max_length:
+        return every
+    sizes = [int(np.count_nonzero(coded.parts == part)) for part in (0, 1)]
+    room = max_length - (len(every) - sum(sizes))
+    if on_long in ("error", "skip") or room < 1 + bool(sizes[1]):
+        found = fit(coded.ids, max_length, "skip" if on_long == "skip" else "error", frozenset())
+        if isinstance(found, RowError):
+            return found
+    kept = coded.parts < 0
+    for part, most in enumerate(_longest_first(sizes, room)):
+        own = every[coded.parts == part].astype(np.int32)
+        if most:
+            cut = fit(own, most, on_long, frozenset())
+            kept[own if isinstance(cut, RowError) else cut] = True
+    return every[kept]
+
+
+def _longest_first(sizes: Sequence[int], room: int) -> list[int]:
+    # The lengths to which tokenizers cut the texts of a pair.
+    short, long = sorted(sizes)
+    long = short if short > room else max(short, room - short)
+    if short + long > room:
+        short, long = room // 2, room - room // 2
+    return [long, short] if sizes[0] > sizes[1] else [short, long]
+
+
+def without_padding(tokens: Int32Array, padding: int) -> Int32Array:
+    """The tokens int32 [tokens] up to the last one that is no padding; of padding alone the first one, as in
+    transformers."""
+    last = np.flatnonzero(tokens != padding)[-1:]
+    return tokens[: int(last[0]) + 1] if len(last) else tokens[:1]
+
+
+_FALLBACK_COLUMNS = (DEFAULT_COLUMN, "messages", "prompt_token_ids")
+# How a JSON text of what a column of this name holds begins. In any other column, text of the data stays text.
+_JSON_LISTS = {"messages": re.compile(r"\s*\[\s*\{\s*[\"']"), "prompt_token_ids": re.compile(r"\s*\[")}
+
+
+class RowColumns(NamedTuple):
+    """Columns that rows may have, and functions that put their values into prompts; a row with a wrong value becomes
+    an error."""
+
+    names: tuple[str, ...]
+    take: Callable[[list[Prompt], RowBatch, dict[int, RowError]], list[Prompt]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSettings:
+    """The settings by which a row becomes a prompt."""
+
+    # Column with text, chat messages or token ids; not used with a template.
+    prompt_column: str = DEFAULT_COLUMN
+    template: str | None = None  # Jinja text, or a file with it
+    # Wrap text as a user message: yes, no, or (None) if the tokenizer has a chat template.
+    chat: bool | None = None
+    system: str | None = None  # system message of every chat that has none of its own
+    choices: ChatChoices = AS_USUAL  # how chats are rendered, and what stands after them
+    max_length: int  # longest prompt in tokens
+    on_long: OnLong = "error"  # the treatment of longer ones
+    vocab_size: int  # token ids are below this
+    literal: bool = True  # whether the text of a control token in the data stays plain text
+    # Longest row, and longest prompt made from one, in bytes; None: `default_row_bytes`.
+    max_row_bytes: int | None = None
+    row_columns: tuple[RowColumns, ...] = ()  # further columns in which rows may describe their prompts
+    # Whether a classification head reads the prompt: text becomes no chat unless `chat` says so, and no answer begins.
+    classifies: bool = False
+    # Columns with a row's own labels: `Labels.columns`.
+    label_columns: tuple[str, ...] = ()
+    padding: int | None = None  # the token that such a head takes for padding where it ends a prompt
+    encoder: bool = False  # whether the model reads texts, or pairs of texts, in both directions
+    pair_column: str | None = None  # column with the second text of a pair, for an encoder
+    # Whether prompts note their rows' values, so that sections of them can be left out.
+    sections: bool = False
+
+
+def chat_choices(options: Any) -> ChatChoices:
+    """Return how the options of a command want chats."""
+    return ChatChoices(
+        thinking=options.thinking, options=options.chat_option, answer_prefix=options.answer_prefix or ""
+    )
+
+
+def _wants_chat(settings: PromptSettings, has_template: bool) -> bool:
+    # Whether text becomes a user message. `has_template` says whether the tokenizer has a chat template.
+    if settings.chat and not has_template:
+        raise UsageError("--chat: the tokenizer has no chat template\nleave --chat out, or write one with --template")
+    chat = (has_template and not settings.classifies) if settings.chat is None else settings.chat
+    if settings.system is not None and not chat:
+        raise UsageError(f"--system needs a chat: {_no_chat(settings)}")
+    return chat
+
+
+def _no_chat(settings: PromptSettings) -> str:
+    # Why text becomes no user message.
+    if settings.classifies:
+        return "a classification head reads text as it is: give --chat"
+    return "the tokenizer has no chat template, or --no-chat is given"
+
+
+def _check_choices(settings: PromptSettings, chats: bool) -> None:
+    # Raise UsageError for choices about chats that would be ignored; `chats` says whether there are any.
+    choices = settings.choices
+    answer = [f"--thinking {choices.thinking}"] if choices.thinking != "auto" else []
+    answer += ["--answer-prefix"] if choices.answer_prefix else []
+    for option in (*answer, *(["--chat-option"] if choices.options else [])):
+        if not chats:
+            raise UsageError(f"{option} needs a chat: {_no_chat(settings)}")
+    if answer and settings.classifies:
+        raise UsageError(f"{answer[0]}: a classification head is read, and no answer begins\nleave it out")
+
+
+def _check_column(settings: PromptSettings, column: str, has_template: bool) -> None:
+    # Raise UsageError if prompts of this column cannot become the text or tokens that the settings ask for.
+    if column == "messages" and settings.chat is False:
+        raise UsageError("--no-chat: the prompt column is 'messages', which only a chat template turns into text")
+    if column == "messages" and not has_template:
+        raise UsageError(
+            "the prompt column is 'messages', but the tokenizer has no chat template\n"
+            "use a model that has one, or write the messages as text with --template"
+        )
+    for option, given in (("--chat", settings.chat), ("--system", settings.system is not None)):
+        if given and column == "prompt_token_ids":
+            raise UsageError(f"{option}: the prompt column is 'prompt_token_ids', and no chat is made of token ids")
+
+
+def prompt_column(named: str, available: Sequence[str]) -> str:
+    """The column `named`, or without one the first usual one in the input."""
+    if named != DEFAULT_COLUMN:
+        return named
+    return next((name for name in _FALLBACK_COLUMNS if name in available), DEFAULT_COLUMN)
+
+
+_TAIL_TOKENS = 16
+_MOST_CUTS = 4  # of a prompt whose new end other labels follow
+GROUP_CHARS = 16 << 20  # characters of prompts that are tokenised together
+
+
+class BuilderClosed(Exception):
+    """Another thread closed the builder before it had made its prompts."""
+
+
+class PromptBuilder:
+    """Makes prompts of rows.
+
+    `available` are the column names of the input (`Source.available`), `template` is that of the settings if it is
+    compiled already. Raises UsageError if the settings contradict each other or the tokenizer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        settings: PromptSettings,
+        available: Sequence[str] = (),
+        *,
+        template: RowTemplate | None = None,
+        group_chars: int = GROUP_CHARS,
+    ) -> None:
+        if settings.pair_column is not None and not settings.encoder:
+            raise UsageError(
+                "--pair-column: the model is no encoder, and reads one text\nwrite both texts into it with --template"
+            )
+        self.settings = settings
+        self._has_chat_template = bool(getattr(tokenizer, "chat_template", None))
+        self.chat = _wants_chat(settings, self._has_chat_template)  # whether text is wrapped by the chat template
+        self.template = template if settings.template is None or template else RowTemplate(settings.template)
+        # The column with the prompt, where there is no template.
+        self.column = prompt_column(settings.prompt_column, available)
+        # The columns that prompts are made of.
+        self.columns: tuple[str, ...] = self.template.columns if self.template else (self.column,)
+        # Those, and the ones of pairs and labels: what `build` needs of a row.
+        further = (*filter(None, [settings.pair_column]), *settings.label_columns)
+        self.needed: tuple[str, ...] = tuple(dict.fromkeys((*self.columns, *further)))
+        # Columns that `build` uses where they exist.
+        self.optional: tuple[str, ...] = tuple(name for each in settings.row_columns for name in each.names)
+        if self.template is None:
+            _check_column(settings, self.column, self._has_chat_template)
+        self.render_seconds = 0.0
+        self.tokenize_seconds = 0.0
+        self._tokenizer = tokenizer
+        self._chat_template: ChatTemplate | None = None
+        self._encoder = Encoder(tokenizer)
+        self._group_chars = group_chars
+        self._closed = False
+        # Longer rows, and longer prompts made of them, are errors.
+        self.max_row_bytes = settings.max_row_bytes or default_row_bytes(
+            settings.max_length, self._encoder.longest_token(), settings.on_long
+        )
+        self._may_exceed_vocabulary = self._encoder.last_id() >= settings.vocab_size
+        self.told: set[str] = set()  # what was said of prompts and answers; each is said once
+        # The characters of templates and system messages, which are no data.
+        typed = [self.template and self.template.text, settings.system, getattr(tokenizer, "chat_template", None)]
+        typed += [settings.choices.answer_prefix, settings.choices.options]
+        self._typed = frozenset("".join(map(str, typed)))
+        self._takes_ids = self.template is None and self.column == "prompt_token_ids"
+        _check_choices(settings, self._makes_chats)
+
+    @property
+    def _makes_chats(self) -> bool:
+        # Whether rows become chats; texts of other columns than `messages` only where `chat` says so.
+        return self.chat or (self._has_chat_template and self.template is None and self.column == "messages")
+
+    @property
+    def way(self) -> Way | None:
+        """Return what brings chats to the answer; None without chats. Raises UsageError as `ChatTemplate` does."""
+        return self._chats().way if self._makes_chats else None
+
+    def _chats(self) -> ChatTemplate:
+        # The chat template, in a process that is started when it is needed.
+        if self._chat_template is None:
+            settings = self.settings
+            self._chat_template = ChatTemplate(
+                self._tokenizer, answers=not settings.classifies, choices=settings.choices
+            )
+        return self._chat_template
+
+    def fingerprint(self) -> str:
+        """Digest of everything here that changes a prompt, the text of the template included."""
+        settings = self.settings
+        parts: list[Any] = [self.column, self.template and self.template.text, self.chat, settings.system]
+        parts += [settings.max_length, settings.on_long, self.max_row_bytes, settings.literal]
+        text = json.dumps([*parts, *filter(None, [settings.pair_column, self._chat_identity()])])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _chat_identity(self) -> list[Any]:
+        # What makes chats other ones than the chat template by itself; nothing where nothing does.
+        choices, way = self.settings.choices, self.way or Way()
+        own = [choices.thinking == "on", dict(choices.options), choices.answer_prefix]
+        own += [dict(way.variables), dict(way.closings)]
+        return own if any(own) else []
+
+    def build(self, batch: RowBatch, labels: Labels) -> tuple[list[Prompt], dict[int, RowError]]:
+        """The prompts of a batch, ascending by row, and the errors of all its other rows.
+
+        Raises BuilderClosed or RendererClosed once it is closed.
+        """
+        errors = dict(batch.errors)
+        batch = self._without_json(batch, errors)
+        excess: dict[int, int] = {}
+        prompts = self._made(batch, labels, errors, excess)
+        if excess:
+            prompts += self._shortened(batch, labels, errors, excess)
+            prompts.sort(key=lambda prompt: prompt.row)
+        for each in self.settings.row_columns:
+            prompts = each.take(prompts, batch, errors)
+        if self.settings.sections:
+            self._remember(prompts, batch)
+        return prompts, errors
+
+    def _made(
+        self, batch: RowBatch, labels: Labels, errors: dict[int, RowError], excess: dict[int, int]
+    ) -> list[Prompt]:
+        # The prompts of the rows that are not in `errors`. Rows that have none are added there, or to `excess`, with
+        # the tokens by which they are too long, where their texts may be cut.
+        prompts: list[Prompt] = []
+        started = time.perf_counter()
+        for group in _groups(self._read(batch, errors), self._group_chars):
+            self.require_open()
+            texts = self._with_chats_rendered(group, errors)
+            rendered = time.perf_counter()
+            self.render_seconds += rendered - started
+            prompts += self._prompts(texts, labels, batch, errors, excess)
+            started = time.perf_counter()
+            self.tokenize_seconds += started - rendered
+        return prompts
+
+    def _shortened(
+        self, batch: RowBatch, labels: Labels, errors: dict[int, RowError], excess: Mapping[int, int]
+    ) -> Iterator[Prompt]:
+        # The prompts of rows that are too long, made of texts that are cut.
+        limit, place = self.settings.max_length, {row: at for at, row in enumerate(batch.rows.tolist())}
+        values = [self._cuttable(batch, place[row]) for row in excess]
+        texts = RowTexts.of_rows(self._encoder, values, self.settings.on_long)
+        searches = {
+            row: Shortening(own, tokens, limit) for own, (row, tokens) in zip(texts, excess.items(), strict=True)
+        }
+        failed: dict[int, RowError] = {}
+        while waiting := {row: each for row, each in sorted(searches.items()) if each.amount is not None}:
+            wrong: dict[int, RowError] = {}
+            longer: dict[int, int] = {}
+            for prompt in self._made(self._cut(batch, waiting), labels, wrong, longer):
+                waiting[prompt.row].fits(prompt, limit - len(prompt.tokens) - prompt.labels.depth)
+            for row, tokens in longer.items():
+                waiting[row].exceeds(tokens)
+            for row, error in wrong.items():
+                waiting[row].fails()
+                failed[row] = error._replace(detail=f"with its texts cut: {error.detail}")
+        for row, search in searches.items():
+            if search.prompt is not None:
+                search.prompt.truncated = True
+                yield search.prompt
+            else:
+                detail = f"without its texts it still has {search.excess} tokens more than the limit of {limit}"
+                errors[row] = failed.get(row, RowError(ErrorCode.PROMPT_TOO_LONG, detail))
+
+    def _cuttable(self, batch: RowBatch, place: int) -> dict[str, Any]:
+        # The values of a row whose texts may be cut, by column.
+        names = dict.fromkeys([*self.columns, *filter(None, [self.settings.pair_column])])
+        return {name: batch.columns[name][place] for name in names}
+
+    def _cut(self, batch: RowBatch, rows: Mapping[int, Shortening]) -> RowBatch:
+        # These rows, ascending, with shorter texts.
+        places = np.searchsorted(batch.rows, list(rows)).tolist()
+        columns = {name: [values[at] for at in places] for name, values in batch.columns.items()}
+        for at, each in enumerate(rows.values()):
+            for name, value in self._shorter(each.values(), {name: own[at] for name, own in columns.items()}).items():
+                columns[name][at] = value
+        return replace(batch, rows=batch.rows[places], columns=columns, errors={})
+
+    def _shorter(self, cut: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+        # A row's values by column, of which those that are `_cuttable` were cut.
+        return cut
+
+    def _cuts_texts(self, raw: RawPrompt) -> bool:
+        # Whether a prompt that is too long is made again of shorter texts. One without a template is cut itself.
+        made = self.template is not None or raw.chat is not None
+        return made and self.settings.on_long.startswith("truncate")
+
+    def another(self) -> PromptBuilder:
+        """One that makes the same prompts, for another thread."""
+        text = None if self.template is None else self.template.text  # its file may have been replaced by now
+        settings = replace(self.settings, template=text)
+        return prompt_builder(self._tokenizer, settings, (self.column,), group_chars=self._group_chars)
+
+    def of_part(self, part: int, labels: Labels) -> tuple[PromptBuilder, Labels]:
+        """Return what makes the prompts of this number of rows with several prompts, and the labels after them."""
+        return self, labels
+
+    def close(self) -> None:
+        """Stop rendering and tokenising for good, in whatever thread."""
+        self._closed = True
+        for renderer in (self.template, self._chat_template):
+            if renderer is not None:
+                renderer.close()
+
+    def require_open(self) -> None:
+        """Raise BuilderClosed after `close`."""
+        if self._closed:
+            raise BuilderClosed
+
+    def _remember(self, prompts: Sequence[Prompt], batch: RowBatch) -> None:
+        # Note in each prompt the values of its row.
+        place = {row: at for at, row in enumerate(batch.rows.tolist())}
+        names = [name for name in (*self.needed, *self.optional) if name in batch.columns]
+        for prompt in prompts:
+            prompt.made_of = {name: batch.columns[name][place[prompt.row]] for name in names}
+
+    def _read(self, batch: RowBatch, errors: dict[int, RowError]) -> Iterator[RawPrompt]:
+        # The raw prompts of the rows that are not in `errors`; rows that have none are added there.
+        for row, value, marks in self._values(batch, errors):
+            raw = value if isinstance(value, RowError) else self._raw(row, value)
+            if isinstance(raw, RowError):
+                errors[row] = raw
+            else:
+                yield raw._replace(marks=marks)
+
+    def _without_json(self, batch: RowBatch, errors: dict[int, RowError]) -> RowBatch:
+        # The batch with lists in place of JSON texts in a column that holds lists by its name.
+        looks = None if self.template else _JSON_LISTS.get(self.column)
+        if looks is None or self.column not in batch.columns:
+            return batch
+        values = list(batch.columns[self.column])
+        for at, value in enumerate(values):
+            if isinstance(value, str) and looks.match(value):
+                try:
+                    values[at] = without_nulls(json.loads(value, parse_constant=lambda _: None))
+                except (ValueError, RecursionError) as error:
+                    why = f"the text begins like a JSON list, but is none: {brief(error)}"
+                    errors.setdefault(int(batch.rows[at]), RowError(ErrorCode.INVALID_JSON, why))
+        return replace(batch, columns={**batch.columns, self.column: values})
+
+    def _values(
+        self, batch: RowBatch, errors: dict[int, RowError]
+    ) -> Iterator[tuple[int, str | RowError | Any, Marks | None]]:
+        # The rows without an error, each with the text of the template or the value of the prompt's column.
+        columns = [batch.columns[name] for name in self.columns]
+        places = [(at, row) for at, row in enumerate(batch.rows.tolist()) if row not in errors]
+        if self.template is None:
+            for at, row in places:
+                value = without_escapes(columns[0][at])
+                yield row, *self._literal(value, joined=self.chat or self.column == "messages")
+            return
+        rows, values, marked = [], [], []
+        for at, row in places:
+            given = dict(zip(self.columns, (column[at] for column in columns), strict=True))
+            value, marks = self._literal(given, joined=True)
+            if isinstance(value, RowError):
+                errors[row] = value
+            else:
+                rows.append(row)
+                values.append(value)
+                marked.append(marks)
+        done = 0
+        while done < len(values):
+            texts = self.template.render(values[done:], self._group_chars)
+            end = done + len(texts)
+            yield from zip(rows[done:end], texts, marked[done:end], strict=True)
+            done = end
+
+    def _literal(self, value: Any, *, joined: bool) -> tuple[Any, Marks | None]:
+        # Values of a row in which the tokenizer finds no control token, and the replacements made for that.
+        is_ids = self.template is None and isinstance(value, list) and value and not isinstance(value[0], dict)
+        if not self.settings.literal or is_ids:
+            return value, None
+        try:
+            return protect(self._encoder.controls, value, self._typed, joined=joined)
+        except NotLiteral as error:
+            return not_literal(error), None
+        except RecursionError:
+            code = ErrorCode.TEMPLATE_ERROR if self.template else ErrorCode.CHAT_ERROR
+            return RowError(code, "RecursionError: a value is nested too deeply"), None
+
+    def _raw(self, row: int, value: Any) -> RawPrompt | RowError:
+        if isinstance(value, str) and self._takes_ids:
+            return RowError(ErrorCode.INVALID_TOKEN_IDS, "a text, not a list of token ids")
+        if isinstance(value, str):
+            return self._from_text(row, value)
+        if value is None:
+            return RowError(ErrorCode.NULL_PROMPT, "the prompt is null")
+        if isinstance(value, dict):
+            return RowError(ErrorCode.WRONG_TYPE, f"the prompt is an object ({named(value)}), not text or messages")
+        if not isinstance(value, list | np.ndarray):
+            return RowError(ErrorCode.WRONG_TYPE, f"the prompt is {type(value).__name__}, not text")
+        if len(value) == 0:
+            ids = isinstance(value, np.ndarray) or self._takes_ids
+            return RowError(ErrorCode.INVALID_TOKEN_IDS if ids else ErrorCode.EMPTY_PROMPT, "the list is empty")
+        if isinstance(value, np.ndarray) or set(map(type, value)) == {int}:
+            return self._from_ids(row, value)
+        return self._from_messages(row, value)
+
+    def _from_text(self, row: int, text: str) -> RawPrompt | RowError:
+        if not text or text.isspace():
+            return RowError(
+                ErrorCode.EMPTY_PROMPT, "the prompt is white space only" if text else "the prompt is empty"
+            )
+        wrong = text_error(text, "the prompt", self.max_row_bytes)
+        if wrong is not None:
+            return wrong
+        if not self.chat:
+            return RawPrompt(row, text)
+        return self._from_messages(row, [{"role": "user", "content": text}])
+
+    def _from_messages(self, row: int, value: list[Any]) -> RawPrompt | RowError:
+        if self._takes_ids:
+            return RowError(ErrorCode.INVALID_TOKEN_IDS, "not every token id is an integer")
+        messages = messages_of(value, self.settings.system)
+        if isinstance(messages, RowError):
+            return messages
+        if not self._has_chat_template or self.settings.chat is False:
+            return RowError(ErrorCode.CHAT_ERROR, "the prompt is a list of messages, and no chat template is applied")
+        return RawPrompt(row, chat=messages)
+
+    def _from_ids(self, row: int, value: Any) -> RawPrompt | RowError:
+        ends = (min(value), max(value)) if isinstance(value, list) else (value.min(), value.max())
+        for number in ends:
+            if not 0 <= number < self.settings.vocab_size:
+                return not_in_vocabulary(number, self.settings.vocab_size)
+        return RawPrompt(row, tokens=np.asarray(value, np.int32))
+
+    def _with_chats_rendered(self, raw: list[RawPrompt], errors: dict[int, RowError]) -> list[RawPrompt]:
+        chats = [each.chat for each in raw if each.chat is not None]
+        texts = iter(self._chats().texts(chats) if chats else ())
+        done = []
+        for each in raw:
+            if each.chat is None:
+                done.append(each)
+                continue
+            text = next(texts)
+            if isinstance(text, str):
+                text = text_error(text, "a message", self.max_row_bytes) or text
+            if isinstance(text, RowError):
+                errors[each.row] = text
+            else:
+                done.append(each._replace(text=text))
+        return done
+
+    def _prompts(
+        self,
+        raw: list[RawPrompt],
+        labels: Labels,
+        batch: RowBatch,
+        errors: dict[int, RowError],
+        excess: dict[int, int],
+    ) -> list[Prompt]:
+        raw = self._respelled(raw, errors)
+        tokens = self._tokens(raw)
+        fitted: dict[int, Int32Array] = {}
+        ends: dict[bool, dict[int, str]] = {False: {}, True: {}}
+        for each in raw:
+            if self.settings.padding is not None:
+                tokens[each.row] = without_padding(tokens[each.row], self.settings.padding)
+            own = self._fit(tokens[each.row], cut=not self._cuts_texts(each))
+            if isinstance(own, RowError):
+                errors[each.row] = own
+            else:
+                fitted[each.row] = own
+                ends[each.marks is not None][each.row] = self._end(each, tokens[each.row], own)
+        found: dict[int, Following | LabelError] = {}
+        for literal, texts in ends.items():
+            found |= zip(texts, self._resolved(batch, labels, texts, literal=literal), strict=True)
+        done = []
+        for each in raw:
+            if each.row not in fitted:
+                continue
+            made = self._followed(each, tokens[each.row], fitted[each.row], found[each.row], batch, labels)
+            if isinstance(made, Prompt):
+                done.append(made)
+            elif isinstance(made, RowError):
+                errors[each.row] = made
+            else:
+                excess[each.row] = made
+        return done
+
+    def _resolved(
+        self, batch: RowBatch, labels: Labels, ends: Mapping[int, str], *, literal: bool
+    ) -> list[Following | LabelError]:
+        # What follows the ends of these rows' prompts.
+        if not ends:
+            return []
+        places = np.searchsorted(batch.rows, list(ends)) if labels.columns else ()
+        values = [[batch.columns[name][place] for name in labels.columns] for place in places]
+        return labels.resolve_all(list(ends.values()), literal=literal, values=values)
+
+    def _end(self, raw: RawPrompt, whole: Int32Array, tokens: Int32Array) -> str:
+        # The tail of the prompt that is read, which may be a part of the whole.
+        lost = len(tokens) < len(whole) and (
+            self.settings.on_long == "truncate-right" or len(tokens) < _TAIL_TOKENS
+        )  # else the end stays
+        if raw.text and not lost:
+            return tail_of(raw.text)
+        return tail_of(self._encoder.decode(tokens[-_TAIL_TOKENS:], literal=raw.marks is not None))
+
+    def _followed(
+        self,
+        raw: RawPrompt,
+        whole: Int32Array,
+        tokens: Int32Array,
+        following: Following | LabelError,
+        batch: RowBatch,
+        labels: Labels,
+    ) -> Prompt | RowError | int:
+        # The prompt with what follows it, or the number of tokens by which it is too long where its texts are cut.
+        limit = self.settings.max_length
+        for _ in range(_MOST_CUTS):
+            try:
+                following = self._fitting(tokens, following, labels)
+            except LabelError as error:
+                return RowError(error.code, str(error).replace("\n", "; "))
+            moved, behind = len(following.moved), following.labels.depth
+            if behind >= limit:
+                detail = f"{behind} tokens of labels or a target after it, the limit is {limit}"
+                return RowError(ErrorCode.PROMPT_TOO_LONG, detail)
+            size = len(tokens) - moved + behind
+            if size <= limit:
+                self._tell(following)
+                own = tokens[: len(tokens) - moved]
+                return Prompt(raw.row, own, labels=following.labels, truncated=len(tokens) < len(whole))
+            if self._cuts_texts(raw):
+                return size - limit
+            fitted = self._fit(whole, behind - moved)
+            if isinstance(fitted, RowError):
+                return fitted
+            tokens, end = fitted, {raw.row: self._end(raw, whole, fitted)}
+            (following,) = self._resolved(batch, labels, end, literal=raw.marks is not None)
+        return RowError(ErrorCode.PROMPT_TOO_LONG, f"wherever it is cut, its labels make it longer than {limit}")
+
+    def _fitting(self, tokens: Int32Array, following: Following | LabelError, labels: Labels) -> Following:
+        # What can follow a prompt of these tokens. Raises LabelError.
+        if isinstance(following, LabelError):
+            raise following
+        moved = list(following.moved)
+        if moved and (len(tokens) <= len(moved) or tokens[-len(moved) :].tolist() != moved):
+            raise LabelError("the white space at the prompt's end is not tokenised as its text alone", labels.fault)
+        if self._may_exceed_vocabulary:
+            for name, own in zip(following.labels.texts or labels.names, following.labels.spellings, strict=False):
+                most = max(int(each.max()) for each in own)
+                if most >= self.settings.vocab_size:
+                    (token,) = self._encoder.tokens([most])
+                    why = _not_embedded(most, self.settings.vocab_size)
+                    raise LabelError(f"{name!r} has the token {token!r}, which the model lacks: {why}", labels.fault)
+        return following
+
+    def _tell(self, following: Following) -> None:
+        # Say once where answers begin before their own letters.
+        if following.moved and "moved" not in self.told:
+            self.told.add("moved")
+            log.info("prompts end in white space, which is read as the beginning of each answer")
+        if following.merged and "merged" not in self.told:
+            self.told.add("merged")
+            end = following.merged[-20:]
+            log.warning(
+                f"the tokenizer joins the end of a prompt, {end!r}, with the beginning of an answer: its probability "
+                "means little then\nend the prompt after a word, and begin the answer with a space"
+            )
+
+    def _respelled(self, raw: list[RawPrompt], errors: dict[int, RowError]) -> list[RawPrompt]:
+        # The same, with text that can be encoded literally where the data has the text of a control token.
+        controls = self._encoder.controls
+        done = []
+        for each in raw:
+            try:
+                if each.marks is not None and controls.literal_backend:
+                    each = each._replace(text=each.marks.undo(controls.respell(each.text)))
+                done.append(each)
+            except NotLiteral as error:
+                errors[each.row] = not_literal(error)
+        return done
+
+    def _tokens(self, raw: list[RawPrompt]) -> dict[int, Int32Array]:
+        # The token ids of every row, by however many ways of encoding.
+        found = {each.row: each.tokens for each in raw if each.tokens is not None}
+        for special in (True, False):
+            for literal in (False, True):
+                chosen = [
+                    each
+                    for each in raw
+                    if each.tokens is None and (each.chat is None) == special and (each.marks is not None) == literal
+                ]
+                ids = self._encoder.encode([each.text for each in chosen], special=special, literal=literal)
+                found |= zip((each.row for each in chosen), ids, strict=True)
+        return found
+
+    def _fit(self, tokens: Int32Array, behind: int = 0, *, cut: bool = True) -> Int32Array | RowError:
+        # The tokens of a prompt that has this many more `behind` it; all of them unless it may be `cut`.
+        if len(tokens) == 0:
+            return RowError(ErrorCode.EMPTY_PROMPT, "the tokenizer makes no token of the prompt")
+        if self._may_exceed_vocabulary and int(tokens.max()) >= self.settings.vocab_size:
+            return not_in_vocabulary(int(tokens.max()), self.settings.vocab_size)
+        if not cut:
+            return tokens
+        return fit(tokens, self.settings.max_length - behind, self.settings.on_long, self._encoder.start_ids)
+
+
+class EncoderBuilder(PromptBuilder):
+    """Makes prompts of rows for an encoder: texts or pairs of texts, with all special tokens around them.
+
+    Where the tokenizer tells the texts of a pair apart (token_type_ids), a token of the second kind has its id and the
+    size of the vocabulary as its number in a prompt.
+    """
+
+    def __init__(self, tokenizer: Any, settings: PromptSettings, available: Sequence[str] = (), **given: Any) -> None:
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise UsageError("the model is an encoder, and its tokenizer has no tokenizer.json\nconvert it")
+        super().__init__(tokenizer, settings, available, **given)
+        if self.chat or (self.template is None and self.column == "messages"):
+            raise UsageError("the model is an encoder, which reads a text or a pair of texts, and no chat")
+        if settings.pair_column is not None and self._takes_ids:
+            raise UsageError(
+                "--pair-column: the prompt column is 'prompt_token_ids', and no pair is made of token ids"
+            )
+        self._types = "token_type_ids" in tokenizer.model_input_names
+
+    def _prompts(
+        self,
+        raw: list[RawPrompt],
+        labels: Labels,
+        batch: RowBatch,
+        errors: dict[int, RowError],
+        excess: dict[int, int],
+    ) -> list[Prompt]:
+        done = []
+        cuts = {each.row for each in raw if self._cuts_texts(each)}
+        for row, tokens, whole in self._encoded(raw, batch, errors):
+            (following,) = labels.resolve_all([""])
+            if isinstance(following, LabelError):
+                raise following
+            if row in cuts and whole > self.settings.max_length:
+                excess[row] = whole - self.settings.max_length
+            elif isinstance(tokens, RowError):
+                errors[row] = tokens
+            else:
+                done.append(Prompt(row, tokens, labels=following.labels, truncated=len(tokens) < whole))
+        return sorted(done, key=lambda prompt: prompt.row)
+
+    def _encoded(
+        self, raw: list[RawPrompt], batch: RowBatch, errors: dict[int, RowError]
+    ) -> Iterator[tuple[int, Int32Array | RowError, int]]:
+        # Each row with its tokens, and the number of tokens before it was cut.
+        size, on_long, most = self.settings.vocab_size, self.settings.on_long, self.settings.max_length
+        texts: dict[bool, dict[int, tuple[str, ...]]] = {False: {}, True: {}}
+        for each in raw:
+            if each.tokens is not None:
+                yield each.row, fit(each.tokens, most, on_long, frozenset()), len(each.tokens)
+                continue
+            parts = self._parts(each, batch)
+            if isinstance(parts, RowError):
+                errors[each.row] = parts
+                continue
+            try:
+                literal = any(marks is not None for _, marks in parts)
+                texts[literal][each.row] = tuple(
+                    self._spelt(text, marks) if literal else text for text, marks in parts
+                )
+            except NotLiteral as error:
+                errors[each.row] = not_literal(error)
+        for literal, own in texts.items():
+            for row, coded in zip(own, self._encoder.encode_pairs(list(own.values()), literal=literal), strict=True):
+                if int(coded.ids.max()) >= size:
+                    errors[row] = not_in_vocabulary(int(coded.ids.max()), size)
+                    continue
+                tokens = coded.ids + size * coded.types if self._types else coded.ids
+                kept = fit_pair(coded, most, on_long)
+                yield row, kept if isinstance(kept, RowError) else tokens[kept], len(tokens)
+
+    def _parts(self, raw: RawPrompt, batch: RowBatch) -> RowError | list[tuple[str, Marks | None]]:
+        # The text or the pair of a row, each with the stand-ins in it.
+        first = (raw.text, raw.marks)
+        name = self.settings.pair_column
+        if name is None:
+            return [first]
+        value = batch.columns[name][int(np.searchsorted(batch.rows, raw.row))]
+        value, marks = self._literal(value, joined=False)
+        if isinstance(value, RowError):
+            return value
+        if value is None:
+            return RowError(ErrorCode.NULL_PROMPT, "the second text is null")
+        if not isinstance(value, str):
+            return RowError(ErrorCode.WRONG_TYPE, f"the second text is {type(value).__name__}, not text")
+        if not value or value.isspace():
+            return RowError(ErrorCode.EMPTY_PROMPT, "the second text is empty")
+        return text_error(value, "the second text", self.max_row_bytes) or [first, (value, marks)]
+
+    def _spelt(self, text: str, marks: Marks | None) -> str:
+        # As the literal tokenizer reads it.
+        controls = self._encoder.controls
+        if controls.literal_backend:
+            text = controls.respell(text)
+        return text if marks is None else marks.undo(text)
+
+
+def prompt_builder(
+    tokenizer: Any,
+    settings: PromptSettings,
+    available: Sequence[str] = (),
+    *,
+    template: RowTemplate | None = None,
+    group_chars: int = GROUP_CHARS,
+) -> PromptBuilder:
+    """Return what makes prompts of rows for a model. The arguments, and what it raises, as of `PromptBuilder`."""
+    kind = EncoderBuilder if settings.encoder else PromptBuilder
+    return kind(tokenizer, settings, available, template=template, group_chars=group_chars)
+
+
+def _groups(raw: Iterable[RawPrompt], most: int) -> Iterator[list[RawPrompt]]:
+    # Texts that are tokenised together: about `most` characters at a time, however much a template writes.
+    group: list[RawPrompt] = []
+    size = 0
+    for each in raw:
+        group.append(each)
+        size += len(each.text) if each.chat is None else sum(len(str(m.get("content"))) for m in each.chat)
+        if size >= most:
+            yield group
+            group, size = [], 0
+    yield group
+
+
+class RawPrompt(NamedTuple):
+    """The prompt of a row before it is tokenised: a text, a chat that becomes a text, or token ids."""
+
+    row: int
+    text: str = ""
+    chat: list[Message] | None = None
+    tokens: Int32Array | None = None
+    # The stand-ins for characters of the text; None if the data has no text of a control token.
+    marks: Marks | None = None
+
+
+def not_in_vocabulary(token: int, vocab_size: int) -> RowError:
+    """The error of a row with a token id that the model does not have."""
+    return RowError(ErrorCode.INVALID_TOKEN_IDS, _not_embedded(token, vocab_size))
+
+
+def _not_embedded(token: int, vocab_size: int) -> str:
+    return f"id {token} is not in 0..{vocab_size - 1}"
+
+
+def text_error(text: str, what: str, max_bytes: int) -> RowError | None:
+    """Return why a text, of which `what` is a part or the whole, cannot be a prompt; None if it can."""
+    if text.isascii():
+        size = len(text)
+    else:
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError:
+            return RowError(ErrorCode.INVALID_UTF8, f"{what} has half a surrogate pair")
+    return row_too_large("the prompt", size, max_bytes) if size > max_bytes else None

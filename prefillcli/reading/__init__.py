@@ -1,0 +1,1 @@
+"""Cheaper ways to read prompts."""

@@ -1,0 +1,1 @@
+"""Early exits: fewer layers, and cheaper models first."""

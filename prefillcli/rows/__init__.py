@@ -1,0 +1,1 @@
+"""Rows in, rows out, and proof that files have not changed."""

@@ -1,0 +1,707 @@
+"""The input of a job as a stream of row batches: files of either kind, JSON Lines, and tables.
+
+Parquet has a module of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import re
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from prefillcli.errors import ContentChangedError, PrefillError, UsageError
+from prefillcli.rows.filesystems import reading
+from prefillcli.rows.input.discovery import InputFile, Partitions, discover
+from prefillcli.rows.input.parquet import ParquetFiles
+from prefillcli.rows.proof import FileContents, require_same
+from prefillcli.rows.records import (
+    BATCH_BYTES,
+    BATCH_ROWS,
+    MAX_LEFT_BYTES,
+    MAX_ROW_BYTES,
+    ColumnChoice,
+    ErrorCode,
+    Int64Array,
+    RowBatch,
+    RowError,
+    Sampling,
+    Selection,
+    require_columns,
+    row_batches,
+    row_too_large,
+    without_nulls,
+)
+from prefillcli.runtime.clock import Expected
+
+
+class Source:
+    """Rows of Parquet or JSON Lines files, in the order given.
+
+    Open it, ask for `available` columns, then `select` the needed ones; or name them at once.
+    """
+
+    def __init__(self, inputs: Sequence[str], sampling: Sampling) -> None:
+        found, left_out = discover(inputs)
+        self.kind = found[0].kind
+        # Files in the given directories that were skipped because of their ending; worth a warning.
+        self.left_out = tuple(left_out)
+        self._choice = ColumnChoice((), (), pa.schema([]))
+        self.seconds = 0.0  # time spent reading so far
+        self._found = tuple(found)
+        self._sampling = sampling
+        self._inputs = tuple(inputs)
+        self._contents = FileContents(found, "input", lambda: [file.path for file in discover(inputs)[0]])
+        self.partitions = Partitions.of(file.below for file in found)  # keys and values in the names of folders
+        self._files: ParquetFiles | JsonlFiles
+        if self.kind == "parquet":
+            self._files = files = ParquetFiles(found, self.partitions)
+            files.refuse_outputs(self._inputs)
+        else:
+            self._files = JsonlFiles(found, self.partitions)
+        # Column names: of the first Parquet file, or of the first lines of JSON Lines, and of the folders.
+        self.available: tuple[str, ...] = tuple(dict.fromkeys([*self._files.available, *self.partition_keys]))
+
+    @classmethod
+    def open(
+        cls,
+        inputs: Sequence[str],
+        *,
+        columns: Sequence[str] = (),
+        carried: Sequence[str] = (),
+        limit: int | None = None,
+        sample: int | None = None,
+        seed: int = 0,
+    ) -> Source:
+        """Find the files of `inputs` and look at their columns.
+
+        The prompt needs `columns`; `carried` go to the output. `limit`: the first rows only;
+        `sample`: that many rows drawn at random. Raises UsageError if nothing is found or a column is
+        missing, PrefillError if a file is damaged.
+        """
+        source = cls(inputs, Sampling(limit, sample, seed))
+        return source.select(columns=columns, carried=carried)
+
+    def select(
+        self,
+        *,
+        columns: Sequence[str],
+        carried: Sequence[str],
+        optional: Sequence[str] = (),
+        max_row_bytes: int = MAX_ROW_BYTES,
+    ) -> Source:
+        """Set the columns to read. Raises UsageError naming the first one that is missing.
+
+        `optional` ones are read where they exist: on some lines, in some files. A row of more than
+        `max_row_bytes` becomes an error row.
+        """
+        columns, carried = tuple(dict.fromkeys(columns)), tuple(dict.fromkeys(carried))
+        self._refuse_named_twice([name for name in (*columns, *carried, *optional) if name in self.partition_keys])
+        schema = self._files.carried_schema(columns, carried, optional, max_row_bytes)
+        self._choice = ColumnChoice(columns, tuple(name for name in optional if name not in columns), schema)
+        return self
+
+    @property
+    def carried_schema(self) -> pa.Schema:
+        """Id and kept columns; from JSON Lines every one is a string that holds JSON."""
+        return self._choice.carried
+
+    @property
+    def partition_keys(self) -> tuple[str, ...]:
+        """The columns that the names of folders hold, outermost first."""
+        return tuple(self.partitions.schema.names)
+
+    @property
+    def selected_rows(self) -> int | None:
+        """Rows that `batches` will yield; for JSON Lines None until `count` was called."""
+        expected = self.expected_rows()
+        return expected.rows if expected is not None and expected.exact else None
+
+    def expected_rows(self) -> Expected | None:
+        """The same, or an estimate by the share of bytes that was read; None before the first row.
+
+        Any thread may ask while another one reads.
+        """
+        expected = self._files.expected_rows()
+        if expected is None:
+            return None
+        rows = min(filter(None, (expected.rows, self._sampling.limit, self._sampling.sample)), default=0)
+        return Expected(rows if expected.rows else 0, expected.exact)
+
+    def count(self) -> int:
+        """Rows of the whole input; reads JSON Lines to the end once."""
+        return self._files.count()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files in reading order."""
+        return tuple(file.path for file in self._found)
+
+    def begin_hashing(self) -> None:
+        """Start to hash the files in the background; `fingerprint` waits for the end."""
+        self._contents.begin()
+
+    def fingerprint(self) -> str:
+        """Digest of the content and of the selection of rows. The place of the files does not count, except for the
+        columns that their folders name.
+
+        Reads every file whole, once, unless its digest is known from before. Raises as `FileContents.digests`.
+        """
+        sampling = self._sampling
+        seed = sampling.seed if sampling.sample is not None else None
+        content = [(file.stamp.size, each) for file, each in zip(self._found, self._contents.digests(), strict=True)]
+        keys = list(self.partitions.values) if self.partition_keys else []
+        text = json.dumps([self.kind, content, sampling.limit, sampling.sample, seed, *keys])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def require_unchanged(self, rows: Int64Array | None = None) -> None:
+        """Raise ContentChangedError if the files no longer match the fingerprint.
+
+        With `rows`, ascending row numbers that `batches` has given, only the files of these rows are checked; without,
+        all files are, and none may have come or gone.
+        """
+        if rows is None:
+            self._contents.require_unchanged()
+        elif len(rows):
+            starts = np.array(self._files.starts)
+            first, last = np.searchsorted(starts, (rows[0], rows[-1]), "right") - 1
+            first = int(np.searchsorted(starts, starts[first], "left"))  # files without rows share a start
+            self._contents.require_unchanged(range(first, int(last) + 1))
+
+    def batches(self, most_rows: int = BATCH_ROWS) -> Iterator[RowBatch]:
+        """Row batches of at most `most_rows` rows and about 8 MiB, the same ones for the same input every time.
+
+        For a damaged file raises PrefillError that names it, after the rows before the damage.
+        """
+        batches = self._batches(most_rows)
+        while True:
+            started = time.perf_counter()
+            try:
+                batch = next(batches, None)
+            except ContentChangedError:
+                raise
+            except PrefillError:
+                self.require_unchanged()  # a file may look damaged because it is being replaced
+                raise
+            self.seconds += time.perf_counter() - started
+            if batch is None:
+                return
+            yield batch
+
+    def rows(self, numbers: Int64Array) -> Iterator[RowBatch]:
+        """The rows with these ascending numbers; little else is read. Raises PrefillError for a damaged file."""
+        yield from self._files.batches(self._choice, Selection(chosen=numbers), BATCH_ROWS)
+
+    def _batches(self, most_rows: int) -> Iterator[RowBatch]:
+        yield from self._files.batches(self._choice, self.selection(), most_rows)
+
+    def selection(self) -> Selection:
+        """Which rows are read; for a sample of JSON Lines they are counted first."""
+        sampling = self._sampling
+        if sampling.sample is not None:
+            population = self.count() if sampling.limit is None else min(self.count(), sampling.limit)
+            drawn = Selection.draw(sampling.sample, population, sampling.seed)
+            if drawn.chosen is not None:
+                return drawn
+        return Selection(sampling.limit)
+
+    def _refuse_named_twice(self, keys: Sequence[str]) -> None:
+        for name in keys:
+            for path, names in self._files.columns_by_file():
+                if name in names:
+                    raise UsageError(f"{path} has a column {name!r}, and its folders name one too\nrename one of them")
+
+
+class TableRows:
+    """The rows of a table, numbered from 0. Nothing is carried: the owner of the table has its columns.
+
+    Rows in `bad` are error rows, because they hold a text that is no Unicode; the value names its column.
+    """
+
+    kind = "parquet"
+    carried_schema = pa.schema([])
+    partition_keys: tuple[str, ...] = ()
+
+    def __init__(self, table: pa.Table, bad: Mapping[int, str] = MappingProxyType({})) -> None:
+        self._bad = bad
+        self.available: tuple[str, ...] = tuple(table.column_names)
+        self._table = table
+        self._columns: tuple[str, ...] = ()
+        self._max_row_bytes = MAX_ROW_BYTES
+
+    def select(
+        self,
+        *,
+        columns: Sequence[str],
+        carried: Sequence[str] = (),
+        optional: Sequence[str] = (),
+        max_row_bytes: int = MAX_ROW_BYTES,
+    ) -> TableRows:
+        """Set the columns to read, as `Source.select`. Raises UsageError naming the first one that is missing."""
+        require_columns([*columns, *carried], self.available, "the table", optional)
+        found = [name for name in optional if name in self.available]
+        self._columns, self._max_row_bytes = tuple(dict.fromkeys([*columns, *found])), max_row_bytes
+        return self
+
+    def batches(self, most_rows: int = BATCH_ROWS) -> Iterator[RowBatch]:
+        """Row batches of at most `most_rows` rows and about 8 MiB."""
+        start, none = 0, pa.schema([])
+        for piece in self._pieces():
+            found = row_batches(
+                piece, start, self._columns, none, Selection(), self._max_row_bytes, min(most_rows, BATCH_ROWS)
+            )
+            for batch in found:
+                for name, values in batch.columns.items():
+                    batch.columns[name] = [_plain(value) for value in values]
+                for row in self._bad.keys() & set(batch.rows.tolist() if self._bad else ()):
+                    batch.errors[row] = RowError(ErrorCode.INVALID_UTF8, self._bad[row])
+                yield batch
+            start += piece.num_rows
+
+    def _pieces(self) -> list[pa.RecordBatch]:
+        if not self._columns:  # a template without columns: only the number of rows matters
+            return [pa.record_batch({"": pa.nulls(self._table.num_rows)})]
+        return list(self._table.select(self._columns).combine_chunks().to_batches())
+
+
+def _plain(value: Any) -> Any:
+    # Tensors, as Ray Data has them, come as lists unless they are a row of integers, to distinguish them from token
+    # ids.
+    if isinstance(value, np.ndarray) and (value.ndim != 1 or value.dtype.kind not in "iu"):
+        return value.tolist()
+    return value
+
+
+# JSON Lines files: one bad line is one error row.
+
+
+_BLOCK = 1 << 18
+_PIECE = 1 << 12  # of a compressed file
+_REMOTE_BLOCK = 8 << 20  # bytes read ahead from an object store
+_BOM = b"\xef\xbb\xbf"
+_FEW_BLANK_LINES = 16  # one after each row is read as a line: looking ahead copies the buffer
+_MAX_BLANK_BYTES = 1 << 30  # of blank lines in a row: a few kilobytes of a compressed file may hold any number of them
+
+
+def _finite(text: str) -> float | None:
+    number = float(text)
+    return number if math.isfinite(number) else None
+
+
+# NaN and Infinity are no JSON: they become null, and so do numbers larger than any float
+_decode = json.JSONDecoder(parse_float=_finite, parse_constant=lambda _name: None).decode
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class BadLine(NamedTuple):
+    """A line that is not read as a whole: its error, and those of its `kept` values that tell it from others."""
+
+    error: RowError
+    kept: Mapping[str, Any] = MappingProxyType({})
+
+
+class JsonlInput:
+    """One JSON Lines file, plain, gzip or zstd."""
+
+    def __init__(self, found: InputFile) -> None:
+        self.max_row_bytes = MAX_ROW_BYTES  # longer lines are not read into memory
+        self.kept: frozenset[str] = frozenset()  # names of the values that are wanted even of these
+        self._found = found
+        self._stream: _Stream | None = None  # while lines are read
+        self._buffer: io.BufferedReader | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file, as it is stored."""
+        return self._found.stamp.size
+
+    def bytes_read(self) -> float:
+        """Return how many of them the lines so far take; to be called between two lines, by the thread that reads."""
+        if self._stream is None or self._buffer is None:
+            return 0.0
+        if self._buffer.closed:  # the last line was read
+            return self.size
+        ahead = len(self._buffer.peek())
+        return self._stream.stored * (1 - ahead / max(self._stream.taken, 1))
+
+    def lines(self) -> Iterator[bytes | BadLine]:
+        """The lines that are not blank; of those that are longer than `max_row_bytes`, what is `kept`.
+
+        Raises PrefillError if the file cannot be read to its end.
+        """
+        most = self.max_row_bytes
+        with reading(self._found.path), self._open() as file:
+            require_same(self._found)  # the open file is the one that was found
+            first, blank = True, 0
+            while line := file.readline(most + 2):  # with its line break
+                if first:
+                    first, line = False, line.removeprefix(_BOM)
+                if len(line) > most and (len(line.rstrip(b"\r\n")) > most or not line.endswith(b"\n")):
+                    bad = _skip_long_line(file, line, most, self.kept)
+                    if bad is not None:
+                        yield bad
+                elif line.isspace():
+                    blank += 1
+                    if blank > _FEW_BLANK_LINES:
+                        _skip_blank_lines(file)
+                elif line:
+                    blank = 0
+                    yield line
+
+    def _open(self) -> io.BufferedReader:
+        found = self._found
+        if found.local:
+            raw: Any = io.FileIO(found.inner)
+        else:
+            raw = found.filesystem.open(found.inner, "rb", block_size=_REMOTE_BLOCK)
+        self._stream = _Stream(raw, found.codec)
+        self._buffer = io.BufferedReader(self._stream, _BLOCK)
+        return self._buffer
+
+
+class _Stream(io.RawIOBase):
+    """The content of a file, and how much of the file it takes."""
+
+    def __init__(self, file: Any, codec: str | None) -> None:
+        self.taken = 0
+        """Bytes of the content so far."""
+        self._file = file
+        self._content = file if codec is None else pa.CompressedInputStream(_Pieces(file), codec)
+
+    @property
+    def stored(self) -> int:
+        """Bytes of the file so far."""
+        return int(self._file.tell())
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        content = self._content.read(len(buffer))
+        buffer[: len(content)] = content
+        self.taken += len(content)
+        return len(content)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._content.close()
+            self._file.close()
+        super().close()
+
+
+class _Pieces(io.RawIOBase):
+    """A compressed file in small pieces: from these one can tell how far its content has come."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        found: bytes = self._file.read(_PIECE if size < 0 else min(size, _PIECE))
+        return found
+
+
+def _skip_blank_lines(file: io.BufferedReader) -> None:
+    # Read on to the first line that is not blank, or to one that does not end in the buffer. A buffer at a time: one
+    # line at a time, the lines of a small compressed file could take hours. Raises OSError where they do not end.
+    skipped = 0
+    while ahead := file.peek():
+        blank = ahead.rfind(b"\n", 0, len(ahead) - len(ahead.lstrip())) + 1
+        if not blank:
+            return
+        file.read(blank)
+        skipped += blank
+        if skipped > _MAX_BLANK_BYTES:
+            raise OSError(f"more than {_MAX_BLANK_BYTES:,} bytes of blank lines in a row")
+
+
+def _skip_long_line(file: io.BufferedReader, start: bytes, most: int, kept: Collection[str]) -> BadLine | None:
+    # Read a line that begins with `start` to its end without keeping more than its short values of these names; None
+    # if it is blank after all.
+    blank, size, piece, values = start.isspace(), len(start), start, _ShortValues(kept)
+    values.read(start)
+    while not piece.endswith(b"\n") and (piece := file.readline(_BLOCK)):
+        blank, size = blank and piece.isspace(), size + len(piece)
+        values.read(piece)
+    return None if blank else BadLine(row_too_large("the line", size, most), values.found)
+
+
+_MARK = re.compile(rb'["{}\[\],]')
+_NESTED_MARK = re.compile(rb'["{}\[\]]')  # a list may have very many commas
+_IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+
+
+class _ShortValues:
+    """The short values of these names in an object that is read in pieces, and never as a whole.
+
+    Of a line that is no object, or breaks off, it has what stands before.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.found: dict[str, Any] = {}
+        self._names = names
+        self._depth = 0
+        self._in_string = self._escaped = False
+        self._member = bytearray()  # a name and its value, as far as they are read
+        self._long = False  # more of them than are kept
+
+    def read(self, piece: bytes) -> None:
+        """The next bytes."""
+        if not self._names:
+            return
+        at = start = 0  # of what is read of the piece, and of the member in it
+        while at < len(piece):
+            if self._escaped:
+                at, self._escaped = at + 1, False
+            elif self._in_string:
+                at = self._end_of_text(piece, at)
+            elif (mark := (_MARK if self._depth < 2 else _NESTED_MARK).search(piece, at)) is None:
+                break
+            else:
+                at, kind = mark.end(), mark[0]
+                self._in_string = kind == b'"'
+                if self._depth == 1 and kind in b",}":
+                    self._keep(piece, start, at - 1)
+                    self._end_member()
+                    start = at
+                self._depth += (kind in b"{[") - (kind in b"}]")
+                if self._depth == 1 and kind == b"{":
+                    start = at
+        self._keep(piece, start, len(piece))
+
+    def _end_of_text(self, piece: bytes, at: int) -> int:
+        end = _IN_STRING.match(piece, at).end()  # type: ignore[union-attr]  # it matches even nothing
+        if end < len(piece):
+            self._in_string, self._escaped = piece[end] != ord('"'), piece[end] != ord('"')
+            end += 1
+        return end
+
+    def _keep(self, piece: bytes, start: int, end: int) -> None:
+        if self._depth:
+            self._long = self._long or len(self._member) + end - start > MAX_LEFT_BYTES
+            self._member += b"" if self._long else piece[start:end]
+
+    def _end_member(self) -> None:
+        if not self._long:
+            with suppress(ValueError, RecursionError):  # among them bytes that are not UTF-8
+                self.found |= {
+                    name: value
+                    for name, value in _decode("{" + self._member.decode() + "}").items()
+                    if name in self._names
+                }
+        self._member, self._long = bytearray(), False
+
+
+def parse(line: bytes | BadLine, kept: Collection[str] = ()) -> dict[str, Any] | BadLine:
+    """The object on a line, or why there is none, with its values of these names if it is not valid UTF-8."""
+    if isinstance(line, BadLine):
+        return line
+    try:
+        value = _decode(line.decode())
+    except UnicodeDecodeError as error:
+        values = _ShortValues(kept)
+        values.read(line)
+        return BadLine(
+            RowError(ErrorCode.INVALID_UTF8, f"byte {error.start} of the line: {error.reason}"), values.found
+        )
+    except (ValueError, RecursionError) as error:
+        return BadLine(RowError(ErrorCode.INVALID_JSON, str(error).splitlines()[0]))
+    if type(value) is dict:
+        return value
+    return BadLine(RowError(ErrorCode.WRONG_TYPE, f"the line holds {_NAMES[type(value)]}, not an object"))
+
+
+_NAMES: dict[type, str] = {
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
+
+
+class BatchMaker:
+    """Collects lines into row batches."""
+
+    def __init__(
+        self,
+        columns: Sequence[str],
+        carried: Sequence[str],
+        selection: Selection,
+        optional: Sequence[str] = (),
+        *,
+        most_rows: int = BATCH_ROWS,
+    ) -> None:
+        self._most_rows = most_rows
+        self._columns = (*columns, *optional)
+        self._optional = frozenset(optional)
+        self._carried = tuple(carried)
+        self._selection = selection
+        self.row = 0  # number of the next line
+        # Columns with the same value on all of the next lines, whatever the lines hold.
+        self.constants: dict[str, Any] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self._rows: list[int] = []
+        self._values: dict[str, list[Any]] = {name: [] for name in self._columns}
+        self._texts: dict[str, list[str | None]] = {name: [] for name in self._carried}
+        self._errors: dict[int, RowError] = {}
+        self._nbytes = 0
+
+    def add(self, lines: Iterator[bytes | BadLine]) -> Iterator[RowBatch]:
+        """Full batches from the selected `lines`; the remainder waits for `rest`."""
+        end = self._selection.end
+        chosen = self._selection.chosen
+        at = 0 if chosen is None else int(np.searchsorted(chosen, self.row))
+        for line in lines:
+            if end is not None and self.row >= end:
+                return
+            if chosen is None or chosen[at] == self.row:
+                at += 1
+                self._append(line)
+                if len(self._rows) >= self._most_rows or self._nbytes >= BATCH_BYTES:
+                    yield self._take()
+            self.row += 1
+
+    def rest(self) -> Iterator[RowBatch]:
+        """The last, partly filled batch, if any."""
+        if self._rows:
+            yield self._take()
+
+    def _append(self, line: bytes | BadLine) -> None:
+        row = self.row
+        self._rows.append(row)
+        self._nbytes += len(line) if isinstance(line, bytes) else 0
+        read = parse(line, self._texts)
+        if isinstance(read, BadLine):
+            self._errors[row] = read.error
+        parsed = {**(read.kept if isinstance(read, BadLine) else read), **self.constants}
+        for name, values in self._values.items():
+            values.append(without_nulls(parsed.get(name)))
+            if name not in parsed and name not in self._optional:
+                self._errors.setdefault(row, RowError(ErrorCode.MISSING_COLUMN, f"the line has no {name!r}"))
+        for name, texts in self._texts.items():
+            value = parsed.get(name)
+            text = None if value is None else _encode(value)
+            if text is not None and "\\ud" in text and not _is_unicode(text):
+                self._errors.setdefault(row, RowError(ErrorCode.INVALID_UTF8, f"column {name}: half a surrogate pair"))
+                text = None
+            texts.append(text)
+
+    def _take(self) -> RowBatch:
+        if self._carried:
+            carried = pa.table({name: pa.array(texts, pa.string()) for name, texts in self._texts.items()})
+        else:
+            carried = pa.table({"": pa.nulls(len(self._rows))}).select([])
+        rows = np.array(self._rows, np.int64)
+        batch = RowBatch(self._rows[0], rows, self._values, carried, self._errors, self._nbytes)
+        self._clear()
+        return batch
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        json.dumps(json.loads(text), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+_PEEK_ROWS = 100
+_PEEK_BYTES = 16 << 20
+
+
+class JsonlFiles:
+    """The files of an input, read as one, with the methods of `ParquetFiles`."""
+
+    def __init__(self, files: Sequence[InputFile], partitions: Partitions) -> None:
+        self._files = tuple(files)
+        self._readers = [JsonlInput(file) for file in files]
+        self._partitions = partitions
+        self.available, self._peeked = self._peek()
+        self.total_rows: int | None = None
+        self.starts: list[int] = []
+        self._read: Expected | None = None  # by the rows so far
+
+    def expected_rows(self) -> Expected | None:
+        """Rows of all files, or an estimate by the share of bytes read so far. At the end of a selection of the first
+        rows, their number."""
+        return self._read if self.total_rows is None else Expected(self.total_rows)
+
+    def count(self) -> int:
+        if self.total_rows is None:
+            self.total_rows = sum(1 for file in self._readers for _ in file.lines())
+        return self.total_rows
+
+    def columns_by_file(self) -> list[tuple[str, Sequence[str]]]:
+        return [(self._files[0].path, self.available)]
+
+    def carried_schema(
+        self, columns: Sequence[str], carried: Sequence[str], optional: Sequence[str], max_row_bytes: int
+    ) -> pa.Schema:
+        keys = self._partitions.schema.names
+        wanted = [name for name in (*columns, *carried) if name not in keys]
+        if self._peeked:
+            known = tuple(dict.fromkeys([*self.available, *keys]))
+            require_columns(wanted, known, f"the first {self._peeked} lines")
+        for reader in self._readers:
+            reader.max_row_bytes, reader.kept = max_row_bytes, frozenset(carried)
+        return pa.schema([(name, pa.string()) for name in carried])
+
+    def batches(self, choice: ColumnChoice, selection: Selection, most_rows: int) -> Iterator[RowBatch]:
+        self.starts = []
+        maker = BatchMaker(choice.columns, choice.carried.names, selection, choice.optional, most_rows=most_rows)
+        for number, lines in enumerate(self._readers):
+            if selection.end is not None and maker.row >= selection.end:
+                break
+            self.starts.append(maker.row)
+            maker.constants = self._partitions.values[number]
+            for batch in maker.add(lines.lines()):
+                if selection.chosen is None:
+                    self._estimate(maker.row + 1, number)
+                yield batch
+        if selection.chosen is None:
+            self._read = Expected(maker.row)
+        yield from maker.rest()
+
+    def _estimate(self, rows: int, number: int) -> None:
+        # How many rows there are, where so many take all files before this one, and a part of it.
+        read = sum(each.size for each in self._readers[:number]) + self._readers[number].bytes_read()
+        if read > 0:
+            total = rows * sum(each.size for each in self._readers) / read
+            self._read = Expected(max(round(round(total), 2 - math.floor(math.log10(total))), rows), exact=False)
+
+    def _peek(self) -> tuple[tuple[str, ...], int]:
+        names: dict[str, None] = {}
+        seen = size = 0
+        wrong: BadLine | None = None
+        for line in islice((line for file in self._readers for line in file.lines()), _PEEK_ROWS):
+            seen += 1
+            size += len(line) if isinstance(line, bytes) else 0
+            row = parse(line)
+            if isinstance(row, dict):
+                names |= dict.fromkeys(row)
+            elif wrong is None:
+                wrong = row
+            if size > _PEEK_BYTES:
+                break
+        if wrong is not None and not names:
+            raise UsageError(
+                f"{self._files[0].path}: none of the first {seen} lines is a JSON object ({wrong.error.detail})\n"
+                "JSON Lines has one JSON object on every line, in UTF-8"
+            )
+        return tuple(names), seen

@@ -1,0 +1,155 @@
+"""The lines of an OpenAI batch output: made of finished rows, and read back."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from prefillcli.rows.records import encode_json
+
+URL, BODY = "url", "body"  # the carried columns that lines are made of, beside the id
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+SCORE, RERANK = "/score", "/rerank"  # the ends of their paths
+# The names of the two texts, or lists of texts, in a body for the scores of pairs.
+PAIR_NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+# The likeliest tokens after a prompt, and of the first one what it writes and whether it ends an answer.
+LIKELIEST = pa.struct(
+    [
+        ("written", pa.string()),
+        ("ends", pa.bool_()),
+        ("tokens", pa.list_(pa.string())),
+        ("logprobs", pa.list_(pa.float64())),
+    ]
+)
+LINE = pa.schema([(name, pa.string()) for name in ("id", "custom_id", "response", "error")])
+JSON_COLUMNS = ("custom_id", "response", "error")
+
+
+def top_asked(url: str, body: Mapping[str, Any]) -> int | None:
+    """Return how many of the likeliest tokens a valid body asks for; None: it asks for no log-probabilities."""
+    given = body.get("logprobs")
+    if url == COMPLETION:
+        return given
+    return (body.get("top_logprobs") or 0) if given else None
+
+
+def lines_of(rows: pa.Table, row: str, id_name: str) -> pa.Table:
+    """The lines for rows of parts, as `LINE`. `row` and `id_name` are the columns with row numbers and ids."""
+    created = int(time.time())
+    answered = "pair_scores" if "pair_scores" in rows.column_names else "likeliest"
+    columns = [row, id_name, URL, BODY, answered, "prompt_tokens", "error", "error_detail"]
+    made = []
+    for number, own, url, body, answer, tokens, code, detail in zip(
+        *(rows[name].to_pylist() for name in columns), strict=True
+    ):
+        response, error = None, None
+        if code is not None:
+            error = encode_json({"code": code, "message": detail})
+        else:
+            make = _pairs if answered == "pair_scores" else _completion
+            done = make(number, created, json.loads(url), json.loads(body), answer, tokens)
+            response = encode_json({"status_code": 200, "request_id": f"req_{number}", "body": done})
+        made.append((f"batch_req_{number}", own, response, error))
+    return pa.Table.from_arrays(
+        [pa.array(each, pa.string()) for each in zip(*made, strict=True)] if made else [[]] * len(LINE), schema=LINE
+    )
+
+
+def _completion(
+    number: int, created: int, url: str, body: dict[str, Any], likeliest: dict[str, Any], prompt_tokens: int
+) -> dict[str, Any]:
+    # The object with the answer to a body.
+    text, ends = likeliest["written"], likeliest["ends"]
+    stops = body.get("stop") or ()
+    found = [text.find(each) for each in ([stops] if isinstance(stops, str) else stops) if each in text]
+    if found:
+        text, ends = text[: min(found)], True
+    asked, chat = top_asked(url, body), url == CHAT
+    pairs = list(zip(likeliest["tokens"], likeliest["logprobs"], strict=True))
+    choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if ends else "length", "logprobs": None}
+    if chat:
+        choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        if asked is not None:
+            top = [_chat_logprob(*pair) for pair in pairs[:asked]]
+            choice["logprobs"] = {"content": [_chat_logprob(*pairs[0]) | {"top_logprobs": top}], "refusal": None}
+    else:
+        choice["text"] = text
+        if asked is not None:
+            # Tokens with the same text have one entry: that of the likeliest.
+            top_logprobs = dict(reversed(pairs[: max(asked, 1)]))
+            choice["logprobs"] = {
+                "text_offset": [0],
+                "token_logprobs": [pairs[0][1]],
+                "tokens": [pairs[0][0]],
+                "top_logprobs": [dict(sorted(top_logprobs.items(), key=lambda pair: -pair[1]))],
+            }
+    return {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{number}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": created,
+        "model": body["model"],
+        "choices": [choice],
+        "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": 1, "total_tokens": prompt_tokens + 1},
+    }
+
+
+def as_list(value: Any) -> list[Any]:
+    """A list, or what stands for a list of one."""
+    return value if isinstance(value, list) else [value]
+
+
+def _pairs(
+    number: int, created: int, url: str, body: dict[str, Any], scores: list[float], prompt_tokens: int
+) -> dict[str, Any]:
+    # The object with the scores of a body's pairs, as vLLM's server makes it.
+    made = {"id": f"score-{number}", "model": body["model"]}
+    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+    if url.endswith(SCORE):
+        data = [{"index": at, "object": "score", "score": score} for at, score in enumerate(scores)]
+        return made | {"object": "list", "created": created, "data": data, "usage": usage}
+    results: list[dict[str, Any]] = [
+        {"index": at, "document": {"text": text, "multi_modal": None}, "relevance_score": score}
+        for at, (text, score) in enumerate(zip(as_list(body["documents"]), scores, strict=True))
+    ]
+    results.sort(key=lambda each: each["relevance_score"], reverse=True)
+    return made | {"usage": usage, "results": results[: body.get("top_n") or None]}
+
+
+def _chat_logprob(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+
+
+def rows_of(lines: Iterable[dict[str, Any]], names: Sequence[str], id_name: str | None) -> pa.Table:
+    """These columns of lines that were written: the id as JSON text, `score`, `error` and `error_detail`.
+
+    A line without log-probabilities does not tell its score, which is 1 here. Of several pairs, the first one counts.
+    """
+    values = [_values(line, id_name) for line in lines]
+    kinds = {"score": pa.float64()}
+    return pa.table({name: pa.array([each[name] for each in values], kinds.get(name, pa.string())) for name in names})
+
+
+def _values(line: dict[str, Any], id_name: str | None) -> dict[str, Any]:
+    response, error = line["response"], line["error"] or {}
+    own = line["custom_id"]
+    score = None
+    if response is not None:
+        body = response["body"]
+        if "choices" not in body:
+            first, *_ = body.get("data") or body["results"]
+            score = first.get("score", first.get("relevance_score"))
+        elif (told := body["choices"][0]["logprobs"]) is None:
+            score = 1.0
+        else:
+            score = math.exp(told["content"][0]["logprob"] if "content" in told else told["token_logprobs"][0])
+    return {
+        id_name or "": None if own is None else encode_json(own),
+        "score": score,
+        "error": error.get("code"),
+        "error_detail": error.get("message"),
+    }

@@ -1,0 +1,1116 @@
+"""The columns of an output: the id, those carried from the input, and those that scoring adds.
+
+The kinds of its values decide the type of a column carried from JSON Lines: b true or false, i integer, f other
+number, s string, j anything else (arrays, objects, integers beyond 64 bits). A column of one kind gets its type; i and
+f together are float64, unless they are ids; any other mix is text, with strings as they are and everything else as
+JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from prefillcli.errors import UsageError
+from prefillcli.plan.behind import LabelSet
+from prefillcli.rows.output import batches
+from prefillcli.rows.records import (
+    SKIPPED_CODES,
+    ErrorCode,
+    Float64Array,
+    Int64Array,
+    Prompt,
+    ReadTokens,
+    RowError,
+    ScoredRow,
+    TokenText,
+    Window,
+    text_of,
+    to_python,
+)
+from prefillcli.stats.evaluation import Measure, label_mass, label_scores
+
+ROW = "__row"  # the row number in a part
+DIGEST = "__digest"  # in a part: the digest of a row that has a score (`Prompt.digest`)
+TAKEN_OVER = "__taken_over"  # in a part: whether the row's results are those of an earlier output
+SCORE_BINS = 50  # bins of equal width from 0 to 1
+# Lower edges of the bins of prompt lengths in tokens: whole numbers, up to 16 an octave; the last bin is open.
+LENGTH_EDGES = tuple(sorted({round(2 ** (step / 16)) for step in range(24 * 16 + 1)}))
+TO_THE_END = "full"  # the name of rows that went through all layers, among those by exit layer
+MOST = 20  # rows of each kind that are named
+_LONGEST = 200  # characters of an id or a detail
+
+
+# The groups of columns that an output may have beside those of every output: the scores of an audit, calibrated
+# probabilities, where rows left the model early, which adapter read each row, texts written after rows, the
+# contributions of the sections of prompts, the log-probabilities of single tokens, the means of ordered labels,
+# whether the order of two values decided, each label's score where log-probabilities do not tell it, those of an
+# output with a row for each question, and those of an OpenAI batch output, which has no others.
+Group = Literal[
+    "audit",
+    "calibrated",
+    "exits",
+    "adapters",
+    "rationales",
+    "evidence",
+    "token_logprobs",
+    "ordered",
+    "orders",
+    "label_scores",
+    "question_rows",
+    "openai",
+]
+Groups = frozenset[Group]
+
+
+ROW_COLUMN = "row"  # the column with the row number, in an output without ids
+
+# Calibrated probabilities of label log-probabilities, both [rows, labels].
+Probabilities = Callable[[Float64Array], Float64Array]
+ObjectArray = npt.NDArray[np.object_]
+_KINDS = {
+    Measure.SHARES: "label log-probabilities",
+    Measure.CHANCES: "label log-probabilities",
+    Measure.VALUES: "label values",
+    Measure.CHOICES: "log-probabilities of choices",
+    Measure.LIKELIHOOD: "log-probability",
+    Measure.TOKENS: "log-probabilities of the likeliest tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ResultRows:
+    """Rows of a window that have a score or an error, ascending by row: the data of their columns."""
+
+    numbers: Int64Array  # row numbers [rows]
+    prompts: list[Prompt | None]  # None where the row has no prompt; the first of several [rows]
+    prompt_tokens: list[int | None]  # of all its prompts [rows]
+    errors: list[RowError | None]  # None where the row has a score [rows]
+    scored: list[ScoredRow]  # the engine's answers to the rows that have a score [scored]
+    places: Int64Array  # where these are among all rows [scored]
+    # Log-probability of every label over the whole vocabulary, or over all classes; of rows that left early, among
+    # the labels alone. Of a head that gives values, the value of every label [scored, labels]. Where rows have labels
+    # of their own, -inf fills the places behind them.
+    logprobs: Float64Array
+    # Score of every label: mostly its probability among the labels, after the temperature [scored, labels].
+    scores: Float64Array
+    # `scores` as the whole prompt and all layers give them, for rows of the audit [scored].
+    audited: list[Float64Array | None]
+    schema: OutputSchema
+    # Calibrated probability of every label [scored, labels]; None where nothing is calibrated.
+    calibrated: Float64Array | None = None
+    # The same rows with the answers to each of the schema's questions.
+    questions: list[ResultRows] = field(default_factory=list)
+    # Whether the orders of a question's two values give different predictions [scored].
+    order_decided: npt.NDArray[np.bool_] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        window: Window,
+        results: Sequence[ScoredRow],
+        errors: dict[int, RowError],
+        schema: OutputSchema,
+        temperature: float,
+        probabilities: Probabilities | None = None,
+    ) -> ResultRows:
+        """Made of some rows of a window. A result that is not a finite number becomes an error, and so does one whose
+        conditional question failed although it is to be asked."""
+        results = sorted(results, key=lambda scored: scored.row)
+        wrong = {
+            each.row: RowError(
+                ErrorCode.NONFINITE_SCORE, f"{_KINDS[own.measure]} {answer.logprobs.tolist()}"
+            ).of_question(own.name)
+            for each in results
+            for own, answer in schema.answered(each)
+            if len(answer.logprobs) and not np.isfinite(label_scores(answer.logprobs, temperature, own.measure)[0])
+        }
+        errors = errors | wrong
+        results = [each for each in results if each.row not in wrong]
+        numbers = np.array(sorted([each.row for each in results] + list(errors)), np.int64)
+        prompts: dict[int, list[Prompt]] = {}
+        for prompt in window.prompts:
+            prompts.setdefault(prompt.row, []).append(prompt)
+
+        def made(schema: OutputSchema, results: Sequence[ScoredRow], part: int) -> ResultRows:
+            own = {prompt.row: prompt for prompt in window.prompts if prompt.part == part}
+            most = max([len(schema.labels), 1, *(len(each.logprobs) for each in results)])
+            logprobs = np.full((len(results), most), -np.inf)
+            divided = logprobs.copy()
+            for row, each in enumerate(results):
+                count, prompt = len(each.logprobs), own.get(each.row)
+                divided[row, :count] = each.logprobs
+                logprobs[row, :count] = each.logprobs if prompt is None else prompt.labels.whole(each.logprobs)
+            return cls(
+                numbers=numbers,
+                prompts=[own.get(row) for row in numbers.tolist()],
+                prompt_tokens=[
+                    sum(len(each.tokens) for each in prompts.get(row, ())) or None for row in numbers.tolist()
+                ],
+                errors=[errors.get(row) for row in numbers.tolist()],
+                scored=list(results),
+                places=np.searchsorted(numbers, np.array([each.row for each in results], np.int64)),
+                logprobs=logprobs,
+                scores=label_scores(divided, temperature, schema.measure),
+                audited=[
+                    None if each.audit is None else label_scores(each.audit, temperature, schema.measure)
+                    for each in results
+                ],
+                schema=schema,
+                calibrated=None
+                if probabilities is None or schema.questions or "calibrated" not in schema.groups
+                else probabilities(divided),
+            )
+
+        rows = made(schema, results, 0)
+        failed: dict[int, RowError] = {}
+        for number, own in enumerate(schema.questions):
+            chosen = set(numbers.tolist()) if own.when is None else own.when(rows)
+            for each in (each for each in results if each.row in chosen):
+                both = (each.answers[number], each.answers[own.exchanged or number])
+                if (why := next((one.error for one in both if one.error is not None), None)) is not None:
+                    failed.setdefault(each.row, why)
+            answered = [
+                each.answers
+                for each in results
+                if each.row in chosen - failed.keys() and len(each.answers[number].logprobs)
+            ]
+            found = made(own, [each[number] for each in answered], number)
+            if (other := own.exchanged) is not None:
+                found = found.with_other_order(made(own, [each[other] for each in answered], other))
+            rows.questions.append(found)
+        if failed:
+            left = [each for each in results if each.row not in failed]
+            return cls.of(window, left, errors | failed, schema, temperature, probabilities)
+        return replace(rows, scores=rows.questions[0].scores) if rows.questions else rows
+
+    def with_other_order(self, other: ResultRows) -> ResultRows:
+        """The means of these probabilities and those of the same question with its two values exchanged."""
+        audited: list[Float64Array | None] = []
+        for mine, others, full, full_other in zip(
+            self.scores, other.scores, self.audited, other.audited, strict=True
+        ):  # a prompt that is not compressed has its scores already
+            both = [own if found is None else found for own, found in ((mine, full), (others, full_other))]
+            audited.append(None if full is None and full_other is None else (both[0] + both[1]) / 2)
+        return replace(
+            self,
+            audited=audited,
+            logprobs=np.logaddexp(self.logprobs, other.logprobs) - math.log(2),
+            scores=(self.scores + other.scores) / 2,
+            order_decided=self.scores.argmax(axis=-1) != other.scores.argmax(axis=-1),
+        )
+
+    def arrays(self) -> list[pa.Array]:
+        """The columns of `OutputSchema.results` for these rows."""
+        arrays = []
+        for column in self.schema.columns:
+            values = column.values(self)
+            columns = np.asarray(values).T if "<label>" in column.name else [values]
+            arrays += [pa.array(each, column.type) for each in columns]
+        return arrays
+
+    def values(self, names: Set[str]) -> dict[str, list[Any]]:
+        """The values [rows] of those columns of `OutputSchema.conditional` that are named, by name; only these are
+        computed."""
+        found: dict[str, list[Any]] = {}
+        for column in self.schema.columns:
+            own = column.names(self.schema.labels)
+            if not column.conditional or names.isdisjoint(own):
+                continue
+            values = np.asarray(column.values(self), object).reshape(len(self.numbers), len(own))
+            found |= {name: values[:, at].tolist() for at, name in enumerate(own) if name in names}
+        return found
+
+    def of_scored(self, values: Sequence[Any] | npt.NDArray[Any]) -> ObjectArray:
+        """A value for every row [rows, ...] where `values` [scored, ...] has one, else None."""
+        inner = values.shape[1:] if isinstance(values, np.ndarray) else ()
+        spread = np.full((len(self.numbers), *inner), None, object)
+        spread[self.places] = values
+        return spread
+
+
+class Column(NamedTuple):
+    """A column of every output."""
+
+    name: str  # with `<label>` it stands for one column a label
+    type: pa.DataType
+    # A value for every row, None for null [rows]; with `<label>` [rows, labels].
+    values: Callable[[ResultRows], Sequence[Any] | ObjectArray]
+    counted: bool = False  # whether `Counts.add_rows` needs it
+    group: Group | None = None  # only an output with this group has it; None: every output
+    # Whether a `RowCondition` may use it: its value is known when a row is scored, and the same in every run of the
+    # job.
+    conditional: bool = True
+    least_labels: int = 0  # only an output with this many labels has it
+    # Only an output whose labels have one of these measures has it.
+    measures: tuple[Measure, ...] = tuple(Measure)
+    of_answer: bool = False  # whether an output with several questions has one for each
+    labels: tuple[str, ...] | None = None  # those of the question that it is for; None: those of the output
+
+    def names(self, labels: Sequence[str]) -> list[str]:
+        """The name of the column, or one name for each label."""
+        labels = labels if self.labels is None else self.labels
+        return [self.name.replace("<label>", label) for label in labels] if "<label>" in self.name else [self.name]
+
+
+_PREDICTIONS = ("prediction", "audit_prediction")
+
+
+def _of_question(column: Column, number: int, schema: OutputSchema) -> Column:
+    # The column for the answers to one of several questions.
+    return column._replace(
+        name=f"{schema.name}.{column.name}",
+        values=lambda rows: column.values(rows.questions[number]),
+        counted=False,
+        labels=schema.labels,
+    )
+
+
+def _best(rows: ResultRows, scores: Iterable[Float64Array | None]) -> list[str | None]:
+    labels = rows.schema.labels
+    return [labels[int(each.argmax())] if len(labels) > 1 and each is not None else None for each in scores]
+
+
+def _of_result(name: str) -> Callable[[ResultRows], ObjectArray]:
+    return lambda rows: rows.of_scored([getattr(scored, name) for scored in rows.scored])
+
+
+def _full_only(rows: ResultRows, values: npt.NDArray[Any]) -> ObjectArray:
+    # Values over the whole vocabulary [scored, ...], for every row [rows, ...]; None where a row left early.
+    spread = rows.of_scored(values)
+    left = [each.exit_layer is not None for each in rows.scored]
+    spread[rows.places[np.array(left, np.bool_)]] = None
+    return spread
+
+
+def _calibrated(rows: ResultRows) -> ObjectArray:
+    # Calibrated probabilities of the labels [rows, labels].
+    return rows.of_scored(np.empty((0, len(rows.schema.labels))) if rows.calibrated is None else rows.calibrated)
+
+
+def _of_rationale(name: str) -> Callable[[ResultRows], ObjectArray]:
+    # A field of `Rationale`; None where nothing was to be written.
+    return lambda rows: rows.of_scored([each.rationale and getattr(each.rationale, name) for each in rows.scored])
+
+
+def _gaps(rows: ResultRows) -> ObjectArray:
+    # The smallest gaps; None where no token was chosen.
+    found = [each.rationale for each in rows.scored]
+    return rows.of_scored([own.gap if own is not None and math.isfinite(own.gap) else None for own in found])
+
+
+def _lists(rows: ResultRows, values: Float64Array) -> ObjectArray:
+    # A list of each row's own numbers, of `values` [scored, labels].
+    found = np.full(len(rows.numbers), None, object)
+    for place, each, own in zip(rows.places.tolist(), rows.scored, values, strict=True):
+        found[place] = own[: len(each.logprobs)]
+    return found
+
+
+def _likeliest(rows: ResultRows) -> ObjectArray:
+    found, text_of = np.full(len(rows.numbers), None, object), rows.schema.token_text
+    for place, each in zip(rows.places.tolist(), rows.scored, strict=True):
+        if each.tokens is not None and text_of is not None:
+            texts = [text_of(token) for token in each.tokens.tolist()]
+            found[place] = {
+                "written": texts[0].written,
+                "ends": texts[0].ends,
+                "tokens": [own.text for own in texts],
+                "logprobs": each.logprobs,
+            }
+    return found
+
+
+def _pair_scores(rows: ResultRows) -> ObjectArray:
+    # The score of each prompt of a row.
+    found, measure = np.full(len(rows.numbers), None, object), rows.schema.measure
+    for place, each in zip(rows.places.tolist(), rows.scored, strict=True):
+        found[place] = [float(label_scores(answer.logprobs, measure=measure)[0]) for answer in each.answers]
+    return found
+
+
+def _indices(scores: Iterable[Float64Array | None]) -> list[int | None]:
+    return [None if each is None else int(each.argmax()) for each in scores]
+
+
+def _choice_texts(rows: ResultRows) -> ObjectArray:
+    prompts = [rows.prompts[place] for place in rows.places.tolist()]
+    chosen = zip(prompts, _indices(rows.scores), strict=True)
+    return rows.of_scored([None if p is None or at is None else p.labels.texts[at] for p, at in chosen])
+
+
+def _of_target(value: Callable[[ReadTokens], Any]) -> Callable[[ResultRows], ObjectArray]:
+    # A value of the tokens that were read one by one.
+    return lambda rows: rows.of_scored([each.by_token and value(each.by_token) for each in rows.scored])
+
+
+def _token_logprobs(rows: ResultRows) -> ObjectArray:
+    found = np.full(len(rows.numbers), None, object)
+    for place, each in zip(rows.places.tolist(), rows.scored, strict=True):
+        found[place] = each.by_token and each.by_token.logprobs
+    return found
+
+
+def _of_text(value: Callable[[LabelSet], int]) -> Callable[[ResultRows], list[int | None]]:
+    # A number of the texts themselves.
+    def found(rows: ResultRows) -> list[int | None]:
+        pairs = zip(rows.prompts, rows.errors, strict=True)
+        return [None if prompt is None or error is not None else value(prompt.labels) for prompt, error in pairs]
+
+    return found
+
+
+_target_bytes = _of_text(lambda target: target.text_bytes)
+
+
+def _bits_per_byte(rows: ResultRows) -> ObjectArray:
+    sizes = np.array(_target_bytes(rows), object)[rows.places].astype(np.float64)
+    return rows.of_scored(-rows.logprobs[:, 0] / math.log(2) / sizes)
+
+
+def _evidence(rows: ResultRows) -> ObjectArray:
+    found = np.full(len(rows.numbers), None, object)
+    for place, each in zip(rows.places.tolist(), rows.scored, strict=True):
+        if each.evidence is not None:
+            found[place] = [effect._asdict() for effect in each.evidence]
+    return found
+
+
+# The contribution of each section of a prompt, the largest change first.
+EVIDENCE = pa.list_(pa.struct([("section", pa.string()), ("change", pa.float64())]))
+_TARGET: Any = {"counted": True, "measures": (Measure.LIKELIHOOD,)}
+_CHOICES: Any = {"measures": (Measure.CHOICES,), "conditional": False}
+_NUMBERED = (Measure.SHARES, Measure.CHANCES, Measure.VALUES)
+_WRITTEN: Any = {"group": "rationales", "conditional": False, "of_answer": True}
+
+# In the order of the output, after the id and the columns that are carried from the input.
+COLUMNS = (
+    Column("score", pa.float64(), lambda rows: rows.of_scored(rows.scores[:, 0]), counted=True, of_answer=True),
+    Column("probability", pa.float64(), lambda rows: _calibrated(rows)[:, 0], group="calibrated", of_answer=True),
+    Column(
+        "logprob_<label>",
+        pa.float64(),
+        lambda rows: _full_only(rows, rows.logprobs),
+        measures=(Measure.SHARES, Measure.CHANCES),
+        of_answer=True,
+    ),
+    Column(
+        "value_<label>",
+        pa.float64(),
+        lambda rows: rows.of_scored(rows.logprobs),
+        measures=(Measure.VALUES,),
+        of_answer=True,
+    ),
+    Column(
+        "mean",
+        pa.float64(),
+        lambda rows: rows.of_scored(rows.scores @ np.array(rows.schema.values)),
+        group="ordered",
+        of_answer=True,
+    ),
+    Column("probability_<label>", pa.float64(), _calibrated, group="calibrated", least_labels=3, of_answer=True),
+    Column(
+        "score_<label>",
+        pa.float64(),
+        lambda rows: rows.of_scored(rows.scores),
+        group="label_scores",
+        least_labels=3,
+        of_answer=True,
+    ),
+    Column("scores", pa.list_(pa.float64()), lambda rows: _lists(rows, rows.scores), **_CHOICES),
+    Column("logprobs", pa.list_(pa.float64()), lambda rows: _lists(rows, rows.logprobs), **_CHOICES),
+    Column("prediction", pa.int64(), lambda rows: rows.of_scored(_indices(rows.scores)), counted=True, **_CHOICES),
+    Column("prediction_text", pa.string(), _choice_texts, **_CHOICES),
+    Column("logprob", pa.float64(), lambda rows: rows.of_scored(rows.logprobs[:, 0]), **_TARGET),
+    Column("target_tokens", pa.int64(), _of_target(lambda read: len(read.logprobs)), **_TARGET),
+    Column("target_bytes", pa.int64(), _target_bytes, **_TARGET),
+    Column("target_words", pa.int64(), _of_text(lambda target: target.text_words), **_TARGET),
+    Column("greedy", pa.bool_(), _of_target(lambda read: read.greedy), **_TARGET),
+    Column("bits_per_byte", pa.float64(), _bits_per_byte, measures=(Measure.LIKELIHOOD,)),
+    Column(
+        "token_logprobs",
+        pa.list_(pa.float64()),
+        _token_logprobs,
+        measures=(Measure.LIKELIHOOD,),
+        group="token_logprobs",
+        conditional=False,
+    ),
+    Column("likeliest", batches.LIKELIEST, _likeliest, measures=(Measure.TOKENS,), conditional=False),
+    Column(
+        "pair_scores",
+        pa.list_(pa.float64()),
+        _pair_scores,
+        group="openai",
+        measures=_NUMBERED,
+        conditional=False,
+    ),
+    Column(
+        "label_mass",
+        pa.float64(),
+        lambda rows: _full_only(rows, label_mass(rows.logprobs)),
+        measures=(Measure.SHARES,),
+        of_answer=True,
+    ),
+    Column(
+        "prediction",
+        pa.string(),
+        lambda rows: rows.of_scored(_best(rows, rows.scores)),
+        counted=True,
+        measures=_NUMBERED,
+        of_answer=True,
+    ),
+    Column(
+        "order_decided",
+        pa.bool_(),
+        lambda rows: rows.of_scored([] if rows.order_decided is None else rows.order_decided),
+        group="orders",
+        of_answer=True,
+    ),
+    Column("prompt_tokens", pa.int64(), lambda rows: rows.prompt_tokens, counted=True),
+    Column("shared_tokens", pa.int64(), _of_result("shared_tokens"), conditional=False),
+    Column("kept_tokens", pa.int64(), _of_result("kept_tokens")),
+    Column("computed_tokens", pa.int64(), _of_result("computed_tokens"), counted=True, conditional=False),
+    Column("seconds", pa.float64(), _of_result("seconds"), counted=True, conditional=False),
+    Column("method", pa.string(), _of_result("method"), counted=True),
+    Column(
+        "adapter",
+        pa.string(),
+        lambda rows: [p and p.variant for p in rows.prompts],
+        group="adapters",
+    ),
+    Column("exit_layer", pa.int64(), _of_result("exit_layer"), group="exits"),
+    Column("truncated", pa.bool_(), lambda rows: [p is not None and p.truncated for p in rows.prompts], counted=True),
+    Column(
+        "error",
+        pa.string(),
+        lambda rows: [error and error.code for error in rows.errors],
+        counted=True,
+        conditional=False,
+    ),
+    Column(
+        "error_detail",
+        pa.string(),
+        lambda rows: [error and error.detail for error in rows.errors],
+        counted=True,
+        conditional=False,
+    ),
+    Column(
+        "audit_score",
+        pa.float64(),
+        lambda rows: rows.of_scored([None if p is None else p[0] for p in rows.audited]),
+        group="audit",
+        conditional=False,
+        of_answer=True,
+    ),
+    Column(
+        "audit_prediction", pa.int64(), lambda rows: rows.of_scored(_indices(rows.audited)), group="audit", **_CHOICES
+    ),
+    Column(
+        "audit_prediction",
+        pa.string(),
+        lambda rows: rows.of_scored(_best(rows, rows.audited)),
+        group="audit",
+        conditional=False,
+        measures=_NUMBERED,
+        of_answer=True,
+    ),
+    Column("rationale", pa.string(), _of_rationale("text"), **_WRITTEN),
+    Column("rationale_tokens", pa.int64(), _of_rationale("tokens"), **_WRITTEN),
+    Column("finish_reason", pa.string(), _of_rationale("finish_reason"), **_WRITTEN),
+    Column("rationale_gap", pa.float64(), _gaps, **_WRITTEN),
+    Column("rationale_source", pa.string(), _of_rationale("source"), **_WRITTEN),
+    Column("evidence", EVIDENCE, _evidence, group="evidence", conditional=False, of_answer=True),
+)
+
+
+COLUMN_TYPES = {column.name: column.type for column in COLUMNS}
+
+
+_TYPES = {
+    frozenset("b"): pa.bool_(),
+    frozenset("i"): pa.int64(),
+    frozenset("f"): pa.float64(),
+    frozenset("if"): pa.float64(),
+}
+
+
+def kinds_of(texts: pa.ChunkedArray) -> str:
+    """The kinds of values in a column of JSON texts, as letters."""
+    return "".join(sorted({_kind(text) for text in texts.to_pylist() if text is not None}))
+
+
+def type_for(kinds: Iterable[str], *, ids: bool = False) -> pa.DataType:
+    """The type of a column that holds these kinds of values. Among `ids`, 1 and 1.0 differ, so they stay texts."""
+    found = frozenset(kinds)
+    return pa.string() if ids and len(found) > 1 else _TYPES.get(found, pa.string())
+
+
+def typed_column(texts: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    """JSON texts as values of `kind`."""
+    if kind != pa.string():
+        return texts.cast(kind)
+    values = [None if text is None else text_of(text) for text in texts.to_pylist()]
+    return pa.chunked_array([pa.array(values, pa.string())])
+
+
+def _kind(text: str) -> str:
+    first = text[0]
+    if first == '"':
+        return "s"
+    if first in "tf":
+        return "b"
+    if first in "[{":
+        return "j"
+    if "." in text or "e" in text or "E" in text:
+        return "f"
+    return "i" if len(text) < 19 or -(2**63) <= int(text) < 2**63 else "j"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSchema:
+    """The columns of a job's output."""
+
+    labels: tuple[str, ...]
+    id_name: str | None = None  # the carried column with the ids; None where rows go by their number
+    # Id and kept columns as the parts have them; from JSON Lines every one is JSON text.
+    carried: pa.Schema = field(default_factory=lambda: pa.schema([]))
+    json_carried: bool = False  # whether the carried columns are JSON text
+    # Whether such text is written as it is; else its values get the type that holds them.
+    json_text: bool = False
+    truth: str | None = None  # the carried column with the right answers
+    groups: Groups = frozenset()  # the groups of further columns, beside those of every output
+    measure: Measure = Measure.SHARES  # the meaning of the labels' numbers
+    values: tuple[float, ...] = ()  # the number that each label stands for, if they are ordered
+    # Of an output with several questions about each row, the columns of each, under its `name`; `labels` and `measure`
+    # are those of the first then, as is the column `score`.
+    questions: tuple[OutputSchema, ...] = ()
+    name: str = ""
+    # Of an output about the likeliest tokens, the text of each by its id.
+    token_text: Callable[[int], TokenText] | None = None
+    # Of a question, the numbers of the rows of which it is asked, by the answers to earlier ones; None: all.
+    when: Callable[[ResultRows], Set[int]] | None = None
+    # Of a question with the group `orders`, the number of its prompt with the two values exchanged, after those of
+    # all questions.
+    exchanged: int | None = None
+
+    @property
+    def asked(self) -> tuple[OutputSchema, ...]:
+        """For each prompt of a row, the columns of its answer."""
+        return (*self.questions, *(each for each in self.questions if each.exchanged is not None)) or (self,)
+
+    def answered(self, scored: ScoredRow) -> Iterable[tuple[OutputSchema, ScoredRow]]:
+        """The answers of a row, each with its columns."""
+        if "openai" in self.groups:  # as many as its line has pairs of texts
+            return ((self, each) for each in scored.answers)
+        return zip(self.asked, scored.answers if self.questions else (scored,), strict=True)
+
+    def require_distinct(self) -> None:
+        """Raise UsageError if a carried column has the name of another column of the output."""
+        row = [ROW_COLUMN] if self.id_name is None else []
+        taken = [*row, *self.results.names, *self._written.names, ROW]
+        for name in self.carried.names:
+            if name in taken:
+                option = {self.truth: "--truth", self.id_name: "--id-column"}.get(name, "--keep-columns")
+                raise UsageError(f"{option} {name}: the output has a column {name} already\nrename it in the input")
+
+    @property
+    def json_columns(self) -> tuple[str, ...]:
+        """The columns of the output that are JSON text."""
+        if "openai" in self.groups:
+            return batches.JSON_COLUMNS
+        return tuple(self.carried.names) if self.json_carried and self.json_text else ()
+
+    def arrow(self, json_kinds: Mapping[str, Iterable[str]]) -> pa.Schema:
+        """The Arrow schema of the output; `json_kinds` are the kinds of values in carried JSON text."""
+        if "openai" in self.groups:
+            return batches.LINE
+        carried = list(self.carried)
+        if self._typed:
+            carried = [
+                pa.field(each.name, type_for(json_kinds.get(each.name, ()), ids=each.name == self.id_name))
+                for each in carried
+            ]
+        if self.id_name is None:
+            carried.insert(0, pa.field(ROW_COLUMN, pa.int64()))
+        else:
+            carried.sort(key=lambda each: each.name != self.id_name)
+        return pa.schema([*carried, *self._written])
+
+    def table(self, rows: pa.Table, schema: pa.Schema) -> pa.Table:
+        """Rows of parts as rows of the output, whose `arrow` schema is given."""
+        if "openai" in self.groups:
+            return batches.lines_of(rows, ROW, self.id_name or ROW).cast(schema)
+        if "question_rows" in self.groups:
+            rows = self._by_question(rows)
+        columns = []
+        for own in schema:
+            column = rows[ROW if own.name == ROW_COLUMN and self.id_name is None else own.name]
+            if self._typed and own.name in self.carried.names:
+                column = typed_column(column, own.type)
+            columns.append(column)
+        return pa.Table.from_arrays(columns, schema=schema)
+
+    @property
+    def columns(self) -> list[Column]:
+        """The columns that scoring adds; of some there is one for each label."""
+        found = [
+            column
+            for column in COLUMNS
+            if (column.group is None or column.group in self.groups)
+            and len(self.labels) >= column.least_labels
+            and self.measure in column.measures
+        ]
+        if not self.questions:
+            return found
+        answers = [
+            _of_question(column, number, own)
+            for number, own in enumerate(self.questions)
+            for column in own.columns
+            if column.of_answer
+        ]
+        return [found[0], *answers, *(column for column in found if not column.of_answer)]
+
+    @property
+    def results(self) -> pa.Schema:
+        """Names and types of all columns that scoring adds."""
+        return pa.schema([(name, column.type) for column in self.columns for name in column.names(self.labels)])
+
+    @property
+    def _answers(self) -> list[tuple[Column, pa.Field]]:
+        # The columns of an answer in its own row: of labels, which differ between questions, there are lists.
+        own = {column for each in self.questions for column in each.columns if column.of_answer}
+        named = [(column, column.name.replace("_<label>", "s")) for column in COLUMNS if column in own]
+        return [
+            (each, pa.field(name, each.type if name == each.name else pa.list_(each.type))) for each, name in named
+        ]
+
+    @property
+    def _written(self) -> pa.Schema:
+        # Names and types of all columns that scoring adds to the finished output.
+        if "question_rows" not in self.groups:
+            return self.results
+        fields = [pa.field("question", pa.string()), pa.field("labels", pa.list_(pa.string()))]
+        rest = [pa.field(column.name, column.type) for column in self.columns if not column.of_answer]
+        return pa.schema([*fields, *(made for _, made in self._answers), *rest])
+
+    def _by_question(self, rows: pa.Table) -> pa.Table:
+        # Rows of parts with a row for each question. Numbers about all questions stand in the first alone, so that
+        # they still add up.
+        count, found = len(rows), []
+        rest = [column for column in self.columns if not column.of_answer]
+        for number, own in enumerate(self.questions):
+            columns = {name: rows[name] for name in (ROW, *self.carried.names)}
+            columns["question"] = pa.array([own.name] * count, pa.string())
+            columns["labels"] = pa.array([own.labels] * count, pa.list_(pa.string()))
+            for column, made in self._answers:
+                values = [rows[f"{own.name}.{name}"] for name in column.names(own.labels) if column in own.columns]
+                if not values:
+                    columns[made.name] = pa.nulls(count, made.type)
+                elif made.name == column.name:
+                    columns[made.name] = values[0]
+                else:
+                    lists = zip(*(each.to_pylist() for each in values), strict=True)
+                    columns[made.name] = pa.array([None if None in each else each for each in lists], made.type)
+            for column in rest:
+                adds_up = number and (pa.types.is_integer(column.type) or pa.types.is_floating(column.type))
+                columns[column.name] = pa.nulls(count, column.type) if adds_up else rows[column.name]
+            found.append(pa.table(columns))
+        order = np.arange(count * len(found)).reshape(len(found), count).T.ravel()
+        return pa.concat_tables(found).take(pa.array(order))
+
+    @property
+    def conditional(self) -> pa.Schema:
+        """Those of them that a `RowCondition` may use."""
+        columns = [column for column in self.columns if column.conditional]
+        return pa.schema([(name, column.type) for column in columns for name in column.names(self.labels)])
+
+    @property
+    def predictions(self) -> dict[str, Sequence[str]]:
+        """The labels that each column with a prediction may have, by its name."""
+        own = [
+            each for each in (self, *self.questions) if each.measure is not Measure.CHOICES and len(each.labels) > 1
+        ]
+        return {f"{each.name}.{name}" if each.name else name: each.labels for each in own for name in _PREDICTIONS}
+
+    @property
+    def means(self) -> list[str]:
+        """The columns with the means of ordered labels."""
+        names = {"mean", *(f"{own.name}.mean" for own in self.questions)}
+        return [column.name for column in self.columns if column.name in names]
+
+    @property
+    def _typed(self) -> bool:
+        return self.json_carried and not self.json_text
+
+    def count(self, counts: Counts, rows: pa.Table) -> Counts:
+        """Add rows of parts to `counts`."""
+        first = f"{self.questions[0].name}." if self.questions else ""
+        json_carried, means = self.json_carried, self.means
+        counts.add_rows(rows, self.truth, id_name=self.id_name, json_carried=json_carried, means=means, first=first)
+        for each in self.questions:
+            if "audit" in each.groups:
+                counts.audits = _sum(counts.audits, {each.name: _audited(rows, f"{each.name}.")})
+            if "orders" in each.groups:
+                decided = rows[f"{each.name}.order_decided"].drop_null()
+                found = OrderRows(len(decided), pc.sum(decided).as_py() or 0)
+                counts.tallies.orders = _sum(counts.tallies.orders, {each.name: found})
+        return counts
+
+
+# The number of scored rows, the reasons why others were not scored, and a picture of the output: histograms and single
+# rows. A tally is small however many rows it counts, and two tallies add up to the tally of both. So every part has
+# its own, and a resumed job adds up those that it finds.
+
+
+class LayerRows(NamedTuple):
+    """Rows that went through the same number of layers, and the tokens of their prompts."""
+
+    rows: int
+    prompt_tokens: int
+
+
+class OrderRows(NamedTuple):
+    """Rows that were asked a question with its two values in both orders, and those whose prediction the order
+    decided."""
+
+    rows: int
+    decided: int
+
+
+@dataclass
+class RationaleTally:
+    """The rows that are written about, and their tokens."""
+
+    tokens: int = 0
+    finish_reasons: dict[str, int] = field(default_factory=dict)  # rows by the reason why their text ends
+    sources: dict[str, int] = field(default_factory=dict)  # rows by the source of their text
+
+    @property
+    def rows(self) -> int:
+        return sum(self.finish_reasons.values())
+
+
+class MeanTally(NamedTuple):
+    """The rows that have a mean of ordered labels, and the sum of their means."""
+
+    rows: int
+    total: float
+
+
+@dataclass
+class LikelihoodTally:
+    """The texts whose likelihood is asked for."""
+
+    logprob: float = 0.0  # of all together
+    tokens: int = 0
+    bytes: int = 0
+    words: int = 0
+    greedy: int = 0  # texts that greedy decoding would write
+
+
+@dataclass
+class Tallies:
+    """Numbers and texts only, so that they survive JSON unchanged."""
+
+    # By prediction, rows in each of the `SCORE_BINS`.
+    scores: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    # By kind (scored, truncated, error), rows in each bin that has any, under its lower edge.
+    lengths: dict[str, dict[str, int]] = field(default_factory=dict)
+    methods: dict[str, int] = field(default_factory=dict)  # scored rows by method
+    # Scored rows by the layers they went through, or `TO_THE_END`; empty for an output without exits.
+    exit_layers: dict[str, LayerRows] = field(default_factory=dict)
+    # Scored rows by adapter, those without one under an empty name; empty for an output without such a column.
+    adapters: dict[str, int] = field(default_factory=dict)
+    # The texts that were written; empty for an output without rationales.
+    rationales: RationaleTally = field(default_factory=RationaleTally)
+    evidence: int = 0  # rows whose sections were weighed
+    # The texts whose likelihood is asked for; empty for an output with labels.
+    likelihood: LikelihoodTally = field(default_factory=LikelihoodTally)
+    means: dict[str, MeanTally] = field(default_factory=dict)  # by column
+    orders: dict[str, OrderRows] = field(default_factory=dict)  # by question that is asked in both orders
+    mass_rows: int = 0  # scored rows with a label mass
+    mass_sum: float = 0.0  # their label masses together
+    # Slowest first: row, id, seconds, prompt_tokens, computed_tokens, method.
+    slowest: list[dict[str, Any]] = field(default_factory=list)
+    # Error rows in the order of the input, some of every code: row, id, code, detail.
+    failed: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # However many tallies were added up, few rows are named.
+        self.slowest = sorted(self.slowest, key=lambda row: (-row["seconds"], row["row"] or 0))[:MOST]
+        self.failed = _of_every_code(self.failed)
+
+    @property
+    def chosen_rows(self) -> int:
+        """Rows that were chosen to be written about or to have their sections weighed."""
+        return max(self.rationales.rows, self.evidence)
+
+    @property
+    def mean_label_mass(self) -> float | None:
+        """The mean over the scored rows that have a label mass; None without any."""
+        return self.mass_sum / self.mass_rows if self.mass_rows else None
+
+    @classmethod
+    def of_rows(
+        cls,
+        rows: pa.Table,
+        id_name: str | None = None,
+        *,
+        json_id: bool = False,
+        means: Sequence[str] = (),
+        first: str = "",
+    ) -> Tallies:
+        """The tallies of output rows. `id_name` is the column with their ids, `json_id` whether it holds JSON, and
+        `means` are the columns with means of ordered labels. With `first` begin the columns of the question whose
+        score a row has.
+
+        Rows of an output have no row number where they have an id; it is None then.
+        """
+        names, scored = rows.column_names, rows.filter(pc.is_valid(rows["score"]))
+        found = cls(
+            scores=_score_bins(rows, f"{first}prediction"),
+            lengths=_length_bins(rows),
+            methods=_counted(rows["method"]),
+            slowest=_slowest(rows, id_name, json_id),
+            failed=_failed(rows, id_name, json_id),
+        )
+        for name in means:
+            numbers = rows[name].drop_null()
+            found.means[name] = MeanTally(len(numbers), pc.sum(numbers).as_py() or 0.0)
+        if (mass := f"{first}label_mass") in names:
+            masses = rows[mass].drop_null()
+            found.mass_rows, found.mass_sum = len(masses), pc.sum(masses).as_py() or 0.0
+        if "exit_layer" in names:
+            found.exit_layers = _exit_layers(scored)
+        if "adapter" in names:
+            found.adapters = _counted(pc.fill_null(scored["adapter"], ""))
+        if (reason := f"{first}finish_reason") in names:
+            tokens = pc.sum(rows[f"{first}rationale_tokens"]).as_py() or 0
+            reasons, sources = _counted(rows[reason]), _counted(rows[f"{first}rationale_source"])
+            found.rationales = RationaleTally(tokens, reasons, sources)
+        if "target_tokens" in names:
+            summed = ("logprob", "target_tokens", "target_bytes", "target_words", "greedy")
+            found.likelihood = LikelihoodTally(*(pc.sum(scored[name]).as_py() or 0 for name in summed))
+        if (evidence := f"{first}evidence") in names:
+            found.evidence = len(rows) - rows[evidence].null_count
+        return found
+
+
+def _sum(mine: Any, other: Any) -> Any:
+    # The sum of both: records, dicts and tuples are added entry by entry; lists are joined.
+    if is_dataclass(mine) and not isinstance(mine, type):
+        added = {each.name: _sum(getattr(mine, each.name), getattr(other, each.name)) for each in fields(mine)}
+        return replace(mine, **added)
+    if isinstance(mine, dict):
+        return mine | {name: _sum(mine[name], found) if name in mine else found for name, found in other.items()}
+    if isinstance(mine, tuple):
+        places = map(_sum, mine, other)
+        return mine._make(places) if hasattr(mine, "_make") else tuple(places)
+    return mine + other
+
+
+def _counted(column: pa.ChunkedArray) -> dict[str, int]:
+    return {entry["values"]: entry["counts"] for entry in pc.value_counts(column.drop_null()).to_pylist()}
+
+
+def _exit_layers(scored: pa.Table) -> dict[str, LayerRows]:
+    columns = scored.select(["exit_layer", "prompt_tokens"])
+    groups = columns.group_by("exit_layer").aggregate([([], "count_all"), ("prompt_tokens", "sum")]).to_pylist()
+    return {
+        TO_THE_END if group["exit_layer"] is None else str(group["exit_layer"]): LayerRows(
+            group["count_all"], group["prompt_tokens_sum"] or 0
+        )
+        for group in sorted(groups, key=lambda group: (group["exit_layer"] is None, group["exit_layer"]))
+    }
+
+
+def _score_bins(rows: pa.Table, prediction: str) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    if prediction not in rows.column_names or pa.types.is_integer(rows.schema.field(prediction).type):
+        return found  # rows with their own choices, or without labels
+    for name in _counted(rows[prediction]):
+        if f"value_{name}" in rows.column_names:
+            continue  # values need not lie between 0 and 1
+        scores = rows["score"].filter(pc.equal(rows[prediction], name)).to_numpy()
+        found[name] = tuple(np.histogram(scores, SCORE_BINS, (0, 1))[0].tolist())
+    return found
+
+
+def _length_bins(rows: pa.Table) -> dict[str, dict[str, int]]:
+    scored, truncated = pc.is_valid(rows["score"]), pc.fill_null(rows["truncated"], False)
+    kinds = {
+        "scored": pc.and_not(scored, truncated),
+        "truncated": pc.and_(scored, truncated),
+        "error": pc.invert(scored),
+    }
+    found = {}
+    for kind, chosen in kinds.items():
+        lengths = rows["prompt_tokens"].filter(chosen).drop_null().to_numpy()
+        if len(lengths):
+            bins, counts = np.unique(np.searchsorted(LENGTH_EDGES, lengths, "right") - 1, return_counts=True)
+            names = [str(LENGTH_EDGES[at]) for at in np.maximum(bins, 0).tolist()]
+            found[kind] = dict(zip(names, counts.tolist(), strict=True))
+    return found
+
+
+def _slowest(rows: pa.Table, id_name: str | None, json_id: bool) -> list[dict[str, Any]]:
+    seconds = np.nan_to_num(rows["seconds"].cast(pa.float64()).to_numpy(), nan=-1.0)
+    order = np.argsort(-seconds, kind="stable")[:MOST]
+    return _named(
+        rows.take(pa.array(order[seconds[order] >= 0])),
+        id_name,
+        json_id,
+        {name: name for name in ("seconds", "prompt_tokens", "computed_tokens", "method")},
+    )
+
+
+def _failed(rows: pa.Table, id_name: str | None, json_id: bool) -> list[dict[str, Any]]:
+    found = rows["error"].combine_chunks()
+    chosen: list[int] = []
+    for code in _counted(rows["error"]):
+        if code not in SKIPPED_CODES:
+            chosen += pc.indices_nonzero(pc.fill_null(pc.equal(found, code), False))[:MOST].to_pylist()
+    few = rows.take(pa.array(sorted(chosen), pa.int64()))
+    return _of_every_code(_named(few, id_name, json_id, {"code": "error", "detail": "error_detail"}))
+
+
+def _of_every_code(failed: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    # At most `MOST` of the rows, the first ones of each code.
+    seen: Counter[str] = Counter()
+    ranked = []
+    for row in sorted(failed, key=lambda row: row["row"] or 0):
+        ranked.append((seen[row["code"]], row))
+        seen[row["code"]] += 1
+    few = [row for _, row in sorted(ranked, key=lambda pair: pair[0])[:MOST]]
+    return sorted(few, key=lambda row: row["row"] or 0)
+
+
+def _named(few: pa.Table, id_name: str | None, json_id: bool, columns: dict[str, str]) -> list[dict[str, Any]]:
+    # Rows with number, id, and values of `columns` (name here: name there); long texts are cut.
+    number = ROW if ROW in few.column_names else "row" if id_name is None else None
+    numbers = [None] * len(few) if number is None else few[number].to_pylist()
+    ids = [None] * len(few) if id_name is None else _texts(few[id_name], json_id)
+    values = [few[there].to_pylist() for there in columns.values()]
+    found = []
+    for row, own, *rest in zip(numbers, ids, *values, strict=True):
+        pairs = zip(columns, (_short(each) if isinstance(each, str) else each for each in rest), strict=True)
+        found.append({"row": row, "id": own if own is None else _short(own), **dict(pairs)})
+    return found
+
+
+def _texts(ids: pa.ChunkedArray, json_id: bool) -> list[str | None]:
+    if json_id:  # anything but a string reads best as it is written
+        return [None if own is None else text_of(own) for own in ids.to_pylist()]
+    try:
+        texts: list[str | None] = ids.cast(pa.string()).to_pylist()
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):  # binary, nested
+        texts = [None if own is None else str(own) for own in to_python(ids)]
+    return texts
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+
+
+# The row's score, its score from the whole prompt, whether the prediction differs, and the right answer as in the
+# input.
+Audited = tuple[float, float, bool, str | int | float | bool | None]
+_PLAIN = (str, int, float, bool)
+
+
+def _audited(rows: pa.Table, prefix: str, truth: str | None = None, json_carried: bool = False) -> list[Audited]:
+    # The rows of the audit; with `prefix` begin the columns of the question.
+    audited = rows.filter(pc.is_valid(rows[f"{prefix}audit_score"]))
+    answers = to_python(audited[truth]) if truth is not None else [None] * len(audited)
+    flips = pc.not_equal(audited[f"{prefix}prediction"], audited[f"{prefix}audit_prediction"])
+    columns = (audited[f"{prefix}score"], audited[f"{prefix}audit_score"], flips)
+    found: list[Audited] = []
+    for *numbers, answer in zip(*(each.to_pylist() for each in columns), answers, strict=True):
+        known = json.loads(answer) if json_carried and answer is not None else answer
+        found.append((*numbers, known if isinstance(known, _PLAIN) else None))
+    return found
+
+
+class AuditedExits(NamedTuple):
+    """Audited rows whose whole prompts get the same label: their number, and how many left early and flipped by
+    that."""
+
+    rows: int
+    left: int
+    flips: int
+
+
+@dataclass
+class Counts:
+    """Numbers of output rows: `total` = `scored` + `errors` + `skipped`."""
+
+    total: int = 0
+    scored: int = 0
+    errors: int = 0
+    skipped: int = 0  # rows left out for their length, as the user asked; not errors
+    errors_by_code: dict[str, int] = field(default_factory=dict)
+    score_sum: float = 0.0
+    # Rows of `scored` whose results are those of an earlier output, as far as that is known.
+    taken_over: int = 0
+    # Compressed rows that were read in full as well; in a job with exits, all rows of the audit.
+    audited: list[Audited] = field(default_factory=list)
+    # The same by question, of an output with several.
+    audits: dict[str, list[Audited]] = field(default_factory=dict)
+    # Rows of the audit by the label that they have in full; empty for an output without exits.
+    audited_exits: dict[str, AuditedExits] = field(default_factory=dict)
+    tallies: Tallies = field(default_factory=Tallies)
+
+    @property
+    def mean_score(self) -> float | None:
+        """Mean over the scored rows."""
+        return self.score_sum / self.scored if self.scored else None
+
+    def add_rows(
+        self,
+        rows: pa.Table,
+        truth: str | None = None,
+        *,
+        id_name: str | None = None,
+        json_carried: bool = False,
+        means: Sequence[str] = (),
+        first: str = "",
+    ) -> None:
+        """Count output rows by their columns `error` and `score`, tally them, and collect those of the audit.
+
+        `truth` and `id_name` are the carried columns with the right answer and the id, `json_carried` whether they
+        hold JSON. `means` and `first` are as for `Tallies.of_rows`.
+        """
+        codes = _counted(rows["error"])
+        skipped = sum(codes.pop(code, 0) for code in SKIPPED_CODES)
+        scored, score_sum = len(rows) - rows["score"].null_count, pc.sum(rows["score"]).as_py() or 0.0
+        found = Counts(len(rows), scored, sum(codes.values()), skipped, codes, score_sum)
+        found.tallies = Tallies.of_rows(rows, id_name, json_id=json_carried, means=means, first=first)
+        if TAKEN_OVER in rows.column_names:
+            found.taken_over = pc.sum(rows[TAKEN_OVER]).as_py() or 0
+        if f"{first}audit_score" in rows.column_names:
+            found._take_audit(rows, truth, json_carried, first)
+        self.add(found)
+
+    def add(self, other: Counts) -> None:
+        """Add the rows that `other` counted."""
+        vars(self).update(vars(_sum(self, other)))
+
+    def _take_audit(self, rows: pa.Table, truth: str | None, json_carried: bool, first: str) -> None:
+        self.audited = _audited(rows, first, truth, json_carried)
+        if "exit_layer" in rows.column_names:
+            audited = rows.filter(pc.is_valid(rows["audit_score"]))
+            left = pc.is_valid(audited["exit_layer"]).to_pylist()
+            for label, gone, (_, _, flipped, _) in zip(
+                audited["audit_prediction"].to_pylist(), left, self.audited, strict=True
+            ):
+                one = AuditedExits(1, int(gone), int(gone and flipped))
+                self.audited_exits = _sum(self.audited_exits, {label: one})

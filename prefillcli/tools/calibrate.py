@@ -1,0 +1,362 @@
+"""`prefill calibrate`: rows with scores and right answers become a calibration."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from prefillcli.errors import PrefillError, ResourceError, UsageError, counted, without_secrets
+from prefillcli.judging.calibration import (
+    Calibration,
+    FittedOn,
+    IntArray,
+    PlattScaling,
+    best_method,
+    cross_validate,
+    fit_scaling,
+    methods_for,
+)
+from prefillcli.options.judging import CalibrateSettings
+from prefillcli.prompts.labels import Label, label_of
+from prefillcli.report.section import WIDTH, numbers_table, stderr_console
+from prefillcli.rows.input.source import Source
+from prefillcli.rows.output.columns import ROW_COLUMN
+from prefillcli.rows.output.store import write_sealed
+from prefillcli.rows.output.target import Job, Manifest, Target
+from prefillcli.runtime import log
+from prefillcli.scoring.path_table import require_apart, require_json
+from prefillcli.scoring.shell import shell
+from prefillcli.stats.evaluation import Float64Array, label_probabilities, log_shares_of
+
+# An output of `prefill score` is read with right answers beside it.
+
+
+_LOGPROB = "logprob_"
+_VALUE = "value_"
+_EXIT = "exit_layer"
+_BOTH_ORDERS = "order_decided"
+_SAME = 1e-6
+_MORE_THAN_ALL = 1e-3
+_PLAIN = (str, int, float, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledScores:
+    """Rows with a score and a right answer."""
+
+    labels: tuple[str, ...]  # the positive one first
+    scores: Float64Array  # as the output has them [rows]
+    logprobs: Float64Array  # over the whole vocabulary [rows, labels]
+    truth: IntArray  # number of the right label [rows]
+    left_out: dict[str, int]  # other rows, by reason
+    job: dict[str, str]  # the fingerprint of the job that wrote the scores; empty where it is unknown
+
+    @property
+    def before(self) -> Float64Array:
+        """Uncalibrated probabilities [rows, labels]: with two labels those of the scores, any `--temperature`
+        included; with more labels without it."""
+        if len(self.labels) == 2:
+            return np.stack([self.scores, 1 - self.scores], axis=1)
+        return label_probabilities(self.logprobs)
+
+
+def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
+    """The rows of `settings.scores` with the right answers.
+
+    Raises UsageError if `prefill score` did not write them or they have no right answers, and PrefillError if a file
+    is damaged.
+    """
+    path, truth_name = settings.scores, settings.truth or ""
+    source = Source.open([path])
+    prefix = f"{settings.question}." if settings.question else ""
+    score, logprob = f"{prefix}score", f"{prefix}{_LOGPROB}"
+    labels = tuple(name.removeprefix(logprob) for name in source.available if name.startswith(logprob))
+    if f"{prefix}{_BOTH_ORDERS}" in source.available:
+        raise UsageError(
+            f"{path}: the question {settings.question} was asked in both orders, and a mean of two answers is not "
+            "calibrated\nscore without swap"
+        )
+    if "score" in source.available and not labels and any(name.startswith(_VALUE) for name in source.available):
+        raise UsageError(
+            f"{path}: its scores are a head's values, which are no probabilities\nscore with --head probability"
+        )
+    if score not in source.available or len(labels) < 2:
+        questions = [name.removesuffix(".score") for name in source.available if name.endswith(".score")]
+        if questions:
+            raise UsageError(
+                f"{path}: it has the answers to {', '.join(questions)}\nname one of these questions with --question"
+            )
+        if {"question", "labels", "score"} <= set(source.available):
+            raise UsageError(f"{path}: it has a row for each question\nscore with --questions-as columns")
+        raise UsageError(f"{path}: not an output of prefill score: it needs the columns {score} and {logprob}<label>")
+    job = _job_of(path)
+    if job is not None and "label_norm" in job.fingerprint:
+        raise UsageError(
+            f"{path}: its scores are made of log-probabilities that --label-norm divides, and it has whole ones\n"
+            "score without --label-norm, or calibrate without right answers: --calibrate-with"
+        )
+    if settings.truth_from is None:
+        if truth_name not in source.available:
+            raise UsageError(
+                f"{path}: no column {truth_name!r}\nscore with --truth {truth_name}, which keeps it, or name "
+                "the file that has it with --truth-from"
+            )
+        answers, key = None, truth_name
+    else:
+        key = settings.id_column or (None if job is None else job.id_name) or ROW_COLUMN
+        if key not in source.available:
+            raise UsageError(
+                f"{path}: no column {key!r} to find the rows of --truth-from by\nname it with --id-column"
+            )
+        answers = _answers(settings.truth_from, truth_name, None if key == ROW_COLUMN else key)
+    exits = [_EXIT] if _EXIT in source.available else []
+    wanted = [score, *(logprob + label for label in labels)]
+    source.select(columns=[*wanted, key, *exits], carried=())
+    found = _collect(source, labels, wanted, key, answers, {} if job is None else job.fingerprint)
+    _require_order(path, labels, found)
+    if len(found.truth) == 0:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in found.left_out.items()) or "it has no rows"
+        raise UsageError(f"{path}: no row has a score and a right answer ({reasons})\nthe labels: {', '.join(labels)}")
+    return found
+
+
+def _collect(
+    source: Source,
+    labels: tuple[str, ...],
+    wanted: Sequence[str],
+    key: str,
+    answers: dict[str, Any] | None,
+    job: dict[str, str],
+) -> LabelledScores:
+    # `wanted` are the columns with the score and the log-probability of each label.
+    names = [Label(label) for label in labels]
+    left_out: Counter[str] = Counter()
+    kept: list[tuple[float, list[float], int]] = []  # score, label log-probabilities and right label of each row
+    for batch in source.batches():
+        if any(layer is not None for layer in batch.columns.get(_EXIT, ())):
+            raise UsageError(
+                "rows left early (--exit): their label log-probabilities are not known, and those of the rest alone "
+                "make no calibration\nscore some rows without --exit and fit it on those: it holds with --exit too"
+            )
+        columns = [batch.columns[name] for name in (*wanted, key)]
+        for row, score, *logprobs, value in zip(batch.rows.tolist(), *columns, strict=True):
+            numbers = [_number(each) for each in logprobs]
+            answer = value if answers is None else answers.get(_key(value))
+            right = label_of(answer, names) if isinstance(answer, _PLAIN) else None
+            if row in batch.errors:
+                left_out["that cannot be read"] += 1
+            elif score is None:
+                left_out["without a score"] += 1
+            elif not 0 <= _number(score) <= 1 or any(math.isnan(each) or each == math.inf for each in numbers):
+                left_out["whose score is no probability"] += 1
+            elif answer is None or answer == "":
+                left_out["without a right answer"] += 1
+            elif right is None:
+                left_out["whose right answer is no label"] += 1
+            else:
+                kept.append((_number(score), numbers, right))
+    return LabelledScores(
+        labels=labels,
+        scores=np.array([score for score, _, _ in kept], np.float64),
+        logprobs=np.array([numbers for _, numbers, _ in kept], np.float64).reshape(-1, len(labels)),
+        truth=np.array([right for _, _, right in kept], np.int64),
+        left_out=dict(left_out),
+        job=job,
+    )
+
+
+def _number(value: Any) -> float:
+    # NaN for anything that is no number.
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
+def _answers(path: str, truth: str, key: str | None) -> dict[str, Any]:
+    # The right answers of a file by id, or without a `key` by row number. Raises UsageError for an id with two.
+    source = Source.open([path], columns=[truth] if key is None else [truth, key])
+    found: dict[str, Any] = {}
+    for batch in source.batches():
+        keys = batch.rows.tolist() if key is None else batch.columns[key]
+        for row, name, answer in zip(batch.rows.tolist(), keys, batch.columns[truth], strict=True):
+            if row in batch.errors or name is None:
+                continue
+            if found.setdefault(_key(name), answer) != answer:
+                raise UsageError(
+                    f"--truth-from {path}: {key} {name} has two right answers: {found[_key(name)]}, {answer}"
+                )
+    return found
+
+
+def _key(value: Any) -> str:
+    # An id as text, the same for any kind of file that the id is read from.
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
+def _job_of(path: str) -> Job | None:
+    with suppress(PrefillError, OSError, ValueError):
+        target = Target.parse(path)
+        if (published := target.published()) is not None:
+            return published.job
+        if (manifest := Manifest.load(target.work)) is not None:
+            return manifest.job
+    return None
+
+
+def _require_order(path: str, labels: Sequence[str], found: LabelledScores) -> None:
+    # Raise UsageError unless the first label is that of the score: in a copy the columns may have another order.
+    if np.any(np.exp(found.logprobs).sum(axis=1) > 1 + _MORE_THAN_ALL):
+        raise UsageError(
+            f"{path}: its labels do not exclude one another: their probabilities add up to more than 1\n"
+            f"score one of them, with --labels {labels[0]}"
+        )
+    likeliest = found.logprobs.argmax(axis=1) == 0 if len(found.truth) else np.zeros(0, np.bool_)
+    clear = np.diff(np.sort(found.logprobs, axis=1)[:, -2:], axis=1)[:, 0] > _SAME
+    wrong = clear & (found.scores > 0.5 + _SAME) & ~likeliest
+    if len(labels) == 2:
+        wrong |= clear & (found.scores < 0.5 - _SAME) & likeliest
+    if wrong.any():
+        raise UsageError(
+            f"{path}: score is not the probability of {labels[0]}, the first of the columns {_LOGPROB}<label>\n"
+            "give an output as prefill score wrote it, or put its columns back in their order"
+        )
+
+
+# The results of cross-validation for each method, as a table in the terminal.
+
+
+HEADER = ["held-out rows", "log loss", "+-", "Brier", "ECE", "accuracy", "AUC"]
+
+
+def print_calibration(calibration: Calibration, path: str) -> None:
+    """Print the methods side by side, and the chosen one."""
+    console = stderr_console(WIDTH)
+    chosen, fitted = calibration.scaling.method, calibration.fitted_on
+    rows = [HEADER]
+    for method, held in calibration.held_out.items():
+        numbers = [held.log_loss, held.log_loss_spread, held.brier, held.ece, held.accuracy]
+        name = "scores as they are" if method == "none" else method
+        area = "" if held.auc is None else f"{held.auc:.3f}"
+        rows.append([name + (" *" if method == chosen else ""), *(f"{number:.4f}" for number in numbers), area])
+    console.print(numbers_table(rows))
+    console.print()
+    if fitted is not None:
+        counts = ", ".join(f"{count:,} {label}" for label, count in fitted.rows_by_label.items())
+        left = "".join(f"; left out: {count:,} {reason}" for reason, count in fitted.left_out.items())
+        console.print(f"{counted(fitted.rows, 'row')} ({counts}){left}")
+    console.print(
+        f"* {chosen} is fitted on all of them: {path}\n"
+        f"+- is the standard deviation over the {calibration.folds} folds. ECE: expected calibration error."
+    )
+    console.print(f"next: prefill score ... --calibration {path} adds the column probability")
+
+
+LEAST_ROWS = 10  # rows of each label that a calibration takes at least
+
+
+@dataclass
+class _Ending:
+    status: Literal["complete", "failed", "interrupted"] = "failed"
+    exit_code: int = 1
+    error: str | None = None
+    calibration: Calibration | None = None
+
+
+def calibrate_job(settings: CalibrateSettings) -> dict[str, Any]:
+    """Fit, report on stderr, and write the file; return the summary for the last line on stdout.
+
+    Errors are reported on stderr, and become the exit code in the summary.
+    """
+    ending = _Ending()
+    with shell(ending, debug=settings.debug) as stop, stop.at_once():
+        require_json(settings.output)
+        require_apart(settings)
+        calibration = ending.calibration = _fitted(settings, read_labelled_scores(settings))
+        try:
+            write_sealed(settings.output, calibration.model_dump_json())
+        except OSError as error:
+            raise ResourceError(f"{settings.output}: cannot write: {error.strerror or error}") from None
+        ending.status, ending.exit_code = "complete", 0
+        if not settings.quiet:
+            print_calibration(calibration, without_secrets(settings.output))
+    return _summary(ending, settings)
+
+
+def _fitted(settings: CalibrateSettings, rows: LabelledScores) -> Calibration:
+    # The calibration of these rows. Raises UsageError if there are too few of them, or the method does not suit them.
+    labels, truth = rows.labels, rows.truth
+    able = methods_for(len(labels))
+    if settings.method not in ("auto", *able):
+        raise UsageError(
+            f"--method {settings.method} is for two labels, and there are {len(labels)}: {', '.join(labels)}\n"
+            f"give --method {' or '.join(able)}"
+        )
+    counts = np.bincount(truth, minlength=len(labels))
+    least = max(LEAST_ROWS, settings.folds)
+    for label, count in zip(labels, counts.tolist(), strict=True):
+        if count < least:
+            others = ", ".join(f"{count:,} {reason}" for reason, count in rows.left_out.items())
+            left_out = f" ({others})" if others else ""
+            raise UsageError(
+                f"{settings.scores}: {label} is the right answer of {count} rows{left_out}; at least "
+                f"{least} rows of each label are needed\ngive more rows with right answers"
+            )
+    log_shares = log_shares_of(rows.logprobs)
+    held_out = cross_validate(log_shares, truth, rows.before, labels, folds=settings.folds, seed=settings.seed)
+    method = best_method(held_out) if settings.method == "auto" else settings.method
+    calibration = Calibration(
+        labels=labels,
+        question=settings.question,
+        scaling=fit_scaling(method, log_shares, truth),
+        fitted_on=FittedOn(
+            scores=without_secrets(settings.scores),
+            truth=settings.truth or "",
+            rows=len(truth),
+            rows_by_label=dict(zip(labels, counts.tolist(), strict=True)),
+            left_out=rows.left_out,
+            job=rows.job,
+        ),
+        held_out=held_out,
+        folds=settings.folds,
+        seed=settings.seed,
+    )
+    _warn(calibration)
+    return calibration
+
+
+def _warn(calibration: Calibration) -> None:
+    # Warn on stderr where a calibration is of little use.
+    found, method = calibration.held_out, calibration.scaling.method
+    if isinstance(calibration.scaling, PlattScaling) and calibration.scaling.slope == 0:
+        log.warning("higher scores do not mean more rows of the label: every row gets the same probability")
+    elif found[method].log_loss >= found["none"].log_loss:
+        log.warning(
+            f"on held-out rows the scores as they are have a log loss of "
+            f"{found['none'].log_loss:.4f}, calibrated {found[method].log_loss:.4f}: calibrating brings nothing here"
+        )
+    if calibration.fitted_on is not None and not calibration.fitted_on.job:
+        log.warning(
+            "the scores do not say which job made them, so prefill score cannot check that the "
+            "calibration is for its model and prompt"
+        )
+
+
+def _summary(ending: _Ending, settings: CalibrateSettings) -> dict[str, Any]:
+    line: dict[str, Any] = {"status": ending.status, "exit_code": ending.exit_code}
+    calibration = ending.calibration
+    if calibration is not None and calibration.fitted_on is not None and ending.status == "complete":
+        method = calibration.scaling.method
+        before, after = calibration.held_out["none"], calibration.held_out[method]
+        line |= {
+            "output": settings.output,
+            "method": method,
+            "rows": calibration.fitted_on.rows,
+            "labels": list(calibration.labels),
+            "before": before.model_dump(),
+            "after": after.model_dump(),
+        }
+    return line | ({"error": ending.error} if ending.error else {})

@@ -1,0 +1,237 @@
+"""The job of `prefill inspect`: one row, read as `prefill score` reads it, in full and compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from prefillcli.core.further import FurtherQuestions, WantedRow
+from prefillcli.core.inputs import Inputs
+from prefillcli.core.models import Models
+from prefillcli.core.request import Question, Tick, answer_questions, scored_row
+from prefillcli.core.windows import find_row
+from prefillcli.engines.base import Answer, EarlyExits, Engine, Treatment
+from prefillcli.errors import UsageError
+from prefillcli.options.commands import InspectSettings
+from prefillcli.options.option import Settings
+from prefillcli.options.reading import AdapterOptions, DeterminismOptions, InspectOptions
+from prefillcli.options.requirements import compresses
+from prefillcli.reading.compress.compressor import compressor_of, inspected
+from prefillcli.reading.exits.policy import inspected_policy
+from prefillcli.report.inspection import (
+    AnswerView,
+    Inspection,
+    ReadPrompt,
+    margin_curve,
+    next_views,
+    no_score,
+    print_inspection,
+    shared_prefixes,
+    shared_tokens,
+    token_views,
+    write_html,
+)
+from prefillcli.rows.records import ErrorCode, RowError, ScoredRow, Window
+from prefillcli.runtime import log
+from prefillcli.runtime.clock import Progress
+from prefillcli.scoring.loading import load_walk
+from prefillcli.scoring.loop import NEXT_TOKENS, FollowUp
+from prefillcli.scoring.opening import Opening, require_shares
+from prefillcli.scoring.path_table import require_apart
+from prefillcli.scoring.scorer import further_questions
+from prefillcli.scoring.shell import Ended, shell
+
+MOST_TOKENS = 5_000  # tokens of a prompt that are printed; the page has all of them
+
+
+@dataclass
+class Summary(Ended):
+    """The last line on stdout."""
+
+    row: int | None = None
+    id: str | None = None
+    method: str | None = None
+    prompt_tokens: int | None = None
+    kept_tokens: int | None = None
+    score: float | None = None  # of the prompt in full
+    score_compressed: float | None = None
+    html: str | None = None
+
+
+def inspect_job(settings: InspectSettings) -> dict[str, Any]:
+    """Show one row on stderr, and with `html` as a page; return the summary for the last line on stdout.
+
+    Errors are reported on stderr, and become the exit code in the summary.
+    """
+    summary = Summary()
+    with shell(summary, debug=settings.debug) as stop:
+        inspection = _inspect(settings, summary, stop.at_once, stop.check)
+        if not settings.quiet:
+            print_inspection(inspection, Console(stderr=True), most_tokens=MOST_TOKENS)
+        if settings.html is not None:
+            write_html(inspection, settings.html)
+            summary.html = settings.html
+        summary.status, summary.exit_code = "complete", 0
+    return {name: value for name, value in vars(summary).items() if name != "error" or value is not None}
+
+
+def _inspect(
+    settings: InspectSettings,
+    summary: Summary,
+    at_once: Callable[[], AbstractContextManager[None]],
+    check: Callable[[], None],
+) -> Inspection:
+    # Signals end work that is done `at_once`; else `check` notices them. Findings on the row go into the summary at
+    # once. Raises UsageError where the row is not found, PrefillError where it is an error row.
+    _check(settings)
+    require_apart(settings)
+    opening = Opening(settings, [settings.id_column])
+    inputs = opening.inputs
+    with ExitStack() as stack:
+        with at_once():
+            opening.open_source()
+            opening.open_models()
+            opened, labels = inputs.opened, inputs.labels
+            require_shares(labels, "inspect")
+            found = find_row(inputs.source, inputs.builder, labels, row=settings.row, id_column=settings.id_column)
+            summary.row, summary.id, window = found.row, found.id, found.window
+            labels.check(window)
+            if found.row in window.errors:
+                raise no_score(found.row, found.id, window.errors[found.row])
+            policy = inspected_policy(settings.exit_profile, opened, labels)
+            further = further_questions(inputs, opening.parts)
+            if further is not None:
+                stack.callback(further.close)
+            loaded = load_walk(opened, settings, names=labels.names)
+            stack.callback(loaded.close)
+        prompts = window.prompts
+        number = next(at for at, prompt in enumerate(prompts) if prompt.row == found.row)
+        prompt, shared = prompts[number], shared_tokens(prompts, number)
+        summary.prompt_tokens = len(prompt.tokens)
+        progress = stack.enter_context(Progress(None, interval=settings.progress_interval, quiet=settings.quiet))
+
+        def tick(tokens: float) -> None:
+            progress.advance(0, tokens)
+            check()
+
+        read = ReadPrompt.whole(prompt)
+        if (draft := loaded.beside.get("draft")) is not None:
+            read = inspected(compressor_of(settings, opened, draft), prompts, shared, number, tick)
+        question = read.question
+        if read.in_full is not None:
+            log.warning(f"row {found.row} is read in full: {read.in_full}")
+        summary.method, summary.kept_tokens = question.method, len(question.tokens)
+        answers = _answers(inputs, loaded, question, summary, tick)
+        views = [
+            None if own is None else AnswerView.of(labels.names, prompt.labels, own.logprobs, settings.temperature)
+            for own in answers
+        ]
+        full, compressed = answers
+        shown = compressed or full  # as a job reads the row
+        if shown is None:
+            raise ValueError("the prompt was not read")
+        scored = scored_row(question, shown)
+        if compressed is not None and full is not None:
+            scored.audit = full.logprobs
+        sections = () if further is None else _further(opening, further, loaded.engine, window, question, scored, tick)
+    for view, own in zip(views, answers, strict=True):
+        if view is not None and own is not None and not view.is_finite:
+            detail = f"label log-probabilities {own.logprobs.tolist()}"
+            raise no_score(found.row, found.id, RowError(ErrorCode.NONFINITE_SCORE, detail))
+    summary.score, summary.score_compressed = (None if view is None else view.score for view in views)
+    return Inspection(
+        row=prompt.row,
+        row_id=str(prompt.row) if found.id is None else found.id,
+        model=settings.model or str(opened.files.origin),
+        draft=settings.draft,
+        labels=list(labels.names),
+        tokens=token_views(opened.tokenizer, read),
+        shared=shared_prefixes(
+            [
+                common
+                for other, common in enumerate(shared)
+                if other != number and prompts[other].variant == prompt.variant
+            ]
+        ),
+        full=views[0],
+        compressed=views[1],
+        settings=_shown(settings, inputs),
+        method=question.method,
+        voters=tuple(number + 1 for number in read.voters),
+        draft_layers=0 if opened.draft is None else opened.draft.config.get_text_config().num_hidden_layers,
+        margins=margin_curve(shown.readings, shown.logprobs, labels.names, None if policy is None else policy.inside),
+        scored=scored,
+        further=sections,
+        next=next_views(opened.tokenizer, shown.next),
+    )
+
+
+def _answers(
+    inputs: Inputs, loaded: Models[Any], question: Question, summary: Summary, tick: Tick
+) -> tuple[Answer | None, Answer | None]:
+    # The answers to the prompt in full, if that fits, and compressed, if it is, with readings of every layer but the
+    # last. Raises PrefillError.
+    most = loaded.engine.limits.max_tokens
+    wanted = [Question(question.prompt)] + ([question] if question.kept is not None else [])
+    able = [each for each in wanted if each.size <= most]
+    if not able:
+        detail = f"{question.size} tokens; the memory budget holds {most}"
+        raise no_score(question.prompt.row, summary.id, RowError(ErrorCode.EXCEEDS_MEMORY, detail))
+    if len(able) < len(wanted):
+        log.warning(f"the memory budget holds {most:,} tokens: the prompt is not read in full")
+    layers = inputs.opened.files.config.get_text_config().num_hidden_layers
+    asked = NEXT_TOKENS if inputs.opened.files.head is None else 0
+    observing = Treatment(EarlyExits(observed=tuple(range(layers - 1))), next_tokens=asked)
+    found = answer_questions(loaded.engine, able, tick, treatment=observing)
+    return found[0] if able[0].kept is None else None, found[-1] if able[-1].kept is not None else None
+
+
+def _further(
+    opening: Opening,
+    further: FurtherQuestions,
+    engine: Engine,
+    window: Window,
+    question: Question,
+    scored: ScoredRow,
+    tick: Tick,
+) -> Sequence[Any]:
+    # The features' findings on a row that was read by this question, after further questions about it; the row takes
+    # the answers. Raises ResourceError if the engine cannot go on.
+    labels = further.choice.wanted(window, [scored]).get(scored.row)
+    if labels is None:
+        return ()
+    row = WantedRow(question, scored, labels[0])
+    follow = FollowUp(window, [row], further, engine.limits, "prefix-tree")
+    for pack in follow.plan.packs:
+        for answers in engine.answer(
+            pack, lambda number: follow.questions[number].prompt.labels, tick, follow.treatment(pack)
+        ):
+            follow.take(pack, answers)
+    return list(filter(None, (each.shown(row, opening.inputs.labels.names) for each in opening.parts.follow_ups)))
+
+
+def _check(settings: InspectSettings) -> None:
+    # Raises UsageError for mistakes that do not depend on the input.
+    row = settings.row
+    if row is not None and settings.id_column is None and not (row.isascii() and row.isdigit()):
+        raise UsageError(f"--row {row}: a row's number counts from 0; for an id, name its column with --id-column")
+    if settings.html is not None and not settings.html.lower().endswith((".html", ".htm")):
+        raise UsageError(f"--html {settings.html}: the page's name ends in .html")
+
+
+def _shown(settings: InspectSettings, inputs: Inputs) -> dict[str, Any]:
+    # The settings that the page names: those that decide on the answers.
+    names = ["template", "prompt_column", "system", "max_length", "on_long", "labels", "temperature"]
+    names += [name for name in ("chat_option", "answer_prefix") if getattr(settings, name)]
+    asked: list[type[Settings]] = [InspectOptions] if compresses(settings) else []
+    asked += [AdapterOptions] if settings.adapter else []
+    asked += [DeterminismOptions] if settings.deterministic else []
+    for own in asked:
+        names += [name for name in own.model_fields if name != "draft" and name in settings.changing("scores")]
+    found = {name: value for name in names if (value := getattr(settings, name)) is not None}
+    way = inputs.builder.way
+    return found | ({"chat": way.said} if way is not None and way.said else {})

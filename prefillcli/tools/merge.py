@@ -1,0 +1,112 @@
+"""`prefill merge`: the shards of a job become the output that one process would have written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from prefillcli.errors import OutputDamagedError, counted, shown
+from prefillcli.judging.gates import Gates
+from prefillcli.options.commands import MergeSettings
+from prefillcli.report.run import RunReport, write_files
+from prefillcli.rows.output.columns import Counts
+from prefillcli.rows.output.sink import JoinedShards
+from prefillcli.rows.output.target import Manifest, Target
+from prefillcli.runtime import log
+from prefillcli.runtime.clock import Clock, step
+from prefillcli.runtime.signals import Stop
+from prefillcli.scoring.compose import MERGED, sections_of
+from prefillcli.scoring.path_table import report_path, require_apart
+from prefillcli.scoring.shell import conclude, leave_earlier_report, shell
+
+
+def merge_job(settings: MergeSettings) -> dict[str, Any]:
+    """Merge; write `run.json` and its page however it ends; return the summary for the last line on stdout.
+
+    Errors are reported on stderr, and become the exit code in the summary.
+    """
+    run_id = settings.run_id or log.new_run_id()
+    with log.log_of(run_id, json_lines=settings.log_format == "json"):
+        return _merge_and_report(settings, run_id)
+
+
+def _merge_and_report(settings: MergeSettings, run_id: str) -> dict[str, Any]:
+    clock = Clock()
+    report = RunReport.new(
+        sections_of,
+        run_id=run_id,
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        settings=shown(settings.model_dump(mode="json")),
+        output=settings.output,
+    )
+    metrics_file = None
+
+    def finish() -> None:
+        report.end(clock)
+        leave_earlier_report(report, settings.output, None, quiet=settings.quiet)
+        write_files(report, metrics_file)
+
+    log.event("started", "the merge begins", settings=report.settings)
+    with shell(report, debug=settings.debug, finish=finish) as stop:
+        with stop.at_once():
+            require_apart(settings)
+        report.report, metrics_file = report_path(settings.output, settings.report, None), settings.metrics_file
+        _run(settings, report, clock, stop)
+    step("")
+    if not settings.quiet and report.status == "complete":
+        log.info(_sentence(report))
+    log.event("ended", f"the merge is {report.status}, exit code {report.exit_code}", summary=report.summary())
+    return report.summary()
+
+
+def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -> None:
+    gates = Gates(settings)
+    gates.begin(report)
+    with JoinedShards(Target.parse(settings.output)) as joined:
+        with clock.phase("read"), stop.at_once():
+            joined.open(overwrite=settings.overwrite)
+        if joined.merged is not None:
+            counts = _merged_before(joined, joined.merged, report, clock)
+        else:
+            counts = _merge(joined, report, clock, stop)
+        manifest = joined.merged or joined.manifest
+        report.take(counts)
+        with clock.phase("evaluate"), stop.at_once():
+            for judge in MERGED:
+                judge.merged(report, settings.output, replace(manifest, counts=counts))
+    failed = gates.judge(report)
+    rate, skip = settings.max_error_rate, settings.skip_empty
+    if "max_error_rate" not in settings.model_fields_set:
+        rate = manifest.plan.get("max_error_rate", rate)  # as the shards were told
+    conclude(report, counts, max_error_rate=rate, skip_empty=skip, failed=failed)
+
+
+def _merge(joined: JoinedShards, report: RunReport, clock: Clock, stop: Stop) -> Counts:
+    report.shards, report.fingerprint = joined.count, joined.manifest.job.fingerprint
+    with clock.phase("read"), stop.at_once():
+        joined.check()
+    with clock.phase("write"):
+        with stop.at_once():
+            counts = joined.write()
+        joined.remove()
+    return counts
+
+
+def _merged_before(joined: JoinedShards, merged: Manifest, report: RunReport, clock: Clock) -> Counts:
+    """The counts of the output of an earlier merge. Remains of the shards are removed."""
+    report.resumed = True
+    report.shards, report.fingerprint = len(merged.merged), merged.job.fingerprint
+    with clock.phase("read"):
+        if damage := joined.damage():
+            raise OutputDamagedError(f"{damage[0]}\nthe shards were merged to it; write it again with --overwrite")
+        joined.remove()
+    return merged.counts or Counts()
+
+
+def _sentence(report: RunReport) -> str:
+    rows = report.rows
+    done = "was merged before" if report.resumed else f"is made of {report.shards} shards"
+    return (
+        f"{report.output} {done}: {counted(rows.total, 'row')}, {rows.scored:,} scored, {rows.errors:,} with an error"
+    )

@@ -1,0 +1,166 @@
+"""`prefill status`: whether the job of an output runs, has stopped, or is complete, and its progress."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefillcli.errors import DamagedFileError, PrefillError, UsageError
+from prefillcli.rows.output import Shard, parts
+from prefillcli.rows.output.sink import shards_beside
+from prefillcli.rows.output.store import Beat
+from prefillcli.rows.output.target import Manifest, Target
+from prefillcli.runtime import log
+from prefillcli.runtime.clock import Expected, duration, rows_of
+
+_STATES = {"running": "is running", "stopped": "has stopped", "complete": "is complete"}
+
+
+@dataclass
+class Status:
+    """The last line on stdout."""
+
+    output: str
+    status: str = "failed"  # `running`, `stopped`, `unmerged` or `complete`; `failed` if that cannot be found out
+    exit_code: int = 0
+    rows: dict[str, int | None] = field(default_factory=lambda: {"done": None, "total": None})
+    estimated: bool = False  # whether the total is an estimate
+    rows_per_second: float | None = None
+    expected_end: str | None = None
+    updated: str | None = None  # when the job gave its last sign of life, or was complete
+    owner: str | None = None  # the process that runs the job, or ran it last
+    # The same of every shard beside the output, under `shard`; where the output has no job of its own, the rest is
+    # their sum.
+    shards: list[dict[str, Any]] = field(default_factory=list)
+    error: str | None = None
+
+
+def status_job(output: str, *, quiet: bool = False) -> dict[str, Any]:
+    """Report the state of an output's job on stderr; return the summary for the last line on stdout.
+
+    Nothing is changed. An output without a known job is a usage error in the summary.
+    """
+    status = Status(output)
+    try:
+        target = Target.parse(output, option="OUTPUT")
+        shards = [_of_shard(target, folder.shard) for folder in shards_beside(target)]
+        status.shards = [{"shard": str(shard), **_shown(each)} for shard, each in shards]
+        try:
+            _find_out(target, status)
+        except UsageError:
+            if not shards:
+                raise
+            _add_up([each for _, each in shards], shards[0][0].count, status)
+        if not quiet:
+            log.info(_sentence(status))
+    except PrefillError as error:
+        status.status, status.exit_code, status.error = "failed", error.exit_code, str(error)
+        log.error(str(error))
+    return {name: value for name, value in vars(status).items() if name != "error" or value is not None}
+
+
+def _of_shard(target: Target, shard: Shard) -> tuple[Shard, Status]:
+    # The state of a shard beside an output.
+    status = Status(f"shard {shard}")
+    _find_out(Target(target.path, target.format, shard), status)
+    return shard, status
+
+
+def _shown(status: Status) -> dict[str, Any]:
+    return {
+        name: value for name, value in vars(status).items() if name not in ("output", "exit_code", "shards", "error")
+    }
+
+
+def _add_up(shards: Sequence[Status], count: int, status: Status) -> None:
+    # The state of a job of this many shards, of which these have begun.
+    states = {each.status for each in shards}
+    status.status = "running" if "running" in states else "stopped"
+    if states == {"complete"} and len(shards) == count:
+        status.status = "unmerged"
+    done = [each.rows["done"] for each in shards]
+    status.rows["done"] = sum(each or 0 for each in done)
+    if status.status == "unmerged":
+        status.rows["total"] = status.rows["done"]
+    rates = [each.rows_per_second for each in shards if each.rows_per_second is not None]
+    status.rows_per_second = sum(rates) if rates else None
+    ends = [each.expected_end for each in shards if each.status == "running"]
+    if ends and None not in ends:
+        status.expected_end = max(end for end in ends if end is not None)
+    status.updated = max((each.updated for each in shards if each.updated is not None), default=None)
+
+
+def _find_out(target: Target, status: Status) -> None:
+    work = target.work
+    try:
+        manifest = Manifest.load(work)
+    except DamagedFileError:
+        manifest = None
+    held, beat = work.in_use(), Beat.last(work)
+    begun = any(map(parts.is_part, work.names()))
+    running = beat is not None and beat.alive() if held is None else held
+    if running:
+        status.status = "running"
+    elif manifest is not None and manifest.state == "complete" and (target.shard is not None or target.exists()):
+        status.status, status.updated = "complete", manifest.updated
+        total = manifest.counts.total if manifest.counts is not None else None
+        status.rows = {"done": total, "total": total}
+        return
+    elif begun or beat is not None or target.shard is not None:
+        status.status = "stopped"
+        status.rows["done"] = _rows_in_parts(target)
+    elif target.published() is not None:
+        status.status = "complete"
+        return
+    else:
+        raise UsageError(f"no run of prefill is known for {target.path}: there is no {work.location}")
+    if beat is not None and (beat.alive() or not running):  # else it is an earlier attempt's
+        _take(beat, status)
+
+
+def _take(beat: Beat, status: Status) -> None:
+    status.owner, status.updated = str(beat.owner), beat.updated.isoformat()
+    status.rows["total"], status.estimated = beat.pace.total, beat.pace.estimated
+    if status.status == "running":
+        status.rows["done"] = int(beat.pace.rows)
+        status.rows_per_second = beat.pace.rows_per_second
+        if beat.pace.seconds_left is not None:
+            end = beat.updated + datetime.timedelta(seconds=beat.pace.seconds_left)
+            status.expected_end = end.isoformat(timespec="seconds")
+
+
+def _rows_in_parts(target: Target) -> int:
+    # Rows that `--resume` need not score again, damaged parts left out.
+    rows = 0
+    for name in filter(parts.is_part, target.work.names()):
+        try:
+            rows += parts.read_part(target.work, name, [])[0].counts.total
+        except DamagedFileError:
+            continue
+    return rows
+
+
+def _sentence(status: Status) -> str:
+    done, total = status.rows["done"], status.rows["total"]
+    text = f"{status.output} is {status.status}"
+    if status.status == "unmerged":
+        text = f"all shards of {status.output} are complete, and are to be joined with prefill merge"
+    if status.status == "stopped":
+        text = f"the job of {status.output} has stopped"
+    if done is not None:
+        expected = None if total is None else Expected(total, not status.estimated)
+        text += f": {rows_of(done, expected)}" + (f" ({min(done / total, 1):.1%})" if total else "")
+    if status.rows_per_second is not None:
+        text += f", {status.rows_per_second:,.1f} rows/s"
+    if status.expected_end is not None:
+        end = datetime.datetime.fromisoformat(status.expected_end)
+        left = (end - datetime.datetime.now(datetime.UTC)).total_seconds()
+        text += f", to end about {end.astimezone().isoformat(timespec='seconds')} (in {duration(max(left, 0))})"
+    if status.status != "complete" and status.owner is not None:
+        text += f"\n{status.owner}, last seen {status.updated}"
+    for shard in status.shards:
+        rows = shard["rows"]["done"]
+        text += f"\nshard {shard['shard']} {_STATES[shard['status']]}" + ("" if rows is None else f": {rows_of(rows)}")
+    return text + ("\ncontinue with --resume" if status.status == "stopped" else "")
