@@ -27,7 +27,7 @@ from transformers import AutoConfig
 
 from benchmarks.console import log
 from benchmarks.exit_cases import EXIT_CASES
-from prefillcli.core.request import Question, answer_questions
+from prefillcli.core.request import Request, answer_requests
 from prefillcli.engines.base import EarlyExits, Readings, Treatment
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
@@ -241,8 +241,8 @@ def collected(case: str, first: str) -> Arrays:
             scorer.load()
             depth = scorer.opened.files.config.get_text_config().num_hidden_layers
             layers = () if first else observed_layers(depth)
-            questions = [Question(prompt) for prompt in prompts[: COMPARED if first else None]]
-            answers = answer_questions(scorer.pool, questions, treatment=Treatment(EarlyExits(observed=layers)))
+            questions = [Request(prompt) for prompt in prompts[: COMPARED if first else None]]
+            answers = answer_requests(scorer.pool, questions, treatment=Treatment(EarlyExits(observed=layers)))
             rows = calibration_rows(questions, answers, layers, len(scorer.labels.names))
             if first:
                 read = readers_of(scorer, Exits)[BEFORE][1].read(prompts, lambda tokens: None)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from prefillcli.core.request import Question
+from prefillcli.core.request import Request
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.walk.forest import ForestAttention
@@ -48,7 +48,7 @@ class StateDrift:
 
 
 def state_drift(
-    walking: Callable[[], AbstractContextManager[LayerWalk]], limits: Limits, questions: Sequence[Question]
+    walking: Callable[[], AbstractContextManager[LayerWalk]], limits: Limits, questions: Sequence[Request]
 ) -> StateDrift | None:
     """The drift over the first `DRIFT_ROWS` compressed questions; None without any, or without recurrent layers.
 
@@ -58,7 +58,7 @@ def state_drift(
     found: dict[int, list[float]] = {}
     with walking() as walk:
         for question in rows:
-            whole = final_states(walk, Question(question.prompt), limits)
+            whole = final_states(walk, Request(question.prompt), limits)
             for number, states in final_states(walk, question, limits).items():
                 found.setdefault(number, []).append(distance(states, whole[number]))
     if not found:
@@ -80,7 +80,7 @@ def distance(states: Sequence[Tensor], whole: Sequence[Tensor]) -> float:
 
 
 @torch.inference_mode()
-def final_states(walk: LayerWalk, question: Question, limits: Limits) -> dict[int, list[Tensor]]:
+def final_states(walk: LayerWalk, question: Request, limits: Limits) -> dict[int, list[Tensor]]:
     """The states that a prompt leaves in each recurrent layer, by the layer's number from 0."""
     (pack,) = make_plan([question.tokens], limits, positions=[question.positions]).packs
     ((end, _),) = pack.reads

@@ -20,7 +20,7 @@ import typer
 
 from benchmarks.console import log
 from benchmarks.exit_cases import EXIT_CASES, ExitCase
-from prefillcli.core.request import Question, answer_questions, plan_questions
+from prefillcli.core.request import Request, answer_requests, plan_requests
 from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.pack import in_full
@@ -77,7 +77,7 @@ def measure_case(case: ExitCase, folder: Path, rounds: int, dtype: str, rows: in
         policies = {most: found.policy for most, found in calibrations.items() if found.policy is not None}
         methods = {most: Treatment(EarlyExits(own.inside)) for most, own in policies.items()}
         full, runs, seconds = timed(scorer, methods, measured, rounds)
-        plan = plan_questions([Question(prompt) for prompt in measured], scorer.pool.limits)
+        plan = plan_requests([Request(prompt) for prompt in measured], scorer.pool.limits)
     return {
         "text": case.text,
         "learnt": len(learnt),
@@ -103,8 +103,8 @@ def depth_of(scorer: Scorer) -> int:
 
 def read_in_full(scorer: Scorer, prompts: list[Prompt]) -> CalibrationRows:
     """The rows that exits are learnt on."""
-    layers, questions = observed_layers(depth_of(scorer)), [Question(prompt) for prompt in prompts]
-    answers = answer_questions(scorer.pool, questions, treatment=Treatment(EarlyExits(observed=layers)))
+    layers, questions = observed_layers(depth_of(scorer)), [Request(prompt) for prompt in prompts]
+    answers = answer_requests(scorer.pool, questions, treatment=Treatment(EarlyExits(observed=layers)))
     return calibration_rows(questions, answers, layers, len(scorer.labels.names))
 
 
@@ -128,12 +128,12 @@ def timed(
 ) -> tuple[list[Answer], dict[float, list[Answer]], dict[float | None, list[float]]]:
     """The answers, and the processor seconds of each round; None: in full."""
     seconds: dict[float | None, list[float]] = {most: [] for most in (None, *methods)}
-    questions = [Question(prompt) for prompt in prompts]
-    answer_questions(scorer.pool, questions[:20])
+    questions = [Request(prompt) for prompt in prompts]
+    answer_requests(scorer.pool, questions[:20])
 
     def run(most: float | None, treatment: Treatment) -> list[Answer]:
         begun = time.process_time()
-        found = answer_questions(scorer.pool, questions, treatment=treatment)
+        found = answer_requests(scorer.pool, questions, treatment=treatment)
         seconds[most].append(time.process_time() - begun)
         log(f"{'in full' if most is None else f'exits, {most:g}'}: {seconds[most][-1]:.2f} s")
         return found

@@ -30,7 +30,7 @@ METHODS = ("temperature", "platt", "isotonic")
 LONGEST_EXAMPLE = 400  # characters
 
 
-class Question(NamedTuple):
+class Request(NamedTuple):
     """What is asked of a review, and the answers for positive and for negative ones."""
 
     name: str
@@ -41,13 +41,13 @@ class Question(NamedTuple):
 
 
 QUESTIONS = (
-    Question("sentiment", "Sentiment:", ("positive", "negative")),
-    Question("satisfied", "Is the patient satisfied? Answer:", ("Yes", "No")),
-    Question("satisfied-last", "Is the patient satisfied? Answer:", ("Yes", "No"), ("negative", "positive")),
+    Request("sentiment", "Sentiment:", ("positive", "negative")),
+    Request("satisfied", "Is the patient satisfied? Answer:", ("Yes", "No")),
+    Request("satisfied-last", "Is the patient satisfied? Answer:", ("Yes", "No"), ("negative", "positive")),
 )
 
 
-def write_rows(folder: Path, question: Question) -> tuple[Path, Path]:
+def write_rows(folder: Path, question: Request) -> tuple[Path, Path]:
     """The rows to fit on, and those to judge on. The examples are in neither: they are the first of each kind that
     are short enough."""
     train, test = reviews("Train", folder), reviews("Test", folder)
@@ -72,9 +72,7 @@ def run(*words: object) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603 - our own command line
 
 
-def probabilities(
-    folder: Path, question: Question
-) -> tuple[dict[str, npt.NDArray[np.float64]], npt.NDArray[np.bool_]]:
+def probabilities(folder: Path, question: Request) -> tuple[dict[str, npt.NDArray[np.float64]], npt.NDArray[np.bool_]]:
     """Probabilities of the first label in the test file by method, and whether it is right [rows]."""
     paths = write_rows(folder, question)
     scores = [path.with_suffix(".scores.parquet") for path in paths]

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from prefillcli.cli import app
-from prefillcli.core.request import Question
+from prefillcli.core.request import Request
 from prefillcli.core.windows import WindowSize
 from prefillcli.errors import Interrupted
 from prefillcli.options.commands import ScoreSettings
@@ -237,7 +237,7 @@ def test_fallback_is_told(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tokens_kept_for_others_say_so() -> None:
     prompt = Prompt(0, np.arange(100, dtype=np.int32), LabelSet(()))
     kept = np.r_[0:2, 10:20, 30:38, 60:70, 95:100]
-    question = Question(prompt, kept, "specprefill")
+    question = Request(prompt, kept, "specprefill")
     # one row in full shares 14 tokens, one of 45 tokens shares 40: its own end begins at its token 35
     others = [Neighbour(500, 10, True, 14), Neighbour(45, 10, False, 40)]
     why = why_kept(question, 10, others, Compression(keep_first=2))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from prefillcli.asking.question_file import QuestionFile, read_questions
 from prefillcli.core.asking import Asking
 from prefillcli.core.further import Choice, Further, WantedRow
-from prefillcli.core.request import Question, scored_row
+from prefillcli.core.request import Request, scored_row
 from prefillcli.core.roles import FollowUp
 from prefillcli.engines.base import Answer
 from prefillcli.errors import UsageError, did_you_mean
@@ -235,9 +235,9 @@ class SecondPass(Further):
         self.most = len(prompts)
         self._schema = schema
         self._prompts = prompts
-        self._waiting: dict[int, dict[int, Question]] = {}  # by row and number of the prompt
+        self._waiting: dict[int, dict[int, Request]] = {}  # by row and number of the prompt
 
-    def later(self, window: Window, questions: Sequence[Question]) -> Collection[int]:
+    def later(self, window: Window, questions: Sequence[Request]) -> Collection[int]:
         waiting = {number for number, each in enumerate(questions) if each.prompt.part in self._prompts}
         first = _computed([each for number, each in enumerate(questions) if number not in waiting])
         if _computed(questions) - first <= _computed([questions[number] for number in waiting]) * SHARE:
@@ -259,7 +259,7 @@ class SecondPass(Further):
                 found.add(each.row)
         return found
 
-    def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Question]:
+    def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Request]:
         waiting = self._waiting.pop(row.scored.row).values()
         return [replace(each, take=partial(_take, row.scored, each), required=True) for each in waiting]
 
@@ -268,14 +268,14 @@ class SecondPass(Further):
         return () if when is None else when(rows)
 
 
-def _computed(questions: Sequence[Question]) -> int:
+def _computed(questions: Sequence[Request]) -> int:
     # The tokens that these questions take together.
     prompts = [each.tokens for each in questions]
     behind = sum(each.prompt.labels.tokens for each in questions)
     return forest_tokens(build_forest(prompts, token_order(prompts))) + behind if prompts else 0
 
 
-def _take(row: ScoredRow, question: Question, answer: Answer | None) -> None:
+def _take(row: ScoredRow, question: Request, answer: Answer | None) -> None:
     # Put the answer to one of its prompts into a row.
     if answer is None:  # the row is an error row, as the question is required
         return

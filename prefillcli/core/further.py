@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from prefillcli.core.request import Question
+from prefillcli.core.request import Request
 from prefillcli.engines.base import Answer, Continuations
 from prefillcli.plan.pack import Limits
 from prefillcli.rows.output.columns import ROW_COLUMN, OutputSchema, Probabilities, ResultRows
@@ -74,7 +74,7 @@ class WantedRow:
     A row with several prompts has the same for each that was asked, as `parts`; itself, it is about the first.
     """
 
-    question: Question
+    question: Request
     scored: ScoredRow
     label: int
     parts: tuple[WantedRow, ...] = ()
@@ -91,11 +91,11 @@ class Further:
     most = 1
     """Questions about one row, at most."""
 
-    def later(self, window: Window, questions: Sequence[Question]) -> Collection[int]:
+    def later(self, window: Window, questions: Sequence[Request]) -> Collection[int]:
         """The numbers of those of a window's questions that it asks itself, once their rows are scored."""
         return ()
 
-    def continuations(self, window: Window, questions: Mapping[int, Question]) -> Continuations | None:
+    def continuations(self, window: Window, questions: Mapping[int, Request]) -> Continuations | None:
         """Which of these questions of a window get a text as soon as they are scored; None where none does."""
         return None
 
@@ -106,7 +106,7 @@ class Further:
         """Return whether a wanted row needs more than `scored` gave it."""
         return True
 
-    def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Question]:
+    def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Request]:
         """The questions about a wanted row; none once all that can be known is known."""
         return ()
 

@@ -54,7 +54,7 @@ class Thinning(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class Request:
     """A prompt that the target answers, and how it reads that prompt.
 
     `kept` are the indices of the tokens it reads, ascending, which are their positions too; None: all of them. With a
@@ -104,8 +104,8 @@ class Question:
         return tokens if self.thinning is None else self.thinning.most_kept(tokens)
 
 
-def plan_questions(
-    questions: Sequence[Question],
+def plan_requests(
+    questions: Sequence[Request],
     limits: Limits,
     schedule: str = "prefix-tree",
     *,
@@ -131,19 +131,19 @@ def plan_questions(
     )
 
 
-def planned_variants(questions: Sequence[Question]) -> list[str | None]:
+def planned_variants(questions: Sequence[Request]) -> list[str | None]:
     """The variants that read the questions."""
     return [each.prompt.variant for each in questions]
 
 
-def thinning_of(questions: Mapping[int, Question]) -> ThinningRule | None:
+def thinning_of(questions: Mapping[int, Request]) -> ThinningRule | None:
     """The rule by which the model leaves tokens of these questions behind, by their numbers in a plan; None: it leaves
     none."""
     own = {number: each.thinning for number, each in questions.items() if each.thinning is not None}
     return next(iter(own.values())).rule(own) if own else None
 
 
-def method_of(question: Question, answer: Answer) -> str:
+def method_of(question: Request, answer: Answer) -> str:
     """Return how the target has read a prompt: by the question's method, unless it should have dropped tokens itself
     and did not."""
     thinned = answer.thinned
@@ -152,21 +152,21 @@ def method_of(question: Question, answer: Answer) -> str:
     return FULL if thinned is None or thinned.reason is None else FALLBACK + thinned.reason
 
 
-def kept_tokens(question: Question, answer: Answer) -> int:
+def kept_tokens(question: Request, answer: Answer) -> int:
     """Return how many tokens of a prompt went through all layers."""
     return len(question.tokens) if answer.thinned is None else len(answer.thinned.kept)
 
 
-def answer_questions(
+def answer_requests(
     engine: PlanEngine,
-    questions: Sequence[Question],
+    questions: Sequence[Request],
     tick: Tick = lambda tokens: None,
     schedule: str = "prefix-tree",
     treatment: Treatment = PLAIN,
 ) -> list[Answer]:
     """The engine's answer to each question; arguments as in `answer`; `treatment` as in `Engine.answer`."""
     found: dict[int, Answer] = {}
-    plan = plan_questions(questions, engine.limits, schedule)
+    plan = plan_requests(questions, engine.limits, schedule)
     treatment = replace(treatment, thinning=thinning_of(dict(enumerate(questions))))
     for answers in engine.answer_all(plan.packs, lambda i: questions[i].prompt.labels, tick, treatment):
         found |= {each.prompt: each for each in require_answered(answers)}
@@ -183,7 +183,7 @@ def require_answered(answers: Sequence[Answer]) -> Sequence[Answer]:
 
 def answer(
     engine: PlanEngine,
-    questions: Sequence[Question],
+    questions: Sequence[Request],
     tick: Tick = lambda tokens: None,
     schedule: str = "prefix-tree",
 ) -> npt.NDArray[np.float64]:
@@ -191,10 +191,10 @@ def answer(
 
     `tick` as in `Engine.answer`. Raises ResourceError if the engine cannot go on.
     """
-    return np.stack([each.logprobs for each in answer_questions(engine, questions, tick, schedule)])
+    return np.stack([each.logprobs for each in answer_requests(engine, questions, tick, schedule)])
 
 
-def _joined(questions: Sequence[Question], limits: Limits, schedule: str) -> Plan:
+def _joined(questions: Sequence[Request], limits: Limits, schedule: str) -> Plan:
     """The plans of groups that share no pack, one after the other."""
     packs: list[Pack] = []
     unique = behind = 0
@@ -216,7 +216,7 @@ def _joined(questions: Sequence[Question], limits: Limits, schedule: str) -> Pla
     return Plan(packs, unique, behind_tokens=behind)
 
 
-def _groups(questions: Sequence[Question], limits: Limits) -> Iterator[tuple[list[int], Limits]]:
+def _groups(questions: Sequence[Request], limits: Limits) -> Iterator[tuple[list[int], Limits]]:
     """Numbers of questions that may share packs, and the limits of these.
 
     A prompt that is read both ways is in two groups: one pack computes a prompt once. Where each row chooses for
@@ -241,7 +241,7 @@ def _groups(questions: Sequence[Question], limits: Limits) -> Iterator[tuple[lis
 
 
 def _small_groups(
-    questions: Sequence[Question], numbers: Sequence[int], limits: Limits
+    questions: Sequence[Request], numbers: Sequence[int], limits: Limits
 ) -> Iterator[tuple[list[int], Limits]]:
     """Groups of questions. Their tokens fit half of the memory before thinning and the other half after it, where each
     question has its own. Questions too long for that are alone. Those that begin alike are together."""
@@ -299,7 +299,7 @@ def draw(candidates: Sequence[int], count: int, number: int) -> list[int]:
     return [candidates[at] for at in sorted(order.tolist())]
 
 
-def scored_row(question: Question, answer: Answer, *, audited: bool = False) -> ScoredRow:
+def scored_row(question: Request, answer: Answer, *, audited: bool = False) -> ScoredRow:
     """A row scored by an answer. An `audited` one has two results: the one an exit would have given, and the full
     read's."""
     logprobs, layer, audit = answer.logprobs, answer.exit_layer, None

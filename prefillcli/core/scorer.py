@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prefillcli.core.inputs import Inputs
-from prefillcli.core.request import Question, Tick
+from prefillcli.core.request import Request, Tick
 from prefillcli.core.windows import MAX_ROWS
 from prefillcli.engines.base import REDUCED, Engine, PlanEngine, PoolUse
 from prefillcli.plan.blocks import BLOCK_TOKENS
@@ -126,7 +126,7 @@ class Scorer:
         self.plans: Plans = _Plans()
         self.earlier: Mapping[str, Any] = {}
         """The plan of an earlier attempt, or of the rows before."""
-        self.read: Callable[..., tuple[list[Question], int]] | None = None
+        self.read: Callable[..., tuple[list[Request], int]] | None = None
         """Decides how prompts are read, where that is not in full: see `requests`."""
 
     @property
@@ -167,12 +167,12 @@ class Scorer:
 
     def requests(
         self, prompts: Sequence[Prompt], tick: Tick, *, window: Window | None = None, done: Collection[int] = ()
-    ) -> tuple[list[Question], int]:
+    ) -> tuple[list[Request], int]:
         """Return how the model reads prompts that are planned together, and the tokens that another model has computed
         to decide that. The prompts may be those of a `window`, of which some rows are `done`."""
         if self.read is not None:
             return self.read(self, prompts, tick, window, done)
-        return [Question(prompt) for prompt in prompts], 0
+        return [Request(prompt) for prompt in prompts], 0
 
     def adjust_threads(self) -> None:
         """Compute with as many threads as this machine has cores free."""

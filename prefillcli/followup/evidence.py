@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from prefillcli.core.further import Further, WantedRow
-from prefillcli.core.request import Question
+from prefillcli.core.request import Request
 from prefillcli.core.roles import FollowUp
 from prefillcli.plan.pack import Limits
 from prefillcli.prompts.builder import PromptBuilder
@@ -237,10 +237,10 @@ class Weighing(Further):
     measure: Measure = Measure.SHARES
     most = MOST_SECTIONS
 
-    def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Question]:
+    def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Request]:
         return [question for each in row.parts or (row,) for question in self._of(each, limits)]
 
-    def _of(self, row: WantedRow, limits: Limits) -> Sequence[Question]:
+    def _of(self, row: WantedRow, limits: Limits) -> Sequence[Request]:
         # The questions about one prompt.
         weighed = self.weigh(row.question, row.scored, row.label if self.measure is Measure.CHOICES else 0)
         fitting = [
@@ -259,7 +259,7 @@ class Weighing(Further):
             row.scored.evidence = ()
         return [replace(question, take=partial(take, place)) for place, question in fitting]
 
-    def weigh(self, question: Question, scored: ScoredRow, label: int = 0) -> WeighedRow:
+    def weigh(self, question: Request, scored: ScoredRow, label: int = 0) -> WeighedRow:
         """The prompts to be read for the evidence of a row that was scored by this question, on this label."""
         return WeighedRow(self, question.prompt, scored, label)
 
@@ -300,7 +300,7 @@ class WeighedRow:
         self._sections = [each.section for each in ablated]
         self._numbers: dict[int, Float64Array] = {} if whole is None else {len(ablated): whole}
         prompts = [each.prompt for each in ablated] + ([prompt] if ablated and whole is None else [])
-        self.questions = tuple(map(Question, prompts))
+        self.questions = tuple(map(Request, prompts))
 
     def take(self, place: int, answer: Answer) -> None:
         """The answer to the question at this place among the `questions`."""

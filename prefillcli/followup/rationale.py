@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from prefillcli.core.condition import RowCondition
 from prefillcli.core.further import Choice, Further, WantedRow, first_rows
-from prefillcli.core.request import Question, scored_row
+from prefillcli.core.request import Request, scored_row
 from prefillcli.core.roles import FollowUp, Judge
 from prefillcli.engines.memory_plan import TEXTS
 from prefillcli.errors import UsageError
@@ -42,7 +42,7 @@ class WritablePrompt:
     """A prompt that may get a text: how it is read, the source of its noise, and the text's beginning by predicted
     label."""
 
-    question: Question
+    question: Request
     key: str
     words: tuple[tuple[int, ...], ...]
 
@@ -93,7 +93,7 @@ class Rationales(Further):
         self._words = [Beginnings(inputs.opened.tokenizer, labels, template) for labels in each]
         self._id_column: str | None = inputs.settings.id_column
 
-    def continuations(self, window: Window, questions: Mapping[int, Question]) -> ChosenByScores | None:
+    def continuations(self, window: Window, questions: Mapping[int, Request]) -> ChosenByScores | None:
         if self._choice.schema.questions:  # which are asked is known when all prompts of a row are answered
             return None
         candidates = {number: self._writable(window, question) for number, question in questions.items()}
@@ -107,12 +107,12 @@ class Rationales(Further):
     def lacks(self, row: ScoredRow) -> bool:
         return row.rationale is None
 
-    def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Question]:
+    def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Request]:
         return [question for each in row.parts or (row,) for question in self._of(window, each, limits)]
 
-    def _of(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Question]:
+    def _of(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Request]:
         # To write about a row, the model also reads the tokens of it that its own layers leave behind.
-        question = row.question if row.question.thinning is None else Question(row.question.prompt)
+        question = row.question if row.question.thinning is None else Request(row.question.prompt)
         if limits.kept_size(question.size, 1) > limits.kept_tokens:
             self._take(row, question, UNREAD)
             return ()
@@ -129,7 +129,7 @@ class Rationales(Further):
             prompt = replace(prompt, labels=LabelSet.behind(beginning.tokens))
         return [replace(question, prompt=prompt, text=(self._writing, beginning), take=take)]
 
-    def _take(self, row: WantedRow, question: Question, written: Continuation) -> None:
+    def _take(self, row: WantedRow, question: Request, written: Continuation) -> None:
         # Give the row a text that was written behind a question.
         text = None
         if written.finish_reason in ("stop", "length"):
@@ -143,7 +143,7 @@ class Rationales(Further):
             source=FULL if question.kept is None else question.method,
         )
 
-    def _writable(self, window: Window, question: Question) -> WritablePrompt:
+    def _writable(self, window: Window, question: Request) -> WritablePrompt:
         prompt = question.prompt
         own = self._words[prompt.part]
         words = tuple(own.tokens(prompt.labels, label) for label in range(len(prompt.labels)))

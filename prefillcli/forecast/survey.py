@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, Field
 
-from prefillcli.core.request import Question, plan_questions, planned_variants
+from prefillcli.core.request import Request, plan_requests, planned_variants
 from prefillcli.engines.memory_plan import TEXTS, budget_of, plan_packs
 from prefillcli.errors import counted
 from prefillcli.followup.rationale import text_room
@@ -309,17 +309,17 @@ class Costs:
             keep.kept_tokens += sum(question.most_kept for question in questions)
             self._charge(keep, next(self._plans(questions, [self._settings.schedule], [()])), questions)
 
-    def _questions(self, prompts: Sequence[Prompt], keep: float) -> list[Question]:
+    def _questions(self, prompts: Sequence[Prompt], keep: float) -> list[Request]:
         # How the model reads the prompts that fit in memory.
         foresight = self._foresight
-        found = list(map(Question, prompts)) if foresight is None else foresight.questions(prompts, keep)
+        found = list(map(Request, prompts)) if foresight is None else foresight.questions(prompts, keep)
         return [question for question in found if question.size <= self._limits.max_tokens]
 
     def _plans(
-        self, questions: Sequence[Question], schedules: Iterable[str], carried: Iterable[Sequence[CarriedBlock]]
+        self, questions: Sequence[Request], schedules: Iterable[str], carried: Iterable[Sequence[CarriedBlock]]
     ) -> Iterator[Plan]:
         if any(question.thinning is not None for question in questions):
-            return (plan_questions(questions, self._limits, schedule) for schedule in schedules)
+            return (plan_requests(questions, self._limits, schedule) for schedule in schedules)
         return make_plans(
             [each.tokens for each in questions],
             [(schedule, self._limits) for schedule in schedules],
@@ -330,7 +330,7 @@ class Costs:
             block_tokens=self._block_tokens,
         )
 
-    def _charge(self, cost: Cost, plan: Plan, questions: Sequence[Question]) -> None:
+    def _charge(self, cost: Cost, plan: Plan, questions: Sequence[Request]) -> None:
         cost.packs += len(plan.packs)
         cost.computed_tokens += plan.computed_tokens
         if self._profile is not None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from prefillcli.core.request import Question, Tick, answer
+from prefillcli.core.request import Request, Tick, answer
 from prefillcli.core.roles import Judge
 from prefillcli.errors import PrefillError, UsageError, counted, without_secrets
 from prefillcli.models.files import names_classifier, read_json, sample_model
@@ -495,7 +495,7 @@ def contextual_calibration(inputs: Inputs, engine: PlanEngine, tick: Tick) -> Ca
     """The calibration that divides out the engine's answers to prompts without content. Raises PrefillError if one is
     no number."""
     labels = inputs.labels
-    questions = [Question(prompt) for prompt in inputs.common]
+    questions = [Request(prompt) for prompt in inputs.common]
     too_long = max(question.size for question in questions)
     if too_long > engine.limits.max_tokens:
         raise UsageError(

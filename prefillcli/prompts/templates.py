@@ -185,7 +185,7 @@ class _Worker:
         start = "import sys; sys.path[:] = sys.argv[2:]; from prefillcli.prompts.sandbox import main; main()"
         setup = {**asdict(limits), "parent": os.getpid(), "limit_memory": KERNEL_LIMITS_MEMORY}
         # Without site and environment it starts sooner, takes no code from the working directory and sees no secrets.
-        folders = [str(Path(__file__).parents[3]), *(path for path in sys.path if path)]
+        folders = [str(Path(__file__).parents[2]), *(path for path in sys.path if path)]
         self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with code and folders of this process
             [sys.executable, "-I", "-S", "-X", "utf8", "-c", start, json.dumps(setup), *folders],
             stdin=subprocess.PIPE,

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.text import Text
 
-from prefillcli.core.request import Question
+from prefillcli.core.request import Request
 from prefillcli.engines.base import LeavingRule, Readings
 from prefillcli.errors import PrefillError
 from prefillcli.plan.behind import LabelSet
@@ -67,7 +67,7 @@ class ReadPrompt:
     might have been compressed is read in full.
     """
 
-    question: Question
+    question: Request
     importance: npt.NDArray[np.float32] | None
     why: list[TokenReason]
     voters: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ class ReadPrompt:
     @classmethod
     def whole(cls, prompt: Prompt, why: str | None = None) -> ReadPrompt:
         """A prompt that is read in full."""
-        return cls(Question(prompt), None, ["full"] * len(prompt.tokens), in_full=why)
+        return cls(Request(prompt), None, ["full"] * len(prompt.tokens), in_full=why)
 
 
 @dataclass(frozen=True, slots=True)

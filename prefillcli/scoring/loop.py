@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from prefillcli.core.further import FurtherQuestions, GivenContinuations, WantedRow
-from prefillcli.core.request import AuditDraw, Question, kept_tokens, plan_questions, scored_row, thinning_of
+from prefillcli.core.request import AuditDraw, Request, kept_tokens, plan_requests, scored_row, thinning_of
 from prefillcli.core.scorer import ScoringPool
 from prefillcli.engines.base import (
     PLAIN,
@@ -68,7 +68,7 @@ class Finished:
 class PlannedWork(Protocol):
     """Questions that are planned and answered together."""
 
-    questions: list[Question]
+    questions: list[Request]
     plan: Plan
 
     @property
@@ -117,7 +117,7 @@ class WindowWork:
     def __init__(
         self,
         window: Window,
-        questions: list[Question],
+        questions: list[Request],
         audited: Sequence[int],
         done: set[int],
         exits: Exits | None,
@@ -129,7 +129,7 @@ class WindowWork:
     ) -> None:
         self.ordinary = len(questions)
         compressed = [number for number in audited if questions[number].compressed]
-        self.questions = questions + [Question(questions[number].prompt) for number in compressed]
+        self.questions = questions + [Request(questions[number].prompt) for number in compressed]
         self.audited = {_key(questions[number].prompt) for number in compressed}
         second = range(self.ordinary, len(self.questions))
         self.in_full = frozenset(second) | frozenset(audited).difference(compressed)
@@ -147,7 +147,7 @@ class WindowWork:
         self._exits = exits
         self._in_limit = False
         self._numbers = 0  # blocks of packs, behind which later plans begin
-        self._by_row: dict[int, dict[int, Question]] = {}
+        self._by_row: dict[int, dict[int, Request]] = {}
         """The questions about each row, in the order of its prompts."""
         self._remember(questions)
         self._asked = Counter(question.prompt.row for question in questions)
@@ -276,12 +276,12 @@ class WindowWork:
                 finished.append(scored)
         return finished
 
-    def settle_known(self, questions: Sequence[Question], rows: Sequence[ScoredRow]) -> list[ScoredRow]:
+    def settle_known(self, questions: Sequence[Request], rows: Sequence[ScoredRow]) -> list[ScoredRow]:
         """`settle` for rows that were scored before, and their questions."""
         self._remember(questions)
         return self.settle(rows, {})
 
-    def _remember(self, questions: Sequence[Question]) -> None:
+    def _remember(self, questions: Sequence[Request]) -> None:
         for question in questions:
             self._by_row.setdefault(question.prompt.row, {})[question.prompt.part] = question
 
@@ -343,7 +343,7 @@ class FollowUp:
         self.plan = Plan([], 0)
         self._next_tokens = next_tokens
         self.finished: list[ScoredRow] = []
-        self.questions: list[Question] = []
+        self.questions: list[Request] = []
         self._rows: list[ScoredRow] = []
         """The row of each question."""
         self._open: Counter[int] = Counter()
@@ -359,7 +359,7 @@ class FollowUp:
             tick()
         if self.questions:
             writes = any(each.text for each in self.questions)
-            self.plan = plan_questions(self.questions, limits.for_texts() if writes else limits, schedule)
+            self.plan = plan_requests(self.questions, limits.for_texts() if writes else limits, schedule)
 
     @property
     def done_prompts(self) -> list[int]:
@@ -437,7 +437,7 @@ class ScoringOptions:
 
     schedule: str
     block_tokens: int = 0
-    questions: Callable[..., tuple[list[Question], int]] | None = None
+    questions: Callable[..., tuple[list[Request], int]] | None = None
     audit: AuditDraw | None = None
     exits: Exits | None = None
     further: FurtherQuestions | None = None
@@ -515,7 +515,7 @@ def begin_window(
         finished.tokens.prompt += waiting
         listener.step(None, 0, waiting, 0)
     with listener.phase("plan"):
-        work.plan = plan_questions(
+        work.plan = plan_requests(
             work.questions, engine.limits, options.schedule, carried=carried, block_tokens=options.block_tokens
         )
     finished.errors, finished.tokens.unique = too_large, work.plan.unique_tokens
@@ -524,12 +524,12 @@ def begin_window(
 
 
 def _ahead(
-    questions: list[Question],
+    questions: list[Request],
     audited: list[int],
     options: ScoringOptions,
     listener: Listener,
     finished: Finished,
-) -> tuple[list[Question], list[int], list[tuple[Question, ScoredRow]]]:
+) -> tuple[list[Request], list[int], list[tuple[Request, ScoredRow]]]:
     """The questions that are left for the model, the numbers of the audited ones among them, and those that first
     models answer without it. An audited one is left to the model too: its answer so far is for the comparison."""
     if options.exits is None:
@@ -554,7 +554,7 @@ def _early(row: ScoredRow) -> EarlyAnswer:
 def _add_ahead(
     finished: Finished,
     work: WindowWork,
-    ahead: Sequence[tuple[Question, ScoredRow]],
+    ahead: Sequence[tuple[Request, ScoredRow]],
     done: set[int],
     listener: Listener,
 ) -> None:
@@ -567,7 +567,7 @@ def _add_ahead(
 
 
 def _add_known(
-    finished: Finished, work: WindowWork, questions: Sequence[Question], known: Mapping[int, ScoredRow]
+    finished: Finished, work: WindowWork, questions: Sequence[Request], known: Mapping[int, ScoredRow]
 ) -> None:
     """Add the rows of questions that were answered before the first window."""
     rows = [known[each.prompt.row] for each in questions]
@@ -579,10 +579,10 @@ def _add_known(
 
 def _questions(
     window: Window, done: set[int], options: ScoringOptions, listener: Listener
-) -> tuple[list[Question], Finished]:
+) -> tuple[list[Request], Finished]:
     """Return how the model will read the prompts of a window, and the tokens that a draft computed to decide that."""
     if options.questions is None:
-        return [Question(prompt) for prompt in window.prompts], Finished()
+        return [Request(prompt) for prompt in window.prompts], Finished()
     options.adjust_threads()
     with listener.phase("draft"):
         questions, tokens = options.questions(
@@ -592,8 +592,8 @@ def _questions(
 
 
 def _fitting(
-    questions: Sequence[Question], most: int
-) -> tuple[list[Question], dict[int, RowError], dict[_Key, RowError]]:
+    questions: Sequence[Request], most: int
+) -> tuple[list[Request], dict[int, RowError], dict[_Key, RowError]]:
     """The questions of at most `most` tokens, which the memory budget holds. The others' rows are error rows, except
     for conditional ones, which have failed."""
     fitting, errors, failed = [], dict[int, RowError](), dict[_Key, RowError]()
@@ -611,7 +611,7 @@ def _fitting(
     return [each for each in fitting if each.prompt.row not in errors], errors, failed
 
 
-def _audited(window: Window, questions: Sequence[Question], engine: PlanEngine, options: ScoringOptions) -> list[int]:
+def _audited(window: Window, questions: Sequence[Request], engine: PlanEngine, options: ScoringOptions) -> list[int]:
     """Numbers of the questions whose prompts are also read in full, or to the end where others may leave."""
     if options.audit is None:
         return []
@@ -619,13 +619,13 @@ def _audited(window: Window, questions: Sequence[Question], engine: PlanEngine, 
     able = [
         number
         for number, question in enumerate(questions)
-        if (question.compressed or options.exits is not None) and Question(question.prompt).size <= most
+        if (question.compressed or options.exits is not None) and Request(question.prompt).size <= most
     ]
     drawn = {questions[number].prompt.row for number in options.audit.draw(window, _firsts(questions, able))}
     return [number for number in able if questions[number].prompt.row in drawn]
 
 
-def _firsts(questions: Sequence[Question], numbers: Sequence[int]) -> list[int]:
+def _firsts(questions: Sequence[Request], numbers: Sequence[int]) -> list[int]:
     """The first of these questions about each row."""
     return list({questions[number].prompt.row: number for number in reversed(numbers)}.values())[::-1]
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from prefillcli.core.further import FurtherQuestions, WantedRow
 from prefillcli.core.inputs import Inputs
 from prefillcli.core.models import Models
-from prefillcli.core.request import Question, Tick, answer_questions, scored_row
+from prefillcli.core.request import Request, Tick, answer_requests, scored_row
 from prefillcli.core.windows import find_row
 from prefillcli.engines.base import Answer, EarlyExits, Engine, Treatment
 from prefillcli.errors import UsageError
@@ -171,12 +171,12 @@ def _inspect(
 
 
 def _answers(
-    inputs: Inputs, loaded: Models[Any], question: Question, summary: Summary, tick: Tick
+    inputs: Inputs, loaded: Models[Any], question: Request, summary: Summary, tick: Tick
 ) -> tuple[Answer | None, Answer | None]:
     # The answers to the prompt in full, if that fits, and compressed, if it is, with readings of every layer but the
     # last. Raises PrefillError.
     most = loaded.engine.limits.max_tokens
-    wanted = [Question(question.prompt)] + ([question] if question.kept is not None else [])
+    wanted = [Request(question.prompt)] + ([question] if question.kept is not None else [])
     able = [each for each in wanted if each.size <= most]
     if not able:
         detail = f"{question.size} tokens; the memory budget holds {most}"
@@ -186,7 +186,7 @@ def _answers(
     layers = inputs.opened.files.config.get_text_config().num_hidden_layers
     asked = NEXT_TOKENS if inputs.opened.files.head is None else 0
     observing = Treatment(EarlyExits(observed=tuple(range(layers - 1))), next_tokens=asked)
-    found = answer_questions(loaded.engine, able, tick, treatment=observing)
+    found = answer_requests(loaded.engine, able, tick, treatment=observing)
     return found[0] if able[0].kept is None else None, found[-1] if able[-1].kept is not None else None
 
 
@@ -195,7 +195,7 @@ def _further(
     further: FurtherQuestions,
     engine: Engine,
     window: Window,
-    question: Question,
+    question: Request,
     scored: ScoredRow,
     tick: Tick,
 ) -> Sequence[Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.drift import DRIFT_ROWS, StateDrift, state_drift
-from prefillcli.core.request import Question
+from prefillcli.core.request import Request
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.rows.records import Prompt
@@ -23,18 +23,18 @@ from tests.prefill.test_recurrent import RECURRENT
 PLENTY = Limits(10**6, 10**6)
 
 
-def questions(rows: int = 3) -> list[Question]:
+def questions(rows: int = 3) -> list[Request]:
     """Prompts of which about a quarter is kept."""
     rng = np.random.default_rng(6)
     found = []
     for row in range(rows):
         tokens = rng.integers(3, VOCABULARY, 150 + 40 * row).astype(np.int32)
         kept = np.sort(rng.choice(len(tokens), len(tokens) // 4, replace=False))
-        found.append(Question(Prompt(row, tokens, LabelSet(())), kept, "random"))
+        found.append(Request(Prompt(row, tokens, LabelSet(())), kept, "random"))
     return found
 
 
-def drift_of(model: Any, asked: list[Question], chunk: int = 64) -> StateDrift | None:
+def drift_of(model: Any, asked: list[Request], chunk: int = 64) -> StateDrift | None:
     register()
     model.set_attn_implementation(ATTENTION)
 
@@ -90,7 +90,7 @@ def test_drift_is_that_of_transformers_own_states(family: str) -> None:
 
 def test_only_compressed_rows_count_and_not_all_of_many() -> None:
     model: Any = make_model("lfm2", **RECURRENT["lfm2"])
-    whole = [Question(each.prompt) for each in questions()]
+    whole = [Request(each.prompt) for each in questions()]
     assert drift_of(model, whole) is None
     found = drift_of(model, [*whole, *questions(DRIFT_ROWS + 2)])
     assert found is not None

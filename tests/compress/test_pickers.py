@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefillcli.options.reading import PICKERS
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.prompts.encoding import Spans
 from prefillcli.reading.compress.draft import Draft, SelfDraft
 from prefillcli.reading.compress.load import SpecPrefill
 from prefillcli.reading.compress.selection import Bm25, Picker, RandomChunks
-from prefillcli.reading.compress.settings import PICKERS, Compression
+from prefillcli.reading.compress.settings import Compression
 from prefillcli.rows.records import Prompt
 from prefillcli.tools.bench.methods import METHODS
 from prefillcli.walk.forest import ATTENTION, register

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import MambaConfig
 
-from prefillcli.core.request import Question, plan_questions, thinning_of
+from prefillcli.core.request import Request, plan_requests, thinning_of
 from prefillcli.errors import UsageError
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits, Pack
@@ -194,10 +194,10 @@ def test_a_layer_that_does_not_see_the_whole_prompt_is_not_taken() -> None:
         choosing_layers(make_config("llama", layer_types=["compressed_sparse_attention"] * 3), None, 64)
 
 
-def questions_of(prompts: list[Tokens], keeps: list[float | None], how: Compression) -> list[Question]:
+def questions_of(prompts: list[Tokens], keeps: list[float | None], how: Compression) -> list[Request]:
     own = [None if keep is None else SelfThinning(1, keep, LAST, how) for keep in keeps]
     return [
-        Question(Prompt(number, tokens, LabelSet(())), thinning=each)
+        Request(Prompt(number, tokens, LabelSet(())), thinning=each)
         for number, (tokens, each) in enumerate(zip(prompts, own, strict=True))
     ]
 
@@ -214,7 +214,7 @@ def test_the_rule_travels_with_a_packs_prompts_alone() -> None:
 
 def test_a_prompt_that_is_read_both_ways_is_in_two_packs() -> None:
     questions = questions_of(sharing(), [0.2] * 4, HOW)
-    plan = plan_questions([*questions, Question(questions[1].prompt)], Limits(10**6, 10**6, held_tokens=10**6))
+    plan = plan_requests([*questions, Request(questions[1].prompt)], Limits(10**6, 10**6, held_tokens=10**6))
     assert [sorted(pack.prompts) for pack in plan.packs] == [[0, 1, 2, 3], [4]]
     assert [pack.index for pack in plan.packs] == [0, 1]
     assert plan.unique_tokens == 90 + 4 * 26 + 116
@@ -222,7 +222,7 @@ def test_a_prompt_that_is_read_both_ways_is_in_two_packs() -> None:
 
 def test_nothing_is_held_from_pack_to_pack() -> None:
     questions = questions_of(sharing(12), [0.2] * 12, HOW)
-    plan = plan_questions(questions, Limits(200, 400, held_tokens=400, held_cost=1.0))
+    plan = plan_requests(questions, Limits(200, 400, held_tokens=400, held_cost=1.0))
     assert len(plan.packs) > 1
     assert not any(pack.held or pack.keep for pack in plan.packs)
     assert sorted(prompt for pack in plan.packs for prompt in pack.prompts) == list(range(12))
@@ -233,7 +233,7 @@ def test_rows_that_choose_for_themselves_fit_the_memory_after_it_too() -> None:
     keeps = [0.5, 0.5, None, 0.3] * 5
     prompts = [*sharing(20), *lone(500)]
     questions = questions_of(prompts, [*keeps, 0.5], how)
-    plan = plan_questions(questions, Limits(600, 600))
+    plan = plan_requests(questions, Limits(600, 600))
     assert sorted(prompt for pack in plan.packs for prompt in pack.prompts) == list(range(21))
     for pack in plan.packs:
         assert len({questions[prompt].thinning and questions[prompt].thinning.keep for prompt in pack.prompts}) == 1

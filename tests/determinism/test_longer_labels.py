@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefillcli.core.request import Question, answer_questions
+from prefillcli.core.request import Request, answer_requests
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
@@ -34,6 +34,6 @@ def test_a_row_has_the_same_bits_whether_others_make_the_last_layer_read_whole_c
     for others in ([], [Prompt(1, tokens(rng, 50), long)], [Prompt(1, row.tokens, long)]):
         walk = LayerWalk(model, chunk_tokens=64, arithmetic=by_row())
         with closing(TorchEngine(walk, limits=Limits(10**6, 10**6))) as engine:
-            answers = answer_questions(engine, [Question(each) for each in (row, *others)])
+            answers = answer_requests(engine, [Request(each) for each in (row, *others)])
         found.add(answers[0].logprobs.tobytes())
     assert len(found) == 1

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from prefillcli.core.request import Question, answer_questions, plan_questions
+from prefillcli.core.request import Request, answer_requests, plan_requests
 from prefillcli.engines.hf import HfEngine
 from prefillcli.engines.torch import TorchEngine
 from prefillcli.plan.behind import LabelSet
@@ -96,7 +96,7 @@ def test_labels_of_any_length_get_their_log_probabilities(family: str, seed: int
     limits = Limits(tokens=most, max_tokens=10**6, held_tokens=held, held_cost=1.0 if held else 0.0)
     engine = engine_for(family, limits)
     try:
-        answers = answer_questions(engine, [Question(prompt) for prompt in prompts])
+        answers = answer_requests(engine, [Request(prompt) for prompt in prompts])
     finally:
         engine.close()
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -109,13 +109,13 @@ def test_the_plain_loop_gives_the_same(seed: int) -> None:
     prompts = random_prompts(np.random.default_rng(seed))[:3]
     model = model_of("llama")
     model.set_attn_implementation("eager")
-    answers = answer_questions(HfEngine(model, max_length=4096), [Question(prompt) for prompt in prompts])
+    answers = answer_requests(HfEngine(model, max_length=4096), [Request(prompt) for prompt in prompts])
     for prompt, answer in zip(prompts, answers, strict=True):
         wanted = expected("llama", prompt.tokens, prompt.labels)
         np.testing.assert_allclose(answer.logprobs, wanted, rtol=RELATIVE, atol=1e-5)
 
 
-def questions_at_the_switch(rng: np.random.Generator) -> list[Question]:
+def questions_at_the_switch(rng: np.random.Generator) -> list[Request]:
     """Prompts that are longer than `SWITCH` with some labels, with all or with none; some have lost tokens."""
     history = rng.integers(3, VOCABULARY, SWITCH - 50)
     sets = [random_labels(rng) for _ in range(3)] + [LabelSet.of([[rng.integers(3, VOCABULARY, 30)]])]
@@ -125,11 +125,11 @@ def questions_at_the_switch(rng: np.random.Generator) -> list[Question]:
         tokens = np.concatenate([history, own]).astype(np.int32)
         kept = np.sort(rng.choice(len(tokens) - 1, len(tokens) // 2, replace=False))
         prompt = Prompt(row, tokens, sets[rng.integers(len(sets))])
-        found.append(Question(prompt, np.append(kept, len(tokens) - 1) if rng.random() < 0.3 else None))
+        found.append(Request(prompt, np.append(kept, len(tokens) - 1) if rng.random() < 0.3 else None))
     return found
 
 
-def read_apart(model: nn.Module, question: Question) -> np.ndarray:
+def read_apart(model: nn.Module, question: Request) -> np.ndarray:
     """Each spelling of a label by a forward of its own, over the prompt and the spelling's tokens but the last."""
     model.set_attn_implementation("eager")
     prompt, found = question.prompt, []
@@ -158,7 +158,7 @@ def test_each_label_is_read_at_the_positions_of_its_own_length(family: str, seed
     limits = Limits(most, 10**6, held_tokens=held, held_cost=1.0 if held else 0.0, switch=SWITCH)
     engine = TorchEngine(LayerWalk(model, chunk_tokens=48), limits=limits)
     try:
-        answers = answer_questions(engine, asked)
+        answers = answer_requests(engine, asked)
     finally:
         engine.close()
     for answer, own in zip(answers, wanted, strict=True):
@@ -171,7 +171,7 @@ def test_so_does_the_plain_loop(seed: int) -> None:
     model = model_with_switch("phi3")
     asked = [each for each in questions_at_the_switch(np.random.default_rng(seed)) if each.kept is None][:4]
     wanted = [read_apart(model, question) for question in asked]
-    answers = answer_questions(HfEngine(model, max_length=4096), asked)
+    answers = answer_requests(HfEngine(model, max_length=4096), asked)
     for answer, own in zip(answers, wanted, strict=True):
         np.testing.assert_allclose(answer.logprobs, own, rtol=RELATIVE, atol=2e-5)
 
@@ -181,7 +181,7 @@ def test_progress_adds_up_to_the_tokens_of_prompts() -> None:
     engine = engine_for("llama", Limits(tokens=10**6, max_tokens=10**6))
     ticks: list[float] = []
     try:
-        (pack,) = plan_questions([Question(prompt) for prompt in prompts], engine.limits).packs
+        (pack,) = plan_requests([Request(prompt) for prompt in prompts], engine.limits).packs
         list(engine.answer(pack, lambda number: prompts[number].labels, ticks.append))
     finally:
         engine.close()
@@ -204,7 +204,7 @@ def test_labels_of_equal_prompts_that_begin_alike_are_computed_and_counted_once(
     prompts = [Prompt(row, np.arange(60, 80, dtype=np.int32), own) for row, own in enumerate(sets)]
     engine = engine_for("llama", Limits(tokens=10**6, max_tokens=10**6))
     try:
-        answers = answer_questions(engine, [Question(prompt) for prompt in prompts])
+        answers = answer_requests(engine, [Request(prompt) for prompt in prompts])
     finally:
         engine.close()
     assert sum(answer.computed_tokens for answer in answers) == distinct(prompts)

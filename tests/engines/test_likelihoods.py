@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefillcli.core.request import Question, answer_questions
+from prefillcli.core.request import Request, answer_requests
 from prefillcli.engines.base import Answer
 from prefillcli.engines.hf import HfEngine
 from prefillcli.plan.behind import LabelSet
@@ -22,11 +22,11 @@ def target(tokens: Int32Array) -> LabelSet:
     return LabelSet(((tokens,),), by_token=True)
 
 
-def random_questions(rng: np.random.Generator, rows: int) -> list[Question]:
+def random_questions(rng: np.random.Generator, rows: int) -> list[Request]:
     """Documents behind one token and targets behind shared prompts, of 1 to 300 tokens; some targets begin alike, some
     are equal, and what is likeliest begins some."""
     history, trunk = (rng.integers(3, VOCABULARY, 60) for _ in range(2))
-    questions: list[Question] = []
+    questions: list[Request] = []
     for row in range(rows):
         before = history[: rng.choice([1, 30, 60])]
         if rng.random() < 0.3:
@@ -37,11 +37,11 @@ def random_questions(rng: np.random.Generator, rows: int) -> list[Question]:
         if questions and rng.random() < 0.2:
             own = questions[rng.integers(len(questions))].prompt.labels.sequences[0]
             tokens = own[: rng.integers(1, len(own) + 1)]
-        questions.append(Question(Prompt(row, before.astype(np.int32), target(tokens.astype(np.int32)))))
+        questions.append(Request(Prompt(row, before.astype(np.int32), target(tokens.astype(np.int32)))))
     return questions
 
 
-def assert_answered(family: str, questions: list[Question], answers: list[Answer]) -> None:
+def assert_answered(family: str, questions: list[Request], answers: list[Answer]) -> None:
     for question, answer in zip(questions, answers, strict=True):
         before, (own,) = question.prompt.tokens, question.prompt.labels.sequences
         found = log_softmax(family, (*before.tolist(), *own.tolist()))[len(before) - 1 : -1]
@@ -60,7 +60,7 @@ def test_every_token_of_a_target_is_read(family: str, seed: int, most: int) -> N
     questions = random_questions(np.random.default_rng(seed), 6)
     engine = engine_for(family, Limits(tokens=most, max_tokens=10**6))
     try:
-        answers = answer_questions(engine, questions)
+        answers = answer_requests(engine, questions)
     finally:
         engine.close()
     assert_answered(family, questions, answers)
@@ -71,7 +71,7 @@ def test_the_plain_loop_reads_the_same(seed: int) -> None:
     questions = random_questions(np.random.default_rng(seed), 3)
     model = model_of("llama")
     model.set_attn_implementation("eager")
-    assert_answered("llama", questions, answer_questions(HfEngine(model, max_length=4096), questions))
+    assert_answered("llama", questions, answer_requests(HfEngine(model, max_length=4096), questions))
 
 
 def test_what_greedy_decoding_writes_is_known() -> None:
@@ -83,7 +83,7 @@ def test_what_greedy_decoding_writes_is_known() -> None:
     prompts = [Prompt(row, np.array(ids[:3], np.int32), target(own)) for row, own in enumerate((written, other))]
     engine = engine_for("llama", Limits(tokens=1000, max_tokens=1000))
     try:
-        answers = answer_questions(engine, [Question(prompt) for prompt in prompts])
+        answers = answer_requests(engine, [Request(prompt) for prompt in prompts])
     finally:
         engine.close()
     assert [each.by_token.greedy for each in answers if each.by_token] == [True, False]

@@ -30,7 +30,7 @@ try:
 except ImportError:
     psutil = None
 
-from prefillcli.core.request import Question, answer_questions
+from prefillcli.core.request import Request, answer_requests
 from prefillcli.engines.base import Answer
 from prefillcli.engines.hf import HfEngine, last_logits
 from prefillcli.engines.torch import TorchEngine
@@ -181,10 +181,10 @@ def test_labels_of_several_tokens_are_those_of_the_walk_and_of_the_plain_loop(
     model = AutoModelForCausalLM.from_pretrained(llama, attn_implementation=ATTENTION).eval()
     walk = TorchEngine(LayerWalk(model, chunk_tokens=64), limits=Limits(tokens=1 << 20, max_tokens=2048))
     questions = [
-        Question(Prompt(row, own, labels)) for row, (own, labels) in enumerate(zip(prompts, sets, strict=True))
+        Request(Prompt(row, own, labels)) for row, (own, labels) in enumerate(zip(prompts, sets, strict=True))
     ]
     shared.forget()
-    found, wanted, others = (answer_questions(each, questions) for each in (shared, hf, walk))
+    found, wanted, others = (answer_requests(each, questions) for each in (shared, hf, walk))
     largest = 0.0
     for own, one, other in zip(found, wanted, others, strict=True):
         largest = max(largest, *np.abs(own.logprobs - one.logprobs), *np.abs(own.logprobs - other.logprobs))

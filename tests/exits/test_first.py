@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from prefillcli.core.request import Question
+from prefillcli.core.request import Request
 from prefillcli.engines.base import Readings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.reading.exits.first import WIDTH, FirstReading, WordsReader, hashed_words, readings_of
@@ -33,7 +33,7 @@ def test_where_it_can_read_nothing_it_decides_nothing() -> None:
     exits = JobExits(
         policy, ExitUse(status="calibrated", max_flips=0.1, model_layers=4), first={BEFORE: ("blind", Blind())}
     )
-    question = Question(Prompt(0, np.arange(5, dtype=np.int32), labels=LabelSet.of([[5], [7]])))
+    question = Request(Prompt(0, np.arange(5, dtype=np.int32), labels=LabelSet.of([[5], [7]])))
     assert exits.ahead([question] * 3, lambda tokens: None) == ({}, 0)
 
 
@@ -93,7 +93,7 @@ def test_each_of_several_reads_what_is_left_by_those_ahead_of_it() -> None:
     exits = JobExits(policy, use, first={BEFORE - 1: ("one", Sees(0)), BEFORE: ("two", Sees(1))})
     tokens = np.where(draws.random((40, 2)) < 0.5, 50, draws.choice([10, 90], (40, 2)))
     labels = LabelSet.of([[5], [7]])
-    questions = [Question(Prompt(row, own.astype(np.int32), labels=labels)) for row, own in enumerate(tokens)]
+    questions = [Request(Prompt(row, own.astype(np.int32), labels=labels)) for row, own in enumerate(tokens)]
     rows, _ = exits.ahead(questions, lambda tokens: None)
     first = {row for row in range(40) if tokens[row, 0] != 50}
     second = {row for row in range(40) if row not in first and tokens[row, 1] == 90}

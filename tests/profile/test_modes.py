@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prefillcli.tools.profile.measuring import random_prompt
+from prefillcli.tools.profile.measuring import prefill, random_prompt
 from prefillcli.walk.forest import register
 from tests.prefill.families import VOCABULARY, make_model
 
@@ -23,4 +23,4 @@ def test_logits_are_those_of_the_eager_forward(model: torch.nn.Module, mode: str
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         wanted = model(input_ids=torch.as_tensor(PROMPT, dtype=torch.long)[None], use_cache=False).logits[0, -1]
-    torch.testing.assert_close(Prefill(model, mode, 32)(PROMPT), wanted, atol=1e-4, rtol=0)
+    torch.testing.assert_close(prefill(model, mode, 32, PROMPT), wanted, atol=1e-4, rtol=0)

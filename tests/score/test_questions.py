@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prefillcli import Scorer
 from prefillcli.core.further import Choice, Further, FurtherQuestions, WantedRow
-from prefillcli.core.request import Question
+from prefillcli.core.request import Request
 from prefillcli.engines.base import Answer
 from prefillcli.errors import UsageError
 from prefillcli.plan.behind import LabelSet
@@ -206,13 +206,13 @@ def test_a_question_that_shares_nothing_is_asked_where_its_condition_holds(
 
 def test_a_row_whose_second_question_has_no_answer_is_an_error_row() -> None:
     class Asker(Further):
-        def questions(self, window: Window, row: WantedRow, limits: Limits) -> list[Question]:
-            return [Question(row.question.prompt, take=lambda answer: None, required=True) for _ in range(3)]
+        def questions(self, window: Window, row: WantedRow, limits: Limits) -> list[Request]:
+            return [Request(row.question.prompt, take=lambda answer: None, required=True) for _ in range(3)]
 
     labels = LabelSet.of([[5], [7]])
     rows = [
         WantedRow(
-            Question(Prompt(row, np.array([row], np.int32), labels)), ScoredRow(row, np.zeros(2), 0, 1, 1, 0.0), 0
+            Request(Prompt(row, np.array([row], np.int32), labels)), ScoredRow(row, np.zeros(2), 0, 1, 1, 0.0), 0
         )
         for row in (3, 4)
     ]

@@ -17,7 +17,7 @@ from prefillcli.report.section import Part, Section
 from prefillcli.rows.proof import hash_value
 
 if TYPE_CHECKING:
-    from prefillcli.core.request import Question, Tick
+    from prefillcli.core.request import Request, Tick
     from prefillcli.core.run import Run
     from prefillcli.core.scorer import Scorer
     from prefillcli.reading.compress.compressor import Compressor
@@ -72,7 +72,7 @@ class Compress(Reading, Judge):
 
     def requests(
         self, scorer: Scorer, prompts: Sequence[Prompt], tick: Tick, window: Window | None, done: Collection[int]
-    ) -> tuple[list[Question], int]:
+    ) -> tuple[list[Request], int]:
         """Return how the model reads these prompts, and the tokens that the draft computed; see `Scorer.requests`."""
         if self._windows is None:
             self._windows = WindowCompressor(scorer, self.compressor(scorer), methods=self._methods)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from prefillcli.core.request import Question, Thinning, Tick, answer_questions, draw
+from prefillcli.core.request import Request, Thinning, Tick, answer_requests, draw
 from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
 from prefillcli.models.shape import NoCostModel, Shape, prefill_flops, thinned_flops
 from prefillcli.plan.pack import Limits
@@ -183,7 +183,7 @@ class Compressor:
         """Free memory."""
         self.picker.close()
 
-    def compress(self, prompts: Sequence[Prompt], tick: Tick = lambda tokens: None) -> list[Question]:
+    def compress(self, prompts: Sequence[Prompt], tick: Tick = lambda tokens: None) -> list[Request]:
         """One question for each prompt, in their order."""
         keeps = self.keeps(prompts)
         return self.select(prompts, keeps, self.estimate(prompts, keeps, tick))
@@ -205,18 +205,18 @@ class Compressor:
 
     def select(
         self, prompts: Sequence[Prompt], keeps: Sequence[float | None], estimates: Sequence[ImportanceEstimate]
-    ) -> list[Question]:
+    ) -> list[Request]:
         """Return how the target reads each prompt."""
         kept = self.picker.select(prompts, estimates, keeps, self.settings)
         questions = []
         for prompt, own, found in zip(prompts, kept, estimates, strict=True):
             if isinstance(own, Thinning):
-                questions.append(Question(prompt, method=self.picker.method, thinning=own))
+                questions.append(Request(prompt, method=self.picker.method, thinning=own))
             elif own is not None and len(own) < len(prompt.tokens):
-                questions.append(Question(prompt, own, self.picker.method, found.seconds))
+                questions.append(Request(prompt, own, self.picker.method, found.seconds))
             else:
                 method = FULL if found.reason is None else FALLBACK + found.reason
-                questions.append(Question(prompt, None, method, found.seconds))
+                questions.append(Request(prompt, None, method, found.seconds))
         return questions
 
     def why_no_rate(self, prompts: Sequence[Prompt], keeps: Sequence[float | None], number: int) -> str:
@@ -241,7 +241,7 @@ class Compressor:
         )
 
 
-def why_in_full(question: Question) -> str | None:
+def why_in_full(question: Request) -> str | None:
     """Return why a prompt that has a keep rate is read in full after all; None if it is compressed."""
     if question.compressed:
         return None
@@ -342,11 +342,11 @@ def choose_keep(
     if len(chosen) < needed:
         return KeepChoice(1.0, (), needed)
 
-    def likeliest(questions: Sequence[Question]) -> list[int]:
+    def likeliest(questions: Sequence[Request]) -> list[int]:
         # Prompts may have labels of their own.
-        return [int(each.logprobs.argmax()) for each in answer_questions(engine, questions, tick)]
+        return [int(each.logprobs.argmax()) for each in answer_requests(engine, questions, tick)]
 
-    full = dict(zip(chosen, likeliest([Question(prompts[number]) for number in chosen]), strict=True))
+    full = dict(zip(chosen, likeliest([Request(prompts[number]) for number in chosen]), strict=True))
     for keep in RATES:
         questions = compressor.select(prompts, compressor.keeps(prompts, keep), estimates)
         tried = [number for number in chosen if questions[number].compressed]
@@ -379,7 +379,7 @@ class WindowCompressor:
         self._methods = Counter(methods)
         self._warned = False
 
-    def __call__(self, window: Window, done: Collection[int], tick: Tick) -> list[Question]:
+    def __call__(self, window: Window, done: Collection[int], tick: Tick) -> list[Request]:
         """`tick` is called with the tokens of each step; it may raise.
 
         Raises PrefillError if the draft fails on everything; rows that are `done` were counted before.
@@ -397,7 +397,7 @@ class WindowCompressor:
         self._methods.update(question.method for question in questions if question.prompt.row not in done)
         return questions
 
-    def _warn_of_little(self, questions: Sequence[Question], keeps: Sequence[float | None]) -> bool:
+    def _warn_of_little(self, questions: Sequence[Request], keeps: Sequence[float | None]) -> bool:
         # If the model reads nearly all tokens of a window in spite of its keep rate, say why on stderr.
         read, whole = (
             sum(each) for each in zip(*((r.most_kept, len(r.prompt.tokens)) for r in questions), strict=True)
@@ -446,7 +446,7 @@ class WindowCompressor:
         able = [
             number
             for number, keep in enumerate(wanted)
-            if keep is not None and prompts[number].keep is None and Question(prompts[number]).size <= most
+            if keep is not None and prompts[number].keep is None and Request(prompts[number]).size <= most
         ]
         if not able:
             return  # a later window may have rows to compress
@@ -501,13 +501,13 @@ class KeptTokens:
             fits = limits.max_tokens if limits.read_tokens is None else min(limits.max_tokens, limits.read_tokens)
             self._reach = min(opened.draft.max_length - compression.decoded, fits)
 
-    def questions(self, prompts: Sequence[Prompt], rate: float) -> list[Question]:
+    def questions(self, prompts: Sequence[Prompt], rate: float) -> list[Request]:
         rates = keep_rates(prompts, rate, self._compression, self._worth)
         if self._own_layers:
             from prefillcli.reading.compress.draft import SelfDraft
 
             chosen = SelfDraft(self._own_layers - 1).select(prompts, [], rates, self._compression)
-            return [Question(prompt, thinning=own) for prompt, own in zip(prompts, chosen, strict=True)]
+            return [Request(prompt, thinning=own) for prompt, own in zip(prompts, chosen, strict=True)]
         longest = max((len(prompt.tokens) for prompt in prompts), default=0)
         equal = np.zeros(longest, dtype=np.float32)  # of equally important chunks the first are kept
         importances = [
@@ -516,11 +516,11 @@ class KeptTokens:
         ]
         kept = select_all([prompt.tokens for prompt in prompts], importances, rates, self._compression)
         return [
-            Question(prompt) if own is None or len(own) == len(prompt.tokens) else Question(prompt, own)
+            Request(prompt) if own is None or len(own) == len(prompt.tokens) else Request(prompt, own)
             for prompt, own in zip(prompts, kept, strict=True)
         ]
 
-    def layers(self, questions: Sequence[Question]) -> float:
+    def layers(self, questions: Sequence[Request]) -> float:
         whole = sum(len(question.tokens) for question in questions)
         if not self._own_layers or not whole:
             return 1.0
@@ -579,9 +579,7 @@ def inspected(
     )
 
 
-def why_kept(
-    question: Question, tail: int, others: Sequence[Neighbour], compression: Compression
-) -> list[TokenReason]:
+def why_kept(question: Request, tail: int, others: Sequence[Neighbour], compression: Compression) -> list[TokenReason]:
     """Return why each token of a prompt is kept or dropped.
 
     Its last `tail` tokens are always kept; `others` are the prompts that are compressed together with it.

@@ -14,7 +14,7 @@ from prefillcli.reading.exits.policy import exit_profile_at, job_of_exits, requi
 from prefillcli.rows.proof import hash_value
 
 if TYPE_CHECKING:
-    from prefillcli.core.request import Question, Tick
+    from prefillcli.core.request import Request, Tick
     from prefillcli.core.run import Run
     from prefillcli.core.scorer import Scorer
     from prefillcli.engines.base import Answer, Readings, Treatment
@@ -99,7 +99,7 @@ class Exits(Reading, Judge):
         with run.clock.phase("exits"):
             self.exits = learning(run, self.profile, readers_of(run.scorer), self._read_as).exits()
 
-    def ahead(self, questions: Sequence[Question], tick: Tick) -> tuple[dict[int, ScoredRow], int]:
+    def ahead(self, questions: Sequence[Request], tick: Tick) -> tuple[dict[int, ScoredRow], int]:
         """Return the answers, by the places of these questions, that the model need not be asked for, and the tokens
         that first models have computed to find them."""
         return ({}, 0) if self.exits is None else self.exits.ahead(questions, tick)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefillcli.core.request import Question
+from prefillcli.core.request import Request
 from prefillcli.engines.base import Answer, Readings
 from prefillcli.models.open import Opened, Small, dtype_name
 from prefillcli.models.shape import NoCostModel, keys_share, prefill_flops
@@ -208,7 +208,7 @@ def observed_layers(layers: int) -> tuple[int, ...]:
 
 
 def calibration_rows(
-    questions: Sequence[Question], answers: Sequence[Answer], layers: Sequence[int], labels: int
+    questions: Sequence[Request], answers: Sequence[Answer], layers: Sequence[int], labels: int
 ) -> CalibrationRows:
     """Questions that were answered in full, with readings after `layers`; each answer has `labels`."""
 

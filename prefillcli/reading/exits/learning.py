@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import BaseModel, Field
 
-from prefillcli.core.request import Question, plan_questions, scored_row, thinning_of
+from prefillcli.core.request import Request, plan_requests, scored_row, thinning_of
 from prefillcli.core.request import Tick as TickTokens
 from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
 from prefillcli.errors import PrefillError
@@ -538,7 +538,7 @@ class JobExits:
         inside = None if self.policy is None else self.policy.inside
         return PLAIN if inside is None else Treatment(EarlyExits(inside, in_full))
 
-    def ahead(self, questions: Sequence[Question], tick: TickTokens) -> tuple[dict[int, ScoredRow], int]:
+    def ahead(self, questions: Sequence[Request], tick: TickTokens) -> tuple[dict[int, ScoredRow], int]:
         """The answers that the first models give, by the places of the questions, and the tokens that they
         computed."""
         rows: dict[int, ScoredRow] = {}
@@ -558,7 +558,7 @@ class JobExits:
         return rows, computed
 
     def _decided(
-        self, layer: int, reader: Reader, questions: Sequence[Question], numbers: Sequence[int], tick: TickTokens
+        self, layer: int, reader: Reader, questions: Sequence[Request], numbers: Sequence[int], tick: TickTokens
     ) -> dict[int, ScoredRow]:
         # The rows of the questions with these `numbers` that a first model decides.
         found = reader.read([questions[number].prompt for number in numbers], tick)
@@ -634,7 +634,7 @@ class JobExits:
         return self.use.model_copy(update=gains)
 
 
-def decided_row(question: Question, logprobs: Any, layer: int, seconds: float) -> ScoredRow:
+def decided_row(question: Request, logprobs: Any, layer: int, seconds: float) -> ScoredRow:
     """A row that a first model has decided: nothing of it is computed by the model itself."""
     return ScoredRow(question.prompt.row, logprobs, 0, 0, 0, seconds, method=FIRST, exit_layer=layer + 1)
 
@@ -663,7 +663,7 @@ def _use_of(stored: Mapping[str, Any]) -> ExitUse:
 class _ReadRows:
     # Questions that were answered in full; `unique` is the size of their trie, in tokens. `first` has the readings of
     # the first models, by layer.
-    questions: list[Question]
+    questions: list[Request]
     answers: list[Answer]
     unique: int
     first: dict[int, list[FirstReading | None]]
@@ -681,7 +681,7 @@ def with_first(
     rows: CalibrationRows,
     read: Mapping[int, Sequence[FirstReading | None]],
     readers: Mapping[int, tuple[str, Reader]],
-    questions: Sequence[Question],
+    questions: Sequence[Request],
     answers: Sequence[Answer],
 ) -> tuple[CalibrationRows, list[FirstUse]]:
     """The rows with what first models `read` of their questions, by layer, and what a token costs each of the
@@ -865,7 +865,7 @@ class ExitLearning:
             return _ReadRows([], [], 0, {})
         if not self.run.settings.quiet:
             log.info(f"{len(questions):,} rows are read in full first, {why}")
-        plan = plan_questions(questions, self.engine.limits, self.run.settings.schedule)
+        plan = plan_requests(questions, self.engine.limits, self.run.settings.schedule)
         exits = EarlyExits(observed=tuple(layers)) if layers else None
         treatment = Treatment(exits, thinning=thinning_of(dict(enumerate(questions))))
         found: dict[int, Answer] = {}
@@ -905,7 +905,7 @@ class ExitLearning:
         source = self.run.inputs.source
         return source.selection().within(0, source.count())
 
-    def _questions(self, numbers: Int64Array) -> list[Question]:
+    def _questions(self, numbers: Int64Array) -> list[Request]:
         # How the model reads the rows with these numbers, ascending.
         prompts = [prompt for batch in self._prompts(numbers) for prompt in batch]
         questions, _ = self.run.scorer.requests(prompts, self.run.tick)

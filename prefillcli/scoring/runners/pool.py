@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from prefillcli.core.request import plan_questions
+from prefillcli.core.request import plan_requests
 from prefillcli.engines.base import PLAIN, Answer, PoolUse, Treatment, WeightsReport, WorkerReport
 from prefillcli.engines.memory_plan import Measured
 from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
@@ -577,7 +577,7 @@ class Pool:
         """Ask for each row of a pack alone: then a row that kills workers does not harm the others."""
         asked.split(pack, len(pack.prompts))
         for prompt in pack.prompts:
-            (alone,) = self.numbered(plan_questions([asked.work.questions[prompt]], self.limits).packs)
+            (alone,) = self.numbered(plan_requests([asked.work.questions[prompt]], self.limits).packs)
             free = FreePack(alone.renumbered([prompt]))
             self.add([[self._question(asked, free, MOST_LOSSES - 1)]])
 
