@@ -13,6 +13,8 @@ import numpy as np
 import pyarrow as pa
 from transformers import AutoTokenizer
 
+from prefillcli.core.run import Run
+from prefillcli.core.scorer import USUAL
 from prefillcli.core.windows import MAX_ROWS
 from prefillcli.engines.base import WorkerReport
 from prefillcli.models.files import sample_model
@@ -24,10 +26,11 @@ from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.plan.pack import Key, Limits
 from prefillcli.plan.plan import Plan
 from prefillcli.prompts.labels import ClassLabels, Label
+from prefillcli.report.run import RunReport
 from prefillcli.rows.records import Int32Array, Prompt, Window
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.signals import Stop
-from prefillcli.scoring.loop import USUAL, ScoringLoop, ScoringOptions
+from prefillcli.scoring.loop import ScoringLoop, ScoringOptions
 from prefillcli.scoring.recorder import Recorder
 from prefillcli.scoring.runners.pool import (
     Answered,
@@ -206,12 +209,13 @@ def share_out(rows: int, workers: int, pack_tokens: int, workload: str) -> Balan
             cost=_tokens, stop=stop,
         )  # fmt: skip
         pool.begin(plans=True, pack_tokens=pack_tokens)
-        job: Any = SimpleNamespace(
-            sink=_NoSink(), clock=Clock(), stop=stop, settings=settings, labels=_CLASSES, probabilities=None,
-            opened=SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(sample_model())),
-            granularity=USUAL, require_unchanged=lambda rows: None,
-        )  # fmt: skip
-        recorder = Recorder(job, lambda: None)
+        opened = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(sample_model()))
+        run: Any = Run(settings, RunReport(), "", Clock(), stop)
+        run.sink = _NoSink()
+        run.scorer = SimpleNamespace(
+            granularity=USUAL, inputs=SimpleNamespace(labels=_CLASSES, probabilities=None, opened=opened)
+        )
+        recorder = Recorder(run, lambda: None)
         options = ScoringOptions("prefix-tree", BLOCK_TOKENS)
         scoring = ScoringLoop(pool, options, recorder)
         scoring.score(_windows(rows, workload), lambda: True)
