@@ -32,7 +32,7 @@ from prefillcli.engines.base import EarlyExits, Readings, Treatment
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from prefillcli.plan.pack import in_full
-from prefillcli.reading.exits.exits import Exits, judging
+from prefillcli.reading.exits import judging
 from prefillcli.reading.exits.first import readers_of, readings_of
 from prefillcli.reading.exits.judging import (
     CalibrationRows,
@@ -47,7 +47,8 @@ from prefillcli.reading.exits.judging import (
 )
 from prefillcli.reading.exits.policy import ExitPolicy, Float64Array, Probe
 from prefillcli.rows.records import BEFORE
-from prefillcli.scoring.scorer import Scorer
+from prefillcli.scoring.opening import open_inputs
+from prefillcli.scoring.scorer import load_here, make_scorer
 from recipes.real_model import FOLDER
 
 COMPARED = 300  # rows that both models read when the cost of the first one is measured
@@ -232,20 +233,20 @@ def collected(case: str, first: str) -> Arrays:
         flags: Arrays = {"inputs": [str(own.rows(Path(folder)))], "model": str(own.model()), "labels": own.labels}
         flags |= {"dtype": "float32", "chat": False, "quiet": True, "output": f"{folder}/scores.parquet"}
         flags |= {"first": [first]} if first else {"exit": True}
-        scorer = Scorer(load_settings(ScoreSettings, flags, environment={}))
-        scorer.open_source()
-        scorer.open_models()
+        opening = open_inputs(load_settings(ScoreSettings, flags, environment={}))
+        inputs = opening.inputs
+        scorer = make_scorer(inputs, opening.parts)
         with scorer.loaded:
-            with scorer.windows(scorer.builder.close) as coming:
+            with inputs.windows(inputs.builder.close) as coming:
                 prompts = next(coming).prompts
-            scorer.load()
-            depth = scorer.opened.files.config.get_text_config().num_hidden_layers
+            load_here(scorer)
+            depth = inputs.opened.files.config.get_text_config().num_hidden_layers
             layers = () if first else observed_layers(depth)
             questions = [Request(prompt) for prompt in prompts[: COMPARED if first else None]]
             answers = answer_requests(scorer.pool, questions, treatment=Treatment(EarlyExits(observed=layers)))
-            rows = calibration_rows(questions, answers, layers, len(scorer.labels.names))
+            rows = calibration_rows(questions, answers, layers, len(inputs.labels.names))
             if first:
-                read = readers_of(scorer, Exits)[BEFORE][1].read(prompts, lambda tokens: None)
+                read = readers_of(scorer)[BEFORE][1].read(prompts, lambda tokens: None)
                 cost = per_token(read, prompts) / per_token(answers, prompts)
                 return {**named(BEFORE, readings_of(read)), "cost": cost * in_full(depth)}
         found = {name: value for layer, each in rows.readings.items() for name, value in named(layer, each).items()}

@@ -495,8 +495,8 @@ begun = cli.load_options
 def begin(*given):
     global load
     found = begun(*given)
-    from prefillcli.scoring.score import Job
-    load, Job.load_models = Job.load_models, ready
+    from prefillcli.scoring.score import ScoreJob
+    load, ScoreJob._load_models = ScoreJob._load_models, ready
     return found
 cli.load_options = begin
 cli.main()

@@ -21,6 +21,7 @@ import typer
 from benchmarks.console import log
 from benchmarks.exit_cases import EXIT_CASES, ExitCase
 from prefillcli.core.request import Request, answer_requests, plan_requests
+from prefillcli.core.scorer import Scorer
 from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.pack import in_full
@@ -33,7 +34,8 @@ from prefillcli.reading.exits.judging import (
     observed_layers,
 )
 from prefillcli.rows.records import Int64Array, Prompt
-from prefillcli.scoring.scorer import Scorer
+from prefillcli.scoring.opening import open_inputs
+from prefillcli.scoring.scorer import load_here, make_scorer
 from prefillcli.stats.evaluation import exact_interval
 
 
@@ -62,13 +64,12 @@ def measure_case(case: ExitCase, folder: Path, rounds: int, dtype: str, rows: in
         inputs=(str(case.rows(folder)),), model=str(case.model()), labels=case.labels, dtype=dtype, chat=False,
         quiet=True,
     )  # fmt: skip
-    scorer = Scorer(settings)
-    scorer.open_source()
-    scorer.open_models()
-    with scorer.windows(scorer.builder.close) as coming:
+    opening = open_inputs(settings)
+    with opening.inputs.windows(opening.inputs.builder.close) as coming:
         prompts = next(coming).prompts
+    scorer = make_scorer(opening.inputs, opening.parts)
     with scorer.loaded:
-        scorer.load()
+        load_here(scorer)
         learnt, measured = prompts[: case.learnt], prompts[case.learnt :]
         measured = measured[: rows or len(measured)]
         log(f"{len(learnt):,} rows are read in full, to learn")
@@ -97,7 +98,7 @@ def measure_case(case: ExitCase, folder: Path, rounds: int, dtype: str, rows: in
 
 def depth_of(scorer: Scorer) -> int:
     """The number of layers of the model."""
-    depth: int = scorer.opened.files.config.get_text_config().num_hidden_layers
+    depth: int = scorer.inputs.opened.files.config.get_text_config().num_hidden_layers
     return depth
 
 
@@ -105,7 +106,7 @@ def read_in_full(scorer: Scorer, prompts: list[Prompt]) -> CalibrationRows:
     """The rows that exits are learnt on."""
     layers, questions = observed_layers(depth_of(scorer)), [Request(prompt) for prompt in prompts]
     answers = answer_requests(scorer.pool, questions, treatment=Treatment(EarlyExits(observed=layers)))
-    return calibration_rows(questions, answers, layers, len(scorer.labels.names))
+    return calibration_rows(questions, answers, layers, len(scorer.inputs.labels.names))
 
 
 def calibrate(scorer: Scorer, rows: CalibrationRows, max_flips: float) -> ExitCalibration:
@@ -115,8 +116,8 @@ def calibrate(scorer: Scorer, rows: CalibrationRows, max_flips: float) -> ExitCa
         rows,
         layers=depth_of(scorer),
         max_flips=max_flips,
-        labels=scorer.labels.names,
-        costs=exit_costs(scorer.opened.files.config),
+        labels=scorer.inputs.labels.names,
+        costs=exit_costs(scorer.inputs.opened.files.config),
     )
     log(f"--max-flips {max_flips:g}: {found.reason or 'exits after layers ' + _layers(found)}")
     log(f"learnt in {time.process_time() - begun:.1f} s")
@@ -159,7 +160,7 @@ def outcome(
     gain = statistics.median(first / second for first, second in zip(whole, own, strict=True))
     truth, said = likeliest(full), likeliest(run)
     flips = []
-    for number, label in enumerate(scorer.labels.names):
+    for number, label in enumerate(scorer.inputs.labels.names):
         rows, flipped = int((truth == number).sum()), int((said[truth == number] != number).sum())
         interval = exact_interval(flipped, rows) if rows else None
         flips.append({"label": label, "rows": rows, "flips": flipped, "interval": interval})

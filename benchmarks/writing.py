@@ -30,6 +30,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from benchmarks.console import log
 from benchmarks.spread import Spread
+from prefillcli.core.inputs import Inputs
+from prefillcli.core.models import Models
 from prefillcli.engines.hf import generate
 from prefillcli.models.files import sample_draft, sample_model
 from prefillcli.models.heads import label_numbers
@@ -42,8 +44,8 @@ from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.prompts.templates import Beginnings
 from prefillcli.rows.records import Float64Array, Int32Array
-from prefillcli.scoring.loading import Models, load_models
-from prefillcli.scoring.opening import Opening
+from prefillcli.scoring.loading import load_models
+from prefillcli.scoring.opening import open_inputs
 from prefillcli.tools.bench.contest import interleaved, with_peak
 from prefillcli.tools.bench.material import make_needles
 from prefillcli.walk.continuations import DRAFTERS, Beginning, Continuation, DecodingReport, Writing
@@ -250,18 +252,18 @@ def _over(reference: Sequence[float], own: Sequence[float]) -> dict[str, float]:
     return asdict(Spread.of([one / max(other, 1e-9) for one, other in zip(reference, own, strict=True)]))
 
 
-def text_task(opening: Opening, models: Models[Any], tokens: int) -> TextTask:
+def text_task(inputs: Inputs, models: Models[Any], tokens: int) -> TextTask:
     """The task of writing up to this many tokens behind each prompt of the first window, after its predicted label.
     Packs are those whose K,V of all layers fit in the budget twice: once kept, once to be written behind."""
-    files, budget, labels = opening.opened.files, models.engine.limits, opening.labels
+    files, budget, labels = inputs.opened.files, models.engine.limits, inputs.labels
     law = memory_law(files.config, files.dtype)
     most = int(budget.max_tokens * law.token / (law.token + 2 * law.all_key_values)) - tokens
-    with opening.windows(opening.builder.close) as coming:
+    with inputs.windows(inputs.builder.close) as coming:
         every = next(coming).prompts
     prompts = [each for each in every if len(each.tokens) <= min(most, files.max_length - tokens - BETWEEN)]
     if len(prompts) < len(every):
         log(f"{len(every) - len(prompts):,} prompts do not fit with their texts")
-    words = Beginnings(opening.opened.tokenizer, labels, DEFAULT_TEMPLATE)
+    words = Beginnings(inputs.opened.tokenizer, labels, DEFAULT_TEMPLATE)
 
     def beginning(number: int, logprobs: Float64Array) -> Beginning:
         prompt = prompts[number]
@@ -302,12 +304,10 @@ def measure(
     settings: ScoreSettings, tokens: int, rounds: int, names: Sequence[str] = WAYS[1:]
 ) -> list[dict[str, Any]]:
     """Compare these ways on the rows of the settings: see `compare`."""
-    opening = Opening(settings)
-    opening.open_source()
-    opening.open_models()
-    with closing(load_models(opening.opened, settings)) as models:
-        task = text_task(opening, models, tokens)
-        return compare(task, text_methods(names, models), rounds, opening.opened.device)
+    inputs = open_inputs(settings).inputs
+    with closing(load_models(inputs.opened, settings)) as models:
+        task = text_task(inputs, models, tokens)
+        return compare(task, text_methods(names, models), rounds, inputs.opened.device)
 
 
 def main(
