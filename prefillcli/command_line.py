@@ -42,7 +42,7 @@ def parameters_of(settings: type[Settings]) -> list[inspect.Parameter]:
     recipe = typer.Option("--recipe", metavar="FILE", help="YAML with options by name.", rich_help_panel=RUN)
     chosen = typer.Option("--set", metavar="NAME=VALUE", help="A setting, see below; repeatable.", rich_help_panel=RUN)
     whole = typer.Option(
-        "--help-all", help="Show all options, by feature.", rich_help_panel=RUN, is_eager=True, callback=_show_all
+        "--help-all", help="Show all options, by panel.", rich_help_panel=RUN, is_eager=True, callback=_show_all
     )
     return [
         *([] if place is None else [_argument(settings, place)]),

@@ -198,12 +198,12 @@ def shown(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: HIDDEN if _is_secret(key, item) else shown(item) for key, item in value.items()}
     if hasattr(value, "model_copy"):  # of pydantic
-        return value.model_copy(update={name: shown(item) for name, item in value})  # with those of features
+        return value.model_copy(update={name: shown(item) for name, item in value})
     return value
 
 
 def shown_report(report: Report) -> Report:
-    """A report as it may be stored and printed, with the parts that features have put into it."""
+    """A report as it may be stored and printed, with what its judges have put into it."""
     found: Report = shown(report)
     error = getattr(found, "error", None)  # in which libraries name places without their protocol
     return found if error is None else found.model_copy(update={"error": without_secrets(error)})

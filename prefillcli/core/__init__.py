@@ -1,1 +1,1 @@
-"""The hooks of a job, and the features that use them."""
+"""The nouns of a job: inputs, scorer, run, requests to the model, and the roles of its parts."""

@@ -1,4 +1,4 @@
-"""Further questions about rows that are scored: which rows have them, and which features ask."""
+"""Further questions about rows that are scored: which rows have them, and who asks."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class WantedRow:
 
 
 class Further:
-    """The questions of a feature about wanted rows. Their answers go into the `ScoredRow`."""
+    """The questions of a follow-up about wanted rows. Their answers go into the `ScoredRow`."""
 
     most = 1
     """Questions about one row, at most."""

@@ -189,7 +189,7 @@ class WeightsReport:
     the ways to compute attention that are wrong on the device, and not taken.
     """
 
-    mode: str  # "resident", or how a feature keeps them
+    mode: str  # "resident" or "stream"
     bytes: int
     memory_bytes: int
     weights_over_memory: float

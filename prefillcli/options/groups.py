@@ -183,7 +183,7 @@ DEFAULT_TEMPLATE = "{{ label }} because"  # the beginning of a text behind a pro
 
 
 class DraftOptions(Settings):
-    """A small model beside the model, which some features use."""
+    """A small model beside the model, which picks or guesses tokens."""
 
     draft: str | None = option(
         None,

@@ -301,11 +301,11 @@ def lists_options(kind: type) -> Callable[[AnyFunction], AnyFunction]:
         own += [
             inspect.Parameter(name, named, default=ScoreSettings.model_fields[name].default, annotation=annotation)
             for name, annotation in get_type_hints(kind).items()
-            if name in ScoreSettings.model_fields  # of features that are there
         ]
         function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
-        names = [name for name in get_type_hints(kind) if name in ScoreSettings.model_fields]
-        function.__doc__ = f"{inspect.getdoc(function) or ''}\n\nOptions:\n{_explained(names)}".lstrip()
+        function.__doc__ = (
+            f"{inspect.getdoc(function) or ''}\n\nOptions:\n{_explained([*get_type_hints(kind)])}".lstrip()
+        )
         return function
 
     return decorate

@@ -378,7 +378,7 @@ class Inspection:
     draft_layers: int  # of the draft; 0 without one
     margins: MarginCurve | None = None  # of the prompt as a job reads it: compressed, if the job compresses it
     scored: ScoredRow | None = None  # as in a job
-    further: Sequence[Section] = ()  # sections of features about it
+    further: Sequence[Section] = ()  # sections of what was asked further about it
     next: Sequence[LikelyToken] = ()  # the likeliest tokens after the prompt
 
 

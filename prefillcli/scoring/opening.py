@@ -159,7 +159,7 @@ def open_inputs(settings: Any, carried: Sequence[str | None] = ()) -> Opening:
 
 
 def local_models(settings: JobOptions) -> list[Path]:
-    """The folders and GGUF files on this machine of the model, the draft and the features."""
+    """The folders and GGUF files on this machine of the model, the draft, first models and adapters."""
     found = [sample_model() if settings.model is None else local_model(settings.model, "--model")]
     option, names = small_models(settings)
     found += [local_model(name, f"--{option}") for name in names]

@@ -199,7 +199,7 @@ def _further(
     scored: ScoredRow,
     tick: Tick,
 ) -> Sequence[Any]:
-    # The features' findings on a row that was read by this question, after further questions about it; the row takes
+    # What was found about a row that was read by this request, after further questions about it; the row takes
     # the answers. Raises ResourceError if the engine cannot go on.
     labels = further.choice.wanted(window, [scored]).get(scored.row)
     if labels is None:

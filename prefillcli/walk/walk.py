@@ -54,7 +54,7 @@ def cut_anywhere(tree: Tree, tokens: int, most: int, step: int = ROW_STEP) -> li
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The arithmetic of a walk. A feature may bring one that is stricter than the fastest way of each device.
+    """The arithmetic of a walk. There may be one that is stricter than the fastest way of each device.
 
     Kernels for packed weights ignore `mode`, and models that are walked with their own cache ignore `attend` and
     `read`. Where that must not happen, `no_packed_weights` and `no_own_cache` are the messages for the user.

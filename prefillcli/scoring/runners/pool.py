@@ -115,7 +115,7 @@ class Reported:
 
 Task = AnswerTask | BesideTask | ReportTask
 Result = Any
-"""`Answered`, `Reported`, or the result of a feature's task."""
+"""`Answered`, `Reported`, or the result of a task beside the model."""
 
 
 @dataclass(frozen=True, slots=True)
