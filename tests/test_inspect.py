@@ -33,10 +33,10 @@ from prefillcli.plan.behind import LabelSet
 from prefillcli.prompts.encoding import Encoder, token_texts
 from prefillcli.reading.compress.compressor import Neighbour, why_kept
 from prefillcli.reading.compress.settings import Compression
-from prefillcli.report.inspection import CommonPrefix, Inspection, shared_prefixes
 from prefillcli.rows.records import Prompt
 from prefillcli.scoring.score import score_job
 from prefillcli.tools import inspect
+from prefillcli.tools.inspection import CommonPrefix, Inspection, shared_prefixes
 
 SAMPLES = Path(__file__).parent.parent / "samples"
 POSTS, CREDITS = SAMPLES / "post_recommendation.parquet", SAMPLES / "credit_verification.jsonl"

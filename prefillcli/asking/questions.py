@@ -60,7 +60,8 @@ class QuestionAsking(Asking):
             )
         return QuestionLabels(opened.tokenizer, self.file, self.settings)
 
-    def schemas(self, groups: frozenset[Group], calibrated: str) -> Sequence[OutputSchema]:
+    def schemas(self, groups: frozenset[Group], calibrated: str) -> tuple[OutputSchema, ...]:
+        """Return the columns of the answers to each question: see `Inputs.question_schemas`."""
         shared = groups & {"audit", "label_scores", "evidence", "rationales"}
         own = groups & {"calibrated"}
         return tuple(

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from prefillcli.prompts.builder import PromptBuilder, PromptSettings
     from prefillcli.prompts.labels import Labels
     from prefillcli.prompts.templates import RowTemplate
-    from prefillcli.rows.output.columns import Group, OutputSchema
 
 
 class Asking(ABC):
@@ -42,11 +41,6 @@ class Asking(ABC):
         self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
     ) -> PromptBuilder:
         """Return the builder of prompts for rows with the `available` columns. It takes the compiled `template`."""
-
-    def schemas(self, groups: frozenset[Group], calibrated: str) -> Sequence[OutputSchema]:
-        """Return the columns of the answers to each of several questions; none where there is one question. `groups`
-        are those of the output; one question is `calibrated`."""
-        return ()
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         """Return its parts of the job's fingerprint. `values` are those of options that change the output; what it

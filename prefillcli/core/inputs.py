@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from prefillcli.models.open import Opened
 
 
+QuestionSchemas = Callable[[frozenset[Group], str], tuple[OutputSchema, ...]]
+
+
 class Inputs:
     """The rows of a command with these `settings` (`JobOptions`), and what becomes of each: a prompt with answers.
 
@@ -45,6 +48,9 @@ class Inputs:
         """Makes the calibrated probabilities of the rows."""
         self.calibrated = ""
         """Of several questions, the one that it makes them for."""
+        self.question_schemas: QuestionSchemas = lambda groups, calibrated: ()
+        """The columns of the answers to each of several questions, for an output with these groups of columns; one of
+        the questions is calibrated."""
         self.template: RowTemplate | None = None
         """The compiled template of the settings, until a builder takes it."""
         self._carried = [name for name in carried if name is not None]
@@ -162,5 +168,5 @@ class Inputs:
             measure=self.labels.measure,
             values=self.labels.values,
             token_text=self.labels.token_text,
-            questions=tuple(self.asking.schemas(self.groups, self.calibrated)),
+            questions=self.question_schemas(self.groups, self.calibrated),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -102,6 +102,31 @@ class Request:
         """The most tokens that the last layers read: some chosen ones may be among those that are kept anyway."""
         tokens = len(self.tokens)
         return tokens if self.thinning is None else self.thinning.most_kept(tokens)
+
+
+TokenReason = Literal["first", "last", "chosen", "shared", "dropped", "full"]
+"""Why a token is kept or dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPrompt:
+    """The model's reading of a prompt, the importance of its tokens (None without a draft), and why each of them is
+    kept.
+
+    `voters` are the draft's layers that voted, by their numbers from 0. `in_full` is the reason why a prompt that
+    might have been compressed is read in full.
+    """
+
+    question: Request
+    importance: npt.NDArray[np.float32] | None
+    why: list[TokenReason]
+    voters: tuple[int, ...] = ()
+    in_full: str | None = None
+
+    @classmethod
+    def whole(cls, prompt: Prompt, why: str | None = None) -> ReadPrompt:
+        """A prompt that is read in full."""
+        return cls(Request(prompt), None, ["full"] * len(prompt.tokens), in_full=why)
 
 
 def plan_requests(

@@ -12,10 +12,10 @@ from prefillcli.core.inputs import Inputs
 from prefillcli.core.scorer import Granularity
 from prefillcli.core.windows import WindowSize
 from prefillcli.errors import PrefillError, ResourceError, UsageError
+from prefillcli.forecast.outlook import outlook_of
 from prefillcli.forecast.profile import find_profile
 from prefillcli.forecast.survey import Costs, InputStatistics, Survey, lengths_of, survey_section
 from prefillcli.options.commands import ScoreSettings
-from prefillcli.reading.exits.outlook import outlook_of
 from prefillcli.report.run import CommandReport
 from prefillcli.report.section import mebibytes, pairs_table, print_section, stderr_console
 from prefillcli.runtime import log

@@ -9,6 +9,7 @@ from typing import Any
 
 from prefillcli.asking.batch_files import require_batch_file
 from prefillcli.asking.labels import LabelAsking
+from prefillcli.asking.questions import QuestionAsking
 from prefillcli.core.inputs import Inputs
 from prefillcli.engines.registry import require_engine
 from prefillcli.errors import UsageError, did_you_mean, without_secrets
@@ -47,6 +48,8 @@ class Opening:
         self.parts = compose(inputs.settings, available)
         inputs.asking, inputs.groups = self.parts.asking, self.parts.groups
         inputs.carry(self.parts.carried)
+        if isinstance(inputs.asking, QuestionAsking):
+            inputs.question_schemas = inputs.asking.schemas
         if self.parts.compression is not None:
             inputs.row_columns = COMPRESSION_COLUMNS
 

@@ -22,7 +22,16 @@ from prefillcli.options.reading import AdapterOptions, DeterminismOptions, Inspe
 from prefillcli.options.requirements import compresses
 from prefillcli.reading.compress.compressor import compressor_of, inspected
 from prefillcli.reading.exits.policy import inspected_policy
-from prefillcli.report.inspection import (
+from prefillcli.rows.records import ErrorCode, RowError, ScoredRow, Window
+from prefillcli.runtime import log
+from prefillcli.runtime.clock import Progress
+from prefillcli.scoring.loading import load_walk
+from prefillcli.scoring.loop import NEXT_TOKENS, FollowUp
+from prefillcli.scoring.opening import Opening, require_shares
+from prefillcli.scoring.path_table import require_apart
+from prefillcli.scoring.scorer import further_questions
+from prefillcli.scoring.shell import Ended, shell
+from prefillcli.tools.inspection import (
     AnswerView,
     Inspection,
     ReadPrompt,
@@ -35,15 +44,6 @@ from prefillcli.report.inspection import (
     token_views,
     write_html,
 )
-from prefillcli.rows.records import ErrorCode, RowError, ScoredRow, Window
-from prefillcli.runtime import log
-from prefillcli.runtime.clock import Progress
-from prefillcli.scoring.loading import load_walk
-from prefillcli.scoring.loop import NEXT_TOKENS, FollowUp
-from prefillcli.scoring.opening import Opening, require_shares
-from prefillcli.scoring.path_table import require_apart
-from prefillcli.scoring.scorer import further_questions
-from prefillcli.scoring.shell import Ended, shell
 
 MOST_TOKENS = 5_000  # tokens of a prompt that are printed; the page has all of them
 

@@ -6,9 +6,9 @@ import math
 
 from prefillcli.followup.evidence import evidence_bars
 from prefillcli.followup.rationale import rationale_facts, rationale_text
-from prefillcli.report.inspection import in_characters
 from prefillcli.report.section import Bar, Part
 from prefillcli.rows.records import Rationale, SectionEffect
+from prefillcli.tools.inspection import in_characters
 
 
 def signed_bar_rows(bars: list[Bar]) -> list[list[str]]:

@@ -19,7 +19,9 @@ from rich.console import Console
 
 from prefillcli.followup.evidence import inspected as weighed
 from prefillcli.followup.rationale import inspected as written
-from prefillcli.report.inspection import (
+from prefillcli.report.section import visible
+from prefillcli.rows.records import Rationale, SectionEffect
+from prefillcli.tools.inspection import (
     STEPS,
     AnswerView,
     CommonPrefix,
@@ -32,8 +34,6 @@ from prefillcli.report.inspection import (
     stretches,
     write_html,
 )
-from prefillcli.report.section import visible
-from prefillcli.rows.records import Rationale, SectionEffect
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\x1b]8;;http://evil\x07 \u202egnp.exe\u2066\u200b\x00\x7f\x9b2J\r"
 

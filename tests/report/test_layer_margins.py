@@ -13,7 +13,7 @@ from scipy.stats import entropy
 
 from prefillcli.engines.base import Readings
 from prefillcli.reading.exits.policy import ExitLayer, ExitPolicy, Float64Array
-from prefillcli.report.inspection import (
+from prefillcli.tools.inspection import (
     MarginCurve,
     inspection_html,
     margin_curve,

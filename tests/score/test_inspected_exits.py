@@ -10,8 +10,8 @@ import pytest
 
 from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings
-from prefillcli.report.inspection import Inspection
 from prefillcli.tools import inspect
+from prefillcli.tools.inspection import Inspection
 from tests.score.jobs import read_output
 from tests.score.test_exits import LABELS, LAYERS, data, deep_model, exited  # noqa: F401 - fixtures
 

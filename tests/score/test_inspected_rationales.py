@@ -9,8 +9,8 @@ import pytest
 
 from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings
-from prefillcli.report.inspection import Inspection
 from prefillcli.tools import inspect
+from prefillcli.tools.inspection import Inspection
 from tests.score.jobs import read_output, score, write_parquet
 from tests.score.test_evidence_jobs import parts, text_of
 

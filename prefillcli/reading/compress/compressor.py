@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from prefillcli.core.request import Request, Thinning, Tick, answer_requests, draw
+from prefillcli.core.request import ReadPrompt, Request, Thinning, Tick, TokenReason, answer_requests, draw
 from prefillcli.errors import PrefillError, ResourceError, brief, out_of_resource
 from prefillcli.models.shape import NoCostModel, Shape, prefill_flops, thinned_flops
 from prefillcli.plan.pack import Limits
@@ -35,7 +35,6 @@ from prefillcli.reading.compress.selection import (
     tails,
 )
 from prefillcli.reading.compress.settings import Compression, compression_of, keep_rate
-from prefillcli.report.inspection import ReadPrompt, TokenReason
 from prefillcli.rows.records import (
     FALLBACK,
     FULL,

@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 from rich.text import Text
 
-from prefillcli.core.request import Request
+from prefillcli.core.request import ReadPrompt, TokenReason
 from prefillcli.engines.base import LeavingRule, Readings
 from prefillcli.errors import PrefillError
 from prefillcli.plan.behind import LabelSet
@@ -53,30 +53,6 @@ from prefillcli.stats.evaluation import label_mass, label_probabilities, log_sha
 _WIDE, _NARROW = 16, 6  # characters of the longest bar to either side, without and with exits
 _LAST_TOKENS = 8  # of the prompt
 _LEAST_GAP = 6.0  # percent between two ticks
-
-
-TokenReason = Literal["first", "last", "chosen", "shared", "dropped", "full"]  # reason why a token is kept or dropped
-
-
-@dataclass(frozen=True, slots=True)
-class ReadPrompt:
-    """The model's reading of a prompt, the importance of its tokens (None without a draft), and why each of them is
-    kept.
-
-    `voters` are the draft's layers that voted, by their numbers from 0. `in_full` is the reason why a prompt that
-    might have been compressed is read in full.
-    """
-
-    question: Request
-    importance: npt.NDArray[np.float32] | None
-    why: list[TokenReason]
-    voters: tuple[int, ...] = ()
-    in_full: str | None = None
-
-    @classmethod
-    def whole(cls, prompt: Prompt, why: str | None = None) -> ReadPrompt:
-        """A prompt that is read in full."""
-        return cls(Request(prompt), None, ["full"] * len(prompt.tokens), in_full=why)
 
 
 @dataclass(frozen=True, slots=True)
