@@ -12,7 +12,7 @@ from rich.console import Console
 from prefillcli.core.further import FurtherQuestions, WantedRow
 from prefillcli.core.inputs import Inputs
 from prefillcli.core.models import Models
-from prefillcli.core.request import Request, Tick, answer_requests, scored_row
+from prefillcli.core.request import ReadPrompt, Request, Tick, answer_requests, scored_row
 from prefillcli.core.windows import find_row
 from prefillcli.engines.base import Answer, EarlyExits, Engine, Treatment
 from prefillcli.errors import UsageError
@@ -34,7 +34,6 @@ from prefillcli.scoring.shell import Ended, shell
 from prefillcli.tools.inspection import (
     AnswerView,
     Inspection,
-    ReadPrompt,
     margin_curve,
     next_views,
     no_score,
