@@ -98,14 +98,12 @@ class Continuations(Protocol):
 class Treatment:
     """The work on the prompts of a pack, beside reading their labels. It can be pickled.
 
-    Engines that read layer by layer let prompts leave as `exits` say; `regroup_cost` is as in
-    `prefill.leaving.ExitRule`, None: the usual cost. `thinning` chooses the tokens of prompts that go no further.
-    `continuations` chooses the prompts that are written on, and how. This many `next_tokens` are given, the likeliest
+    Engines that read layer by layer let prompts leave as `exits` say. `thinning` chooses the tokens of prompts that
+    go no further. `continuations` chooses the prompts that are written on, and how. This many `next_tokens` are given, the likeliest
     after each prompt.
     """
 
     exits: EarlyExits | None = None
-    regroup_cost: float | None = None
     thinning: ThinningRule | None = None
     continuations: Continuations | None = None
     next_tokens: int = 0

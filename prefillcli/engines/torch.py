@@ -111,7 +111,7 @@ class TorchEngine(Engine):
         self.walk.layers.expect(len(pack.tokens), len(pack.reads))
         exits, done = None, LayersDone.none(pack)
         if treatment.exits is not None and pack.reads:
-            exits = PromptExits(self.walk, pack, labels, treatment.exits, treatment.regroup_cost)
+            exits = PromptExits(self.walk, pack, labels, treatment.exits)
         thinning = None if treatment.thinning is None else PackThinning(treatment.thinning)
         kept = self._texts.keep(self.walk, pack, treatment, self.limits)
         reading = PackReading(pack, places, labels, self._activation, treatment.next_tokens)
@@ -361,10 +361,9 @@ class PromptExits:
         pack: Pack,
         labels: Callable[[int], LabelSet],
         exits: EarlyExits,
-        regroup_cost: float | None,
     ) -> None:
         self.layers = exits.observed if exits.policy is None else exits.policy.layers
-        self.regroup_cost = REGROUP_LAYERS if regroup_cost is None else regroup_cost
+        self.regroup_cost = REGROUP_LAYERS
         self.going: Sequence[int] = range(len(pack.reads))  # numbers of the reads that go on
         self.early: dict[int, EarlyAnswer] = {}  # of decided prompts, also of those that go on, by prompt
         # The readings of the observed layers for each prompt.

@@ -208,13 +208,3 @@ def split_ends(
 
 
 # How many prompts share each part of a forest.
-
-
-def shared_nodes(roots: Sequence[TrieNode]) -> list[tuple[TrieNode, int]]:
-    """Every node with the number of prompts that begin with it; parents come before their children."""
-    nodes = every_node(roots)
-    below = {id(node): len(node.ending) for node in nodes}
-    for node in reversed(nodes):
-        if node.parent is not None:
-            below[id(node.parent)] += below[id(node)]
-    return [(node, below[id(node)]) for node in nodes]

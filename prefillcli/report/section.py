@@ -490,14 +490,6 @@ def minutes_and_seconds(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
-def small_seconds(seconds: float, sign: str = "") -> str:
-    """`3.1 ms`, `-12 us`; with `sign` "+" the sign is always there."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(seconds) >= size:
-            return f"{seconds / size:{sign}.3g} {unit}"
-    return f"{seconds / 1e-9:{sign}.3g} ns"
-
-
 def price(value: float) -> str:
     """In the currency of --price-per-hour: `12.34`, `0.0012`."""
     return f"{value:,.2f}" if value >= 1 else f"{value:.2g}"
