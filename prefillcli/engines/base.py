@@ -99,8 +99,8 @@ class Treatment:
     """The work on the prompts of a pack, beside reading their labels. It can be pickled.
 
     Engines that read layer by layer let prompts leave as `exits` say. `thinning` chooses the tokens of prompts that
-    go no further. `continuations` chooses the prompts that are written on, and how. This many `next_tokens` are given, the likeliest
-    after each prompt.
+    go no further. `continuations` chooses the prompts that are written on, and how. This many `next_tokens` are given,
+    the likeliest after each prompt.
     """
 
     exits: EarlyExits | None = None

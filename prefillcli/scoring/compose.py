@@ -32,6 +32,7 @@ from prefillcli.judging.likelihood import Likelihood
 from prefillcli.judging.questions import QuestionJudge
 from prefillcli.judging.rejects import Rejects
 from prefillcli.options.asking import BATCH_ID
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.requirements import asks_more, compresses, leaves_early
 from prefillcli.reading import earlier
 from prefillcli.reading.compress import compress
@@ -107,13 +108,12 @@ class Parts:
 def compose(settings: Any, available: Sequence[str] = ()) -> Parts:
     """The parts of a job with these settings of a command, over rows with the `available` columns. Raises UsageError
     for options that are wrong whatever the rows hold."""
-    scores = "exit" in type(settings).model_fields  # only prefill score has parts that write about rows
     asking = _asking(settings, available)
     compression = Compress(settings) if compresses(settings) else None
     read_as = [] if compression is None else compression.read_as()
     more = RationaleFollowUp(settings) if asks_more(settings) else None
     follow_ups = _follow_ups(settings, asking, more, plain=not compression)
-    if not scores:
+    if not isinstance(settings, ScoreSettings):  # other commands write nothing about rows
         return Parts(settings, asking, gates.Gates(settings), compression=compression, follow_ups=follow_ups)
     leaving = Exits(settings, read_as) if leaves_early(settings) else None
     taken = Earlier(settings)

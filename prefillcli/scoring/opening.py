@@ -17,6 +17,7 @@ from prefillcli.judging.calibration import content_free_prompts
 from prefillcli.models.files import sample_model
 from prefillcli.models.open import Opened, local_model, small_models
 from prefillcli.options.combinations import given
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.groups import JobOptions
 from prefillcli.prompts.labels import Labels
 from prefillcli.prompts.templates import RowTemplate
@@ -40,7 +41,7 @@ class Opening:
 
     def __init__(self, settings: Any, carried: Sequence[str | None] = ()) -> None:
         self.inputs = Inputs(settings, carried)
-        self._scores = "exit" in type(settings).model_fields  # as prefill score does: options for that are checked
+        self._scores = isinstance(settings, ScoreSettings)  # whether options for whole outputs are checked
 
     def compose(self, available: Sequence[str] = ()) -> None:
         """Compose the parts for rows with these columns. Raises UsageError."""
