@@ -51,7 +51,8 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan, make_plans
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prompts.builder import EncoderBuilder, PromptSettings
-from prefillcli.prompts.labels import ClassLabels, Label
+from prefillcli.prompts.labels import ClassLabels
+from prefillcli.prompts.questions import Label
 from prefillcli.report.section import mebibytes
 from prefillcli.rows.records import RowBatch
 from prefillcli.runtime.memory import keep_blocks, resident_memory

@@ -23,6 +23,7 @@ from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.plan import SCHEDULES
 from prefillcli.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.prompts.labels import Labels, parse_labels
+from prefillcli.prompts.questions import typed
 from prefillcli.report.run import RunReport
 from prefillcli.rows.output import FORMATS
 from prefillcli.rows.records import ErrorCode
@@ -206,7 +207,8 @@ def test_the_commands_of_a_page_are_taken_and_their_prompts_are_those_that_it_sh
         made = PromptSettings(template=settings.template, max_length=10_000, vocab_size=len(tokenizer), chat=False)
         builder = PromptBuilder(tokenizer, made, names)
         (prompt,), _ = builder.build(
-            batch_of(**{name: [value] for name, value in values.items()}), Labels(tokenizer, parse_labels("Yes,No"))
+            batch_of(**{name: [value] for name, value in values.items()}),
+            Labels(tokenizer, typed(parse_labels("Yes,No"))),
         )
         builder.close()
         assert prompt.tokens.tolist() == wanted, words

@@ -19,7 +19,8 @@ from prefillcli.options.asking import BATCH_ID
 from prefillcli.plan.behind import LabelSet
 from prefillcli.prompts.builder import PromptBuilder, PromptSettings, prompt_builder
 from prefillcli.prompts.encoding import Encoder, Marks
-from prefillcli.prompts.labels import Following, Label, LabelError, Labels
+from prefillcli.prompts.labels import Following, LabelError, Labels
+from prefillcli.prompts.questions import Label, Question
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.output.batches import CHAT, COMPLETION, PAIR_NAMES, RERANK, SCORE, as_list
 from prefillcli.rows.output.target import BATCH_FORMAT
@@ -139,8 +140,7 @@ class LikeliestTokens(Labels):
     measure = Measure.TOKENS
 
     def __init__(self, opened: Opened) -> None:
-        self.labels = (Label("token"),)
-        self.names = ("token",)
+        self.question = Question((Label("token"),))
         self.token_text = self._text_of
         self._encoder = Encoder(opened.tokenizer)
         self._stops = stop_tokens(opened.files)

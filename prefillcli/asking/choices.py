@@ -9,7 +9,8 @@ from prefillcli.core.asking import Asking
 from prefillcli.errors import UsageError
 from prefillcli.prompts.builder import PromptBuilder, PromptSettings, prompt_builder, prompt_column
 from prefillcli.prompts.encoding import NotLiteral
-from prefillcli.prompts.labels import Following, Label, LabelError, Labels, literal_end, prompt_ends
+from prefillcli.prompts.labels import Following, LabelError, Labels, literal_end, prompt_ends
+from prefillcli.prompts.questions import Choice, Label
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.records import require_columns
 from prefillcli.stats.evaluation import Measure
@@ -47,7 +48,7 @@ class RowChoices(Labels):
     measure = Measure.CHOICES
 
     def __init__(self, tokenizer: Any, settings: Any) -> None:
-        super().__init__(tokenizer, (), norm=settings.label_norm, end=settings.label_end)
+        super().__init__(tokenizer, Choice(()), norm=settings.label_norm, end=settings.label_end)
         self.columns = (settings.choices_column,)
         self._literal = settings.literal
         self._typed = not settings.literal

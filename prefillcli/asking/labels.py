@@ -11,6 +11,7 @@ from prefillcli.models.files import read_reranker
 from prefillcli.models.open import answer_labels, named_labels
 from prefillcli.prompts.builder import PromptBuilder, PromptSettings, prompt_builder, prompt_column
 from prefillcli.prompts.labels import Labels, require_values
+from prefillcli.prompts.questions import typed
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.stats.evaluation import Measure
 
@@ -65,7 +66,7 @@ class LabelAsking(Asking):
         # The values of labels that are no shares are refused by `require_label_uses`.
         if self._values and labels.measure is Measure.SHARES:
             require_values(self._values, labels.names)
-            labels.values = self._values
+            labels.question = typed(labels.labels, self._values)
         return labels
 
     def builder(

@@ -15,7 +15,8 @@ from prefillcli.core.condition import RowCondition
 from prefillcli.errors import UsageError, brief, did_you_mean, without_secrets
 from prefillcli.options.groups import LabelTexts, LabelValues
 from prefillcli.options.plain_yaml import parse_yaml
-from prefillcli.prompts.labels import Label, parse_labels, require_values
+from prefillcli.prompts.labels import parse_labels, require_values
+from prefillcli.prompts.questions import Question, typed
 from prefillcli.rows.filesystems import read_given
 from prefillcli.rows.output.columns import Groups, OutputSchema, ResultRows
 
@@ -58,21 +59,18 @@ class Holds:
 
 @dataclass(frozen=True, slots=True)
 class AskedQuestion:
-    """A question: the template of its whole prompt, its labels, the rows of which it is asked (None: all), and the two
+    """A question of a file: the template of its whole prompt, the rows of which it is asked (None: all), and the two
     columns whose values are exchanged in its other prompt."""
 
-    name: str
+    question: Question
     template: str
-    labels: tuple[Label, ...]
     when: Holds | None
-    values: tuple[float, ...]
     swap: tuple[str, ...] | None
 
     @property
-    def exchanged_labels(self) -> tuple[Label, ...]:
-        """Those that mean the same in the other prompt: the first two stand for the places of the two values."""
-        first, second, *others = self.labels
-        return (second, first, *others)
+    def name(self) -> str:
+        """The name of the question."""
+        return self.question.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +109,13 @@ def schemas(questions: Sequence[AskedQuestion]) -> tuple[OutputSchema, ...]:
     others = itertools.count(len(questions))
     return tuple(
         OutputSchema(
-            labels=tuple(label.name for label in each.labels),
+            labels=each.question.names,
             name=each.name,
             when=each.when,
-            values=each.values,
-            groups=Groups((*(["ordered"] if each.values else ()), *(["orders", "label_scores"] if each.swap else ()))),
+            values=each.question.values,
+            groups=Groups(
+                (*(["ordered"] if each.question.values else ()), *(["orders", "label_scores"] if each.swap else ()))
+            ),
             exchanged=next(others) if each.swap else None,
         )
         for each in questions
@@ -142,7 +142,10 @@ def read_questions(path: str) -> QuestionFile:
     if content.document is not None and all(each.template is not None for each in content.questions):
         raise UsageError(f"{shown}: document is not used, as each question has a template of its own\nleave it out")
     parts = [
-        [each.name, each.template, each.labels, each.when and each.when.condition.text, each.values, each.swap]
+        [
+            *(each.name, each.template, each.question.answers),
+            *(each.when and each.when.condition.text, each.question.values, each.swap),
+        ]
         for each in done
     ]
     return QuestionFile(tuple(done), hashlib.sha256(json.dumps(parts).encode()).hexdigest())
@@ -170,7 +173,7 @@ def _checked(entry: QuestionEntry, document: str | None, before: Sequence[AskedQ
         raise UsageError(f"{where}: swap {list(entry.swap)}: name two different columns, as in swap: [a, b]")
     when = None if entry.when is None else _condition(entry.when, f"{where}: when", before)
     template = entry.template or f"{document}{entry.text}"
-    return AskedQuestion(entry.name, template, labels, when, entry.values, entry.swap)
+    return AskedQuestion(typed(labels, entry.values, entry.name), template, when, entry.swap)
 
 
 def _condition(text: str, where: str, before: Sequence[AskedQuestion]) -> Holds:

@@ -91,15 +91,10 @@ class QuestionLabels(Labels):
     def __init__(self, tokenizer: Any, file: QuestionFile, settings: Any) -> None:
         self.digest = file.digest
         norm, end = settings.label_norm, settings.label_end
-        super().__init__(tokenizer, file.questions[0].labels, norm=norm, end=end)
-        others = [each.labels for each in file.questions[1:]]
-        others += [file.questions[number].exchanged_labels for number in file.swapped]
-        self.each = (self, *(Labels(tokenizer, own, norm=norm, end=end) for own in others))
-        for labels, question in zip(self.each, file.questions, strict=False):
-            labels.values = question.values
-        asked = [*file.questions, *(file.questions[number] for number in file.swapped)]
-        for labels, question in zip(self.each, asked, strict=True):
-            labels.question = question.name
+        first, *others = [each.question for each in file.questions]
+        others += [file.questions[number].question.exchanged for number in file.swapped]
+        super().__init__(tokenizer, first, norm=norm, end=end)
+        self.each = (self, *(Labels(tokenizer, question, norm=norm, end=end) for question in others))
 
 
 def compiled(file: QuestionFile, available: Sequence[str]) -> list[RowTemplate]:

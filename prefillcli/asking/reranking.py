@@ -15,7 +15,8 @@ from prefillcli.errors import UsageError
 from prefillcli.models.files import Reranker
 from prefillcli.prompts.builder import PromptBuilder, PromptSettings, prompt_builder
 from prefillcli.prompts.encoding import Marks
-from prefillcli.prompts.labels import ClassLabels, Label, parse_labels
+from prefillcli.prompts.labels import ClassLabels, parse_labels
+from prefillcli.prompts.questions import Label
 from prefillcli.prompts.templates import ChatTemplate, RowTemplate
 from prefillcli.prompts.thinking import AS_USUAL
 from prefillcli.rows.records import ErrorCode, RowBatch, RowError

@@ -22,7 +22,6 @@ from prefillcli.prompts.encoding import Encoder, NotLiteral, not_literal
 from prefillcli.prompts.labels import (
     Behind,
     Following,
-    Label,
     LabelError,
     Labels,
     PromptEnd,
@@ -30,6 +29,7 @@ from prefillcli.prompts.labels import (
     prompt_ends,
     tokens_behind,
 )
+from prefillcli.prompts.questions import Label, Likelihood
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.records import (
     DEFAULT_COLUMN,
@@ -113,8 +113,7 @@ class Targets(Labels):
     fault = ErrorCode.INVALID_TARGET
 
     def __init__(self, tokenizer: Any, column: str, *, literal: bool) -> None:
-        self.labels = (Label("target"),)
-        self.names = ("target",)
+        self.question = Likelihood((Label("target"),))
         self.columns = (column,)
         self._encoder = Encoder(tokenizer)
         self._literal = literal

@@ -166,7 +166,7 @@ class Inputs:
             truth=truths.get(""),
             groups=self.groups,
             measure=self.labels.measure,
-            values=self.labels.values,
+            values=self.labels.question.values,
             token_text=self.labels.token_text,
             questions=self.question_schemas(self.groups, self.calibrated),
         )

@@ -20,7 +20,8 @@ from prefillcli.core.windows import find_prompts
 from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.plan.trie import common_prefix
 from prefillcli.prompts.encoding import Encoder
-from prefillcli.prompts.labels import Label, Labels, label_of
+from prefillcli.prompts.labels import Labels, label_of
+from prefillcli.prompts.questions import Label
 from prefillcli.report.section import (
     Box,
     Part,

@@ -23,7 +23,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from prefillcli.errors import UsageError
 from prefillcli.models.files import CLASSIFIER, read_header, weight_files
 from prefillcli.plan.behind import LabelTokens
-from prefillcli.prompts.labels import ClassLabels, Label, complementary, parse_labels
+from prefillcli.prompts.labels import ClassLabels, complementary, parse_labels
+from prefillcli.prompts.questions import Label
 from prefillcli.rows.records import NextTokens
 from prefillcli.stats.evaluation import Measure
 from prefillcli.walk.forest import UnsupportedModelError

@@ -21,6 +21,7 @@ from prefillcli.models.files import (
 )
 from prefillcli.prompts.builder import RowColumns
 from prefillcli.prompts.labels import ClassLabels, Labels, Normalisation, parse_labels
+from prefillcli.prompts.questions import typed
 from prefillcli.rows.proof import gguf_parts
 from prefillcli.runtime import clock, log, memory
 from prefillcli.runtime.cores import Threads
@@ -297,7 +298,9 @@ def _other_tokenizer(tokenizer: Any, own: Any, said: str, how: Literal["same", "
 def answer_labels(opened: Opened, choice: LabelChoice) -> Labels:
     """The labels of a job: tokens of the vocabulary, or classes of the model's head. Raises UsageError."""
     if opened.files.head is None:
-        return Labels(opened.tokenizer, parse_labels(choice.labels), norm=choice.label_norm, end=choice.label_end)
+        return Labels(
+            opened.tokenizer, typed(parse_labels(choice.labels)), norm=choice.label_norm, end=choice.label_end
+        )
     from prefillcli.models.heads import class_labels
 
     return class_labels(opened.files.head, choice.labels if choice.labels_given else None)

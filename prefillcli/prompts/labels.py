@@ -14,6 +14,7 @@ import numpy as np
 from prefillcli.errors import UsageError
 from prefillcli.plan.behind import LabelSet, LabelTokens
 from prefillcli.prompts.encoding import Controls, Encoder
+from prefillcli.prompts.questions import Label, Question, typed
 from prefillcli.rows.records import ErrorCode, Int32Array, TokenText, Window
 from prefillcli.stats.evaluation import Measure
 
@@ -28,13 +29,6 @@ class LabelError(UsageError):
     def __init__(self, detail: str, code: ErrorCode = ErrorCode.INVALID_LABELS) -> None:
         super().__init__(detail)
         self.code = code
-
-
-class Label(NamedTuple):
-    """An answer. `variants` are its literal spellings; None: its name, after a space where one fits."""
-
-    name: str
-    variants: tuple[str, ...] | None = None
 
 
 def parse_labels(labels: str | Sequence[str], *, least: int = 2) -> tuple[Label, ...]:
@@ -260,18 +254,16 @@ class Labels:
     measure = Measure.SHARES  # the meaning of an engine's numbers for the labels
     columns: tuple[str, ...] = ()  # of the input, whose values `resolve_all` needs
     each: tuple[Labels, ...] = ()  # of several questions, those after each prompt of a row
-    question: str = ""  # the name of its question, where there are several
-    values: tuple[float, ...] = ()  # the number that each label stands for; none unless they are ordered
+    question: Question  # whose answers they are
     # Of the likeliest tokens instead of labels, the text of each by its id.
     token_text: Callable[[int], TokenText] | None = None
     fault = ErrorCode.INVALID_LABELS  # the error of a row whose answers the model has no tokens for
     _typed = True  # whether the user has written the labels: control tokens in them are meant
 
     def __init__(
-        self, tokenizer: Any, labels: Sequence[Label], *, norm: Normalisation = "none", end: str | None = None
+        self, tokenizer: Any, question: Question, *, norm: Normalisation = "none", end: str | None = None
     ) -> None:
-        self.labels = tuple(labels)
-        self.names: tuple[str, ...] = tuple(label.name for label in labels)
+        self.question = question
         self._encoder = Encoder(tokenizer)
         self._norm = norm
         self._end = end
@@ -283,6 +275,16 @@ class Labels:
         self._known: dict[LabelSet, LabelSet] = {}  # equal sets are stored once
         self._memo: OrderedDict[tuple[str, bool], Following | LabelError] = OrderedDict()
         self._resolving = threading.Lock()
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        """The answers of the question."""
+        return self.question.answers
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their names."""
+        return self.question.names
 
     @property
     def with_absence(self) -> tuple[Label, ...]:
@@ -439,8 +441,7 @@ class ClassLabels(Labels):
     """
 
     def __init__(self, labels: Sequence[Label], outputs: LabelTokens, measure: Measure) -> None:
-        self.labels = tuple(labels)
-        self.names = tuple(label.name for label in labels)
+        self.question = typed(labels)
         self.outputs = outputs
         self.measure = measure
         self._following_all = Following(LabelSet.of(outputs))

@@ -169,7 +169,7 @@ class FirstWindow:
                 if np.isnan([own.next.begins, *logprobs]).any():  # an error row, as it will be written
                     continue
                 labels = self._labels.each[part] if self._labels.each else self._labels
-                heard = self._heard.setdefault(labels.question, _Heard(labels))
+                heard = self._heard.setdefault(labels.question.name, _Heard(labels))
                 heard.add(prompts[row.row, part], logprobs, own.next)
                 self._window = window.index
 

@@ -23,7 +23,8 @@ from prefillcli.judging.calibration import (
     methods_for,
 )
 from prefillcli.options.judging import CalibrateSettings
-from prefillcli.prompts.labels import Label, label_of
+from prefillcli.prompts.labels import label_of
+from prefillcli.prompts.questions import Label
 from prefillcli.report.section import WIDTH, numbers_table, stderr_console
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output.columns import ROW_COLUMN

@@ -26,6 +26,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from prefillcli.plan.behind import LabelSet
 from prefillcli.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.prompts.labels import Following, Labels, parse_labels
+from prefillcli.prompts.questions import typed
 from prefillcli.rows.records import RowBatch
 
 CHAT = (
@@ -263,7 +264,7 @@ def test_the_label_behind_a_text_of_a_control_token_is_that_behind_text(kind: st
     tokenizer = tokenizer_of(kind)
     batch = RowBatch(0, np.arange(2), {"prompt": ["so <s>", "so <s/>"]}, pa.table({}), {}, 0)
     # In byte_level, "is" is one token behind a space alone: behind a control token there would be no space.
-    labels = Labels(tokenizer, parse_labels(["is", "it"] if kind == "byte_level" else ["Y", "N"]))
+    labels = Labels(tokenizer, typed(parse_labels(["is", "it"] if kind == "byte_level" else ["Y", "N"])))
     prompts, errors = PromptBuilder(
         tokenizer, PromptSettings(max_length=99, vocab_size=len(tokenizer)), ("prompt",)
     ).build(batch, labels)

@@ -25,6 +25,7 @@ from prefillcli.core.windows import (
 )
 from prefillcli.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.prompts.labels import Labels, parse_labels
+from prefillcli.prompts.questions import typed
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output import Shard
 from prefillcli.rows.records import Window
@@ -152,7 +153,7 @@ def cut(tokenizer: Any, path: str, shard: Shard | None, **options: Any) -> list[
         tokenizer, PromptSettings(max_length=500, vocab_size=10**6, template=template), source.available
     )
     source.select(columns=builder.columns, carried=["id"])
-    labels = Labels(tokenizer, parse_labels("Yes,No"))
+    labels = Labels(tokenizer, typed(parse_labels("Yes,No")))
     only = None if shard is None else ShardRows(shard, builder)
     return list(windows(source, builder, labels, id_column="id", only=only, **options))
 

@@ -17,7 +17,8 @@ from prefillcli.asking.targets import Targets
 from prefillcli.errors import UsageError
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.behind import LabelTokens
-from prefillcli.prompts.labels import Label, LabelError, Labels, parse_labels, tail_of
+from prefillcli.prompts.labels import LabelError, Labels, parse_labels, tail_of
+from prefillcli.prompts.questions import Label, typed
 from prefillcli.rows.records import RowError, Window
 from tests.data.labels import resolve
 
@@ -77,7 +78,7 @@ def ids(tokenizer: Any, text: str) -> list[int]:
 
 def chosen(tokenizer: Any, prompt: str, labels: str = "Yes,No") -> LabelTokens | None:
     """The tokens of labels of one token each; None of others."""
-    return resolve(Labels(tokenizer, parse_labels(labels)), prompt).single
+    return resolve(Labels(tokenizer, typed(parse_labels(labels))), prompt).single
 
 
 ALL = ["byte_level", "llama3_like", "metaspace", "llama2_like", "word_level"]
@@ -101,7 +102,7 @@ def test_a_label_is_the_token_that_follows_the_whole_prompt(tokenizer: Any, end:
 
 
 def test_white_space_at_the_prompts_end_goes_to_the_labels(tokenizer: Any) -> None:
-    (found,) = Labels(tokenizer, parse_labels("Yes,No")).resolve_all([tail_of(PROMPT + " ")])
+    (found,) = Labels(tokenizer, typed(parse_labels("Yes,No"))).resolve_all([tail_of(PROMPT + " ")])
     assert not isinstance(found, LabelError)
     assert found.labels.single == chosen(tokenizer, PROMPT)
     assert [*ids(tokenizer, PROMPT), *found.moved] == ids(tokenizer, PROMPT + " ")
@@ -125,7 +126,7 @@ def test_labels_of_one_set_all_have_a_space_or_none_has(byte_level: Any) -> None
     vocabulary = byte_level.get_vocab()
     assert "Ġ(" in vocabulary
     assert "Ġ)" not in vocabulary
-    found = resolve(Labels(byte_level, parse_labels("(,)")), PROMPT)
+    found = resolve(Labels(byte_level, typed(parse_labels("(,)"))), PROMPT)
     assert [own.tolist() for own in found.sequences] == [[vocabulary["Ġ("]], [vocabulary["Ġ"], vocabulary[")"]]]
 
 
@@ -144,21 +145,21 @@ def test_variants_of_a_label_that_are_one_token_count_once(word_level: Any) -> N
 
 
 def test_equal_sets_are_stored_once(tokenizer: Any) -> None:
-    labels = Labels(tokenizer, parse_labels("Yes,No"))
+    labels = Labels(tokenizer, typed(parse_labels("Yes,No")))
     found = [resolve(labels, f"prompt {number} {PROMPT}") for number in range(50)]
     assert len({id(each) for each in found}) == len(set(found))
     assert labels.names == ("Yes", "No")
 
 
 def test_different_ends_of_prompts_give_different_sets(byte_level: Any) -> None:
-    labels = Labels(byte_level, parse_labels("Yes,No"))
+    labels = Labels(byte_level, typed(parse_labels("Yes,No")))
     assert resolve(labels, "Answer:") != resolve(labels, "Answer:\n")
 
 
 @pytest.mark.parametrize("name", ["byte_level", "llama3_like", "metaspace", "llama2_like"])
 def test_a_label_of_several_tokens_is_all_of_them(name: str, request: pytest.FixtureRequest) -> None:
     tokenizer = request.getfixturevalue(name)
-    found = resolve(Labels(tokenizer, parse_labels("Absolutely,No")), PROMPT)
+    found = resolve(Labels(tokenizer, typed(parse_labels("Absolutely,No"))), PROMPT)
     before = ids(tokenizer, PROMPT)
     wanted = [ids(tokenizer, f"{PROMPT} {name}")[len(before) :] for name in ("Absolutely", "No")]
     assert [own.tolist() for (own,) in found.spellings] == wanted
@@ -184,7 +185,7 @@ def test_two_labels_on_one_token_are_refused(word_level: Any) -> None:
 
 
 def test_check_refuses_labels_that_fail_after_every_prompt(byte_level: Any) -> None:
-    labels = Labels(byte_level, parse_labels("Yes,No"))
+    labels = Labels(byte_level, typed(parse_labels("Yes,No")))
     error = RowError("invalid_labels", "label 'Yes' has no tokens of its own")
     window = Window(0, np.arange(2), [], {0: error, 1: RowError("null_prompt", "")}, pa.table({}))
     with pytest.raises(LabelError, match="'Yes'"):
@@ -239,8 +240,8 @@ def test_every_answer_has_the_tokens_of_the_harness(
             targets = Targets(tokenizer, "t", literal=True)
             tail, literal = tail_of(prompt), [Label(each, (each,)) for each in answers]
             found = [
-                *Labels(tokenizer, [Label(answer, (answer,))]).resolve_all([tail]),
-                *Labels(tokenizer, literal).resolve_all([tail]),
+                *Labels(tokenizer, typed([Label(answer, (answer,))])).resolve_all([tail]),
+                *Labels(tokenizer, typed(literal)).resolve_all([tail]),
                 *targets.resolve_all([tail], values=[[answer]]),
             ]
             if prompt[-1:].isspace() or answer[0] == " ":  # else a choice gets a space
@@ -287,7 +288,7 @@ def test_prompts_that_end_alike_share_a_tail() -> None:
 def test_a_right_answer_is_a_label_a_spelling_of_it_or_a_truth_value(
     byte_level: Any, labels: str, right: list[Any], wrong: list[Any], unknown: list[Any]
 ) -> None:
-    known = Labels(byte_level, parse_labels(labels))
+    known = Labels(byte_level, typed(parse_labels(labels)))
     assert [known.is_positive(answer) for answer in right] == [True] * len(right)
     assert [known.is_positive(answer) for answer in wrong] == [False] * len(wrong)
     for answer in (*unknown, None, float("nan"), float("inf")):
@@ -320,15 +321,15 @@ def test_longer_labels_have_the_tokens_of_the_harness(
     space = "" if prompt[-1].isspace() else " "
     wanted = [harness_tokens(tokenizer, prompt, space + each) for each in names]
     assume(not any(one[: len(other)] == other for one, other in permutations(wanted, 2)))
-    found = resolve(Labels(tokenizer, [Label(each) for each in names]), prompt)
+    found = resolve(Labels(tokenizer, typed([Label(each) for each in names])), prompt)
     assert [own.tolist() for own in found.sequences] == wanted
 
 
 def test_a_label_that_begins_another_needs_an_end(byte_level: Any) -> None:
     labels = [Label("Yes"), Label("Yes user")]
     with pytest.raises(LabelError, match="--label-end"):
-        resolve(Labels(byte_level, labels), PROMPT)
-    found = resolve(Labels(byte_level, labels, end="."), PROMPT)
+        resolve(Labels(byte_level, typed(labels)), PROMPT)
+    found = resolve(Labels(byte_level, typed(labels), end="."), PROMPT)
     assert [own.tolist() for own in found.sequences] == [
         harness_tokens(byte_level, PROMPT, f" {label.name}.") for label in labels
     ]
@@ -336,7 +337,7 @@ def test_a_label_that_begins_another_needs_an_end(byte_level: Any) -> None:
 
 def test_of_spellings_that_begin_one_another_the_shorter_one_counts_for_both(byte_level: Any) -> None:
     both = [Label("Yes", (" Yes", " Yes it is")), Label("No", (" No, never", " No, never more", " Nobody knows"))]
-    found = resolve(Labels(byte_level, both), "Answer:")
+    found = resolve(Labels(byte_level, typed(both)), "Answer:")
     expected = [[" Yes"], [" No, never", " Nobody knows"]]
     tokens = [
         [ids(byte_level, f"Answer:{own}")[len(ids(byte_level, "Answer:")) :] for own in each] for each in expected

@@ -12,6 +12,7 @@ from jinja2 import Template
 
 from prefillcli.prompts.builder import fit
 from prefillcli.prompts.labels import Labels, parse_labels
+from prefillcli.prompts.questions import typed
 from prefillcli.rows.records import Prompt, RowError
 from tests.data.labels import resolve
 from tests.data.test_prompts import batch_of, build
@@ -92,7 +93,7 @@ def test_in_a_chat_the_document_is_cut_and_the_template_stays(chat_tokenizer: An
         assert is_cut(DOCUMENT, rest, on_long)
         assert LIMIT - 3 <= len(prompt.tokens) <= LIMIT
         assert prompt.truncated
-        wanted = Labels(chat_tokenizer, parse_labels("Yes,No"))
+        wanted = Labels(chat_tokenizer, typed(parse_labels("Yes,No")))
         assert prompt.labels == resolve(wanted, around)
 
 
@@ -160,5 +161,5 @@ def test_labels_follow_the_end_that_is_read(byte_level: Any, labels: str) -> Non
         prompt = only(build(byte_level, batch_of(prompt=[text]), **options))
         read = byte_level.decode(prompt.tokens).removeprefix("<s>")
         assert text.startswith(read)
-        assert prompt.labels == resolve(Labels(byte_level, parse_labels(labels)), read)
+        assert prompt.labels == resolve(Labels(byte_level, typed(parse_labels(labels))), read)
         assert len(prompt.tokens) + prompt.labels.depth <= most

@@ -19,6 +19,7 @@ from prefillcli.errors import UsageError
 from prefillcli.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.prompts.encoding import Encoder
 from prefillcli.prompts.labels import Labels, parse_labels
+from prefillcli.prompts.questions import typed
 from prefillcli.reading.compress.compressor import COMPRESSION_COLUMNS
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, without_nulls
@@ -35,7 +36,7 @@ def build(
 ) -> tuple[list[Prompt], dict[int, RowError]]:
     options = {"max_length": 1000, "vocab_size": len(tokenizer)} | options
     builder = PromptBuilder(tokenizer, PromptSettings(**options), tuple(batch.columns))
-    prompts, errors = builder.build(batch, Labels(tokenizer, parse_labels(labels)))
+    prompts, errors = builder.build(batch, Labels(tokenizer, typed(parse_labels(labels))))
     assert sorted([prompt.row for prompt in prompts] + list(errors)) == batch.rows.tolist()
     assert [prompt.row for prompt in prompts] == sorted(prompt.row for prompt in prompts)
     assert all(error.code in set(ErrorCode) for error in errors.values())
@@ -82,7 +83,7 @@ def test_a_tokenizer_without_the_tokenizers_library_works() -> None:
     tokenizer = ByT5Tokenizer()
     builder = PromptBuilder(tokenizer, PromptSettings(max_length=99, vocab_size=1000), ("prompt",))
     batch = batch_of(prompt=["ab"])
-    prompts, errors = builder.build(batch, Labels(tokenizer, parse_labels("Y=Y,N=N")))
+    prompts, errors = builder.build(batch, Labels(tokenizer, typed(parse_labels("Y=Y,N=N"))))
     assert not errors
     assert list(prompts[0].tokens) == tokenizer("ab", add_special_tokens=False)["input_ids"]  # without the end token
 
@@ -414,7 +415,7 @@ def test_token_ids_are_taken_as_they_are(byte_level: Any) -> None:
 
 def test_labels_after_token_ids_are_those_after_their_text(byte_level: Any) -> None:
     text = "Is the topic in the history? Answer:"
-    labels = Labels(byte_level, parse_labels("Yes,No"))
+    labels = Labels(byte_level, typed(parse_labels("Yes,No")))
     builder = PromptBuilder(byte_level, PromptSettings(max_length=99, vocab_size=999), ("prompt_token_ids",))
     for end in ("", "\n", " "):
         ids = byte_level(text + end)["input_ids"]
@@ -605,7 +606,7 @@ def test_the_fingerprint_changes_with_everything_that_changes_a_prompt(chat_toke
 
 def test_time_is_kept_by_phase(byte_level: Any) -> None:
     builder = PromptBuilder(byte_level, PromptSettings(max_length=99, vocab_size=999), ("prompt",))
-    builder.build(batch_of(prompt=["a"] * 100), Labels(byte_level, parse_labels("Yes,No")))
+    builder.build(batch_of(prompt=["a"] * 100), Labels(byte_level, typed(parse_labels("Yes,No"))))
     assert builder.render_seconds > 0
     assert builder.tokenize_seconds > 0
 
@@ -719,7 +720,7 @@ def test_prompts_that_a_template_makes_long_are_tokenised_a_bounded_number_of_by
     template = "{{ 'Is it? ' * 500 }}{{ n }}"
     options = PromptSettings(template=template, max_length=10_000, vocab_size=len(byte_level))
     builder = PromptBuilder(byte_level, options, ("n",), group_chars=10_000)
-    prompts, errors = builder.build(batch_of(n=list(range(40))), Labels(byte_level, parse_labels("Yes,No")))
+    prompts, errors = builder.build(batch_of(n=list(range(40))), Labels(byte_level, typed(parse_labels("Yes,No"))))
     assert not errors
     assert [list(p.tokens) for p in prompts] == [byte_level("Is it? " * 500 + str(n))["input_ids"] for n in range(40)]
     assert max(sizes) < 15_000

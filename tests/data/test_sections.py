@@ -15,6 +15,7 @@ from prefillcli.followup.evidence import MOST_SECTIONS, Ablation, prompt_section
 from prefillcli.models.adapters import AdapterFiles, AdapterVariants
 from prefillcli.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.prompts.labels import Labels, parse_labels
+from prefillcli.prompts.questions import typed
 from prefillcli.rows.records import Prompt
 from tests.data.conftest import CHAT
 from tests.data.test_prompts import batch_of, build
@@ -32,7 +33,7 @@ def ablated(tokenizer: Any, values: dict[str, Any], **options: Any) -> dict[str,
     """A row's prompts without their sections, by name."""
     options = {"max_length": 1000, "vocab_size": len(tokenizer), "sections": True} | options
     builder = PromptBuilder(tokenizer, PromptSettings(**options), tuple(values))
-    labels = Labels(tokenizer, LABELS)
+    labels = Labels(tokenizer, typed(LABELS))
     (prompt,), _ = builder.build(batch_of(**{name: [value] for name, value in values.items()}), labels)
     ablation = Ablation(builder, labels)
     found = ablation.of(prompt)
@@ -249,7 +250,7 @@ def test_token_ids_have_no_sections(byte_level: Any) -> None:
 def test_nothing_is_noted_unless_sections_are_asked_for(byte_level: Any) -> None:
     prompts, _ = build(byte_level, batch_of(prompt=["One.\n\nAnswer:"]))
     assert prompts[0].made_of is None
-    labels = Labels(byte_level, LABELS)
+    labels = Labels(byte_level, typed(LABELS))
     builder = PromptBuilder(byte_level, PromptSettings(max_length=99, vocab_size=600), ("prompt",))
     assert Ablation(builder, labels).of(prompts[0]) == []
 
@@ -258,7 +259,7 @@ def test_sections_are_left_out_while_another_thread_makes_prompts(chat_tokenizer
     """Both threads render with templates and find labels; each prompt is what it is without the other thread."""
     template = "{{ a }}\n{{ b }}\nAnswer:"
     settings = PromptSettings(template=template, chat=True, max_length=500, vocab_size=600, sections=True)
-    builder, labels = PromptBuilder(chat_tokenizer, settings, ("a", "b")), Labels(chat_tokenizer, LABELS)
+    builder, labels = PromptBuilder(chat_tokenizer, settings, ("a", "b")), Labels(chat_tokenizer, typed(LABELS))
     batch = batch_of(a=[f"post {at}" for at in range(300)], b=[f"user {at}" for at in range(300)])
     (first, *_), _ = builder.build(batch.only(np.array([0])), labels)
     alone = [each.prompt.tokens.tolist() for each in Ablation(builder, labels).of(first)]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from prefillcli.core.windows import Prefetcher, SeenIds, WindowSize, windows
 from prefillcli.prompts.builder import BuilderClosed, PromptBuilder, PromptSettings
 from prefillcli.prompts.labels import Labels, parse_labels
+from prefillcli.prompts.questions import typed
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.records import Window
 
@@ -26,7 +27,7 @@ Write = Callable[..., str]
 def open_windows(tokenizer: Any, path: str, id_column: str | None = "id", **options: Any) -> Iterator[Window]:
     source = Source.open([path], columns=["prompt"], carried=[id_column] if id_column else [])
     builder = PromptBuilder(tokenizer, PromptSettings(max_length=50, vocab_size=10**6), source.available)
-    labels = Labels(tokenizer, parse_labels("Yes,No"))
+    labels = Labels(tokenizer, typed(parse_labels("Yes,No")))
     return windows(source, builder, labels, id_column=id_column, **options)
 
 
@@ -76,7 +77,7 @@ def test_once_the_builder_is_closed_no_more_is_read_not_even_of_windows_that_are
 ) -> None:
     source = Source.open([write_jsonl(rows_of(50))], columns=["prompt"])
     builder = PromptBuilder(byte_level, PromptSettings(max_length=50, vocab_size=10**6), source.available)
-    labels = Labels(byte_level, parse_labels("Yes,No"))
+    labels = Labels(byte_level, typed(parse_labels("Yes,No")))
     skipped: list[int] = []
 
     def skip(index: int, rows: object) -> bool:

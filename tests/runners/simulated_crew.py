@@ -25,7 +25,8 @@ from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.plan.pack import Key, Limits
 from prefillcli.plan.plan import Plan
-from prefillcli.prompts.labels import ClassLabels, Label
+from prefillcli.prompts.labels import ClassLabels
+from prefillcli.prompts.questions import Label
 from prefillcli.report.run import RunReport
 from prefillcli.rows.records import Int32Array, Prompt, Window
 from prefillcli.runtime.clock import Clock

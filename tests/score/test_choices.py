@@ -14,6 +14,7 @@ from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
 from prefillcli.plan.behind import LabelSet
 from prefillcli.prompts.labels import Labels
+from prefillcli.prompts.questions import typed
 from prefillcli.prompts.templates import Beginnings
 from prefillcli.tools.merge import merge_job
 from prefillcli.tools.verify import verify_job
@@ -188,7 +189,9 @@ def test_a_choice_that_no_text_can_follow_keeps_its_score(model: Path) -> None:
 
 
 def test_words_with_the_text_of_a_choice_have_no_control_tokens(reference: Reference) -> None:
-    words = Beginnings(reference.tokenizer, Labels(reference.tokenizer, ()), "{{ labels|join(' ') }}: {{ label }}")
+    words = Beginnings(
+        reference.tokenizer, Labels(reference.tokenizer, typed(())), "{{ labels|join(' ') }}: {{ label }}"
+    )
     found = words.tokens(LabelSet.of([[5], [6]]).with_texts(["</s> fox", "a dog"]), 1)
     assert reference.tokenizer.eos_token_id not in found
     assert reference.tokenizer.decode(found) == "</s> fox a dog: a dog"

@@ -22,6 +22,7 @@ from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
 from prefillcli.prompts.labels import Following, Labels, parse_labels, tail_of
+from prefillcli.prompts.questions import typed
 from prefillcli.prompts.translation import Translation, Translator
 from prefillcli.rows.records import BEFORE, Int32Array, Prompt
 
@@ -81,7 +82,7 @@ class FirstPrompts:
         self._labels = None
         if own is not None and head is None:
             labels = parse_labels(settings.labels)
-            self._labels = Labels(own, labels, norm=settings.label_norm, end=settings.label_end)
+            self._labels = Labels(own, typed(labels), norm=settings.label_norm, end=settings.label_end)
 
     def of(self, prompts: Sequence[Prompt]) -> list[FirstPrompt | None]:
         """Each prompt; None for one that the first model has no tokens for."""
