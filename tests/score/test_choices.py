@@ -326,7 +326,7 @@ def test_without_a_norm_there_is_one_accuracy_and_shards_are_merged(
 def test_right_answers_of_which_none_is_a_choice_are_refused(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefillcli.scoring.score.Job.load_models", None)
+    monkeypatch.setattr("prefillcli.scoring.score.ScoreJob._load_models", None)
     write_jsonl("d.jsonl", [{**row, "right": "A"} for row in ROWS])
     flags = {"model": model, "choices_column": "choices", "truth": "right"}
     assert score("d.jsonl", "o.jsonl", **flags)["exit_code"] == 2

@@ -114,7 +114,7 @@ def test_of_many_values_of_the_truth_column_twenty_are_named(model: Path) -> Non
 def test_a_column_without_a_label_is_refused_before_the_model_is_loaded(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    monkeypatch.setattr("prefillcli.scoring.score.Job.load_models", None)
+    monkeypatch.setattr("prefillcli.scoring.score.ScoreJob._load_models", None)
     source = make_input(kind, answers("positive", "negative"))
     assert score(source, model=model, truth="truth", max_error_rate=0.5)["exit_code"] == 2
     message = capsys.readouterr().err

@@ -174,8 +174,8 @@ def test_a_question_has_values_of_its_own_and_others_may_depend_on_its_mean(mode
         ({"label_values": "1,2,3,4,inf"}, "finite"),
         ({"label_values": "low,high"}, "must be numbers, as in 1,2,3,4,5"),
         ({"choices_column": "id", "labels": None}, "--choices-column cannot be combined with --label-values"),
-        ({"target_column": "id", "labels": None}, "--label-values is about labels"),
-        ({"questions": "q.yaml", "labels": None}, "--label-values: a question has its values in the file"),
+        ({"target_column": "id", "labels": None}, "--target-column cannot be combined with --label-values"),
+        ({"questions": "q.yaml", "labels": None}, "--questions cannot be combined with --label-values"),
     ],
     ids=lambda each: str(each)[:30],
 )
