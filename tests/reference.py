@@ -77,7 +77,7 @@ with the prefix `PREFILL_`. `--set NAME=VALUE` gives the settings that have no f
 
 def reference() -> str:
     """The page."""
-    panels: dict[str, dict[tuple[str, str], list[str]]] = {}
+    panels: dict[str, dict[str, dict[str, list[str]]]] = {}  # by panel and option, the commands of each meaning
     for command, kind in COMMANDS.items():
         for name in kind.of_level("first", "more", "settled"):
             details = details_of(kind, name)
@@ -87,14 +87,23 @@ def reference() -> str:
             )
             words = [as_typed(kind, name), negative, details.short]
             shown = ", ".join(f"`{word}`" for word in words if word)
-            panels.setdefault(details.panel, {}).setdefault((shown, option_help(kind, name)), []).append(command)
+            meanings = panels.setdefault(details.panel, {}).setdefault(shown, {})
+            meanings.setdefault(option_help(kind, name), []).append(command)
     lines = [HEAD]
     for panel, options in panels.items():
         meaning = f"meaning, explained in [{PAGES[panel]}]({PAGES[panel]})"
         lines += [f"## {panel}", "", f"| option | {meaning} | commands |", "| --- | --- | --- |"]
-        lines += [f"| {shown} | {_cell(help)} | {', '.join(names)} |" for (shown, help), names in options.items()]
+        lines += [_row(shown, meanings) for shown, meanings in options.items()]
         lines.append("")
     return "\n".join(lines)
+
+
+def _row(shown: str, meanings: dict[str, list[str]]) -> str:
+    """The row of an option; commands in which it has another meaning than in the first ones are named with it."""
+    (first, names), *others = meanings.items()
+    told = [_cell(first), *(f"**{', '.join(named)}**: {_cell(text)}" for text, named in others)]
+    commands = [*names, *(name for _, named in others for name in named)]
+    return f"| {shown} | {' '.join(told)} | {', '.join(commands)} |"
 
 
 class _Schema(GenerateJsonSchema):
