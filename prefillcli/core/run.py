@@ -48,5 +48,5 @@ class Run:
         return self.scorer.inputs
 
     def tick(self, tokens: float) -> None:
-        """Called while something is computed: a signal may stop it."""
+        """A function to call during a computation, so that a signal can stop it."""
         self.stop.check()
