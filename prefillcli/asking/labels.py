@@ -26,7 +26,7 @@ PAIR = QUERY, DOCUMENT = "query", "document"  # the columns of a pair of texts
 
 class LabelAsking(Asking):
     """The same labels after every prompt. They may stand for numbers. A reranker makes its own prompts and labels,
-    where nobody asks for others; a warning tells where somebody does."""
+    unless the user gives others; a warning then says so."""
 
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
@@ -36,7 +36,7 @@ class LabelAsking(Asking):
 
     @property
     def _own_prompt(self) -> bool:
-        # Whether the user says how prompts are made.
+        # Whether the user has set how prompts are made.
         return bool(self.settings.model_fields_set & {"template", "prompt_column", "pair_column", "chat"})
 
     def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:

@@ -30,7 +30,7 @@ class QuestionEntry(BaseModel):
     name: str = Field(min_length=1)
     labels: LabelTexts
     values: LabelValues = ()  # the number that each label stands for
-    text: str | None = None  # Jinja text behind the document
+    text: str | None = None  # Jinja text after the document
     template: str | None = None  # Jinja text in the place of document and text
     when: str | None = None  # a condition on the answers to earlier questions
     swap: tuple[str, ...] | None = None  # two columns, whose values are asked about in both orders
@@ -58,8 +58,8 @@ class Holds:
 
 @dataclass(frozen=True, slots=True)
 class AskedQuestion:
-    """A question: the template of its whole prompt, its labels, the rows of which it is asked (None: all), and the two
-    columns whose values are exchanged in its other prompt."""
+    """A question: the template of its whole prompt, its labels, the rows that it is asked about (None: all), and the
+    two columns whose values are exchanged in its other prompt."""
 
     name: str
     template: str
@@ -70,14 +70,15 @@ class AskedQuestion:
 
     @property
     def exchanged_labels(self) -> tuple[Label, ...]:
-        """Those that mean the same in the other prompt: the first two stand for the places of the two values."""
+        """The labels with the same meaning in the other prompt: the first two stand for the places of the two
+        values."""
         first, second, *others = self.labels
         return (second, first, *others)
 
 
 @dataclass(frozen=True, slots=True)
 class QuestionFile:
-    """The questions of a file, and the digest of all that it says."""
+    """The questions of a file, and the digest of its whole content."""
 
     questions: tuple[AskedQuestion, ...]
     digest: str
@@ -102,12 +103,12 @@ class QuestionFile:
 
     @property
     def schemas(self) -> tuple[OutputSchema, ...]:
-        """The columns of the answers to each question. The other prompts come behind those of all questions."""
+        """The columns of the answers to each question. The other prompts come after those of all questions."""
         return schemas(self.questions)
 
 
 def schemas(questions: Sequence[AskedQuestion]) -> tuple[OutputSchema, ...]:
-    """The columns of the answers to each of these questions."""
+    """Return the columns of the answers to each of these questions."""
     others = itertools.count(len(questions))
     return tuple(
         OutputSchema(
@@ -123,7 +124,7 @@ def schemas(questions: Sequence[AskedQuestion]) -> tuple[OutputSchema, ...]:
 
 
 def read_questions(path: str) -> QuestionFile:
-    """The file at a path or URL. Raises UsageError, which names the file, the key and the nearest known one."""
+    """Read the file at a path or URL. Raises UsageError, which names the file, the key and the nearest known one."""
     shown = f"--questions {without_secrets(path)}"
     raw = read_given("--questions", path, most=_MOST_BYTES)
     try:
@@ -140,7 +141,7 @@ def read_questions(path: str) -> QuestionFile:
     for each in content.questions:
         done.append(_checked(each, content.document, done, shown))
     if content.document is not None and all(each.template is not None for each in content.questions):
-        raise UsageError(f"{shown}: document is not used, as each question has a template of its own\nleave it out")
+        raise UsageError(f"{shown}: document is not used, as each question has its own template\nleave it out")
     parts = [
         [each.name, each.template, each.labels, each.when and each.when.condition.text, each.values, each.swap]
         for each in done
@@ -156,9 +157,9 @@ def _checked(entry: QuestionEntry, document: str | None, before: Sequence[AskedQ
         raise UsageError(f"{where}: the name is given twice")
     if (entry.text is None) == (entry.template is None):
         what = "neither text nor template" if entry.text is None else "both text and template"
-        raise UsageError(f"{where}: it has {what}\ngive text, behind the document, or a template of its own")
+        raise UsageError(f"{where}: it has {what}\ngive text, after the document, or its own template")
     if entry.text is not None and document is None:
-        raise UsageError(f"{where}: text stands behind the document, but the file has no document")
+        raise UsageError(f"{where}: text stands after the document, but the file has no document")
     try:
         labels = parse_labels(entry.labels)
         if "values" in entry.model_fields_set:
