@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class Exits(Reading, Judge):
-    """The exits of a job, once they are learnt. `read_as` says how prompts are read otherwise. Raises UsageError for a
-    wrong exit profile."""
+    """The exits of a job, once they are learnt. `read_as` states how prompts are read otherwise. Raises UsageError for
+    a wrong exit profile."""
 
     def __init__(self, settings: Any, read_as: Sequence[Any] = ()) -> None:
         self.settings = settings
@@ -39,7 +39,7 @@ class Exits(Reading, Judge):
         """What an earlier job has learnt."""
         self.exits: JobExits | None = None
         self._read_as = read_as
-        self._readers: list[Reader] | None = None  # for those that ask for a glance
+        self._readers: list[Reader] | None = None  # for callers that ask for a glance
         if settings.exit_profile is not None:
             self.profile = exit_profile_at(settings.exit_profile)
 
@@ -73,7 +73,7 @@ class Exits(Reading, Judge):
         return found
 
     def require_same_job(self, run: Run) -> None:
-        """Raise UsageError for an exit profile of another job. The fingerprint is known."""
+        """Raise UsageError for an exit profile of another job, once the fingerprint is known."""
         if self.profile is not None:
             require_same_job(self.profile, self.settings.exit_profile, job_of_exits(run, self._read_as))
 
@@ -120,17 +120,17 @@ class Exits(Reading, Judge):
         return None if self.exits is None else self.exits.treatment(in_full)
 
     def answered(self, pack: Pack, answers: Sequence[Answer]) -> None:
-        """All prompts of a pack are answered."""
+        """Take a pack whose prompts are all answered."""
         if self.exits is not None:
             self.exits.add(pack, answers)
 
     def window_written(self, run: Run, window: int) -> None:
-        """All rows of the window with this index are written: watch the flips of the audited ones."""
+        """Watch the flips of the audited rows of a window, with this index, whose rows are all written."""
         if self.exits is not None:
             self.exits.watch(run, window)
 
     def finished(self, run: Run) -> None:
-        """All rows are written: what was kept for a resumed job goes."""
+        """Remove what was kept for a resumed job, once all rows are written."""
         from prefillcli.reading.exits.learning import FILE
         from prefillcli.reading.exits.rare import SCORES
 
