@@ -232,7 +232,7 @@ def test_a_calibration_of_an_output_is_for_jobs_with_its_model_prompt_and_labels
     assert calibrate("copy.parquet")["exit_code"] == 0
     assert "cannot check that the calibration is for its model" in capsys.readouterr().err
     assert score(**new, **options)["exit_code"] == 0
-    assert "does not say which model's scores" in capsys.readouterr().err
+    assert "does not name the model whose scores" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
