@@ -63,9 +63,9 @@ class Lengths(BaseModel):
 
 
 class Cost(BaseModel):
-    """What a way to score computes. Seconds and price concern only the model, and are null without a profile."""
+    """The work of a way to score. Seconds and price concern only the model, and are null without a profile."""
 
-    chosen: bool = False  # what the settings ask for
+    chosen: bool = False  # the one that the settings ask for
     packs: int = 0
     computed_tokens: int = 0
     seconds: float | None = None
@@ -119,7 +119,7 @@ ESTIMATE = "An estimate, as if the draft chose the first chunks; its own work is
 
 
 def survey_section(survey: Survey) -> Section:
-    """The section about an input for terminal and page."""
+    """Return the section about an input for terminal and page."""
     bins = survey.lengths.histogram if survey.lengths is not None else []
     edges = {f"{each['low']:,} - {each['high'] - 1:,}": each["rows"] for each in bins}
     plans = _cost_table("schedule", [(each.schedule, each) for each in survey.plans], "packs", "computed_tokens")
@@ -211,7 +211,7 @@ class InputStatistics:
         self._digests.append(np.fromiter(digests, np.uint64, len(tokens)))
 
     def rows(self, more_errors: Counter[str]) -> SurveyRows:
-        """Rows by their outcome, with errors that were found elsewhere."""
+        """Return rows by their outcome, with errors that were found elsewhere."""
         codes, rows = self._codes + more_errors, self._rows.model_copy()
         rows.skipped = sum(codes.pop(code, 0) for code in SKIPPED_CODES)
         rows.errors, rows.errors_by_code = codes.total(), dict(sorted(codes.items()))
@@ -227,7 +227,7 @@ class InputStatistics:
 
 
 def lengths_of(counts: Counter[int]) -> Lengths | None:
-    """The lengths of prompts, from the number of prompts of each length; None without prompts."""
+    """Return the lengths of prompts, from the number of prompts of each length; None without prompts."""
     if not counts:
         return None
     lengths = sorted(counts)
