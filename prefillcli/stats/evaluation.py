@@ -499,7 +499,7 @@ class Evaluation(BaseModel):
     roc: RocCurve | None = None
     precision_recall: PrecisionRecallCurve | None = None
     ordered: OrderedFigures | None = None  # of labels that stand for numbers
-    choices: ChoiceFigures | None = None  # of rows with choices of their own
+    choices: ChoiceFigures | None = None  # of rows with their own choices
 
 
 def evaluate(
