@@ -39,7 +39,7 @@ class Opening:
 
     def __init__(self, settings: Any, carried: Sequence[str | None] = ()) -> None:
         self.inputs = Inputs(settings, carried)
-        self._scores = "exit" in type(settings).model_fields  # as prefill score does: options for that are checked
+        self._scores = "exit" in type(settings).model_fields  # as prefill score does: its options are checked
 
     def compose(self, available: Sequence[str] = ()) -> None:
         """Compose the parts for rows with these columns. Raises UsageError."""
@@ -75,7 +75,7 @@ class Opening:
         models = local_models(settings)
         require_engine(getattr(settings, "engine", "torch"))
         for path in source.left_out:
-            log.warning(f"{without_secrets(path)}: not read: its name says neither Parquet nor JSON Lines")
+            log.warning(f"{without_secrets(path)}: not read: its name is neither of Parquet nor of JSON Lines")
         if self.parts.rejects is not None:
             self.parts.rejects.check_source(source)
         labels = inputs.asking.named_labels(models[0]) if models else None
@@ -122,7 +122,7 @@ class Opening:
         self._check_labels()
 
     def _check_labels(self) -> None:
-        # Once they are known by their names, before torch is imported, and then as they are.
+        # First by their names alone, before torch is imported, and then as they are.
         if not hasattr(self.inputs, "source"):
             return
         for each in self.parts.judges:
@@ -159,7 +159,7 @@ def open_inputs(settings: Any, carried: Sequence[str | None] = ()) -> Opening:
 
 
 def local_models(settings: JobOptions) -> list[Path]:
-    """The folders and GGUF files on this machine of the model, the draft, first models and adapters."""
+    """Return the folders and GGUF files on this machine of the model, the draft, first models and adapters."""
     found = [sample_model() if settings.model is None else local_model(settings.model, "--model")]
     option, names = small_models(settings)
     found += [local_model(name, f"--{option}") for name in names]
@@ -205,7 +205,7 @@ def require_label_uses(inputs: Inputs) -> None:
         return
     asked = [text for text, measures in _MEANINGLESS.items() if labels.measure in measures and given(settings, text)]
     if labels.measure is Measure.CHANCES:
-        why = "the classes of this model do not exclude one another: each has a probability of its own"
+        why = "the classes of this model do not exclude one another: each has its own probability"
         advice = f"name one of them, --labels {labels.names[0]} for example, which is scored against its absence"
     else:
         if settings.audit and len(labels.names) == 1:  # no prediction could flip

@@ -34,7 +34,7 @@ from prefillcli.scoring.shell import conclude, leave_earlier_report, shell
 def score_job(settings: ScoreSettings, granularity: Granularity = USUAL) -> dict[str, Any]:
     """Run the job; write `run.json` and its page however it ends; return the summary for the last line on stdout.
 
-    Errors are reported on stderr, and become the exit code in the summary. A dry run writes a report of its own.
+    Errors are reported on stderr, and become the exit code in the summary. A dry run writes its own report.
     """
     run_id = settings.run_id or log.new_run_id()
     with log.log_of(run_id, json_lines=settings.log_format == "json"):
@@ -52,7 +52,7 @@ def _run_job(settings: ScoreSettings, run_id: str, granularity: Granularity) -> 
         settings=shown(settings.model_dump(mode="json")),
     )
     log.event("started", "the run begins", settings=report.settings)
-    settings = settings.model_copy(update={"run_id": run_id})  # workers say it, too
+    settings = settings.model_copy(update={"run_id": run_id})  # workers log it, too
     output, memory = output_of(settings), MemoryWatch(clock)
     job: ScoreJob | None = None
     metrics_file: str | None = None
@@ -112,7 +112,7 @@ class ScoreJob:
                 self._score()
             step("looking at the finished output")
             failed = self._judge(sink)
-            # A shard's share of errors tells nothing about the whole: prefill merge judges that.
+            # A shard's share of errors shows nothing about the whole: prefill merge judges that.
             most = settings.max_error_rate if settings.shard is None else None
             skip = settings.skip_empty and sink.empty_input
         conclude(report, sink.counts, max_error_rate=most, skip_empty=skip, failed=failed)
@@ -298,8 +298,7 @@ class ScoreJob:
         self._run.inputs.source.require_unchanged(rows)
 
     def _find_profile(self) -> Profile | None:
-        # The profile that applies here, or None. A message tells of one that does not, as a warning if it was asked
-        # for.
+        # The profile that applies here, or None. A message names one that does not, as a warning if it was asked for.
         run, settings = self._run, self._run.settings
         profile, name, why = find_profile(settings, run.inputs.opened, run.report.fingerprint["model"])
         run.report.no_prediction = why
