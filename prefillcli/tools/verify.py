@@ -33,7 +33,7 @@ _UNREAD = object()  # in place of the id of a row that was not read
 
 
 class Verification:
-    """Collects the `problems` of an output; nothing is changed."""
+    """Collects the `problems` of an output, and changes nothing."""
 
     def __init__(self, target: Target) -> None:
         self.problems: list[str] = []

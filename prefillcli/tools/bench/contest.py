@@ -50,7 +50,7 @@ def interleaved(
     on_run: Callable[[int, str, float], None] = lambda turn, name, seconds: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of each method, run in turn for `rounds` rounds after one warm-up of each.
+    """Return the seconds of each method, run in turn for `rounds` rounds after one warm-up of each.
 
     A disturbance of the machine then hits all methods: compare within a round. After the first round, no round begins
     that, judging by the longest so far, would end more than `within` seconds after the first began. `on_run` is called
@@ -99,7 +99,7 @@ class MethodRun(ReceivedRows):
     def step(self, *progress: Any) -> None: ...
 
     def logprobs(self, window: Window, labels: int) -> Float64Array:
-        """Label log-probabilities [prompts, labels] of a window; NaN for a row without an answer."""
+        """Return label log-probabilities [prompts, labels] of a window; NaN for a row without an answer."""
         unknown = np.full(labels, np.nan)
         return np.stack([self.rows[p.row].logprobs if p.row in self.rows else unknown for p in window.prompts])
 
@@ -119,7 +119,7 @@ class Models:
         return self.opening.inputs
 
     def load_beside(self, others: int, longest: int, notes: list[str]) -> Scorer:
-        """Load them where so many `others` are loaded too, for prompts of up to `longest` tokens. A note says how vLLM
+        """Load them beside this number of `others`, for prompts of up to `longest` tokens. A note states how vLLM
         runs. Raises as `load_here`."""
         inputs, share = self.inputs, 1 / (1 + others)
         begun, where, name = time.perf_counter(), "on the same device", "vllm"
@@ -198,12 +198,12 @@ class MethodJob:
         return set() if exits is None else set(exits.known)
 
     def learnt(self, name: str) -> Any:
-        """A finding about its exits; None where rows do not leave."""
+        """Return a finding about its exits; None where rows do not leave."""
         return self._run.sink.plan.get("exits", {}).get("use", {}).get(name)
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it computes in other processes: the memory of this one does not show its use."""
+        """True if it computes in other processes: the memory of this one does not show its use."""
         return self.settings.engine == "vllm"
 
     def answer(self, window: Window) -> MethodRun:
@@ -218,7 +218,7 @@ class MethodJob:
 
 
 def open_models(settings: BenchSettings) -> dict[str, Models]:
-    """The opened models of each method: the same for all that the same weights answer. Nothing is loaded."""
+    """Return the opened models of each method: the same for all that the same weights answer. Nothing is loaded."""
     wanted = {name: score_settings(settings, name) for name in method_names(settings)}
     opened, found = dict[Any, Models](), dict[str, Models]()
     for name in sorted(wanted, key=lambda name: not _has_small(wanted[name])):  # the others may do without these
@@ -227,7 +227,7 @@ def open_models(settings: BenchSettings) -> dict[str, Models]:
         if own.engine == "torch" and not _has_small(own):
             key = next((each for each in opened if each[0] == "torch"), key)
         if key not in opened:
-            if opened and own.model is None:  # which the first ones have told
+            if opened and own.model is None:  # which the first ones have reported
                 own = own.model_copy(update={"model": str(next(iter(opened.values())).inputs.opened.files.path)})
             opened[key] = Models(own)
         found[name] = opened[key]
@@ -239,7 +239,7 @@ def _has_small(settings: ScoreSettings) -> bool:
 
 
 def open_jobs(settings: BenchSettings, models: Mapping[str, Models], stop: Stop, folder: str) -> list[MethodJob]:
-    """The methods, once for each keep rate, with their rows open. Raises UsageError."""
+    """Return the methods, once for each keep rate, with their rows open. Raises UsageError."""
     jobs = [
         MethodJob(settings, name, keep, stop, folder, models[name])
         for name in method_names(settings)
@@ -252,8 +252,8 @@ def open_jobs(settings: BenchSettings, models: Mapping[str, Models], stop: Stop,
 
 @contextmanager
 def left_out(job: MethodJob, named: Sequence[str], notes: list[str]) -> Iterator[None]:
-    """A method that runs out of memory, or cannot run here and was not named, is left out with a note; the reference
-    must not."""
+    """Leave out, with a note, a method that runs out of memory, or that cannot run here and was not named. The
+    reference must not fail."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, ResourceError, UsageError) as error:
@@ -280,7 +280,7 @@ def load_jobs(jobs: Sequence[MethodJob], named: Sequence[str], longest: int, not
 
 
 def without_learnt(jobs: Sequence[MethodJob], window: Window, notes: list[str]) -> Window:
-    """The window without the rows that a method has read in full to learn from."""
+    """Return the window without the rows that a method has read in full to learn from."""
     known = {row for job in jobs for row in job.known_rows}
     if not known:
         return window
@@ -311,7 +311,7 @@ def compare(
     """Run every method once for its answers and memory, then `rounds` times in turn for its time; 0: the first run's
     time counts. `result` gets what that shows.
 
-    `truths` tells whether the first label is right, by row. `within` and `clock` as in `interleaved`. A method that
+    `truths` has by row whether the first label is right. `within` and `clock` as in `interleaved`. A method that
     runs out of memory is left out with a note. Raises PrefillError if the reference gives no scores.
     """
     notes = result.notes
