@@ -75,7 +75,7 @@ class ReadPrompt:
 
     @classmethod
     def whole(cls, prompt: Prompt, why: str | None = None) -> ReadPrompt:
-        """A prompt that is read in full."""
+        """Return a prompt that is read in full."""
         return cls(Request(prompt), None, ["full"] * len(prompt.tokens), in_full=why)
 
 
@@ -135,7 +135,7 @@ def margin_curve(
     labels: Sequence[str],
     policy: LeavingRule | None = None,
 ) -> MarginCurve:
-    """The margins of one row.
+    """Return the margins of one row.
 
     `readings` are those of every layer but the last, in their order, with one row each; `final` [labels] are the label
     log-probabilities of the answer. With two labels the margin is the first over the second; with more, the final
@@ -168,7 +168,7 @@ def margin_curve(
 
 
 def margin_rows(curve: MarginCurve) -> list[list[str]]:
-    """A header and a line for each layer, safe to show."""
+    """Return a header and a line for each layer, safe to show."""
     guesses = any(each.guess is not None for each in curve.layers)
     most = max((abs(each.margin) for each in curve.layers if np.isfinite(each.margin)), default=0.0)
     side = _NARROW if guesses else _WIDE
@@ -186,7 +186,7 @@ def margin_rows(curve: MarginCurve) -> list[list[str]]:
 
 
 def margin_notes(curve: MarginCurve) -> list[str]:
-    """The meaning of the numbers, in sentences, safe to show."""
+    """Return the meaning of the numbers, in sentences, safe to show."""
     last = curve.layers[-1]
     notes = [
         f"Margin: logits of {visible(curve.what, line=True)}, read after each layer by the model's own norm and head; "
@@ -204,7 +204,8 @@ def margin_notes(curve: MarginCurve) -> list[str]:
 
 
 def margin_plot(curve: MarginCurve) -> Plot | None:
-    """The margin over the layers, a line at 0, and the probes' predictions; None for numbers that are not finite."""
+    """Return the margin over the layers, a line at 0, and the probes' predictions; None for numbers that are not
+    finite."""
     points = [(each.layers, each.margin) for each in curve.layers]
     guesses = [(each.layers, each.guess.margin) for each in curve.layers if each.guess is not None]
     values = [margin for _, margin in points + guesses]
@@ -261,7 +262,7 @@ WHY: dict[TokenReason, str] = {
 STEPS = 5  # steps of the heat scale
 HEAT = f"rank of importance among the kept tokens, in {STEPS} steps of equal size"
 MARKED: dict[TokenReason, str] = {"first": " underline", "last": " underline", "shared": " italic"}
-FOLD = 24  # longer dropped stretches than so many tokens are folded
+FOLD = 24  # dropped stretches of more tokens than this are folded
 _CHUNK = 32  # tokens of a stretch, if the settings have no select_chunk
 _STRETCHES = 10
 
@@ -291,7 +292,8 @@ MOST_PREFIXES = 10
 
 
 def shared_tokens(prompts: Sequence[Prompt], number: int) -> list[int]:
-    """The number of tokens that the prompt with this number shares with the beginning of each prompt of a window."""
+    """Return the number of tokens that the prompt with this number shares with the beginning of each prompt of a
+    window."""
     return [common_prefix(prompts[number].tokens, other.tokens) for other in prompts]
 
 
@@ -307,7 +309,7 @@ def shared_prefixes(shared: Sequence[int]) -> list[CommonPrefix]:
 
 
 def token_views(tokenizer: Any, read: ReadPrompt) -> list[TokenView]:
-    """The tokens of a prompt, with their texts."""
+    """Return the tokens of a prompt, with their texts."""
     ids = read.question.prompt.tokens.tolist()
     importance = [None] * len(ids) if read.importance is None else read.importance.tolist()
     parts = zip(ids, token_texts(Encoder(tokenizer).decode, ids), importance, read.why, strict=True)
@@ -318,7 +320,7 @@ def token_views(tokenizer: Any, read: ReadPrompt) -> list[TokenView]:
 
 
 def next_views(tokenizer: Any, told: NextTokens | None) -> list[LikelyToken]:
-    """The tokens that the model may say next."""
+    """Return the tokens that the model may write next."""
     if told is None:
         return []
     encoder, pairs = Encoder(tokenizer), zip(told.tokens.tolist(), told.logprobs.tolist(), strict=True)
@@ -326,7 +328,7 @@ def next_views(tokenizer: Any, told: NextTokens | None) -> list[LikelyToken]:
 
 
 def no_score(row: int, row_id: str | None, error: RowError) -> PrefillError:
-    """The error of a row that has no score."""
+    """Return the error of a row that has no score."""
     name = f"row {row}" + ("" if row_id is None else f" ({row_id})")
     return PrefillError(visible(f"{name} has no score: {error.code}: {error.detail}", line=True))
 
@@ -344,7 +346,8 @@ class AnswerView:
     def of(
         cls, names: Sequence[str], labels: LabelSet, divided: npt.NDArray[np.float64], temperature: float
     ) -> AnswerView:
-        """The answer from log-probabilities of labels [labels], divided by their sizes where these have some."""
+        """Return the answer from log-probabilities of labels [labels], divided by their sizes where these have
+        some."""
         shares, logprobs = label_probabilities(divided, temperature), labels.whole(divided)
         return cls(
             logprobs=dict(zip(names, logprobs.tolist(), strict=True)),
@@ -355,7 +358,7 @@ class AnswerView:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the score is a finite number: one label without a finite value makes all shares NaN."""
+        """True if the score is a finite number: one label without a finite value makes all shares NaN."""
         return math.isfinite(self.score)
 
 
@@ -378,7 +381,7 @@ class Inspection:
     draft_layers: int  # of the draft; 0 without one
     margins: MarginCurve | None = None  # of the prompt as a job reads it: compressed, if the job compresses it
     scored: ScoredRow | None = None  # as in a job
-    further: Sequence[Section] = ()  # sections of what was asked further about it
+    further: Sequence[Section] = ()  # sections on the further questions about it
     next: Sequence[LikelyToken] = ()  # the likeliest tokens after the prompt
 
 
@@ -394,7 +397,8 @@ class Stretch:
 
 
 def heat(tokens: Sequence[TokenView]) -> tuple[list[int | None], list[tuple[float, float] | None]]:
-    """The step of every token on the heat scale, and the least and largest importance in each of the `STEPS` steps.
+    """Return the step of every token on the heat scale, and the least and largest importance in each of the `STEPS`
+    steps.
 
     Importance is attention: a few tokens have most of it, and a scale of values would show only these. So a step is a
     rank: the token's rank among the kept ones, ties in the middle of their ranks. None for a token that is dropped or
@@ -417,7 +421,7 @@ def heat(tokens: Sequence[TokenView]) -> tuple[list[int | None], list[tuple[floa
 
 
 def stretches(inspection: Inspection, most: int = _STRETCHES) -> list[Stretch]:
-    """The `most` chunks of the prompt with the highest mean importance, highest first; none without a draft."""
+    """Return the `most` chunks of the prompt with the highest mean importance, highest first; none without a draft."""
     size = inspection.settings.get("select_chunk")
     size = size if isinstance(size, int) and size > 0 else _CHUNK
     found = []
@@ -433,7 +437,7 @@ def stretches(inspection: Inspection, most: int = _STRETCHES) -> list[Stretch]:
 
 
 def facts(inspection: Inspection) -> list[tuple[str, str]]:
-    """Names and texts of the facts above the prompt, safe to show."""
+    """Return the names and texts of the facts above the prompt, safe to show."""
     tokens, kept = len(inspection.tokens), sum(token.kept for token in inspection.tokens)
     found = [
         ("row", f"{inspection.row_id} (row {inspection.row:,} of the input)"),
@@ -483,7 +487,7 @@ def _importance_of(token: TokenView) -> float | None:
 
 
 def counts(inspection: Inspection) -> list[tuple[TokenReason, str, int]]:
-    """The treatments of tokens, in words, each with the number of tokens."""
+    """Return the treatments of tokens, in words, each with its number of tokens."""
     found = Counter(token.why for token in inspection.tokens)
     return [(why, text, found[why]) for why, text in WHY.items() if found[why]]
 
@@ -630,7 +634,7 @@ def _bracketed(tokens: Sequence[TokenView], most: int | None) -> Text:
 
 
 def inspection_html(inspection: Inspection) -> str:
-    """The page of an inspected prompt."""
+    """Return the page of an inspected prompt."""
     _, ranges = heat(inspection.tokens)
     head = Section(title=f"Prompt of row {inspection.row_id}", lines=facts(inspection))
     return page_html(
@@ -646,7 +650,7 @@ def inspection_html(inspection: Inspection) -> str:
 
 
 def in_characters(part: Part) -> Part:
-    """A part whose bars extend from the middle of their track to either side, for the terminal."""
+    """Return a part whose bars extend from the middle of their track to either side, for the terminal."""
     if not part.bars:
         return part
     rows = [
