@@ -58,7 +58,7 @@ OPTIONAL = {
 
 
 def installed(package: str) -> str | None:
-    """The version of a package, None where it is not installed. Imports nothing."""
+    """Return the version of a package, None where it is not installed. Imports nothing."""
     if find_spec(package) is None:
         return None
     try:
@@ -79,8 +79,8 @@ def require_extra(extra: str, wanted_by: str, *, advice: str = "") -> None:
 
 
 def installing(extra: str) -> str:
-    """The line to type for an extra: with the wheel or the folder that this program was installed from, if it is
-    still there."""
+    """Return the line to type for an extra: with the wheel or the folder that this program was installed from, if it
+    is still there."""
     source, edits = "prefillcli", False
     with suppress(metadata.PackageNotFoundError, ValueError, AttributeError):
         origin = json.loads(metadata.distribution("prefillcli").read_text("direct_url.json") or "{}")
@@ -115,22 +115,22 @@ _lock = threading.Lock()
 
 
 def quiet_imports() -> None:
-    """From now on these libraries log only errors, and none of them fetches code.
+    """Let these libraries log only errors from now on, and fetch no code.
 
-    To be called before they are imported, in processes that are this program's own.
+    Call it before they are imported, in processes that are this program's own.
     """
     global _own
     _own = True
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
     if not _allowed():
-        sys.modules.setdefault(FETCHES, None)  # type: ignore[arg-type]  # who imports it is told that it is not there
+        sys.modules.setdefault(FETCHES, None)  # type: ignore[arg-type]  # an import of it fails
 
 
 @contextmanager
 def light_imports() -> Iterator[None]:
-    """Inside the block, torch and transformers are imported without packages that no causal language model needs; for
-    the main thread.
+    """Import torch and transformers, inside the block, without packages that no causal language model needs; for the
+    main thread.
 
     Nothing changes in a process that is not this program's own: there, others may need these parts of transformers.
     """
@@ -158,7 +158,7 @@ def _allowed() -> bool:
 
 @contextmanager
 def without_fetched_code() -> Iterator[None]:
-    """For a library: inside the block that package seems to be missing; afterwards all is as before.
+    """Hide that package inside the block; afterwards all is as before. For a library.
 
     Any number of threads may be inside.
     """
