@@ -66,7 +66,7 @@ class LoadedAdapter:
         self.slots = list({(id(module), name): (module, name) for module, name in slots}.values())
 
     def merge(self) -> None:
-        """Change the model's tensors. Each of its `slots` must hold a tensor of its own."""
+        """Change the model's tensors. Each of its `slots` must hold its own tensor."""
         import torch
 
         with torch.no_grad():
@@ -194,7 +194,7 @@ def _parameter(slot: Slot) -> nn.Parameter:
 
 
 def _untie(model: PreTrainedModel, slot: Slot) -> None:
-    # Give the slot a parameter of its own: a shared one, like a tied embedding, would change elsewhere too.
+    # Give the slot its own parameter: a shared one, like a tied embedding, would change elsewhere too.
     from torch import nn
 
     module, name = slot
@@ -215,7 +215,7 @@ _TASKS = {
 }
 #: Keys of a configuration that cannot become part of the weights if their value is not empty, and why.
 _NOT_MERGED = {
-    "alora_invocation_tokens": "it acts only behind its invocation tokens",
+    "alora_invocation_tokens": "it acts only after its invocation tokens",
     "arrow_config": "it chooses among adapters token by token",
     "layer_replication": "it adds layers to the model",
     "kasa_config": "PEFT cannot merge it",
@@ -292,7 +292,7 @@ class AdapterVariants:
 def open_adapters(
     opened: Opened, folders: Mapping[str, str], column: str | None, *, trust_remote_code: bool = False
 ) -> Opened:
-    """The same model with adapters. `folders` has their folders, or names on the hub, by adapter name. They are
+    """Return the same model with adapters. `folders` has their folders, or names on the hub, by adapter name. They are
     checked against the model's configuration; its weights are not read.
 
     The `column` names each row's adapter; None: one adapter reads all rows. If that one brings another tokenizer, this
@@ -311,7 +311,8 @@ def open_adapters(
 
 
 def local_adapter(name: str) -> Path | None:
-    """The folder of an adapter; None for the name of a hub repository. Raises UsageError where it is neither."""
+    """Return the folder of an adapter; None for the name of a hub repository. Raises UsageError where it is
+    neither."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -321,7 +322,7 @@ def local_adapter(name: str) -> Path | None:
 
 
 def find_adapter(name: str) -> Path:
-    """The `local_adapter`, or else a snapshot of the hub repository. Raises UsageError."""
+    """Return the `local_adapter`, or else a snapshot of the hub repository. Raises UsageError."""
     if (path := local_adapter(name)) is not None:
         return path
     from huggingface_hub import snapshot_download
@@ -427,7 +428,7 @@ def _checked(adapter: AdapterFiles, files: ModelFiles) -> AdapterFiles:
 
 
 def empty_model(files: ModelFiles) -> PreTrainedModel:
-    """The model that `load_weights` makes of the files, on the meta device."""
+    """Return the model that `load_weights` makes of the files, on the meta device."""
     from prefillcli.models.completeness import build_empty
     from prefillcli.models.multimodal import read_config, text_part
 
@@ -453,7 +454,7 @@ def _with_tokenizer(opened: Opened, adapters: list[AdapterFiles], *, by_row: boo
         if by_row:
             raise UsageError(
                 f"{OPTION} {adapter.path}: its tokenizer is not the model's: {other}\n"
-                "rows of several adapters are tokenised alike: score its rows in a job of their own"
+                "rows of several adapters are tokenised alike: score its rows in a separate job"
             )
         if tokens and opened.draft is not None and opened.draft_tokenizer is None:
             raise UsageError(f"{OPTION} {adapter.path}: its tokenizer is not the draft's: {tokens}")
@@ -469,13 +470,13 @@ def _with_tokenizer(opened: Opened, adapters: list[AdapterFiles], *, by_row: boo
 
 
 def adapter_paths(opened: Opened | None) -> dict[str, str]:
-    """The folders of a model's adapters, by the adapters' names."""
+    """Return the folders of a model's adapters, by the adapters' names."""
     variants = None if opened is None else opened.variants
     return {each.name: str(each.path) for each in variants.files} if isinstance(variants, AdapterVariants) else {}
 
 
 def identity(settings: Any, opened: Opened, values: dict[str, Any], contents: Callable[[Path], ModelContents]) -> str:
-    """Digest of the adapters of these settings by their contents. Their options go out of the `values`."""
+    """Return the digest of the adapters of these settings by their contents. Their options go out of the `values`."""
     for name in ("adapter", "adapter_column"):
         del values[name]
     found = [(name, contents(Path(path))) for name, path in adapter_paths(opened).items()]

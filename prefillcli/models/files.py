@@ -1,7 +1,7 @@
 """Safetensors files: their headers, and whether a directory holds the weights of the model in its config.json.
 
-Only headers are read, without torch. The checks raise UsageError that names the file. And what the files of a reranker
-say of it, as sentence-transformers saves them."""
+Only headers are read, without torch. The checks raise UsageError that names the file. Also the description of a
+reranker in its files, as sentence-transformers saves them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from prefillcli.rows.filesystems import refuse_pointer
 #: Tokens that a family embeds beside those of its vocabulary.
 EXTRA_TOKENS = {"mllama_text_model": 8, "moshi": 1}
 
-# Where the tensors of a file begin and end.
+# The places of the tensors in a file.
 
 
 def check_ranges(ranges: Iterable[tuple[int, int, str]], size: int, *, alignment: int = 1) -> None:
     """Raise ValueError unless the tensors of a file fill its `size` bytes of data one after the other.
 
-    `ranges` are the first byte of each tensor, the byte behind its last, and its name, in any order. Each begins at a
-    multiple of `alignment`, and fewer bytes than that lie between two of them and behind the last one.
+    `ranges` are the first byte of each tensor, the byte after its last, and its name, in any order. Each begins at a
+    multiple of `alignment`, and fewer bytes than that lie between two of them and after the last one.
     """
     end, before = 0, ""
     for begin, stop, name in sorted(ranges):
@@ -54,7 +54,7 @@ _EMBEDDING = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embe
 
 
 def find_weights(folder: Path) -> list[Path]:
-    """The safetensors files of a model directory. Raises UsageError for another directory."""
+    """Return the safetensors files of a model directory. Raises UsageError for another directory."""
     if not (folder / "config.json").is_file():
         adapter = (folder / "adapter_config.json").is_file()
         advice = "\nit has an adapter: give the model as --model, and this as --adapter" if adapter else ""
@@ -62,7 +62,7 @@ def find_weights(folder: Path) -> list[Path]:
     if (folder / "adapter_config.json").exists():
         raise UsageError(
             f"{folder}: has an adapter beside the model (adapter_config.json), which transformers merges where "
-            "PEFT is installed\nmove it into a folder of its own, and give that as --adapter if it is to be merged"
+            "PEFT is installed\nmove it into its own folder, and give that as --adapter if it is to be merged"
         )
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
@@ -75,7 +75,7 @@ def find_weights(folder: Path) -> list[Path]:
 
 
 def read_tensors(folder: Path, files: Sequence[Path]) -> dict[str, Any]:
-    """Names and descriptions of the tensors that are loaded of a model's `files`.
+    """Return the names and descriptions of the tensors that are loaded of a model's `files`.
 
     Raises UsageError for files that are not whole, or missing.
     """
@@ -118,7 +118,8 @@ def check_weights(folder: Path, tensors: Mapping[str, Any], config: Any, *, quan
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a model directory that transformers loads; some directories hold a second copy."""
+    """Return the safetensors files of a model directory that transformers loads; some directories hold a second
+    copy."""
     whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if whole.is_file():
         return [whole]
@@ -129,7 +130,8 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """Names and descriptions of the tensors in a safetensors file. Raises UsageError unless the file is whole."""
+    """Return the names and descriptions of the tensors in a safetensors file. Raises UsageError unless the file is
+    whole."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -152,7 +154,7 @@ def read_header(file: Path) -> dict[str, Any]:
 
 
 def data_start(file: Path) -> int:
-    """Where the tensors' bytes begin in a safetensors file that `read_header` has taken."""
+    """Return where the tensors' bytes begin in a safetensors file that `read_header` has accepted."""
     with file.open("rb") as stream:
         return 8 + int.from_bytes(stream.read(8), "little")
 
@@ -190,7 +192,7 @@ def _range_of(name: str, tensor: dict[str, Any]) -> tuple[int, int, str]:
 
 
 def layer_number(name: str) -> int | None:
-    """The first number in a tensor's name, which is that of its layer."""
+    """Return the first number in a tensor's name, which is that of its layer."""
     return next((int(part) for part in name.split(".") if part.isdecimal() and len(part) < 10), None)
 
 
@@ -223,7 +225,7 @@ _TEXTS = frozenset(
 _POSITIVE = frozenset({"query_pre_attn_scalar"})  # a root is divided by
 _SHARES = frozenset({"partial_rotary_factor", "rotary_pct", "rotary_percentage"})  # of a head's width
 CLASSIFIER = "ForSequenceClassification"  # how the names of such classes end
-_OTHER_PARTS = ("vision", "audio", "quantization")  # with numbers of their own under the same names
+_OTHER_PARTS = ("vision", "audio", "quantization")  # with other numbers under the same names
 
 
 def check_files(folder: Path) -> None:
@@ -294,7 +296,7 @@ def names_classifier(config: Any) -> bool:
 
 
 def has_classes(model: Path, head: str) -> bool:
-    """Return whether the classes of a head are read of the model in a folder or file, by `--head`."""
+    """Return whether a head's classes are read from the model in a folder or file, by `--head`."""
     if head in ("probability", "value"):
         return True
     config = model / "config.json"
@@ -309,7 +311,7 @@ def brings_code(folder: Path) -> bool:
 
 
 def read_json(path: Path, *, most: int = _MOST_JSON) -> Any:
-    """The content of a JSON file of at most `most` bytes. Raises UsageError."""
+    """Return the content of a JSON file of at most `most` bytes. Raises UsageError."""
     try:
         _check_size(path, most)
         return json.loads(path.read_bytes())
@@ -352,7 +354,7 @@ def _texts(content: Any) -> Iterator[str]:
 
 
 def quoted(value: Any) -> str:
-    """`value` as JSON, cut to 60 characters."""
+    """Return `value` as JSON, cut to 60 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -361,7 +363,8 @@ def quoted(value: Any) -> str:
 
 
 def sample_model() -> Path:
-    """Directory of the shipped target model: inside an installed wheel, or in the repository. Raises UsageError."""
+    """Return the directory of the shipped target model: inside an installed wheel, or in the repository. Raises
+    UsageError."""
     found = _find("target")
     if found is None:
         raise UsageError("no --model given, and the sample model did not come with this installation")
@@ -369,7 +372,7 @@ def sample_model() -> Path:
 
 
 def sample_draft() -> Path | None:
-    """Directory of the draft of `sample_model`; None if this installation lacks it."""
+    """Return the directory of the draft of `sample_model`; None if this installation lacks it."""
     return _find("draft")
 
 
@@ -399,7 +402,8 @@ class Reranker:
 
 
 def read_reranker(folder: Path) -> Reranker | None:
-    """The reranker that the files in a model's folder describe; None if they describe none. Raises UsageError."""
+    """Return the reranker that the files in a model's folder describe; None if they describe none. Raises
+    UsageError."""
     modules, about = (_json_of(folder / name) for name in ("modules.json", "config_sentence_transformers.json"))
     named = [each for each in modules if isinstance(each, dict)] if isinstance(modules, list) else []
     paths = [str(each.get("path")) for each in named if each.get("type") == LOGIT_SCORE]
