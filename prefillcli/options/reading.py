@@ -107,7 +107,7 @@ OddNumber = Annotated[int, AfterValidator(_check_odd)]
 
 
 class KeepOptions(Settings):
-    """How much of a prompt the model reads."""
+    """The part of a prompt that the model reads."""
 
     keep: KeepRate = option(
         1.0,
@@ -118,7 +118,7 @@ class KeepOptions(Settings):
 
 
 class CompressionOptions(DraftOptions, KeepOptions):
-    """Which tokens of a prompt the model reads."""
+    """The tokens of a prompt that the model reads."""
 
     self_layer: int | None = option(
         None,
@@ -185,22 +185,22 @@ class CompressionOptions(DraftOptions, KeepOptions):
 
     @property
     def picks_itself(self) -> bool:
-        """Whether any way to pick tokens asks the model's own first layers."""
+        """True if any way to pick tokens asks the model's own first layers."""
         return self.drafts_itself
 
     @property
     def counts_votes(self) -> bool:
-        """Whether tokens are picked by votes: a draft's or the model's own."""
+        """True if tokens are picked by votes: a draft's or the model's own."""
         return self.uses_draft or self.drafts_itself
 
     @property
     def is_random(self) -> bool:
-        """Whether anything is drawn at random."""
+        """True if anything is drawn at random."""
         return self.draft == "random" or super().is_random  # type: ignore[misc]  # of the rows' options
 
     @property
     def compresses(self) -> bool:
-        """Whether anything picks tokens."""
+        """True if anything picks tokens."""
         return self.draft is not None
 
     def check(self) -> None:
@@ -239,7 +239,7 @@ class InspectOptions(CompressionOptions):
         if self.draft is not None and not self.uses_draft:
             raise UsageError(
                 f"--draft {self.draft}: prefill inspect shows the tokens that a draft model picks\n"
-                "score the row with prefill score, which says how many tokens it kept"
+                "score the row with prefill score, which shows how many tokens it kept"
             )
 
 
@@ -362,7 +362,7 @@ FirstNames = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
 class ExitOptions(Settings):
-    """Whether rows leave early, and the rule that allows it."""
+    """Early exits of rows, and the rule that allows them."""
 
     exit: bool = option(
         False,
@@ -420,7 +420,7 @@ class ExitOptions(Settings):
 
     @property
     def chain(self) -> tuple[str, ...]:
-        """What reads rows before the model, in this order: first models, and the model in smaller numbers."""
+        """The readers of rows before the model, in this order: first models, and the model in smaller numbers."""
         return (*self.first, self.narrow) if self.narrow else self.first
 
     @property
@@ -452,7 +452,7 @@ class ExitOptions(Settings):
 
 
 class ExitProfileOptions(Settings):
-    """Which exits a row is held against."""
+    """The exits that a row is held against."""
 
     exit_profile: str | None = option(
         None,
@@ -462,7 +462,7 @@ class ExitProfileOptions(Settings):
 
 
 class ExitMethodOptions(Settings):
-    """How the methods that let rows leave are learnt."""
+    """The learning of the methods that let rows leave."""
 
     first: FirstNames = option(
         (),
@@ -504,7 +504,7 @@ class EarlierOptions(Settings):
 
 
 class DeterminismOptions(Settings):
-    """Whether scores keep their bits beside any other rows."""
+    """Scores that keep their bits beside any other rows."""
 
     deterministic: bool = option(
         False,
@@ -521,7 +521,7 @@ STREAMABLE = Requirement(
 
 
 class StreamingOptions(Settings):
-    """Where the weights of layers are, and how much memory all weights may take."""
+    """The place of the layers' weights, and the memory that all weights may take."""
 
     weights: Literal["auto", "resident", "stream"] = option(
         "auto",
@@ -564,7 +564,7 @@ def _read_adapters(value: object) -> object:
 
 
 class AdapterOptions(Settings):
-    """Which adapters there are, and which of them reads a row."""
+    """The adapters, and the one that reads a row."""
 
     adapter: Annotated[dict[str, str], BeforeValidator(_read_adapters)] = option(
         {},
@@ -585,6 +585,6 @@ class AdapterOptions(Settings):
             raise UsageError(f"--adapter: {len(names)} adapters; one job takes at most {MOST_ADAPTERS}")
         if len(names) > 1 and self.adapter_column is None:
             raise UsageError(
-                f"--adapter: {len(names)} adapters, and nothing says which row is for which\n"
+                f"--adapter: {len(names)} adapters, and nothing assigns rows to them\n"
                 "name the column that does with --adapter-column, or give one adapter"
             )
