@@ -188,7 +188,7 @@ def verify(
 
 @app.command(cls=GroupedCommand)
 def status(output: _Output, quiet: _Quiet = False) -> None:
-    """Tell whether the job of OUTPUT is running, with its rate and expected end, has stopped, or is complete.
+    """Show whether the job of OUTPUT is running, with its rate and expected end, has stopped, or is complete.
 
     The last line on stdout is one JSON object with the same content; nothing is changed.
     """

@@ -119,7 +119,7 @@ class BatchAsking(LabelAsking):
         if set(found.columns) != set(PAIR):
             found.close()
             raise UsageError(
-                f"{inputs.opened.files.origin}: its classification head is read, and its files do not say how a pair "
+                f"{inputs.opened.files.origin}: its classification head is read, and its files do not show how a pair "
                 "of texts becomes its prompt\nread the next token with --head vocabulary"
             )
         return found
@@ -217,7 +217,7 @@ class RequestBuilder(PromptBuilder):
         return self._wrong(url, body)
 
     _answered = (
-        f"only {CHAT} and {COMPLETION} are answered; scores of pairs need --batch-format and a model whose files say "
+        f"only {CHAT} and {COMPLETION} are answered; scores of pairs need --batch-format and a model whose files show "
         "that it reads pairs"
     )
 

@@ -29,7 +29,7 @@ class ChoiceAsking(Asking):
     def labels(self, opened: Opened) -> Labels:
         if opened.files.head is not None:
             raise UsageError(
-                "--choices-column: the model's classification head is read, which has classes of its own\n"
+                "--choices-column: the model's classification head is read, which has its own classes\n"
                 "read the next token with --head vocabulary"
             )
         return RowChoices(opened.tokenizer, self.settings)

@@ -26,7 +26,7 @@ PAIR = QUERY, DOCUMENT = "query", "document"  # the columns of a pair of texts
 
 class LabelAsking(Asking):
     """The same labels after every prompt. They may stand for numbers. A reranker makes its own prompts and labels,
-    unless the user gives others; a warning then says so."""
+    unless the user gives others; a warning then names the difference."""
 
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)

@@ -122,7 +122,7 @@ def warn_of_name(opened: Opened) -> None:
         else "write the prompt of its documentation with --template; --recipe recipes/rerank.yaml has Qwen3-Reranker's"
     )
     log.warning(
-        f"{opened.files.origin}: a reranker by its name, but its files do not say how it reads pairs of texts\n{how}"
+        f"{opened.files.origin}: a reranker by its name, but its files do not show how it reads pairs of texts\n{how}"
     )
 
 

@@ -194,7 +194,7 @@ def rolling_windows(
     """Yield the windows of a document: the tokens before those that are predicted, and these, disjoint.
 
     The rule of lm-evaluation-harness (`get_rolling_token_windows` and `make_disjoint_window`): a window computes at
-    most `most` tokens. The first one begins with the token `start` and predicts all of its own. Later ones predict
+    most `most` tokens. The first one begins with the token `start` and predicts all of its tokens. Later ones predict
     `stride` tokens each (`most` - context_len + 1 there), after as many earlier ones as there is room for.
     """
     first = tokens[:most]

@@ -37,7 +37,7 @@ class Models(Generic[AnyEngine]):
     small: Sequence[Any] = ()
     """The weights of the small models beside the model."""
     beside: dict[str, Any] = field(default_factory=dict)
-    """What is loaded beside the model: `draft`, `first`."""
+    """The things loaded beside the model: `draft`, `first`."""
     _small_walks: dict[int, LayerWalk] = field(default_factory=dict)
     _closing: ExitStack = field(default_factory=ExitStack)
 

@@ -48,5 +48,5 @@ class Run:
         return self.scorer.inputs
 
     def tick(self, tokens: float) -> None:
-        """A function to call during a computation, so that a signal can stop it."""
+        """Let a signal stop the run. Called while something is computed; `tokens` are those of the step."""
         self.stop.check()

@@ -114,7 +114,7 @@ class Scorer:
     pool: ScoringPool
     """Answers packs."""
     beside: Mapping[str, Any] = MappingProxyType({})
-    """What is loaded beside the model in this process: `draft`, `first`."""
+    """The things loaded beside the model in this process: `draft`, `first`."""
     pack_seconds = 0.0
     """The fewest seconds of a pack: those of reading the weights for it."""
 

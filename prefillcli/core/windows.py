@@ -101,7 +101,7 @@ class Dealer:
 def cut_runs(
     costs: Sequence[int], shared: Sequence[int], most: int, most_rows: int = RUN_ROWS
 ) -> list[tuple[int, int]]:
-    """Runs of rows as (start, stop), of at most `most_rows` rows and about the cost `most`.
+    """Return runs of rows as (start, stop), of at most `most_rows` rows and about the cost `most`.
 
     `shared[i]` is the part that row i has in common with the one before, [rows + 1] with 0 at both ends; `costs[i]` is
     the rest of the row. A run ends where the rows have least in common. It may cost more than `most` if every earlier

@@ -148,7 +148,7 @@ def bounded(file: Path, numbers: int, tensors: int) -> Iterator[None]:
 def _too_large(file: Path, numbers: int) -> UsageError:
     return UsageError(
         f"{file}: describes a model that is larger than its weights, which have {numbers:,} numbers\n"
-        "a number in it that says how wide, deep or long the model is must be wrong"
+        "a number in it for the model's width, depth or length must be wrong"
     )
 
 
@@ -197,8 +197,7 @@ def require_complete(
     for name, tensor in model.named_buffers():
         if name.endswith("inv_freq") and not tensor.is_meta and not tensor.isfinite().all():
             raise UsageError(
-                f"{origin}: {name} is not finite\n"
-                "a number of config.json must be wrong that says how positions are encoded"
+                f"{origin}: {name} is not finite\na number of config.json for the encoding of positions must be wrong"
             )
 
 

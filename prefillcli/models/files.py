@@ -105,7 +105,7 @@ def check_weights(folder: Path, tensors: Mapping[str, Any], config: Any, *, quan
     # longcat also counts halves of layers, and albert has fewer layers than it goes through
     layers = min((each for each in counts if isinstance(each, int)), default=0)
     if numbered and layers > max(numbered) + 1:
-        raise UsageError(f"{folder}: config.json says {layers:,} layers, the weights have {max(numbered) + 1:,}")
+        raise UsageError(f"{folder}: config.json has {layers:,} layers, the weights have {max(numbered) + 1:,}")
     embeddings = [tensor["shape"] for name, tensor in tensors.items() if name.endswith(_EMBEDDING)]
     wide = getattr(config, "word_embed_proj_dim", None) or getattr(config, "hidden_size", None)
     if len(embeddings) == 1 and len(embeddings[0]) == 2 and wide and not hasattr(config, "embedding_size"):
@@ -163,12 +163,12 @@ def _check_index(index: Path, headers: dict[str, dict[str, Any]]) -> set[str]:
     content = read_json(index)
     places = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
-        raise UsageError(f"{index}: no weight_map, which says which file holds each tensor")
+        raise UsageError(f"{index}: no weight_map, which maps each tensor to its file")
     for name, place in places.items():
         if place not in headers:
             raise UsageError(f"{index}: names {quoted(place)}, which is missing; the model is not complete")
         if name not in headers[place]:
-            raise UsageError(f"{index}: says that {place} holds {quoted(name)}, but it does not")
+            raise UsageError(f"{index}: maps {quoted(name)} to {place}, which does not hold it")
     return set(places.values())
 
 

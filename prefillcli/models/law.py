@@ -613,7 +613,7 @@ def keep_or_again(limits: Limits, *, chunk_tokens: int, least_tokens: int, texts
     small, large = cost(kept), cost(usual)
     again = small * (1.0 if texts_of == "all" else SOME_SHARE)
     if small <= large + again:
-        return KeepOrAgain(True, f"packs are cut to {kept:,} tokens, not {usual:,}: K,V of all layers fit for so many")
+        return KeepOrAgain(True, f"packs are cut to {kept:,} tokens, not {usual:,}, so that K,V of all layers fit")
     return KeepOrAgain(
         False,
         f"K,V of all layers fit for packs of {kept:,} tokens: scoring all prompts in such packs takes about "

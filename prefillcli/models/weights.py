@@ -351,7 +351,7 @@ def _require_packages(origin: Path, kind: QuantisedFormat) -> None:
             fetches = f", or may not fetch code from a hub: {ALLOWED}=1 allows it" if package == FETCHES else ""
             raise UsageError(
                 f"{origin}: weights quantised with {kind.name}: the package {package} is not installed{fetches}\n"
-                f"install it as its own page says, or {_BASE_MODEL}"
+                f"install it as its own page explains, or {_BASE_MODEL}"
             )
 
 

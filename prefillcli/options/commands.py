@@ -423,7 +423,7 @@ class DoctorSettings(BudgetOptions, ModelOptions):
 
     model: str | None = option(
         None,
-        "Also say what a run would do with this model: a directory, a GGUF file or a hub name.",
+        "Also show what a run would do with this model: a directory, a GGUF file or a hub name.",
         MODEL, changes="scores", short="-m", metavar="MODEL", path="model",
     )  # fmt: skip
     quiet: bool = option(False, "Warnings and errors only.", RUN, changes="report", short="-q")

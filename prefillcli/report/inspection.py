@@ -298,7 +298,7 @@ def shared_tokens(prompts: Sequence[Prompt], number: int) -> list[int]:
 
 
 def shared_prefixes(shared: Sequence[int]) -> list[CommonPrefix]:
-    """Prefix lengths at which the number of sharing rows changes, ascending.
+    """Return prefix lengths at which the number of sharing rows changes, ascending.
 
     `shared` are the tokens that each other row has in common with the prompt. Of many lengths, those at which most
     rows diverge are kept.
@@ -538,7 +538,7 @@ def print_inspection(inspection: Inspection, console: Console, *, most_tokens: i
     for title in (
         "Most important stretches",
         "Answer",
-        "What the model says next",
+        "The likeliest next tokens",
         *(each.title for each in inspection.further),
         "Layer by layer",
     ):
@@ -674,7 +674,7 @@ def _sections(inspection: Inspection, *, terminal: bool = False) -> Iterator[Sec
         last = " ".join(quoted_token(token.text) for token in inspection.tokens[-_LAST_TOKENS:])
         rows = [[each.name, f"{each.share:.4g}"] for each in inspection.next]
         yield Section(
-            title="What the model says next",
+            title="The likeliest next tokens",
             parts=[
                 Part(lines=[("the prompt's last tokens", last)]),
                 Part(

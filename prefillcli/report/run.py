@@ -423,7 +423,7 @@ def _length_histogram(lengths: dict[str, dict[str, int]]) -> Histogram:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the software that a score depends on."""
+    """Return the versions of the software that a score depends on."""
     import platform
     import sys
     from importlib.metadata import version
@@ -608,7 +608,7 @@ def _asked(report: RunReport) -> Section:
             Part(
                 lines=[("answer", own.answer), *mass, ("begins like an answer", f"{own.begins:.4g}")],
                 bars=[Bar(each.name, 100 * each.share, each.percent) for each in own.tokens],
-                note=f"What the model says next after a prompt: mean probability of the likeliest tokens, over the "
+                note=f"The likeliest tokens after a prompt, with their mean probability, over the "
                 f"first rows ({own.rows:,}).",
             ),
         ]

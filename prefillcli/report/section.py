@@ -413,7 +413,7 @@ _PREVIEW = 240  # characters
 
 
 def visible(text: str, *, line: bool = False) -> str:
-    """`text` with control, escape, direction and other invisible characters spelled out.
+    """Return `text` with control, escape, direction and other invisible characters spelled out.
 
     Newlines and tabs stay, unless the result must be one `line`. The joiners that scripts and emoji need stay too.
     """
@@ -454,12 +454,12 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def three_digits(value: float) -> str:
-    """Three digits, but all those before the point: `0.0123`, `12.3`, `12,345`."""
+    """Return three digits, but all those before the point: `0.0123`, `12.3`, `12,345`."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def abbreviated(number: float) -> str:
-    """`1,234`, `12.3k`, `1.23M`."""
+    """Return a count in short: `1,234`, `12.3k`, `1.23M`."""
     for size, unit, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if number >= size:
             return f"{number / unit:.3g}{letter}"
@@ -477,12 +477,12 @@ def mebibytes(size: float) -> str:
 
 
 def byte_size(size: float) -> str:
-    """`1.5 GiB`, `300 MiB`."""
+    """Return bytes as people read them: `1.5 GiB`, `300 MiB`."""
     return f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{mebibytes(size)} MiB"
 
 
 def minutes_and_seconds(seconds: float) -> str:
-    """`120 ms`, `12.3 s`, `4 min 05 s`, `2 h 07 min`."""
+    """Return seconds as people read them: `120 ms`, `12.3 s`, `4 min 05 s`, `2 h 07 min`."""
     if seconds < 1:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 90:
@@ -493,7 +493,7 @@ def minutes_and_seconds(seconds: float) -> str:
 
 
 def small_seconds(seconds: float, sign: str = "") -> str:
-    """`3.1 ms`, `-12 us`; with `sign` "+" the sign is always there."""
+    """Return small seconds: `3.1 ms`, `-12 us`; with `sign` "+" the sign is always there."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= size:
             return f"{seconds / size:{sign}.3g} {unit}"
@@ -501,17 +501,17 @@ def small_seconds(seconds: float, sign: str = "") -> str:
 
 
 def price(value: float) -> str:
-    """In the currency of --price-per-hour: `12.34`, `0.0012`."""
+    """Return a price in the currency of --price-per-hour: `12.34`, `0.0012`."""
     return f"{value:,.2f}" if value >= 1 else f"{value:.2g}"
 
 
 def percent_interval(bounds: tuple[float, float]) -> str:
-    """Bounds from 0 to 1: `1.2-3.4 %`."""
+    """Return bounds from 0 to 1 in percent: `1.2-3.4 %`."""
     return f"{100 * bounds[0]:.1f}-{100 * bounds[1]:.1f} %"
 
 
 def percent_or_nothing(value: float | None) -> str:
-    """`12.3%`; nothing where the value is not known."""
+    """Return `12.3%`; nothing where the value is not known."""
     return "" if value is None else f"{value:.1%}"
 
 

@@ -149,7 +149,7 @@ def _busy(root: Path, mask: frozenset[int]) -> float | None:
 
 def _groups(root: Path) -> Iterator[Path]:
     # Folders of the process's control groups that may have a quota, and of the visible groups above them.
-    # /proc/self/cgroup names the group from the hierarchy's root. /proc/self/mountinfo tells which part of the
+    # /proc/self/cgroup names the group from the hierarchy's root. /proc/self/mountinfo shows which part of the
     # hierarchy is mounted where: in a container often only the container's own group.
     try:
         lines = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
@@ -180,7 +180,7 @@ def _groups(root: Path) -> Iterator[Path]:
 def _cores(folder: Path) -> float | None:
     # The quota of a group in cores, None without one.
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        with suppress(OSError, ValueError):  # a file is not there, or says "max"
+        with suppress(OSError, ValueError):  # a file is not there, or has "max"
             quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
             if quota > 0 and period > 0:
                 return quota / period

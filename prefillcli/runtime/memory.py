@@ -1,6 +1,6 @@
 """Memory of this machine, of a device, and of processes: the only reader of /proc and control groups for it.
 
-All numbers are bytes. A number that the system does not report is None, or raises where the docstring says so.
+All numbers are bytes. A number that the system does not report is None, or raises where the docstring names an error.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def process_memory(field: str, pid: int | None = None) -> int:
     for line in _process(pid, "status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"/proc tells no {field}")
+    raise OSError(f"/proc has no {field}")
 
 
 def resident_memory(pid: int | None = None) -> int:

@@ -195,7 +195,7 @@ class PathUse:
     holds: str = ""
     """For a folder: the path inside it of a file that it contains."""
     output: bool = False
-    """Whether it is the scores themselves, a file or a folder of parts."""
+    """Whether it is that of the scores themselves, a file or a folder of parts."""
 
     def meets(self, other: PathUse) -> bool:
         """Return whether both use one file, or one of them lies where the other has its files."""

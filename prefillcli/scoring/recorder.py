@@ -150,7 +150,7 @@ class FirstWindow:
     def __init__(self, labels: Labels, tokenizer: Any, temperature: float) -> None:
         self.listens = labels.measure in _ADVICE and not isinstance(labels, ClassLabels)
         self.found: list[FirstAnswers] = []
-        """What it heard, once the window has ended."""
+        """The findings, once the window has ended."""
         self._labels, self._encoder, self._temperature = labels, Encoder(tokenizer), temperature
         self._window: int | None = None
         self._heard: dict[str, _Heard] = {}  # by question
@@ -232,7 +232,7 @@ class FirstWindow:
             )
         named = [each for each in said.tokens if each.share >= _SHOWN_SHARE][:_MOST_SHOWN] or said.tokens[:1]
         if named:
-            text += "; it says " + ", ".join(f"{each.name} ({each.percent})" for each in named)
+            text += "; it answers " + ", ".join(f"{each.name} ({each.percent})" for each in named)
         advice, where = _ADVICE[self._labels.measure]
         where = where if said.question is None else "the file of --questions"
         return f"{text}\n{advice.format(what=what, where=where, it='them')}"

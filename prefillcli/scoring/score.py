@@ -136,7 +136,7 @@ class ScoreJob:
         opened = opening.inputs.opened
         run.report.model = run.report.settings.get("model") or f"{opened.files.origin} (the sample model)"
         why = opened.files.dtype_why or "as the model is saved"
-        why = "as --dtype says" if settings.dtype != "auto" else "as the job began" if dtypes else why
+        why = "set by --dtype" if settings.dtype != "auto" else "as the job began" if dtypes else why
         run.report.dtype = ComputedIn(name=opened.dtypes[0], why=why)
 
     def _identify(self) -> None:

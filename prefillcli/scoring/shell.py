@@ -89,7 +89,8 @@ def leave_earlier_report(report: RunReport, output: str, shard: Shard | None, *,
 def conclude(
     report: Ending, counts: Counts, *, max_error_rate: float | None, skip_empty: bool, failed: Sequence[str] = ()
 ) -> None:
-    """Record the end of a run that got there. `failed` are sentences about an output that differs from expectations.
+    """Record the end of a run that no error or signal ended. `failed` are sentences about an output that differs from
+    expectations.
 
     It is complete unless it has rows and scored none of them. Without a `max_error_rate` its error rows are not
     judged: they are a part of an output that is judged as a whole.

@@ -259,7 +259,7 @@ class Ranking:
         )
 
     def precision_recall_curve(self) -> PrecisionRecallCurve | None:
-        """None without positive rows."""
+        """Return the curve of precision over recall; None without positive rows."""
         if not self.positives:
             return None
         points = self._drawn()
@@ -406,7 +406,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 _MOST_GROUPS = 1000  # more distinct scores than these are resampled in groups of neighbours
 _NO_PROBABILITY = Estimate(reason="values are no probabilities")
-_NO_THRESHOLD = Estimate(reason="values have no threshold of their own")
+_NO_THRESHOLD = Estimate(reason="values have no natural threshold")
 _NO_LABELS = Estimate(reason="each row has its own choices")
 
 

@@ -340,7 +340,7 @@ def _warn(calibration: Calibration) -> None:
         )
     if calibration.fitted_on is not None and not calibration.fitted_on.job:
         log.warning(
-            "the scores do not say which job made them, so prefill score cannot check that the "
+            "the scores do not name the job that made them, so prefill score cannot check that the "
             "calibration is for its model and prompt"
         )
 

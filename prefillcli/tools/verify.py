@@ -105,7 +105,7 @@ class Verification:
             with self._target.store.read(name) as file:
                 try:
                     if form.sealed and Job.of_json(form.job_of(file)).digest != published.job.digest:
-                        self._add(f"{name} says that another job wrote it")
+                        self._add(f"{name} is of another job")
                     for table in rows_of_input(form, file, [id_name, "score", "error"], published.job):
                         ids = to_python(table[id_name])
                         yield _json_values(ids) if form.json_text else ids, table["score"], table["error"]

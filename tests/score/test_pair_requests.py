@@ -148,7 +148,7 @@ def test_models_that_score_no_pairs_say_so(cross: Path, model: Path, tmp_path: P
     flags = {"batch_format": "openai", "served_model_name": "fox", "max_error_rate": 1}
     assert score(lines, "out.jsonl", model=model, **flags)["exit_code"] == 1  # no row was scored
     (row,) = read_output("out.jsonl")
-    assert "a model whose files say that it reads pairs" in row["error"]["message"]
+    assert "a model whose files show that it reads pairs" in row["error"]["message"]
     with_format = score("batch.jsonl", model=classifier, batch_format="openai", output="other.jsonl")
     assert "do not say how a pair of texts becomes its prompt" in with_format["error"]
     assert "give --batch-format openai" in score("batch.jsonl", model=cross)["error"]

@@ -398,7 +398,7 @@ class WindowCompressor:
         return questions
 
     def _warn_of_little(self, questions: Sequence[Request], keeps: Sequence[float | None]) -> bool:
-        # If the model reads nearly all tokens of a window in spite of its keep rate, say why on stderr.
+        # If the model reads nearly all tokens of a window in spite of its keep rate, explain why on stderr.
         read, whole = (
             sum(each) for each in zip(*((r.most_kept, len(r.prompt.tokens)) for r in questions), strict=True)
         )

@@ -36,7 +36,7 @@ class Exits(Reading, Judge):
     def __init__(self, settings: Any, read_as: Sequence[Any] = ()) -> None:
         self.settings = settings
         self.profile: ExitProfile | None = None
-        """What an earlier job has learnt."""
+        """The profile that an earlier job has learnt."""
         self.exits: JobExits | None = None
         self._read_as = read_as
         self._readers: list[Reader] | None = None  # for callers that ask for a glance

@@ -141,7 +141,7 @@ class Search:
 
     @property
     def _odds(self) -> Float64Array:
-        # Half alike for all rows, half where rows tell most.
+        # Half alike for all rows, half where rows are most informative.
         telling = [self.left * side.telling(self._rates) for side in self._sides]
         shares = [each / each.sum() for each in telling if each.sum() > 0] or [self.left / self.left.sum()]
         return np.asarray(_SPREAD * self.left / self.left.sum() + (1 - _SPREAD) * np.mean(shares, axis=0), np.float64)
@@ -221,8 +221,8 @@ class _Side:
         return int(self._edges[passed - 1]) if passed else None
 
     def telling(self, rates: Float64Array) -> Float64Array:
-        """Return how much a row of each bin tells, by these `rates` of the answer [bins]: the spread of what it may
-        be."""
+        """Return how informative a row of each bin is, by these `rates` of the answer [bins]: the spread of its
+        possible values."""
         if self.kind == "recall":
             return np.asarray(np.sqrt(rates * (1 - rates)), np.float64)
         spread = np.sqrt(rates * (1 - self._target) ** 2 + (1 - rates) * self._target**2)

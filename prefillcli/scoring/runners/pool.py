@@ -300,7 +300,7 @@ class Dispatcher:
         """Workers that were lost so far."""
 
     def start(self, numbers: Iterable[int]) -> None:
-        """Begin workers."""
+        """Start workers."""
         for number in numbers:
             self._seats[number] = _Seat()
             self._crew.start(self._spec(number))
@@ -482,7 +482,7 @@ class Pool:
         self.dispatcher = Dispatcher(crew, lambda number: spec_of(self._spec, number))
 
     def begin(self, *, plans: bool, pack_tokens: int | None) -> None:
-        """Begin the workers, and wait until one is ready.
+        """Start the workers, and wait until one is ready.
 
         If the engine `plans` packs, the first worker plans for all, before the others start. With `pack_tokens` packs
         have no more tokens than that, or twice the longest prompt: with many small packs, all workers end together.

@@ -37,7 +37,7 @@ _VARIABLES = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
 }
-"""Set before Ray is imported, unless the environment says otherwise."""
+"""Set before Ray is imported, unless the environment sets it."""
 
 
 class RayCluster:
@@ -181,7 +181,7 @@ def even_part(nodes: Sequence[Mapping[str, float]], workers: int, gpus: float = 
 
 
 _END_SECONDS = 20.0  # for Ray to end
-_SILENCE = 15.0  # seconds of waiting for room before a message says so
+_SILENCE = 15.0  # seconds of waiting for room before a message
 _KINDS: dict[str, Callable[[int, Any], Event]] = {"started": Started, "done": Done, "failed": Failed, "lost": Lost}
 
 

@@ -225,7 +225,7 @@ class WorkerActor:
 
 
 def memory_share(device: str) -> float:
-    """This actor's share of its machine's memory: its share of the CPUs, or of a GPU.
+    """Return this actor's share of its machine's memory: its share of the CPUs, or of a GPU.
 
     1 in a process that is no actor.
     """

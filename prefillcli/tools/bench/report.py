@@ -242,7 +242,7 @@ def workload_remarks(workload: WorkloadResult) -> list[str]:
             "first and last tokens always stay (keep_first, keep_last), or no text gives their tokens again (bm25)"
         )
     if workload.reference_able is False:
-        found.append("the model cannot do this task: it is not better than chance, so flips say nothing")
+        found.append("the model cannot do this task: it is not better than chance, so flips mean nothing")
     return found
 
 

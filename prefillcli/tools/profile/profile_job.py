@@ -116,7 +116,7 @@ def _next(settings: ProfileSettings, profile: Profile) -> str:
         words += [f"--{name}", str(getattr(settings, name))] if settings.is_flag(name) else []
     if os.path.abspath(settings.output) != os.path.abspath(DEFAULT_PROFILE):
         words += ["--profile", settings.output]
-    return f"{shlex.join([*words, '--dry-run'])} says what a run of these rows takes"
+    return f"{shlex.join([*words, '--dry-run'])} shows what a run of these rows takes"
 
 
 def _no_times(profile: Profile) -> str:
