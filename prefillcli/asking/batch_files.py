@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 METHOD, URL, BODY = "method", "url", "body"  # of a line, beside its `BATCH_ID`
 MOST_TOP = 20  # log-probabilities that a body may ask for
-_REPLACEMENT = "\ufffd"  # what bytes that are no character are decoded to
+_REPLACEMENT = "\ufffd"  # what undecodable bytes become
 
 # Keys of a body that have no effect on the likeliest token.
 _NO_EFFECT = {
@@ -70,10 +70,10 @@ def require_batch_file(settings: Any, available: Collection[str]) -> None:
     if is_batch_file(settings, available):
         return
     if getattr(settings, "served_model_name", ()):
-        raise UsageError("--served-model-name is for batch files, and the input is none\nleave it out")
+        raise UsageError("--served-model-name is for batch files, and the input is not one\nleave it out")
     if getattr(settings, "batch_format", None):
         raise UsageError(
-            f"--batch-format: the input is no batch file: its lines have no {BATCH_ID}, {METHOD}, {URL} and {BODY}\n"
+            f"--batch-format: the input is not a batch file: lines have no {BATCH_ID}, {METHOD}, {URL} and {BODY}\n"
             "leave it out, or name a batch file"
         )
 

@@ -62,7 +62,7 @@ class LabelAsking(Asking):
         return self._with_values(found or answer_labels(opened, self.settings))
 
     def _with_values(self, labels: Labels) -> Labels:
-        # The values of labels that are no shares are refused by `require_label_uses`.
+        # The values of labels that are not shares are refused by `require_label_uses`.
         if self._values and labels.measure is Measure.SHARES:
             require_values(self._values, labels.names)
             labels.values = self._values

@@ -162,7 +162,7 @@ class Targets(Labels):
         return found
 
     def error(self, value: Any) -> RowError | None:
-        """Return why a value is no target."""
+        """Return why a value is not a target."""
         if not isinstance(value, str):
             what = "null" if value is None else f"{type(value).__name__}, not text"
             return RowError(ErrorCode.INVALID_TARGET, f"the target is {what}")

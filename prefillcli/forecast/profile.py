@@ -159,7 +159,7 @@ class Profile(BaseModel):
             number, sealed = content.get("schema_version"), take_checksum(content)
         except MissingFileError:
             raise UsageError(f"--profile {path}: no such file; `prefill profile` writes one") from None
-        except (ValueError, AttributeError):  # including bytes that are no text
+        except (ValueError, AttributeError):  # including bytes that are not text
             raise UsageError(f"{path}: not a profile (not JSON); make one with prefill profile") from None
         if number != SCHEMA_VERSION:
             raise UsageError(

@@ -382,7 +382,7 @@ def read_calibration(path: str, labels: Mapping[str, Sequence[str]] | None) -> C
         if first["loc"] == ("schema_version",):
             reason = f"it is of another version of prefill (schema_version is not {SCHEMA_VERSION})"
         else:
-            reason = f"it is no calibration: {where + ': ' if where else ''}{first['msg']}"
+            reason = f"it is not a calibration: {where + ': ' if where else ''}{first['msg']}"
         raise UsageError(f"--calibration {path}: {reason}\n{again}") from None
     if labels is None:
         return calibration
@@ -493,7 +493,7 @@ def content_free_prompts(settings: Any, inputs: Inputs) -> list[Prompt]:
 
 def contextual_calibration(inputs: Inputs, engine: PlanEngine, tick: Tick) -> Calibration:
     """Return the calibration that divides out the engine's answers to prompts without content. Raises PrefillError if
-    one is no number."""
+    one is not a number."""
     labels = inputs.labels
     questions = [Request(prompt) for prompt in inputs.common]
     too_long = max(question.size for question in questions)
@@ -527,7 +527,7 @@ def _one_value(name: str, values: Sequence[Any]) -> Any:
         if _shown(value) != _shown(values[0]):
             raise UsageError(
                 f"{OPTION}: column {name} keeps its value, but it differs from row to row\n"
-                "only text that is the same in all rows is no content: name all other columns with --calibrate-columns"
+                "only text that is the same in all rows may stay: name all other columns with --calibrate-columns"
             )
     return values[0] if values else None
 

@@ -410,7 +410,7 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
 
 
-_MOST_COUNTED = 1000  # different values that are no label
+_MOST_COUNTED = 1000  # different values that are not a label
 _UNKNOWN = -1
 
 
@@ -418,7 +418,7 @@ _UNKNOWN = -1
 class TruthCounts:
     """The values of a column with right answers."""
 
-    # By value as JSON: its label's number, and the count of rows. Of very many values that are no label, only the
+    # By value as JSON: its label's number, and the count of rows. Of very many values that are not a label, only the
     # first.
     values: dict[str, tuple[int | None, int]] = field(default_factory=dict)
 
@@ -600,7 +600,7 @@ def _labels_of(
     column = table[plan.truth]
     try:
         encoded = column.combine_chunks().dictionary_encode()
-    except pa.ArrowNotImplementedError:  # lists and structs are no labels
+    except pa.ArrowNotImplementedError:  # lists and structs are not labels
         counts.add(f"a value of type {column.type}", None, int(scored.sum()) - column.null_count)
         return np.full(len(column), _UNKNOWN, np.int64), np.full(len(column), math.nan)
     said = _values(encoded.dictionary, json_text=json_text)

@@ -52,7 +52,7 @@ class GivenTable:
     """Rows in a table."""
 
     table: pa.Table
-    # By row, the column with a text that is no Unicode. In the table that text has U+FFFD, or a nested value is null.
+    # By row, the column with a text that is not Unicode. In the table that text has U+FFFD, or a nested value is null.
     bad: dict[int, str] = field(default_factory=dict)
 
 
@@ -148,7 +148,7 @@ def _of_columns(columns: Iterable[tuple[Any, Any]], kind: pa.DataType | None = N
 
 
 def _column(name: Any, values: Any, kind: pa.DataType | None, bad: dict[int, str]) -> Any:
-    # The values as an array. Rows with a text that is no Unicode are added to `bad`.
+    # The values as an array. Rows with a text that is not Unicode are added to `bad`.
     if isinstance(values, str | bytes):
         raise UsageError(f"column {name!r} is one text; for one row give a list of one dict\n{_TAKEN}")
     try:

@@ -418,7 +418,7 @@ def _checked(adapter: AdapterFiles, files: ModelFiles) -> AdapterFiles:
 
     try:
         with safe_open(adapter.path / WEIGHTS, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no dict
+            for name in file.keys():  # noqa: SIM118 - it is not a dict
                 if not torch.isfinite(file.get_tensor(name)).all():
                     raise UsageError(f"{adapter.path / WEIGHTS}: {name} has numbers that are not finite")
     except SafetensorError as error:

@@ -250,7 +250,7 @@ def refuse_code_elsewhere(folder: Path) -> None:
 
 
 def check_config(path: Path, longest: int | None = None) -> None:
-    """Refuse a `config.json` with numbers that no model has, at any depth, or classes that are no names.
+    """Refuse a `config.json` with numbers that no model has, at any depth, or classes that are not names.
 
     `longest` is the longest side of a tensor in the model's files, where they are known.
     """

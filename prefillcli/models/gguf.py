@@ -98,7 +98,7 @@ class GgufHeader:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Read the header of a file. Raises UsageError if it is no GGUF file or ends before its header does."""
+    """Read the header of a file. Raises UsageError if it is not a GGUF file or ends before its header does."""
     refuse_pointer(path)
     try:
         size = path.stat().st_size
@@ -189,7 +189,7 @@ class _Cursor:
         try:
             return self._data[begun : self._at].decode()
         except UnicodeDecodeError:
-            raise _NoGgufError("damaged: a name that is no text") from None
+            raise _NoGgufError("damaged: a name that is not text") from None
 
     def _unpack(self, form: str) -> tuple[Any, ...]:
         begun = self._at

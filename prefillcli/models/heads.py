@@ -1,7 +1,7 @@
 """Heads of sequence classification: the checkpoints that have one, the meaning of the outputs, and their labels.
 
-transformers reads such a head at the last token of a prompt that is no padding. Its outputs become probabilities as in
-transformers' text-classification pipeline: by `problem_type`, else a logistic function of a single output, and a
+transformers reads such a head at the last token of a prompt that is not padding. Its outputs become probabilities as
+in transformers' text-classification pipeline: by `problem_type`, else a logistic function of a single output, and a
 softmax over several ones. The numbers of labels are computed here too, from any model's outputs.
 """
 

@@ -286,7 +286,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its bas
 
 
 def _scan_operations(layer: nn.Module) -> float:
-    # Operations of a layer's scans that are no products: those of Mamba-1, whose states each have a decay.
+    # Operations of a layer's scans that are not products: those of Mamba-1, whose states each have a decay.
     every = [parameter for name, parameter in layer.named_parameters() if name.endswith("A_log")]
     return float(sum(SCAN_OPERATIONS * each.numel() for each in every if each.dim() > 1 and each.shape[-1] > 1))
 

@@ -461,7 +461,7 @@ def difference(target: Any, draft: Any) -> str | None:
 
 
 def stop_tokens(files: ModelFiles) -> frozenset[int]:
-    """Return the stop tokens of a model whose weights are not loaded. Raises UsageError for a file that is no JSON."""
+    """Return the stop tokens of a model without loaded weights. Raises UsageError for a file that is not JSON."""
     generation = files.path / "generation_config.json"
     return _ids(files.config, read_json(generation) if generation.is_file() else None)
 

@@ -91,13 +91,13 @@ def _check_shard(text: str) -> str:
 
 
 def _check_rows(value: object) -> object:
-    # A number of rows, or a range of them; a number in a recipe is no text.
+    # A number of rows, or a range of them; a number in a recipe is not text.
     text = str(value).replace(" ", "")
     found = re.fullmatch(r"(\d*)(-?)(\d*)", text)
     if type(value) is bool or found is None or not (found[1] or found[3]):
         raise ValueError("must be a number of rows, or a range like 900-1100, 900- or -1100")
     if found[1] and found[3] and int(found[1]) > int(found[3]):
-        raise ValueError("is no range: its first number is above its last one")
+        raise ValueError("is not a range: its first number is above its last one")
     return text
 
 
@@ -426,7 +426,7 @@ class JobOptions(LoadingOptions, PromptOptions, InputOptions):
 
     def take_encoder(self, model: object) -> None:
         """Accept that the model in this folder is an encoder. Raise UsageError where that has no meaning."""
-        raise UsageError(f"{model}: an encoder is scored by prefill score alone\ntake a model that is no encoder")
+        raise UsageError(f"{model}: an encoder is scored by prefill score alone\ntake a model that is not an encoder")
 
 
 class ScheduledOptions(JobOptions):

@@ -181,7 +181,7 @@ class LikelyToken(BaseModel):
 
     @property
     def name(self) -> str:
-        """Its text, safe to show, or its id if it is no whole character."""
+        """Its text, safe to show, or its id if it is not a whole character."""
         return quoted_token(self.text) if self.text and "\ufffd" not in self.text else f"token {self.id}"
 
     @property
@@ -356,7 +356,7 @@ class RunReport(BaseModel):
 
     def take_audit(self, counts: Counts, is_positive: Callable[[Any], bool | None]) -> None:
         """Take over the results of the rows that were read both ways. `is_positive` returns whether a right answer is
-        the first label; None: it is no label."""
+        the first label; None: it is not a label."""
         pairs = [(score, full, is_positive(answer)) for score, full, _, answer in counts.audited]
         self.audit = audit_of(pairs, [flipped for _, _, flipped, _ in counts.audited])
 

@@ -289,7 +289,7 @@ class Part:
     above: str = ""
     text: str = ""
     table: TableRows | None = None  # a header and rows; a row with one cell is text below the row before
-    words: Collection[int] = (0,)  # columns of the table that are no numbers
+    words: Collection[int] = (0,)  # columns of the table that are not numbers
     layout: str = ""  # a class of the page's style, for the table
     bars: Sequence[Bar] = ()
     plot: Plot | None = None

@@ -47,7 +47,7 @@ class LocalFile(io.FileIO):
 def open_to_read(path: str, *, pipes: bool = False) -> IO[bytes]:
     """Open a file for reading, and return it; with `pipes` also a pipe, or the empty `/dev/null`.
 
-    Raises FileNotFoundError, and OSError for anything else that is no file: a device has no end.
+    Raises FileNotFoundError, and OSError for anything else that is not a file: a device has no end.
     """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe without a writer must not block
     try:

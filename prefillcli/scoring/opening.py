@@ -210,7 +210,7 @@ def require_label_uses(inputs: Inputs) -> None:
     else:
         if settings.audit and len(labels.names) == 1:  # no prediction could flip
             asked += ["--audit"]
-        why = "the model's head gives values, which are no probabilities"
+        why = "the model's head gives values, which are not probabilities"
         advice = "leave it out, or give --head probability"
     for option in asked:
         raise UsageError(f"{option}: {why}\n{advice}")

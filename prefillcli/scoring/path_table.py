@@ -97,7 +97,7 @@ def require_ours(path: str, kind: str, called: str, *, overwrite: bool | None) -
     if is_local(filesystem):
         parent = next(each for each in map(str, Path(inner).parents) if os.path.lexists(each))
         if not os.path.isdir(parent):
-            raise UsageError(f"{called}: {parent} is no folder, so nothing can be written in it")
+            raise UsageError(f"{called}: {parent} is not a folder, so nothing can be written in it")
         if os.path.exists(inner) and not os.path.isfile(inner):
             what = "a folder" if os.path.isdir(inner) else "a device or a pipe"
             raise UsageError(f"{called}: this is {what}, and a file is written; choose another path")

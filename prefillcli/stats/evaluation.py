@@ -405,7 +405,7 @@ def expected_calibration_error(
 BoolArray = npt.NDArray[np.bool_]
 
 _MOST_GROUPS = 1000  # more distinct scores than these are resampled in groups of neighbours
-_NO_PROBABILITY = Estimate(reason="values are no probabilities")
+_NO_PROBABILITY = Estimate(reason="values are not probabilities")
 _NO_THRESHOLD = Estimate(reason="values have no natural threshold")
 _NO_LABELS = Estimate(reason="each row has its own choices")
 

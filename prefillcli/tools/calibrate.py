@@ -84,7 +84,7 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
         )
     if "score" in source.available and not labels and any(name.startswith(_VALUE) for name in source.available):
         raise UsageError(
-            f"{path}: its scores are a head's values, which are no probabilities\nscore with --head probability"
+            f"{path}: its scores are a head's values, which are not probabilities\nscore with --head probability"
         )
     if score not in source.available or len(labels) < 2:
         questions = [name.removesuffix(".score") for name in source.available if name.endswith(".score")]
@@ -172,7 +172,7 @@ def _collect(
 
 
 def _number(value: Any) -> float:
-    # NaN for anything that is no number.
+    # NaN for anything that is not a number.
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 

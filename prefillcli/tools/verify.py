@@ -28,7 +28,7 @@ _MOST = 20  # problems that are named
 #: Ids or row numbers, scores and errors of some rows.
 Batch = tuple[list[Any], pa.ChunkedArray, pa.ChunkedArray]
 
-_NUMBERS = (Measure.VALUES, Measure.LIKELIHOOD)  # whose scores are no probabilities
+_NUMBERS = (Measure.VALUES, Measure.LIKELIHOOD)  # whose scores are not probabilities
 _UNREAD = object()  # in place of the id of a row that was not read
 
 

@@ -239,14 +239,14 @@ def test_a_calibration_of_an_output_is_for_jobs_with_its_model_prompt_and_labels
     ("content", "said"),
     [
         (None, "no such file\nmake it with prefill calibrate"),
-        ("{", "it is no calibration: Invalid JSON"),
-        ("[]", "it is no calibration"),
+        ("{", "it is not a calibration: Invalid JSON"),
+        ("[]", "it is not a calibration"),
         ('{"schema_version": 2}', "it is of another version of prefill"),
         ('{"labels": ["Yes", "No"]}', "scaling: Field required"),
         ('{"labels": ["No", "Yes"], "scaling": {"method": "temperature", "temperature": 1}}', "No, Yes, not Yes, No"),
         ('{"labels": ["a", "b"], "scaling": {"method": "temperature", "temperature": 1}}', "labels a, b, not Yes, No"),
         ('{"labels": ["Yes", "No"], "scaling": {"method": "temperature", "temperature": -1}}', "greater than 0"),
-        ("\x00\xff", "it is no calibration"),
+        ("\x00\xff", "it is not a calibration"),
     ],
 )
 @pytest.mark.parametrize("dry_run", [False, True])

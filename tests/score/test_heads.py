@@ -363,7 +363,7 @@ def test_values_are_evaluated_by_how_they_rank_the_rows(reward: Path, graded: Pa
         found = evaluated(reward, prompts, given, wanted_precision="0.5")
         assert found["auc"]["value"] == pytest.approx(roc_auc_score(answers, values))
         assert found["average_precision"]["value"] == pytest.approx(average_precision_score(answers, values))
-        assert found["brier"] == {"value": None, "interval": None, "reason": "values are no probabilities"}
+        assert found["brier"] == {"value": None, "interval": None, "reason": "values are not probabilities"}
         assert found["accuracy"]["value"] is None
         precision, _, thresholds = precision_recall_curve(answers, values)
         reaches = [at for at in range(len(thresholds)) if precision[at] >= 0.5]

@@ -575,8 +575,8 @@ def choose_layers(
     """Return the exits that save most after their own cost, in the order of the layers; none if nothing saves enough.
 
     The levels are those that left-out rows of the fitting half allow, by the test that will judge the other half. A
-    layer whose probe knows nothing is no exit: it could send away a few rows by the toss of a coin without too many
-    flips. Greedy: it adds the best layer until none saves enough more.
+    layer whose probe knows nothing is not an exit: it could let a few rows leave by the toss of a coin without too
+    many flips. Greedy: it adds the best layer until none saves enough more.
     """
     chosen: list[Candidate] = []
     least = 1.0

@@ -565,7 +565,7 @@ class ExitProfile(BaseModel):
         policy = self.policy
         for each in policy.exits if policy else ():
             if each.layer >= self.layers - 1:
-                raise ValueError(f"layer {each.layer + 1} of {self.layers} is no exit layer")
+                raise ValueError(f"layer {each.layer + 1} of {self.layers} is not an exit layer")
             if not len(each.thresholds) == each.probe.labels == len(self.labels):
                 raise ValueError(f"the exit after layer {each.layer + 1} is not for {len(self.labels)} labels")
         return self
@@ -581,8 +581,8 @@ class ExitProfile(BaseModel):
 
 
 def exit_profile_of(content: bytes | str, path: str) -> ExitProfile:
-    """Return the profile in a file's `content`. Raises UsageError, which names the `path`, if it is no profile or is
-    damaged."""
+    """Return the profile in a file's `content`. Raises UsageError, which names the `path`, if it is not a profile or
+    is damaged."""
     try:
         return ExitProfile.model_validate_json(content)
     except ValidationError as error:
@@ -591,7 +591,7 @@ def exit_profile_of(content: bytes | str, path: str) -> ExitProfile:
         if first["loc"] == ("schema_version",):
             reason = f"it is of another version of prefill (schema_version is not {SCHEMA_VERSION})"
         elif first["type"] == "missing" or (first["loc"] in {(), ("kind",)} and first["type"] != "value_error"):
-            reason = "it is no exit profile, or it is damaged"
+            reason = "it is not an exit profile, or it is damaged"
         else:
             reason = f"it is damaged: {where + ': ' if where else ''}{first['msg']}"
         raise UsageError(f"--exit-profile {path}: {reason}\n{_AGAIN}") from None
@@ -670,7 +670,7 @@ def job_of_exits(run: Run, read_as: Sequence[Any]) -> dict[str, Any]:
 def inspected_policy(path: str | None, opened: Opened, labels: Labels) -> ExitPolicy | None:
     """Return the exits of a profile, for a row whose job may have other prompts; None without a path or exits.
 
-    Raises UsageError for a file that is no profile, or a profile of another model or other labels.
+    Raises UsageError for a file that is not a profile, or a profile of another model or other labels.
     """
     if path is None:
         return None

@@ -225,7 +225,7 @@ class Source:
 class TableRows:
     """The rows of a table, numbered from 0. Nothing is carried: the owner of the table has its columns.
 
-    Rows in `bad` are error rows, because they hold a text that is no Unicode; the value names its column.
+    Rows in `bad` are error rows, because they hold a text that is not Unicode; the value names its column.
     """
 
     kind = "parquet"
@@ -298,7 +298,7 @@ def _finite(text: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-# NaN and Infinity are no JSON: they become null, and so do numbers larger than any float
+# NaN and Infinity are not JSON: they become null, and so do numbers larger than any float
 _decode = json.JSONDecoder(parse_float=_finite, parse_constant=lambda _name: None).decode
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -447,7 +447,7 @@ _IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 class _ShortValues:
     """The short values of these names in an object that is read in pieces, and never as a whole.
 
-    For a line that is no object, or breaks off, it has the values before that point.
+    For a line that is not an object, or breaks off, it has the values before that point.
     """
 
     def __init__(self, names: Collection[str]) -> None:

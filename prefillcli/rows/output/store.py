@@ -636,7 +636,7 @@ def read_sealed(option: str, path: str, again: str) -> tuple[bytes, bool]:
     """Return the JSON that a command of prefill has written, without its checksum, and whether it had one. Reads as
     `read_given`.
 
-    Raises UsageError if it has changed since. The caller refuses a text that is no JSON.
+    Raises UsageError if it has changed since. The caller refuses a text that is not JSON.
     """
     data = read_given(option, path, again)
     try:

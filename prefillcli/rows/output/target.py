@@ -40,7 +40,7 @@ from prefillcli.runtime import file_calls
 
 NAME = "manifest.json"
 SCHEMA_VERSION = 2
-# The part of a fingerprint that names the meaning of the labels' numbers, where they are no shares.
+# The part of a fingerprint that names the meaning of the labels' numbers, where they are not shares.
 MEASURE = "measure"
 # The part of a fingerprint that names the questions, separated by commas, if the output has a row for each of them.
 QUESTION_ROWS = "question_rows"

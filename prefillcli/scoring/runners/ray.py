@@ -52,7 +52,7 @@ class RayCluster:
         self.address = address or os.environ.get("RAY_ADDRESS") or "local"
         if self.address.startswith("ray://"):
             raise UsageError(
-                f"--ray-address {self.address}: prefill is no Ray client\n"
+                f"--ray-address {self.address}: prefill is not a Ray client\n"
                 "run it on a machine of the cluster, with ray job submit for example, and take --ray-address auto"
             )
         self._workers = workers

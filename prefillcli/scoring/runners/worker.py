@@ -227,7 +227,7 @@ class WorkerActor:
 def memory_share(device: str) -> float:
     """Return this actor's share of its machine's memory: its share of the CPUs, or of a GPU.
 
-    1 in a process that is no actor.
+    1 in a process that is not an actor.
     """
     ray: Any = sys.modules.get("ray")
     if not hasattr(ray, "is_initialized") or not ray.is_initialized():  # vLLM leaves an empty module of this name
