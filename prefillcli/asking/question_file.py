@@ -31,7 +31,7 @@ class QuestionEntry(BaseModel):
     labels: LabelTexts
     values: LabelValues = ()  # the number that each label stands for
     text: str | None = None  # Jinja text after the document
-    template: str | None = None  # Jinja text in the place of document and text
+    template: str | None = None  # Jinja text in place of document and text
     when: str | None = None  # a condition on the answers to earlier questions
     swap: tuple[str, ...] | None = None  # two columns, whose values are asked about in both orders
 

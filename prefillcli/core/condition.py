@@ -61,7 +61,7 @@ _FILTERS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
 
 
 class _Text(str):
-    """A typical text of a column. Of a prediction, the `labels` are all that it can be."""
+    """A typical text of a column. For a prediction, `labels` are all its possible values."""
 
     labels: tuple[str, ...]
 
@@ -110,8 +110,8 @@ class RowCondition:
         self, schema: pa.Schema, untyped: Collection[str] = (), labels: Mapping[str, Sequence[str]] = {}
     ) -> None:
         """Raise UsageError for a column that `schema` does not have, for values that cannot be compared, and for a
-        condition that is not true or false. Columns of unknown kind are `untyped`. Some columns have one of these
-        `labels`, and nothing else is compared with them."""
+        condition that is not true or false. Columns of unknown kind are `untyped`. `labels` has, for some columns, the
+        only values that may be compared with them."""
         for name in sorted(self.columns - set(schema.names)):
             raise UsageError(f"{self._option} {_short(self.text)!r}: {_why_not(name, schema.names)}")
         typical = {name: _UNKNOWN if name in untyped else _typical(schema.field(name).type) for name in self.columns}

@@ -107,7 +107,7 @@ class Further:
         return True
 
     def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Request]:
-        """Return the questions about a wanted row; none once all that can be known is known."""
+        """Return the next questions about a wanted row; none once everything is known."""
         return ()
 
     def close(self) -> None:
@@ -116,8 +116,8 @@ class Further:
 
 @dataclass(frozen=True, slots=True)
 class FurtherQuestions:
-    """The questions of a job about scored rows, and the choice of these rows. `chosen` counts those that are
-    written."""
+    """The questions of a job about scored rows, and the choice of these rows. `chosen` counts the chosen rows that are
+    already written."""
 
     choice: Choice
     askers: Sequence[Further]
@@ -173,8 +173,8 @@ MOST_ROWS = 10
 
 
 def first_rows(output: str, names: Sequence[str], id_name: str | None) -> list[dict[str, Any]]:
-    """Return the first rows of an output that have one of these columns, at most `MOST_ROWS`: their `row` or `id`,
-    `score`, `prediction` and these columns."""
+    """Return the first rows of an output with a value in one of these columns, at most `MOST_ROWS`: their `row` or
+    `id`, `score`, `prediction` and these columns."""
     target = Target.parse(output)
     found: list[dict[str, Any]] = []
     for table in target.tables([id_name or ROW_COLUMN, "score", "prediction", *names]):

@@ -1,4 +1,4 @@
-"""The roles that the parts of a job play beside its asking: how it is read, what follows, what it is worth.
+"""The roles of a job's parts besides its asking: reading, following up, judging.
 
 `scoring/compose.py` chooses a job's parts. What only one class does is a method of that class, which the steps of the
 job call by name.

@@ -1,4 +1,4 @@
-"""A run of `prefill score`: what it has opened, written and measured so far, for the parts of the job."""
+"""The state of a run of `prefill score`, for the parts of the job: what is opened, written and measured so far."""
 
 from __future__ import annotations
 

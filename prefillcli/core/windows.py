@@ -2,9 +2,9 @@
 
 The rows of a window are dealt to the shards of a job before anything is tokenised. Rows that begin alike should be
 scored by one shard, because their common prefix is then computed once. So the rows are sorted by the text that their
-prompts begin with, as the plan will sort their tokens. The sorted rows are cut into runs where neighbours have
-little in common, and each run goes to the shard that has the least work so far. All of this follows from the input
-and the number of shards alone, so every shard finds the same.
+prompts begin with, as the plan will sort their tokens. The sorted rows are cut into runs where neighbours have little
+in common, and each run goes to the shard that has the least work so far. All of this follows from the input and the
+number of shards alone, so every shard gets the same result.
 """
 
 from __future__ import annotations
@@ -431,8 +431,8 @@ class FoundRow:
 def find_row(
     source: Source, builder: PromptBuilder, labels: Labels, *, row: str | None, id_column: str | None
 ) -> FoundRow:
-    """Return the row with the number `row`, or with `id_column` the row with this id as text. Of equal ids the first
-    row counts; None: the first of all rows.
+    """Return the row with the number `row`, or with `id_column` the row with this id as text. If an id occurs twice,
+    the first row counts; None: the first row of all.
 
     Only its own window is tokenised. Raises UsageError if there is no such row, PrefillError if a file is damaged.
     """
@@ -491,7 +491,7 @@ class _Search:
         self.kind = source.kind
 
     def goes_on(self, window: int, rows: Int64Array) -> bool:
-        # Whether the row is in none of the batches so far, and therefore not in this window, which has just been read.
+        # Whether no batch so far has the row, so that it is not in this window, which has just been read.
         return self.row is None
 
     def batches(self, most_rows: int) -> Iterator[RowBatch]:

@@ -96,7 +96,7 @@ class Survey(BaseModel):
     duplicates: int = 0  # rows whose prompt, token by token, is that of an earlier row
     windows: int = 0
     unique_tokens: int = 0  # least that the windows must compute: what their prompts share counts once
-    # Of a pack: pack_tokens and chunk_tokens. Of a prompt: max_tokens, by memory, and max_length, by the model and
+    # For a pack: pack_tokens and chunk_tokens. For a prompt: max_tokens, by memory, and max_length, by the model and
     # --max-length.
     limits: dict[str, int]
     plans: list[PlanCost] = Field(default_factory=list)

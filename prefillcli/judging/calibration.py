@@ -143,7 +143,7 @@ class CalibrationUse(_Frozen):
     """The calibration that a run's probabilities come from."""
 
     method: str
-    question: str = ""  # of several about each row, the one that it is for
+    question: str = ""  # the question that it is for, if there are several
     rows: int | None = None  # rows that the calibration was fitted on; None where it needs no right answers
     # The probability of each label after the prompts without content; None for other methods.
     content_free: dict[str, float] | None = None
@@ -162,7 +162,7 @@ class Calibration(_Frozen):
 
     schema_version: Literal[1] = SCHEMA_VERSION
     labels: tuple[str, ...] = Field(min_length=2)  # the positive one first
-    question: str = ""  # of several about each row, the one that it is for
+    question: str = ""  # the question that it is for, if there are several
     scaling: Scaling
     fitted_on: FittedOn | None = None  # None where it needs no right answers
     # The findings of cross-validation by method; `none` are the scores as they are.

@@ -107,9 +107,10 @@ def guided_share(truth: Float64Array, guesses: Float64Array, others: float, popu
 def corrected_share(chain: int, left: int, rows: int, audited: int, out: int, into: int) -> Share:
     """Return the share of an answer where cheaper readers have decided some rows, and an audit knows how these flip.
 
-    `chain` of all `rows` have the answer in the output, `left` of all rows were decided early. Of the `audited` ones
-    among these, `out` have the answer in full but not in the output, and `into` in the output but not in full. The
-    interval is exact: each of the two shares has one of Clopper and Pearson, with half of the error.
+    `chain` of all `rows` have the answer in the output, `left` of all rows were decided early. Among these, the
+    `audited` ones were also read in full: `out` of them have the answer in full but not in the output, and `into` in
+    the output but not in full. The interval is exact: each of the two shares has one of Clopper and Pearson, with half
+    of the error.
     """
     half = (1 + CONFIDENCE) / 2
     (out_low, out_high), (into_low, into_high) = (exact_interval(each, audited, half) for each in (out, into))

@@ -418,8 +418,8 @@ _UNKNOWN = -1
 class TruthCounts:
     """The values of a column with right answers."""
 
-    # By value as JSON: its label's number, and the count of rows. Of very many values that are not a label, only the
-    # first.
+    # By value as JSON: its label's number, and the count of rows. If there are very many values that are not a label,
+    # only the first.
     values: dict[str, tuple[int | None, int]] = field(default_factory=dict)
 
     def add(self, value: str, label: int | None, rows: int) -> None:

@@ -229,7 +229,7 @@ _OTHER_PARTS = ("vision", "audio", "quantization")  # with other numbers under t
 
 
 def check_files(folder: Path) -> None:
-    """Refuse a model's folder with a device, a pipe or a pointer in the place of a file, or with too large a text."""
+    """Refuse a model's folder with a device, a pipe or a pointer in place of a file, or with too large a text."""
     for file in folder.iterdir():
         if file.suffix in _READ and file.exists() and not file.is_dir():
             _check_size(file, _MOST_JSON if file.name in _TEXTS else None)

@@ -90,7 +90,7 @@ class ModelFiles:
 
     @property
     def max_length_apart(self) -> int:
-        """The same, where long prompts share nothing with shorter ones."""
+        """The same limit, where long prompts share nothing with shorter ones."""
         return longest_prompt(self.config, apart=True)
 
 

@@ -26,7 +26,7 @@ from prefillcli.models.files import read_header, weight_files
 from prefillcli.walk.forest import UnsupportedModelError
 from prefillcli.walk.model_ends import decoder_layers
 
-#: Flags in config.json of what a forward gives back, as they are read.
+#: Flags in config.json that change what a forward returns, with the value that is used.
 FORWARD = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
 
 
@@ -56,7 +56,7 @@ def text_part(whole: Any) -> TextPart | None:
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Return a model's configuration, without flags of its training that would change what a forward gives back."""
+    """Return a model's configuration, without flags of its training that would change what a forward returns."""
     whole = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     for config in (whole, whole.get_text_config()):
         for name, value in FORWARD.items() if isinstance(config, PreTrainedConfig) else ():

@@ -394,7 +394,7 @@ CLASSIFYING_ENCODERS = frozenset(
      "xlm-roberta"}
 )  # fmt: skip
 
-#: Of these, the ones whose first token has the position after that of padding.
+#: Those among them whose first token has the position after that of padding.
 _PADDING_FIRST = frozenset({"camembert", "mpnet", "roberta", "xlm-roberta"})
 
 

@@ -121,8 +121,8 @@ def option(
     that. `requires` is a condition on the other options without which this one has no effect and is refused. The
     message names the first of several that is not met. `off` is the value that asks for nothing, besides None and the
     default of a switch. `path` is the use that a run makes of the path that the option names; a path that is read may
-    be that of the written option `same_as`. `level` is the readers that it is for. `text` is that of prompts: see
-    `unescaped`. `field` goes to pydantic.
+    be that of the written option `same_as`. `level` is the kind of reader that it is for. `text` is that of prompts:
+    see `unescaped`. `field` goes to pydantic.
     """
     details = Details(
         changes=changes,

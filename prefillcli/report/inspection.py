@@ -300,8 +300,8 @@ def shared_tokens(prompts: Sequence[Prompt], number: int) -> list[int]:
 def shared_prefixes(shared: Sequence[int]) -> list[CommonPrefix]:
     """Return prefix lengths at which the number of sharing rows changes, ascending.
 
-    `shared` are the tokens that each other row has in common with the prompt. Of many lengths, those at which most
-    rows diverge are kept.
+    `shared` are the tokens that each other row has in common with the prompt. If there are many lengths, those at
+    which most rows diverge are kept.
     """
     parting = Counter(common for common in shared if common >= LEAST_SHARED)
     lengths = sorted(parting, key=lambda tokens: (-parting[tokens], -tokens))[:MOST_PREFIXES]

@@ -146,7 +146,7 @@ class Histogram(BaseModel):
 
 
 class Histograms(BaseModel):
-    """Of all rows of the output, those of earlier attempts included."""
+    """Histograms of all rows of the output, those of earlier attempts included."""
 
     score: Histogram = Field(default_factory=Histogram)  # by prediction; the last bin holds 1.0 too
     prompt_tokens: Histogram = Field(default_factory=Histogram)  # scored, truncated, error; edges grow by 2^(1/16)

@@ -47,7 +47,8 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.5, 10.0
 
 _PASSING_STATUS = {408, 425, 429, 500, 502, 503, 504, 509}
 _PASSING_CODES = {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "ConditionalRequestConflict"}
-# Of botocore, aiohttp, httpx, requests, azure and Google: their common base classes show less than their names.
+# Exceptions of botocore, aiohttp, httpx, requests, azure and Google: their common base classes show less than their
+# names.
 _PASSING_KINDS = {
     "HTTPClientError",
     "ResponseParserError",
@@ -285,7 +286,7 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def refuse_pointer(file: Path) -> None:
-    """Raise UsageError for the text that Git LFS leaves in the place of a large file."""
+    """Raise UsageError for the text that Git LFS leaves in place of a large file."""
     with suppress(OSError), file.open("rb") as stream:
         if stream.read(len(_POINTER)) == _POINTER:
             raise UsageError(f"{file}: a pointer of Git LFS in the place of the file\nfetch it with: git lfs pull")

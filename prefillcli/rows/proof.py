@@ -36,7 +36,7 @@ class Stamp:
     """A version of a file. Equal stamps mean equal content, unless the file was still young: see `settled`."""
 
     size: int  # Bytes
-    # Of a local file: device, inode, size and time of modification; else the store's description of the object.
+    # For a local file: device, inode, size and time of modification; else the store's description of the object.
     identity: tuple[int | str, ...]
     # When the inode changed: no program can set it, and it also changes with name and rights. 0 for a remote file.
     changed_ns: int = 0

@@ -113,7 +113,7 @@ class RowError(NamedTuple):
 
 
 def row_too_large(what: str, size: int, most: int) -> RowError:
-    """Return the error of a row of which `what` has `size` bytes, more than `most`."""
+    """Return the error of a row whose `what` has `size` bytes, more than `most`."""
     return RowError(ErrorCode.ROW_TOO_LARGE, f"{what} has {size:,} bytes; --max-row-bytes is {most:,}")
 
 
@@ -260,7 +260,7 @@ class ScoredRow:
     # The number of the last layer that the row went through, from 1; None if it was read to the end. For a row of the
     # audit: the layer that gave its `logprobs`.
     exit_layer: int | None = None
-    # Of a row with several prompts, the answers to each in their order; see `unasked`.
+    # For a row with several prompts, the answers to each in their order; see `unasked`.
     # `logprobs` are those of the first then, or of the text whose pieces they read, and the costs are theirs together.
     parts: tuple[ScoredRow, ...] = ()
     by_token: ReadTokens | None = None  # of labels that want them
@@ -268,9 +268,9 @@ class ScoredRow:
     tokens: Int64Array | None = None
     next: NextTokens | None = None  # of a row of the first window
     rationale: Rationale | None = None  # of a row that is written about
-    # Of a row whose sections are weighed, the largest change first.
+    # For a row whose sections are weighed, the largest change first.
     evidence: tuple[SectionEffect, ...] | None = None
-    error: RowError | None = None  # in the place of an answer: why there is none, if it should be asked for
+    error: RowError | None = None  # in place of an answer: why there is none, if it should be asked for
 
     @property
     def answers(self) -> tuple[ScoredRow, ...]:

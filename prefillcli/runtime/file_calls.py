@@ -151,7 +151,7 @@ def remove_file(path: str) -> None:
 
 
 def remove_tree(path: str) -> None:
-    """Remove a folder with all that is in it. Raises FileNotFoundError."""
+    """Remove a folder with its contents. Raises FileNotFoundError."""
     shutil.rmtree(path)
 
 

@@ -132,7 +132,7 @@ def compile_beside(package: str, name: str, flags: Sequence[str]) -> Path:
 
 
 def _file_name(name: str, source: bytes, flags: Sequence[str], *compiler: object) -> str:
-    # Of another source, with other flags, or by another compiler the library has another name.
+    # Another source, other flags or another compiler give the library another name.
     digest = hashlib.sha256(repr((*compiler, list(flags), _FLAGS)).encode() + source).hexdigest()
     return f"{name}.{digest[:32]}.so"
 

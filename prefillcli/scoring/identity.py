@@ -1,4 +1,4 @@
-"""The identity of a job: all that changes a score, another column of a row, or which rows there are.
+"""The identity of a job: everything that changes a score, another column of a row, or the choice of rows.
 
 Each option declares what it changes. The fingerprint has all options that change one of these: some by the contents
 that they name, like a model's, all others by their value. So a new option joins it automatically.

@@ -37,7 +37,7 @@ class Verification:
 
     def __init__(self, target: Target) -> None:
         self.problems: list[str] = []
-        # Of the output, as far as it can be read; `errors` includes the rows that were skipped.
+        # The counts of the output, as far as it can be read; `errors` includes the rows that were skipped.
         self.rows = {"total": 0, "scored": 0, "errors": 0}
         self._target = target
         self._manifest = self._find_manifest()

@@ -59,7 +59,7 @@ class Compress(Reading, Judge):
         rest_values = {name: values.pop(name) for name in rest}
         found = {"compression": hash_value([*map(list, own.items()), *changed(type(self.settings), rest_values)])}
         draft = self.settings.draft
-        if self.settings.uses_draft:  # it goes by the contents of its files
+        if self.settings.uses_draft:  # it is identified by the contents of its files
             return found
         return found | {"draft": hash_value([draft, self.settings.seed] if draft == "random" else draft)}
 

@@ -367,8 +367,8 @@ ALMOST_ALL = 0.95  # share of a window's tokens: a job with a keep rate that sti
 class WindowCompressor:
     """Decides how the model reads the prompts of each window of a `scorer`.
 
-    With `--keep auto` it chooses the rate, which the plan of the scorer has from then on. `methods` are the rows that
-    were scored before, by method.
+    With `--keep auto` it chooses the rate, which the plan of the scorer has from then on. `methods` has the number of
+    rows that were scored before, by method.
     """
 
     def __init__(self, scorer: Scorer, compressor: Compressor, *, methods: Mapping[str, int]) -> None:

@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 
 
 class SpecPrefill(Picker):
-    """The tokens that a draft model finds important.
-
-    Prompts that share a prefix keep the same tokens of it, so that it is still computed once.
+    """The picker of the tokens that a draft model finds important. Prompts that share a prefix keep the same tokens of
+    it, so that it is still computed once.
 
     With a `translator` the draft reads prompts in its own tokens. The estimate of a prompt that cannot be translated
     has the reason.

@@ -5,7 +5,7 @@ importance are kept, and always the first tokens and the last ones (the question
 prompt shares count as its last ones, unless they are too many (see `tails`).
 
 A common prefix is compressed once for all its prompts, so that it is still computed once. Its importance is the
-maximum over its prompts. Of a run of chunks that the same prompts share, as many are kept as raise the total from
+maximum over its prompts. In a run of chunks that the same prompts share, as many are kept as raise the total from
 `ceil(keep * chunks before)` to `ceil(keep * chunks)`. For a prompt that shares nothing this is the rule above.
 """
 
@@ -69,7 +69,8 @@ def compressed_rows(methods: Mapping[str, int]) -> int:
 
 
 def faulty_rows(methods: Mapping[str, int]) -> int:
-    """Return rows on which the draft was at fault, if no row was compressed, else 0. `methods`: rows by method."""
+    """Return the number of rows on which the draft was at fault, if no row was compressed, else 0. `methods`: rows by
+    method."""
     if compressed_rows(methods):
         return 0
     readings = _readings(methods)
@@ -77,7 +78,8 @@ def faulty_rows(methods: Mapping[str, int]) -> int:
 
 
 def fallbacks_of_useless_draft(methods: Mapping[str, int]) -> dict[str, int]:
-    """Return rows by fallback, if no row was compressed and there is a fault or `ENOUGH_ROWS` rows; else empty."""
+    """Return the number of rows by fallback, if no row was compressed and there is a fault or `ENOUGH_ROWS` rows; else
+    an empty mapping."""
     fallbacks = {method: rows for method, rows in sorted(_readings(methods).items()) if is_fallback(method)}
     if compressed_rows(methods):
         return {}
@@ -457,7 +459,7 @@ class Bm25(RowPicker):
 
 
 def sentence_importance(text: str, offsets: Sequence[tuple[int, int]]) -> Float32Array:
-    """Return minus the place of each token's sentence by BM25, float32 [tokens]; minus infinity where there is no
+    """Return the negated rank of each token's sentence by BM25, float32 [tokens]; minus infinity where there is no
     sentence.
 
     Sentences end at line ends and at ".", "!", "?"; the query is the last one that ends in such a mark, with the text
@@ -519,7 +521,7 @@ class RandomChunks(RowPicker):
 
 
 def random_importance(tokens: int, chunk: int, rng: np.random.Generator) -> Float32Array:
-    """Return minus the place of each token's chunk in a random order, float32 [tokens]."""
+    """Return the negated place of each token's chunk in a random order, float32 [tokens]."""
     order = rng.permutation(chunk_count(tokens, chunk))
     places = np.argsort(order)[np.arange(tokens) // chunk]
     return -places.astype(np.float32)

@@ -61,7 +61,7 @@ class Exits(Reading, Judge):
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         own = [name for name in values if details_of(type(self.settings), name).panel == EARLY_EXIT]
         hashed = {name: values.pop(name) for name in own}
-        first = hashed.pop("first", ())  # a model goes by its contents, as a draft does
+        first = hashed.pop("first", ())  # a model is identified by its contents, as a draft is
         if first:
             hashed["first"] = [name == WORDS for name in first]
         for name in ("recall", "precision", "compute"):
@@ -89,7 +89,7 @@ class Exits(Reading, Judge):
                 )
 
     def learn(self, run: Run) -> None:
-        """Learn when rows are decided, from some of them that are read in full; those of an estimate are."""
+        """Learn when rows are decided, from some of them that are read in full, or from those of an estimate."""
         from prefillcli.reading.exits.learning import ExitLearning
         from prefillcli.reading.exits.rare import RareLearning
 

@@ -2,8 +2,8 @@
 
 The reading of a row is what an exit reads after a layer: a hidden state, that of the small model's last layer but one,
 and the log-probabilities of the labels, which are its own answer. So it is an exit before the first layer of the large
-model. A model with a classification head has the outputs of its classes in place of the labels. Of an encoder the
-hidden state is what its head reads. The words of a prompt, without any model, are such a reading too.
+model. A model with a classification head has the outputs of its classes in place of the labels. The hidden state of an
+encoder is what its head reads. The words of a prompt, without any model, are such a reading too.
 """
 
 from __future__ import annotations

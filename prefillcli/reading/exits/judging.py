@@ -303,7 +303,7 @@ def _operations(files: ModelFiles, lengths: Sequence[int]) -> float:
 
 
 def _numbers(files: ModelFiles, opened: Opened) -> float:
-    # Of the weights in the layers: each is multiplied once for a token, unless it is an expert's.
+    # The operations of the weights in the layers: each is multiplied once for a token, unless it is an expert's.
     from prefillcli.models.weights import layer_bytes
 
     found = layer_bytes(files, opened.device)

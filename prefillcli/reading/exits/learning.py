@@ -519,8 +519,8 @@ class JobExits:
     policy: ExitPolicy | None  # None where no row leaves: nothing could be proven, or the exits have ended
     use: ExitUse  # the exits in the run's report
     known: Mapping[int, ScoredRow] = field(default_factory=dict)  # rows by number that need not be read again
-    # Of the packs of this run: the seconds that they took and would have taken without exits; token-layers in full,
-    # and those saved.
+    # The packs of this run: the seconds that they took and would have taken without exits; token-layers in full, and
+    # those saved.
     seconds: float = 0.0
     full_seconds: float = 0.0
     layers: float = 0.0

@@ -652,7 +652,7 @@ def job_of_exits(run: Run, read_as: Sequence[Any]) -> dict[str, Any]:
     digests = run.report.fingerprint
     # Not the digest of all options of compression: an audit changes nothing that a model reads.
     kept = list(read_as)
-    named = (WORDS, run.settings.narrow)  # a first model goes by its contents
+    named = (WORDS, run.settings.narrow)  # a first model is identified by its contents
     first = [name if name in named else "first" for name in run.settings.chain]
     if "adapters" in digests:
         kept.append(digests["adapters"])

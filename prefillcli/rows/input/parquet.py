@@ -157,8 +157,8 @@ _DICTIONARY_BYTES = 16 << 20  # a column chunk larger than this and its indices 
 _INDEX_BYTES = 6
 _FOOTER_BUFFER = 1 << 16  # bytes read at a time from a remote file for its footer
 _BUFFER = 1 << 20  # bytes read ahead per column, so that a large row group is not loaded whole
-# Of remote files. Columns are read in turns, so blocks of each stay in memory: reading ahead would drop them and fetch
-# them again.
+# For remote files. Columns are read in turns, so blocks of each stay in memory: reading ahead would drop them and
+# fetch them again.
 _BLOCKS: dict[str, Any] = {"block_size": 4 << 20, "cache_type": "blockcache", "cache_options": {"maxblocks": 16}}
 _READING: dict[str, Any] = {"buffer_size": _BUFFER, "pre_buffer": False}
 

@@ -127,7 +127,8 @@ def _chat_logprob(token: str, logprob: float) -> dict[str, Any]:
 def rows_of(lines: Iterable[dict[str, Any]], names: Sequence[str], id_name: str | None) -> pa.Table:
     """Return these columns of lines that were written: the id as JSON text, `score`, `error` and `error_detail`.
 
-    A line without log-probabilities does not show its score, which is 1 here. Of several pairs, the first one counts.
+    A line without log-probabilities does not show its score, which is 1 here. If there are several pairs, the first
+    one counts.
     """
     values = [_values(line, id_name) for line in lines]
     kinds = {"score": pa.float64()}

@@ -98,7 +98,7 @@ class ResultRows:
     scored: list[ScoredRow]  # the engine's answers to the rows that have a score [scored]
     places: Int64Array  # where these are among all rows [scored]
     # Log-probability of every label over the whole vocabulary, or over all classes; of rows that left early, among the
-    # labels alone. Of a head that gives values, the value of every label [scored, labels]. Where rows have their own
+    # labels alone. For a head that gives values, the value of every label [scored, labels]. Where rows have their own
     # labels, -inf fills the places after them.
     logprobs: Float64Array
     # Score of every label: mostly its probability among the labels, after the temperature [scored, labels].
@@ -581,7 +581,7 @@ class OutputSchema:
     """The columns of a job's output."""
 
     labels: tuple[str, ...]
-    id_name: str | None = None  # the carried column with the ids; None where rows go by their number
+    id_name: str | None = None  # the carried column with the ids; None where rows are identified by their number
     # Id and kept columns as the parts have them; from JSON Lines every one is JSON text.
     carried: pa.Schema = field(default_factory=lambda: pa.schema([]))
     json_carried: bool = False  # whether the carried columns are JSON text
@@ -591,21 +591,21 @@ class OutputSchema:
     groups: Groups = frozenset()  # the groups of further columns, beside those of every output
     measure: Measure = Measure.SHARES  # the meaning of the labels' numbers
     values: tuple[float, ...] = ()  # the number that each label stands for, if they are ordered
-    # Of an output with several questions about each row, the columns of each, under its `name`; `labels` and `measure`
+    # In an output with several questions about each row, the columns of each, under its `name`; `labels` and `measure`
     # are those of the first then, as is the column `score`.
     questions: tuple[OutputSchema, ...] = ()
     name: str = ""
-    # Of an output about the likeliest tokens, the text of each by its id.
+    # In an output about the likeliest tokens, the text of each by its id.
     token_text: Callable[[int], TokenText] | None = None
     # For a question, the numbers of the rows it is asked about, by the answers to earlier ones; None: all.
     when: Callable[[ResultRows], Set[int]] | None = None
-    # Of a question with the group `orders`, the number of its prompt with the two values exchanged, after those of
+    # For a question with the group `orders`, the number of its prompt with the two values exchanged, after those of
     # all questions.
     exchanged: int | None = None
 
     @property
     def asked(self) -> tuple[OutputSchema, ...]:
-        """For each prompt of a row, the columns of its answer."""
+        """The columns of the answer to each prompt of a row."""
         return (*self.questions, *(each for each in self.questions if each.exchanged is not None)) or (self,)
 
     def answered(self, scored: ScoredRow) -> Iterable[tuple[OutputSchema, ScoredRow]]:
@@ -730,7 +730,7 @@ class OutputSchema:
 
     @property
     def conditional(self) -> pa.Schema:
-        """Those of them that a `RowCondition` may use."""
+        """Names and types of the columns that a `RowCondition` may use."""
         columns = [column for column in self.columns if column.conditional]
         return pa.schema([(name, column.type) for column in columns for name in column.names(self.labels)])
 

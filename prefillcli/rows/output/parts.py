@@ -43,8 +43,8 @@ class RowDigests:
 
     A row's results depend on its id (or number), its tokens, the labels after them, whether they were cut, its own
     keep rate and adapter, the values that its sections are made of, and its values in the carried `columns`, by which
-    rows are chosen. Of a row with several prompts they depend on all of these. Everything else that they depend on is
-    the same for all rows: the job's fingerprint, and `common`.
+    rows are chosen. For a row with several prompts, they depend on all of these. Everything else that they depend on
+    is the same for all rows: the job's fingerprint, and `common`.
     """
 
     def __init__(

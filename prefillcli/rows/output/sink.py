@@ -973,7 +973,7 @@ class JoinedShards(ExitStack):
                 )
 
     def _require_room(self) -> None:
-        # Nothing stands in the place of the output but remains of a merge that was killed.
+        # Nothing is in the output's place but remains of a merge that was killed.
         target, job = self._target, self.manifest.job
         begun = any(map(parts.is_part, target.work.names()))
         found = find_resumable(target, job, True, False, quiet=True)

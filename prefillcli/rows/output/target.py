@@ -50,13 +50,13 @@ BATCH_FORMAT = "batch_format"
 
 @dataclass(frozen=True)
 class Job:
-    """The job that an output belongs to, with all that is needed to recognise it."""
+    """The job that an output belongs to, with everything needed to recognise it."""
 
     # Digest of every part of the job: input, model, tokenizer, template, labels, settings.
     fingerprint: dict[str, str]
     # The options `limit`, `sample` and `seed`, which choose the rows of the input.
     selection: dict[str, Any] = field(default_factory=dict)
-    id_name: str | None = None  # the column with the ids; None where rows go by their number
+    id_name: str | None = None  # the column with the ids; None where rows are identified by their number
     asked: str = ""  # digest of the options that it was asked for with; empty if an earlier version began it
 
     @property
@@ -66,7 +66,8 @@ class Job:
 
     @property
     def questions(self) -> list[str]:
-        """The questions for each of which the output has a row about every row of the input; none: it has one row."""
+        """The questions, if the output has a row for each of them about every row of the input; none: it has one
+        row."""
         return list(filter(None, self.fingerprint.get(QUESTION_ROWS, "").split(",")))
 
     def differing(self, other: Job) -> list[str]:
@@ -227,7 +228,7 @@ class Target:
 
     @cached_property
     def whole(self) -> Target:
-        """The same output without a shard."""
+        """The output of the whole job, without a shard."""
         return replace(self, shard=None)
 
     @property

@@ -151,7 +151,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A worker has ended, with all that it was to do. `why` follows the words \"worker 2\"."""
+    """A worker has ended, and its tasks with it. `why` follows the words \"worker 2\"."""
 
     worker: int
     why: str
@@ -307,7 +307,7 @@ class Dispatcher:
 
     @property
     def waiting(self) -> int:
-        """Items that no worker has yet."""
+        """The number of items that no worker has yet."""
         return sum(len(group.items) for group in self._groups)
 
     @property
@@ -535,7 +535,7 @@ class Pool:
 
     @property
     def waiting(self) -> int:
-        """Items that no worker has yet."""
+        """The number of items that no worker has yet."""
         return self.dispatcher.waiting
 
     @property

@@ -347,7 +347,7 @@ class RayCrew:
         actor = self._actors.pop(number, None)
         if actor is not None:
             actor.lost = True
-            with suppress(Exception):  # it has already died by itself
+            with suppress(Exception):  # it is already dead
                 self._cluster.ray.kill(actor.handle)
 
     def _look_for_room(self) -> None:

@@ -168,7 +168,7 @@ class MethodJob:
 
     @property
     def inputs(self) -> Inputs:
-        """Its rows, with the models that need not be loaded."""
+        """Its rows and the models' files; the weights need not be loaded."""
         return self.opening.inputs
 
     def open(self) -> None:
@@ -218,7 +218,7 @@ class MethodJob:
 
 
 def open_models(settings: BenchSettings) -> dict[str, Models]:
-    """Return the opened models of each method: the same for all that the same weights answer. Nothing is loaded."""
+    """Return the opened models of each method: methods with the same weights share them. Nothing is loaded."""
     wanted = {name: score_settings(settings, name) for name in method_names(settings)}
     opened, found = dict[Any, Models](), dict[str, Models]()
     for name in sorted(wanted, key=lambda name: not _has_small(wanted[name])):  # the others may do without these
