@@ -305,14 +305,14 @@ class PairRequestBuilder(RequestBuilder):
 
 
 def _not_done(body: dict[str, Any], known: Set[str], only: Mapping[str, Any]) -> str | None:
-    # What a body asks for that it cannot get.
+    # The wishes of a body that cannot be met.
     for key, value in body.items():
         if value is None or key in known:
             continue
         if key not in only:
-            return f"{key}: not done here"
+            return f"{key}: not supported here"
         if value != only[key]:
-            return f"{key} {_shown(value)}: only {encode_json(only[key])} is done here"
+            return f"{key} {_shown(value)}: only {encode_json(only[key])} is supported here"
     return None
 
 
@@ -385,7 +385,7 @@ def _chat(messages: Any) -> str | None:
             return f"message {number} is not an object"
         for key, value in message.items():
             if key not in _MESSAGE and value is not None:
-                return f"message {number} has {key}: not done here"
+                return f"message {number} has {key}: not supported here"
         content = message.get("content")
         if isinstance(content, str):
             continue

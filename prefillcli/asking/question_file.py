@@ -152,7 +152,9 @@ def read_questions(path: str) -> QuestionFile:
 def _checked(entry: QuestionEntry, document: str | None, before: Sequence[AskedQuestion], shown: str) -> AskedQuestion:
     where = f"{shown}: question {entry.name!r}"
     if not entry.name.isidentifier():
-        raise UsageError(f"{where}: a name has letters, digits and underscores, and begins with no digit")
+        raise UsageError(
+            f"{where}: a name consists of letters, digits and underscores, and does not begin with a digit"
+        )
     if entry.name in {each.name for each in before}:
         raise UsageError(f"{where}: the name is given twice")
     if (entry.text is None) == (entry.template is None):

@@ -265,7 +265,7 @@ def _small_groups(
         yield sorted(group), small
 
 
-# Which compressed rows are also read in full, for the audit.
+# The choice of compressed rows that are also read in full, for the audit.
 
 
 _SEED = 20_261

@@ -310,7 +310,7 @@ class Costs:
             self._charge(keep, next(self._plans(questions, [self._settings.schedule], [()])), questions)
 
     def _questions(self, prompts: Sequence[Prompt], keep: float) -> list[Request]:
-        # How the model reads the prompts that fit in memory.
+        # The requests for the prompts that fit in memory.
         foresight = self._foresight
         found = list(map(Request, prompts)) if foresight is None else foresight.questions(prompts, keep)
         return [question for question in found if question.size <= self._limits.max_tokens]

@@ -395,7 +395,7 @@ def _guesses(
     return _Guesses(guesser.held_out, total / max(others, 1), others, seconds, "labels" if guesser.own else "hidden")
 
 
-# What a run reports.
+# The report of a run.
 
 
 def section(report: RunReport) -> Section | None:

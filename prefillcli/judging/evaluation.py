@@ -545,7 +545,7 @@ def _said(
 
 
 def _values(column: pa.ChunkedArray, *, json_text: bool) -> list[Any]:
-    # What a carried column holds.
+    # The content of a carried column.
     values = to_python(column)
     return [None if value is None else json.loads(value) for value in values] if json_text else values
 
@@ -784,7 +784,8 @@ def reliability_plot(bins: list[ReliabilityBin], happens: str) -> Plot | None:
             width=max(100 * (each.high - each.low), 0.6) * 0.92,
             height=max(100 * each.share, 0.8),
             series=0,
-            title=f"{each.low:.2f} to {each.high:.2f}: {counted(each.rows, 'row')}, said {each.mean_probability:.1%}, "
+            title=f"{each.low:.2f} to {each.high:.2f}: {counted(each.rows, 'row')}, "
+            f"predicted {each.mean_probability:.1%}, "
             f"{happens} {each.share:.1%}",
         )
         for each in bins

@@ -180,7 +180,7 @@ def _check_metadata(found: Any) -> None:
 
 
 def _range_of(name: str, tensor: dict[str, Any]) -> tuple[int, int, str]:
-    # Where a tensor lies in the data of its file. Raises ValueError if its shape and its bytes do not agree.
+    # The place of a tensor in the data of its file. Raises ValueError if its shape and its bytes do not agree.
     begin, end = tensor["data_offsets"]
     shape = tensor["shape"]
     if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):

@@ -138,7 +138,7 @@ def _number_of(label: Label, classes: Sequence[str]) -> int:
     shown = ", ".join(classes[:_MOST_NAMED]) + (
         f" and {len(classes) - _MOST_NAMED} more" * (len(classes) > _MOST_NAMED)
     )
-    raise UsageError(f"--labels: {label.name!r} is no class of the model\nits classes are {shown}")
+    raise UsageError(f"--labels: {label.name!r} is not a class of the model\nits classes are {shown}")
 
 
 def _spelling(number: int, classes: Sequence[str]) -> tuple[str, ...] | None:

@@ -603,7 +603,7 @@ def keep_or_again(limits: Limits, *, chunk_tokens: int, least_tokens: int, texts
     if not kept:
         return KeepOrAgain(False, "K,V of all layers do not fit for any prompt with a text: no text is written")
     if texts_of == "later":
-        return KeepOrAgain(False, "which prompts are written on is known only when others are scored")
+        return KeepOrAgain(False, "the prompts that get a text are known only when others are scored")
     if kept >= usual:
         return KeepOrAgain(True, f"K,V of all layers fit for packs of {usual:,} tokens")
 
@@ -617,5 +617,5 @@ def keep_or_again(limits: Limits, *, chunk_tokens: int, least_tokens: int, texts
     return KeepOrAgain(
         False,
         f"K,V of all layers fit for packs of {kept:,} tokens: scoring all prompts in such packs takes about "
-        f"{small / large:.2f} times as long as in packs of {usual:,}; reading those again that are wanted takes less",
+        f"{small / large:.2f} times as long as in packs of {usual:,}; reading the wanted ones again takes less",
     )

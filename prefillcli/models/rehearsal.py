@@ -185,7 +185,7 @@ def check_uses(model: PreTrainedModel, *, drafts: str | None, compresses: bool) 
     if compresses and not found.gaps:
         raise UsageError(
             f"--keep: where tokens are left out of a prompt, {family} gives other scores than its own forward\n"
-            "take --draft and --keep away, so that it reads whole prompts"
+            "leave out --draft and --keep, so that it reads whole prompts"
         )
     return found
 
@@ -457,7 +457,7 @@ def _rehearse_on_unknown(once: Callable[[], Rehearsal], family: str, device: tor
 
 def _go_by_blocks(family: str, device: torch.device) -> None:
     log.warning(
-        f"on {device} a {family} model agrees with its own forward only where attention goes by "
+        f"on {device} a {family} model agrees with its own forward only where attention uses "
         "explicit scores, which are slower (prefill doctor checks the others)"
     )
     only_blocks(device, f"a {family} model did not agree with its own forward")

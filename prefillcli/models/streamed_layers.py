@@ -615,7 +615,7 @@ def spread(count: int, layers: int) -> list[int]:
 def _lay_out(
     files: LayerFiles, device: torch.device
 ) -> tuple[dict[str, tuple[int, tuple[torch.Size, torch.dtype]]], int]:
-    # Where each tensor begins in a slot, its shape and dtype, and the bytes of them all. On a CPU, the rounding of
+    # The place of each tensor in a slot, its shape and dtype, and the bytes of all together. On a CPU, the rounding of
     # float32 products depends on where in a cache line a matrix begins. Resident weights are mapped files, so a tensor
     # that is read unchanged gets the same alignment here as in its file.
     parts: dict[str, list[Piece]] = {}

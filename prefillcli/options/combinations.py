@@ -167,7 +167,7 @@ REFUSED: tuple[Refused, ...] = (
     *_refused(
         "--questions",
         "--calibrate-with",
-        "it asks about nothing with the template of one question",
+        "it needs the template of one question",
         "leave it out, or ask one question with --template and --labels",
     ),
     *_refused(
@@ -203,7 +203,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     # Reading prompts.
     *_refused("--paper", "--draft self", "the paper's draft decodes, and with --draft self nothing is decoded"),
-    *_refused(("--first", "--compute"), "--draft", "a job has first models or a draft"),
+    *_refused(("--first", "--compute"), "--draft", "a job has either first models or a draft"),
     *_refused(
         _EXITS,
         "--keep auto",
@@ -241,7 +241,7 @@ REFUSED: tuple[Refused, ...] = (
     *_refused(
         "--deterministic",
         ("--draft", "--keep"),
-        "which tokens of a prompt are kept is not the same to the last bit with other neighbours",
+        "the kept tokens of a prompt may differ with other neighbours",
     ),
     *_refused(
         "--deterministic",
@@ -252,7 +252,7 @@ REFUSED: tuple[Refused, ...] = (
     *_refused(
         "--deterministic",
         "--rationale",
-        "texts are written for several rows at a time, and a near tie may fall otherwise with others",
+        "texts are written for several rows at a time, and a near tie may fall differently with other rows",
         "leave one of them out; --evidence is covered",
     ),
     # Further questions.

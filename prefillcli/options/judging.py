@@ -128,7 +128,7 @@ class ProbabilityOptions(Settings):
     )  # fmt: skip
     calibrate_with: TextList = option(
         (),
-        "Text without content, such as N/A. What the model answers to it in the template is divided out, in the "
+        "Text without content, such as N/A. The model's answer to it in the template is divided out, in the "
         "column probability; repeatable.",
         ANSWERS, changes="columns", metavar="TEXT", repeatable=True, requires=TEMPLATE, text=True,
     )  # fmt: skip

@@ -41,21 +41,21 @@ from prefillcli.options.requirements import Requirement
 )
 
 Change = Literal["scores", "columns", "rows", "speed", "report", "files"]
-"""What an option changes; where it is more than one of these, the first.
+"""The thing that an option changes; of several, the first in this order.
 
 - scores: the score of a row.
 - columns: the other columns of a row, and the folder it goes to.
-- rows: which rows are scored.
+- rows: the choice of scored rows.
 - speed: time and memory. Scores stay the same, but for rounding.
 - report: the figures that are measured and reported, and the exit code.
-- files: which files are written, and whether existing ones are replaced.
+- files: the files that are written, and whether existing ones are replaced.
 
 The first three make the job: see `prefillcli.scoring.identity`.
 """
 
 
 Level = Literal["first", "more", "settled"]
-"""Who an option is for.
+"""The users that an option is for.
 
 - first: a first job needs it, and `--help` shows it.
 - more: `--help-all` shows it.
@@ -64,7 +64,8 @@ Level = Literal["first", "more", "settled"]
 
 
 PathRole = str
-"""How a run uses the path that an option names (`prefillcli.scoring.path_table`). It reads the first five.
+"""The use that a run makes of the path that an option names (`prefillcli.scoring.path_table`). It reads the first
+five.
 
 - rows: files, folders, globs or URLs of rows.
 - file: a small file.

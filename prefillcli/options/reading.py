@@ -378,8 +378,8 @@ class ExitOptions(Settings):
     )  # fmt: skip
     compute: Literal["int8", "fp8"] | None = option(
         None,
-        "Let the model read every row in smaller numbers first. It reads again, in --dtype, rows whose answer that "
-        "does not foretell; --max-flips bounds how many answers that flips. fp8 is for CUDA.",
+        "Let the model read every row in smaller numbers first. Rows whose answer this does not foretell are read "
+        "again in --dtype; --max-flips bounds how many answers that flips. fp8 is for CUDA.",
         EARLY_EXIT, changes="scores", metavar="int8|fp8", needs="exits",
     )  # fmt: skip
     flips_of: Literal["each", "all"] = option(
@@ -396,20 +396,20 @@ class ExitOptions(Settings):
     )  # fmt: skip
     exit_profile: str | None = option(
         None,
-        "What an earlier job has learnt (its OUTPUT.exit.json), used again after a check on fresh rows.",
+        "Exit profile of an earlier job (its OUTPUT.exit.json), used again after a check on fresh rows.",
         EARLY_EXIT, changes="scores", metavar="FILE", path="file", requires=EXIT,
     )  # fmt: skip
 
     recall: float | None = option(
         None,
-        "Instead of --max-flips, for a rare answer: least share of the rows that --model would answer with the first "
-        "label that keep it, at 95 % confidence. The first model decides others that surely do not have it.",
+        "Instead of --max-flips, for a rare answer: of the rows that --model would give the first label, the least "
+        "share that must get it, at 95 % confidence. The first model decides rows that surely do not have it.",
         EARLY_EXIT, changes="scores", metavar="SHARE", requires=FIRST, gt=0, lt=1,
     )  # fmt: skip
     precision: float | None = option(
         None,
-        "Instead of --max-flips: least share of the rows given the first label that --model would give it too, at "
-        "95 % confidence. The first model decides rows that surely have it.",
+        "Instead of --max-flips: of the rows that get the first label, the least share that --model would give it "
+        "too, at 95 % confidence. The first model decides rows that surely have it.",
         EARLY_EXIT, changes="scores", metavar="SHARE", requires=FIRST, gt=0, lt=1,
     )  # fmt: skip
 
@@ -456,7 +456,7 @@ class ExitProfileOptions(Settings):
 
     exit_profile: str | None = option(
         None,
-        "What a job has learnt about early exits (its OUTPUT.exit.json): show where the row would leave.",
+        "Exit profile of a job (its OUTPUT.exit.json): show where the row would leave.",
         EARLY_EXIT, changes="files", metavar="FILE", path="file",
     )  # fmt: skip
 

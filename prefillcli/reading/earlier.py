@@ -84,7 +84,7 @@ def find_output(path: str, own: str | None = None, *, option: str = "--output") 
         return f"{target.work.location}/manifest.json: {str(error).splitlines()[0]}"
     if manifest is None:
         return (
-            f"its work folder {target.work.location} is not there, which has the digests of its rows: "
+            f"its work folder {target.work.location}, which has the digests of its rows, is missing: "
             "an output is moved or renamed together with its work folder"
         )
     if manifest.state != "complete":

@@ -296,7 +296,7 @@ class RunReport(BaseModel):
     failed: list[FailedRow] = Field(default_factory=list)
     memory_trace: MemoryTrace = Field(default_factory=MemoryTrace)
 
-    # What the parts of a job found: `tests/reference.py` names the type of each.
+    # The findings of the parts of a job: `tests/reference.py` names the type of each.
     likelihood: Any = None
     orders: Any = None  # how often the order of two values decided, by question
     audits: Any = None  # by question
@@ -536,7 +536,7 @@ def run_sections(report: RunReport) -> Iterator[Section]:
 
 
 def _verdict(report: RunReport) -> tuple[str, str]:
-    # How the run ended, and a class of the page's style that shows how good that is.
+    # The end of the run, and a class of the page's style that shows how good it is.
     if report.status == "complete" and report.exit_code == 0:
         return "complete", "good"
     if report.status == "complete":
@@ -545,7 +545,7 @@ def _verdict(report: RunReport) -> tuple[str, str]:
 
 
 def _end(report: RunReport) -> Section:
-    # How the run ended.
+    # The end of the run.
     section = Section()
     success = float(report.exit_code in (0, NOTHING_TO_DO))
     section.metric("run_success", "1 if the last run was done or had nothing to do, else 0.", success)

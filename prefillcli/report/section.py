@@ -268,7 +268,7 @@ def _round_numbers(edges: Sequence[float]) -> list[float]:
 
 
 def _place(number: float, edges: Sequence[float]) -> float:
-    # Where a number lies among the edges: 1.5 is in the middle of the second bin.
+    # The place of a number among the edges: 1.5 is in the middle of the second bin.
     at = min(bisect_right(edges, number), len(edges) - 1) - 1
     return at + (number - edges[at]) / (edges[at + 1] - edges[at])
 
@@ -346,8 +346,8 @@ def settings_section(settings: Mapping[str, Any]) -> Section:
     )
 
 
-# How tables and sections look in the terminal, on a page and as metrics. They show text only, never markup: names come
-# from users' files.
+# The look of tables and sections in the terminal, on a page and as metrics. They show text only, never markup: names
+# come from users' files.
 
 
 if TYPE_CHECKING:

@@ -542,7 +542,7 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def _footer(file: IO[bytes]) -> tuple[int, bytes]:
-    # Where the footer of a Parquet file begins, and all bytes from there.
+    # The place of a Parquet file's footer, and all bytes from there.
     size = file.seek(0, io.SEEK_END)
     file.seek(max(size - 8, 0))
     end = file.read(8)
@@ -554,7 +554,7 @@ def _footer(file: IO[bytes]) -> tuple[int, bytes]:
 
 
 def _place(footer: bytes) -> int:
-    # Where in a footer the value of the seal begins: after the key, a type and a length.
+    # The place of the seal's value in a footer: after the key, a type and a length.
     at = footer.rfind(_KEY)
     start = at + len(_KEY) + 2
     if at < 0 or start + len(_BLANK) > len(footer):

@@ -81,13 +81,13 @@ class ErrorCode(StrEnum):
     )
     INVALID_REQUEST = (
         "invalid_request",
-        "the line of a batch file asks for something that is not done here, or has a wrong value",
+        "the line of a batch file asks for something that is not supported here, or has a wrong value",
     )
     INVALID_TARGET = (
         "invalid_target",
         "the target is null, empty, no text, or has no tokens of its own, or unknown ones",
     )
-    WORKER_LOST = "worker_lost", "the worker process ended each time that it scored this row, at last by itself"
+    WORKER_LOST = "worker_lost", "the worker process ended each time that it scored this row, the last time by itself"
     NONFINITE_SCORE = "nonfinite_score", "the model returned a score that is not a finite number"
 
 

@@ -109,7 +109,7 @@ def plan_weights(settings: Any, opened: Opened, *, draft: bool = True, share: fl
 
 
 def _arithmetic(settings: Any) -> Arithmetic | None:
-    # How a walk through the layers computes; None where it takes the fastest way of the device.
+    # The arithmetic of a walk through the layers; None where it takes the fastest way of the device.
     if not getattr(settings, "deterministic", False):
         return None
     from prefillcli.walk.determinism import by_row

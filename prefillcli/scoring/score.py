@@ -228,7 +228,7 @@ class ScoreJob:
         )
 
     def _learn(self) -> None:
-        # What parts learn from answers of the models, before the first window.
+        # Learning of the parts from answers of the models, before the first window.
         run, parts = self._run, self.parts
         if parts.calibration is not None:
             parts.calibration.learn(run.scorer, run.tick)

@@ -156,7 +156,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 400
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
 def test_a_pointer_of_git_lfs_is_told_from_a_damaged_file(saved: Path, name: str) -> None:
     (saved / name).write_text(POINTER)
-    assert_refused(saved, f"{name}: a pointer of Git LFS.*\n.*git lfs pull")
+    assert_refused(saved, f"{name}: a Git LFS pointer.*\n.*git lfs pull")
 
 
 def sparse(path: Path) -> None:

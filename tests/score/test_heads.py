@@ -133,7 +133,7 @@ def test_labels_choose_classes_and_the_positive_one(graded: Path) -> None:
 
 def test_a_label_that_is_no_class_is_refused_with_their_names(graded: Path, capsys: pytest.CaptureFixture) -> None:
     refused(write_parquet("in.parquet", prompt=texts(2)), model=graded, labels="good,ugly")
-    assert "'ugly' is no class of the model\nits classes are bad, fair, good" in capsys.readouterr().err
+    assert "'ugly' is not a class of the model\nits classes are bad, fair, good" in capsys.readouterr().err
 
 
 def test_a_single_output_is_a_probability_and_its_complement(reward: Path) -> None:

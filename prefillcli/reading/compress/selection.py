@@ -54,7 +54,7 @@ class Fallback(NamedTuple):
 # The reasons by name.
 FALLBACKS = {
     NO_MEMORY: Fallback("the prompt does not fit the memory budget of the draft"),
-    TOO_LONG: Fallback("the prompt is longer than the draft's position encoding reaches"),
+    TOO_LONG: Fallback("the prompt is longer than the draft's position encoding allows"),
     VOCABULARY: Fallback("the prompt has a token that the draft's vocabulary lacks"),
     TEXT: Fallback("the draft's own tokenizer has no tokens for the prompt's text, or for too much of it"),
     NO_VOTE: Fallback("no layer of the draft attends to the whole prompt"),
@@ -166,7 +166,7 @@ class Picker(ABC):
 # The draft's tokens that each token of the target overlaps, where the two have different tokenizers.
 
 
-# Which tokens are kept.
+# The choice of the kept tokens.
 
 
 def select(importance: Float32Array, keep: float, *, chunk: int, first: int, last: int) -> Int64Array:

@@ -84,7 +84,7 @@ class Exits(Reading, Judge):
                 option = self.settings.exit_option
                 raise UsageError(
                     f"{option}: two labels begin with the same token after a prompt: the logits there, by which "
-                    f"rows leave, do not tell them apart\nleave {option} out, or choose labels whose first tokens "
+                    f"rows leave, do not distinguish them\nleave {option} out, or choose labels whose first tokens "
                     "differ (1=1 is a digit without the space before it)"
                 )
 

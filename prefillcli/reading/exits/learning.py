@@ -329,7 +329,7 @@ def _layers(use: ExitUse) -> str:
 
 
 def _place(use: ExitUse, name: str) -> str:
-    # Where rows left, by the name that their layer has in a report.
+    # The places where rows left, by the name of their layer in a report.
     if name == TO_THE_END:
         return "to the end"
     by = next((first.model for first in use.first if first.layer == int(name)), None)
@@ -906,7 +906,7 @@ class ExitLearning:
         return source.selection().within(0, source.count())
 
     def _questions(self, numbers: Int64Array) -> list[Request]:
-        # How the model reads the rows with these numbers, ascending.
+        # The requests for the rows with these numbers, ascending.
         prompts = [prompt for batch in self._prompts(numbers) for prompt in batch]
         questions, _ = self.run.scorer.requests(prompts, self.run.tick)
         return [question for question in questions if len(question.tokens) <= self.engine.limits.max_tokens]

@@ -249,7 +249,7 @@ def fit_mlp(readings: Readings, target: Float64Array, seed: int = 0) -> FittedPr
     return FittedProbe(_trained(features, target, seed), _folded(target, seed, predict))
 
 
-# How each kind of `prefillcli.reading.exits.policy.PROBES` is fitted.
+# The fit of each kind of `prefillcli.reading.exits.policy.PROBES`.
 FITS: Final[Mapping[str, Callable[[Readings, Float64Array, int], FittedProbe]]] = {
     RidgeProbe.kind: fit_ridge,
     AffineProbe.kind: fit_affine,

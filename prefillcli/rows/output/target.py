@@ -368,7 +368,7 @@ def rows_of_input(form: FileFormat, file: IO[bytes], names: Sequence[str], job: 
 
 
 def _place(name: str, questions: Sequence[str]) -> tuple[int, str, str | None]:
-    # Where the value of a column is among the rows of questions: number of the row, column, and label of its list.
+    # The place of a column's value among the rows of questions: number of the row, column, and label of its list.
     question, _, column = name.partition(".")
     kind, _, label = column.partition("_")
     if question in questions and column in COLUMN_TYPES:

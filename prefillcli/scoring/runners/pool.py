@@ -565,7 +565,7 @@ class Pool:
                 asked.answered(pack, answered.answers, answered.refilled_tokens - pack.charged_tokens)
                 asked.ended(pack)
             elif outcome.given_up and len(pack.prompts) == 1:
-                asked.given_up(pack, f"{outcome.lost} whenever this row was scored, at last by itself")
+                asked.given_up(pack, f"{outcome.lost} whenever this row was scored, the last time by itself")
             elif outcome.given_up:
                 self._ask_one_by_one(asked, pack)
 

@@ -68,7 +68,7 @@ class ProcessCrew:
         try:
             process.start()
         except (OSError, EOFError) as error:  # EOFError: the server was killed
-            raise ResourceError(f"cannot begin worker {spec.number}: {brief(error)}") from error
+            raise ResourceError(f"cannot start worker {spec.number}: {brief(error)}") from error
         finally:
             there.close()
         self._running[spec.number] = _Process(process, here)

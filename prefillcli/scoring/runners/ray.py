@@ -84,7 +84,7 @@ class RayCluster:
             try:
                 ray.init(**self._arguments())
             except Exception as error:
-                what = "Ray does not begin here" if self.own else f"--ray-address {self.address}: cannot be joined"
+                what = "Ray does not start here" if self.own else f"--ray-address {self.address}: cannot be joined"
                 raise ResourceError(f"{what}: {brief(error)}") from None
             self._joined = True
         self.ray = ray

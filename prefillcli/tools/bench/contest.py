@@ -160,7 +160,7 @@ class MethodJob:
         self.name = method if keep is None else f"{method}@{keep:g}"
         self.settings = score_settings(settings, method, keep)
         self.opening = Opening(self.settings, (self.settings.id_column, *self.settings.keep_columns))
-        # What is learnt of exits stays here, so it needs no fingerprint to be known by.
+        # The learnt exits stay here, so they need no fingerprint.
         report = RunReport.new(fingerprint={"model": "", "labels": ""})
         self._run = Run(self.settings, report, "", Clock(), stop)
         self._run.sink = cast("Any", SimpleNamespace(plan={}, work=LocalStore(f"{folder}/{self.name}")))
@@ -378,7 +378,7 @@ def _take(
     truths: Mapping[int, bool | None],
     seconds: Mapping[str, Sequence[float]],
 ) -> None:
-    # What the first runs and the seconds of all rounds show.
+    # The results of the first runs, and of the seconds of all rounds.
     reference = next(own.run for own in first if own.job.name == REFERENCE)
     result.rows, result.prompt_tokens = len(window.prompts), sum(len(own.tokens) for own in window.prompts)
     result.truth_rows = sum(truths.get(own.row) is not None for own in window.prompts)
@@ -459,7 +459,8 @@ def _compare_answers(
 
 
 def _exits(job: MethodJob, run: MethodRun, full: Any, flipped: Any) -> ExitResult:
-    # Where rows left the model, and the flips [prompts] among those of each answer `full` [prompts] of the reference.
+    # The layers where rows left the model, and the flips [prompts] among those of each answer `full` [prompts] of the
+    # reference.
     through = Counter("full" if row.exit_layer is None else str(row.exit_layer) for row in run.rows.values())
     order = sorted(through, key=lambda name: (name == "full", int(name) if name != "full" else 0))
     layers = in_full(job.inputs.opened.files.config.get_text_config().num_hidden_layers)

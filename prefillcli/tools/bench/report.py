@@ -247,7 +247,7 @@ def workload_remarks(workload: WorkloadResult) -> list[str]:
 
 
 def _of_exits(method: str, exits: ExitResult, rows: int) -> str:
-    # Which rows left where, and the effects of that.
+    # The layers where rows left, and the effects of that.
     early = {name: count for name, count in exits.left.items() if name != "full"}
     places = {name: f"after layer {name}" if int(name) > 0 else "before layer 1" for name in early}
     where = ", ".join(f"{count / rows:.0%} {places[name]}" for name, count in early.items())
