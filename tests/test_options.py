@@ -281,7 +281,7 @@ def test_an_option_that_names_a_path_says_what_is_done_with_it(command: str) -> 
 def test_an_option_must_say_what_it_changes() -> None:
     with pytest.raises(TypeError, match="changes"):
         option(None, "Help.", RUN)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"Silent.inputs: make it with `option`, which says what it changes"):
+    with pytest.raises(TypeError, match=r"Silent.inputs: make it with `option`, which states what it changes"):
 
         class Silent(Settings):
             inputs: tuple[str, ...] = Field(())
