@@ -259,7 +259,7 @@ class PairRequestBuilder(RequestBuilder):
         return hashlib.sha256(f"{super().fingerprint()}{self._pairs.fingerprint()}".encode()).hexdigest()
 
     def build(self, batch: RowBatch, labels: Labels) -> tuple[list[Prompt], dict[int, RowError]]:
-        """Return the prompts of a batch, ascending by row and part. An error of any pair is one of its row."""
+        """Make the prompts of a batch, ascending by row and part. An error of any pair is one of its row."""
         errors = dict(batch.errors)
         places: list[tuple[int, int]] = []  # the row of each pair, and its number there
         texts: list[tuple[str, str]] = []

@@ -102,7 +102,7 @@ class QuestionLabels(Labels):
 
 
 def compiled(file: QuestionFile, available: Sequence[str]) -> list[RowTemplate]:
-    """Return the template of each question, for rows with the `available` columns (none: they are not known yet).
+    """Compile the template of each question, for rows with the `available` columns (none: they are not known yet).
     Raises UsageError, which names the question."""
     found = []
     for each in file.questions:
@@ -152,7 +152,7 @@ class QuestionsBuilder(PromptBuilder):
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
     def build(self, batch: RowBatch, labels: Labels) -> tuple[list[Prompt], dict[int, RowError]]:
-        """Return the prompts of a batch, ascending by row and part. An error of a question is one of its row, unless
+        """Make the prompts of a batch, ascending by row and part. An error of a question is one of its row, unless
         the question is conditional: then the row's first prompt has it."""
         own = labels.each if isinstance(labels, QuestionLabels) else (labels,)
         errors = dict(batch.errors)

@@ -140,8 +140,8 @@ def own_builder(
     asked: bool,
     said: set[str],
 ) -> PromptBuilder | None:
-    """Return the builder of a reranker's own prompts; None, with a warning where that is a fault, for those that the
-    user has `asked` for. Messages in `said` are not repeated."""
+    """Return the builder of a reranker's own prompts. None if the user has `asked` for others, with a warning where
+    these are a mistake. Messages in `said` are not repeated."""
     if made.encoder:
         return _pair_builder(opened, made, available, asked=asked, said=said)
     own = RerankBuilder(opened.tokenizer, made, found) if getattr(opened.tokenizer, "chat_template", None) else None

@@ -113,7 +113,7 @@ def plan_requests(
     carried: Sequence[CarriedBlock] = (),
     block_tokens: int = 0,
 ) -> Plan:
-    """Return the plan of the tokens that the target reads. `carried` and `block_tokens` as in `make_plan`.
+    """Plan the tokens that the target reads. `carried` and `block_tokens` as in `make_plan`.
 
     Where the target drops tokens itself, nothing is held from pack to pack: its last layers have no K,V of a whole
     prefix.
@@ -283,7 +283,7 @@ class AuditDraw:
         self._total = max(selection.count(total), 1)
 
     def draw(self, window: Window, candidates: Sequence[int]) -> list[int]:
-        """Return the share of `window`, drawn from the `candidates` (any numbers)."""
+        """Draw the share of `window` from the `candidates` (any numbers)."""
         quota = self._before(int(window.rows[-1]) + 1) - self._before(int(window.rows[0]))
         return draw(candidates, quota, window.index)
 
@@ -293,7 +293,7 @@ class AuditDraw:
 
 
 def draw(candidates: Sequence[int], count: int, number: int) -> list[int]:
-    """Return `count` of the candidates or all of them, ascending, seeded by `number`."""
+    """Draw `count` of the candidates or all of them, ascending, seeded by `number`."""
     if count <= 0:
         return []
     order = np.random.default_rng([_SEED, number]).permutation(len(candidates))[:count]

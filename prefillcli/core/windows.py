@@ -431,7 +431,7 @@ class FoundRow:
 def find_row(
     source: Source, builder: PromptBuilder, labels: Labels, *, row: str | None, id_column: str | None
 ) -> FoundRow:
-    """Return the row with the number `row`, or with `id_column` the row with this id as text. If an id occurs twice,
+    """Find the row with the number `row`, or with `id_column` the row with this id as text. If an id occurs twice,
     the first row counts; None: the first row of all.
 
     Only its own window is tokenised. Raises UsageError if there is no such row, PrefillError if a file is damaged.
@@ -455,7 +455,7 @@ def find_prompts(
     id_column: str | None,
     part: int = 0,
 ) -> dict[int | str | None, Prompt]:
-    """Return the prompts of the rows with these numbers, or with `id_column` with these ids as text; of a row with
+    """Find the prompts of the rows with these numbers, or with `id_column` with these ids as text; of a row with
     several prompts, the one with the number `part`.
 
     Reads the input up to the last of them, and tokenises no other row. Rows without a prompt are left out; for an id

@@ -152,7 +152,7 @@ class Profile(BaseModel):
 
     @classmethod
     def load(cls, path: str) -> Profile:
-        """Return the profile at a path or URL. Raises UsageError for a file that is missing or no profile."""
+        """Load the profile at a path or URL. Raises UsageError for a file that is missing or not a profile."""
         try:
             text = read_given("--profile", path, "make one with prefill profile")
             content = json.loads(text)
@@ -206,7 +206,7 @@ class Profile(BaseModel):
 
 
 def find_profile(settings: Any, opened: Opened, digest: str | None = None) -> tuple[Profile | None, str, str | None]:
-    """Return the profile that applies to a job of `ScoreSettings` here and has times to predict with, its path, and
+    """Find the profile that applies to a job of `ScoreSettings` here and has times to predict with, its path, and
     the reason if there is none.
 
     The `digest` is the model's, if it is known. For an engine that no profile describes, no reason is given. Without

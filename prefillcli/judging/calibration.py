@@ -235,7 +235,7 @@ def fit_scaling(method: Method, log_shares: Float64Array, truth: IntArray) -> Sc
 
 
 def fit_temperature(log_shares: Float64Array, truth: IntArray) -> TemperatureScaling:
-    """Return the temperature with the smallest log loss, between 0.01 and 100 (Guo et al. 2017)."""
+    """Fit the temperature with the smallest log loss, between 0.01 and 100 (Guo et al. 2017)."""
     from scipy.optimize import minimize_scalar
     from scipy.special import logsumexp
 
@@ -251,7 +251,7 @@ def fit_temperature(log_shares: Float64Array, truth: IntArray) -> TemperatureSca
 
 
 def fit_platt(log_shares: Float64Array, truth: IntArray) -> PlattScaling:
-    """Return a slope of 0 or more and a bias for each label with the smallest log loss.
+    """Fit a slope of 0 or more and a bias for each label with the smallest log loss.
 
     The right answers are smoothed as in Platt (1999): of n rows with a label, each has it with probability (n + 1) /
     (n + labels), and every other label with 1 / (n + labels). So no answer is certain, and the fit stays finite even
@@ -280,7 +280,7 @@ def fit_platt(log_shares: Float64Array, truth: IntArray) -> PlattScaling:
 
 
 def fit_isotonic(log_shares: Float64Array, truth: IntArray) -> IsotonicSteps:
-    """Return the probabilities that rise with the score and have the smallest squared error.
+    """Fit the probabilities that rise with the score and have the smallest squared error.
 
     None is nearer to 0 or 1 than 1 / (rows + 2): this many rows prove no more. Raises ValueError for other than two
     labels.
@@ -307,7 +307,7 @@ def cross_validate(
     folds: int,
     seed: int,
 ) -> dict[str, HeldOut]:
-    """Return the quality of each method on rows that it was not fitted on; `none` is that of `before` [rows, labels].
+    """Measure the quality of each method on rows that it was not fitted on; `none` is that of `before` [rows, labels].
 
     The folds have equal shares of every label. Raises ValueError if a label is right in fewer rows than there are
     folds.
@@ -367,7 +367,7 @@ WARNED = {"draft": "draft", "compression": "compression", "engine": "engine"}
 
 
 def read_calibration(path: str, labels: Mapping[str, Sequence[str]] | None) -> Calibration:
-    """Return the calibration at a local path or URL, for a job with these labels of each question, whose name is empty
+    """Read the calibration at a local path or URL, for a job with these labels of each question, whose name is empty
     if there is only one; None if they are not known yet.
 
     Raises UsageError for any other file.

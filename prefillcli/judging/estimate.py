@@ -169,7 +169,7 @@ class Guesser:
 
 
 def fit_guesser(readings: Sequence[Readings], final: Float64Array) -> Guesser:
-    """Return the guesser with the smallest squared error (Brier's) on left-out rows, by the `readings` of labelled
+    """Fit the guesser with the smallest squared error (Brier's) on left-out rows, by the `readings` of labelled
     rows by each reader and their `final` label log-probabilities [rows, labels]."""
     made = [_fitted(number, own, each, final) for number, each in enumerate(readings) for own in (False, True)]
     truth = indicators(final)

@@ -60,7 +60,7 @@ GivenRows = GivenTable | tuple[str, ...]  # rows in a table, or the paths of the
 
 
 def read_rows(rows: Any, text_column: str) -> GivenRows:
-    """Return the rows as a table, or the paths of the files they are in.
+    """Read the rows as a table, or return the paths of the files they are in.
 
     Texts become the column `text_column`. Exceptions of the caller's own readers, generators and mappings pass
     through. Raises UsageError for anything else, and for values of a column that have no type in common; PrefillError
@@ -214,7 +214,7 @@ class Scorer:
     def score(
         self, rows: Rows, *, progress: bool = False, on_error: OnError = "row", **options: Unpack[FileOptions]
     ) -> pa.Table:
-        """Return the rows with their scores, in the same order.
+        """Score the rows, and return them with their scores, in the same order.
 
         `rows` may be an Arrow table or record batch, a pandas or polars data frame, a list of dicts, a dict of
         columns, or a list of prompts: all columns are kept, and those of scoring follow. It may also be a path (or a
@@ -300,7 +300,8 @@ def score(
     on_error: OnError = "row",
     **options: Unpack[ScoreOptions],
 ) -> pa.Table:
-    """Return the rows with their scores, in the same order, by `Scorer.score` of a Scorer just for these rows.
+    """Score the rows, and return them with their scores, in the same order: `Scorer.score` of a Scorer just for these
+    rows.
 
         prefillcli.score(["Is the sky blue? Answer:"], "models/judge", labels="Yes,No")
 

@@ -64,7 +64,8 @@ class TableScorer:
         return f"{files.path} on {self._inputs.opened.device} in {str(files.dtype).removeprefix('torch.')}"
 
     def score_table(self, table: pa.Table, bad: Mapping[int, str], steps: Steps) -> pa.Table:
-        """Return the table with the columns of an output added, in the same rows. Those in `bad` are error rows.
+        """Score a table, and return it with the columns of an output added, in the same rows. Those in `bad` are error
+        rows.
 
         Its rows are planned together, in windows of a bounded size. Raises UsageError if the table has such a column
         already or lacks one that the prompt needs, or if the labels fail after every prompt of the first table.
@@ -222,7 +223,7 @@ class ReceivedRows:
 
 
 class Steps:
-    """Progress of scoring in memory, `shown` on request. A `step` raises Interrupted if somebody has `asked` for it.
+    """Progress of scoring in memory, `shown` on request. A `step` raises Interrupted if that was `asked` for.
 
     Use it as a context manager.
     """

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     Slot = tuple[nn.Module, str]  # a module and the name of one of its parameters
 
-# torch is imported where it is used: messages about misspelt options need none
+# torch is imported where it is used: messages about misspelt options do not need it
 
 _NAME = "default"  # of each adapter, in PEFT
 
@@ -292,11 +292,11 @@ class AdapterVariants:
 def open_adapters(
     opened: Opened, folders: Mapping[str, str], column: str | None, *, trust_remote_code: bool = False
 ) -> Opened:
-    """Return the same model with adapters. `folders` has their folders, or names on the hub, by adapter name. They are
+    """Open the same model with adapters. `folders` has their folders, or names on the hub, by adapter name. They are
     checked against the model's configuration; its weights are not read.
 
-    The `column` names each row's adapter; None: one adapter reads all rows. If that one brings another tokenizer, this
-    takes its place. Raises UsageError for an adapter that cannot be merged, with the reason.
+    The `column` names each row's adapter; None: one adapter reads all rows. If that one brings another tokenizer, it
+    replaces the model's. Raises UsageError for an adapter that cannot be merged, with the reason.
     """
     require_extra("peft", OPTION)
     if opened.files.quantised is not None:

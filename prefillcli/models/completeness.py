@@ -83,7 +83,7 @@ _MODULES = 64  # for each tensor in the files
 
 
 def build_empty(whole: Any, head: ClassHead | None, part: TextPart | None, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model that transformers loads with this configuration, or its text part, without weights."""
+    """Build the model that transformers loads with this configuration, or its text part, without weights."""
     with quiet_transformers(), torch.device("meta"):
         kind, config = (auto_class(head), whole) if part is None else (part.kind, part.config)
         build: Callable[..., PreTrainedModel] = kind.from_config if part is None else kind._from_config

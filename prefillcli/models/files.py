@@ -54,7 +54,7 @@ _EMBEDDING = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embe
 
 
 def find_weights(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model directory. Raises UsageError for another directory."""
+    """Find the safetensors files of a model directory. Raises UsageError for another directory."""
     if not (folder / "config.json").is_file():
         adapter = (folder / "adapter_config.json").is_file()
         advice = "\nit has an adapter: give the model as --model, and this as --adapter" if adapter else ""
@@ -75,7 +75,7 @@ def find_weights(folder: Path) -> list[Path]:
 
 
 def read_tensors(folder: Path, files: Sequence[Path]) -> dict[str, Any]:
-    """Return the names and descriptions of the tensors that are loaded of a model's `files`.
+    """Read the names and descriptions of the tensors that are loaded from a model's `files`.
 
     Raises UsageError for files that are not whole, or missing.
     """
@@ -130,7 +130,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """Return the names and descriptions of the tensors in a safetensors file. Raises UsageError unless the file is
+    """Read the names and descriptions of the tensors in a safetensors file. Raises UsageError unless the file is
     whole."""
     try:
         size = file.stat().st_size
@@ -311,7 +311,7 @@ def brings_code(folder: Path) -> bool:
 
 
 def read_json(path: Path, *, most: int = _MOST_JSON) -> Any:
-    """Return the content of a JSON file of at most `most` bytes. Raises UsageError."""
+    """Read the content of a JSON file of at most `most` bytes. Raises UsageError."""
     try:
         _check_size(path, most)
         return json.loads(path.read_bytes())
@@ -402,7 +402,7 @@ class Reranker:
 
 
 def read_reranker(folder: Path) -> Reranker | None:
-    """Return the reranker that the files in a model's folder describe; None if they describe none. Raises
+    """Read the reranker that the files in a model's folder describe; None if they describe none. Raises
     UsageError."""
     modules, about = (_json_of(folder / name) for name in ("modules.json", "config_sentence_transformers.json"))
     named = [each for each in modules if isinstance(each, dict)] if isinstance(modules, list) else []

@@ -104,7 +104,7 @@ def read_model_files(
     """Check, without reading weights, that `path` holds a causal language model, or, by `head`, one with a
     classification head instead of the vocabulary's. With the dtype `auto` it is as saved.
 
-    Raises UsageError for a directory that is none, UnsupportedModelError for an architecture that is refused.
+    Raises UsageError for a directory without a model, UnsupportedModelError for an architecture that is refused.
     """
     parts = gguf_parts(path)
     gguf = open_gguf(path, parts) if parts else None

@@ -477,7 +477,7 @@ _used: dict[Path, int] = {}  # the open locks of the folders that this process u
 
 
 def find_cached(name: str) -> Path | None:
-    """Return the folder of this name, if it is whole. It stays there until this process ends."""
+    """Find the folder of this name, if it is whole. It stays there until this process ends."""
     folder = _place(name)
     with contextlib.suppress(OSError):  # where the cache cannot be written, nobody removes anything
         if folder not in _used and folder.is_dir():
@@ -526,7 +526,7 @@ def make_cached(name: str, make: Callable[[Path], None], *, size: int) -> Path |
 
 def prune_cached(most: int, wanted: int = 0) -> None:
     """Remove folders that no process uses: those unused for `UNUSED_DAYS`, then those used longest ago, until the
-    others and `wanted` bytes more take `most` bytes at most. Also what killed processes have left half made."""
+    others and `wanted` bytes more take `most` bytes at most. Unfinished folders of killed processes go too."""
     parent = _place("_").parent
     for folder in parent.glob(f"*{_UNFINISHED}"):
         name = folder.name.rsplit(".", 2)[0]
@@ -663,7 +663,7 @@ def open_gguf(path: Path, files: Sequence[Path]) -> GgufModel:
 
 
 def describe_gguf(model: GgufModel) -> Path:
-    """Return a folder with the model's configuration and tokenizer. Raises UsageError for files that transformers
+    """Make a folder with the model's configuration and tokenizer. Raises UsageError for files that transformers
     cannot read."""
     make = partial(_describe, model)
     return make_cached(model.cached_name(), make, size=_TOKENIZER_BYTES) or make_once(make)
@@ -681,7 +681,7 @@ def dequantise_gguf(model: GgufModel, folder: Path, dtype: torch.dtype) -> Path 
 def load_gguf(
     model: GgufModel, folder: Path, dtype: torch.dtype, attention: str | None
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return the model in memory, on the CPU, and transformers' report on loading it. `folder` as in
+    """Load the model into memory, on the CPU; return it with transformers' report on loading it. `folder` as in
     `dequantise_gguf`.
 
     Raises UsageError, and OSError where the disk is full.
@@ -697,7 +697,7 @@ def load_gguf(
             output_loading_info=True,
         )
     model.contents.require_unchanged()
-    vars(loaded.config).pop("quantization_config", None)  # it is quantised no more
+    vars(loaded.config).pop("quantization_config", None)  # it is no longer quantised
     loaded.hf_quantizer = None
     return loaded, info
 

@@ -49,7 +49,7 @@ class ClassHead:
 
 
 def find_head(folder: Path, config: Any, choice: HeadChoice, *, multimodal: bool = False) -> ClassHead | None:
-    """Return the head that is read of a checkpoint in a folder, by its transformers configuration and `--head`; None
+    """Find the head that is read of a checkpoint in a folder, by its transformers configuration and `--head`; None
     for the vocabulary's.
 
     Raises UnsupportedModelError for heads that are not supported, and UsageError where a required head is missing.
@@ -173,8 +173,8 @@ def label_numbers(
     """Return for each answer the number of each label, float64 [labels].
 
     Answer i reads row `rows[i]` of `logits` (float32 [reads, outputs]) for `labels[i]`. With a softmax they are
-    log-probabilities over all outputs; those of a label's tokens are summed in probability. Else each label has one
-    output.
+    log-probabilities over all outputs; those of a label's tokens are summed in probability. Otherwise each label has
+    one output.
     """
     total = torch.logsumexp(logits, dim=-1) if activation == "softmax" else torch.zeros(len(logits))
     result = [np.empty(len(own)) for own in labels]

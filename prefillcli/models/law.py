@@ -458,8 +458,8 @@ def _law_of(sizes: ModelSizes, config: Any, dtype: torch.dtype) -> MemoryLaw:
 
 
 def choose_chunk(law: MemoryLaw, budget: int, device: torch.device) -> int:
-    """Return the tokens of one call of a layer: a number that is fast on the device, halved until it takes a small
-    part of the budget."""
+    """Choose the number of tokens of one call of a layer: a number that is fast on the device, halved until it takes a
+    small part of the budget."""
     tokens = CHUNK_TOKENS[device.type]
     while tokens > MIN_CHUNK_TOKENS and law.transient * tokens > budget * CHUNK_SHARE:
         tokens //= 2

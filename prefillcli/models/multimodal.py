@@ -1,6 +1,6 @@
 """The text model of a checkpoint that also reads images or sound: only its weights are read.
 
-Where a family has its own text class, that class is loaded. Else the whole class is, without its towers: without
+Where a family has its own text class, that class is loaded. Otherwise the whole class is, without its towers: without
 an image, its forward does not call them.
 """
 
@@ -56,7 +56,7 @@ def text_part(whole: Any) -> TextPart | None:
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Return a model's configuration, without flags of its training that would change what a forward returns."""
+    """Read a model's configuration, without flags of its training that would change what a forward returns."""
     whole = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     for config in (whole, whole.get_text_config()):
         for name, value in FORWARD.items() if isinstance(config, PreTrainedConfig) else ():
@@ -65,7 +65,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
 
 
 def load_text_part(folder: Path, dtype: torch.dtype, attention: str | None) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return the text model of a checkpoint on the CPU, and transformers' report on loading it.
+    """Load the text model of a checkpoint on the CPU; return it with transformers' report on loading it.
 
     Raises UnsupportedModelError for quantised weights and for files whose names are not those of the text model.
     """

@@ -393,7 +393,7 @@ class StreamedLayers(LayerSource):
 
     @property
     def numbers_per_token(self) -> float:
-        """The weights with which a token is multiplied in all layers; of the experts, only those to which it is
+        """The weights with which a token is multiplied in all layers; among the experts, only those to which it is
         routed."""
         return sum(
             piece.count * (1.0 if piece.expert is None else self._per_token / files.experts)
@@ -688,7 +688,7 @@ class StreamedPlan(WeightsPlan):
 def plan_streamed(
     opened: Opened, weights_memory: str | None, *, always: bool, draft: bool, share: float
 ) -> StreamedPlan | None:
-    """Return the memory in which the weights are streamed; None where they are not.
+    """Plan the memory in which the weights are streamed; None where they are not.
 
     Unless they `always` are, they are streamed, if possible, where they do not fit in the device's memory or in
     `--weights-memory`. `draft` and `share` are as in `Feature.keep_weights`. Raises UsageError, and ResourceError
@@ -729,8 +729,8 @@ def plan_streamed(
 def load_streamed(
     files: ModelFiles, device: torch.device, *, memory: int, share: float = 1.0, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, StreamedLayers]:
-    """Return the model on `device` without the weights of its decoder layers, and the source that reads these from the
-    files.
+    """Load the model on `device` without the weights of its decoder layers; return it with the source that reads these
+    from the files.
 
     At most `memory` bytes of weights will be on the device, this process's `share` of the bytes that all may take. A
     family that is not verified is rehearsed, which reads all weights several times. Raises ResourceError, with the

@@ -67,7 +67,7 @@ def why_not_unpacked(entry: Mapping[str, Any]) -> str | None:
 def unpack_gptq(
     packed: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None, *, bits: int, zero_offset: int
 ) -> Tensor:
-    """Return the weight float32 [outputs, inputs] of a GPTQ layer.
+    """Unpack the weight float32 [outputs, inputs] of a GPTQ layer.
 
     `packed` is int32 [inputs * bits / 32, outputs], `zeros` int32 [groups, outputs * bits / 32], `scales` [groups,
     outputs], `groups` the group of each input. A zero point is its saved number plus `zero_offset`. Raises ValueError
@@ -86,7 +86,7 @@ def unpack_gptq(
 
 
 def unpack_awq(packed: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
-    """Return the weight float32 [outputs, inputs] of an AWQ layer of 4 bits.
+    """Unpack the weight float32 [outputs, inputs] of an AWQ layer of 4 bits.
 
     `packed` is int32 [inputs, outputs / 8], `zeros` int32 [groups, outputs / 8], `scales` [groups, outputs].
     """
@@ -430,7 +430,8 @@ def plan_resident(opened: Opened, *, draft: bool = True) -> WeightsPlan:
 
 
 def free_beside_draft(opened: Opened, budget: int) -> int:
-    """Return the bytes that are free beside model and draft, where beside the model alone packs have this `budget`."""
+    """Return the bytes that are free with model and draft loaded, where packs have this `budget` with the model
+    alone."""
     return max(round(budget / FREE_SHARE) - draft_bytes(opened), 0)
 
 

@@ -30,7 +30,7 @@ from prefillcli.runtime.memory import parse_size
 
 
 def split_names(value: object) -> tuple[str, ...]:
-    r"""Return the names in a text, separated by commas; a backslash before a comma or a backslash takes it literally.
+    r"""Split a text into its names, separated by commas; a backslash before a comma or a backslash takes it literally.
     A list has one name in each item."""
     if isinstance(value, list | tuple):
         return tuple(map(str, value))
@@ -102,7 +102,7 @@ def _check_rows(value: object) -> object:
 
 
 def read_mapping(value: object) -> Any:
-    """Return a mapping from texts like `key=value`, or as a recipe has it. The values are YAML."""
+    """Read a mapping from texts like `key=value`, or as a recipe has it. The values are YAML."""
     if isinstance(value, dict):
         return value
     if isinstance(value, str) and value.lstrip().startswith("{"):

@@ -47,7 +47,7 @@ def load_settings(
     recipe: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> AnySettings:
-    """Return settings of a `kind`: `flags` from the command line override the environment, which overrides the recipe
+    """Load settings of a `kind`: `flags` from the command line override the environment, which overrides the recipe
     file.
 
     `PREFILL_RECIPE` names the recipe where no flag does. A recipe and the environment may hold the options of all
@@ -362,7 +362,7 @@ _MOST_BYTES = 1 << 20
 
 
 def read_recipe(path: str) -> dict[str, Any]:
-    """Return the options of a recipe, by name. Raises UsageError if it cannot be read, or is not a mapping."""
+    """Read the options of a recipe, by name. Raises UsageError if it cannot be read, or is not a mapping."""
     content = read_given("--recipe", path, most=_MOST_BYTES)
     try:
         loaded = parse_yaml(content.decode())

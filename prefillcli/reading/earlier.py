@@ -70,7 +70,7 @@ class FoundOutput:
 
 
 def find_output(path: str, own: str | None = None, *, option: str = "--output") -> FoundOutput | str:
-    """Return the complete output at a path, or the reason why its rows cannot be taken over. Raises UsageError for an
+    """Find the complete output at a path, or the reason why its rows cannot be taken over. Raises UsageError for an
     unknown ending.
 
     `own` is the path of the output that is to be written: until its job is complete, an older output may be there.
@@ -216,7 +216,7 @@ def _usable(table: pa.Table) -> pa.ChunkedArray:
 def find_earlier(
     settings: Any, output: str, fingerprint: dict[str, str]
 ) -> tuple[FoundOutput | None, SinceUse | None]:
-    """Return the output of `--since`, or the job's own with `--retry-errors`, and its entry in the report.
+    """Find the output of `--since`, or the job's own with `--retry-errors`, and its entry in the report.
 
     A warning names an output that is missing or not complete: all rows are scored then. Raises OutputConflictError for
     an output of another job.

@@ -35,7 +35,7 @@ def is_url(path: str) -> bool:
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """Return the folder and the name of a file at a local path or URL; the folder of a bare name is `.`."""
+    """Split a local path or URL of a file into its folder and its name; the folder of a bare name is `.`."""
     folder, slash, name = path.rpartition("/")
     if folder.endswith(("/", ":")):  # the root of a URL, like memory://
         return f"{folder}/", name
@@ -382,7 +382,7 @@ class MissingFileError(UsageError):
 
 
 def read_given(option: str, path: str, again: str = "", *, most: int = MOST_BYTES) -> bytes:
-    """Return the bytes, at most `most`, at a local path or URL that an option names.
+    """Read the bytes, at most `most`, at a local path or URL that an option names.
 
     A pipe may stand for a file, as in `--recipe <(...)`. Raises MissingFileError if there is no file, and UsageError
     for a folder or a device, for more bytes, and if it cannot be read; `again` explains how such a file is made.
@@ -407,7 +407,7 @@ def read_given(option: str, path: str, again: str = "", *, most: int = MOST_BYTE
 
 
 def read_start(path: str, most: int) -> bytes:
-    """Return the first `most` bytes of a file or pipe at a local path or URL.
+    """Read the first `most` bytes of a file or pipe at a local path or URL.
 
     Raises OSError, also where a host does not answer within `ANSWER_SECONDS`, and errors of the clients of stores.
     """

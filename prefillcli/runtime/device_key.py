@@ -109,7 +109,7 @@ KINDS = ("cpu", "cuda", "mps")
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the torch device of `--device`. Raises UsageError or, for a missing device, ResourceError.
+    """Choose the torch device of `--device`. Raises UsageError or, for a missing device, ResourceError.
 
     `auto` takes a CUDA device if there is one, else the CPU. An Apple GPU (`mps`) is taken only by name.
     """

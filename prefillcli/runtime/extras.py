@@ -90,7 +90,7 @@ def installing(extra: str) -> str:
     return f"pip install {'-e ' if edits else ''}'{source}[{extra}]'"
 
 
-# Actions of other libraries during their import that are of no use to the user of a command.
+# Actions of other libraries during their import that are useless to the user of a command.
 #
 # They log, they look for code to fetch, and they import one another. A run loads nothing from a hub but the given
 # model and adapters.
@@ -102,7 +102,7 @@ _TALKATIVE = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
 
 # The package by which transformers, bitsandbytes and others fetch compiled code from a hub and load it.
 FETCHES = "kernels"
-# transformers' own environment variable that allows this: here only if somebody has set it.
+# transformers' own environment variable that allows this: here only if the user has set it.
 ALLOWED = "USE_HUB_KERNELS"
 #: transformers imports these wherever they are installed: for metrics, losses on images and quantised weights, and by
 #: way of accelerate for Amazon's training service. That takes longer than the rest of transformers.

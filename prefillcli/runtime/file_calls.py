@@ -69,7 +69,7 @@ def open_to_write(path: str) -> IO[bytes]:
 
 
 def open_unnamed() -> IO[bytes]:
-    """Return a file in the folder for temporary files that vanishes when it is closed, open for writing and reading.
+    """Open a file in the folder for temporary files for writing and reading; it vanishes when it is closed.
 
     Until then it has a name, in `name`.
     """
@@ -86,7 +86,7 @@ class _Unnamed(io.BufferedRandom):
 
 
 def open_lock(path: str) -> int:
-    """Return the handle of a file that stands for a lock; it is made if it does not exist."""
+    """Open the file that stands for a lock, and return its handle; it is made if it does not exist."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 

@@ -92,7 +92,7 @@ def info(message: str, event: str = "message", **fields: Any) -> None:
 
 
 def warning(message: str, event: str = "message", **fields: Any) -> None:
-    """Log a line that somebody should look at; the run goes on."""
+    """Log a line that the user should look at; the run goes on."""
     _write("warning", event, message, fields)
 
 

@@ -169,7 +169,7 @@ class OwnThread:
         self._process = os.getpid()
 
     def run(self, work: Callable[[Event], T], *, unwanted: Callable[[T], object] | None = None) -> T:
-        """Return the result or the error of `work`.
+        """Do `work`, and return its result or raise its error.
 
         If another exception strikes here meanwhile, the event given to `work` is set, and the exception propagates as
         soon as `work` has ended. With `unwanted` it propagates at once, and `unwanted` gets the later result of

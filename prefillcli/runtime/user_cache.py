@@ -44,7 +44,7 @@ class KeptEntries:
         self._path = cache_folder() / file
 
     def read(self) -> dict[str, Any]:
-        """Return all entries; none if the file has changed since it was written."""
+        """Read all entries; none if the file has changed since it was written."""
         try:
             content = json.loads(self._path.read_bytes())
             entries: dict[str, Any] = content["entries"]
@@ -90,7 +90,7 @@ _BESIDE = "compiled"  # the folder beside the C++ files for libraries that an im
 
 
 def load_compiled(package: str, name: str, flags: Sequence[str]) -> ctypes.CDLL | None:
-    """Return the library compiled from the C++ file `name` in a package, or None if that is impossible.
+    """Load the library compiled from the C++ file `name` in a package, or return None if that is impossible.
 
     One that `compile_beside` has made is loaded as it is. `CXX` names the compiler; without it the first existing one
     of `COMPILERS` is used, and with an empty `CXX` nothing is compiled. The library is kept in the user's cache by its

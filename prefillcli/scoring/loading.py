@@ -83,7 +83,7 @@ def load_models(
 
 
 def open_models(settings: Any, dtypes: Sequence[str] = ()) -> Opened:
-    """Return the models of these settings, with their adapters. `dtypes` are those that are chosen already. Raises as
+    """Open the models of these settings, with their adapters. `dtypes` are those that are chosen already. Raises as
     `Loader`, and UsageError for adapters that do not fit."""
     opened = loader_of(getattr(settings, "engine", "torch")).open_models(settings, dtypes)
     if not getattr(settings, "adapter", None):

@@ -73,7 +73,7 @@ class PlannedWork(Protocol):
 
     @property
     def done_prompts(self) -> list[int]:
-        """The prompts whose rows need no answer any more."""
+        """The prompts whose rows no longer need an answer."""
 
     def treatment(self, pack: Pack) -> Treatment:
         """Return the treatment of the prompts of a pack, besides reading their labels."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # these take torch along
 
 
 def make_scorer(inputs: Inputs, parts: Parts, granularity: Granularity = USUAL) -> Scorer:
-    """Return a scorer of these inputs, which reads prompts as the parts define. Its models are not loaded."""
+    """Make a scorer of these inputs, which reads prompts as the parts define. Its models are not loaded."""
     scorer = Scorer(inputs, granularity)
     if parts.compression is not None:
         scorer.read = parts.compression.requests

@@ -512,7 +512,7 @@ def evaluate(
     without_truth: int = 0,
     errors: int = 0,
 ) -> Evaluation:
-    """Return the figures of two labels: `scores` [rows] are probabilities of the first, `truth` [rows] whether it is
+    """Compute the figures of two labels: `scores` [rows] are probabilities of the first, `truth` [rows] whether it is
     right.
 
     From a score of 0.5 a row is predicted to be the first label. `without_truth` and `errors` count the
@@ -559,7 +559,7 @@ def evaluate_labels(
     without_truth: int = 0,
     errors: int = 0,
 ) -> Evaluation:
-    """Return the figures of several labels: `probabilities` [rows, labels] and the number of the right label [rows].
+    """Compute the figures of several labels: `probabilities` [rows, labels] and the number of the right label [rows].
 
     Brier score and log loss are of all labels: the Brier score is the sum over them, 0 to 2. The calibration error
     concerns the likeliest label: how often it is right against how probable it is. `without_truth` and `errors` count
@@ -597,7 +597,7 @@ def evaluate_choices(
     without_truth: int = 0,
     errors: int = 0,
 ) -> Evaluation:
-    """Return the figures of rows with their own choices: `probabilities` [rows, choices] are 0 after a row's last
+    """Compute the figures of rows with their own choices: `probabilities` [rows, choices] are 0 after a row's last
     choice, and `truth` [rows] has the number of the right one.
 
     `logprobs` [rows, choices] are of whole choices, NaN after a row's last; `divided` marks probabilities made of
@@ -648,7 +648,7 @@ def _of_likeliest(probabilities: Float64Array, truth: Int64Array, confidence: fl
 def evaluate_ordered(
     means: Float64Array, likeliest: Float64Array, right: Float64Array, confidence: float = 0.95
 ) -> OrderedFigures:
-    """Return the figures of the expected value of answers and of the number of the likeliest label, beside the right
+    """Compute the figures of the expected value of answers and of the number of the likeliest label, beside the right
     numbers, all [rows]. Raises ValueError if the lengths differ."""
     return OrderedFigures(
         rows=len(right),
@@ -710,7 +710,7 @@ def evaluate_values(
     without_truth: int = 0,
     errors: int = 0,
 ) -> Evaluation:
-    """Return the figures of any numbers [rows], where `truth` [rows] is whether the first label is right.
+    """Compute the figures of any numbers [rows], where `truth` [rows] is whether the first label is right.
 
     These depend only on the order of the rows: AUC, average precision, thresholds and curves. `without_truth` and
     `errors` count the other rows. Raises ValueError if the lengths differ.

@@ -67,7 +67,7 @@ class LabelledScores:
 
 
 def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
-    """Return the rows of `settings.scores` with the right answers.
+    """Read the rows of `settings.scores` with the right answers.
 
     Raises UsageError if `prefill score` did not write them or they have no right answers, and PrefillError if a file
     is damaged.

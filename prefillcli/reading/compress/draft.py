@@ -233,7 +233,7 @@ class Draft:
         tick: Tick = lambda tokens: None,
         overlaps: Sequence[Overlap] | None = None,
     ) -> list[ImportanceEstimate]:
-        """Return one estimate for each prompt, int32 [tokens] each. A common prefix is computed once.
+        """Make one estimate for each prompt, int32 [tokens] each. A common prefix is computed once.
 
         With `overlaps`, one for each prompt, the estimates are of the tokens of another tokenizer. A failure concerns
         the prompts of one pack and becomes their reason.

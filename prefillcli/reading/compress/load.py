@@ -102,7 +102,7 @@ DEPTH = 0.45
 
 
 def load_draft(models: Models[Any]) -> Draft | None:
-    """Return the loaded draft, ready to work; None where the model picks tokens itself, or nothing does.
+    """Load the draft, ready to work, and return it; None where the model picks tokens itself, or nothing does.
 
     The plan has the limits of its packs. A warning names each of its failures once. Raises UsageError if the model or
     the draft lacks an ability that the settings need.

@@ -120,7 +120,7 @@ class Estimator(Protocol):
     def estimate(
         self, prompts: Sequence[TokenArray], tick: Tick, overlaps: Sequence[Overlap] | None = None
     ) -> list[ImportanceEstimate]:
-        """Return one estimate for each prompt, int32 [tokens] each; with `overlaps` of the tokens of another
+        """Make one estimate for each prompt, int32 [tokens] each; with `overlaps` of the tokens of another
         tokenizer.
 
         A failure concerns the prompts that were computed together and becomes their reason."""
@@ -138,7 +138,7 @@ class Picker(ABC):
 
     @abstractmethod
     def estimate(self, prompts: Sequence[Prompt], tick: Tick) -> list[ImportanceEstimate]:
-        """Return one estimate for each prompt.
+        """Make one estimate for each prompt.
 
         `tick` is called with the tokens of each step; it may raise to stop. A failure on a prompt becomes the reason
         in its estimate.
@@ -480,7 +480,7 @@ def sentence_importance(text: str, offsets: Sequence[tuple[int, int]]) -> Float3
 
 
 def split_sentences(text: str) -> list[str]:
-    """Return the sentences of `text`, with the white space after them; joined, they make up `text`.
+    """Split `text` into its sentences, with the white space after them; joined, they make up `text`.
 
     "310.40" is not split, "Dr. Haas" is.
     """

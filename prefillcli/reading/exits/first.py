@@ -117,7 +117,7 @@ class FirstModel:
         self._classifies = small.files.head is not None
 
     def read(self, prompts: Sequence[FirstPrompt], tick: Tick = lambda tokens: None) -> list[FirstReading | None]:
-        """Return the reading of each prompt; None for one that is too long, for which memory does not suffice, or
+        """Read each prompt; None for one that is too long, for which memory does not suffice, or
         whose reading has numbers that are not finite."""
         most = min(self._engine.limits.max_tokens, self._max_length)
         able = [number for number, each in enumerate(prompts) if len(each.tokens) + each.labels.tokens <= most]
@@ -149,7 +149,8 @@ class FirstModels:
 
 
 def load_first(models: Models[Any]) -> FirstModels:
-    """Return the loaded first models, ready to read. The plan has the limits of their packs. Raises ResourceError."""
+    """Load the first models, ready to read, and return them. The plan has the limits of their packs. Raises
+    ResourceError."""
     if not models.planned:
         before = models.before.get("first", [])
         models.plan["first"] = [
@@ -213,7 +214,7 @@ class Reader(Protocol):
     block: int
 
     def read(self, prompts: Sequence[Prompt], tick: Tick) -> list[FirstReading | None]:
-        """Return the reading of each prompt; None for one that it cannot read."""
+        """Read each prompt; None for one that it cannot read."""
 
 
 def readers_of(scorer: Scorer) -> dict[int, tuple[str, Reader]]:
@@ -244,7 +245,7 @@ class WordsReader:
         self._unsaid = np.zeros(labels)  # words have no answer
 
     def read(self, prompts: Sequence[Prompt], tick: Tick) -> list[FirstReading | None]:
-        """Return the reading of each prompt."""
+        """Read each prompt."""
         begun = time.monotonic()
         found = [hashed_words(each.tokens) for each in prompts]
         taken = time.monotonic() - begun
@@ -278,7 +279,7 @@ class FirstReader:
         self._number = number
 
     def read(self, prompts: Sequence[Prompt], tick: Tick) -> list[FirstReading | None]:
-        """Return the reading of each prompt; None for one that the first model cannot read."""
+        """Read each prompt; None for one that the first model cannot read."""
         begun = time.monotonic()
         made = self._prompts.of(prompts)
         able = [number for number, each in enumerate(made) if each is not None]

@@ -572,7 +572,7 @@ def choose_layers(
     fit: CalibrationRows,
     task: _Task,
 ) -> list[Candidate]:
-    """Return the exits that save most after their own cost, in the order of the layers; none if nothing saves enough.
+    """Choose the exits that save most after their own cost, in the order of the layers; none if nothing saves enough.
 
     The levels are those that left-out rows of the fitting half allow, by the test that will judge the other half. A
     layer whose probe knows nothing is not an exit: it could let a few rows leave by the toss of a coin without too

@@ -163,7 +163,8 @@ class RareUse(BaseModel):
     label: str
     recall: float | None  # least share of the rows with the label, by the full read, that have it in the output
     precision: float | None  # least share of the rows with the label in the output that have it by the full read
-    # The label's foretold lead below which it is decided that a row does not have it, and from which on, that it has.
+    # The label's foretold lead below which a row is decided not to have it, and the lead from which on it is decided
+    # to have it.
     below: float | None
     above: float | None
     sampled: int  # rows that were read in full because of their scores

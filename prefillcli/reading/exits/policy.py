@@ -200,7 +200,7 @@ class FittedProbe(NamedTuple):
 
 
 def fit_best(readings: Readings, final: Float64Array, seed: int) -> tuple[FittedProbe, dict[str, float]]:
-    """Return the kind of probe with the smallest squared error on left-out rows, and the error of each kind.
+    """Fit the kind of probe with the smallest squared error on left-out rows; return it with the error of each kind.
 
     `final` [rows, labels] are the final label log-probabilities. An error is the root mean square error of a margin
     between two labels. The network takes longest. It is left out where the label logits that it reads show little,

@@ -112,7 +112,7 @@ class InputFile(FoundFile):
 
 
 def discover(inputs: Sequence[str]) -> tuple[list[InputFile], tuple[str, ...]]:
-    """Return the files of `inputs` in reading order, and the files in directories that were left out because of their
+    """Find the files of `inputs` in reading order, and the files in directories that were left out because of their
     ending.
 
     Inputs keep their order; the files of a directory (recursive) or a glob are sorted by path. Hidden files,

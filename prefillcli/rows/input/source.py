@@ -506,7 +506,8 @@ class _ShortValues:
 
 
 def parse(line: bytes | BadLine, kept: Collection[str] = ()) -> dict[str, Any] | BadLine:
-    """Return the object on a line, or why there is none, with its values of these names if it is not valid UTF-8."""
+    """Parse the object on a line, or return why there is none, with its values of these names if it is not valid
+    UTF-8."""
     if isinstance(line, BadLine):
         return line
     try:

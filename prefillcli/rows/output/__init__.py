@@ -57,7 +57,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """Return the shard of a text like `2/4`. Raises ValueError."""
+        """Parse the shard of a text like `2/4`. Raises ValueError."""
         found = _TEXT.fullmatch(text)
         shard = cls(int(found[1]), int(found[2])) if found else None
         if shard is None or not 1 <= shard.number <= shard.count:

@@ -219,8 +219,8 @@ class ResultRows:
         return arrays
 
     def values(self, names: Set[str]) -> dict[str, list[Any]]:
-        """Return the values [rows] of those columns of `OutputSchema.conditional` that are named, by name; only these
-        are computed."""
+        """Return the values [rows] of the named columns of `OutputSchema.conditional`, by name; only these are
+        computed."""
         found: dict[str, list[Any]] = {}
         for column in self.schema.columns:
             own = column.names(self.schema.labels)
@@ -231,7 +231,7 @@ class ResultRows:
         return found
 
     def of_scored(self, values: Sequence[Any] | npt.NDArray[Any]) -> ObjectArray:
-        """Return a value for every row [rows, ...] where `values` [scored, ...] has one, else None."""
+        """Return `values` [scored, ...] spread over all rows [rows, ...], with None for rows without one."""
         inner = values.shape[1:] if isinstance(values, np.ndarray) else ()
         spread = np.full((len(self.numbers), *inner), None, object)
         spread[self.places] = values

@@ -210,7 +210,7 @@ def is_part(name: str) -> bool:
 
 
 def make_rows(window: Window, rows: ResultRows) -> pa.Table:
-    """Return row number, carried columns and result columns of some rows of a window."""
+    """Make row number, carried columns and result columns of some rows of a window."""
     carried = window.carried.take(pa.array(np.searchsorted(window.rows, rows.numbers)))
     return pa.Table.from_arrays(
         [pa.array(rows.numbers), *carried.columns, *rows.arrays()],
@@ -254,7 +254,7 @@ def write_part(store: Store, info: PartInfo, rows: pa.Table) -> None:
 
 
 def read_part(store: Store, name: str, columns: Sequence[str] | None = None) -> tuple[PartInfo, pa.Table]:
-    """Return the metadata of a part, and its rows.
+    """Read the metadata of a part, and its rows.
 
     Raises DamagedFileError if the part was changed since it was written, or has the name of another part;
     PrefillError if it cannot be read now.

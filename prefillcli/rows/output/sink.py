@@ -45,7 +45,7 @@ from prefillcli.stats.evaluation import Measure
 
 
 def find_resumable(target: Target, job: Job, resume: bool, overwrite: bool, *, quiet: bool = False) -> Manifest | None:
-    """Return the manifest to go on with; None to begin anew. Warns of a damaged one unless `quiet`.
+    """Find the manifest to go on with; None to begin anew. Warns of a damaged one unless `quiet`.
 
     For a shard it is the manifest of its work folder, or of the output into which the shards were merged. Raises
     OutputConflictError if the output is another job's, OutputExistsError if it is this job's and no flag is given.
@@ -77,8 +77,8 @@ def find_resumable(target: Target, job: Job, resume: bool, overwrite: bool, *, q
 
 
 def refuse_known(output: str, is_same: Callable[[Job], bool], *, resume: bool) -> None:
-    """Raise what `find_resumable` raises, as far as it is known before the job itself is: that the output is of no
-    job, or of one that `is_same`, which must `resume`."""
+    """Raise the errors of `find_resumable` that are certain before the job itself is known: the output is of no job,
+    or of one that `is_same` and must `resume`."""
     target = Target.parse(output)
     manifest = _manifest(target.work, Job({}), True)
     published = target.published() if manifest is None and target.exists() else None

@@ -283,11 +283,11 @@ class LocalStore:
             return file_calls.is_there(self._path(name))
 
     def read(self, name: str) -> IO[bytes]:
-        """Return a file, open for reading. Raises FileNotFoundError."""
+        """Open a file for reading. Raises FileNotFoundError."""
         return file_calls.open_to_read(self._path(name))
 
     def read_bytes(self, name: str) -> bytes:
-        """Return a whole file. Raises FileNotFoundError."""
+        """Read a whole file. Raises FileNotFoundError."""
         with self.read(name) as file:
             return file.read()
 
@@ -619,7 +619,7 @@ Store = LocalStore | RemoteStore
 
 
 def open_store(url: str) -> Store:
-    """Return the folder at a local path or URL; it need not exist yet. Raises UsageError for an unknown protocol."""
+    """Open the folder at a local path or URL; it need not exist yet. Raises UsageError for an unknown protocol."""
     filesystem, inner = filesystem_of(url)
     if is_local(filesystem):
         return LocalStore(inner)
@@ -633,8 +633,8 @@ def put_text(path: str, text: str) -> None:
 
 
 def read_sealed(option: str, path: str, again: str) -> tuple[bytes, bool]:
-    """Return the JSON that a command of prefill has written, without its checksum, and whether it had one. Reads as
-    `read_given`.
+    """Read the JSON that a command of prefill has written, without its checksum; also return whether it had one. Reads
+    as `read_given`.
 
     Raises UsageError if it has changed since. The caller refuses a text that is not JSON.
     """

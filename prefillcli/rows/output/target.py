@@ -119,7 +119,7 @@ class Manifest:
 
     @classmethod
     def load(cls, store: Store) -> Manifest | None:
-        """Return the manifest of a work folder; None without one.
+        """Load the manifest of a work folder; None without one.
 
         Raises DamagedFileError if it has changed since, OutputConflictError if another version wrote it.
         """
@@ -190,7 +190,7 @@ class Target:
 
     @classmethod
     def parse(cls, output: str, shard: Shard | None = None, *, option: str = "--output") -> Target:
-        """Return the target at a path that `option` names. Raises UsageError for an unknown ending, and as
+        """Parse the target at a path that `option` names. Raises UsageError for an unknown ending, and as
         `written_path`."""
         named = written_path(output, option)
         path = named.rstrip("/")

@@ -218,7 +218,7 @@ class MethodJob:
 
 
 def open_models(settings: BenchSettings) -> dict[str, Models]:
-    """Return the opened models of each method: methods with the same weights share them. Nothing is loaded."""
+    """Open the models of each method: methods with the same weights share them. Nothing is loaded."""
     wanted = {name: score_settings(settings, name) for name in method_names(settings)}
     opened, found = dict[Any, Models](), dict[str, Models]()
     for name in sorted(wanted, key=lambda name: not _has_small(wanted[name])):  # the others may do without these
@@ -239,7 +239,7 @@ def _has_small(settings: ScoreSettings) -> bool:
 
 
 def open_jobs(settings: BenchSettings, models: Mapping[str, Models], stop: Stop, folder: str) -> list[MethodJob]:
-    """Return the methods, once for each keep rate, with their rows open. Raises UsageError."""
+    """Open the rows of the methods, once for each keep rate. Raises UsageError."""
     jobs = [
         MethodJob(settings, name, keep, stop, folder, models[name])
         for name in method_names(settings)
@@ -309,7 +309,7 @@ def compare(
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """Run every method once for its answers and memory, then `rounds` times in turn for its time; 0: the first run's
-    time counts. `result` gets what that shows.
+    time counts. `result` gets the findings.
 
     `truths` has by row whether the first label is right. `within` and `clock` as in `interleaved`. A method that
     runs out of memory is left out with a note. Raises PrefillError if the reference gives no scores.

@@ -159,7 +159,7 @@ class CaseQuestion:
 
 
 def make_needles(*, rows: int, tokens: int, seed: int, count: Callable[[str], int]) -> tuple[list[str], list[str]]:
-    """Return `rows` prompts of at most `tokens` tokens each, as `count` counts them, and their answers, Yes or No.
+    """Make `rows` prompts of at most `tokens` tokens each, as `count` counts them, and their answers, Yes or No.
 
     Prompts have at least 97 % of `tokens`, or come as close as whole lines of about 20 tokens allow. Answers
     alternate, shuffled. The same arguments give the same texts. Raises ValueError for prompts too short for a history.
@@ -248,7 +248,7 @@ def post_case(rng: Random, lines: int, plan: Sequence[str | None] | None = None)
 
 
 def plan_words(rng: Random, vocabulary: tuple[str, ...], lines: int, idle_share: float) -> list[str | None]:
-    """Return a word or None for each line: about half of the words are mentioned once, some often."""
+    """Plan a word or None for each line: about half of the words are mentioned once, some often."""
     most = min(lines, MOST_WORDS)
     distinct = rng.sample(vocabulary, rng.randint(max(1, most // 3), most))
     favourites = distinct[: max(1, rng.randint(len(distinct) // 4, len(distinct) // 2))]
@@ -317,7 +317,7 @@ def with_made_rows(settings: BenchSettings, models: Inputs, folder: str) -> Benc
 def read_rows(
     reference: Inputs, settings: BenchSettings, result: WorkloadResult, most_tokens: int | None = None
 ) -> tuple[Window, dict[int, bool | None]]:
-    """Return the first window of the input, and by row whether the first label is right.
+    """Read the first window of the input, and by row whether the first label is right.
 
     Of the window only the first prompts are taken, up to `most_tokens` in total but at least a few. Raises
     PrefillError without any.

@@ -156,7 +156,7 @@ def in_child(task: Callable[..., T], *arguments: Any, timeout: float | None = No
 
 
 def load(settings: Any) -> tuple[Any, ModelFiles, torch.device]:
-    """Return, in a child, the model of the settings, its files and its device. Raises PrefillError."""
+    """Load, in a child, the model of the settings; return it with its files and its device. Raises PrefillError."""
     files, device = open_model(settings)
     torch.set_num_threads(settings.threads)
     if device.index is not None:
@@ -245,7 +245,7 @@ _CHECKING = 2  # of these packs
 def measure_curve(
     run: Callable[[Pack], float], lengths: Sequence[int], vocabulary: int, windows: list[tuple[int | None, int]]
 ) -> Curve:
-    """Return the curve through packs of one prompt of these `lengths`. `run` gives the seconds of a pack.
+    """Measure the curve through packs of one prompt of these `lengths`. `run` gives the seconds of a pack.
 
     In every round all packs run one after the other, so that a disturbance hits all of them. For each pack the fastest
     round counts: other programs can only make it slower. While the curve is not good enough, there are more rounds.
@@ -270,7 +270,7 @@ def fit_curve(
     windows: list[tuple[int | None, int]],
     rounds: int,
 ) -> Curve:
-    """Return the curve of packs with these `features` and seconds: first one prompt of each of the `lengths`, then
+    """Fit the curve of packs with these `features` and seconds: first one prompt of each of the `lengths`, then
     others, of which the last ones only check the curve."""
     # The costs have the smallest squared relative error: divided by its seconds, each pack should give 1. Columns of
     # very different size are scaled first.
