@@ -44,7 +44,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Entry point of the `prefill` command."""
+    """Run the `prefill` command."""
     run(app)
 
 
@@ -145,7 +145,7 @@ def doctor(settings: DoctorSettings) -> Summary:
     """Show what this machine has and what will be used, and check each path of attention against explicit scores.
 
     A path that is wrong here is not used by later runs. Tables go to stderr; the last line on stdout is one JSON
-    object that says the same. Exit code 0, or 1 where a path is wrong.
+    object with the same content. Exit code 0, or 1 where a path is wrong.
     """
     step("starting torch and transformers")
     with light_imports():
@@ -188,9 +188,9 @@ def verify(
 
 @app.command(cls=GroupedCommand)
 def status(output: _Output, quiet: _Quiet = False) -> None:
-    """Tell whether the job of OUTPUT is running, with its rate and expected end, has stopped, or is complete.
+    """Show whether the job of OUTPUT is running, with its rate and expected end, has stopped, or is complete.
 
-    The last line on stdout is one JSON object that says the same; nothing is changed.
+    The last line on stdout is one JSON object with the same content; nothing is changed.
     """
     from prefillcli.tools.status import status_job
 

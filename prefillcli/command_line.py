@@ -1,4 +1,5 @@
-"""How a command begins and ends: its command line and help page, made of its settings, and its last line on stdout."""
+"""The beginning and end of a command: its command line and help page, made of its settings, and its last line on
+stdout."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ SET, HELP_ALL = "set", "help_all"  # parameters of commands that are no fields o
 
 
 def parameters_of(settings: type[Settings]) -> list[inspect.Parameter]:
-    """The argument that is given by its place, an option for each other field of `settings` that has a flag, and
-    `--recipe`, `--set` and `--help-all`.
+    """Return the argument that is given by its place, an option for each other field of `settings` that has a flag,
+    and `--recipe`, `--set` and `--help-all`.
 
     None stands for "not given".
     """
@@ -101,7 +102,7 @@ def _option(settings: type[Settings], name: str) -> inspect.Parameter:
 
 
 def option_help(settings: type[Settings], name: str) -> str:
-    """The help text of an option, with its default."""
+    """Return the help text of an option, with its default."""
     field = settings.model_fields[name]
     help = field.description or ""
     if details_of(settings, name).text:
@@ -133,15 +134,15 @@ class GroupedCommand(TyperCommand):
 
     @classmethod
     def of(cls, settings: type[Settings]) -> type[GroupedCommand]:
-        """A kind of command that takes these settings."""
+        """Return a kind of command that takes these settings."""
         return type(cls.__name__, (cls,), {"settings": settings})
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """The words of the command line. Says how a setting is given that has no flag."""
+        """Return the words of the command line. An error explains how to give a setting that has no flag."""
         for word in args:
             name = word.partition("=")[0].removeprefix("--").replace("-", "_")
             if word.startswith("--") and name in self.settings.of_level("settled"):
-                ctx.fail(f"{word}: this setting has no flag of its own, give --set {name}=VALUE")
+                ctx.fail(f"{word}: this setting has no flag, give --set {name}=VALUE")
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -170,16 +171,16 @@ class GroupedCommand(TyperCommand):
                 formatter.write_dl(rows)
 
     def get_help(self, ctx: Any) -> str:
-        """The page."""
+        """Return the page."""
         return super().get_help(ctx).replace(_NO_BREAK, "-")
 
     def get_short_help_str(self, limit: int = 45) -> str:
-        """The command's line in `prefill --help`: the first line of its help, whole."""
+        """Return the command's line in `prefill --help`: the first line of its help, whole."""
         return (self.help or "").strip().partition("\n")[0]
 
 
 def run(app: Callable[[], Any]) -> None:
-    """Run the command that the command line names, and end the process as it says."""
+    """Run the command that the command line names, and end the process with its exit code."""
     survive_closed_streams()
     stop_before_the_job()
     quiet_imports()
@@ -202,7 +203,7 @@ def run(app: Callable[[], Any]) -> None:
 
 
 def load_options(kind: type[AnyOptions], recipe: str | None, flags: dict[str, Any]) -> AnyOptions:
-    """The settings of a command, with this process prepared for them. Ends the command where they are wrong."""
+    """Return the settings of a command, with this process prepared for them. Ends the command where they are wrong."""
     given = {name: value for name, value in flags.items() if value not in (None, [])}
     given.pop(HELP_ALL, None)
     given = {name: value if name == SET else unescaped(kind, name, value) for name, value in given.items()}

@@ -1,4 +1,5 @@
-"""Errors that a user can act on, each with the exit code of the command, and what messages show of paths and URLs."""
+"""Errors that a user can act on, each with the exit code of the command, and the form in which messages show paths and
+URLs."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ class OutputDamagedError(OutputConflictError):
 
 
 class DamagedFileError(PrefillError):
-    """A file is not as it was written. The message says why; the caller adds which file."""
+    """A file is not as it was written. The message gives the reason; the caller adds the file."""
 
 
 class ContentChangedError(PrefillError):
@@ -113,18 +114,18 @@ class Interrupted(BaseException):
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 token`, `1,234 tokens`."""
+    """Return a count with its noun: `1 token`, `1,234 tokens`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def brief(error: BaseException) -> str:
-    """The first sentence or two of another library's message, on one line."""
+    """Return the first sentence or two of another library's message, on one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else text[:200].rsplit(" ", 1)[0] + " ..."
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'labels'?`, or an empty text where no known word is near."""
+    """Return `; did you mean 'labels'?`, or an empty text where no known word is near."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -139,7 +140,7 @@ def require_known(option: str, given: Iterable[str], known: Collection[str]) -> 
 
 
 def out_of_resource(error: BaseException) -> bool:
-    """Return whether the error says that memory or a disk is full, or that there are too few file handles or
+    """Return whether the error is that memory or a disk is full, or that there are too few file handles or
     processes."""
     if isinstance(error, OSError):
         return error.errno in _EXHAUSTED
@@ -147,14 +148,14 @@ def out_of_resource(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether the error says that memory of a device or of the host ran out."""
+    """Return whether the error is that memory of a device or of the host ran out."""
     if not isinstance(error, RuntimeError):
         return isinstance(error, MemoryError)
-    # torch has an error of its own for devices alone, and of what it calls each says it in other words
+    # torch has an error for devices alone, and each library that it calls words it differently
     return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in _MEMORY_WORDS)
 
 
-# What may be shown of paths and URLs: everything but the secrets in them.
+# Paths and URLs as they may be shown: without the secrets in them.
 
 HIDDEN = "***"
 
@@ -175,7 +176,7 @@ Report = TypeVar("Report", bound="BaseModel")
 
 
 def without_secrets(text: str) -> str:
-    """A path, a URL or a message that names some, without what must not be seen.
+    """Return a path, a URL or a message that names some, without what must not be seen.
 
     From URLs go user and password (`s3://key:secret@bucket`) and the values of the query, but for a few that are known
     to be harmless; and what looks like either where a library names a place without its protocol.
@@ -188,7 +189,8 @@ def without_secrets(text: str) -> str:
 
 
 def shown(value: Any) -> Any:
-    """Settings, a summary or a report as they may be stored and printed: every text in them `without_secrets`."""
+    """Return settings, a summary or a report as they may be stored and printed: every text in them
+    `without_secrets`."""
     if isinstance(value, str):
         return without_secrets(value) if "://" in value else value
     if isinstance(value, list):
@@ -203,7 +205,7 @@ def shown(value: Any) -> Any:
 
 
 def shown_report(report: Report) -> Report:
-    """A report as it may be stored and printed, with what its judges have put into it."""
+    """Return a report as it may be stored and printed, with what its judges have put into it."""
     found: Report = shown(report)
     error = getattr(found, "error", None)  # in which libraries name places without their protocol
     return found if error is None else found.model_copy(update={"error": without_secrets(error)})

@@ -116,7 +116,7 @@ class PrefillLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
 
     @property
     def max_gen_toks(self) -> int:
-        """The most tokens of a text, if its task does not say."""
+        """The most tokens of a text whose task sets no limit."""
         return 256
 
     @property
@@ -130,14 +130,15 @@ class PrefillLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         return self._loaded.opened.device
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The tokens of a text, as the model `hf` makes them."""
+        """Return the tokens of a text, as the model `hf` makes them."""
         special = _add_special_kwargs(add_special_tokens, self._add_bos)
         if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
             special["add_special_tokens"] = False
         return list(self.tokenizer.encode(string, **special))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The chat as one text, as for `hf`: a template without the role `system` renders it without its messages."""
+        """Return the chat as one text, as for `hf`: a template without the role `system` renders it without its
+        messages."""
         without = [message for message in chat_history if message["role"] != "system"]
         for history in (chat_history, without):
             with suppress(TemplateError):
@@ -177,7 +178,7 @@ class PrefillLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of whole texts, by the harness's windows."""
+        """Return the log-likelihood of whole texts, by the harness's windows."""
         windows, ends = [], []
         for request in requests:
             rolling = get_rolling_token_windows(
@@ -196,7 +197,7 @@ class PrefillLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy texts behind contexts, up to a stop text. Raises UsageError for sampling."""
+        """Return greedy texts after contexts, up to a stop text. Raises UsageError for sampling."""
         eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
         groups: dict[tuple[tuple[str, ...], int], list[int]] = {}
         for number, request in enumerate(requests):
@@ -219,7 +220,7 @@ class PrefillLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         return found
 
     def _make_room(self, tokens: int) -> None:
-        # Packs keep the K,V of all layers for texts of so many tokens. That needs a new plan of the memory.
+        # Packs keep the K,V of all layers for texts of this length. That needs a new plan of the memory.
         if tokens > self._text_tokens:
             self._text_tokens = tokens
             self._loaded.close()
@@ -230,7 +231,7 @@ class PrefillLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         for number, context in enumerate(contexts):
             ids = np.array(self.tok_encode(context)[-(self.max_length - tokens) :], np.int32)
             if len(ids) < 2:
-                raise UsageError(f"the context {context!r} has {len(ids)} tokens: a text is written behind 2 or more")
+                raise UsageError(f"the context {context!r} has {len(ids)} tokens: a text is written after 2 or more")
             prompts.append(ids[:-1])
             beginnings[number] = Beginning(ids[:-1], (int(ids[-1]),), "")
         stops = stop_tokens(self._loaded.opened.files) | {self.eot_token_id}
@@ -241,7 +242,7 @@ class PrefillLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         found = []
         for answer in self._answers(prompts, labels, limits, treatment, disable_tqdm=disable_tqdm):
             if answer.continuation is None or answer.continuation.finish_reason not in ("stop", "length"):
-                raise ResourceError("the memory does not suffice to write behind the longest contexts: raise memory=")
+                raise ResourceError("the memory does not suffice to write after the longest contexts: raise memory=")
             text = self.tokenizer.decode(answer.continuation.tokens, skip_special_tokens=True)
             found.append(postprocess_generated_text(text, list(until), None))
         return found
@@ -269,7 +270,7 @@ class PrefillLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
 
 @dataclass(frozen=True, slots=True)
 class TextEnd:
-    """Says of the tokens of a text whether they hold one of the texts that end it."""
+    """Finds out whether the tokens of a text hold one of the texts that end it."""
 
     tokenizer: Any
     until: tuple[str, ...]
@@ -282,7 +283,7 @@ class TextEnd:
 
 
 def main() -> None:
-    """The command `lm_eval`, which knows the model `prefill`."""
+    """Run the command `lm_eval`, which knows the model `prefill`."""
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()

@@ -143,7 +143,7 @@ def test_without_a_row_the_first_is_shown_with_what_the_model_says_next(inspecte
     wanted = logits.softmax(-1).topk(5)
     assert [each.id for each in shown.next] == wanted.indices.tolist()
     assert [each.share for each in shown.next] == pytest.approx(wanted.values.tolist(), rel=1e-3)
-    said = done.stderr[done.stderr.index("What the model says next") :]
+    said = done.stderr[done.stderr.index("The likeliest next tokens") :]
     assert "` Answer` `:`" in said.splitlines()[1]
     for each, line in zip(shown.next, said.splitlines()[3:8], strict=True):
         assert line.startswith(f"`{encoder.tokenizer.decode([each.id])}`")

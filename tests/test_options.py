@@ -281,7 +281,7 @@ def test_an_option_that_names_a_path_says_what_is_done_with_it(command: str) -> 
 def test_an_option_must_say_what_it_changes() -> None:
     with pytest.raises(TypeError, match="changes"):
         option(None, "Help.", RUN)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"Silent.inputs: make it with `option`, which says what it changes"):
+    with pytest.raises(TypeError, match=r"Silent.inputs: make it with `option`, which states what it changes"):
 
         class Silent(Settings):
             inputs: tuple[str, ...] = Field(())
@@ -415,8 +415,8 @@ def test_a_value_that_is_refused_is_quoted_in_short(flags: Values, says: str) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--pool", "13"], "--pool: this setting has no flag of its own, give --set pool=VALUE"),
-        (["--keep-last=4"], "--keep-last=4: this setting has no flag of its own, give --set keep_last=VALUE"),
+        (["--pool", "13"], "--pool: this setting has no flag, give --set pool=VALUE"),
+        (["--keep-last=4"], "--keep-last=4: this setting has no flag, give --set keep_last=VALUE"),
         (["--set", "pol=13"], "--set pol: there is no such setting; did you mean 'pool'?"),
         (["--set", "keep=0.2"], "--set keep: this option has a flag\ngive --keep"),
         (["--set", "pool"], "--set pool: must be KEY=VALUE"),

@@ -268,7 +268,7 @@ def test_another_prompt_or_other_labels_are_a_warning_that_names_the_fault(
     same = ["--template", str(ROOT / "recipes" / "rerank.jinja"), "--no-chat", "--labels", "yes,no"]
     assert "warning" not in score_pairs(qwen, *same, instruct=[TASK] * len(PAIRS))[1]
     _, said = score_pairs(qwen, "--template", "{{ query }} {{ document }}", "--no-chat", "--labels", "no,yes")
-    assert "is a reranker by its files, with a template of its own: where it has '<|im_start|>system" in said
+    assert "is a reranker by its files, with its own template: where it has '<|im_start|>system" in said
     assert "--labels no,yes" in said
     assert "answers yes,no" in said
     assert "warning" not in score_pairs(reranker, "--template", "{{ query }} {{ document }}", "--no-chat")[1]

@@ -1,1 +1,1 @@
-"""What is asked of a row."""
+"""Asking: the question to each row."""

@@ -1,4 +1,4 @@
-"""The requests of a batch file: what a body asks, the prompt that is made of it, and the tokens that answer it."""
+"""The requests of a batch file: the question of a body, the prompt made of it, and the tokens that answer it."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 METHOD, URL, BODY = "method", "url", "body"  # of a line, beside its `BATCH_ID`
 MOST_TOP = 20  # log-probabilities that a body may ask for
-_REPLACEMENT = "\ufffd"  # what bytes that are no character are decoded to
+_REPLACEMENT = "\ufffd"  # what undecodable bytes become
 
-# What a body may say without an effect on the likeliest token.
+# Keys of a body that have no effect on the likeliest token.
 _NO_EFFECT = {
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "seed"),
     *("top_p", "stop", "logprobs", "max_tokens"),
 }
 _OWN = {CHAT: {"messages", "top_logprobs", "max_completion_tokens"}, COMPLETION: {"prompt"}}
-# What it may say with this value alone, which asks for nothing.
+# Keys that a body may have with this value alone, which asks for nothing.
 _ONLY: Mapping[str, Any] = {
     **{"n": 1, "best_of": 1, "temperature": 0, "frequency_penalty": 0, "presence_penalty": 0},
     **{"stream": False, "echo": False, "suffix": "", "logit_bias": {}, "tools": [], "modalities": ["text"]},
@@ -58,7 +58,8 @@ _MESSAGE = {"role", "content", "name"}
 
 
 def is_batch_file(settings: Any, available: Collection[str]) -> bool:
-    """Return whether rows with these columns are lines of a batch file, from which no option makes other prompts."""
+    """Return whether rows with these columns are lines of a batch file, unless an option makes other prompts of
+    them."""
     names = ("template", "pair_column", "questions", "target_column")
     others = (getattr(settings, name, None) for name in names)
     usual = "prompt_column" not in settings.model_fields_set and not any(others)
@@ -66,14 +67,14 @@ def is_batch_file(settings: Any, available: Collection[str]) -> bool:
 
 
 def require_batch_file(settings: Any, available: Collection[str]) -> None:
-    """Raise UsageError if an option is for batch files, and rows with these columns are none."""
+    """Raise UsageError if an option is for batch files, but rows with these columns are not from one."""
     if is_batch_file(settings, available):
         return
     if getattr(settings, "served_model_name", ()):
-        raise UsageError("--served-model-name is for batch files, and the input is none\nleave it out")
+        raise UsageError("--served-model-name is for batch files, and the input is not one\nleave it out")
     if getattr(settings, "batch_format", None):
         raise UsageError(
-            f"--batch-format: the input is no batch file: its lines have no {BATCH_ID}, {METHOD}, {URL} and {BODY}\n"
+            f"--batch-format: the input is not a batch file: lines have no {BATCH_ID}, {METHOD}, {URL} and {BODY}\n"
             "leave it out, or name a batch file"
         )
 
@@ -111,7 +112,7 @@ class BatchAsking(LabelAsking):
         return RequestBuilder(opened.tokenizer, settings, models=models, answers=self._answers)
 
     def _pair_builder(self, inputs: Inputs, settings: PromptSettings) -> PromptBuilder:
-        # What makes the prompts of pairs, as if they were rows.
+        # The builder of prompts of pairs, as if they were rows.
         if inputs.opened.files.encoder:
             pairs = replace(settings, prompt_column=PAIR[0], pair_column=PAIR[1])
             return prompt_builder(inputs.opened.tokenizer, pairs, PAIR)
@@ -119,7 +120,7 @@ class BatchAsking(LabelAsking):
         if set(found.columns) != set(PAIR):
             found.close()
             raise UsageError(
-                f"{inputs.opened.files.origin}: its classification head is read, and its files do not say how a pair "
+                f"{inputs.opened.files.origin}: its classification head is read, and its files do not show how a pair "
                 "of texts becomes its prompt\nread the next token with --head vocabulary"
             )
         return found
@@ -135,7 +136,7 @@ def _scores_pairs(opened: Opened) -> bool:
 
 
 class LikeliestTokens(Labels):
-    """Behind each prompt the likeliest tokens of the whole vocabulary."""
+    """After each prompt, the likeliest tokens of the whole vocabulary."""
 
     measure = Measure.TOKENS
 
@@ -150,14 +151,14 @@ class LikeliestTokens(Labels):
     def resolve_all(
         self, tails: Sequence[str], *, literal: bool = False, values: Sequence[Sequence[Any]] = ()
     ) -> list[Following | LabelError]:
-        """The same set for each prompt."""
+        """Return the same set for each prompt."""
         return [self._asked] * len(tails)
 
     def _text_of(self, token: int) -> TokenText:
         if token not in self._texts:
             text = self._encoder.text_behind(token)
             ends = token in self._stops
-            part = text.endswith(_REPLACEMENT)  # of a character, which only further tokens would make whole
+            part = text.endswith(_REPLACEMENT)  # part of a character, which only further tokens would complete
             empty = ends or part or token in self._encoder.special_ids
             self._texts[token] = TokenText(text, "" if empty else text, ends)
         return self._texts[token]
@@ -201,7 +202,7 @@ class RequestBuilder(PromptBuilder):
         return {"body": values["body"] | cut}
 
     def _objection(self, method: Any, url: Any, body: Any) -> str | None:
-        # Why a line is not answered; None if it is.
+        # The reason why a line is not answered, or None.
         if method != "POST":
             return f"method is {_shown(method)}, not POST"
         if not self._is_answered(url):
@@ -216,7 +217,7 @@ class RequestBuilder(PromptBuilder):
         return self._wrong(url, body)
 
     _answered = (
-        f"only {CHAT} and {COMPLETION} are answered; scores of pairs need --batch-format and a model whose files say "
+        f"only {CHAT} and {COMPLETION} are answered; scores of pairs need --batch-format and a model whose files show "
         "that it reads pairs"
     )
 
@@ -258,7 +259,7 @@ class PairRequestBuilder(RequestBuilder):
         return hashlib.sha256(f"{super().fingerprint()}{self._pairs.fingerprint()}".encode()).hexdigest()
 
     def build(self, batch: RowBatch, labels: Labels) -> tuple[list[Prompt], dict[int, RowError]]:
-        """The prompts of a batch, ascending by row and part. An error of any pair is one of its row."""
+        """Make the prompts of a batch, ascending by row and part. An error of any pair is one of its row."""
         errors = dict(batch.errors)
         places: list[tuple[int, int]] = []  # the row of each pair, and its number there
         texts: list[tuple[str, str]] = []
@@ -304,14 +305,14 @@ class PairRequestBuilder(RequestBuilder):
 
 
 def _not_done(body: dict[str, Any], known: Set[str], only: Mapping[str, Any]) -> str | None:
-    # What a body asks for in vain.
+    # The wishes of a body that cannot be met.
     for key, value in body.items():
         if value is None or key in known:
             continue
         if key not in only:
-            return f"{key}: not done here"
+            return f"{key}: not supported here"
         if value != only[key]:
-            return f"{key} {_shown(value)}: only {encode_json(only[key])} is done here"
+            return f"{key} {_shown(value)}: only {encode_json(only[key])} is supported here"
     return None
 
 
@@ -384,7 +385,7 @@ def _chat(messages: Any) -> str | None:
             return f"message {number} is not an object"
         for key, value in message.items():
             if key not in _MESSAGE and value is not None:
-                return f"message {number} has {key}: not done here"
+                return f"message {number} has {key}: not supported here"
         content = message.get("content")
         if isinstance(content, str):
             continue

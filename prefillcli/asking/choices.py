@@ -30,7 +30,7 @@ class ChoiceAsking(Asking):
     def labels(self, opened: Opened) -> Labels:
         if opened.files.head is not None:
             raise UsageError(
-                "--choices-column: the model's classification head is read, which has classes of its own\n"
+                "--choices-column: the model's classification head is read, which has its own classes\n"
                 "read the next token with --head vocabulary"
             )
         return RowChoices(opened.tokenizer, self.settings)
@@ -54,12 +54,12 @@ class RowChoices(Labels):
         self._typed = not settings.literal
 
     def is_positive(self, answer: Any) -> None:
-        """A row has no positive choice."""
+        """Return None: a row has no positive choice."""
 
     def resolve_all(
         self, tails: Sequence[str], *, literal: bool = False, values: Sequence[Sequence[Any]] = ()
     ) -> list[Following | LabelError]:
-        """For every tail the tokens of its row's choices, or why they are none."""
+        """Return, for every tail, the tokens of its row's choices, or why there are none."""
         found: list[Following | LabelError] = [LabelError("")] * len(tails)
         asked: list[tuple[int, tuple[str, bool], list[Label]]] = []
         for at, (tail, (value,)) in enumerate(zip(tails, values, strict=True)):

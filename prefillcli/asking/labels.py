@@ -27,7 +27,7 @@ PAIR = QUERY, DOCUMENT = "query", "document"  # the columns of a pair of texts
 
 class LabelAsking(Asking):
     """The same labels after every prompt. They may stand for numbers. A reranker makes its own prompts and labels,
-    where nobody asks for others; a warning tells where somebody does."""
+    unless the user gives others; a warning then names the difference."""
 
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
@@ -37,7 +37,7 @@ class LabelAsking(Asking):
 
     @property
     def _own_prompt(self) -> bool:
-        # Whether the user says how prompts are made.
+        # Whether the user has set how prompts are made.
         return bool(self.settings.model_fields_set & {"template", "prompt_column", "pair_column", "chat"})
 
     def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
@@ -63,7 +63,7 @@ class LabelAsking(Asking):
         return self._with_values(found or answer_labels(opened, self.settings))
 
     def _with_values(self, labels: Labels) -> Labels:
-        # The values of labels that are no shares are refused by `require_label_uses`.
+        # The values of labels that are not shares are refused by `require_label_uses`.
         if self._values and labels.measure is Measure.SHARES:
             require_values(self._values, labels.names)
             labels.question = typed(labels.labels, self._values)

@@ -31,8 +31,8 @@ class QuestionEntry(BaseModel):
     name: str = Field(min_length=1)
     labels: LabelTexts
     values: LabelValues = ()  # the number that each label stands for
-    text: str | None = None  # Jinja text behind the document
-    template: str | None = None  # Jinja text in the place of document and text
+    text: str | None = None  # Jinja text after the document
+    template: str | None = None  # Jinja text in place of document and text
     when: str | None = None  # a condition on the answers to earlier questions
     swap: tuple[str, ...] | None = None  # two columns, whose values are asked about in both orders
 
@@ -75,7 +75,7 @@ class AskedQuestion:
 
 @dataclass(frozen=True, slots=True)
 class QuestionFile:
-    """The questions of a file, and the digest of all that it says."""
+    """The questions of a file, and the digest of its whole content."""
 
     questions: tuple[AskedQuestion, ...]
     digest: str
@@ -100,12 +100,12 @@ class QuestionFile:
 
     @property
     def schemas(self) -> tuple[OutputSchema, ...]:
-        """The columns of the answers to each question. The other prompts come behind those of all questions."""
+        """The columns of the answers to each question. The other prompts come after those of all questions."""
         return schemas(self.questions)
 
 
 def schemas(questions: Sequence[AskedQuestion]) -> tuple[OutputSchema, ...]:
-    """The columns of the answers to each of these questions."""
+    """Return the columns of the answers to each of these questions."""
     others = itertools.count(len(questions))
     return tuple(
         OutputSchema(
@@ -123,7 +123,7 @@ def schemas(questions: Sequence[AskedQuestion]) -> tuple[OutputSchema, ...]:
 
 
 def read_questions(path: str) -> QuestionFile:
-    """The file at a path or URL. Raises UsageError, which names the file, the key and the nearest known one."""
+    """Read the file at a path or URL. Raises UsageError, which names the file, the key and the nearest known one."""
     shown = f"--questions {without_secrets(path)}"
     raw = read_given("--questions", path, most=_MOST_BYTES)
     try:
@@ -140,7 +140,7 @@ def read_questions(path: str) -> QuestionFile:
     for each in content.questions:
         done.append(_checked(each, content.document, done, shown))
     if content.document is not None and all(each.template is not None for each in content.questions):
-        raise UsageError(f"{shown}: document is not used, as each question has a template of its own\nleave it out")
+        raise UsageError(f"{shown}: document is not used, as each question has its own template\nleave it out")
     parts = [
         [
             *(each.name, each.template, each.question.answers),
@@ -154,14 +154,16 @@ def read_questions(path: str) -> QuestionFile:
 def _checked(entry: QuestionEntry, document: str | None, before: Sequence[AskedQuestion], shown: str) -> AskedQuestion:
     where = f"{shown}: question {entry.name!r}"
     if not entry.name.isidentifier():
-        raise UsageError(f"{where}: a name has letters, digits and underscores, and begins with no digit")
+        raise UsageError(
+            f"{where}: a name consists of letters, digits and underscores, and does not begin with a digit"
+        )
     if entry.name in {each.name for each in before}:
         raise UsageError(f"{where}: the name is given twice")
     if (entry.text is None) == (entry.template is None):
         what = "neither text nor template" if entry.text is None else "both text and template"
-        raise UsageError(f"{where}: it has {what}\ngive text, behind the document, or a template of its own")
+        raise UsageError(f"{where}: it has {what}\ngive text, after the document, or its own template")
     if entry.text is not None and document is None:
-        raise UsageError(f"{where}: text stands behind the document, but the file has no document")
+        raise UsageError(f"{where}: text stands after the document, but the file has no document")
     try:
         labels = parse_labels(entry.labels)
         if "values" in entry.model_fields_set:

@@ -85,7 +85,7 @@ class QuestionAsking(Asking):
 
 
 class QuestionLabels(Labels):
-    """The labels of the first question, and those behind `each` prompt of a row. They are those of the file with this
+    """The labels of the first question, and those after `each` prompt of a row. They are those of the file with this
     `digest`."""
 
     def __init__(self, tokenizer: Any, file: QuestionFile, settings: Any) -> None:
@@ -98,8 +98,8 @@ class QuestionLabels(Labels):
 
 
 def compiled(file: QuestionFile, available: Sequence[str]) -> list[RowTemplate]:
-    """The template of each question, for rows with the `available` columns (none: they are not known yet). Raises
-    UsageError, which names the question."""
+    """Compile the template of each question, for rows with the `available` columns (none: they are not known yet).
+    Raises UsageError, which names the question."""
     found = []
     for each in file.questions:
         try:
@@ -117,8 +117,8 @@ def compiled(file: QuestionFile, available: Sequence[str]) -> list[RowTemplate]:
 
 
 class QuestionsBuilder(PromptBuilder):
-    """Makes a prompt of each row for each question: `Prompt.part` is the question's number. Behind them are those of
-    `QuestionFile.swapped`.
+    """Makes a prompt of each row for each question: `Prompt.part` is the question's number. Those of
+    `QuestionFile.swapped` follow.
 
     It makes those of the first question itself. Raises UsageError as `PromptBuilder` does.
     """
@@ -148,8 +148,8 @@ class QuestionsBuilder(PromptBuilder):
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
     def build(self, batch: RowBatch, labels: Labels) -> tuple[list[Prompt], dict[int, RowError]]:
-        """The prompts of a batch, ascending by row and part. An error of a question is one of its row, unless the
-        question is conditional: then the row's first prompt has it."""
+        """Make the prompts of a batch, ascending by row and part. An error of a question is one of its row, unless
+        the question is conditional: then the row's first prompt has it."""
         own = labels.each if isinstance(labels, QuestionLabels) else (labels,)
         errors = dict(batch.errors)
         prompts: list[Prompt] = []
@@ -195,8 +195,8 @@ class QuestionsBuilder(PromptBuilder):
             each.close()
 
 
-# How many rows a condition is taken to hold for, as nobody knows yet. The choice of packs must not depend on answers:
-# a job that is resumed repeats them.
+# The assumed number of rows for which a condition holds, as it is not known yet. The choice of packs must not depend
+# on answers: a resumed job repeats it.
 SHARE = 0.5
 
 
@@ -244,7 +244,7 @@ class SecondPass(Further):
         return waiting
 
     def chosen(self, window: Window, rows: ResultRows) -> Collection[int]:
-        """The rows of which questions that wait are asked."""
+        """Return the rows that waiting questions are asked about."""
         holds = {number: self._holding(number, rows) for number in set(self._prompts.values())}
         found = set()
         for each in rows.scored:

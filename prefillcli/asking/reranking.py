@@ -1,5 +1,5 @@
-"""Rerankers whose files say so: the prompt and the labels that they were trained with, from the columns `query` and
-`document`. With another prompt, scores look right and are not.
+"""Rerankers that their files identify: the prompt and the labels they were trained with, from the columns `query` and
+`document`. With another prompt, scores look right but are wrong.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RerankBuilder(PromptBuilder):
         return RerankBuilder(self._tokenizer, self.settings, self._reranker, group_chars=self._group_chars)
 
     def text_of(self, query: str, document: str) -> str | RowError:
-        """The prompt of this pair."""
+        """Return the prompt of this pair."""
         (text,) = self._pair_template.render([[*self._instructed(), *_messages(query, document)]])
         return text
 
@@ -88,7 +88,7 @@ def _fault(name: str, value: Any) -> RowError | None:
 
 
 def own_labels(found: Reranker, opened: Opened) -> Labels | None:
-    """The labels that a reranker answers; None for a head, which has classes. Raises UsageError."""
+    """Return the labels that a reranker answers; None for a head, which has classes. Raises UsageError."""
     if found.tokens is None or opened.files.head is not None:
         return None
     names = _names(found.tokens, opened)
@@ -114,7 +114,7 @@ def warn_of_labels(found: Reranker, opened: Opened, labels: Any) -> None:
 
 
 def warn_of_name(opened: Opened) -> None:
-    """Warn of a model whose name says what its files do not."""
+    """Warn of a model that is a reranker by its name, but not by its files."""
     if "rerank" not in os.path.basename(str(opened.files.origin).rstrip("/")).lower():
         return
     how = (
@@ -123,7 +123,7 @@ def warn_of_name(opened: Opened) -> None:
         else "write the prompt of its documentation with --template; --recipe recipes/rerank.yaml has Qwen3-Reranker's"
     )
     log.warning(
-        f"{opened.files.origin}: a reranker by its name, but its files do not say how it reads pairs of texts\n{how}"
+        f"{opened.files.origin}: a reranker by its name, but its files do not show how it reads pairs of texts\n{how}"
     )
 
 
@@ -141,8 +141,8 @@ def own_builder(
     asked: bool,
     said: set[str],
 ) -> PromptBuilder | None:
-    """The builder of a reranker's own prompts; None, with a warning where that is a fault, for those that the user has
-    `asked` for. What is in `said` is not said again."""
+    """Return the builder of a reranker's own prompts. None if the user has `asked` for others, with a warning where
+    these are a mistake. Messages in `said` are not repeated."""
     if made.encoder:
         return _pair_builder(opened, made, available, asked=asked, said=said)
     own = RerankBuilder(opened.tokenizer, made, found) if getattr(opened.tokenizer, "chat_template", None) else None
@@ -188,8 +188,8 @@ def _say(said: set[str], text: str, tell: Callable[[str], None] = log.warning) -
 
 
 def _compare(opened: Opened, own: RerankBuilder, settings: Any, said: set[str]) -> None:
-    # Warn of a prompt that differs from the model's own, and say where.
-    what = f"{opened.files.origin} is a reranker by its files, with a template of its own"
+    # Warn of a prompt that differs from the model's own, and name the place.
+    what = f"{opened.files.origin} is a reranker by its files, with its own template"
     template = None if settings.template is None else RowTemplate(settings.template)
     if template is None:
         option = "--prompt-column" if "prompt_column" in settings.model_fields_set else "--chat"

@@ -1,4 +1,4 @@
-"""Targets: the tokens of a row's text behind its prompt, and the windows of whole documents."""
+"""Targets: the tokens of a row's text after its prompt, and the windows of whole documents."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Targets(Labels):
     def resolve_all(
         self, tails: Sequence[str], *, literal: bool = False, values: Sequence[Sequence[Any]] = ()
     ) -> list[Following | LabelError]:
-        """For every tail the tokens of its row's text, by the rule of all answers (`tokens_behind`)."""
+        """Return, for every tail, the tokens of its row's text, by the rule of all answers (`tokens_behind`)."""
         found: list[Following | LabelError] = [LabelError("")] * len(tails)
         asked: list[tuple[int, tuple[str, bool], str]] = []
         for at, (tail, (value,)) in enumerate(zip(tails, values, strict=True)):
@@ -146,7 +146,7 @@ class Targets(Labels):
         return self._literal and self._encoder.controls.may_be_in(target, joined=False)
 
     def encode(self, parts: Sequence[Part]) -> list[Int32Array | RowError]:
-        """The tokens of texts, without those that stand before every text."""
+        """Return the tokens of texts, without the special ones that begin every text."""
         found: list[Int32Array | RowError] = [RowError(ErrorCode.INVALID_TARGET, "")] * len(parts)
         for literal in (False, True):
             places = [at for at, part in enumerate(parts) if part.literal == literal]
@@ -161,7 +161,7 @@ class Targets(Labels):
         return found
 
     def error(self, value: Any) -> RowError | None:
-        """Return why a value is no target."""
+        """Return why a value is not a target."""
         if not isinstance(value, str):
             what = "null" if value is None else f"{type(value).__name__}, not text"
             return RowError(ErrorCode.INVALID_TARGET, f"the target is {what}")
@@ -172,13 +172,13 @@ class Targets(Labels):
 
 def _following(end: PromptEnd, own: Behind, target: str) -> Following | LabelError:
     if not own.tokens:
-        return LabelError("the target has no tokens of its own behind the prompt", ErrorCode.INVALID_TARGET)
+        return LabelError("the target has no tokens of its own after the prompt", ErrorCode.INVALID_TARGET)
     tokens = np.array(own.tokens, np.int32)
     return Following(target_set(tokens, target), end.moved, end.text if own.merged else "")
 
 
 def target_set(tokens: Int32Array, text: str) -> LabelSet:
-    """The label set of a text with these tokens. Sets of targets are not stored: hardly two are equal.
+    """Return the label set of a text with these tokens. Sets of targets are not stored: hardly two are equal.
 
     Words are counted as lm-evaluation-harness does it (`count_words`), empty ones at the text's ends included.
     """
@@ -190,11 +190,11 @@ def target_set(tokens: Int32Array, text: str) -> LabelSet:
 def rolling_windows(
     tokens: Int32Array, start: int, most: int, stride: int | None = None
 ) -> Iterator[tuple[Int32Array, Int32Array]]:
-    """The windows of a document: the tokens before those that are predicted, and these, disjoint.
+    """Yield the windows of a document: the tokens before those that are predicted, and these, disjoint.
 
     The rule of lm-evaluation-harness (`get_rolling_token_windows` and `make_disjoint_window`): a window computes at
-    most so many tokens. The first one begins with the token `start` and predicts all of its own. Later ones predict
-    `stride` tokens each (`most` - context_len + 1 there), behind as many before them as there is room for.
+    most `most` tokens. The first one begins with the token `start` and predicts all of its tokens. Later ones predict
+    `stride` tokens each (`most` - context_len + 1 there), after as many earlier ones as there is room for.
     """
     first = tokens[:most]
     yield np.array([start], np.int32), first
@@ -224,7 +224,7 @@ class TargetBuilder(PromptBuilder):
             self.column = ""
 
     def build(self, batch: RowBatch, labels: Labels) -> tuple[list[Prompt], dict[int, RowError]]:
-        """As in every builder; prompts of a row are in their order."""
+        """Build as every builder does; the prompts of a row are in their order."""
         if self._prompts_too:
             prompts, errors = super().build(batch, labels)
         else:
@@ -246,7 +246,7 @@ class TargetBuilder(PromptBuilder):
     def _documents(
         self, places: Sequence[tuple[int, int]], batch: RowBatch, labels: Targets, errors: dict[int, RowError]
     ) -> list[Prompt]:
-        # The prompts of rows without one of their own.
+        # The prompts of rows that bring none.
         found: list[Prompt] = []
         values = [(row, batch.columns[labels.columns[0]][at]) for at, row in places]
         for group in _groups(values):

@@ -1,4 +1,4 @@
-"""The role of what is asked of a row; `core/roles.py` has the others."""
+"""The role that defines what is asked of a row; `core/roles.py` has the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Asking(ABC):
-    """What is asked of a row: prompts, and the answers whose log-probabilities are read after them. A job has one."""
+    """The question to a row: prompts, and the answers whose log-probabilities are read after them. A job has one."""
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
@@ -43,6 +43,6 @@ class Asking(ABC):
         """Return the builder of prompts for rows with the `available` columns. It takes the compiled `template`."""
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
-        """Return its parts of the job's fingerprint. `values` are those of options that change the output; what it
-        takes out for a part of its own is not in the part `settings`."""
+        """Return its parts of the job's fingerprint. `values` are those of options that change the output. A value
+        that it takes out, for a part that it makes, is not in the part `settings`."""
         return {}

@@ -61,7 +61,7 @@ _FILTERS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
 
 
 class _Text(str):
-    """A typical text of a column. Of a prediction, the `labels` are all that it can be."""
+    """A typical text of a column. For a prediction, `labels` are all its possible values."""
 
     labels: tuple[str, ...]
 
@@ -72,7 +72,7 @@ class _Text(str):
 
 
 class _Unknown:
-    """A value of a column of unknown kind: only its rows show that."""
+    """A value of a column whose kind only its rows show."""
 
 
 _UNKNOWN = _Unknown()
@@ -90,7 +90,7 @@ class RowCondition:
         self.text, self._option = text, option
         environment = _Expressions()
         try:
-            tree, self.columns = environment.parsed(text)  # the columns are those that it uses
+            tree, self.columns = environment.parsed(text)  # it may name only columns that it uses
             self._holds = environment.compiled(tree)
         except (TemplateSyntaxError, RecursionError, MemoryError, SyntaxError, OverflowError) as error:
             what = error.message if isinstance(error, TemplateSyntaxError) else "nested too deeply"
@@ -102,7 +102,7 @@ class RowCondition:
         return RowCondition, (self.text, self._option)
 
     def __call__(self, values: Mapping[str, Any]) -> bool:
-        """Return whether it is true of a row with these values of `columns`: numbers, texts, true, false, None, lists
+        """Return whether it holds for a row with these values of `columns`: numbers, texts, true, false, None, lists
         or mappings."""
         return self._holds(columns=values) is True
 
@@ -110,8 +110,8 @@ class RowCondition:
         self, schema: pa.Schema, untyped: Collection[str] = (), labels: Mapping[str, Sequence[str]] = {}
     ) -> None:
         """Raise UsageError for a column that `schema` does not have, for values that cannot be compared, and for a
-        condition that is not true or false. Columns of unknown kind are `untyped`. Some columns have one of these
-        `labels`, and nothing else is compared with them."""
+        condition that is not true or false. Columns of unknown kind are `untyped`. `labels` has, for some columns, the
+        only values that may be compared with them."""
         for name in sorted(self.columns - set(schema.names)):
             raise UsageError(f"{self._option} {_short(self.text)!r}: {_why_not(name, schema.names)}")
         typical = {name: _UNKNOWN if name in untyped else _typical(schema.field(name).type) for name in self.columns}
@@ -131,7 +131,7 @@ class RowCondition:
 
 
 def _sides(tree: nodes.Node) -> Iterator[nodes.Node]:
-    # What `and`, `or` and `not` join, each for itself: one may decide without the other.
+    # The operands of `and`, `or` and `not`, each for itself: one may decide without the other.
     if isinstance(tree, nodes.And | nodes.Or | nodes.Not):
         for each in tree.iter_child_nodes():
             yield from _sides(each)
@@ -199,7 +199,7 @@ class _Expressions(BoundedEnvironment):
         return tree.set_environment(self), frozenset(rewriting.found)
 
     def compiled(self, tree: nodes.Node) -> TemplateExpression:
-        """Return what evaluates an expression, as `Environment.compile_expression` does for a text."""
+        """Return a function that evaluates an expression, as `Environment.compile_expression` does for a text."""
         result = nodes.Assign(nodes.Name("result", "store"), tree, lineno=1)
         return TemplateExpression(self.from_string(nodes.Template([result], lineno=1)), undefined_to_none=False)
 
@@ -212,7 +212,7 @@ class _Expressions(BoundedEnvironment):
         return self._of(operator, self.unop_table[operator], ("number",), arg)
 
     def _of(self, name: str, function: Callable[..., Any], kinds: Collection[str], *values: Any) -> Any:
-        # What the function gives for these values. Of values of a kind that it is not for, it gives null.
+        # The function's result for these values; null for values of a kind that it does not take.
         if _UNKNOWN in values:
             return _UNKNOWN
         wrong = [_kind(value) for value in values if _kind(value) not in kinds]
@@ -230,7 +230,7 @@ class _Expressions(BoundedEnvironment):
 
 
 def _holds(sign: str, left: Any, right: Any) -> bool:
-    # Nothing holds of null, nor of values that cannot be compared.
+    # No comparison with null holds, nor one of values that cannot be compared.
     try:
         return left is not None and right is not None and bool(_COMPARISONS[sign](left, right))
     except TypeError:
@@ -238,7 +238,7 @@ def _holds(sign: str, left: Any, right: Any) -> bool:
 
 
 def _fit(sign: str, left: Any, right: Any) -> bool:
-    # True. Raises TypeError if these typical values are never compared so.
+    # True. Raises TypeError if values of these kinds cannot be compared like that.
     if left is None or right is None:
         raise TypeError("a comparison with none is always false\nwrite 'is none' or 'is not none'")
     if sign in ("in", "notin") and isinstance(right, list | tuple):
@@ -300,7 +300,7 @@ def _short(text: str) -> str:
 
 
 def row_values(window: Window, rows: ResultRows, schema: OutputSchema, names: Set[str]) -> list[dict[str, Any]]:
-    """The values of the named columns, by name, for each of these rows of a window.
+    """Return the values of the named columns, by name, for each of these rows of a window.
 
     Columns of JSON text give the values in the text; dates and times give text in ISO 8601.
     """
@@ -351,7 +351,7 @@ class RowChoice:
         return self.condition.columns
 
     def chosen(self, window: Window, rows: ResultRows) -> list[int]:
-        """The numbers of the chosen rows, ascending; a row without a score is not chosen."""
+        """Return the numbers of the chosen rows, ascending. A row without a score is never chosen."""
         scored = {each.row for each in rows.scored}
         values = row_values(window, rows, self.schema, self.columns)
         pairs = zip(rows.numbers.tolist(), values, strict=True)

@@ -1,4 +1,4 @@
-"""Further questions about rows that are scored: which rows have them, and who asks."""
+"""Further questions about scored rows: the choice of the rows, and the parts that ask."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Condition(Protocol):
 
     @property
     def columns(self) -> frozenset[str]:
-        """The columns that it looks at."""
+        """The columns that it reads."""
 
     @property
     def limit(self) -> int | None:
-        """How many rows of the input are chosen at most, the first ones; None: all."""
+        """The most rows of the input that are chosen, the first ones; None: all."""
 
     def chosen(self, window: Window, rows: ResultRows) -> Collection[int]:
-        """The numbers of the chosen ones among these rows of a window."""
+        """Return the numbers of the chosen ones among these rows of a window."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which scored rows are asked about, and their predicted labels. It can be pickled.
+    """The choice of scored rows to ask about, and their predicted labels. It can be pickled.
 
     Without a `condition` all are. The scores of the output are made with `temperature` and `probabilities`.
     """
@@ -48,12 +48,12 @@ class Choice:
 
     @property
     def columns(self) -> frozenset[str]:
-        """The columns that it looks at."""
+        """The columns that it reads."""
         return frozenset() if self.condition is None else self.condition.columns
 
     def wanted(self, window: Window, scored: Sequence[ScoredRow]) -> dict[int, dict[int, int]]:
-        """The wanted ones of these rows of a window, by row: the numbers of the prompts that it was asked, with the
-        number of the label that each was given.
+        """Return the wanted ones of these rows of a window. By row, it has the numbers of the prompts that were asked,
+        each with the number of the label it was given.
 
         A row whose score is not a finite number is not wanted.
         """
@@ -92,32 +92,32 @@ class Further:
     """Questions about one row, at most."""
 
     def later(self, window: Window, questions: Sequence[Request]) -> Collection[int]:
-        """The numbers of those of a window's questions that it asks itself, once their rows are scored."""
+        """Return the numbers of the window's questions that it asks itself, once their rows are scored."""
         return ()
 
     def continuations(self, window: Window, questions: Mapping[int, Request]) -> Continuations | None:
-        """Which of these questions of a window get a text as soon as they are scored; None where none does."""
+        """Return which of these questions of a window get a text as soon as they are scored; None if none does."""
         return None
 
     def scored(self, row: WantedRow, answer: Answer) -> None:
-        """A wanted row has been scored, by this answer."""
+        """Take the answer that scored a wanted row."""
 
     def lacks(self, row: ScoredRow) -> bool:
         """Return whether a wanted row needs more than `scored` gave it."""
         return True
 
     def questions(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Request]:
-        """The questions about a wanted row; none once all that can be known is known."""
+        """Return the next questions about a wanted row; none once everything is known."""
         return ()
 
     def close(self) -> None:
-        """No more questions are asked."""
+        """Ask no more questions."""
 
 
 @dataclass(frozen=True, slots=True)
 class FurtherQuestions:
-    """The questions of a job about scored rows, and the choice of these rows. `chosen` counts those that are
-    written."""
+    """The questions of a job about scored rows, and the choice of these rows. `chosen` counts the chosen rows that are
+    already written."""
 
     choice: Choice
     askers: Sequence[Further]
@@ -132,14 +132,14 @@ class FurtherQuestions:
         follow_ups: Sequence[FollowUp],
         chosen: Callable[[], int] = lambda: 0,
     ) -> FurtherQuestions | None:
-        """Those of these follow-ups about the chosen rows of an output; None if there are none."""
+        """Return the questions of these follow-ups about the chosen rows of an output; None if there are none."""
         choice = Choice(schema, condition, inputs.settings.temperature, inputs.probabilities)
         askers = [asker for each in follow_ups if (asker := each.further(inputs, choice)) is not None]
         return cls(choice, askers, chosen) if askers else None
 
     @property
     def limit(self) -> int | None:
-        """How many rows are asked about at most."""
+        """The most rows that are asked about."""
         return None if self.choice.condition is None else self.choice.condition.limit
 
     def has_room(self, rows: int) -> bool:
@@ -147,7 +147,7 @@ class FurtherQuestions:
         return self.limit is None or self.chosen() + rows <= self.limit
 
     def close(self) -> None:
-        """No more questions are asked."""
+        """Ask no more questions."""
         for each in self.askers:
             each.close()
 
@@ -173,8 +173,8 @@ MOST_ROWS = 10
 
 
 def first_rows(output: str, names: Sequence[str], id_name: str | None) -> list[dict[str, Any]]:
-    """The first rows of an output that have one of these columns, at most `MOST_ROWS`: their `row` or `id`, `score`,
-    `prediction` and these columns."""
+    """Return the first rows of an output with a value in one of these columns, at most `MOST_ROWS`: their `row` or
+    `id`, `score`, `prediction` and these columns."""
     target = Target.parse(output)
     found: list[dict[str, Any]] = []
     for table in target.tables([id_name or ROW_COLUMN, "score", "prediction", *names]):

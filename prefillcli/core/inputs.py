@@ -23,7 +23,7 @@ QuestionSchemas = Callable[[frozenset[Group], str], tuple[OutputSchema, ...]]
 
 
 class Inputs:
-    """The rows of a command with these `settings` (`JobOptions`), and what becomes of each: a prompt with answers.
+    """The rows of a command with these `settings` (`JobOptions`), and the prompts with answers made of them.
 
     `scoring/opening.py` opens them, in the order in which mistakes are cheapest to find. Close the builder.
     """
@@ -54,7 +54,7 @@ class Inputs:
         self.template: RowTemplate | None = None
         """The compiled template of the settings, until a builder takes it."""
         self._carried = [name for name in carried if name is not None]
-        self._said = ""  # of the way of chats to the answer
+        self._said = ""  # how chats get to the answer
 
     @property
     def carried(self) -> list[str]:
@@ -74,7 +74,8 @@ class Inputs:
         self.template = None
 
     def new_builder(self, template: RowTemplate | None = None) -> PromptBuilder:
-        """A builder of prompts for the rows of the source, which will read the columns for it. Raises UsageError.
+        """Return a builder of prompts for the rows of the source, which will read the columns for it. Raises
+        UsageError.
 
         Without a compiled `template`, that of the settings is read.
         """
@@ -88,13 +89,13 @@ class Inputs:
         return builder
 
     def make_builder(self, available: Sequence[str], template: RowTemplate | None = None) -> PromptBuilder:
-        """A builder of prompts for rows with these columns. Raises UsageError."""
+        """Return a builder of prompts for rows with these columns. Raises UsageError."""
         found = self.asking.builder(self, self.prompt_settings(), available, template)
         self._tell(found)
         return found
 
     def prompt_settings(self) -> PromptSettings:
-        """How rows become prompts, by the settings and the model."""
+        """Return how rows become prompts, by the settings and the model."""
         settings, opened = self.settings, self.opened
         files = opened.files
         variants = None if opened.variants is None else opened.variants.row_columns
@@ -119,7 +120,7 @@ class Inputs:
         )
 
     def _tell(self, builder: PromptBuilder) -> None:
-        # Say, once, how chats come to the answer.
+        # Log, once, how chats get to the answer.
         said = builder.way.said if builder.way else ""
         if said and said != self._said and not getattr(self.settings, "quiet", False):
             ends = "the model thinks first" if self.settings.thinking == "on" else "the answer comes next"
@@ -134,8 +135,8 @@ class Inputs:
         size: WindowSize = USUAL_SIZE,
         **choice: Any,
     ) -> Prefetcher[Window]:
-        """The windows of the rows, with those of the shard alone, made and changed ahead of the model in a thread.
-        `cancel` is that of `Prefetcher`; the other arguments are those of `data.windows.windows`."""
+        """Return the windows of the rows, with those of the shard alone, made and changed ahead of the model in a
+        thread. `cancel` is that of `Prefetcher`; the other arguments are those of `data.windows.windows`."""
         shard = getattr(self.settings, "shard_of", None)
         coming = windows(
             self.source,
@@ -156,7 +157,7 @@ class Inputs:
                 break
 
     def schema(self) -> OutputSchema:
-        """The columns of the output."""
+        """Return the columns of the output."""
         truths = getattr(self.settings, "truth_columns", {})
         return OutputSchema(
             labels=self.labels.names,

@@ -37,13 +37,13 @@ class Models(Generic[AnyEngine]):
     small: Sequence[Any] = ()
     """The weights of the small models beside the model."""
     beside: dict[str, Any] = field(default_factory=dict)
-    """What is loaded beside the model: `draft`, `first`."""
+    """The things loaded beside the model: `draft`, `first`."""
     _small_walks: dict[int, LayerWalk] = field(default_factory=dict)
     _closing: ExitStack = field(default_factory=ExitStack)
 
     def small_walk(self, number: int = 0, chunk_tokens: int | None = None) -> LayerWalk:
-        """A walk over a small model, which all users share in turn. The first one sets the number of tokens of a
-        chunk."""
+        """Return a walk over a small model, which all users share in turn. The first one sets the number of tokens of
+        a chunk."""
         from prefillcli.models.law import choose_chunk, memory_law
         from prefillcli.walk.narrow import in_smaller_numbers
         from prefillcli.walk.walk import FASTEST, LayerWalk
@@ -59,7 +59,7 @@ class Models(Generic[AnyEngine]):
         return self._small_walks[number]
 
     def held_bytes(self) -> int:
-        """Bytes of the budget that K,V take at most which the engine keeps between packs."""
+        """Return the most bytes of the budget that K,V take which the engine keeps between packs."""
         from prefillcli.models.law import memory_law
 
         if getattr(self.settings, "prefix_kv", "auto") not in ("auto", "keep"):

@@ -37,7 +37,7 @@ Tick = Callable[[float], None]
 
 
 class Thinning(ABC):
-    """How the model itself leaves tokens of a prompt behind while it reads it."""
+    """The way in which the model itself drops tokens of a prompt while it reads it."""
 
     keep: float
     """The share of the tokens that its last layers read, besides those that they always read."""
@@ -50,7 +50,8 @@ class Thinning(ABC):
 
     @abstractmethod
     def rule(self, thinnings: Mapping[int, Thinning]) -> ThinningRule:
-        """The rule for prompts that are planned together. The ones to thin are given by their numbers in the plan."""
+        """Return the rule for prompts that are planned together. `thinnings` has the prompts to thin, by their numbers
+        in the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Request:
     """The prompt's share of the time that picking took."""
     thinning: Thinning | None = None
     text: tuple[Writing, Beginning] | None = None
-    """How a text is written behind the prompt, and how the text begins; None: no text is written."""
+    """The way to write a text after the prompt, and how it begins; None: no text is written."""
     take: Callable[[Answer | None], None] | None = None
     """For a question about a scored row, this receives the answer; None: there is no answer."""
     required: bool = False
@@ -84,7 +85,7 @@ class Request:
 
     @property
     def size(self) -> int:
-        """How many tokens are computed for it: those, and the ones of its labels behind them."""
+        """The number of tokens computed for it: those that are read, and its labels' after them."""
         return len(self.tokens) + self.prompt.labels.tokens
 
     @property
@@ -94,7 +95,7 @@ class Request:
 
     @property
     def compressed(self) -> bool:
-        """Whether some of the prompt's tokens are left out."""
+        """True if some of the prompt's tokens are left out."""
         return self.kept is not None or self.thinning is not None
 
     @property
@@ -137,7 +138,7 @@ def plan_requests(
     carried: Sequence[CarriedBlock] = (),
     block_tokens: int = 0,
 ) -> Plan:
-    """The plan of the tokens that the target reads. `carried` and `block_tokens` as in `make_plan`.
+    """Plan the tokens that the target reads. `carried` and `block_tokens` as in `make_plan`.
 
     Where the target drops tokens itself, nothing is held from pack to pack: its last layers have no K,V of a whole
     prefix.
@@ -157,12 +158,12 @@ def plan_requests(
 
 
 def planned_variants(questions: Sequence[Request]) -> list[str | None]:
-    """The variants that read the questions."""
+    """Return the variants that read the questions."""
     return [each.prompt.variant for each in questions]
 
 
 def thinning_of(questions: Mapping[int, Request]) -> ThinningRule | None:
-    """The rule by which the model leaves tokens of these questions behind, by their numbers in a plan; None: it leaves
+    """Return the rule by which the model drops tokens of these questions, by their numbers in a plan; None if it drops
     none."""
     own = {number: each.thinning for number, each in questions.items() if each.thinning is not None}
     return next(iter(own.values())).rule(own) if own else None
@@ -189,7 +190,7 @@ def answer_requests(
     schedule: str = "prefix-tree",
     treatment: Treatment = PLAIN,
 ) -> list[Answer]:
-    """The engine's answer to each question; arguments as in `answer`; `treatment` as in `Engine.answer`."""
+    """Return the engine's answer to each question; arguments as in `answer`; `treatment` as in `Engine.answer`."""
     found: dict[int, Answer] = {}
     plan = plan_requests(questions, engine.limits, schedule)
     treatment = replace(treatment, thinning=thinning_of(dict(enumerate(questions))))
@@ -199,7 +200,7 @@ def answer_requests(
 
 
 def require_answered(answers: Sequence[Answer]) -> Sequence[Answer]:
-    """The answers. Raises ResourceError if memory has run out on one of the prompts."""
+    """Return the answers. Raises ResourceError if memory has run out on one of the prompts."""
     for each in answers:
         if each.failure is not None:
             raise ResourceError(each.failure)
@@ -212,7 +213,7 @@ def answer(
     tick: Tick = lambda tokens: None,
     schedule: str = "prefix-tree",
 ) -> npt.NDArray[np.float64]:
-    """Label log-probabilities, float64 [questions, labels], of prompts with equally many labels.
+    """Return label log-probabilities, float64 [questions, labels], of prompts with equally many labels.
 
     `tick` as in `Engine.answer`. Raises ResourceError if the engine cannot go on.
     """
@@ -220,7 +221,7 @@ def answer(
 
 
 def _joined(questions: Sequence[Request], limits: Limits, schedule: str) -> Plan:
-    """The plans of groups that share no pack, one after the other."""
+    """Return the plans of groups that share no pack, one after the other."""
     packs: list[Pack] = []
     unique = behind = 0
     limits = replace(limits, held_tokens=0)
@@ -242,7 +243,7 @@ def _joined(questions: Sequence[Request], limits: Limits, schedule: str) -> Plan
 
 
 def _groups(questions: Sequence[Request], limits: Limits) -> Iterator[tuple[list[int], Limits]]:
-    """Numbers of questions that may share packs, and the limits of these.
+    """Yield the numbers of questions that may share packs, and the limits of these.
 
     A prompt that is read both ways is in two groups: one pack computes a prompt once. Where each row chooses for
     itself, rows of another rate, or without one, are apart too. The last layers then hold shared tokens once for each
@@ -268,8 +269,8 @@ def _groups(questions: Sequence[Request], limits: Limits) -> Iterator[tuple[list
 def _small_groups(
     questions: Sequence[Request], numbers: Sequence[int], limits: Limits
 ) -> Iterator[tuple[list[int], Limits]]:
-    """Groups of questions. Their tokens fit half of the memory before thinning and the other half after it, where each
-    question has its own. Questions too long for that are alone. Those that begin alike are together."""
+    """Yield groups of questions. Their tokens fit half of the memory before thinning and the other half after it,
+    where each question has its own. Questions too long for that are alone. Those that begin alike are together."""
     half = limits.max_tokens // 2
     small = replace(limits, tokens=min(limits.tokens, half), max_tokens=half)
     group: list[int] = []
@@ -289,7 +290,7 @@ def _small_groups(
         yield sorted(group), small
 
 
-# Which compressed rows are also read in full, for the audit.
+# The choice of compressed rows that are also read in full, for the audit.
 
 
 _SEED = 20_261
@@ -307,17 +308,17 @@ class AuditDraw:
         self._total = max(selection.count(total), 1)
 
     def draw(self, window: Window, candidates: Sequence[int]) -> list[int]:
-        """The share of `window`, drawn from the `candidates` (any numbers)."""
+        """Draw the share of `window` from the `candidates` (any numbers)."""
         quota = self._before(int(window.rows[-1]) + 1) - self._before(int(window.rows[0]))
         return draw(candidates, quota, window.index)
 
     def _before(self, row: int) -> int:
-        """The number of rows that are drawn before this one."""
+        """Return the number of rows that are drawn before this one."""
         return -(-self._rows * self._selection.before(row) // self._total)
 
 
 def draw(candidates: Sequence[int], count: int, number: int) -> list[int]:
-    """`count` of the candidates or all of them, ascending, seeded by `number`."""
+    """Draw `count` of the candidates or all of them, ascending, seeded by `number`."""
     if count <= 0:
         return []
     order = np.random.default_rng([_SEED, number]).permutation(len(candidates))[:count]
@@ -325,8 +326,8 @@ def draw(candidates: Sequence[int], count: int, number: int) -> list[int]:
 
 
 def scored_row(question: Request, answer: Answer, *, audited: bool = False) -> ScoredRow:
-    """A row scored by an answer. An `audited` one has two results: the one an exit would have given, and the full
-    read's."""
+    """Return a row scored by an answer. An `audited` one has two results: the one an exit would have given, and the
+    full read's."""
     logprobs, layer, audit = answer.logprobs, answer.exit_layer, None
     if audited:
         audit = answer.logprobs

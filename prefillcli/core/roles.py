@@ -1,7 +1,7 @@
-"""The roles that the parts of a job play beside its asking: how it is read, what follows, what it is worth.
+"""The roles of a job's parts besides its asking: reading, following up, judging.
 
-`scoring/compose.py` says which parts a job has. What only one class does is a method of that class, and whoever
-composes the job calls it.
+`scoring/compose.py` chooses a job's parts. What only one class does is a method of that class, which the steps of the
+job call by name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Reading(ABC):
 
 
 class FollowUp(ABC):
-    """What is asked about rows that are scored."""
+    """Questions about rows that are already scored."""
 
     @abstractmethod
     def further(self, inputs: Inputs, choice: Choice) -> Further | None:
@@ -48,23 +48,23 @@ class FollowUp(ABC):
 
 
 class Judge:
-    """Says what the answers are worth, in the report and its exit code."""
+    """Judges the answers, in the report and its exit code."""
 
     def check(self, inputs: Inputs) -> None:
-        """The labels are known: by their names, before torch is imported, and then as they are. Raise UsageError if
-        their answers cannot be judged."""
+        """Check the labels: first by their names alone, before torch is imported, then as they are. Raise UsageError
+        if their answers cannot be judged."""
 
     def ended(self, run: Run) -> None:
-        """The output is whole: evaluate it, write the files beside it."""
+        """Evaluate the whole output, and write the files beside it."""
 
     def reported(self, run: Run, counts: Counts | None) -> None:
-        """The run is over, however it ended: put its figures into the report. `counts` are the output's; None where it
-        was not opened."""
+        """Put its figures into the report of a run that is over, however it ended. `counts` are the output's; None
+        where it was not opened."""
 
     def shard_plan(self) -> Mapping[str, Any]:
-        """Return what `merged` has to know of the job of a shard."""
+        """Return what `merged` needs to know about a shard's job."""
         return {}
 
     @classmethod
     def merged(cls, report: RunReport, output: str, manifest: Manifest) -> None:
-        """`prefill merge` has made an output of shards: put its figures into the report."""
+        """Put its figures into the report of an output that `prefill merge` has made of shards."""

@@ -1,4 +1,4 @@
-"""A run of `prefill score`: what it has opened, written and measured so far, for the parts of the job."""
+"""The state of a run of `prefill score`, for the parts of the job: what is opened, written and measured so far."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ class Run:
         return self.scorer.inputs
 
     def tick(self, tokens: float) -> None:
-        """Called while something is computed: a signal may stop it."""
+        """Let a signal stop the run. Called while something is computed; `tokens` are those of the step."""
         self.stop.check()

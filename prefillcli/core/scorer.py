@@ -34,7 +34,7 @@ class Granularity:
     flush_seconds: float = 15.0
     """Finished rows are written at least this often, between two answers of the engine."""
     block_tokens: int = BLOCK_TOKENS
-    """Prefixes of so many tokens or more are handed from one window to the next."""
+    """The fewest tokens of a prefix that is handed from one window to the next."""
 
 
 USUAL = Granularity()
@@ -71,7 +71,7 @@ class ScoringPool(PlanEngine, Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """True if there is nothing to do."""
 
     def fit(self, longest: int) -> None:
         """Limit the packs that are planned next, of prompts with at most `longest` tokens."""
@@ -80,7 +80,7 @@ class ScoringPool(PlanEngine, Protocol):
         """Answer the packs of a plan, after those that were asked for before."""
 
     def pump(self, seconds: float, phase: Callable[..., AbstractContextManager[None]]) -> object:
-        """Compute until there is news; where other processes compute, wait for them at most so many seconds.
+        """Compute until there is news; where other processes compute, wait at most `seconds` for them.
 
         The time goes to a `phase` (`Listener.phase`). Raises Interrupted after a signal.
         """
@@ -93,7 +93,7 @@ class ScoringPool(PlanEngine, Protocol):
 
 
 class Plans(Protocol):
-    """Where the plan of a job is kept, which all attempts at it share."""
+    """The store of a job's plan, which all attempts at the job share."""
 
     plan: dict[str, Any]
 
@@ -114,7 +114,7 @@ class Scorer:
     pool: ScoringPool
     """Answers packs."""
     beside: Mapping[str, Any] = MappingProxyType({})
-    """What is loaded beside the model in this process: `draft`, `first`."""
+    """The things loaded beside the model in this process: `draft`, `first`."""
     pack_seconds = 0.0
     """The fewest seconds of a pack: those of reading the weights for it."""
 
@@ -155,8 +155,8 @@ class Scorer:
         self.plan = {**plan, **{name: value for name, value in self.plan.items() if name in KEPT}}
 
     def note_memory(self) -> None:
-        """Keep in the plan the sizes to which the engine went down when memory ran out, so that no other attempt runs
-        out of it the same way."""
+        """Keep in the plan the sizes that the engine fell back to when memory ran out, so that no other attempt runs
+        out in the same way."""
         found = None if self.engine is None else self.engine.reduced()
         if found is not None and self.plan.get(REDUCED) != asdict(found):
             self.plan = {**self.plan, REDUCED: asdict(found)}

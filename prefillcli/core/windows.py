@@ -2,9 +2,9 @@
 
 The rows of a window are dealt to the shards of a job before anything is tokenised. Rows that begin alike should be
 scored by one shard, because their common prefix is then computed once. So the rows are sorted by the text that their
-prompts begin with, as the plan will sort their tokens. The sorted rows are cut into runs where neighbours have
-little in common, and each run goes to the shard that has the least work so far. All of this follows from the input
-and the number of shards alone, so every shard finds the same.
+prompts begin with, as the plan will sort their tokens. The sorted rows are cut into runs where neighbours have little
+in common, and each run goes to the shard that has the least work so far. All of this follows from the input and the
+number of shards alone, so every shard gets the same result.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Dealer:
         self._last: tuple[bytes, int] | None = None  # last row of the window before, and that row's shard
 
     def deal(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Int64Array:
-        """The shard of each row of a window, from 0 [rows].
+        """Return the shard of each row of a window, from 0 [rows].
 
         `keys` are the beginnings of the rows' prompts, `sizes` their lengths.
         """
@@ -101,7 +101,7 @@ class Dealer:
 def cut_runs(
     costs: Sequence[int], shared: Sequence[int], most: int, most_rows: int = RUN_ROWS
 ) -> list[tuple[int, int]]:
-    """Runs of rows as (start, stop), of at most `most_rows` rows and about the cost `most`.
+    """Return runs of rows as (start, stop), of at most `most_rows` rows and about the cost `most`.
 
     `shared[i]` is the part that row i has in common with the one before, [rows + 1] with 0 at both ends; `costs[i]` is
     the rest of the row. A run ends where the rows have least in common. It may cost more than `most` if every earlier
@@ -147,7 +147,7 @@ class ShardRows:
         self._columns = in_order_of_use(text, builder.columns)
 
     def of(self, batches: Sequence[RowBatch]) -> list[Int64Array]:
-        """Positions of the shard's rows in each batch of the next window."""
+        """Return positions of the shard's rows in each batch of the next window."""
         found = [key for batch in batches for key in self._keys(batch)]
         dealt = self._dealer.deal([key for key, _ in found], [size for _, size in found])
         own, at = [], 0
@@ -163,7 +163,7 @@ class ShardRows:
 
 
 def in_order_of_use(template: str, columns: Sequence[str]) -> tuple[str, ...]:
-    """The columns in the order in which a template names them first."""
+    """Return the columns in the order in which a template names them first."""
     places = {name: re.search(rf"\b{re.escape(name)}\b", template) for name in columns}
     return tuple(sorted(columns, key=lambda name: place.start() if (place := places[name]) else len(template)))
 
@@ -194,7 +194,8 @@ T = TypeVar("T")
 
 
 class WindowSize(NamedTuple):
-    """A window closes at so many `rows` or `nbytes`, after the batch of at most `batch_rows` that reaches them."""
+    """The size at which a window closes: `rows` or `nbytes`, after the batch of at most `batch_rows` that reaches
+    it."""
 
     rows: int = MAX_ROWS
     nbytes: int = 128 << 20
@@ -215,7 +216,7 @@ def windows(
     only: ShardRows | None = None,
     ended: Callable[[int], None] | None = None,
 ) -> Iterator[Window]:
-    """Windows of this size, cut the same way every time.
+    """Yield windows of this size, cut the same way every time.
 
     A row whose id is null or was seen before is an error row. A window whose index and row numbers `skip` accepts (one
     that is scored already) is read for its ids, but neither tokenised nor yielded. With `only` the windows are cut the
@@ -310,7 +311,7 @@ class Prefetcher(Iterator[T]):
 
     @property
     def ready(self) -> bool:
-        """Whether the next item, or the end, is ready."""
+        """True if the next item, or the end, is ready."""
         return self._stopped.is_set() or not self._ready.empty()
 
     def close(self) -> None:
@@ -355,7 +356,7 @@ class SeenIds:
         self._sorted: list[Int64Array] = []
 
     def check(self, rows: Int64Array, ids: pa.ChunkedArray) -> dict[int, RowError]:
-        """The rows among these whose id is null or was seen before, by row number; then remember the ids."""
+        """Return the rows among these whose id is null or was seen before, by row number; then remember the ids."""
         column = ids.combine_chunks()
         null = pc.is_null(column, nan_is_null=True).to_numpy(zero_copy_only=False)
         valid = np.flatnonzero(~null)
@@ -430,8 +431,8 @@ class FoundRow:
 def find_row(
     source: Source, builder: PromptBuilder, labels: Labels, *, row: str | None, id_column: str | None
 ) -> FoundRow:
-    """The row whose number, or with `id_column` whose id as text, is `row`; the first one if an id occurs twice, and
-    of all where `row` is None.
+    """Find the row with the number `row`, or with `id_column` the row with this id as text. If an id occurs twice,
+    the first row counts; None: the first row of all.
 
     Only its own window is tokenised. Raises UsageError if there is no such row, PrefillError if a file is damaged.
     """
@@ -454,8 +455,8 @@ def find_prompts(
     id_column: str | None,
     part: int = 0,
 ) -> dict[int | str | None, Prompt]:
-    """The prompts of the rows with these numbers, or with `id_column` with these ids as text; of several of a row that
-    with the number `part`.
+    """Find the prompts of the rows with these numbers, or with `id_column` with these ids as text; of a row with
+    several prompts, the one with the number `part`.
 
     Reads the input up to the last of them, and tokenises no other row. Rows without a prompt are left out; for an id
     that occurs twice the first row counts.
@@ -490,7 +491,7 @@ class _Search:
         self.kind = source.kind
 
     def goes_on(self, window: int, rows: Int64Array) -> bool:
-        # Whether the row is in none of the batches so far, and therefore not in this window, which has just been read.
+        # Whether no batch so far has the row, so that it is not in this window, which has just been read.
         return self.row is None
 
     def batches(self, most_rows: int) -> Iterator[RowBatch]:

@@ -1,1 +1,1 @@
-"""What is asked about scored rows."""
+"""Follow-ups: questions about scored rows."""

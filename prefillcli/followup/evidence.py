@@ -54,9 +54,9 @@ class _Passage(NamedTuple):
 
 
 def variable_sections(values: Values) -> list[Omission]:
-    """The variables of a template that the row fills.
+    """Return the variables of a template that the row fills.
 
-    To leave a variable out makes it an empty text, or an empty list if it is a list. If only one is filled, the
+    A variable that is left out becomes an empty text, or an empty list if it is a list. If only one is filled, the
     paragraphs of its text are sections too.
     """
     filled = [name for name, value in values.items() if not _is_empty(value)]
@@ -71,9 +71,9 @@ def variable_sections(values: Values) -> list[Omission]:
 
 
 def prompt_sections(values: Values, column: str, *, open_end: bool) -> list[Omission]:
-    """The sections of the prompt in a column: turns of a chat, paragraphs of a text; token ids have none.
+    """Return the sections of the prompt in a column: turns of a chat, paragraphs of a text; token ids have none.
 
-    With an `open_end` the answer does not begin directly behind the text, so its last line may be left out too.
+    With an `open_end` the answer does not begin directly after the text, so its last line may be left out too.
     """
     value = values[column]
     if isinstance(value, str):
@@ -103,7 +103,7 @@ def _turn(group: Sequence[int], messages: Sequence[dict[str, Any]]) -> str:
 
 
 def _passages(text: str, most: int, open_end: bool) -> list[_Passage]:
-    # The paragraphs of a text, at most so many; if only one can be left out, its lines. No section is the whole text.
+    # The paragraphs of a text, at most `most`; if only one can be left out, its lines. No section is the whole text.
     # Without an `open_end` the last line stays.
     stop = len(text.rstrip())
     if not open_end:
@@ -139,7 +139,7 @@ def _without(values: Values, name: str, text: str, passage: _Passage, prefix: st
 
 
 def _groups(parts: Sequence[T], most: int) -> list[Sequence[T]]:
-    # The parts in their order, with neighbours joined into at most so many groups of about the same size.
+    # The parts in their order, with neighbours joined into at most `most` groups of about the same size.
     count = min(len(parts), max(most, 1))
     return [parts[at * len(parts) // count : (at + 1) * len(parts) // count] for at in range(count)]
 
@@ -163,7 +163,7 @@ class AblatedPrompt(NamedTuple):
 class Ablation:
     """Leaves sections out of prompts that were made by `builder`, whose settings have `sections`.
 
-    It has a builder of its own for that, so another thread may go on using the given one.
+    It has its own builder for that, so another thread may go on using the given one.
     """
 
     def __init__(self, builder: PromptBuilder, labels: Labels) -> None:
@@ -172,7 +172,7 @@ class Ablation:
         self._builders: dict[int, PromptBuilder] = {}
 
     def of(self, prompt: Prompt) -> list[AblatedPrompt]:
-        """A row's prompts, each without one section, in the order of the sections.
+        """Return a row's prompts, each without one section, in the order of the sections.
 
         The end before the answer stays: the remaining prompt must end in the same token and have the same label
         tokens, unless a classification head reads it. Sections without which there is no prompt, or one that is an
@@ -192,7 +192,7 @@ class Ablation:
         return found
 
     def close(self) -> None:
-        """Let go of the process that renders templates."""
+        """End the process that renders templates."""
         for each in self._builders.values():
             each.close()
 
@@ -260,11 +260,11 @@ class Weighing(Further):
         return [replace(question, take=partial(take, place)) for place, question in fitting]
 
     def weigh(self, question: Request, scored: ScoredRow, label: int = 0) -> WeighedRow:
-        """The prompts to be read for the evidence of a row that was scored by this question, on this label."""
+        """Return the prompts to read for the evidence of a row that this request scored, on this label."""
         return WeighedRow(self, question.prompt, scored, label)
 
     def score(self, numbers: Float64Array, label: int) -> float:
-        """The score of a label."""
+        """Return the score of a label."""
         return float(label_scores(numbers, self.temperature, self.measure)[label])
 
     def close(self) -> None:
@@ -303,12 +303,12 @@ class WeighedRow:
         self.questions = tuple(map(Request, prompts))
 
     def take(self, place: int, answer: Answer) -> None:
-        """The answer to the question at this place among the `questions`."""
+        """Take the answer to the question at this place among the `questions`."""
         self._numbers[place] = answer.logprobs
 
     def effects(self) -> tuple[SectionEffect, ...]:
-        """The amount by which each section raises the score of the label, the largest change first, ties in their
-        order.
+        """Return the amount by which each section raises the score of the label, the largest change first, ties in
+        their order.
 
         Sections without an answer, or with one that is not a finite number, are left out; if the whole prompt has
         none, all are.
@@ -334,7 +334,7 @@ WHAT_EVIDENCE_IS = (
 
 
 def section(report: RunReport) -> Section | None:
-    """The section on a run's evidence; None where nothing more was asked about rows."""
+    """Return the section on a run's evidence; None where nothing more was asked about rows."""
     use = report.rationales
     if use is None:
         return None
@@ -352,12 +352,13 @@ def section(report: RunReport) -> Section | None:
 
 
 def inspected(effects: Sequence[SectionEffect]) -> Section:
-    """A row's evidence in `prefill inspect`."""
+    """Return a row's evidence in `prefill inspect`."""
     return Section(title="Evidence", parts=[Part(bars=evidence_bars(effects), note=WHAT_EVIDENCE_IS)])
 
 
 def evidence_bars(effects: Sequence[tuple[str, float]]) -> list[Bar]:
-    """A bar for each section from the middle of its track, in the order of the column: the largest change first."""
+    """Return a bar for each section from the middle of its track, in the order of the column: the largest change
+    first."""
     longest = max((abs(change) for _, change in effects), default=0.0)
     found = []
     for name, change in effects:

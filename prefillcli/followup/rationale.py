@@ -1,4 +1,4 @@
-"""Rationales: how they are written behind rows, how they become texts of rows, and their report."""
+"""Rationales: how they are written after rows, how they become texts of rows, and their report."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class WritablePrompt:
     words: tuple[tuple[int, ...], ...]
 
     def beginning(self, label: int) -> Beginning:
-        """The beginning of the text behind the prompt when this label is its answer."""
+        """Return the beginning of the text after the prompt when this label is its answer."""
         return Beginning(self.question.tokens, self.words[label], self.key, self.question.positions)
 
 
@@ -111,7 +111,7 @@ class Rationales(Further):
         return [question for each in row.parts or (row,) for question in self._of(window, each, limits)]
 
     def _of(self, window: Window, row: WantedRow, limits: Limits) -> Sequence[Request]:
-        # To write about a row, the model also reads the tokens of it that its own layers leave behind.
+        # To write about a row, the model also reads the tokens of it that its own layers drop.
         question = row.question if row.question.thinning is None else Request(row.question.prompt)
         if limits.kept_size(question.size, 1) > limits.kept_tokens:
             self._take(row, question, UNREAD)
@@ -130,7 +130,7 @@ class Rationales(Further):
         return [replace(question, prompt=prompt, text=(self._writing, beginning), take=take)]
 
     def _take(self, row: WantedRow, question: Request, written: Continuation) -> None:
-        # Give the row a text that was written behind a question.
+        # Give the row a text that was written after a question.
         text = None
         if written.finish_reason in ("stop", "length"):
             words = self._words[question.prompt.part]
@@ -242,7 +242,7 @@ class RationaleUse(BaseModel):
 
     @classmethod
     def of(cls, decoded: DecodingReport | None, speculation: str | None) -> RationaleUse:
-        """The report of texts that all workers have `decoded`; None: nothing was written in this run."""
+        """Return the report of texts that all workers have `decoded`; None: nothing was written in this run."""
         if decoded is None:
             return cls(speculation=speculation)
         return cls(
@@ -267,7 +267,7 @@ class RationaleUse(BaseModel):
         )
 
     def take_plan(self, plan: Mapping[str, Any]) -> None:
-        """Take over the part of a job's plan on the K,V behind which texts are written."""
+        """Take over the part of a job's plan on the K,V after which texts are written."""
         texts = plan.get(TEXTS)
         if texts is not None:
             self.kv, self.kv_reason, self.kv_bytes = texts["kv"], texts["reason"], texts["bytes"]
@@ -283,7 +283,7 @@ class RationaleUse(BaseModel):
 
 
 def rationale_lines(use: RationaleUse) -> Iterator[tuple[str, str]]:
-    """The lines that rationales add to the table of a run: name and text."""
+    """Yield the lines that rationales add to the table of a run: name and text."""
     if use.rows:
         yield "rationales", f"{counted(use.rows, 'row')} of {counted(use.tokens, 'token')}; {_by(use.finish_reasons)}"
         if set(use.sources) != {"full"}:
@@ -324,18 +324,18 @@ def _by(rows: Mapping[str, int]) -> str:
 # A row's rationale and the evidence beside it, as terminal and page show them. Both are untrusted text.
 
 
-NO_REASON = "It is not the reason for the score: it is text that the model finds likely behind its answer."
+NO_REASON = "It is not the reason for the score: it is text that the model finds likely after its answer."
 
 
 def rationale_text(rationale: Rationale, begins: str = "") -> str:
-    """The text with the words that it continues, or why there is none; safe to show."""
+    """Return the text with the words that it continues, or why there is none; safe to show."""
     if rationale.text is None:
         return f"nothing was written ({rationale.finish_reason})"
     return visible(f"{begins} {rationale.text.strip()}".strip())
 
 
 def rationale_facts(rationale: Rationale) -> str:
-    """The end of the text and its source, in a line that is safe to show."""
+    """Return the end of the text and its source, in a line that is safe to show."""
     parts = [counted(rationale.tokens, "token"), f"ended: {rationale.finish_reason}", f"from: {rationale.source}"]
     if math.isfinite(rationale.gap):
         parts.append(f"smallest gap between the two best tokens: {rationale.gap:.3g}")
@@ -343,7 +343,7 @@ def rationale_facts(rationale: Rationale) -> str:
 
 
 def section(report: RunReport) -> Section | None:
-    """The section on a run's rationales; None where nothing more was asked about rows."""
+    """Return the section on a run's rationales; None where nothing more was asked about rows."""
     use = report.rationales
     if use is None:
         return None
@@ -377,13 +377,13 @@ def section(report: RunReport) -> Section | None:
 
 
 def inspected(rationale: Rationale, begins: str) -> Section:
-    """A row's rationale in `prefill inspect`."""
+    """Return a row's rationale in `prefill inspect`."""
     text = rationale_text(rationale, begins)
     return Section(title="Rationale", parts=[Part(text=text, note=rationale_facts(rationale)), Part(note=NO_REASON)])
 
 
 def written_rows(output: str, groups: Groups, id_name: str | None) -> list[WrittenRow]:
-    """The first rows of an output with these columns that are written about or weighed."""
+    """Return the first rows of an output with these columns that are written about or weighed."""
     text = {"rationale": "rationale", "finish_reason": "finish_reason", "rationale_source": "source"}
     names = {**(text if "rationales" in groups else {}), **({"evidence": "evidence"} if "evidence" in groups else {})}
     return [
@@ -453,8 +453,8 @@ class RationaleFollowUp(FollowUp, Judge):
 
 
 def text_room(settings: Any, opened: Opened, names: Sequence[str]) -> tuple[int, TextsOf]:
-    """The most tokens of a text after a prompt, and the prompts that get one, for labels with these names; 0 tokens
-    where no text is written."""
+    """Return the most tokens of a text after a prompt, and the prompts that get one, for labels with these names; 0
+    tokens where no text is written."""
     writing = _writing_of(settings, opened, names) if getattr(settings, "rationale", 0) else None
     if writing is None:
         return 0, "all"
@@ -487,5 +487,5 @@ def let_draft_guess(models: Models[Any]) -> None:
 
 
 def _writing_of(settings: Any, opened: Opened, names: Sequence[str]) -> Writing | None:
-    # With several questions each prompt has labels of its own.
+    # With several questions each prompt has its own labels.
     return writing_of(settings, opened, () if getattr(settings, "questions", None) is not None else names)

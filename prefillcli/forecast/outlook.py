@@ -1,4 +1,4 @@
-"""What a dry run says of exits and first models: what they may save, and the rows that the proof takes."""
+"""The forecast of exits and first models in a dry run: what they may save, and the rows that the proof takes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class ExitOutlook(BaseModel):
 def outlook_of(
     inputs: Inputs, survey: Survey, profile: ExitProfile | None
 ) -> tuple[ExitOutlook, list[tuple[str, str]]]:
-    """The outlook of a job with these rows, and lines of name and text. Raises UsageError where the profile is plainly
-    of another job."""
+    """Return the outlook of a job with these rows, and lines of name and text. Raises UsageError where the profile is
+    plainly of another job."""
     settings: Any = inputs.settings
     classes, rows = len(inputs.labels.names) if settings.flips_of == "each" else 1, survey.rows.prompts
     usual = CHECKED_ROWS if profile is not None else rows_to_learn(settings.max_flips, classes)
@@ -67,7 +67,7 @@ def outlook_of(
 
 
 def _is_counted(small: Small) -> bool:
-    # Whether operations say what it costs: those of encoders are not counted, and in smaller numbers they are faster.
+    # Whether operations show its cost: those of encoders are not counted, and in smaller numbers they are faster.
     return not small.files.encoder and small.narrow is None
 
 

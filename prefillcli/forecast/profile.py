@@ -1,4 +1,4 @@
-"""How long prefills take on one machine: `profile.json`, and the one measured curve that predicts packs."""
+"""The time of prefills on one machine: `profile.json`, and the one measured curve that predicts packs."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ MODES = {
 class Curve(BaseModel):
     """Seconds of a pack by its work, measured for prompts of several lengths.
 
-    The work of a pack is what its tokens, its prompts' ends and its (query, key) pairs cost if no pack has an
-    advantage of its size: `costs` are the seconds of one of each. So one curve holds for packs of one long prompt and
-    of many short ones.
+    The work of a pack is the cost of its tokens, its prompts' ends and its (query, key) pairs, if size brings a pack
+    no advantage: `costs` are the seconds of one of each. So one curve holds for packs of one long prompt and of many
+    short ones.
     """
 
     costs: tuple[float, float, float]
@@ -51,28 +51,29 @@ class Curve(BaseModel):
     rounds: int  # in which every pack was timed; the fastest counts
 
     def seconds(self, plan: Plan) -> float:
-        """Predicted seconds of the model over `plan`, reading and writing not counted."""
+        """Return the predicted seconds of the model over `plan`, reading and writing not counted."""
         return sum(map(self.pack_seconds, plan.packs))
 
     def pack_seconds(self, pack: Pack) -> float:
-        """Predicted seconds of one pack."""
+        """Return the predicted seconds of one pack."""
         return self.at(features(pack, self.windows))
 
     def request_seconds(self, input_tokens: int, cached_tokens: int = 0) -> float:
-        """Predicted seconds of a pack of one prompt, of which `cached_tokens` need not be computed."""
+        """Return the predicted seconds of a pack of one prompt, of which `cached_tokens` need not be computed."""
         new = input_tokens - cached_tokens
         return self.at((new, 1, sum(layers * seen_pairs(cached_tokens, new, own) for own, layers in self.windows)))
 
     def at(self, counts: tuple[float, float, float]) -> float:
-        """Predicted seconds of a pack with these `features`: in proportion to the work beyond the last point."""
+        """Return the predicted seconds of a pack with these `features`: in proportion to the work beyond the last
+        point."""
         work, (_, works, seconds) = float(np.dot(self.costs, counts)), zip(*self.points, strict=True)
         if work > works[-1] > 0:
             return float(seconds[-1] * work / works[-1])
         return float(np.interp(work, works, seconds))
 
     def tokens_within(self, seconds: float, *, most: int, longest: int) -> int:
-        """Tokens, 1 to `most`, that the model computes in this time: of one prompt, or of prompts of the `longest`
-        length it takes."""
+        """Return the tokens, 1 to `most`, that the model computes in this time: of one prompt, or of prompts of the
+        `longest` length it takes."""
 
         def taken(tokens: int) -> float:
             return self.request_seconds(min(tokens, longest)) * max(1.0, tokens / longest)
@@ -81,14 +82,15 @@ class Curve(BaseModel):
 
 
 def features(pack: Pack, windows: Iterable[tuple[int | None, int]]) -> tuple[float, float, float]:
-    """What a pack's seconds depend on: computed tokens, prompts' ends, and (query, key) pairs over all layers."""
+    """Return what a pack's seconds depend on: computed tokens, prompts' ends, and (query, key) pairs over all
+    layers."""
     nodes = list(zip(pack.starts, np.diff(pack.offsets).tolist(), strict=True))
     pairs = sum(layers * sum(seen_pairs(*node, window) for node in nodes) for window, layers in windows)
     return len(pack.tokens), len(pack.reads), pairs
 
 
 def this_machine(device: str) -> dict[str, Any]:
-    """What determines how fast a model runs here; `device` as torch writes it ("cpu", "cuda:0")."""
+    """Return what determines how fast a model runs here; `device` as torch writes it ("cpu", "cuda:0")."""
     import torch
 
     if device.startswith("cuda"):
@@ -108,7 +110,7 @@ class Confirmation(BaseModel):
 
 
 class ModeResult(BaseModel):
-    """How long a prompt may be in one mode. By the law its bytes are `law_base + law_token * tokens`."""
+    """The longest prompt of one mode. By the law its bytes are `law_base + law_token * tokens`."""
 
     mode: str
     law_base: float
@@ -150,14 +152,14 @@ class Profile(BaseModel):
 
     @classmethod
     def load(cls, path: str) -> Profile:
-        """The profile at a path or URL. Raises UsageError for a file that is missing or no profile."""
+        """Load the profile at a path or URL. Raises UsageError for a file that is missing or not a profile."""
         try:
             text = read_given("--profile", path, "make one with prefill profile")
             content = json.loads(text)
             number, sealed = content.get("schema_version"), take_checksum(content)
         except MissingFileError:
             raise UsageError(f"--profile {path}: no such file; `prefill profile` writes one") from None
-        except (ValueError, AttributeError):  # including bytes that are no text
+        except (ValueError, AttributeError):  # including bytes that are not text
             raise UsageError(f"{path}: not a profile (not JSON); make one with prefill profile") from None
         if number != SCHEMA_VERSION:
             raise UsageError(
@@ -172,11 +174,11 @@ class Profile(BaseModel):
             raise UsageError(f"{path}: not a profile ({where}); make one with prefill profile") from None
 
     def sealed(self) -> str:
-        """The text of `profile.json`, for `load`."""
+        """Return the text of `profile.json`, for `load`."""
         return sealed_text(self.model_dump_json())
 
     def mismatch(self, model_hash: str, dtype: Any, device: Any) -> str | None:
-        """The reason why the profile does not apply to this model here and now; None if it does.
+        """Return the reason why the profile does not apply to this model here and now; None if it does.
 
         `dtype` and `device` are torch's own or their names.
         """
@@ -191,21 +193,21 @@ class Profile(BaseModel):
         return next((f"it was made {how}" for how in different), None)
 
     def seconds(self, plan: Plan) -> float:
-        """Predicted seconds of the model over `plan`."""
+        """Return the predicted seconds of the model over `plan`."""
         return self.completion.seconds(plan)
 
     def tokens_within(self, seconds: float, *, most: int) -> int:
-        """Tokens, 1 to `most`, that the model computes in this time."""
+        """Return the tokens, 1 to `most`, that the model computes in this time."""
         return self.completion.tokens_within(seconds, most=most, longest=self.max_model_tokens)
 
     def mode(self, name: str) -> ModeResult | None:
-        """The result of a mode, if it was profiled."""
+        """Return the result of a mode, if it was profiled."""
         return next((each for each in self.modes if each.mode == name), None)
 
 
 def find_profile(settings: Any, opened: Opened, digest: str | None = None) -> tuple[Profile | None, str, str | None]:
-    """The profile that applies to a job of `ScoreSettings` here and has times to predict with, its path, and the
-    reason if there is none.
+    """Find the profile that applies to a job of `ScoreSettings` here and has times to predict with, its path, and
+    the reason if there is none.
 
     The `digest` is the model's, if it is known. For an engine that no profile describes, no reason is given. Without
     `--profile`, `profile.json` in the working directory is used. Raises UsageError if the named file is missing or is

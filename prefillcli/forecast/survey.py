@@ -63,9 +63,9 @@ class Lengths(BaseModel):
 
 
 class Cost(BaseModel):
-    """What a way to score computes. Seconds and price concern only the model, and are null without a profile."""
+    """The work of a way to score. Seconds and price concern only the model, and are null without a profile."""
 
-    chosen: bool = False  # what the settings ask for
+    chosen: bool = False  # the one that the settings ask for
     packs: int = 0
     computed_tokens: int = 0
     seconds: float | None = None
@@ -96,7 +96,7 @@ class Survey(BaseModel):
     duplicates: int = 0  # rows whose prompt, token by token, is that of an earlier row
     windows: int = 0
     unique_tokens: int = 0  # least that the windows must compute: what their prompts share counts once
-    # Of a pack: pack_tokens and chunk_tokens. Of a prompt: max_tokens, by memory, and max_length, by the model and
+    # For a pack: pack_tokens and chunk_tokens. For a prompt: max_tokens, by memory, and max_length, by the model and
     # --max-length.
     limits: dict[str, int]
     plans: list[PlanCost] = Field(default_factory=list)
@@ -119,7 +119,7 @@ ESTIMATE = "An estimate, as if the draft chose the first chunks; its own work is
 
 
 def survey_section(survey: Survey) -> Section:
-    """The section about an input for terminal and page."""
+    """Return the section about an input for terminal and page."""
     bins = survey.lengths.histogram if survey.lengths is not None else []
     edges = {f"{each['low']:,} - {each['high'] - 1:,}": each["rows"] for each in bins}
     plans = _cost_table("schedule", [(each.schedule, each) for each in survey.plans], "packs", "computed_tokens")
@@ -211,7 +211,7 @@ class InputStatistics:
         self._digests.append(np.fromiter(digests, np.uint64, len(tokens)))
 
     def rows(self, more_errors: Counter[str]) -> SurveyRows:
-        """Rows by their outcome, with errors that were found elsewhere."""
+        """Return rows by their outcome, with errors that were found elsewhere."""
         codes, rows = self._codes + more_errors, self._rows.model_copy()
         rows.skipped = sum(codes.pop(code, 0) for code in SKIPPED_CODES)
         rows.errors, rows.errors_by_code = codes.total(), dict(sorted(codes.items()))
@@ -227,7 +227,7 @@ class InputStatistics:
 
 
 def lengths_of(counts: Counter[int]) -> Lengths | None:
-    """The lengths of prompts, from the number of prompts of each length; None without prompts."""
+    """Return the lengths of prompts, from the number of prompts of each length; None without prompts."""
     if not counts:
         return None
     lengths = sorted(counts)
@@ -310,7 +310,7 @@ class Costs:
             self._charge(keep, next(self._plans(questions, [self._settings.schedule], [()])), questions)
 
     def _questions(self, prompts: Sequence[Prompt], keep: float) -> list[Request]:
-        # How the model reads the prompts that fit in memory.
+        # The requests for the prompts that fit in memory.
         foresight = self._foresight
         found = list(map(Request, prompts)) if foresight is None else foresight.questions(prompts, keep)
         return [question for question in found if question.size <= self._limits.max_tokens]

@@ -1,1 +1,1 @@
-"""What the answers are worth."""
+"""Judges: the worth of the answers."""

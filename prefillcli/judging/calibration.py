@@ -140,16 +140,16 @@ class FittedOn(_Frozen):
 
 
 class CalibrationUse(_Frozen):
-    """The calibration behind a run's probabilities."""
+    """The calibration that a run's probabilities come from."""
 
     method: str
-    question: str = ""  # of several about each row, the one that it is for
+    question: str = ""  # the question that it is for, if there are several
     rows: int | None = None  # rows that the calibration was fitted on; None where it needs no right answers
     # The probability of each label after the prompts without content; None for other methods.
     content_free: dict[str, float] | None = None
 
     def sentence(self) -> str:
-        """It in a line."""
+        """Its description in one line."""
         if self.content_free is None:
             text = self.method if self.rows is None else f"{self.method}, fitted on {counted(self.rows, 'row')}"
             return f"{text}, of the question {self.question}" if self.question else text
@@ -162,7 +162,7 @@ class Calibration(_Frozen):
 
     schema_version: Literal[1] = SCHEMA_VERSION
     labels: tuple[str, ...] = Field(min_length=2)  # the positive one first
-    question: str = ""  # of several about each row, the one that it is for
+    question: str = ""  # the question that it is for, if there are several
     scaling: Scaling
     fitted_on: FittedOn | None = None  # None where it needs no right answers
     # The findings of cross-validation by method; `none` are the scores as they are.
@@ -181,12 +181,12 @@ class Calibration(_Frozen):
         return self
 
     def probabilities(self, logprobs: Float64Array) -> Float64Array:
-        """Probability of each label among the labels, float64 [rows, labels]; `logprobs` [rows, labels] are finite or
-        -inf, and not all of a row are -inf."""
+        """Return the probability of each label among the labels, float64 [rows, labels]; `logprobs` [rows, labels] are
+        finite or -inf, and not all of a row are -inf."""
         return self.scaling.apply(log_shares_of(logprobs))
 
     def use(self) -> CalibrationUse:
-        """Its entry in the report of a run."""
+        """Return its entry in the report of a run."""
         scaling, fitted = self.scaling, self.fitted_on
         free = None
         if isinstance(scaling, ContentFreeScaling):
@@ -195,20 +195,20 @@ class Calibration(_Frozen):
         return CalibrationUse(method=scaling.method, question=self.question, rows=rows, content_free=free)
 
     def digest(self) -> str:
-        """Digest of everything that changes the probabilities."""
+        """Return the digest of everything that changes the probabilities."""
         named = [self.question] if self.question else []
         text = json.dumps([list(self.labels), self.scaling.model_dump(mode="json"), *named], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 def softmax(logits: Float64Array) -> Float64Array:
-    """Probabilities that are proportional to exp(logits), float64 [..., labels]."""
+    """Return probabilities that are proportional to exp(logits), float64 [..., labels]."""
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return np.asarray(weights / weights.sum(axis=-1, keepdims=True), np.float64)
 
 
 def content_free_calibration(labels: Sequence[str], logprobs: Float64Array) -> Calibration:
-    """The contextual calibration by prompts without content, with label log-probabilities `logprobs` [prompts,
+    """Return the contextual calibration by prompts without content, with label log-probabilities `logprobs` [prompts,
     labels]. It takes the mean of their probabilities."""
     mean = np.exp(log_shares_of(logprobs)).mean(axis=0)
     logarithms = np.log(np.maximum(mean, np.exp(LEAST_LOG)))
@@ -223,19 +223,19 @@ IntArray = npt.NDArray[np.int64]
 
 
 def methods_for(labels: int) -> tuple[Method, ...]:
-    """The methods for so many labels."""
+    """Return the methods that suit this number of labels."""
     return METHODS if labels == 2 else METHODS[:2]
 
 
 def fit_scaling(method: Method, log_shares: Float64Array, truth: IntArray) -> Scaling:
-    """The calibration of rows with `log_shares_of` [rows, labels], whose right labels are `truth` [rows]."""
+    """Fit a calibration to rows with `log_shares_of` [rows, labels], whose right labels are `truth` [rows]."""
     if method == "temperature":
         return fit_temperature(log_shares, truth)
     return fit_platt(log_shares, truth) if method == "platt" else fit_isotonic(log_shares, truth)
 
 
 def fit_temperature(log_shares: Float64Array, truth: IntArray) -> TemperatureScaling:
-    """The temperature with the smallest log loss, between 0.01 and 100 (Guo et al. 2017)."""
+    """Fit the temperature with the smallest log loss, between 0.01 and 100 (Guo et al. 2017)."""
     from scipy.optimize import minimize_scalar
     from scipy.special import logsumexp
 
@@ -251,7 +251,7 @@ def fit_temperature(log_shares: Float64Array, truth: IntArray) -> TemperatureSca
 
 
 def fit_platt(log_shares: Float64Array, truth: IntArray) -> PlattScaling:
-    """A slope of 0 or more and a bias for each label with the smallest log loss.
+    """Fit a slope of 0 or more and a bias for each label with the smallest log loss.
 
     The right answers are smoothed as in Platt (1999): of n rows with a label, each has it with probability (n + 1) /
     (n + labels), and every other label with 1 / (n + labels). So no answer is certain, and the fit stays finite even
@@ -280,9 +280,9 @@ def fit_platt(log_shares: Float64Array, truth: IntArray) -> PlattScaling:
 
 
 def fit_isotonic(log_shares: Float64Array, truth: IntArray) -> IsotonicSteps:
-    """The probabilities that rise with the score and have the smallest squared error.
+    """Fit the probabilities that rise with the score and have the smallest squared error.
 
-    None is nearer to 0 or 1 than 1 / (rows + 2): so many rows prove no more. Raises ValueError for other than two
+    None is nearer to 0 or 1 than 1 / (rows + 2): this many rows prove no more. Raises ValueError for other than two
     labels.
     """
     from sklearn.isotonic import IsotonicRegression
@@ -307,7 +307,7 @@ def cross_validate(
     folds: int,
     seed: int,
 ) -> dict[str, HeldOut]:
-    """The quality of each method on rows that it was not fitted on; `none` is that of `before` [rows, labels].
+    """Measure the quality of each method on rows that it was not fitted on; `none` is that of `before` [rows, labels].
 
     The folds have equal shares of every label. Raises ValueError if a label is right in fewer rows than there are
     folds.
@@ -326,7 +326,7 @@ def cross_validate(
 
 
 def best_method(found: Mapping[str, HeldOut]) -> Method:
-    """The method with the smallest log loss on held-out rows; the first of equal ones."""
+    """Return the method with the smallest log loss on held-out rows; the first of equal ones."""
     return min((method for method in METHODS if method in found), key=lambda method: found[method].log_loss)
 
 
@@ -352,8 +352,8 @@ def _held_out(
 # The file of a calibration: read before anything loads, and checked against the job that uses it.
 
 
-# Parts of a fingerprint in which a job must equal the one whose scores the calibration was fitted on, as messages call
-# them.
+# Parts of a fingerprint in which a job must equal the one whose scores the calibration was fitted on, by their names
+# in messages.
 REFUSED = {
     "model": "model",
     "adapters": "set of adapters",
@@ -362,13 +362,13 @@ REFUSED = {
     "labels": "label spellings",
     "questions": "set of questions",
 }
-# Parts that change scores less; if they differ, a warning says so.
+# Parts that change scores less; a warning names those that differ.
 WARNED = {"draft": "draft", "compression": "compression", "engine": "engine"}
 
 
 def read_calibration(path: str, labels: Mapping[str, Sequence[str]] | None) -> Calibration:
-    """The calibration at a local path or URL, for a job with these labels of each question, whose name is empty if
-    there is only one; None if they are not known yet.
+    """Read the calibration at a local path or URL, for a job with these labels of each question, whose name is empty
+    if there is only one; None if they are not known yet.
 
     Raises UsageError for any other file.
     """
@@ -382,7 +382,7 @@ def read_calibration(path: str, labels: Mapping[str, Sequence[str]] | None) -> C
         if first["loc"] == ("schema_version",):
             reason = f"it is of another version of prefill (schema_version is not {SCHEMA_VERSION})"
         else:
-            reason = f"it is no calibration: {where + ': ' if where else ''}{first['msg']}"
+            reason = f"it is not a calibration: {where + ': ' if where else ''}{first['msg']}"
         raise UsageError(f"--calibration {path}: {reason}\n{again}") from None
     if labels is None:
         return calibration
@@ -401,10 +401,10 @@ def read_calibration(path: str, labels: Mapping[str, Sequence[str]] | None) -> C
 
 
 def check_calibration(settings: Any) -> None:
-    """Before a model is opened: raise UsageError where the labels and the file of `--calibration` certainly do not
+    """Raise UsageError, before a model is opened, where the labels and the file of `--calibration` certainly do not
     fit.
 
-    A model with a classification head may bring labels of its own.
+    A model with a classification head may bring its own labels.
     """
     typed = [label.name for label in parse_labels(settings.labels, least=1)]
     if settings.calibration is not None:
@@ -432,7 +432,7 @@ def require_fitting(calibration: Calibration, path: str, fingerprint: Mapping[st
     job, shown = calibration.fitted_on.job, without_secrets(path)
     if not job:
         log.warning(
-            f"--calibration {shown}: it does not say which model's scores it was fitted on; "
+            f"--calibration {shown}: it does not name the model whose scores it was fitted on; "
             "calibrate what prefill score wrote, not a copy of its rows"
         )
         return
@@ -450,14 +450,14 @@ def require_fitting(calibration: Calibration, path: str, fingerprint: Mapping[st
         )
 
 
-# Contextual calibration: the job's template with text that says nothing in place of the row's own.
+# Contextual calibration: the job's template with meaningless text in place of the row's own.
 
 
 OPTION = "--calibrate-with"
 
 
 def content_free_prompts(settings: Any, inputs: Inputs) -> list[Prompt]:
-    """A prompt for each text of `--calibrate-with`; none without any.
+    """Return a prompt for each text of `--calibrate-with`; none without any.
 
     The text takes the place of the template's columns that hold text, or of those in `--calibrate-columns`. All other
     columns must have one value in the first rows, up to 2,048; it stays. Raises UsageError if that is not so, or if no
@@ -492,8 +492,8 @@ def content_free_prompts(settings: Any, inputs: Inputs) -> list[Prompt]:
 
 
 def contextual_calibration(inputs: Inputs, engine: PlanEngine, tick: Tick) -> Calibration:
-    """The calibration that divides out the engine's answers to prompts without content. Raises PrefillError if one is
-    no number."""
+    """Return the calibration that divides out the engine's answers to prompts without content. Raises PrefillError if
+    one is not a number."""
     labels = inputs.labels
     questions = [Request(prompt) for prompt in inputs.common]
     too_long = max(question.size for question in questions)
@@ -527,7 +527,7 @@ def _one_value(name: str, values: Sequence[Any]) -> Any:
         if _shown(value) != _shown(values[0]):
             raise UsageError(
                 f"{OPTION}: column {name} keeps its value, but it differs from row to row\n"
-                "only text that is the same in all rows is no content: name all other columns with --calibrate-columns"
+                "only text that is the same in all rows may stay: name all other columns with --calibrate-columns"
             )
     return values[0] if values else None
 
@@ -595,6 +595,6 @@ class Calibrating(Judge):
 
 
 def section(report: RunReport) -> Section | None:
-    """The section on the probabilities of a run; None where there are none."""
+    """Return the section on the probabilities of a run; None where there are none."""
     use = report.calibration
     return None if use is None else Section(lines=[("probability", use.sentence())])

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 CONFIDENCE: Final = 0.95
 _Z: Final = 1.959963984540054  # the 97.5 % point of the normal distribution
-# With fewer labelled rows that have the answer, or that have not, the plain interval is exact, and no guess is used:
-# a variance of so few rows says little.
+# With fewer labelled rows with the answer, or without it, the plain interval is exact, and no guess is used: a
+# variance of so few rows shows little.
 _FEW: Final = 10
 PLAN = "estimate"  # in the plan of a job
 _LEAST = -1e3  # the least label log-probability: a fit takes no infinite ones
@@ -60,7 +60,7 @@ class Share(NamedTuple):
 
 
 def plain_share(hits: float, rows: float, population: float) -> Share:
-    """The share by the labelled `rows` alone, `hits` of which have the answer, from so many rows in the file.
+    """Return the share by the labelled `rows` alone, `hits` of which have the answer, in a file of `population` rows.
 
     The interval is Wilson's (JASA 22, 1927), with the correction for a finite population: the variance of the share is
     smaller by (N - n) / (N - 1). With few hits or misses it is that of Clopper and Pearson.
@@ -70,7 +70,7 @@ def plain_share(hits: float, rows: float, population: float) -> Share:
         return Share(value, (value, value))
     if min(hits, rows - hits) < _FEW:
         return Share(value, _known(exact_interval(hits, rows, CONFIDENCE), hits, rows, population))
-    worth = rows * (population - 1) / (population - rows)  # rows of an infinite file that say as much
+    worth = rows * (population - 1) / (population - rows)  # rows of an infinite file that show as much
     shrink = 1 + _Z**2 / worth
     centre = (value + _Z**2 / (2 * worth)) / shrink
     half = _Z / shrink * math.sqrt(value * (1 - value) / worth + _Z**2 / (4 * worth**2))
@@ -78,7 +78,7 @@ def plain_share(hits: float, rows: float, population: float) -> Share:
 
 
 def guided_share(truth: Float64Array, guesses: Float64Array, others: float, population: float) -> Share:
-    """The share by labelled rows and guesses.
+    """Return the share by labelled rows and guesses.
 
     `truth` [rows] is 1 for a labelled row that has the answer, else 0. `guesses` [rows] must not have been fitted to
     their own rows; `others` is the mean guess of the rows that are not labelled. If the plain interval is not wider,
@@ -105,11 +105,12 @@ def guided_share(truth: Float64Array, guesses: Float64Array, others: float, popu
 
 
 def corrected_share(chain: int, left: int, rows: int, audited: int, out: int, into: int) -> Share:
-    """The share of an answer where cheaper readers have decided some rows, and an audit knows how these flip.
+    """Return the share of an answer where cheaper readers have decided some rows, and an audit knows how these flip.
 
-    `chain` of all `rows` have the answer in the output, `left` of all rows were decided early. Of the `audited` ones
-    among these, `out` have the answer in full but not in the output, and `into` in the output but not in full. The
-    interval is exact: each of the two shares has one of Clopper and Pearson, with half of the error.
+    `chain` of all `rows` have the answer in the output, `left` of all rows were decided early. Among these, the
+    `audited` ones were also read in full: `out` of them have the answer in full but not in the output, and `into` in
+    the output but not in full. The interval is exact: each of the two shares has one of Clopper and Pearson, with half
+    of the error.
     """
     half = (1 + CONFIDENCE) / 2
     (out_low, out_high), (into_low, into_high) = (exact_interval(each, audited, half) for each in (out, into))
@@ -151,7 +152,7 @@ class _Fold(NamedTuple):
 class Guesser:
     """Guesses probabilities of answers by the readings of one reader.
 
-    Each labelled row has a guess by a fit to the other folds' rows, so that the labelled rows say how wrong guesses
+    Each labelled row has a guess by a fit to the other folds' rows, so that the labelled rows show how wrong guesses
     are (Zrnic and Candes, Cross-prediction-powered inference, 2024, PNAS 121). Another row has the mean guess of all
     fits.
     """
@@ -162,21 +163,21 @@ class Guesser:
     held_out: Float64Array  # [labelled rows, labels]
 
     def guess(self, readings: Sequence[Readings]) -> Float64Array:
-        """Guesses [rows, labels] for rows that are not labelled, by the `readings` of each reader."""
+        """Return guesses [rows, labels] for rows that are not labelled, by the `readings` of each reader."""
         points = _points(readings[self.reader], self.own)
         return np.asarray(np.mean([fold.guess(points) for fold in self.folds], axis=0))
 
 
 def fit_guesser(readings: Sequence[Readings], final: Float64Array) -> Guesser:
-    """The guesser with the smallest squared error (Brier's) on left-out rows, by the `readings` of labelled rows by
-    each reader and their `final` label log-probabilities [rows, labels]."""
+    """Fit the guesser with the smallest squared error (Brier's) on left-out rows, by the `readings` of labelled
+    rows by each reader and their `final` label log-probabilities [rows, labels]."""
     made = [_fitted(number, own, each, final) for number, each in enumerate(readings) for own in (False, True)]
     truth = indicators(final)
     return min(made, key=lambda each: float(np.mean((each.held_out - truth) ** 2)))
 
 
 def indicators(final: Float64Array) -> Float64Array:
-    """1 for the likeliest label of each row, else 0 [rows, labels]."""
+    """Return 1 for the likeliest label of each row, else 0 [rows, labels]."""
     return np.asarray(np.arange(final.shape[1]) == final.argmax(axis=1)[:, None], np.float64)
 
 
@@ -250,7 +251,7 @@ def is_known(run: Run) -> bool:
 
 
 def stored(run: Run) -> EstimateUse | None:
-    """The estimate of a job, from its plan."""
+    """Return the estimate of a job, from its plan."""
     sink = getattr(run, "sink", None)
     found = None if sink is None else sink.plan.get(PLAN)
     return None if found is None else EstimateUse.model_validate(found)
@@ -321,7 +322,7 @@ def estimate_audited(run: Run) -> None:
 
 
 def label_share(label: str, hits: float, read: int, rows: int, found: Share, more: float) -> LabelShare:
-    """The share of a label that `hits` of the `read` rows have, of so many rows in all.
+    """Return the share of a label that `hits` of the `read` rows have, in a file of `rows` rows.
 
     Guesses cost as much as reading `more` rows.
     """
@@ -394,11 +395,11 @@ def _guesses(
     return _Guesses(guesser.held_out, total / max(others, 1), others, seconds, "labels" if guesser.own else "hidden")
 
 
-# What a run reports.
+# The report of a run.
 
 
 def section(report: RunReport) -> Section | None:
-    """The estimate in terminal, page, metrics and summary; None where there is none."""
+    """Return the estimate in terminal, page, metrics and summary; None where there is none."""
     use = report.estimate
     if use is None:
         return None
@@ -475,7 +476,8 @@ class Estimating(Judge):
             )
 
     def finished(self, run: Run) -> None:
-        """All rows are written, and the models are still loaded: make the estimate that `--estimate` asks for."""
+        """Make the estimate that `--estimate` asks for, once all rows are written, while the models are still
+        loaded."""
         if self.settings.estimate is not None:
             with run.clock.phase("evaluate"):
                 estimate(run, self._exits)

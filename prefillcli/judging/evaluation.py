@@ -107,12 +107,12 @@ class CalibratedFigures(BaseModel):
 
     @classmethod
     def of(cls, found: Evaluation) -> CalibratedFigures:
-        """The figures of an evaluation of calibrated probabilities."""
+        """Return the figures of an evaluation of calibrated probabilities."""
         return cls(**{name: getattr(found, name) for name in cls.model_fields})
 
 
 class RunEvaluation(Evaluation):
-    """An evaluation with the rows behind it."""
+    """An evaluation, and rows that illustrate it."""
 
     truth: str  # the column
     calibrated: CalibratedFigures | None = None  # with --calibration or --calibrate-with; all else is of the scores
@@ -134,14 +134,15 @@ _HALF = 0.5  # where the prediction of two labels changes
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
-    """How the scores of a job are evaluated, or those of the answers to one of its questions."""
+    """The way to evaluate the scores of a job, or those of the answers to one of its questions."""
 
     truth: str  # the kept column with the right answers
-    labels: tuple[Label, ...]  # none where rows have choices of their own
+    labels: tuple[Label, ...]  # none where rows have their own choices
     temperature: float
     wanted_precision: float | None
     calibrated: bool  # whether the output has calibrated probabilities
-    # Whether log-probabilities do not tell each label's score: the output has them, or those of the row's choices.
+    # Whether log-probabilities do not determine each label's score. The output then has these scores, or those of the
+    # row's choices.
     told: bool = False
     values: bool = False  # whether its scores are values; those of the first label then rank the rows
     numbers: tuple[float, ...] = ()  # what each label stands for, if they are ordered
@@ -150,7 +151,7 @@ class EvaluationPlan:
 
     @classmethod
     def of_json(cls, content: Any) -> EvaluationPlan | None:
-        """The plan that `to_json` gave; None for anything else."""
+        """Return the plan that `to_json` gave; None for anything else."""
         try:
             labels = tuple(Label(name, variants and tuple(variants)) for name, variants in content["labels"])
             return cls(**content | {"labels": labels, "numbers": tuple(content["numbers"])})
@@ -162,10 +163,11 @@ class EvaluationPlan:
 
     @classmethod
     def of(cls, settings: Any, labels: Labels, schema: OutputSchema, truth: str) -> EvaluationPlan:
-        """Of the answers in columns of this schema. Raises UsageError for options that the labels do not allow."""
+        """Return the plan for answers in columns of this schema. Raises UsageError for options that the labels do not
+        allow."""
         values, chosen = schema.measure is Measure.VALUES, schema.measure is Measure.CHOICES
         if settings.wanted_precision is not None and (chosen or (len(labels.labels) > 2 and not values)):
-            what = "each row has choices of its own" if chosen else f"there are {len(labels.labels)}"
+            what = "each row has its own choices" if chosen else f"there are {len(labels.labels)}"
             what += f" for question {schema.name}" if schema.name else ""
             raise UsageError(f"--wanted-precision is for two labels, and {what}\nit would be ignored: leave it out")
         return cls(
@@ -183,20 +185,20 @@ class EvaluationPlan:
 
     @property
     def names(self) -> list[str]:
-        """Of the labels."""
+        """The names of the labels."""
         return [label.name for label in self.labels]
 
     def name_of(self, number: int) -> str:
-        """The label of this number; of choices the number itself."""
+        """Return the label of this number; of choices the number itself."""
         return self.labels[number].name if self.labels else str(number)
 
     def column(self, name: str) -> str:
-        """The column of the output with this meaning."""
+        """Return the column of the output with this meaning."""
         return f"{self.question}.{name}" if self.question else name
 
     @property
     def by_label(self) -> list[str]:
-        """The columns with a number for each label; none where the score tells all, or rows have choices."""
+        """The columns with a number for each label; none where the score suffices, or rows have choices."""
         if len(self.labels) < 3 or self.values:
             return []
         return [self.column(f"{'score' if self.told else 'logprob'}_{name}") for name in self.names]
@@ -217,7 +219,8 @@ class EvaluationPlan:
         return [self.column("score"), self.truth, *self.by_label, *self.calibrations, *chosen, *ordered]
 
     def number_of(self, answer: Any, choices: Any = None) -> int | None:
-        """The number of the label, or of the row's choice, that a right answer stands for; None if it is none."""
+        """Return the number of the label, or of the row's choice, that a right answer stands for; None if it is
+        none."""
         if not isinstance(answer, str | int | float | bool):
             return None
         if self.choices is None:
@@ -233,7 +236,7 @@ class EvaluationPlan:
         return int(number) if number is not None and number in range(len(choices)) else None
 
     def value_of(self, answer: Any) -> float | None:
-        """The number that a right answer stands for, where labels are ordered: that of its label, or itself."""
+        """Return the number that a right answer stands for, where labels are ordered: that of its label, or itself."""
         if not self.numbers:
             return None
         number = self.number_of(answer)
@@ -241,7 +244,7 @@ class EvaluationPlan:
 
 
 def _as_float(answer: Any) -> float | None:
-    # The finite number that a value is, or the text of one.
+    # The finite number that a value is, or stands for as text.
     try:
         found = float(answer)
     except (TypeError, ValueError):
@@ -307,8 +310,8 @@ def require_labels(source: Source, plan: EvaluationPlan) -> None:
 
 
 def with_texts(evaluation: RunEvaluation, inputs: Inputs, part: int) -> RunEvaluation:
-    """The evaluation with the text of the rows that it names: their prompts with this number. The input is read again
-    for these.
+    """Return the evaluation with the text of the rows that it names: their prompts with this number. The input is read
+    again for these.
 
     A text is the end of the row's prompt, without the beginning that all of these rows share.
     """
@@ -408,7 +411,7 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
 
 
-_MOST_COUNTED = 1000  # different values that are no label
+_MOST_COUNTED = 1000  # different values that are not a label
 _UNKNOWN = -1
 
 
@@ -416,8 +419,8 @@ _UNKNOWN = -1
 class TruthCounts:
     """The values of a column with right answers."""
 
-    # By value as JSON: its label's number, and the count of rows. Of very many values that are no label, only the
-    # first.
+    # By value as JSON: its label's number, and the count of rows. If there are very many values that are not a label,
+    # only the first.
     values: dict[str, tuple[int | None, int]] = field(default_factory=dict)
 
     def add(self, value: str, label: int | None, rows: int) -> None:
@@ -430,7 +433,7 @@ class ScoredTruth:
     """The rows of an output, or of a piece of it, that have a score and a known right answer."""
 
     # The probability of the first label [rows], or with more than two labels of every label [rows, labels]; of rows
-    # with choices of their own [rows, choices], 0 behind a row's choices.
+    # with their own choices [rows, choices], 0 after a row's last choice.
     scores: Float64Array
     calibrated: Float64Array | None  # the same after the calibration; None without one
     truth: Int64Array  # the number of the right label, or of the row's choice [rows]
@@ -438,14 +441,14 @@ class ScoredTruth:
     without_truth: int  # rows that have a score, but no right answer that is a label
     errors: int  # rows without a score
     found: TruthCounts  # of all rows with a score
-    logprobs: Float64Array | None  # of whole choices [rows, choices], NaN behind a row's choices; None for labels
+    logprobs: Float64Array | None  # of whole choices [rows, choices], NaN after a row's last; None for labels
     # Where labels stand for numbers: the mean, the number of the likeliest label, and the right number, of all rows
     # that have one [3, rows].
     said: Float64Array
 
     @property
     def probabilities(self) -> Float64Array:
-        """Of every label [rows, labels]."""
+        """The probabilities of every label [rows, labels]."""
         return self.scores if self.scores.ndim == 2 else np.stack([self.scores, 1 - self.scores], axis=1)
 
 
@@ -520,7 +523,7 @@ def _joined(pieces: Sequence[Float64Array], fill: float) -> Float64Array:
 
 
 def _padded(column: pa.ChunkedArray, known: Mask, fill: float) -> Float64Array:
-    # The lists of known rows as one array; `fill` is behind the shorter ones.
+    # The lists of known rows as one array; `fill` pads the shorter ones.
     lists = column.combine_chunks().filter(pa.array(known))
     counts = np.asarray(pc.list_value_length(lists), np.int64)
     found = np.full((len(counts), int(counts.max(initial=2))), fill)
@@ -543,7 +546,7 @@ def _said(
 
 
 def _values(column: pa.ChunkedArray, *, json_text: bool) -> list[Any]:
-    # What a carried column holds.
+    # The content of a carried column.
     values = to_python(column)
     return [None if value is None else json.loads(value) for value in values] if json_text else values
 
@@ -567,7 +570,7 @@ def _chosen(
 
 
 def row_names(target: Target, places: Sequence[int], id_name: str | None) -> dict[int, int | str]:
-    """The row number, or the id as text, of rows of an output by their places in it."""
+    """Return the row number, or the id as text, of rows of an output by their places in it."""
     found: dict[int, int | str] = {}
     wanted, rows = np.array(sorted(set(places)), np.int64), 0
     for table in target.tables([id_name or ROW_COLUMN]):
@@ -598,7 +601,7 @@ def _labels_of(
     column = table[plan.truth]
     try:
         encoded = column.combine_chunks().dictionary_encode()
-    except pa.ArrowNotImplementedError:  # lists and structs are no labels
+    except pa.ArrowNotImplementedError:  # lists and structs are not labels
         counts.add(f"a value of type {column.type}", None, int(scored.sum()) - column.null_count)
         return np.full(len(column), _UNKNOWN, np.int64), np.full(len(column), math.nan)
     said = _values(encoded.dictionary, json_text=json_text)
@@ -618,7 +621,7 @@ def _labels_of(
 
 
 def evaluation_lines(found: RunEvaluation) -> Iterator[tuple[str, str]]:
-    """The lines that an evaluation adds to the table of a run: name and text."""
+    """Yield the lines that an evaluation adds to the table of a run: name and text."""
     yield "evaluation", _row_text(found)
     if found.ordered is not None:
         for name, own in (("mean", found.ordered.mean), ("likeliest label", found.ordered.likeliest)):
@@ -706,7 +709,7 @@ _DIAGONAL = "0,100 100,0"
 
 
 def _section_of(found: RunEvaluation, question: str = "") -> Section:
-    """The evaluation in terminal, page and summary: of all answers, or of those to one question."""
+    """Return the evaluation in terminal, page and summary: of all answers, or of those to one question."""
     labels = [
         [each.label, f"{each.rows:,}", _percent(each.precision), _percent(each.recall), _number(each.f1),
          _number(each.auc.value), _number(each.average_precision)]
@@ -737,7 +740,7 @@ def _section_of(found: RunEvaluation, question: str = "") -> Section:
 
 
 def summary_of(found: RunEvaluation) -> dict[str, Any]:
-    """The figures of the last line on stdout."""
+    """Return the figures of the last line on stdout."""
     said: dict[str, Any] = {"rows": found.rows, "accuracy": found.accuracy.value, "auc": found.auc.value}
     if found.ordered is not None:
         own = found.ordered.mean
@@ -772,7 +775,7 @@ def _rows_table(rows: list[EvaluatedRow]) -> TableRows | None:
 
 
 def reliability_plot(bins: list[ReliabilityBin], happens: str) -> Plot | None:
-    """Bars as high as the share of rows in which the event `happens`, beside a diagonal; None without bins."""
+    """Return bars as high as the share of rows in which the event `happens`, beside a diagonal; None without bins."""
     if not bins:
         return None
     boxes = [
@@ -782,7 +785,8 @@ def reliability_plot(bins: list[ReliabilityBin], happens: str) -> Plot | None:
             width=max(100 * (each.high - each.low), 0.6) * 0.92,
             height=max(100 * each.share, 0.8),
             series=0,
-            title=f"{each.low:.2f} to {each.high:.2f}: {counted(each.rows, 'row')}, said {each.mean_probability:.1%}, "
+            title=f"{each.low:.2f} to {each.high:.2f}: {counted(each.rows, 'row')}, "
+            f"predicted {each.mean_probability:.1%}, "
             f"{happens} {each.share:.1%}",
         )
         for each in bins
@@ -799,7 +803,7 @@ def reliability_plot(bins: list[ReliabilityBin], happens: str) -> Plot | None:
 
 
 def curve_plot(x: list[float], y: list[float], series: list[tuple[str, str]], beside: str) -> Plot:
-    """A curve of shares, with a line beside it as SVG's points."""
+    """Return a curve of shares, with a line beside it as SVG's points."""
     points = " ".join(f"{100 * across:.2f},{100 - 100 * up:.2f}" for across, up in zip(x, y, strict=True))
     return Plot(x=_SHARES, y=_SHARES, series=series, lines=[points, beside])
 
@@ -807,7 +811,7 @@ def curve_plot(x: list[float], y: list[float], series: list[tuple[str, str]], be
 def _charts(found: RunEvaluation) -> Iterator[Part]:
     several = len(found.labels) != 2
     what = "predictions are right" if several else f"{found.labels[0]} is right" if found.labels else ""
-    axes = "Across: the probability that the scores say. Up: how often it is so."
+    axes = "Across: the probability by the scores. Up: how often it is so."
     yield Part(title="Reliability", plot=reliability_plot(found.reliability, what), note=axes)
     if found.calibrated is not None:
         plot = reliability_plot(found.calibrated.reliability, what)
@@ -906,7 +910,7 @@ def _report(report: RunReport, question: str, found: RunEvaluation) -> None:
 
 
 def sections(report: RunReport) -> list[Section]:
-    """The sections on the evaluation of a run, one for each question."""
+    """Return the sections on the evaluation of a run, one for each question."""
     if report.evaluation is not None:
         return [_section_of(report.evaluation)]
     found = [_section_of(own, name) for name, own in report.evaluations.items()]

@@ -49,7 +49,7 @@ _CRITICAL = 1.358  # the 95 % point of Kolmogorov's distribution
 
 
 def score_distance(counts: Sequence[int], others: Sequence[int]) -> float | None:
-    """The two-sample Kolmogorov-Smirnov statistic of binned scores, from 0 to 1.
+    """Return the two-sample Kolmogorov-Smirnov statistic of binned scores, from 0 to 1.
 
     That is the largest difference between the two shares of scores below any edge of the bins, which are the same.
     None where a histogram is empty.
@@ -63,7 +63,7 @@ def score_distance(counts: Sequence[int], others: Sequence[int]) -> float | None
 
 
 def chance_distance(rows: int, other_rows: int) -> float:
-    """The distance that two samples of one distribution stay below 19 times out of 20, by Kolmogorov's limit.
+    """Return the distance that two samples of one distribution stay below 19 times out of 20, by Kolmogorov's limit.
 
     Both need many rows; for scores in bins it is an upper bound.
     """
@@ -71,7 +71,8 @@ def chance_distance(rows: int, other_rows: int) -> float:
 
 
 def earlier_scores(given: str | None, replaced: str | None) -> DriftUse | None:
-    """The scores to compare with: those of the report that `--drift-from` names, else of the one that is replaced.
+    """Return the scores to compare with: those of the report that `--drift-from` names, else of the one that is
+    replaced.
 
     None where there are none. Raises UsageError for a --drift-from that is not the report of a run with scores.
     """
@@ -101,7 +102,7 @@ def earlier_scores(given: str | None, replaced: str | None) -> DriftUse | None:
 
 
 def drift_reference(report: RunReport, path: str) -> DriftUse | None:
-    """The scores that a run is compared with, from the report of an earlier one.
+    """Return the scores that a run is compared with, from the report of an earlier one.
 
     These are its own scores if it was complete and passed its gates, and else those that it was compared with.
     """
@@ -121,14 +122,14 @@ def drift_reference(report: RunReport, path: str) -> DriftUse | None:
 
 
 def score_histogram(by_prediction: dict[str, list[int]]) -> list[int]:
-    """Rows in each of the bins of equal width from 0 to 1, over all predictions."""
+    """Return rows in each of the bins of equal width from 0 to 1, over all predictions."""
     from prefillcli.rows.output.columns import SCORE_BINS
 
     return [sum(bins) for bins in zip(*by_prediction.values(), strict=True)] or [0] * SCORE_BINS
 
 
 def judge(options: GateOptions, report: RunReport) -> Iterator[Gate]:
-    """The verdict of each gate on the rows of a whole output."""
+    """Yield the verdict of each gate on the rows of a whole output."""
     drift: DriftUse | None = report.drift
     if drift is not None and drift.fingerprint == report.fingerprint and drift.before is not None:
         drift = report.drift = drift.before  # the report that is replaced is of this very job
@@ -173,7 +174,7 @@ class Gates:
         self.settings = settings
 
     def begin(self, report: RunReport) -> None:
-        """A run begins. Its report knows the path where it will replace that of an earlier run."""
+        """Begin a run, whose report knows the path where it will replace that of an earlier run."""
         if self.settings.max_drift is not None:
             report.drift = earlier_scores(self.settings.drift_from, report.report)
 
@@ -184,7 +185,7 @@ class Gates:
 
 
 def section(report: RunReport) -> Section:
-    """The section on the gates of a run."""
+    """Return the section on the gates of a run."""
     gates: list[Gate] = report.gates
     found = Section(lines=[("gate", f"{'passed' if gate.passed else 'FAILED'}: {gate.text}") for gate in gates])
     drift: DriftUse | None = report.drift

@@ -45,7 +45,7 @@ class LikelihoodUse(BaseModel):
 
 
 def use_of(counts: Counts | None) -> LikelihoodUse:
-    """The figures of an output with these counts."""
+    """Return the figures of an output with these counts."""
     found = LikelihoodUse()
     if counts is None or not counts.tallies.likelihood.tokens:
         return found
@@ -69,7 +69,7 @@ def _perplexity(logprob: float, count: int) -> float:
 
 
 def section(report: RunReport) -> Section | None:
-    """The section on the figures; None where no likelihood was asked for."""
+    """Return the section on the figures; None where no likelihood was asked for."""
     found: Any = report.likelihood
     if found is None:
         return None

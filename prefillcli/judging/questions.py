@@ -1,5 +1,5 @@
-"""What a run reports on several questions: those that are asked in both orders, the audit of each, and how their
-answers go together (Spearman's correlation between their scores)."""
+"""The report of a run on several questions: those asked in both orders, the audit of each, and the correlation of
+their answers (Spearman's, between their scores)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class OrderUse(BaseModel):
-    """How often the order of a question's two values decided its prediction."""
+    """The number of rows in which the order of a question's two values decided its prediction."""
 
     question: str
     rows: int  # with an answer
@@ -33,7 +33,7 @@ class OrderUse(BaseModel):
 
 
 def orders_of(counts: Counts | None) -> list[OrderUse] | None:
-    """The questions that are asked in both orders, of an output with these counts; None: there are none."""
+    """Return the questions that are asked in both orders, of an output with these counts; None: there are none."""
     found = {} if counts is None else counts.tallies.orders
     return [
         OrderUse(question=name, rows=own.rows, decided=own.decided, share=share_estimate(own.decided, own.rows))
@@ -49,7 +49,7 @@ class AuditUse(BaseModel):
 
 
 def audits_of(counts: Counts | None) -> list[AuditUse] | None:
-    """The audit of each question, of an output with these counts; None: there is none."""
+    """Return the audit of each question, of an output with these counts; None: there is none."""
     found = {} if counts is None else counts.audits
     return [
         AuditUse(
@@ -61,7 +61,7 @@ def audits_of(counts: Counts | None) -> list[AuditUse] | None:
 
 
 def _answers_section(orders: list[OrderUse], audits: list[AuditUse]) -> Section:
-    """The section on these questions."""
+    """Return the section on these questions."""
     made = Section(title="Questions")
     for audited in audits:
         made.lines += [(f"{name} of {audited.question}", said) for name, said in audit_lines(audited.audit)]
@@ -79,7 +79,7 @@ def _answers_section(orders: list[OrderUse], audits: list[AuditUse]) -> Section:
 
 
 class Correlations(BaseModel):
-    """The questions, and for each of them those with all others, in the same order."""
+    """The questions, and the correlations of each with all others, in the same order."""
 
     questions: list[str]
     rows: list[list[int]]  # that have both scores
@@ -87,7 +87,8 @@ class Correlations(BaseModel):
 
 
 def correlations_of(output: str, questions: Sequence[str]) -> Correlations:
-    """Of a finished output with these questions. Raises what pyarrow raises, or ValueError, if it is damaged."""
+    """Return the correlations of a finished output with these questions. Raises what pyarrow raises, or ValueError, if
+    it is damaged."""
     names = [f"{name}.score" for name in questions]
     pieces = [np.empty((len(names), 0))]
     for table in Target.parse(output).tables(names):
@@ -109,7 +110,7 @@ def correlations_of(output: str, questions: Sequence[str]) -> Correlations:
 
 
 def _correlation_section(found: Correlations) -> Section:
-    """The matrix on the page, and the strongest correlation in the terminal."""
+    """Return the matrix on the page, and the strongest correlation in the terminal."""
     table = [["", *found.questions]]
     for name, row in zip(found.questions, found.spearman, strict=True):
         table.append([name, *("" if value is None else f"{value:.2f}" for value in row)])
@@ -130,7 +131,7 @@ CORRELATIONS = "correlations"  # in the plan of a shard
 
 
 class QuestionJudge(Judge):
-    """How the answers to several questions go together, and how often their order decided."""
+    """Judges how the answers to several questions correlate, and how often their order decided."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -157,6 +158,6 @@ def _correlate(report: RunReport, output: str, names: Sequence[str]) -> None:
 
 
 def sections(report: RunReport) -> list[Section]:
-    """The sections on several questions; none where there is one."""
+    """Return the sections on several questions; none where there is one."""
     found = [_answers_section(report.orders or [], report.audits or [])] if report.orders or report.audits else []
     return found if report.correlations is None else [*found, _correlation_section(report.correlations)]

@@ -38,8 +38,8 @@ def check_rejects(path: str, source: Source) -> None:
 def write_rejects(path: str, source: Source, sink: Sink) -> None:
     """Write the error rows of a finished output to a file, which appears whole: number, input columns and error.
 
-    Rows that were skipped as the user asked are no errors. A value that cannot be read is null. From now on `source`
-    reads other columns. Raises PrefillError, and ContentChangedError if the input has changed.
+    Rows that were skipped at the user's request are not errors. A value that cannot be read is null. From now on
+    `source` reads other columns. Raises PrefillError, and ContentChangedError if the input has changed.
     """
     found = format_of(path)
     if found is None:

@@ -52,7 +52,7 @@ class GivenTable:
     """Rows in a table."""
 
     table: pa.Table
-    # By row, the column with a text that is no Unicode. In the table that text has U+FFFD, or a nested value is null.
+    # By row, the column with a text that is not Unicode. In the table that text has U+FFFD, or a nested value is null.
     bad: dict[int, str] = field(default_factory=dict)
 
 
@@ -60,7 +60,7 @@ GivenRows = GivenTable | tuple[str, ...]  # rows in a table, or the paths of the
 
 
 def read_rows(rows: Any, text_column: str) -> GivenRows:
-    """The rows as a table, or the paths of the files they are in.
+    """Read the rows as a table, or return the paths of the files they are in.
 
     Texts become the column `text_column`. Exceptions of the caller's own readers, generators and mappings pass
     through. Raises UsageError for anything else, and for values of a column that have no type in common; PrefillError
@@ -148,7 +148,7 @@ def _of_columns(columns: Iterable[tuple[Any, Any]], kind: pa.DataType | None = N
 
 
 def _column(name: Any, values: Any, kind: pa.DataType | None, bad: dict[int, str]) -> Any:
-    # The values as an array. Rows with a text that is no Unicode are added to `bad`.
+    # The values as an array. Rows with a text that is not Unicode are added to `bad`.
     if isinstance(values, str | bytes):
         raise UsageError(f"column {name!r} is one text; for one row give a list of one dict\n{_TAKEN}")
     try:
@@ -214,7 +214,7 @@ class Scorer:
     def score(
         self, rows: Rows, *, progress: bool = False, on_error: OnError = "row", **options: Unpack[FileOptions]
     ) -> pa.Table:
-        """The rows with their scores, in the same order.
+        """Score the rows, and return them with their scores, in the same order.
 
         `rows` may be an Arrow table or record batch, a pandas or polars data frame, a list of dicts, a dict of
         columns, or a list of prompts: all columns are kept, and those of scoring follow. It may also be a path (or a
@@ -229,7 +229,7 @@ class Scorer:
         return self._score(read_rows(rows, _text_column(self._given)), progress, on_error, options)
 
     def __call__(self, rows: Rows) -> pa.Table:
-        """`score(rows)`."""
+        """Return `score(rows)`."""
         return self.score(rows)
 
     def close(self) -> None:
@@ -287,7 +287,7 @@ class Scorer:
         except EngineDiedError:
             self.close()
             raise EngineDiedError(
-                "the engine's processes have ended; what they wrote says why\nmake another Scorer"
+                "the engine's processes have ended; what they wrote shows why\nmake another Scorer"
             ) from None
 
 
@@ -300,7 +300,8 @@ def score(
     on_error: OnError = "row",
     **options: Unpack[ScoreOptions],
 ) -> pa.Table:
-    """The rows with their scores, in the same order, by `Scorer.score` of a Scorer just for these rows.
+    """Score the rows, and return them with their scores, in the same order: `Scorer.score` of a Scorer just for these
+    rows.
 
         prefillcli.score(["Is the sky blue? Answer:"], "models/judge", labels="Yes,No")
 
@@ -353,7 +354,7 @@ def _refuse_errors(table: pa.Table) -> None:
 
 @contextmanager
 def _a_text_is_a_path(rows: GivenRows) -> Iterator[None]:
-    # Messages about a path that looks like a prompt say so.
+    # Messages about a path that looks like a prompt mention that.
     try:
         yield
     except PrefillError as error:

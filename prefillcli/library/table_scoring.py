@@ -64,7 +64,8 @@ class TableScorer:
         return f"{files.path} on {self._inputs.opened.device} in {str(files.dtype).removeprefix('torch.')}"
 
     def score_table(self, table: pa.Table, bad: Mapping[int, str], steps: Steps) -> pa.Table:
-        """The table with the columns of an output added, in the same rows. Those in `bad` are error rows.
+        """Score a table, and return it with the columns of an output added, in the same rows. Those in `bad` are error
+        rows.
 
         Its rows are planned together, in windows of a bounded size. Raises UsageError if the table has such a column
         already or lacks one that the prompt needs, or if the labels fail after every prompt of the first table.
@@ -88,8 +89,8 @@ class TableScorer:
         return table
 
     def score_files(self, settings: ScoreSettings, steps: Steps) -> pa.Table:
-        """The output that `prefill score` would write for the inputs of these `settings`; all other settings are this
-        scorer's.
+        """Return the output that `prefill score` would write for the inputs of these `settings`; all other settings
+        are this scorer's.
 
         Files are read a window at a time. Raises UsageError or PrefillError, as reading does.
         """
@@ -222,7 +223,7 @@ class ReceivedRows:
 
 
 class Steps:
-    """Progress of scoring in memory, `shown` on request. A `step` raises Interrupted if somebody has `asked` for it.
+    """Progress of scoring in memory, `shown` on request. A `step` raises Interrupted if that was `asked` for.
 
     Use it as a context manager.
     """
@@ -233,14 +234,14 @@ class Steps:
         self._progress: Progress | None = None
 
     def expect(self, rows: int | Callable[[], Expected | None]) -> None:
-        """So many rows will be scored, as far as is known."""
+        """Take the number of rows that will be scored, as far as it is known."""
         if self._shown:
             live = log.on_terminal() or "ipykernel" in sys.modules  # a notebook understands carriage returns
             self._progress = Progress(rows, interval=SECONDS_BETWEEN_LINES, live=live)
             self._progress.start()
 
     def step(self, rows: float, tokens: float) -> None:
-        """So many rows and prompt tokens more are computed."""
+        """Count this many more computed rows and prompt tokens."""
         if self._asked.is_set():
             raise Interrupted(signal.SIGINT)
         if self._progress is not None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     Slot = tuple[nn.Module, str]  # a module and the name of one of its parameters
 
-# torch is imported where it is used: messages about misspelt options need none
+# torch is imported where it is used: messages about misspelt options do not need it
 
 _NAME = "default"  # of each adapter, in PEFT
 
@@ -66,7 +66,7 @@ class LoadedAdapter:
         self.slots = list({(id(module), name): (module, name) for module, name in slots}.values())
 
     def merge(self) -> None:
-        """Change the model's tensors. Each of its `slots` must hold a tensor of its own."""
+        """Change the model's tensors. Each of its `slots` must hold its own tensor."""
         import torch
 
         with torch.no_grad():
@@ -194,7 +194,7 @@ def _parameter(slot: Slot) -> nn.Parameter:
 
 
 def _untie(model: PreTrainedModel, slot: Slot) -> None:
-    # Give the slot a parameter of its own: a shared one, like a tied embedding, would change elsewhere too.
+    # Give the slot its own parameter: a shared one, like a tied embedding, would change elsewhere too.
     from torch import nn
 
     module, name = slot
@@ -215,7 +215,7 @@ _TASKS = {
 }
 #: Keys of a configuration that cannot become part of the weights if their value is not empty, and why.
 _NOT_MERGED = {
-    "alora_invocation_tokens": "it acts only behind its invocation tokens",
+    "alora_invocation_tokens": "it acts only after its invocation tokens",
     "arrow_config": "it chooses among adapters token by token",
     "layer_replication": "it adds layers to the model",
     "kasa_config": "PEFT cannot merge it",
@@ -292,11 +292,11 @@ class AdapterVariants:
 def open_adapters(
     opened: Opened, folders: Mapping[str, str], column: str | None, *, trust_remote_code: bool = False
 ) -> Opened:
-    """The same model with adapters. `folders` has their folders, or names on the hub, by adapter name. They are
+    """Open the same model with adapters. `folders` has their folders, or names on the hub, by adapter name. They are
     checked against the model's configuration; its weights are not read.
 
-    The `column` names each row's adapter; None: one adapter reads all rows. If that one brings another tokenizer, this
-    takes its place. Raises UsageError for an adapter that cannot be merged, with the reason.
+    The `column` names each row's adapter; None: one adapter reads all rows. If that one brings another tokenizer, it
+    replaces the model's. Raises UsageError for an adapter that cannot be merged, with the reason.
     """
     require_extra("peft", OPTION)
     if opened.files.quantised is not None:
@@ -311,7 +311,8 @@ def open_adapters(
 
 
 def local_adapter(name: str) -> Path | None:
-    """The folder of an adapter; None for the name of a hub repository. Raises UsageError where it is neither."""
+    """Return the folder of an adapter; None for the name of a hub repository. Raises UsageError where it is
+    neither."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -321,7 +322,7 @@ def local_adapter(name: str) -> Path | None:
 
 
 def find_adapter(name: str) -> Path:
-    """The `local_adapter`, or else a snapshot of the hub repository. Raises UsageError."""
+    """Return the `local_adapter`, or else a snapshot of the hub repository. Raises UsageError."""
     if (path := local_adapter(name)) is not None:
         return path
     from huggingface_hub import snapshot_download
@@ -417,7 +418,7 @@ def _checked(adapter: AdapterFiles, files: ModelFiles) -> AdapterFiles:
 
     try:
         with safe_open(adapter.path / WEIGHTS, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no dict
+            for name in file.keys():  # noqa: SIM118 - it is not a dict
                 if not torch.isfinite(file.get_tensor(name)).all():
                     raise UsageError(f"{adapter.path / WEIGHTS}: {name} has numbers that are not finite")
     except SafetensorError as error:
@@ -427,7 +428,7 @@ def _checked(adapter: AdapterFiles, files: ModelFiles) -> AdapterFiles:
 
 
 def empty_model(files: ModelFiles) -> PreTrainedModel:
-    """The model that `load_weights` makes of the files, on the meta device."""
+    """Return the model that `load_weights` makes of the files, on the meta device."""
     from prefillcli.models.completeness import build_empty
     from prefillcli.models.multimodal import read_config, text_part
 
@@ -453,7 +454,7 @@ def _with_tokenizer(opened: Opened, adapters: list[AdapterFiles], *, by_row: boo
         if by_row:
             raise UsageError(
                 f"{OPTION} {adapter.path}: its tokenizer is not the model's: {other}\n"
-                "rows of several adapters are tokenised alike: score its rows in a job of their own"
+                "rows of several adapters are tokenised alike: score its rows in a separate job"
             )
         if tokens and opened.draft is not None and opened.draft_tokenizer is None:
             raise UsageError(f"{OPTION} {adapter.path}: its tokenizer is not the draft's: {tokens}")
@@ -469,13 +470,13 @@ def _with_tokenizer(opened: Opened, adapters: list[AdapterFiles], *, by_row: boo
 
 
 def adapter_paths(opened: Opened | None) -> dict[str, str]:
-    """The folders of a model's adapters, by the adapters' names."""
+    """Return the folders of a model's adapters, by the adapters' names."""
     variants = None if opened is None else opened.variants
     return {each.name: str(each.path) for each in variants.files} if isinstance(variants, AdapterVariants) else {}
 
 
 def identity(settings: Any, opened: Opened, values: dict[str, Any], contents: Callable[[Path], ModelContents]) -> str:
-    """Digest of the adapters of these settings by their contents. Their options go out of the `values`."""
+    """Return the digest of the adapters of these settings by their contents. Their options go out of the `values`."""
     for name in ("adapter", "adapter_column"):
         del values[name]
     found = [(name, contents(Path(path))) for name, path in adapter_paths(opened).items()]

@@ -29,8 +29,8 @@ from prefillcli.models.multimodal import TextPart
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars or advice from transformers; errors are raised. Tensors of the meta device, which have no
-    numbers, get no first ones: torch takes longer for that than for all else of an empty model."""
+    """Silence transformers' progress bars and advice; errors are raised. Tensors of the meta device, which have no
+    numbers, get no initial ones: torch takes longer for that than for all else of an empty model."""
     level = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
@@ -47,7 +47,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _begin_with(functions: Mapping[str, Callable[..., Any]]) -> None:
-    # From now on parameters get their first numbers from these functions, in torch and in transformers.
+    # From now on parameters get their initial numbers from these functions, in torch and in transformers.
     TORCH_INIT_FUNCTIONS.update(functions)
     for name, function in functions.items():
         setattr(torch.nn.init, name, function)
@@ -83,7 +83,7 @@ _MODULES = 64  # for each tensor in the files
 
 
 def build_empty(whole: Any, head: ClassHead | None, part: TextPart | None, dtype: torch.dtype) -> PreTrainedModel:
-    """The model that transformers loads with this configuration, or its text part, without weights."""
+    """Build the model that transformers loads with this configuration, or its text part, without weights."""
     with quiet_transformers(), torch.device("meta"):
         kind, config = (auto_class(head), whole) if part is None else (part.kind, part.config)
         build: Callable[..., PreTrainedModel] = kind.from_config if part is None else kind._from_config
@@ -95,7 +95,7 @@ def refuse_larger(
 ) -> None:
     """Build an empty model, and raise UsageError as early as possible if it is larger than the tensors in its files.
 
-    Its configuration is in `file`. Of `packed` tensors, each bit may be a number. Loading checks that every tensor
+    Its configuration is in `file`. In `packed` tensors, each bit may be a number. Loading checks that every tensor
     fits. Before that, this bounds the memory and time that a configuration can take. Loading also reports models that
     cannot be built.
     """
@@ -117,7 +117,7 @@ def refuse_larger(
 
 @contextmanager
 def bounded(file: Path, numbers: int, tensors: int) -> Iterator[None]:
-    """In this context this thread may build a model of about so many numbers in so many tensors.
+    """Let this thread build a model, inside the block, of about `numbers` numbers in `tensors` tensors at most.
 
     `file` describes the model. Raises UsageError as soon as it is certainly larger.
     """
@@ -148,7 +148,7 @@ def bounded(file: Path, numbers: int, tensors: int) -> Iterator[None]:
 def _too_large(file: Path, numbers: int) -> UsageError:
     return UsageError(
         f"{file}: describes a model that is larger than its weights, which have {numbers:,} numbers\n"
-        "a number in it that says how wide, deep or long the model is must be wrong"
+        "a number in it for the model's width, depth or length must be wrong"
     )
 
 
@@ -197,13 +197,12 @@ def require_complete(
     for name, tensor in model.named_buffers():
         if name.endswith("inv_freq") and not tensor.is_meta and not tensor.isfinite().all():
             raise UsageError(
-                f"{origin}: {name} is not finite\n"
-                "a number of config.json must be wrong that says how positions are encoded"
+                f"{origin}: {name} is not finite\na number of config.json for the encoding of positions must be wrong"
             )
 
 
 def _without_reason(model: Any, names: Collection[str], *, quantised: bool) -> list[str]:
-    # Those of the names that no reason is known for.
+    # The names for which no reason is known.
     heads = _VOCABULARY_HEADS if model.get_output_embeddings() is None else _OTHER_HEADS
     known = re.compile("|".join((*_COMPUTED, *_LATER_TOKENS, *heads, *(_ROUNDING if quantised else ()))))
     own = {name for name, _ in model.named_buffers()}  # which the model computes itself

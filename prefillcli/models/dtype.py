@@ -1,4 +1,4 @@
-"""The number format that a model computes in where nobody gave one, by the speed of this device's products.
+"""The number format that a model computes in by default, by the speed of this device's products.
 
 A processor without instructions for bfloat16 takes several times as long for a product in it as in float32. So a
 product is measured once in both, and the ratio is kept in the user's cache. It is far from 1 wherever it matters, and
@@ -38,8 +38,8 @@ _LARGE = (4096, 4096)  # on devices that compute smaller ones in no time
 class ModelReader:
     """Reads the files of the models of a job, one after the other, and chooses their dtypes.
 
-    `dtypes` are those that are chosen already, `auto` for one that stays as saved. Without, `--dtype auto` chooses by
-    the job's device. Raises UsageError or ResourceError.
+    `dtypes` are those that are chosen already, `auto` for one that stays as saved. Without them, `--dtype auto`
+    chooses by the job's device. Raises UsageError or ResourceError.
     """
 
     def __init__(self, choice: ModelChoice, dtypes: Sequence[str] = ()) -> None:
@@ -51,7 +51,7 @@ class ModelReader:
         self._beside = 0  # bytes of the models so far
 
     def read(self, path: Path, head: HeadChoice = "auto", *, copies: float = 1) -> ModelFiles:
-        """A model, of whose weights there will be so many `copies`."""
+        """Read a model, whose weights will exist in this many `copies`."""
         choice, device = self._choice, self.device
         named = choice.dtype if choice.dtype != "auto" else next(self._chosen, "auto")
         files = read_model_files(path, dtype=named, trust_remote_code=choice.trust_remote_code, head=head)
@@ -66,9 +66,9 @@ class ModelReader:
 
 
 def settle_dtype(files: ModelFiles, device: torch.device, *, copies: float = 1, beside: int = 0) -> ModelFiles:
-    """The files of a model that nobody gave a dtype for, in the one to compute in, and why.
+    """Return the files of a model without a given dtype, in the one to compute in, and why.
 
-    That is the dtype they are saved in, unless float32 is faster by `MARGIN` and fits the free memory with so many
+    That is the dtype they are saved in, unless float32 is faster by `MARGIN` and fits the free memory with these
     `copies` of the weights, and `beside` bytes of other models.
     """
     saved = dtype_name(files)
@@ -89,7 +89,7 @@ def settle_dtype(files: ModelFiles, device: torch.device, *, copies: float = 1, 
 
 
 def held_bytes(files: ModelFiles, device: torch.device) -> int:
-    """Bytes of all weights in the dtype of the files, those of mapped files included."""
+    """Return the bytes of all weights in the dtype of the files, those of mapped files included."""
     return sum(layer_bytes(files, device).values())
 
 
@@ -110,7 +110,8 @@ def times_as_long(form: str, than: str, device: torch.device) -> float:
 
 
 def operations_per_second(dtype: torch.dtype) -> float:
-    """Floating-point operations of products on one core of this CPU: measured once, and remembered."""
+    """Return the floating-point operations of products in a second on one core of this CPU: measured once, and
+    remembered."""
     return _remembered(f"operations/{_name(dtype)}", torch.device("cpu"), lambda: _measured_speed(_name(dtype)))
 
 

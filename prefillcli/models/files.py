@@ -1,7 +1,7 @@
 """Safetensors files: their headers, and whether a directory holds the weights of the model in its config.json.
 
-Only headers are read, without torch. The checks raise UsageError that names the file. And what the files of a reranker
-say of it, as sentence-transformers saves them."""
+Only headers are read, without torch. The checks raise UsageError that names the file. Also the description of a
+reranker in its files, as sentence-transformers saves them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from prefillcli.rows.filesystems import refuse_pointer
 #: Tokens that a family embeds beside those of its vocabulary.
 EXTRA_TOKENS = {"mllama_text_model": 8, "moshi": 1}
 
-# Where the tensors of a file begin and end.
+# The places of the tensors in a file.
 
 
 def check_ranges(ranges: Iterable[tuple[int, int, str]], size: int, *, alignment: int = 1) -> None:
     """Raise ValueError unless the tensors of a file fill its `size` bytes of data one after the other.
 
-    `ranges` are the first byte of each tensor, the byte behind its last, and its name, in any order. Each begins at a
-    multiple of `alignment`, and fewer bytes than that lie between two of them and behind the last one.
+    `ranges` are the first byte of each tensor, the byte after its last, and its name, in any order. Each begins at a
+    multiple of `alignment`, and fewer bytes than that lie between two of them and after the last one.
     """
     end, before = 0, ""
     for begin, stop, name in sorted(ranges):
@@ -54,7 +54,7 @@ _EMBEDDING = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embe
 
 
 def find_weights(folder: Path) -> list[Path]:
-    """The safetensors files of a model directory. Raises UsageError for another directory."""
+    """Find the safetensors files of a model directory. Raises UsageError for another directory."""
     if not (folder / "config.json").is_file():
         adapter = (folder / "adapter_config.json").is_file()
         advice = "\nit has an adapter: give the model as --model, and this as --adapter" if adapter else ""
@@ -62,7 +62,7 @@ def find_weights(folder: Path) -> list[Path]:
     if (folder / "adapter_config.json").exists():
         raise UsageError(
             f"{folder}: has an adapter beside the model (adapter_config.json), which transformers merges where "
-            "PEFT is installed\nmove it into a folder of its own, and give that as --adapter if it is to be merged"
+            "PEFT is installed\nmove it into its own folder, and give that as --adapter if it is to be merged"
         )
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
@@ -75,7 +75,7 @@ def find_weights(folder: Path) -> list[Path]:
 
 
 def read_tensors(folder: Path, files: Sequence[Path]) -> dict[str, Any]:
-    """Names and descriptions of the tensors that are loaded of a model's `files`.
+    """Read the names and descriptions of the tensors that are loaded from a model's `files`.
 
     Raises UsageError for files that are not whole, or missing.
     """
@@ -105,7 +105,7 @@ def check_weights(folder: Path, tensors: Mapping[str, Any], config: Any, *, quan
     # longcat also counts halves of layers, and albert has fewer layers than it goes through
     layers = min((each for each in counts if isinstance(each, int)), default=0)
     if numbered and layers > max(numbered) + 1:
-        raise UsageError(f"{folder}: config.json says {layers:,} layers, the weights have {max(numbered) + 1:,}")
+        raise UsageError(f"{folder}: config.json has {layers:,} layers, the weights have {max(numbered) + 1:,}")
     embeddings = [tensor["shape"] for name, tensor in tensors.items() if name.endswith(_EMBEDDING)]
     wide = getattr(config, "word_embed_proj_dim", None) or getattr(config, "hidden_size", None)
     if len(embeddings) == 1 and len(embeddings[0]) == 2 and wide and not hasattr(config, "embedding_size"):
@@ -118,7 +118,8 @@ def check_weights(folder: Path, tensors: Mapping[str, Any], config: Any, *, quan
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a model directory that transformers loads; some directories hold a second copy."""
+    """Return the safetensors files of a model directory that transformers loads; some directories hold a second
+    copy."""
     whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if whole.is_file():
         return [whole]
@@ -129,7 +130,8 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """Names and descriptions of the tensors in a safetensors file. Raises UsageError unless the file is whole."""
+    """Read the names and descriptions of the tensors in a safetensors file. Raises UsageError unless the file is
+    whole."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -152,7 +154,7 @@ def read_header(file: Path) -> dict[str, Any]:
 
 
 def data_start(file: Path) -> int:
-    """Where the tensors' bytes begin in a safetensors file that `read_header` has taken."""
+    """Return where the tensors' bytes begin in a safetensors file that `read_header` has accepted."""
     with file.open("rb") as stream:
         return 8 + int.from_bytes(stream.read(8), "little")
 
@@ -161,12 +163,12 @@ def _check_index(index: Path, headers: dict[str, dict[str, Any]]) -> set[str]:
     content = read_json(index)
     places = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
-        raise UsageError(f"{index}: no weight_map, which says which file holds each tensor")
+        raise UsageError(f"{index}: no weight_map, which maps each tensor to its file")
     for name, place in places.items():
         if place not in headers:
             raise UsageError(f"{index}: names {quoted(place)}, which is missing; the model is not complete")
         if name not in headers[place]:
-            raise UsageError(f"{index}: says that {place} holds {quoted(name)}, but it does not")
+            raise UsageError(f"{index}: maps {quoted(name)} to {place}, which does not hold it")
     return set(places.values())
 
 
@@ -178,7 +180,7 @@ def _check_metadata(found: Any) -> None:
 
 
 def _range_of(name: str, tensor: dict[str, Any]) -> tuple[int, int, str]:
-    # Where a tensor lies in the data of its file. Raises ValueError if its shape and its bytes do not agree.
+    # The place of a tensor in the data of its file. Raises ValueError if its shape and its bytes do not agree.
     begin, end = tensor["data_offsets"]
     shape = tensor["shape"]
     if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
@@ -190,7 +192,7 @@ def _range_of(name: str, tensor: dict[str, Any]) -> tuple[int, int, str]:
 
 
 def layer_number(name: str) -> int | None:
-    """The first number in a tensor's name, which is that of its layer."""
+    """Return the first number in a tensor's name, which is that of its layer."""
     return next((int(part) for part in name.split(".") if part.isdecimal() and len(part) < 10), None)
 
 
@@ -223,11 +225,11 @@ _TEXTS = frozenset(
 _POSITIVE = frozenset({"query_pre_attn_scalar"})  # a root is divided by
 _SHARES = frozenset({"partial_rotary_factor", "rotary_pct", "rotary_percentage"})  # of a head's width
 CLASSIFIER = "ForSequenceClassification"  # how the names of such classes end
-_OTHER_PARTS = ("vision", "audio", "quantization")  # with numbers of their own under the same names
+_OTHER_PARTS = ("vision", "audio", "quantization")  # with other numbers under the same names
 
 
 def check_files(folder: Path) -> None:
-    """Refuse a model's folder with a device, a pipe or a pointer in the place of a file, or with too large a text."""
+    """Refuse a model's folder with a device, a pipe or a pointer in place of a file, or with too large a text."""
     for file in folder.iterdir():
         if file.suffix in _READ and file.exists() and not file.is_dir():
             _check_size(file, _MOST_JSON if file.name in _TEXTS else None)
@@ -248,7 +250,7 @@ def refuse_code_elsewhere(folder: Path) -> None:
 
 
 def check_config(path: Path, longest: int | None = None) -> None:
-    """Refuse a `config.json` with numbers that no model has, at any depth, or classes that are no names.
+    """Refuse a `config.json` with numbers that no model has, at any depth, or classes that are not names.
 
     `longest` is the longest side of a tensor in the model's files, where they are known.
     """
@@ -294,7 +296,7 @@ def names_classifier(config: Any) -> bool:
 
 
 def has_classes(model: Path, head: str) -> bool:
-    """Return whether the classes of a head are read of the model in a folder or file, by `--head`."""
+    """Return whether a head's classes are read from the model in a folder or file, by `--head`."""
     if head in ("probability", "value"):
         return True
     config = model / "config.json"
@@ -309,7 +311,7 @@ def brings_code(folder: Path) -> bool:
 
 
 def read_json(path: Path, *, most: int = _MOST_JSON) -> Any:
-    """The content of a JSON file of at most `most` bytes. Raises UsageError."""
+    """Read the content of a JSON file of at most `most` bytes. Raises UsageError."""
     try:
         _check_size(path, most)
         return json.loads(path.read_bytes())
@@ -352,7 +354,7 @@ def _texts(content: Any) -> Iterator[str]:
 
 
 def quoted(value: Any) -> str:
-    """`value` as JSON, cut to 60 characters."""
+    """Return `value` as JSON, cut to 60 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -361,7 +363,8 @@ def quoted(value: Any) -> str:
 
 
 def sample_model() -> Path:
-    """Directory of the shipped target model: inside an installed wheel, or in the repository. Raises UsageError."""
+    """Return the directory of the shipped target model: inside an installed wheel, or in the repository. Raises
+    UsageError."""
     found = _find("target")
     if found is None:
         raise UsageError("no --model given, and the sample model did not come with this installation")
@@ -369,7 +372,7 @@ def sample_model() -> Path:
 
 
 def sample_draft() -> Path | None:
-    """Directory of the draft of `sample_model`; None if this installation lacks it."""
+    """Return the directory of the draft of `sample_model`; None if this installation lacks it."""
     return _find("draft")
 
 
@@ -399,7 +402,8 @@ class Reranker:
 
 
 def read_reranker(folder: Path) -> Reranker | None:
-    """The reranker that the files in a model's folder describe; None if they describe none. Raises UsageError."""
+    """Read the reranker that the files in a model's folder describe; None if they describe none. Raises
+    UsageError."""
     modules, about = (_json_of(folder / name) for name in ("modules.json", "config_sentence_transformers.json"))
     named = [each for each in modules if isinstance(each, dict)] if isinstance(modules, list) else []
     paths = [str(each.get("path")) for each in named if each.get("type") == LOGIT_SCORE]

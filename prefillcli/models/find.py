@@ -46,7 +46,8 @@ class ModelFiles:
 
     `quantised` is the entry of config.json on quantised weights, if there is one.
 
-    `dtype` is the one that it computes in. Where that is not just as saved or as asked, `dtype_why` says why.
+    `dtype` is the one that it computes in. Where that is neither the saved nor the requested one, `dtype_why` gives
+    the reason.
 
     `path` is its directory. For a model in GGUF format, this is a directory that prefill keeps of it, with
     configuration and tokenizer, and with the weights once they are `saved` there.
@@ -74,12 +75,12 @@ class ModelFiles:
 
     @property
     def encoder(self) -> bool:
-        """Whether it is an encoder with a classification head: it reads a whole text in both directions."""
+        """True if it is an encoder with a classification head, which reads a whole text in both directions."""
         return self.head is not None and is_encoder(self.config)
 
     @property
     def saved(self) -> bool:
-        """Whether the weights are in `path` as safetensors."""
+        """True if the weights are in `path` as safetensors."""
         return self.gguf is None or bool(weight_files(self.path))
 
     @property
@@ -89,7 +90,7 @@ class ModelFiles:
 
     @property
     def max_length_apart(self) -> int:
-        """The same, where long prompts share nothing with shorter ones."""
+        """The same limit, where long prompts share nothing with shorter ones."""
         return longest_prompt(self.config, apart=True)
 
 
@@ -100,10 +101,10 @@ def read_model_files(
     trust_remote_code: bool = False,
     head: HeadChoice = "auto",
 ) -> ModelFiles:
-    """Check, without reading weights, that `path` holds a causal language model, or one with a classification head in
-    place of its own, by `head`. With the dtype `auto` it is as saved.
+    """Check, without reading weights, that `path` holds a causal language model, or, by `head`, one with a
+    classification head instead of the vocabulary's. With the dtype `auto` it is as saved.
 
-    Raises UsageError for a directory that is none, UnsupportedModelError for an architecture that is refused.
+    Raises UsageError for a directory without a model, UnsupportedModelError for an architecture that is refused.
     """
     parts = gguf_parts(path)
     gguf = open_gguf(path, parts) if parts else None
@@ -150,7 +151,7 @@ def read_model_files(
 
 
 def in_dtype(files: ModelFiles, dtype: torch.dtype) -> ModelFiles:
-    """The same model, to be computed in another dtype."""
+    """Return the same model, to be computed in another dtype."""
     path = files.path
     if files.gguf is not None:
         path = find_cached(files.gguf.cached_name(dtype)) or describe_gguf(files.gguf)
@@ -171,7 +172,8 @@ def _described_by(file: Path) -> Iterator[None]:
 
 
 def with_weights(files: ModelFiles) -> ModelFiles:
-    """The same model with its weights saved in its directory, where the cache has room for those of a GGUF file.
+    """Return the same model with its weights saved in its directory, where the cache has room for those of a GGUF
+    file.
 
     Raises ResourceError where the host has no memory to dequantise them, and UsageError.
     """
@@ -190,6 +192,6 @@ def with_weights(files: ModelFiles) -> ModelFiles:
 
 
 def prune_cache(files: ModelFiles, most: int) -> None:
-    """Before a GGUF model is used: make room for it in the cache, which takes about `most` bytes."""
+    """Make room in the cache, which takes about `most` bytes, for a GGUF model that will be used."""
     if files.gguf is not None:
         prune_cached(most, 0 if files.saved else files.gguf.nbytes(files.dtype))

@@ -93,12 +93,12 @@ class GgufHeader:
         return str(self.fields.get("general.architecture", ""))
 
     def setting(self, name: str) -> Any:
-        """A setting of the family, `block_count` for example; None where it is missing."""
+        """Return a setting of the family, `block_count` for example; None where it is missing."""
         return self.fields.get(f"{self.architecture}.{name}")
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Raises UsageError if the file is no GGUF file or ends before its header does."""
+    """Read the header of a file. Raises UsageError if it is not a GGUF file or ends before its header does."""
     refuse_pointer(path)
     try:
         size = path.stat().st_size
@@ -189,7 +189,7 @@ class _Cursor:
         try:
             return self._data[begun : self._at].decode()
         except UnicodeDecodeError:
-            raise _NoGgufError("damaged: a name that is no text") from None
+            raise _NoGgufError("damaged: a name that is not text") from None
 
     def _unpack(self, form: str) -> tuple[Any, ...]:
         begun = self._at
@@ -232,7 +232,7 @@ def write_joined(parts: Sequence[GgufHeader], path: Path, *, data: bool) -> None
 
 
 def tensor_bytes(tensor: GgufTensor) -> int:
-    """Bytes of a tensor in its file; its kind must be known to the package `gguf`."""
+    """Return the bytes of a tensor in its file; its kind must be known to the package `gguf`."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
@@ -276,7 +276,7 @@ def check_parts(parts: Sequence[GgufHeader]) -> None:
     """Refuse files that are cut short, of several models, or hold numbers that cannot be read. Raises UsageError."""
     first = parts[0]
     if not first.architecture:
-        raise UsageError(f"{first.path}: no general.architecture, so it does not say what model it is")
+        raise UsageError(f"{first.path}: no general.architecture, so its family is unknown")
     for name, (low, high) in _WHOLE.items():
         value = first.setting(name)
         for each in value if isinstance(value, list) else [value]:
@@ -309,7 +309,7 @@ def _check_split(parts: Sequence[GgufHeader]) -> None:
         if count not in (0, len(parts)) or (len(parts) > 1 and part.fields.get("split.no") != number):
             raise UsageError(
                 f"{part.path}: is part {part.fields.get('split.no', 0) + 1} of {count or 1} of a model, "
-                f"but its name does not say so\ngive the parts the names that they had, like "
+                f"but its name does not show that\ngive the parts the names that they had, like "
                 f"{part.path.stem}-00001-of-{count or 1:05}.gguf"
             )
     names = [tensor.name for part in parts for tensor in part.tensors]
@@ -477,7 +477,7 @@ _used: dict[Path, int] = {}  # the open locks of the folders that this process u
 
 
 def find_cached(name: str) -> Path | None:
-    """The folder of this name, if it is whole. It stays there until this process ends."""
+    """Find the folder of this name, if it is whole. It stays there until this process ends."""
     folder = _place(name)
     with contextlib.suppress(OSError):  # where the cache cannot be written, nobody removes anything
         if folder not in _used and folder.is_dir():
@@ -493,7 +493,7 @@ def find_cached(name: str) -> Path | None:
 
 
 def make_cached(name: str, make: Callable[[Path], None], *, size: int) -> Path | None:
-    """The folder of this name; if it is missing, `make` fills it with about `size` bytes.
+    """Return the folder of this name; if it is missing, `make` fills it with about `size` bytes.
 
     None, with a warning, if the cache has no room for it or cannot be written. Other errors of `make` pass.
     """
@@ -526,7 +526,7 @@ def make_cached(name: str, make: Callable[[Path], None], *, size: int) -> Path |
 
 def prune_cached(most: int, wanted: int = 0) -> None:
     """Remove folders that no process uses: those unused for `UNUSED_DAYS`, then those used longest ago, until the
-    others and `wanted` bytes more take `most` bytes at most. Also what killed processes have left half made."""
+    others and `wanted` bytes more take `most` bytes at most. Unfinished folders of killed processes go too."""
     parent = _place("_").parent
     for folder in parent.glob(f"*{_UNFINISHED}"):
         name = folder.name.rsplit(".", 2)[0]
@@ -544,7 +544,7 @@ def prune_cached(most: int, wanted: int = 0) -> None:
 
 
 def cache_use() -> tuple[Path, int]:
-    """The folder of the cache, and the bytes of the models in it."""
+    """Return the folder of the cache, and the bytes of the models in it."""
     parent = _place("_").parent
     return parent, sum(size for _, size, _ in _entries(parent))
 
@@ -558,7 +558,7 @@ def _entries(parent: Path) -> Iterator[tuple[float, int, Path]]:
 
 
 def make_once(make: Callable[[Path], None]) -> Path:
-    """A folder filled by `make`, removed when this process ends."""
+    """Return a folder filled by `make`, removed when this process ends."""
     folder = tempfile.TemporaryDirectory(prefix="prefill-gguf-", ignore_cleanup_errors=True)
     make(Path(folder.name))
     _kept.append(folder)
@@ -639,11 +639,11 @@ class GgufModel:
         return torch.bfloat16
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the weights in this dtype."""
+        """Return the bytes of the weights in this dtype."""
         return dtype.itemsize * sum(tensor.numbers for tensor in self.tensors)
 
     def cached_name(self, dtype: torch.dtype | None = None) -> str:
-        """The name in the cache: of configuration and tokenizer, or of the whole model in a `dtype`."""
+        """Return the name in the cache: of configuration and tokenizer, or of the whole model in a `dtype`."""
         stem = re.sub(r"[^\w.-]", "_", self.parts[0].path.stem)[:60]
         return f"{stem}-{self.digest[:24]}" + (f"-{dtype}".replace("torch.", "") if dtype else "")
 
@@ -663,14 +663,14 @@ def open_gguf(path: Path, files: Sequence[Path]) -> GgufModel:
 
 
 def describe_gguf(model: GgufModel) -> Path:
-    """A folder with the model's configuration and tokenizer. Raises UsageError for files that transformers cannot
-    read."""
+    """Make a folder with the model's configuration and tokenizer. Raises UsageError for files that transformers
+    cannot read."""
     make = partial(_describe, model)
     return make_cached(model.cached_name(), make, size=_TOKENIZER_BYTES) or make_once(make)
 
 
 def dequantise_gguf(model: GgufModel, folder: Path, dtype: torch.dtype) -> Path | None:
-    """A folder with the whole model in `dtype`, made if it is missing; None where the cache has no room for it.
+    """Return a folder with the whole model in `dtype`, made if it is missing; None where the cache has no room for it.
 
     `folder` is that of `describe_gguf`. Raises UsageError and ResourceError.
     """
@@ -681,7 +681,8 @@ def dequantise_gguf(model: GgufModel, folder: Path, dtype: torch.dtype) -> Path 
 def load_gguf(
     model: GgufModel, folder: Path, dtype: torch.dtype, attention: str | None
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model in memory, on the CPU, and transformers' report on loading it. `folder` as in `dequantise_gguf`.
+    """Load the model into memory, on the CPU; return it with transformers' report on loading it. `folder` as in
+    `dequantise_gguf`.
 
     Raises UsageError, and OSError where the disk is full.
     """
@@ -696,7 +697,7 @@ def load_gguf(
             output_loading_info=True,
         )
     model.contents.require_unchanged()
-    vars(loaded.config).pop("quantization_config", None)  # it is quantised no more
+    vars(loaded.config).pop("quantization_config", None)  # it is no longer quantised
     loaded.hf_quantizer = None
     return loaded, info
 

@@ -1,7 +1,7 @@
 """Heads of sequence classification: the checkpoints that have one, the meaning of the outputs, and their labels.
 
-transformers reads such a head at the last token of a prompt that is no padding. Its outputs become probabilities as in
-transformers' text-classification pipeline: by `problem_type`, else a logistic function of a single output, and a
+transformers reads such a head at the last token of a prompt that is not padding. Its outputs become probabilities as
+in transformers' text-classification pipeline: by `problem_type`, else a logistic function of a single output, and a
 softmax over several ones. The numbers of labels are computed here too, from any model's outputs.
 """
 
@@ -50,8 +50,8 @@ class ClassHead:
 
 
 def find_head(folder: Path, config: Any, choice: HeadChoice, *, multimodal: bool = False) -> ClassHead | None:
-    """The head that is read of a checkpoint in a folder, by its transformers configuration and `--head`; None for the
-    vocabulary's.
+    """Find the head that is read of a checkpoint in a folder, by its transformers configuration and `--head`; None
+    for the vocabulary's.
 
     Raises UnsupportedModelError for heads that are not supported, and UsageError where a required head is missing.
     """
@@ -81,12 +81,13 @@ def find_head(folder: Path, config: Any, choice: HeadChoice, *, multimodal: bool
 
 
 def auto_class(head: ClassHead | None) -> Any:
-    """The class of transformers that loads a model with this head."""
+    """Return the class of transformers that loads a model with this head."""
     return AutoModelForCausalLM if head is None else AutoModelForSequenceClassification
 
 
 def class_labels(head: ClassHead, labels: str | Sequence[str] | None) -> ClassLabels:
-    """The labels of a job that reads a head: those of `--labels`, else all of its classes. Raises UsageError."""
+    """Return the labels of a job that reads a head: those of `--labels`, else all of its classes. Raises
+    UsageError."""
     given = None if labels is None else parse_labels(labels, least=1)
     if len(head.classes) == 1:
         return _of_one_output(head, given)
@@ -138,7 +139,7 @@ def _number_of(label: Label, classes: Sequence[str]) -> int:
     shown = ", ".join(classes[:_MOST_NAMED]) + (
         f" and {len(classes) - _MOST_NAMED} more" * (len(classes) > _MOST_NAMED)
     )
-    raise UsageError(f"--labels: {label.name!r} is no class of the model\nits classes are {shown}")
+    raise UsageError(f"--labels: {label.name!r} is not a class of the model\nits classes are {shown}")
 
 
 def _spelling(number: int, classes: Sequence[str]) -> tuple[str, ...] | None:
@@ -170,11 +171,11 @@ def _activation(config: Any, choice: HeadChoice) -> Activation:
 def label_numbers(
     logits: Tensor, rows: list[int], labels: list[LabelTokens], activation: Activation = "softmax"
 ) -> list[npt.NDArray[np.float64]]:
-    """For each answer the number of each label, float64 [labels].
+    """Return for each answer the number of each label, float64 [labels].
 
     Answer i reads row `rows[i]` of `logits` (float32 [reads, outputs]) for `labels[i]`. With a softmax they are
-    log-probabilities over all outputs; those of a label's tokens are summed in probability. Else each label has one
-    output.
+    log-probabilities over all outputs; those of a label's tokens are summed in probability. Otherwise each label has
+    one output.
     """
     total = torch.logsumexp(logits, dim=-1) if activation == "softmax" else torch.zeros(len(logits))
     result = [np.empty(len(own)) for own in labels]
@@ -197,8 +198,9 @@ def label_numbers(
 def likeliest_tokens(
     logits: Tensor, rows: list[int], count: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """The likeliest tokens by these rows of `logits` (float32 [reads, vocabulary]), the likeliest first, and of equal
-    ones that with the lowest id first: int64 [rows, count]; and their log-probabilities, float64 [rows, count]."""
+    """Return the likeliest tokens by these rows of `logits` (float32 [reads, vocabulary]), the likeliest first, and of
+    equal ones that with the lowest id first: int64 [rows, count]; and their log-probabilities, float64 [rows,
+    count]."""
     own = logits[torch.as_tensor(rows, device=logits.device)]
     top, tokens = own.topk(count, dim=-1)
     # The log-sum-exp less its largest term, which float32 holds more exactly than the whole.
@@ -210,8 +212,8 @@ def likeliest_tokens(
 
 
 def next_tokens(logits: Tensor, rows: list[int], labels: Sequence[LabelTokens], count: int) -> list[NextTokens]:
-    """Return what follows the tokens at these rows of `logits` (float32 [reads, vocabulary]): so many of the likeliest
-    tokens, and whether the next one is among the first tokens of the `labels` of that row."""
+    """Return what follows the tokens at these rows of `logits` (float32 [reads, vocabulary]): the `count` likeliest
+    tokens, and the probability that the next one is among the first tokens of the `labels` of that row."""
     first: list[LabelTokens] = [(tuple(dict.fromkeys(token for own in each for token in own)),) for each in labels]
     begins = label_numbers(logits, rows, first)
     likeliest = likeliest_tokens(logits, rows, min(count, logits.shape[-1]))
@@ -222,7 +224,7 @@ def next_tokens(logits: Tensor, rows: list[int], labels: Sequence[LabelTokens], 
 
 
 def label_logits(outputs: Tensor, labels: LabelTokens) -> npt.NDArray[np.float64]:
-    """Logits of labels that exclude one another, variants summed in probability, float64 [rows, labels].
+    """Return the logits of labels that exclude one another, variants summed in probability, float64 [rows, labels].
 
     `outputs` float32 [rows, tokens] are those of all the labels' tokens, in their order.
     """
@@ -237,7 +239,7 @@ def label_logits(outputs: Tensor, labels: LabelTokens) -> npt.NDArray[np.float64
 
 
 def output_numbers(labels: LabelTokens) -> list[int]:
-    """The outputs of a model that labels are read from."""
+    """Return the outputs of a model that labels are read from."""
     return [max(token, ~token) for variants in labels for token in variants]
 
 

@@ -69,14 +69,14 @@ class ModelSizes:
 
 
 class NoSizesError(Exception):
-    """The model cannot be built or run without numbers. The message says why."""
+    """The model cannot be built or run without numbers. The message gives the reason."""
 
 
 _found: dict[tuple[str, str, torch.dtype], ModelSizes | str] = {}
 
 
 def model_sizes(config: Any, dtype: torch.dtype) -> ModelSizes:
-    """The sizes of the causal language model of a transformers text configuration. Raises NoSizesError."""
+    """Return the sizes of the causal language model of a transformers text configuration. Raises NoSizesError."""
     name = type(config).__name__, str(config.to_json_string(use_diff=False)), dtype
     if name not in _found:
         _found[name] = _sizes(config, dtype)
@@ -286,7 +286,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its bas
 
 
 def _scan_operations(layer: nn.Module) -> float:
-    # Operations of a layer's scans that are no products: those of Mamba-1, whose states each have a decay.
+    # Operations of a layer's scans that are not products: those of Mamba-1, whose states each have a decay.
     every = [parameter for name, parameter in layer.named_parameters() if name.endswith("A_log")]
     return float(sum(SCAN_OPERATIONS * each.numel() for each in every if each.dim() > 1 and each.shape[-1] > 1))
 
@@ -373,18 +373,18 @@ class MemoryLaw:
         return self.residual + self.key_value + self.rotary
 
     def tokens_within(self, operations: float, *, least: int) -> int:
-        """The tokens that so many operations of products are enough for, at least `least`: a power of two, which a
-        little more or less speed does not change. Attention is not counted."""
+        """Return the tokens for which this many operations of products suffice, at least `least`: a power of two,
+        which a little more or less speed does not change. Attention is not counted."""
         tokens = operations / max(2 * self.weights * self.layers, 1)
         return max(least, 1 << max(int(tokens), 1).bit_length() - 1)
 
     def with_hidden_on_host(self) -> MemoryLaw:
-        """The law of a device that holds only the residual rows of a few chunks; the host holds them all."""
+        """Return the law of a device that holds only the residual rows of a few chunks; the host holds them all."""
         # Rows of a chunk exist three times: read ahead, computed, written back.
         return replace(self, residual=0, host=self.residual, transient=self.transient + 3 * self.residual)
 
     def with_own_cache(self) -> MemoryLaw:
-        """The law of a model that is walked with its own attention and cache.
+        """Return the law of a model that is walked with its own attention and cache.
 
         A token's K,V are in the parts of its path, in the joined paths, in the path that a call makes longer, and once
         more where fewer heads of K,V are repeated for those of the queries.
@@ -392,7 +392,8 @@ class MemoryLaw:
         return replace(self, key_value=(JOINED_PATHS + 3) * self.key_value, scores=2 * SCORE_BYTES)
 
     def constant(self, chunk_tokens: int, device: torch.device) -> int:
-        """Bytes per pack whatever its size: a chunk's activations, logits, and on a CPU a layer's weights laid out."""
+        """Return the bytes per pack whatever its size: a chunk's activations, logits, and on a CPU a layer's weights
+        laid out."""
         copied = device.type == "cpu" and copy_pays(self.weights, self.outputs, chunk_tokens)
         size = self.transient * chunk_tokens + 3 * logit_bytes(device, self.vocabulary)
         batched = min(STATE_BYTES, chunk_tokens * self.layer_states)
@@ -401,10 +402,10 @@ class MemoryLaw:
 
 
 def memory_law(config: Any, dtype: torch.dtype, classes: int | None = None) -> MemoryLaw:
-    """The law for a transformers text configuration: by its settings for verified families, whose names are known;
-    else by the model's own forward. Where that does not run without numbers, the settings are read as those of usual
-    attention. With a classification head, a token has as many logits as there are `classes`. Raises NoCostModel if the
-    settings lack even the width of the model."""
+    """Return the law for a transformers text configuration: by its settings for verified families, whose names are
+    known; else by the model's own forward. Where that does not run without numbers, the settings are read as those of
+    usual attention. With a classification head, a token has as many logits as there are `classes`. Raises NoCostModel
+    if the settings lack even the width of the model."""
     law = _vocabulary_law(config, dtype)
     return law if classes is None else replace(law, vocabulary=classes)
 
@@ -457,8 +458,8 @@ def _law_of(sizes: ModelSizes, config: Any, dtype: torch.dtype) -> MemoryLaw:
 
 
 def choose_chunk(law: MemoryLaw, budget: int, device: torch.device) -> int:
-    """Tokens of one call of a layer: a number that is fast on the device, halved until it takes a small part of the
-    budget."""
+    """Choose the number of tokens of one call of a layer: a number that is fast on the device, halved until it takes a
+    small part of the budget."""
     tokens = CHUNK_TOKENS[device.type]
     while tokens > MIN_CHUNK_TOKENS and law.transient * tokens > budget * CHUNK_SHARE:
         tokens //= 2
@@ -474,7 +475,7 @@ def pack_limits(
     pack_tokens: int | None = None,
     prefix_kv: str = "auto",
 ) -> Limits:
-    """The limits of one pack in `budget` bytes. Raises ResourceError if not even a small prompt fits."""
+    """Return the limits of one pack in `budget` bytes. Raises ResourceError if not even a small prompt fits."""
     if prefix_kv not in ("auto", "discard", "keep", "offload"):
         raise ValueError(f"{prefix_kv!r} is not a --prefix-kv: use auto, discard, keep or offload")
     room = budget - law.constant(chunk_tokens, device)
@@ -506,7 +507,8 @@ def pack_limits(
 def draft_limits(
     law: MemoryLaw, *, budget: int, device: torch.device, chunk_tokens: int, queries: int, all_layers: bool
 ) -> Limits:
-    """The limits of one pack of a draft that is walked for the importance of tokens, with `queries` for each prompt.
+    """Return the limits of one pack of a draft that is walked for the importance of tokens, with `queries` for each
+    prompt.
 
     With `all_layers` the K,V of every layer are kept until tokens are decoded. Importance takes a float32 for each
     token of each prompt and query. Nothing is held between packs. Raises ResourceError if nothing fits.
@@ -522,15 +524,16 @@ def draft_limits(
     return Limits(tokens=min(PACK_TOKENS[device.type], most), max_tokens=most, read_tokens=votes)
 
 
-# The part of a budget for texts behind prompts: K,V of all layers, while prompts are scored and while they are written
-# on.
+# The part of a budget for texts after prompts: K,V of all layers, while prompts are scored and while texts are
+# written.
 #
-# A pack whose K,V are kept takes those of all layers beside the residual stream: on a CUDA device in host memory,
-# else in the budget itself. When it is scored, the residual stream is gone, and texts take its place.
+# A pack whose K,V are kept takes those of all layers beside the residual stream: on a CUDA device in host memory, else
+# in the budget itself. When it is scored, the residual stream is gone, and texts take its place.
 
 
-# Behind which prompts texts are written: all, or some by their scores. Later: the K,V kept of a pack cannot be used,
-# because the wanted prompts are known only after other packs, or because prompts are not read to the end unchanged.
+# The prompts after which texts are written: all, or some by their scores. Later: the K,V kept of a pack cannot be
+# used, because the wanted prompts are known only after other packs, or because prompts are not read to the end
+# unchanged.
 TextsOf = Literal["all", "some", "later"]
 
 LEAST_KEPT = 16  # tokens of a pack; less is nothing
@@ -543,7 +546,7 @@ PACK_OVERHEAD = 1 / 8  # the cost of a pack beside its tokens, in chunks
 
 @dataclass(frozen=True, slots=True)
 class KeepOrAgain:
-    """Whether K,V survive scoring, or prompts that are wanted are read again, and why."""
+    """The decision whether K,V survive scoring or wanted prompts are read again, and its reason."""
 
     kept: bool
     reason: str
@@ -559,9 +562,9 @@ def limits_with_texts(
     offloaded: bool = False,
     share: float = 1.0,
 ) -> Limits:
-    """Limits with room for texts of `text_tokens` each, in `room` bytes: the budget less the fixed cost of packs of
-    any size. K,V that are held from pack to pack are in it, or `offloaded`. `share` is the part of the free host
-    memory that may be used, if K,V leave a device. `kept_tokens` is 0 where not even a small prompt fits with a
+    """Return limits with room for texts of `text_tokens` each, in `room` bytes: the budget less the fixed cost of
+    packs of any size. K,V that are held from pack to pack are in it, or `offloaded`. `share` is the part of the free
+    host memory that may be used, if K,V leave a device. `kept_tokens` is 0 where not even a small prompt fits with a
     text."""
     held_here = 0 if offloaded else law.all_key_values
     on_host = device.type == "cuda"
@@ -591,7 +594,7 @@ def limits_with_texts(
 def keep_or_again(limits: Limits, *, chunk_tokens: int, least_tokens: int, texts_of: TextsOf) -> KeepOrAgain:
     """Return whether packs are made so that they can be kept.
 
-    A pack costs its tokens and `PACK_OVERHEAD`. A pack of less than `least_tokens` costs as much as one of so many,
+    A pack costs its tokens and `PACK_OVERHEAD`. A pack of less than `least_tokens` costs as much as one of that many,
     because it waits for weights. Scoring all prompts in packs that can be kept has one cost. The other is scoring them
     in packs of the usual size, and reading the wanted ones (all, or `SOME_SHARE`) again in small packs. Packs are kept
     if the first is no larger.
@@ -600,7 +603,7 @@ def keep_or_again(limits: Limits, *, chunk_tokens: int, least_tokens: int, texts
     if not kept:
         return KeepOrAgain(False, "K,V of all layers do not fit for any prompt with a text: no text is written")
     if texts_of == "later":
-        return KeepOrAgain(False, "which prompts are written on is known only when others are scored")
+        return KeepOrAgain(False, "the prompts that get a text are known only when others are scored")
     if kept >= usual:
         return KeepOrAgain(True, f"K,V of all layers fit for packs of {usual:,} tokens")
 
@@ -610,9 +613,9 @@ def keep_or_again(limits: Limits, *, chunk_tokens: int, least_tokens: int, texts
     small, large = cost(kept), cost(usual)
     again = small * (1.0 if texts_of == "all" else SOME_SHARE)
     if small <= large + again:
-        return KeepOrAgain(True, f"packs are cut to {kept:,} tokens, not {usual:,}: K,V of all layers fit for so many")
+        return KeepOrAgain(True, f"packs are cut to {kept:,} tokens, not {usual:,}, so that K,V of all layers fit")
     return KeepOrAgain(
         False,
         f"K,V of all layers fit for packs of {kept:,} tokens: scoring all prompts in such packs takes about "
-        f"{small / large:.2f} times as long as in packs of {usual:,}; reading those again that are wanted takes less",
+        f"{small / large:.2f} times as long as in packs of {usual:,}; reading the wanted ones again takes less",
     )

@@ -44,8 +44,8 @@ def load_model(files: ModelFiles, device: torch.device, *, trust_remote_code: bo
 
 
 def _rehearsal_tolerance(files: ModelFiles, device: torch.device) -> float | None:
-    """The allowed difference of a quantised model's logits in a rehearsal, as a share of the largest; None: the usual
-    one."""
+    """Return the allowed difference of a quantised model's logits in a rehearsal, as a share of the largest; None: the
+    usual one."""
     quantisation = plan_quantisation(files.origin, files.quantised, device)
     return ROUNDED_TOLERANCE if quantisation is not None and quantisation.rounds_activations else None
 
@@ -53,8 +53,8 @@ def _rehearsal_tolerance(files: ModelFiles, device: torch.device) -> float | Non
 def load_weights(
     files: ModelFiles, device: torch.device, *, attention: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The model on `device`, built by transformers from safetensors or GGUF only. `attention` is transformers' name
-    for one (None: its own choice). Raises UsageError."""
+    """Load the model on `device`, built by transformers from safetensors or GGUF only. `attention` is transformers'
+    name for one (None: its own choice). Raises UsageError."""
     files = with_weights(files)
     quantisation = plan_quantisation(files.origin, files.quantised, device)
     with quiet_transformers():
@@ -89,7 +89,8 @@ def load_weights(
 def _further_arguments(
     files: ModelFiles, quantisation: Quantisation | None, device: torch.device, trust_remote_code: bool
 ) -> dict[str, Any]:
-    """Further arguments to transformers: the configuration, and what the device and a quantised checkpoint need."""
+    """Return further arguments to transformers: the configuration, and what the device and a quantised checkpoint
+    need."""
     config = read_config(files.path, trust_remote_code=trust_remote_code)
     if quantisation is None:
         return {"config": config} | ({"device_map": {"": device}} if loads_onto(device) else {})

@@ -1,6 +1,6 @@
 """The text model of a checkpoint that also reads images or sound: only its weights are read.
 
-Where a family has a text class of its own, that class is loaded. Else the whole class is, without its towers: without
+Where a family has its own text class, that class is loaded. Otherwise the whole class is, without its towers: without
 an image, its forward does not call them.
 """
 
@@ -26,7 +26,7 @@ from prefillcli.models.files import read_header, weight_files
 from prefillcli.walk.forest import UnsupportedModelError
 from prefillcli.walk.model_ends import decoder_layers
 
-#: Flags in config.json of what a forward gives back, as they are read.
+#: Flags in config.json that change what a forward returns, with the value that is used.
 FORWARD = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
 
 
@@ -39,8 +39,8 @@ class TextPart:
 
 
 def text_part(whole: Any) -> TextPart | None:
-    """The part that scores text in a multimodal model with this configuration; None for models of text alone, and
-    where transformers has no class that gives the next token."""
+    """Return the part that scores text in a multimodal model with this configuration; None for models of text alone,
+    and where transformers has no class that gives the next token."""
     text = whole.get_text_config()
     own_code = not type(whole).__module__.startswith("transformers.")
     if text is whole or own_code:
@@ -56,7 +56,7 @@ def text_part(whole: Any) -> TextPart | None:
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """A model's configuration, without flags of its training that would change what a forward gives back."""
+    """Read a model's configuration, without flags of its training that would change what a forward returns."""
     whole = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     for config in (whole, whole.get_text_config()):
         for name, value in FORWARD.items() if isinstance(config, PreTrainedConfig) else ():
@@ -65,7 +65,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
 
 
 def load_text_part(folder: Path, dtype: torch.dtype, attention: str | None) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The text model of a checkpoint on the CPU, and transformers' report on loading it.
+    """Load the text model of a checkpoint on the CPU; return it with transformers' report on loading it.
 
     Raises UnsupportedModelError for quantised weights and for files whose names are not those of the text model.
     """

@@ -96,7 +96,7 @@ class Variants(Protocol):
         all rows."""
 
     def memory_bytes(self, device: torch.device) -> int:
-        """Bytes of the device's memory that they take beside the model's weights."""
+        """Return the bytes of the device's memory that they take beside the model's weights."""
 
     def apply(self, model: PreTrainedModel) -> UseVariant | None:
         """Change the loaded model for good where one variant is for all rows; else return the function that exchanges
@@ -134,7 +134,7 @@ class Opened:
 
     @property
     def dtypes(self) -> list[str]:
-        """The dtypes of the model, and of the small ones with files of their own."""
+        """The dtypes of the model, and of the small ones that have their own files."""
         return [dtype_name(each) for each in (self.files, *(own.files for own in self.small if own.narrow is None))]
 
     @property
@@ -149,7 +149,7 @@ class Opened:
 
 
 def local_model(name: str, option: str) -> Path | None:
-    """The directory or GGUF file of `name`; None for the name of a hub model.
+    """Return the directory or GGUF file of `name`; None for the name of a hub model.
 
     Raises UsageError that names the `option` where the path holds nothing, or no model.
     """
@@ -177,7 +177,7 @@ def local_model(name: str, option: str) -> Path | None:
 
 
 def find_model(name: str, revision: str | None = None, *, option: str = "--model") -> Path:
-    """`local_model`, else a snapshot of the hub model (configuration, tokenizer and safetensors only)."""
+    """Return the `local_model`, else a snapshot of the hub model (configuration, tokenizer and safetensors only)."""
     if (path := local_model(name, option)) is not None:
         return path
     from huggingface_hub import snapshot_download
@@ -218,7 +218,7 @@ def _find_chosen(choice: ModelChoice) -> Path:
 
 
 def dtype_name(files: ModelFiles) -> str:
-    """The dtype that a model computes in, as `--dtype` calls it."""
+    """Return the dtype that a model computes in, as `--dtype` calls it."""
     return str(files.dtype).removeprefix("torch.")
 
 
@@ -226,14 +226,15 @@ WORDS = "words"  # instead of a first model: its reading of a prompt are the wor
 
 
 def small_models(choice: Any) -> tuple[str, list[str]]:
-    """The option that names the small models to open beside the model, and their names: a draft, or first models."""
+    """Return the option that names the small models to open beside the model, and their names: a draft, or first
+    models."""
     if choice.uses_draft:
         return "draft", [choice.draft]
     return "first", [name for name in getattr(choice, "first", ()) if name != WORDS]
 
 
 def with_small(choice: Any, names: Sequence[str]) -> dict[str, Any]:
-    """The option that names the small models, as it is with other `names` for them."""
+    """Return the option that names the small models, as it is with other `names` for them."""
     option, before = small_models(choice)
     if not before:
         return {}
@@ -249,8 +250,8 @@ _NARROW_COPIES = 2.25  # the model's weights, those that smaller numbers are mad
 
 
 def open_models(choice: DraftChoice, dtypes: Sequence[str] = ()) -> Opened:
-    """`open_model`, and its tokenizer and the small models beside it; in these `dtypes`, like `Opened.dtypes`, if they
-    are chosen already. Raises UsageError or ResourceError."""
+    """Open a model as `open_model` does, with its tokenizer and the small models beside it; in these `dtypes`, like
+    `Opened.dtypes`, if they are chosen already. Raises UsageError or ResourceError."""
     path, (option, names) = _find_chosen(choice), small_models(choice)
     found = [find_model(name, option=f"--{option}") for name in names]
     reader, threads, narrow = _reader(choice, dtypes), Threads(choice.threads), getattr(choice, "narrow", None)
@@ -289,14 +290,14 @@ def _other_tokenizer(tokenizer: Any, own: Any, said: str, how: Literal["same", "
         )
     if getattr(own, "backend_tokenizer", None) is None:
         raise UsageError(
-            f"{said}: its tokenizer does not say where its tokens lie in a text, which reading the prompts in other "
-            "tokens needs\nconvert it to a tokenizer.json, or take another model"
+            f"{said}: its tokenizer does not give the places of its tokens in a text, which reading the prompts in "
+            "other tokens needs\nconvert it to a tokenizer.json, or take another model"
         )
     return own
 
 
 def answer_labels(opened: Opened, choice: LabelChoice) -> Labels:
-    """The labels of a job: tokens of the vocabulary, or classes of the model's head. Raises UsageError."""
+    """Return the labels of a job: tokens of the vocabulary, or classes of the model's head. Raises UsageError."""
     if opened.files.head is None:
         return Labels(
             opened.tokenizer, typed(parse_labels(choice.labels)), norm=choice.label_norm, end=choice.label_end
@@ -307,8 +308,8 @@ def answer_labels(opened: Opened, choice: LabelChoice) -> Labels:
 
 
 def named_labels(model: Path, choice: LabelChoice) -> Labels | None:
-    """The labels of a job with the model in a folder or file, by their names alone; None for those of a head. Imports
-    no torch. Raises UsageError."""
+    """Return the labels of a job with the model in a folder or file, by their names alone; None for those of a head.
+    Imports no torch. Raises UsageError."""
     if has_classes(model, choice.head):
         return None
     labels = parse_labels(choice.labels)
@@ -355,8 +356,8 @@ def _load_tokenizer(files: ModelFiles, trust_remote_code: bool) -> Any:
 
 
 def weights_of(opened: Opened, *, draft: bool = True) -> int:
-    """Bytes of the device's free memory that the model's weights will take, with its variants, and with those of the
-    draft, or of all first models, or without."""
+    """Return the bytes of the device's free memory that the model's weights will take, with its variants, and with
+    those of the draft, or of all first models, or without."""
     from prefillcli.models.weights import weight_bytes
 
     every = [opened.files, *(each.files for each in opened.small if draft)]
@@ -393,10 +394,10 @@ _PARTS = {
 
 
 def load_tokenizer(folder: Path, *, embedded: int, trust_remote_code: bool, said: str) -> Any:
-    """transformers' tokenizer of a folder, for a model that embeds so many tokens.
+    """Load transformers' tokenizer of a folder, for a model that embeds `embedded` tokens.
 
-    Raises UsageError that begins with `said`. It refuses files whose vocabulary is out of all proportion to the model
-    before it loads them: the library makes tables as long as the largest id.
+    Raises UsageError, whose message begins with `said`. It refuses files whose vocabulary is out of all proportion to
+    the model before it loads them: the library makes tables as long as the largest id.
     """
     from transformers import AutoTokenizer
 
@@ -438,7 +439,7 @@ def _vocabularies(content: Any) -> Iterator[Any]:
 
 
 def difference(target: Any, draft: Any) -> str | None:
-    """The difference in content between two transformers tokenizers, or None.
+    """Return the difference in content between two transformers tokenizers, or None.
 
     It compares the vocabularies, with added tokens, and the ways to tokenise text. Names and paths do not count. A
     token put before a text (BOS) does not count either: the draft reads the target's tokens.
@@ -463,13 +464,13 @@ def difference(target: Any, draft: Any) -> str | None:
 
 
 def stop_tokens(files: ModelFiles) -> frozenset[int]:
-    """The stop tokens of a model whose weights are not loaded. Raises UsageError for a file that is no JSON."""
+    """Return the stop tokens of a model without loaded weights. Raises UsageError for a file that is not JSON."""
     generation = files.path / "generation_config.json"
     return _ids(files.config, read_json(generation) if generation.is_file() else None)
 
 
 def stop_tokens_of(model: PreTrainedModel) -> frozenset[int]:
-    """The stop tokens of a loaded model."""
+    """Return the stop tokens of a loaded model."""
     return _ids(model.config.get_text_config(), getattr(model, "generation_config", None))
 
 

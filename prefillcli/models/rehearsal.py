@@ -42,7 +42,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """In this context the model computes in float32: each module's own weights are converted while it is called.
+    """Compute in float32 inside the block: each module's own weights are converted while it is called.
 
     Afterwards, the weights are the tensors that they were. A module whose weights another one multiplies with raises
     torch's error about two dtypes.
@@ -89,10 +89,10 @@ LONGEST_REACH = 128  # the longest such number that a rehearsal's prompts pass; 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """How a walk of a model gives the logits of its own forward.
+    """The way in which a walk of a model gives the logits of the model's own forward.
 
-    With `own_cache` only its own attention and cache do, because of the `reason`. Without `gaps` that holds for whole
-    prompts alone, and not where tokens are left out.
+    With `own_cache` only the model's attention and cache do, because of the `reason`. Without `gaps` that holds for
+    whole prompts alone, and not where tokens are left out.
     """
 
     own_cache: bool
@@ -169,13 +169,13 @@ def rehearse(
 
 
 def rehearsal_of(model: PreTrainedModel) -> Rehearsal:
-    """The rehearsal of a model; that of a verified model if there was none."""
+    """Return the rehearsal of a model; that of a verified model if there was none."""
     return _rehearsals.get(model, FOREST)
 
 
 def check_uses(model: PreTrainedModel, *, drafts: str | None, compresses: bool) -> Rehearsal:
-    """The rehearsal of a model. Raises UsageError if it must choose tokens, by the option `drafts`, and is walked with
-    its own cache, or if it `compresses` and reads whole prompts alone."""
+    """Return the rehearsal of a model. Raises UsageError if it must choose tokens, by the option `drafts`, and is
+    walked with its own cache, or if it `compresses` and reads whole prompts alone."""
     found, family = rehearsal_of(model), model.config.get_text_config().model_type
     if drafts is not None and found.own_cache:
         raise UsageError(
@@ -185,7 +185,7 @@ def check_uses(model: PreTrainedModel, *, drafts: str | None, compresses: bool) 
     if compresses and not found.gaps:
         raise UsageError(
             f"--keep: where tokens are left out of a prompt, {family} gives other scores than its own forward\n"
-            "take --draft and --keep away, so that it reads whole prompts"
+            "leave out --draft and --keep, so that it reads whole prompts"
         )
     return found
 
@@ -310,7 +310,7 @@ def _compare(
     finally:
         walk.close()
     if has_forest_attention(model) and not _unseen_windows(config) <= walk.windows:
-        raise UnsupportedModelError("it does not tell its attention function of its sliding window")
+        raise UnsupportedModelError("it does not pass its sliding window to its attention function")
     worst = max(float((found[i] - row).abs().max()) for i, row in enumerate(wanted))
     scale = max(float(row.abs().max()) for row in wanted)
     if not worst <= (tolerance or _REHEARSAL_TOLERANCE[model.dtype]) * max(scale, 1.0):
@@ -363,7 +363,7 @@ class DeviceRecord:
 
     @property
     def tested(self) -> bool:
-        """Whether the tests know this kind of device."""
+        """True if the tests know this kind of device."""
         return self.key.kind in TESTED
 
     def save(self) -> bool:
@@ -382,7 +382,7 @@ class DeviceRecord:
 
 
 def settle_paths(device: torch.device, dtype: torch.dtype) -> None:
-    """Before a model of this `dtype` computes on `device`: rule out the paths that differ from explicit scores.
+    """Rule out the paths that differ from explicit scores, before a model of this `dtype` computes on `device`.
 
     Paths not yet known on this device are checked and remembered. A path that is not taken is reported on stderr.
     Raises ResourceError where even explicit scores are wrong.
@@ -413,7 +413,7 @@ def settle_paths(device: torch.device, dtype: torch.dtype) -> None:
 def prove_model(
     model: PreTrainedModel, files: ModelFiles, layers: LayerSource | None = None, *, tolerance: float | None = None
 ) -> None:
-    """Before a model is walked: compare it with its own forward, unless that is known to agree.
+    """Compare a model's walk with its own forward, before it is used, unless they are known to agree.
 
     That is known for verified families on devices that the tests know, and for families that agreed on this device
     before. Where a model does not agree on a device that the tests do not know, it is compared again with attention by
@@ -441,7 +441,7 @@ def prove_model(
 
 
 def _rehearse_on_unknown(once: Callable[[], Rehearsal], family: str, device: torch.device) -> tuple[Rehearsal, bool]:
-    # Rehearse on a device that the tests do not know; gives also whether only explicit scores agreed.
+    # Rehearse on a device that the tests do not know; also returns whether only explicit scores agreed.
     others = any(may_take(path, device) for path in PATHS if path != "blocks")
     found: Rehearsal | None = None
     try:
@@ -457,7 +457,7 @@ def _rehearse_on_unknown(once: Callable[[], Rehearsal], family: str, device: tor
 
 def _go_by_blocks(family: str, device: torch.device) -> None:
     log.warning(
-        f"on {device} a {family} model agrees with its own forward only where attention goes by "
+        f"on {device} a {family} model agrees with its own forward only where attention uses "
         "explicit scores, which are slower (prefill doctor checks the others)"
     )
     only_blocks(device, f"a {family} model did not agree with its own forward")

@@ -36,7 +36,7 @@ class Mlp:
 
 
 def usual_settings(config: Any) -> Any:
-    """The settings of a decoder with usual attention as wide as the model that `config` describes.
+    """Return the settings of a decoder with usual attention as wide as the model that `config` describes.
 
     For families whose settings have other names: the known ones are kept. Raises NoCostModel if the width of the model
     is unknown.
@@ -100,14 +100,16 @@ class Shape:
 
     @property
     def sliding_window(self) -> int | None:
-        """How many tokens the layers with a sliding window see, a token's own included; None without such layers."""
+        """The number of tokens that layers with a sliding window see, the token itself included; None without such
+        layers."""
         slides = "sliding_attention" in (getattr(self._config, "layer_types", None) or ["sliding_attention"])
         switched_on = getattr(self._config, "use_sliding_window", True)
         return (self._first("sliding_window") or None) if slides and switched_on else None
 
     @property
     def windows(self) -> list[int | None]:
-        """How many tokens a query of each layer sees: None for all before it, 0 in a layer without attention."""
+        """The number of tokens that a query of each layer sees: None for all before it, 0 in a layer without
+        attention."""
         # Families without layer_types (mistral, mixtral, phi3) slide in every layer or in none.
         kinds = getattr(self._config, "layer_types", None) or ["sliding_attention"] * self.layers
         seen = dict.fromkeys(SEE_ALL, None) | dict.fromkeys(SEE_A_WINDOW, self.sliding_window)
@@ -118,7 +120,7 @@ class Shape:
 
     @property
     def ropes(self) -> int:
-        """How many rotary encodings the layers have: one each for some kinds of layers, or one for all."""
+        """The number of the layers' rotary encodings: one each for some kinds of layers, or one for all."""
         parameters = getattr(self._config, "rope_parameters", None) or {}
         return max(1, sum(isinstance(each, dict) for each in parameters.values()))
 
@@ -134,7 +136,7 @@ class Shape:
         if not experts or self._is_dense(layer):
             return Mlp(self._needed("intermediate_size"))
         width = self._first("moe_intermediate_size", "intermediate_size")
-        gated = self._first("shared_expert_intermediate_size")  # qwen2_moe: one shared expert behind a gate of its own
+        gated = self._first("shared_expert_intermediate_size")  # qwen2_moe: one shared expert with its own gate
         shared = gated or self._first("shared_intermediate_size") or self._first("n_shared_experts") * width
         return Mlp(width, self._needed("num_experts_per_tok"), experts + (1 if gated else 0), shared)
 
@@ -170,7 +172,7 @@ class Shape:
 # projections BSD^2(2 + 2H'/H), attention 2BS^2D, head BSDV. Here they are counted for the text configurations of
 # transformers, with heads of any width, experts and sliding windows. Norms, rotary embeddings, softmax and the
 # embedding are left out. Verified families are counted by their settings; their MLPs are gated (three matrices).
-# Others are counted as their own forward multiplies (`models/law.py`). In that count all products behind attention
+# Others are counted as their own forward multiplies (`models/law.py`). In that count all products after attention
 # belong to the MLP, and so do those of layers without attention. Scans in chunks (Mamba-2, gated delta nets) are
 # products, counted as transformers computes them over long prompts.
 
@@ -215,7 +217,7 @@ class _Layer:
 
 
 def prefill_flops(config: Any, tokens: int, *, head_tokens: int = 1) -> Flops:
-    """The operations of a causal prefill of one prompt, up to its answer.
+    """Return the operations of a causal prefill of one prompt, up to its answer.
 
     Each query meets itself and the keys before it, in sliding layers at most `config.sliding_window` of them. The head
     is applied to `head_tokens` tokens. For a compressed prompt, `tokens` are the kept ones: their windows hold no more
@@ -227,7 +229,7 @@ def prefill_flops(config: Any, tokens: int, *, head_tokens: int = 1) -> Flops:
 
 
 def thinned_flops(config: Any, tokens: int, kept: int, layers: int) -> Flops:
-    """`prefill_flops` of a prompt of which only `kept` tokens go on after so many `layers`."""
+    """Return the `prefill_flops` of a prompt of which only `kept` tokens go on after this many `layers`."""
     every = _layers(config)
     first, others = every[:layers], every[layers:]
     return _flops(config, first, tokens, [seen_pairs(0, tokens, layer.window) for layer in first], 0) + _flops(
@@ -236,7 +238,8 @@ def thinned_flops(config: Any, tokens: int, kept: int, layers: int) -> Flops:
 
 
 def walk_flops(config: Any, plan: Plan) -> float:
-    """The operations of a plan's packs: each token once, and in the last layer only the projections to Q, K and V.
+    """Return the operations of a plan's packs: each token once, and in the last layer only the projections to Q, K and
+    V.
 
     Sliding windows are counted over the tokens of a path, whatever their positions. The head is left out.
     """
@@ -252,7 +255,7 @@ def walk_flops(config: Any, plan: Plan) -> float:
 
 
 def keys_share(config: Any) -> float:
-    """The projections to Q, K and V as a share of all products with weights in the layers."""
+    """Return the projections to Q, K and V as a share of all products with weights in the layers."""
     layers = _layers(config)
     return sum(each.inputs for each in layers) / sum(each.mlp + each.inputs + each.output for each in layers)
 
@@ -268,7 +271,8 @@ def _flops(config: Any, layers: Sequence[_Layer], tokens: int, pairs: Sequence[f
 
 
 def seen_pairs(start: int, length: int, window: int | None) -> float:
-    """Keys seen by `length` queries behind `start` others: the k-th token of a path sees k, or `window` if fewer."""
+    """Return the keys seen by `length` queries after `start` others: the k-th token of a path sees k, or `window` if
+    fewer."""
     return _triangle(start + length, window) - _triangle(start, window)
 
 
@@ -378,19 +382,19 @@ FLOAT32_ROTARY = frozenset({"olmo2"})
 #: Families of images and text whose text attends in both directions before the answer.
 BOTH_WAYS = frozenset({"paligemma", "pi0"})
 
-#: Families that attend in both directions unless their configuration says that they are decoders.
+#: Families that attend in both directions unless their configuration makes them decoders.
 ENCODERS = frozenset(
     {"bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
      "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"}
 )  # fmt: skip
 
-#: Encoders whose classification heads are read. Padding behind a text changes nothing in them, if it is masked.
+#: Encoders whose classification heads are read. Padding after a text changes nothing in them, if it is masked.
 CLASSIFYING_ENCODERS = frozenset(
     {"albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet", "roberta",
      "xlm-roberta"}
 )  # fmt: skip
 
-#: Of these, the ones whose first token has the position behind that of padding.
+#: Those among them whose first token has the position after that of padding.
 _PADDING_FIRST = frozenset({"camembert", "mpnet", "roberta", "xlm-roberta"})
 
 
@@ -435,13 +439,14 @@ def selects_keys(text: Any) -> bool:
 
 
 def length_switch(text: Any) -> int:
-    """The longest prompt before the one way of encoding positions that longer prompts have instead; 0 without one."""
+    """Return the longest prompt before the one way of encoding positions that longer prompts have instead; 0 without
+    one."""
     rope = getattr(text, "rope_parameters", None) or {}
     return int(rope.get("original_max_position_embeddings") or 0) if rope.get("rope_type") == "longrope" else 0
 
 
 def longest_prompt(text: Any, *, apart: bool = False) -> int:
-    """Longest prompt, in tokens, that can be scored together with shorter ones as the model itself does.
+    """Return the longest prompt, in tokens, that can be scored together with shorter ones as the model itself does.
 
     Position encodings that change all positions once a prompt passes a length make short and long prompts different
     models, so they end at that length. Where long prompts are planned apart, they may be longer than `length_switch`.

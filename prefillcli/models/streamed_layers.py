@@ -95,7 +95,7 @@ class LayerFiles:
 
     tensors: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
-    experts: int = 0  # how many experts have pieces of their own
+    experts: int = 0  # the number of experts that have their own pieces
 
 
 @dataclass(slots=True)
@@ -109,7 +109,8 @@ class Placement:
 
 
 def place_weights(folder: Path, model: PreTrainedModel) -> Placement:
-    """The places of the weights of `model`, which may be on the meta device: only its tensors' names and shapes count.
+    """Return the places of the weights of `model`, which may be on the meta device: only its tensors' names and shapes
+    count.
 
     Raises UsageError for files that lack some of a layer's tensors or have others, and UnsupportedModelError where
     transformers makes a layer's tensor from others in a way that is unknown here.
@@ -337,8 +338,8 @@ class _Slot:
 class StreamedLayers(LayerSource):
     """A `prefillcli.walk.walk.LayerSource` over files.
 
-    `layers` are a model's decoder layers, with parameters on the meta device; `files` says where the numbers of each
-    are. At most `room` bytes of layers are on `device`: enough for two layers, or for one if the model has only one.
+    `layers` are a model's decoder layers, with parameters on the meta device; `files` has the places of their numbers.
+    At most `room` bytes of layers are on `device`: enough for two layers, or for one if the model has only one.
     `resident_bytes` of other weights stay there all the time. `experts_per_token` is the number to which a token is
     routed.
     """
@@ -392,7 +393,7 @@ class StreamedLayers(LayerSource):
 
     @property
     def numbers_per_token(self) -> float:
-        """The weights with which a token is multiplied in all layers; of the experts, only those to which it is
+        """The weights with which a token is multiplied in all layers; among the experts, only those to which it is
         routed."""
         return sum(
             piece.count * (1.0 if piece.expert is None else self._per_token / files.experts)
@@ -401,11 +402,11 @@ class StreamedLayers(LayerSource):
         )
 
     def layer_bytes(self, index: int) -> int:
-        """The bytes of a layer in the files."""
+        """Return the bytes of a layer in the files."""
         return sum(piece.count * piece.dtype.itemsize for piece in self._files[index].pieces)
 
     def measure_speed(self) -> PassSpeed:
-        """As `LayerSource`: read the first layer, and multiply with its largest matrix, which takes about as long as
+        """See `LayerSource`: read the first layer, and multiply with its largest matrix, which takes about as long as
         one layer of a pack."""
         begun = time.monotonic()
         with self.use(0) as layer, torch.inference_mode():
@@ -421,8 +422,8 @@ class StreamedLayers(LayerSource):
         )
 
     def expect(self, tokens: int, last: int) -> None:
-        """The next pass is over this many tokens, and in the last layer over `last`: few tokens leave experts
-        unused."""
+        """Expect the next pass to be over this many tokens, and in the last layer over `last`: few tokens leave
+        experts unused."""
         with self._changed:
             self._tokens = (tokens, last)
 
@@ -446,13 +447,13 @@ class StreamedLayers(LayerSource):
                 self._changed.notify_all()
 
     def end_pass(self) -> None:
-        """As `LayerSource`: the layers that come first in a pass are read from now on."""
+        """See `LayerSource`: the layers that come first in a pass are read from now on."""
         with self._changed:
             self._ended, self._at = True, 0
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the reading, and let go of memory and files."""
+        """End the reading, free memory and close files."""
         self._reader.stop()
         with self._changed:
             self._failure = self._failure or RuntimeError("the layers are closed")
@@ -607,14 +608,14 @@ class StreamedLayers(LayerSource):
 
 
 def spread(count: int, layers: int) -> list[int]:
-    """`count` of the layers 0 to `layers` - 1, as evenly spread as possible."""
+    """Return `count` of the layers 0 to `layers` - 1, as evenly spread as possible."""
     return [(2 * each + 1) * layers // (2 * count) for each in range(count)]
 
 
 def _lay_out(
     files: LayerFiles, device: torch.device
 ) -> tuple[dict[str, tuple[int, tuple[torch.Size, torch.dtype]]], int]:
-    # Where each tensor begins in a slot, its shape and dtype, and the bytes of them all. On a CPU, the rounding of
+    # The place of each tensor in a slot, its shape and dtype, and the bytes of all together. On a CPU, the rounding of
     # float32 products depends on where in a cache line a matrix begins. Resident weights are mapped files, so a tensor
     # that is read unchanged gets the same alignment here as in its file.
     parts: dict[str, list[Piece]] = {}
@@ -687,7 +688,7 @@ class StreamedPlan(WeightsPlan):
 def plan_streamed(
     opened: Opened, weights_memory: str | None, *, always: bool, draft: bool, share: float
 ) -> StreamedPlan | None:
-    """The memory in which the weights are streamed; None where they are not.
+    """Plan the memory in which the weights are streamed; None where they are not.
 
     Unless they `always` are, they are streamed, if possible, where they do not fit in the device's memory or in
     `--weights-memory`. `draft` and `share` are as in `Feature.keep_weights`. Raises UsageError, and ResourceError
@@ -728,7 +729,8 @@ def plan_streamed(
 def load_streamed(
     files: ModelFiles, device: torch.device, *, memory: int, share: float = 1.0, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, StreamedLayers]:
-    """The model on `device` without the weights of its decoder layers, and the source that reads these from the files.
+    """Load the model on `device` without the weights of its decoder layers; return it with the source that reads these
+    from the files.
 
     At most `memory` bytes of weights will be on the device, this process's `share` of the bytes that all may take. A
     family that is not verified is rehearsed, which reads all weights several times. Raises ResourceError, with the

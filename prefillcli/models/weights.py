@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # Weights of GPTQ and AWQ checkpoints, unpacked while transformers loads them.
 #
 # Both keep several small integers in each int32, with a scale and a zero point for a group of inputs. transformers
-# leaves them to a package that compiles kernels of its own. Unpacking needs none: each weight is `(integer
+# leaves them to a package that compiles its own kernels. Unpacking needs none: each weight is `(integer
 # - zero point) * scale`.
 
 
@@ -67,7 +67,7 @@ def why_not_unpacked(entry: Mapping[str, Any]) -> str | None:
 def unpack_gptq(
     packed: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None, *, bits: int, zero_offset: int
 ) -> Tensor:
-    """The weight float32 [outputs, inputs] of a GPTQ layer.
+    """Unpack the weight float32 [outputs, inputs] of a GPTQ layer.
 
     `packed` is int32 [inputs * bits / 32, outputs], `zeros` int32 [groups, outputs * bits / 32], `scales` [groups,
     outputs], `groups` the group of each input. A zero point is its saved number plus `zero_offset`. Raises ValueError
@@ -86,7 +86,7 @@ def unpack_gptq(
 
 
 def unpack_awq(packed: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
-    """The weight float32 [outputs, inputs] of an AWQ layer of 4 bits.
+    """Unpack the weight float32 [outputs, inputs] of an AWQ layer of 4 bits.
 
     `packed` is int32 [inputs, outputs / 8], `zeros` int32 [groups, outputs / 8], `scales` [groups, outputs].
     """
@@ -140,7 +140,7 @@ def _listed(value: Any) -> list[Tensor]:
 
 @register_quantization_config(UNPACKED)
 class UnpackedIntegersConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """How the integers of a checkpoint are packed: `layout` is gptq, gptq_v2 or awq."""
+    """The packing of a checkpoint's integers: `layout` is gptq, gptq_v2 or awq."""
 
     def __init__(self, layout: str = "gptq", bits: int = 4, **_: Any) -> None:
         self.quant_method = UNPACKED
@@ -153,7 +153,7 @@ class IntegerUnpacker(HfQuantizer):  # type: ignore[misc]
     """Has transformers load packed integers as the whole numbers of ordinary layers."""
 
     def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
-        """Unpacks before a family's own conversions join the experts of a layer."""
+        """Unpack before a family's own conversions join the experts of a layer."""
         updated = []
         for each in weight_conversions:
             sources = [name for name in getattr(each, "source_patterns", ()) if name.endswith(".weight")]
@@ -169,7 +169,7 @@ class IntegerUnpacker(HfQuantizer):  # type: ignore[misc]
         return WeightConverter(source_patterns=sources, target_patterns=targets, operations=[unpack, *operations])
 
     def is_serializable(self) -> bool:
-        """Never: the model differs from the file."""
+        """Return False: the model differs from the file."""
         return False
 
     @property
@@ -185,11 +185,11 @@ _BASE_MODEL = "take the model as it was before it was quantised, or as a GGUF fi
 class QuantisedFormat:
     """A format of quantised weights.
 
-    `cpu` and `cuda` say how its weights are kept there, None where it does not run. `capability` is the least of a
-    CUDA device that computes with packed weights, for which `kernels` are needed as well; without these, a format that
-    can be unpacked is unpacked. `extra` brings the packages that it needs everywhere, or `packages` names those that
-    are in no extra. `tested` devices are those on which the tests compare it with transformers. A format that
-    transformers cannot load has a reason in `refused`.
+    `cpu` and `cuda` are the ways in which its weights are kept there, None where it does not run. `capability` is the
+    least of a CUDA device that computes with packed weights, for which `kernels` are needed as well; without these, a
+    format that can be unpacked is unpacked. `extra` brings the packages that it needs everywhere, or `packages` names
+    those that are in no extra. `tested` devices are those on which the tests compare it with transformers. A format
+    that transformers cannot load has a reason in `refused`.
     """
 
     method: str
@@ -246,11 +246,11 @@ FORMATS: dict[str, QuantisedFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """How the weights of a quantised checkpoint are kept on a device.
+    """The form in which the weights of a quantised checkpoint are kept on a device.
 
-    `changes` are the differences between the file's own entry and the configuration used to load it. `warning` tells
-    the user what scores depend on besides their row. With `rounds_activations` layers round their inputs, so that the
-    last bits of a number may decide a whole step.
+    `changes` are the differences between the file's own entry and the configuration used to load it. `warning` names
+    for the user what scores depend on besides their row. With `rounds_activations` layers round their inputs, so that
+    the last bits of a number may decide a whole step.
     """
 
     format: QuantisedFormat
@@ -260,7 +260,7 @@ class Quantisation:
     rounds_activations: bool = False
 
     def describe(self, dtype: torch.dtype) -> str:
-        """For people: the format and the treatment of the weights."""
+        """Return a description for people: the format and the treatment of the weights."""
         if self.kept == "packed":
             return f"{self.format.name}, packed"
         return f"{self.format.name}, unpacked to {str(dtype).removeprefix('torch.')}"
@@ -351,7 +351,7 @@ def _require_packages(origin: Path, kind: QuantisedFormat) -> None:
             fetches = f", or may not fetch code from a hub: {ALLOWED}=1 allows it" if package == FETCHES else ""
             raise UsageError(
                 f"{origin}: weights quantised with {kind.name}: the package {package} is not installed{fetches}\n"
-                f"install it as its own page says, or {_BASE_MODEL}"
+                f"install it as its own page explains, or {_BASE_MODEL}"
             )
 
 
@@ -376,7 +376,7 @@ _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 @dataclass(frozen=True, slots=True)
 class WeightsPlan:
-    """How a model's weights are kept: here all on the device. A subclass may keep them elsewhere.
+    """The place of a model's weights: here all on the device. A subclass may keep them elsewhere.
 
     `bytes` are all of them, `taken` those that they take of the device's free memory.
     """
@@ -389,7 +389,7 @@ class WeightsPlan:
     def load(
         self, files: ModelFiles, device: torch.device, *, trust_remote_code: bool
     ) -> tuple[PreTrainedModel, LayerSource | None]:
-        """The model, ready to be walked, and the source of its layers if they are not on the device.
+        """Load the model, ready to be walked, with the source of its layers if they are not on the device.
 
         Raises UsageError, ResourceError or UnsupportedModelError.
         """
@@ -408,7 +408,7 @@ class _SavedTensor(NamedTuple):
 
 
 def weight_bytes(files: ModelFiles, device: torch.device) -> int:
-    """Bytes of the device's free memory that the loaded weights take, at least.
+    """Return the bytes of the device's free memory that the loaded weights take, at least.
 
     On the CPU, weights saved in the model's dtype stay mapped files, whose memory counts as free: only converted
     weights take any.
@@ -423,19 +423,21 @@ def weight_bytes(files: ModelFiles, device: torch.device) -> int:
 
 
 def plan_resident(opened: Opened, *, draft: bool = True) -> WeightsPlan:
-    """All weights on the device. Raises ResourceError if it certainly has no room for them, and with `draft` for those
-    of the draft beside them."""
+    """Plan all weights on the device. Raises ResourceError if it certainly has no room for them, and with `draft` for
+    those of the draft beside them."""
     refuse_what_cannot_fit(opened, draft=draft)
     return WeightsPlan(sum(layer_bytes(opened.files, opened.device).values()), weights_of(opened, draft=False))
 
 
 def free_beside_draft(opened: Opened, budget: int) -> int:
-    """Bytes that are free beside model and draft, where beside the model alone packs have this `budget`."""
+    """Return the bytes that are free with model and draft loaded, where packs have this `budget` with the model
+    alone."""
     return max(round(budget / FREE_SHARE) - draft_bytes(opened), 0)
 
 
 def draft_bytes(opened: Opened) -> int:
-    """Bytes of the device's free memory that the weights of the small models take, at least; 0 without any."""
+    """Return the bytes of the device's free memory that the weights of the small models take, at least; 0 without
+    any."""
     found = 0
     for each in opened.small:
         found += weight_bytes(each.files, opened.device)
@@ -445,7 +447,7 @@ def draft_bytes(opened: Opened) -> int:
 
 
 def layer_bytes(files: ModelFiles, device: torch.device) -> dict[int | None, int]:
-    """Bytes of the weights in the model's dtype, by the number of their layer; None for all others."""
+    """Return the bytes of the weights in the model's dtype, by the number of their layer; None for all others."""
     found: dict[int | None, int] = defaultdict(int)
     for tensor in _saved_tensors(files, device):
         found[layer_number(tensor.name)] += tensor.numbers * files.dtype.itemsize if tensor.dtype else tensor.bytes

@@ -1,4 +1,4 @@
-"""The options of what is asked of a row."""
+"""The options of the question to each row."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ QUESTIONS = Requirement(lambda s: s.questions is not None, "needs --questions", 
 
 
 class QuestionOptions(Settings):
-    """Whether several questions are asked about each row."""
+    """Several questions about each row."""
 
     questions: str | None = option(
         None,
@@ -45,7 +45,7 @@ class QuestionOptions(Settings):
     )  # fmt: skip
     questions_as: Literal["columns", "rows"] = option(
         "columns",
-        "Give each question columns of its own, or rows of its own.",
+        "Give each question its own columns, or its own rows.",
         ANSWERS, changes="columns", requires=QUESTIONS,
     )  # fmt: skip
 
@@ -79,7 +79,7 @@ class LikelihoodOptions(Settings):
 
 
 class PairOptions(Settings):
-    """A reranker's files say all that it needs; of other cross-encoders, the user does."""
+    """Pairs of texts: a reranker's files name all that it needs; for other cross-encoders, the user does."""
 
     pair_column: str | None = option(
         None,
@@ -92,7 +92,7 @@ BATCH_ID = "custom_id"  # the field of a batch file with a line's id
 
 
 class BatchInput(Settings):
-    """How batch files are read."""
+    """The reading of batch files."""
 
     served_model_name: NameList = option(
         (),
@@ -102,7 +102,7 @@ class BatchInput(Settings):
 
 
 class BatchOptions(BatchInput):
-    """How batch files are answered."""
+    """The answering of batch files."""
 
     batch_format: Literal["openai"] | None = option(
         None,

@@ -100,7 +100,7 @@ REFUSED: tuple[Refused, ...] = (
         "after the merge, give it to prefill score with --resume and without --shard: only they are written",
     ),
     # Rows apart from the others of their job.
-    *_refused(_APART, "--audit", "it draws from all rows", "audit a sample of the rows in a job of its own"),
+    *_refused(_APART, "--audit", "it draws from all rows", "audit a sample of the rows in a separate job"),
     *_refused(_APART, "--estimate", "it is about all rows of the input"),
     *_refused(
         _APART,
@@ -140,7 +140,7 @@ REFUSED: tuple[Refused, ...] = (
         "a batch output does not have the columns of a score",
         "leave --batch-format out",
     ),
-    # What is asked.
+    # The questions.
     *_refused("--choices-column", "--labels", "each row has its own answers"),
     *_refused("--choices-column", "--label-values", "these are the numbers of labels, and rows have none in common"),
     *_refused(
@@ -167,7 +167,7 @@ REFUSED: tuple[Refused, ...] = (
     *_refused(
         "--questions",
         "--calibrate-with",
-        "it asks about nothing with the template of one question",
+        "it needs the template of one question",
         "leave it out, or ask one question with --template and --labels",
     ),
     *_refused(
@@ -193,7 +193,7 @@ REFUSED: tuple[Refused, ...] = (
             *("--calibrate-with", "--rationale", "--evidence", "--truth", "--audit", "--min-label-mass"),
             *("--max-drift", "--keep", "--keep-columns", "--partition", "--template"),
         ),
-        "the lines of the batch file say what is asked and written",
+        "the lines of the batch file determine what is asked and written",
     ),
     *_refused(
         "--batch-format",
@@ -201,9 +201,9 @@ REFUSED: tuple[Refused, ...] = (
         "that engine is asked for chosen tokens, not for the likeliest ones",
         "give --engine torch or hf, or use vLLM's own `vllm run-batch`",
     ),
-    # How prompts are read.
+    # Reading prompts.
     *_refused("--paper", "--draft self", "the paper's draft decodes, and with --draft self nothing is decoded"),
-    *_refused(("--first", "--compute"), "--draft", "a job has first models or a draft"),
+    *_refused(("--first", "--compute"), "--draft", "a job has either first models or a draft"),
     *_refused(
         _EXITS,
         "--keep auto",
@@ -224,12 +224,12 @@ REFUSED: tuple[Refused, ...] = (
         "--adapter-column",
         (*_EXITS, "--calibrate-with"),
         "what it learns is of one model, and there are several",
-        "score each adapter's rows in a job of its own",
+        "score each adapter's rows in a separate job",
     ),
     *_refused(
         "--exit-profile",
         "--adapter",
-        "the profile does not say which adapters it is of",
+        "the profile does not name the adapters it is of",
         unless=lambda settings: "exit" in type(settings).model_fields,
     ),
     *_refused(
@@ -241,18 +241,18 @@ REFUSED: tuple[Refused, ...] = (
     *_refused(
         "--deterministic",
         ("--draft", "--keep"),
-        "which tokens of a prompt are kept is not the same to the last bit with other neighbours",
+        "the kept tokens of a prompt may differ with other neighbours",
     ),
     *_refused(
         "--deterministic",
         _EXITS,
         "what is learnt about exits, and so where a row leaves, depends on the other rows",
     ),
-    *_refused("--deterministic", "--compile", "compiled layers have kernels of their own for each size of chunk"),
+    *_refused("--deterministic", "--compile", "compiled layers have different kernels for each size of chunk"),
     *_refused(
         "--deterministic",
         "--rationale",
-        "texts are written for several rows at a time, and a near tie may fall otherwise with others",
+        "texts are written for several rows at a time, and a near tie may fall differently with other rows",
         "leave one of them out; --evidence is covered",
     ),
     # Further questions.

@@ -1,4 +1,4 @@
-"""Everything `prefill score` can be told."""
+"""All options of `prefill score`."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class ScoreSettings(
     PlacementOptions,
     ScheduledOptions,
 ):
-    """Everything `prefill score` can be told."""
+    """All options of `prefill score`."""
 
     output: str | None = option(
         None,
@@ -206,8 +206,8 @@ class ScoreSettings(
         return None if self.shard is None else Shard.parse(self.shard)
 
     def engine_needs(self) -> dict[str, Capability]:
-        """The ability that the engine must have, by the option that needs it: only options that are not at their
-        default."""
+        """Return the ability that the engine must have, by the option that needs it: only options that are not at
+        their default."""
         found: dict[str, Capability] = {}
         for name, field in type(self).model_fields.items():
             needed = details_of(type(self), name).needs
@@ -229,7 +229,7 @@ class InspectSettings(
     PlacementOptions,
     JobOptions,
 ):
-    """Everything `prefill inspect` can be told."""
+    """All options of `prefill inspect`."""
 
     row: str | None = option(
         None,
@@ -268,7 +268,7 @@ class ProfileSettings(
     MeasuringOptions,
     ScheduledOptions,
 ):
-    """Everything `prefill profile` can be told."""
+    """All options of `prefill profile`."""
 
     inputs: tuple[str, ...] = argument(
         (),
@@ -313,7 +313,7 @@ class ProfileSettings(
         return found
 
     def with_defaults(self) -> ProfileSettings:
-        """These settings with defaults for options that were not given, larger ones with `full`."""
+        """Return these settings with defaults for options that were not given, larger ones with `full`."""
         left: dict[str, Any] = {}
         if not self.mode:
             left["mode"] = ("full", "chunked", "hybrid") if self.full else ("full", "hybrid")
@@ -337,7 +337,7 @@ class BenchSettings(
     MeasuringOptions,
     ScheduledOptions,
 ):
-    """Everything `prefill bench` can be told."""
+    """All options of `prefill bench`."""
 
     full: bool = option(
         False,
@@ -394,7 +394,7 @@ class BenchSettings(
     )  # fmt: skip
 
     def with_defaults(self) -> BenchSettings:
-        """These settings with defaults for options that were not given, larger ones with `full`."""
+        """Return these settings with defaults for options that were not given, larger ones with `full`."""
         left: dict[str, Any] = {}
         if self.tokens is None:
             left["tokens"] = 4000 if self.full else 1000
@@ -415,22 +415,22 @@ class BenchSettings(
         return not self.inputs or super().is_random
 
 
-# Everything `prefill doctor` can be told.
+# All options of `prefill doctor`.
 
 
 class DoctorSettings(BudgetOptions, ModelOptions):
-    """Everything `prefill doctor` can be told."""
+    """All options of `prefill doctor`."""
 
     model: str | None = option(
         None,
-        "Also say what a run would do with this model: a directory, a GGUF file or a hub name.",
+        "Also show what a run would do with this model: a directory, a GGUF file or a hub name.",
         MODEL, changes="scores", short="-m", metavar="MODEL", path="model",
     )  # fmt: skip
     quiet: bool = option(False, "Warnings and errors only.", RUN, changes="report", short="-q")
     debug: bool = option(False, "Show tracebacks.", RUN, changes="report")
 
 
-# Everything `prefill merge` can be told.
+# All options of `prefill merge`.
 
 
 class MergeSettings(
@@ -438,7 +438,7 @@ class MergeSettings(
     EndingOptions,
     LogOptions,
 ):
-    """Everything `prefill merge` can be told."""
+    """All options of `prefill merge`."""
 
     output: str = argument(
         ...,

@@ -1,4 +1,4 @@
-"""The options of what is asked about rows that are scored."""
+"""The options of questions about scored rows."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ RETRIEVAL = Requirement(
 
 
 class WritingOptions(Settings):
-    """Whether a text is written behind a prompt, and how."""
+    """The text written after a prompt, if any."""
 
     rationale: int = option(
         0,
@@ -100,12 +100,12 @@ class WritingOptions(Settings):
 
     @property
     def speculates(self) -> bool:
-        """Whether tokens may be guessed ahead."""
+        """True if tokens may be guessed ahead."""
         return self.rationale > 0 and self.speculation != "off"
 
     @property
     def speculates_by_draft(self) -> bool:
-        """Whether a draft model guesses tokens ahead."""
+        """True if a draft model guesses tokens ahead."""
         return self.speculates and self.speculation in BY_DRAFT
 
     def check(self) -> None:
@@ -118,7 +118,7 @@ class WritingOptions(Settings):
 
 
 class RationaleOptions(WritingOptions):
-    """Which rows are written about, and how."""
+    """The rows that are written about, and how."""
 
     rationale_when: str | None = option(
         None,
@@ -133,7 +133,7 @@ class RationaleOptions(WritingOptions):
 
 
 class EvidenceOptions(Settings):
-    """Whether the sections of prompts are weighed."""
+    """The weighing of the sections of prompts."""
 
     evidence: bool = option(
         False,

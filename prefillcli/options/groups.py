@@ -30,8 +30,8 @@ from prefillcli.runtime.memory import parse_size
 
 
 def split_names(value: object) -> tuple[str, ...]:
-    r"""The names in a text, separated by commas; a backslash before a comma or a backslash takes it literally. A list
-    has one name in each item."""
+    r"""Split a text into its names, separated by commas; a backslash before a comma or a backslash takes it literally.
+    A list has one name in each item."""
     if isinstance(value, list | tuple):
         return tuple(map(str, value))
     parts = re.findall(r"(?:\\.|[^,])+", str(value), re.DOTALL)
@@ -71,7 +71,7 @@ def _check_size(text: str) -> str:
 
 
 def count_or_auto(value: object) -> object:
-    """Numbers are text in the environment and on the command line."""
+    """Return a count, or auto. Numbers are text in the environment and on the command line."""
     if value == "auto":
         return value
     try:
@@ -91,18 +91,18 @@ def _check_shard(text: str) -> str:
 
 
 def _check_rows(value: object) -> object:
-    # A number of rows, or a range of them; a number in a recipe is no text.
+    # A number of rows, or a range of them; a number in a recipe is not text.
     text = str(value).replace(" ", "")
     found = re.fullmatch(r"(\d*)(-?)(\d*)", text)
     if type(value) is bool or found is None or not (found[1] or found[3]):
         raise ValueError("must be a number of rows, or a range like 900-1100, 900- or -1100")
     if found[1] and found[3] and int(found[1]) > int(found[3]):
-        raise ValueError("is no range: its first number is above its last one")
+        raise ValueError("is not a range: its first number is above its last one")
     return text
 
 
 def read_mapping(value: object) -> Any:
-    """A mapping from texts like `key=value`, or as a recipe has it. The values are YAML."""
+    """Read a mapping from texts like `key=value`, or as a recipe has it. The values are YAML."""
     if isinstance(value, dict):
         return value
     if isinstance(value, str) and value.lstrip().startswith("{"):
@@ -179,7 +179,7 @@ LabelValues = Annotated[tuple[float, ...], BeforeValidator(_as_numbers)]
 
 SELF = "self"  # as `--draft`: the model's own first layers
 CONTROLS = ("random", "bm25")  # as `--draft`: ways to pick tokens that a draft is compared with, without a model
-DEFAULT_TEMPLATE = "{{ label }} because"  # the beginning of a text behind a prompt
+DEFAULT_TEMPLATE = "{{ label }} because"  # the beginning of a text after a prompt
 
 
 class DraftOptions(Settings):
@@ -199,17 +199,17 @@ class DraftOptions(Settings):
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether the model is its own draft."""
+        """True if the model is its own draft."""
         return self.draft == SELF
 
     @property
     def uses_draft(self) -> bool:
-        """Whether another model is the draft."""
+        """True if another model is the draft."""
         return self.draft not in (None, SELF, *CONTROLS)
 
 
 class InputOptions(Settings):
-    """Which rows are read."""
+    """The rows that are read."""
 
     inputs: tuple[str, ...] = argument(
         ..., "Parquet or JSONL: files, directories, globs or URLs.", changes="scores", path="rows", min_length=1
@@ -222,12 +222,12 @@ class InputOptions(Settings):
 
     @property
     def is_random(self) -> bool:
-        """Whether anything is drawn at random."""
+        """True if anything is drawn at random."""
         return self.sample is not None
 
 
 class ModelOptions(Settings):
-    """Which model, and where it runs."""
+    """The model, and the place where it runs."""
 
     model: str | None = option(
         None,
@@ -250,7 +250,7 @@ class ModelOptions(Settings):
     head: Literal["auto", "vocabulary", "probability", "value"] = option(
         "auto",
         "What to read from the model: the next token (vocabulary), or the probabilities or raw values of its "
-        "classification or reward head. auto: as config.json says.",
+        "classification or reward head. auto: as in config.json.",
         MODEL, changes="scores",
     )  # fmt: skip
     threads: ThreadCount = option(
@@ -267,12 +267,12 @@ class ModelOptions(Settings):
 
     @property
     def computes_here(self) -> bool:
-        """Whether this process, or workers of it, run the model with so many threads."""
+        """True if this process, or its workers, run the model with that many threads."""
         return True
 
 
 class PromptOptions(Settings):
-    """How a row becomes a prompt with answers."""
+    """The way from a row to a prompt with answers."""
 
     prompt_column: str = option(
         "prompt",
@@ -293,7 +293,7 @@ class PromptOptions(Settings):
     thinking: Literal["auto", "off", "on"] = option(
         "auto",
         "Where a chat template lets the model think first. auto: the prompt ends where the answer begins. off: an "
-        "empty thought also where the template says nothing of thoughts, or an error. on: the prompt ends as the "
+        "empty thought also where the template does not mention thoughts, or an error. on: the prompt ends as the "
         "template ends it, with thinking switched on.",
         PROMPTS, changes="scores",
     )  # fmt: skip
@@ -366,12 +366,12 @@ class PromptOptions(Settings):
 
     @property
     def labels_given(self) -> bool:
-        """Whether somebody has asked for these labels."""
+        """True if the user has asked for these labels."""
         return "labels" in self.model_fields_set
 
 
 class BudgetOptions(Settings):
-    """How much memory may be taken."""
+    """The memory that may be taken."""
 
     memory: ByteSize | None = option(
         None,
@@ -402,7 +402,7 @@ class MemoryOptions(BudgetOptions):
 
 
 class PlacementOptions(Settings):
-    """Whether parts of a pack are kept outside the device where it does not fit, and how layers are called."""
+    """The place of the parts of a pack that does not fit the device, and the way to call layers."""
 
     hidden: Literal["auto", "device", "host"] = option(
         "auto",
@@ -418,15 +418,15 @@ class PlacementOptions(Settings):
 
 
 class LoadingOptions(DraftOptions, MemoryOptions, ModelOptions):
-    """How models are loaded, and how much is computed at a time."""
+    """The loading of models, and the amount computed at a time."""
 
 
 class JobOptions(LoadingOptions, PromptOptions, InputOptions):
     """Everything about one prompt: where it comes from, and how it is computed."""
 
     def take_encoder(self, model: object) -> None:
-        """The model in this folder is an encoder. Raise UsageError where that has no meaning."""
-        raise UsageError(f"{model}: an encoder is scored by prefill score alone\ntake a model that is no encoder")
+        """Accept that the model in this folder is an encoder. Raise UsageError where that has no meaning."""
+        raise UsageError(f"{model}: an encoder is scored by prefill score alone\ntake a model that is not an encoder")
 
 
 class ScheduledOptions(JobOptions):
@@ -472,7 +472,7 @@ class MeasuringOptions(RunOptions):
 
     progress_interval: float = option(
         10.0,
-        "Seconds between lines that say what is being measured.",
+        "Seconds between lines that name what is being measured.",
         RUN, changes="report", metavar="SECONDS", requires=requirements.PROGRESS, gt=0,
     )  # fmt: skip
 
@@ -488,7 +488,7 @@ class PriceOptions(Settings):
 
 
 class WorkerOptions(Settings):
-    """How many processes compute, and where they run."""
+    """The number of processes that compute, and where they run."""
 
     workers: int = option(
         1,
@@ -500,7 +500,7 @@ class WorkerOptions(Settings):
     )
     ray_address: str | None = option(
         None,
-        "Ray cluster to use, e.g. auto or head:6379. (default: RAY_ADDRESS, else a Ray of its own on this machine)",
+        "Ray cluster to use, e.g. auto or head:6379. (default: RAY_ADDRESS, else a private Ray on this machine)",
         WORKERS, changes="speed", metavar="ADDRESS", requires=requirements.RAY,
     )  # fmt: skip
     worker_resources: Resources = option(
@@ -517,12 +517,12 @@ class WorkerOptions(Settings):
 
     @property
     def uses_workers(self) -> bool:
-        """Whether other processes than this one compute."""
+        """True if other processes than this one compute."""
         return self.workers > 1 or self.runner != "local"
 
 
 class EndingOptions(Settings):
-    """The files that are written at the end of a job, and how it is judged."""
+    """The files that are written at the end of a job, and its judgement."""
 
     overwrite: bool = option(
         False,

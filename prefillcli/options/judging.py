@@ -1,4 +1,4 @@
-"""The options of what the answers are worth: evaluation, gates, calibration, estimates, rejects."""
+"""The options that judge the answers: evaluation, gates, calibration, estimates, rejects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EvaluationOptions(Settings):
 
     truth: str | None = option(
         None,
-        "Column with the right answer; kept in the output. The report says what the scores are worth. With "
+        "Column with the right answer; kept in the output. The report shows what the scores are worth. With "
         "--questions, NAME=COLUMN for each of them, comma-separated.",
         EVALUATION, level="first", changes="columns", metavar="COLUMN",
     )  # fmt: skip
@@ -119,7 +119,7 @@ TRUTH_FROM = Requirement(
 
 
 class ProbabilityOptions(Settings):
-    """Which probabilities are written beside the scores."""
+    """The probabilities that are written beside the scores."""
 
     calibration: str | None = option(
         None,
@@ -128,7 +128,7 @@ class ProbabilityOptions(Settings):
     )  # fmt: skip
     calibrate_with: TextList = option(
         (),
-        "Text without content, such as N/A. What the model answers to it in the template is divided out, in the "
+        "Text without content, such as N/A. The model's answer to it in the template is divided out, in the "
         "column probability; repeatable.",
         ANSWERS, changes="columns", metavar="TEXT", repeatable=True, requires=TEMPLATE, text=True,
     )  # fmt: skip
@@ -140,7 +140,7 @@ class ProbabilityOptions(Settings):
 
     @property
     def calibrates(self) -> bool:
-        """Whether the output has probabilities beside the scores."""
+        """True if the output has probabilities beside the scores."""
         return self.calibration is not None or bool(self.calibrate_with)
 
 
@@ -196,7 +196,7 @@ class CalibrateSettings(Settings):
 
 
 class EstimateOptions(Settings):
-    """How many rows are read for an estimate."""
+    """The number of rows that are read for an estimate."""
 
     estimate: int | None = option(
         None,
@@ -223,7 +223,7 @@ class EstimateOptions(Settings):
 
 
 class RejectsOptions(Settings):
-    """Where the error rows go."""
+    """The place of the error rows."""
 
     rejects: str | None = option(
         None,

@@ -47,7 +47,8 @@ def load_settings(
     recipe: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> AnySettings:
-    """Settings of a `kind`: `flags` from the command line override the environment, which overrides the recipe file.
+    """Load settings of a `kind`: `flags` from the command line override the environment, which overrides the recipe
+    file.
 
     `PREFILL_RECIPE` names the recipe where no flag does. A recipe and the environment may hold the options of all
     commands. An option that would be ignored is dropped if it comes from the environment, or if it comes from the
@@ -117,7 +118,7 @@ class _Merged:
             self._recipe[name] = value
 
     def settings(self, kind: type[AnySettings]) -> AnySettings:
-        """All values that this kind of settings has. Raises UsageError for the first wrong one."""
+        """Return all values that this kind of settings has. Raises UsageError for the first wrong one."""
         known = {name: value for name, value in self.values.items() if name in kind.model_fields}
         try:
             return kind.model_validate(known)
@@ -155,7 +156,7 @@ def _shown(value: object) -> str:
 
 
 def settled_options(kind: type[Settings], given: Sequence[str]) -> dict[str, Any]:
-    """The options that `--set NAME=VALUE` gives, by name. Raises UsageError for a name that is not for it."""
+    """Return the options that `--set NAME=VALUE` gives, by name. Raises UsageError for a name that is not for it."""
     try:
         found = {key.replace("-", "_"): value for key, value in read_mapping(given).items()}
     except ValueError as error:
@@ -194,7 +195,7 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
 class ScorerOptions(TypedDict, total=False):
-    """The options of `prefill score` that say how a row is scored. docs/score.md explains each."""
+    """The options of `prefill score` that determine how a row is scored. docs/score.md explains each."""
 
     template: StrPath | None
     prompt_column: str
@@ -275,7 +276,7 @@ class ScorerOptions(TypedDict, total=False):
 
 
 class FileOptions(TypedDict, total=False):
-    """The options of `prefill score` that say which rows and columns of files are read."""
+    """The options of `prefill score` that choose the rows and columns of files."""
 
     id_column: str | None
     keep_columns: str | Sequence[str]
@@ -289,8 +290,8 @@ class ScoreOptions(ScorerOptions, FileOptions, total=False):
 
 
 def lists_options(kind: type) -> Callable[[AnyFunction], AnyFunction]:
-    """Decorator: `inspect.signature` lists the options of this kind in place of `**options`, with their defaults, and
-    the docstring explains each with the help of the command line.
+    """Return a decorator: `inspect.signature` lists the options of this kind in place of `**options`, with their
+    defaults, and the docstring explains each with the help of the command line.
 
     So notebooks complete their names, and `help` shows them.
     """
@@ -323,7 +324,7 @@ def _explained(names: Sequence[str]) -> str:
 def scorer_settings(
     model: StrPath | None, options: Mapping[str, Any], *, owner: str, paths: Sequence[str] = ()
 ) -> ScoreSettings:
-    """The settings of `prefill score` with these options, without those of the environment.
+    """Return the settings of `prefill score` with these options, without those of the environment.
 
     `paths` are the files to be read. `owner` is the function or class that takes the options, for messages. Raises
     UsageError; messages name options as the command does: `--max-length` is the keyword `max_length`.
@@ -361,7 +362,7 @@ _MOST_BYTES = 1 << 20
 
 
 def read_recipe(path: str) -> dict[str, Any]:
-    """The options of a recipe, by name. Raises UsageError if it cannot be read, or is not a mapping."""
+    """Read the options of a recipe, by name. Raises UsageError if it cannot be read, or is not a mapping."""
     content = read_given("--recipe", path, most=_MOST_BYTES)
     try:
         loaded = parse_yaml(content.decode())

@@ -41,30 +41,31 @@ from prefillcli.options.requirements import Requirement
 )
 
 Change = Literal["scores", "columns", "rows", "speed", "report", "files"]
-"""What an option changes; where it is more than one of these, the first.
+"""The thing that an option changes; of several, the first in this order.
 
 - scores: the score of a row.
 - columns: the other columns of a row, and the folder it goes to.
-- rows: which rows are scored.
+- rows: the choice of scored rows.
 - speed: time and memory. Scores stay the same, but for rounding.
 - report: the figures that are measured and reported, and the exit code.
-- files: which files are written, and whether existing ones are replaced.
+- files: the files that are written, and whether existing ones are replaced.
 
 The first three make the job: see `prefillcli.scoring.identity`.
 """
 
 
 Level = Literal["first", "more", "settled"]
-"""Who an option is for.
+"""The users that an option is for.
 
 - first: a first job needs it, and `--help` shows it.
 - more: `--help-all` shows it.
-- settled: measurement has settled it. It has no flag of its own: `--set NAME=VALUE` gives it.
+- settled: measurement has settled it. It has no flag: `--set NAME=VALUE` gives it.
 """
 
 
 PathRole = str
-"""How a run uses the path that an option names (`prefillcli.scoring.path_table`). It reads the first five.
+"""The use that a run makes of the path that an option names (`prefillcli.scoring.path_table`). It reads the first
+five.
 
 - rows: files, folders, globs or URLs of rows.
 - file: a small file.
@@ -114,15 +115,15 @@ def option(
     text: bool = False,
     **field: Any,
 ) -> Any:
-    """A field that is an option of the command line; `repeatable` ones may be given several times.
+    """Return a field that is an option of the command line; `repeatable` ones may be given several times.
 
     `panel` is the part of the help page that shows it. `negative` is the flag that turns off an option that is on by
     default. `needs` names an ability that the engine must have if the option is given; options of compression need
     that. `requires` is a condition on the other options without which this one has no effect and is refused. The
     message names the first of several that is not met. `off` is the value that asks for nothing, besides None and the
-    default of a switch. `path` says how a run uses the path that the option names; one that is read may be that of the
-    written option `same_as`. `level` says who it is for. `text` is that of prompts: see `unescaped`. `field` goes to
-    pydantic.
+    default of a switch. `path` is the use that a run makes of the path that the option names; a path that is read may
+    be that of the written option `same_as`. `level` is the kind of reader that it is for. `text` is that of prompts:
+    see `unescaped`. `field` goes to pydantic.
     """
     details = Details(
         changes=changes,
@@ -143,7 +144,7 @@ def option(
 
 
 def argument(default: Any, help: str, *, changes: Change, path: PathRole, **field: Any) -> Any:
-    """A field that is given on the command line by position, without a flag. With a `default` of ... it must be
+    """Return a field that is given on the command line by position, without a flag. With a `default` of ... it must be
     given."""
     details = Details(changes=changes, path=path)
     return Field(default, description=help, json_schema_extra={"option": details}, **field)  # type: ignore[dict-item]
@@ -162,10 +163,10 @@ class Settings(BaseModel):
         for name, field in cls.model_fields.items():
             extra: Any = field.json_schema_extra or {}
             if "option" not in extra:
-                raise TypeError(f"{cls.__name__}.{name}: make it with `option`, which says what it changes")
+                raise TypeError(f"{cls.__name__}.{name}: make it with `option`, which states what it changes")
 
     def with_origin(self, flags: Iterable[str], recipe: str | None) -> Self:
-        """These settings, which remember that the options of these names were flags, and the recipe's path."""
+        """Return these settings, which remember that the options of these names were flags, and the recipe's path."""
         self._flags, self._recipe = frozenset(flags), recipe
         return self
 
@@ -180,13 +181,13 @@ class Settings(BaseModel):
 
     @classmethod
     def given_by_place(cls) -> str | None:
-        """The field that the command line takes without a flag, if there is one."""
+        """Return the field that the command line takes without a flag, if there is one."""
         names = [name for name in cls.model_fields if not details_of(cls, name).panel]
         return names[0] if names else None
 
     @classmethod
     def of_level(cls, *levels: Level) -> list[str]:
-        """Names of the options of these levels."""
+        """Return the names of the options of these levels."""
         by_place = cls.given_by_place()
         named = [name for name in cls.model_fields if name != by_place]
         return [name for name in named if details_of(cls, name).level in levels]
@@ -196,17 +197,18 @@ class Settings(BaseModel):
 
     @classmethod
     def changing(cls, *what: Change) -> list[str]:
-        """Names of the options that change one of these things."""
+        """Return the names of the options that change one of these things."""
         return [name for name in cls.model_fields if details_of(cls, name).changes in what]
 
     @classmethod
     def required(cls) -> dict[str, list[Requirement]]:
-        """By name, the conditions under which each option has an effect. Options that always have one are left out."""
+        """Return, by name, the conditions under which each option has an effect. Options that always have one are left
+        out."""
         found = {name: list(details_of(cls, name).requires) for name in cls.model_fields}
         return {name: required for name, required in found.items() if required}
 
     def ignored(self) -> dict[str, Requirement]:
-        """The options that were given but would be ignored, each with the first requirement that is not met."""
+        """Return the options that were given but would be ignored, each with the first requirement that is not met."""
         found = {}
         for name, required in self.required().items():
             field, value = type(self).model_fields[name], getattr(self, name)
@@ -219,14 +221,14 @@ class Settings(BaseModel):
 
 
 def details_of(kind: type[Settings], name: str) -> Details:
-    """The properties of an option beside its name, type, default and help text."""
+    """Return the properties of an option beside its name, type, default and help text."""
     extra: Any = kind.model_fields[name].json_schema_extra
     details: Details = extra["option"]
     return details
 
 
 def as_typed(kind: type[Settings], name: str, value: Any = None) -> str:
-    """The words of the command line that give an option, this value where there are several."""
+    """Return the words of the command line that give an option, this value where there are several."""
     details = details_of(kind, name)
     if details.level == "settled":
         return f"--set {name}"
@@ -241,8 +243,8 @@ _ESCAPE = re.compile(r"(\\+)([nt])")
 
 
 def unescaped(kind: type[Settings], name: str, value: Any) -> Any:
-    """The value of an option as a shell or the environment gives it, where a new line is hard to write: in the text of
-    prompts, backslash-n is a line break and backslash-t a tab.
+    """Return the value of an option as a shell or the environment gives it, where a new line is hard to write: in the
+    text of prompts, backslash-n is a line break and backslash-t a tab.
 
     Two backslashes stand for one there. Jinja reads what is between its own braces.
     """
@@ -267,7 +269,7 @@ def require(found: dict[str, list[Requirement]], names: Iterable[str], required:
 
 
 def changed(kind: type[Settings], values: Mapping[str, Any], without: Collection[str] = ()) -> list[list[Any]]:
-    """Names and values of the options of a command that are not at their default, `without` these."""
+    """Return the names and values of the options of a command that are not at their default, `without` these."""
     return [
         [name, value]
         for name, value in values.items()

@@ -52,9 +52,9 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text, made of plain values only.
+    """Parse a YAML text into a value, made of plain values only.
 
-    Raises ValueError for a text that is no YAML, has a key twice, values that its tags or digits do not allow, bytes,
+    Raises ValueError for a text that is not YAML, has a key twice, values that its tags or digits do not allow, bytes,
     dates or sets, is nested too deeply, refers to itself, or stands for far more values than it has.
     """
     try:

@@ -107,7 +107,7 @@ OddNumber = Annotated[int, AfterValidator(_check_odd)]
 
 
 class KeepOptions(Settings):
-    """How much of a prompt the model reads."""
+    """The part of a prompt that the model reads."""
 
     keep: KeepRate = option(
         1.0,
@@ -118,7 +118,7 @@ class KeepOptions(Settings):
 
 
 class CompressionOptions(DraftOptions, KeepOptions):
-    """Which tokens of a prompt the model reads."""
+    """The tokens of a prompt that the model reads."""
 
     self_layer: int | None = option(
         None,
@@ -185,22 +185,22 @@ class CompressionOptions(DraftOptions, KeepOptions):
 
     @property
     def picks_itself(self) -> bool:
-        """Whether any way to pick tokens asks the model's own first layers."""
+        """True if any way to pick tokens asks the model's own first layers."""
         return self.drafts_itself
 
     @property
     def counts_votes(self) -> bool:
-        """Whether tokens are picked by votes: a draft's or the model's own."""
+        """True if tokens are picked by votes: a draft's or the model's own."""
         return self.uses_draft or self.drafts_itself
 
     @property
     def is_random(self) -> bool:
-        """Whether anything is drawn at random."""
+        """True if anything is drawn at random."""
         return self.draft == "random" or super().is_random  # type: ignore[misc]  # of the rows' options
 
     @property
     def compresses(self) -> bool:
-        """Whether anything picks tokens."""
+        """True if anything picks tokens."""
         return self.draft is not None
 
     def check(self) -> None:
@@ -239,7 +239,7 @@ class InspectOptions(CompressionOptions):
         if self.draft is not None and not self.uses_draft:
             raise UsageError(
                 f"--draft {self.draft}: prefill inspect shows the tokens that a draft model picks\n"
-                "score the row with prefill score, which says how many tokens it kept"
+                "score the row with prefill score, which shows how many tokens it kept"
             )
 
 
@@ -362,7 +362,7 @@ FirstNames = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
 class ExitOptions(Settings):
-    """Whether rows leave early, and the rule that allows it."""
+    """Early exits of rows, and the rule that allows them."""
 
     exit: bool = option(
         False,
@@ -378,8 +378,8 @@ class ExitOptions(Settings):
     )  # fmt: skip
     compute: Literal["int8", "fp8"] | None = option(
         None,
-        "Let the model read every row in smaller numbers first. It reads again, in --dtype, rows whose answer that "
-        "does not foretell; --max-flips bounds how many answers that flips. fp8 is for CUDA.",
+        "Let the model read every row in smaller numbers first. Rows whose answer this does not foretell are read "
+        "again in --dtype; --max-flips bounds how many answers that flips. fp8 is for CUDA.",
         EARLY_EXIT, changes="scores", metavar="int8|fp8", needs="exits",
     )  # fmt: skip
     flips_of: Literal["each", "all"] = option(
@@ -396,20 +396,20 @@ class ExitOptions(Settings):
     )  # fmt: skip
     exit_profile: str | None = option(
         None,
-        "What an earlier job has learnt (its OUTPUT.exit.json), used again after a check on fresh rows.",
+        "Exit profile of an earlier job (its OUTPUT.exit.json), used again after a check on fresh rows.",
         EARLY_EXIT, changes="scores", metavar="FILE", path="file", requires=EXIT,
     )  # fmt: skip
 
     recall: float | None = option(
         None,
-        "Instead of --max-flips, for a rare answer: least share of the rows that --model would answer with the first "
-        "label that keep it, at 95 % confidence. The first model decides others that surely do not have it.",
+        "Instead of --max-flips, for a rare answer: of the rows that --model would give the first label, the least "
+        "share that must get it, at 95 % confidence. The first model decides rows that surely do not have it.",
         EARLY_EXIT, changes="scores", metavar="SHARE", requires=FIRST, gt=0, lt=1,
     )  # fmt: skip
     precision: float | None = option(
         None,
-        "Instead of --max-flips: least share of the rows given the first label that --model would give it too, at "
-        "95 % confidence. The first model decides rows that surely have it.",
+        "Instead of --max-flips: of the rows that get the first label, the least share that --model would give it "
+        "too, at 95 % confidence. The first model decides rows that surely have it.",
         EARLY_EXIT, changes="scores", metavar="SHARE", requires=FIRST, gt=0, lt=1,
     )  # fmt: skip
 
@@ -420,7 +420,7 @@ class ExitOptions(Settings):
 
     @property
     def chain(self) -> tuple[str, ...]:
-        """What reads rows before the model, in this order: first models, and the model in smaller numbers."""
+        """The readers of rows before the model, in this order: first models, and the model in smaller numbers."""
         return (*self.first, self.narrow) if self.narrow else self.first
 
     @property
@@ -452,17 +452,17 @@ class ExitOptions(Settings):
 
 
 class ExitProfileOptions(Settings):
-    """Which exits a row is held against."""
+    """The exits that a row is held against."""
 
     exit_profile: str | None = option(
         None,
-        "What a job has learnt about early exits (its OUTPUT.exit.json): show where the row would leave.",
+        "Exit profile of a job (its OUTPUT.exit.json): show where the row would leave.",
         EARLY_EXIT, changes="files", metavar="FILE", path="file",
     )  # fmt: skip
 
 
 class ExitMethodOptions(Settings):
-    """How the methods that let rows leave are learnt."""
+    """The learning of the methods that let rows leave."""
 
     first: FirstNames = option(
         (),
@@ -504,7 +504,7 @@ class EarlierOptions(Settings):
 
 
 class DeterminismOptions(Settings):
-    """Whether scores keep their bits beside any other rows."""
+    """Scores that keep their bits beside any other rows."""
 
     deterministic: bool = option(
         False,
@@ -521,7 +521,7 @@ STREAMABLE = Requirement(
 
 
 class StreamingOptions(Settings):
-    """Where the weights of layers are, and how much memory all weights may take."""
+    """The place of the layers' weights, and the memory that all weights may take."""
 
     weights: Literal["auto", "resident", "stream"] = option(
         "auto",
@@ -564,7 +564,7 @@ def _read_adapters(value: object) -> object:
 
 
 class AdapterOptions(Settings):
-    """Which adapters there are, and which of them reads a row."""
+    """The adapters, and the one that reads a row."""
 
     adapter: Annotated[dict[str, str], BeforeValidator(_read_adapters)] = option(
         {},
@@ -585,6 +585,6 @@ class AdapterOptions(Settings):
             raise UsageError(f"--adapter: {len(names)} adapters; one job takes at most {MOST_ADAPTERS}")
         if len(names) > 1 and self.adapter_column is None:
             raise UsageError(
-                f"--adapter: {len(names)} adapters, and nothing says which row is for which\n"
+                f"--adapter: {len(names)} adapters, and nothing assigns rows to them\n"
                 "name the column that does with --adapter-column, or give one adapter"
             )

@@ -12,8 +12,9 @@ from typing import Any
 class Requirement:
     """A condition on a command's settings without which an option has no effect.
 
-    `reason` follows the option's name and says why it has no effect. `remedy` names something to do besides leaving
-    the option out. With `recipe_may_keep` a recipe may hold the option for other commands and runs, which do use it.
+    `reason` follows the option's name and explains why it has no effect. `remedy` names something to do besides
+    leaving the option out. With `recipe_may_keep` a recipe may hold the option for other commands and runs, which do
+    use it.
     """
 
     met: Callable[[Any], bool]
@@ -22,7 +23,7 @@ class Requirement:
     recipe_may_keep: bool = False
 
     def message(self, option: str) -> str:
-        """The error where it is not met; `option` as the user wrote it."""
+        """Return the error where it is not met; `option` as the user wrote it."""
         return f"{option} {self.reason}\nit would be ignored: {self.remedy}, or leave it out"
 
 

@@ -53,7 +53,7 @@ class FoundOutput:
 
     @property
     def stands(self) -> bool:
-        """Whether it is still there as it was found: nothing has replaced it since."""
+        """True if nothing has replaced it since it was found."""
         found = find_output(self.target.path, self.own)
         return isinstance(found, FoundOutput) and replace(found, remedy=self.remedy) == self
 
@@ -70,7 +70,8 @@ class FoundOutput:
 
 
 def find_output(path: str, own: str | None = None, *, option: str = "--output") -> FoundOutput | str:
-    """The complete output at a path, or why its rows cannot be taken over. Raises UsageError for an unknown ending.
+    """Find the complete output at a path, or the reason why its rows cannot be taken over. Raises UsageError for an
+    unknown ending.
 
     `own` is the path of the output that is to be written: until its job is complete, an older output may be there.
     """
@@ -83,7 +84,7 @@ def find_output(path: str, own: str | None = None, *, option: str = "--output") 
         return f"{target.work.location}/manifest.json: {str(error).splitlines()[0]}"
     if manifest is None:
         return (
-            f"its work folder {target.work.location} is not there, which has the digests of its rows: "
+            f"its work folder {target.work.location}, which has the digests of its rows, is missing: "
             "an output is moved or renamed together with its work folder"
         )
     if manifest.state != "complete":
@@ -105,7 +106,8 @@ class EarlierOutput:
     """
 
     def __init__(self, found: FoundOutput, schema: OutputSchema, folder: str | None) -> None:
-        """`schema` is that of the job that takes rows over; the file lies in `folder`, None for the system's own.
+        """Copy the rows. `schema` is that of the job that takes them over; the file lies in `folder`, None for the
+        system's own.
 
         Raises OutputDamagedError if the output is not as it was written, ResourceError if the disk is full, and
         PrefillError if it cannot be read.
@@ -129,8 +131,8 @@ class EarlierOutput:
         self._starts = np.cumsum([0, *sizes], dtype=np.int64)
 
     def take(self, window: Window) -> pa.Table | None:
-        """The results of the rows of a window that this output has: row numbers, result columns, digests; None for
-        none.
+        """Return the results of a window's rows that this output has: row numbers, result columns, digests; None if it
+        has none.
 
         Their prompts are taken out of the window.
         """
@@ -149,7 +151,7 @@ class EarlierOutput:
         return found.sort_by(ROW) if taken else None
 
     def close(self) -> None:
-        """Give the disk back."""
+        """Free the disk space."""
         del self._reader
         self._file.close()
 
@@ -214,7 +216,7 @@ def _usable(table: pa.Table) -> pa.ChunkedArray:
 def find_earlier(
     settings: Any, output: str, fingerprint: dict[str, str]
 ) -> tuple[FoundOutput | None, SinceUse | None]:
-    """The output of `--since`, or the job's own with `--retry-errors`, and its entry in the report.
+    """Find the output of `--since`, or the job's own with `--retry-errors`, and its entry in the report.
 
     A warning names an output that is missing or not complete: all rows are scored then. Raises OutputConflictError for
     an output of another job.
@@ -233,7 +235,7 @@ def find_earlier(
 
 
 def _retries(settings: Any, output: str) -> bool:
-    # Whether a job begins or continues to score the error rows of its own complete output again.
+    # Whether a job begins or continues to score again the error rows of its complete output.
     if settings.shard is not None or not (settings.resume or settings.retry_errors):
         return False
     with suppress(DamagedFileError, OutputConflictError):
@@ -251,7 +253,7 @@ class Earlier(Judge):
         self._found: FoundOutput | None = None
 
     def find(self, run: Run) -> None:
-        """Find the output. The job's fingerprint is known. Raises OutputConflictError for that of another job."""
+        """Find the output, once the job's fingerprint is known. Raises OutputConflictError for that of another job."""
         self._found, run.report.since = find_earlier(self.settings, run.output, run.report.fingerprint)
 
     def open(self, run: Run) -> EarlierOutput | None:
@@ -280,7 +282,7 @@ def _count(report: RunReport, rows: int) -> None:
 
 
 def section(report: RunReport) -> Section | None:
-    """The section on rows that were taken over; None where there is nothing to report."""
+    """Return the section on rows that were taken over; None where there is nothing to report."""
     use = report.since
     if use is None:
         return None

@@ -70,7 +70,7 @@ class Rows(BaseModel):
 
 
 class Tokens(BaseModel):
-    """Tokens of this run (a resumed run counts only its own work)."""
+    """Tokens of this run. A resumed run counts only its own work."""
 
     prompt: int = 0
     shared: int = 0  # prompt tokens that were computed once for several rows
@@ -123,7 +123,7 @@ class ThreadCounts(BaseModel):
 
 
 class ChatUse(BaseModel):
-    """How chats come to the answer, where a chat template makes prompts."""
+    """The way from chats to the answer, where a chat template makes prompts."""
 
     said: str | None  # what was done, in one sentence; None if the template is rendered as it is
     variables: dict[str, Any]  # given to the template for that
@@ -146,7 +146,7 @@ class Histogram(BaseModel):
 
 
 class Histograms(BaseModel):
-    """Of all rows of the output, those of earlier attempts included."""
+    """Histograms of all rows of the output, those of earlier attempts included."""
 
     score: Histogram = Field(default_factory=Histogram)  # by prediction; the last bin holds 1.0 too
     prompt_tokens: Histogram = Field(default_factory=Histogram)  # scored, truncated, error; edges grow by 2^(1/16)
@@ -173,7 +173,7 @@ class FailedRow(BaseModel):
 
 
 class LikelyToken(BaseModel):
-    """A token that the model may say next."""
+    """A token that the model may write next."""
 
     id: int
     text: str  # untrusted
@@ -181,7 +181,7 @@ class LikelyToken(BaseModel):
 
     @property
     def name(self) -> str:
-        """Its text, safe to show, or its id if it is no whole character."""
+        """Its text, safe to show, or its id if it is not a whole character."""
         return quoted_token(self.text) if self.text and "\ufffd" not in self.text else f"token {self.id}"
 
     @property
@@ -191,7 +191,8 @@ class LikelyToken(BaseModel):
 
 
 class FirstAnswers(BaseModel):
-    """What the model says after the prompts of the first window, of each question: averages over its rows."""
+    """The model's likeliest tokens after the prompts of the first window, for each question: averages over its
+    rows."""
 
     question: str | None  # None where there is only one
     rows: int
@@ -212,7 +213,7 @@ class MemoryTrace(BaseModel):
 
     @classmethod
     def of(cls, samples: Sequence[tuple[float, int, int]]) -> MemoryTrace:
-        """From (seconds, host, device)."""
+        """Return the trace of samples (seconds, host, device)."""
         seconds, host, device = ([sample[at] for sample in samples] for at in range(3))
         return cls(seconds=seconds, host=host, device=device)
 
@@ -232,13 +233,13 @@ class CommandReport(BaseModel):
 
     @classmethod
     def new(cls, settings: BaseModel) -> Self:
-        """The report of a command that begins now, with these settings."""
+        """Return the report of a command that begins now, with these settings."""
         return cls(
             started=datetime.now(UTC).isoformat(timespec="seconds"), settings=shown(settings.model_dump(mode="json"))
         )
 
     def safe(self) -> Self:
-        """The report without secrets."""
+        """Return the report without secrets."""
         return shown_report(self)
 
     def write(self, path: str, page: Callable[[Self], str] | None = None) -> None:
@@ -282,7 +283,7 @@ class RunReport(BaseModel):
     workers: list[WorkerReport] = Field(default_factory=list)  # of the run's last ones, if there are several
     threads: ThreadCounts | None = None  # None if another process computes, or nothing was computed
     dtype: ComputedIn | None = None  # None if no model was opened
-    weights: WeightsReport | None = None  # None if the engine does not tell, or nothing was loaded
+    weights: WeightsReport | None = None  # None if the engine does not report it, or nothing was loaded
     reduced: ReducedPacks | None = None  # None if memory did not run out, or only in workers
     chat: ChatUse | None = None  # None if no chat template makes prompts
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -295,7 +296,7 @@ class RunReport(BaseModel):
     failed: list[FailedRow] = Field(default_factory=list)
     memory_trace: MemoryTrace = Field(default_factory=MemoryTrace)
 
-    # What the parts of a job found: `tests/reference.py` names the type of each.
+    # The findings of the parts of a job: `tests/reference.py` names the type of each.
     likelihood: Any = None
     orders: Any = None  # how often the order of two values decided, by question
     audits: Any = None  # by question
@@ -316,13 +317,14 @@ class RunReport(BaseModel):
 
     @classmethod
     def new(cls, sections_of: Callable[[RunReport], list[Section]] | None = None, **given: Any) -> RunReport:
-        """A report of a run that begins now; `sections_of` makes the sections on what the judges of its job find."""
+        """Return a report of a run that begins now; `sections_of` makes the sections on what the judges of its job
+        find."""
         found = cls(**given)
         found._sections_of = sections_of
         return found
 
     def sections(self) -> list[Section]:
-        """The sections on what the judges of the job found."""
+        """Return the sections on what the judges of the job found."""
         found: list[Section] = [] if self._sections_of is None else self._sections_of(self)
         return found
 
@@ -342,7 +344,7 @@ class RunReport(BaseModel):
         self.memory_trace = MemoryTrace.of(samples)
 
     def take_chat(self, way: Way | None) -> None:
-        """Take over how chats come to the answer."""
+        """Take over the way from chats to the answer."""
         if way is not None:
             self.chat = ChatUse(
                 said=way.said or None, variables=dict(way.variables), closings=dict(way.closings), date=way.day
@@ -353,8 +355,8 @@ class RunReport(BaseModel):
         self.threads = ThreadCounts(min=fewest, max=most)
 
     def take_audit(self, counts: Counts, is_positive: Callable[[Any], bool | None]) -> None:
-        """Take over the results of the rows that were read both ways. `is_positive` tells whether a right answer is
-        the first label; None: it is no label."""
+        """Take over the results of the rows that were read both ways. `is_positive` returns whether a right answer is
+        the first label; None: it is not a label."""
         pairs = [(score, full, is_positive(answer)) for score, full, _, answer in counts.audited]
         self.audit = audit_of(pairs, [flipped for _, _, flipped, _ in counts.audited])
 
@@ -377,7 +379,7 @@ class RunReport(BaseModel):
         self.failed = [FailedRow(**row) for row in tallies.failed]
 
     def summary(self) -> dict[str, Any]:
-        """The last line on stdout."""
+        """Return the last line on stdout."""
         safe = shown_report(self)
         line = {
             "run_id": self.run_id,
@@ -397,7 +399,7 @@ class RunReport(BaseModel):
 
 
 def weights_section(report: RunReport) -> Section | None:
-    """The section on weights that were streamed; None where they were not."""
+    """Return the section on weights that were streamed; None where they were not."""
     used = report.weights
     if used is None or used.mode != "stream":
         return None
@@ -421,7 +423,7 @@ def _length_histogram(lengths: dict[str, dict[str, int]]) -> Histogram:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the software that a score depends on."""
+    """Return the versions of the software that a score depends on."""
     import platform
     import sys
     from importlib.metadata import version
@@ -440,7 +442,7 @@ def versions() -> dict[str, str]:
 
 
 def to_json(report: RunReport) -> str:
-    """The text of `run.json`, with lists of numbers on one line."""
+    """Return the text of `run.json`, with lists of numbers on one line."""
     try:
         text = report.model_dump_json(indent=2)
     except PydanticSerializationError:  # the name of a file is not UTF-8
@@ -477,7 +479,7 @@ _TOKENS = {
 
 
 def run_html(report: RunReport) -> str:
-    """The page of a run."""
+    """Return the page of a run."""
     started = report.started.replace("T", " ").replace("+00:00", " UTC")
     notes = [f"{report.output or 'no output'} \u00b7 {started}"]
     if report.resumed:
@@ -512,7 +514,7 @@ def run_html(report: RunReport) -> str:
 
 
 def run_sections(report: RunReport) -> Iterator[Section]:
-    """All sections about a run, in the order of its page. Those without a title are for terminal and metrics."""
+    """Yield all sections about a run, in the order of its page. Those without a title are for terminal and metrics."""
     yield _end(report)
     yield _rows(report)
     yield _asked(report)
@@ -534,7 +536,7 @@ def run_sections(report: RunReport) -> Iterator[Section]:
 
 
 def _verdict(report: RunReport) -> tuple[str, str]:
-    # How the run ended, and a class of the page's style that shows how good that is.
+    # The end of the run, and a class of the page's style that shows how good it is.
     if report.status == "complete" and report.exit_code == 0:
         return "complete", "good"
     if report.status == "complete":
@@ -543,7 +545,7 @@ def _verdict(report: RunReport) -> tuple[str, str]:
 
 
 def _end(report: RunReport) -> Section:
-    # How the run ended.
+    # The end of the run.
     section = Section()
     success = float(report.exit_code in (0, NOTHING_TO_DO))
     section.metric("run_success", "1 if the last run was done or had nothing to do, else 0.", success)
@@ -587,7 +589,7 @@ def _rows(report: RunReport) -> Section:
 
 
 def _asked(report: RunReport) -> Section:
-    # Of what the model was asked, and what it says.
+    # The questions to the model, and its answers.
     names = ("template", "prompt_column", "system", "questions", "labels", "choices_column", "target_column")
     given = {name: report.settings.get(name) for name in names}
     if given["template"] or given["questions"]:
@@ -606,7 +608,7 @@ def _asked(report: RunReport) -> Section:
             Part(
                 lines=[("answer", own.answer), *mass, ("begins like an answer", f"{own.begins:.4g}")],
                 bars=[Bar(each.name, 100 * each.share, each.percent) for each in own.tokens],
-                note=f"What the model says next after a prompt: mean probability of the likeliest tokens, over the "
+                note=f"The likeliest tokens after a prompt, with their mean probability, over the "
                 f"first rows ({own.rows:,}).",
             ),
         ]
@@ -788,12 +790,12 @@ def _slowest(report: RunReport) -> Section:
 
 
 def print_table(report: RunReport) -> None:
-    """The run in a few lines, on stderr."""
+    """Print the run in a few lines, on stderr."""
     stderr_console().print(pairs_table(run_lines(report)))
 
 
 def run_lines(report: RunReport) -> Iterator[tuple[str, str]]:
-    """The lines of the table: a name and a text each."""
+    """Yield the lines of the table: a name and a text each."""
     for section in run_sections(report):
         yield from section.lines
     yield "output", report.output or "none"
@@ -801,7 +803,7 @@ def run_lines(report: RunReport) -> Iterator[tuple[str, str]]:
 
 
 def to_metrics(report: RunReport, now: float) -> str:
-    """All metrics of a run that ended at `now`, in seconds since 1970. All are gauges, about the last run."""
+    """Return all metrics of a run that ended at `now`, in seconds since 1970. All are gauges, about the last run."""
     ended = Section()
     ended.metric("last_run_timestamp_seconds", "When the last run ended, in Unix time.", now)
     return metrics_text([*run_sections(report), ended])

@@ -99,7 +99,7 @@ class Bar:
 
 
 def score_plot(histogram: Histogram) -> Plot:
-    """Stacked by prediction, the one with the highest scores first."""
+    """Return a histogram of scores, stacked by prediction, the one with the highest scores first."""
     middle = {name: _mean_bin(bins) for name, bins in histogram.counts.items()}
     stacks = _merged({name: histogram.counts[name] for name in sorted(middle, key=lambda name: (-middle[name], name))})
     edges = histogram.edges
@@ -109,7 +109,8 @@ def score_plot(histogram: Histogram) -> Plot:
 
 
 def length_plot(histogram: Histogram) -> Plot:
-    """Stacked by the outcome of the rows; bins have the same width on a logarithmic scale."""
+    """Return a histogram of lengths, stacked by the outcome of the rows. Bins have the same width on a logarithmic
+    scale."""
     edges, counts = _coarser(histogram)
     titles = [f"{low:,.0f} to {high - 1:,.0f} tokens" for low, high in pairwise(edges)]
     width = 100 / max(len(titles), 1)
@@ -123,7 +124,7 @@ def length_plot(histogram: Histogram) -> Plot:
 
 
 def memory_plot(trace: MemoryTrace) -> Plot | None:
-    """Lines of the memory in use; None unless there are two points in time."""
+    """Return lines of the memory in use; None unless there are two points in time."""
     if len(trace.seconds) < 2 or trace.seconds[-1] <= trace.seconds[0]:
         return None
     named = [("host", trace.host), ("device", trace.device)]
@@ -151,13 +152,14 @@ class Scale:
 
     @classmethod
     def upto(cls, top: float, form: str, *, unit: float = 1.0, end: float | None = None) -> Scale:
-        """From 0 to a round number at or above `top`, or to the `end`; `form` turns a value in `unit` into a text."""
+        """Return the scale from 0 to a round number at or above `top`, or to the `end`. `form` turns a value in `unit`
+        into a text."""
         marks = round_ticks(top / unit)
         high = marks[-1] * unit if end is None else end
         return cls(0.0, high, {at * unit: form.format(at) for at in marks if at * unit <= high * (1 + 1e-9)})
 
     def at(self, value: float) -> float:
-        """Where a value is, in percent."""
+        """Return the position of a value, in percent."""
         return 100 * (value - self.low) / (self.high - self.low)
 
     @property
@@ -172,7 +174,7 @@ def line_plot(
     y: Scale,
     dots: Sequence[tuple[int, float, float, str, bool]] = (),
 ) -> Plot:
-    """Lines, each with its name, its size as a text and points (x, y).
+    """Return a plot of lines, each with its name, its size as a text and points (x, y).
 
     `dots` are series, x, y, title, and whether it is hollow.
     """
@@ -186,7 +188,7 @@ def line_plot(
 
 
 def bars(values: Mapping[str, float], texts: Mapping[str, str], kinds: Mapping[str, str] | None = None) -> list[Bar]:
-    """Bars with lengths in proportion to the values; the longest takes the whole track."""
+    """Return bars with lengths in proportion to the values; the longest takes the whole track."""
     longest = max(values.values(), default=0) or 1
     return [
         Bar(name, 100 * value / longest, texts[name], (kinds or {}).get(name, "s0")) for name, value in values.items()
@@ -246,7 +248,7 @@ def _coarser(histogram: Histogram) -> tuple[list[float], dict[str, list[int]]]:
 
 
 def round_ticks(top: float, whole: bool = False) -> list[float]:
-    """0 and up to five more round numbers; the last is at or above `top`."""
+    """Return 0 and up to five more round numbers; the last is at or above `top`."""
     raw = top / 4
     size = 10 ** math.floor(math.log10(raw))
     step = next(step * size for step in _STEPS if step * size >= raw * 0.999)
@@ -266,7 +268,7 @@ def _round_numbers(edges: Sequence[float]) -> list[float]:
 
 
 def _place(number: float, edges: Sequence[float]) -> float:
-    # Where a number lies among the edges: 1.5 is in the middle of the second bin.
+    # The place of a number among the edges: 1.5 is in the middle of the second bin.
     at = min(bisect_right(edges, number), len(edges) - 1) - 1
     return at + (number - edges[at]) / (edges[at + 1] - edges[at])
 
@@ -287,7 +289,7 @@ class Part:
     above: str = ""
     text: str = ""
     table: TableRows | None = None  # a header and rows; a row with one cell is text below the row before
-    words: Collection[int] = (0,)  # columns of the table that are no numbers
+    words: Collection[int] = (0,)  # columns of the table that are not numbers
     layout: str = ""  # a class of the page's style, for the table
     bars: Sequence[Bar] = ()
     plot: Plot | None = None
@@ -296,12 +298,12 @@ class Part:
 
     @property
     def holds(self) -> bool:
-        """Whether there is more than notes."""
+        """True if there is more than notes."""
         return bool(self.text or self.table or self.bars or self.plot or self.lines)
 
     @property
     def shown(self) -> bool:
-        """Whether there is anything to show. A note without a title is enough."""
+        """True if there is anything to show. A note without a title is enough."""
         return self.holds or not self.title
 
 
@@ -321,7 +323,7 @@ class Section:
 
     @property
     def shown(self) -> bool:
-        """Whether the page has it."""
+        """True if the page has it."""
         return bool(self.title and (self.lines or self.alarms or any(each.holds for each in self.charts + self.parts)))
 
     def metric(self, name: str, text: str, value: float | Mapping[str, float], label: str = "") -> None:
@@ -333,7 +335,7 @@ class Section:
 
 
 def settings_section(settings: Mapping[str, Any]) -> Section:
-    """The given settings."""
+    """Return a section with the given settings."""
     return Section(
         title="Settings",
         lines=[
@@ -344,8 +346,8 @@ def settings_section(settings: Mapping[str, Any]) -> Section:
     )
 
 
-# How tables and sections look in the terminal, on a page and as metrics. They show text only, never markup: names come
-# from users' files.
+# The look of tables and sections in the terminal, on a page and as metrics. They show text only, never markup: names
+# come from users' files.
 
 
 if TYPE_CHECKING:
@@ -370,12 +372,12 @@ WIDTH = 80  # columns of the tables of results, however wide the terminal is
 
 
 def stderr_console(width: int | None = None) -> Console:
-    """The console for tables; without a `width`, lines are not wrapped."""
+    """Return the console for tables; without a `width`, lines are not wrapped."""
     return Console(stderr=True, highlight=False, markup=False, soft_wrap=width is None, width=width)
 
 
 def pairs_table(rows: Iterable[tuple[str, str]]) -> Table:
-    """A table of names and texts, which may be untrusted."""
+    """Return a table of names and texts, which may be untrusted."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", min_width=10)
     table.add_column(overflow="fold")
@@ -385,7 +387,7 @@ def pairs_table(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def numbers_table(rows: TableRows, *, words: Collection[int] = (0,), caption: str | None = None) -> Table:
-    """A header and rows, which may be untrusted: columns are aligned to the right, except those of `words`."""
+    """Return a header and rows, which may be untrusted: columns are aligned to the right, except those of `words`."""
     table = Table(
         box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", caption=caption, caption_justify="left"
     )
@@ -411,7 +413,7 @@ _PREVIEW = 240  # characters
 
 
 def visible(text: str, *, line: bool = False) -> str:
-    """`text` with control, escape, direction and other invisible characters spelled out.
+    """Return `text` with control, escape, direction and other invisible characters spelled out.
 
     Newlines and tabs stay, unless the result must be one `line`. The joiners that scripts and emoji need stay too.
     """
@@ -421,12 +423,12 @@ def visible(text: str, *, line: bool = False) -> str:
 
 
 def quoted_token(text: str) -> str:
-    """A token's text, which is untrusted, in one line: `` ` The` ``."""
+    """Return a token's text, which is untrusted, in one line: `` ` The` ``."""
     return f"`{visible(text, line=True)}`"
 
 
 def preview(text: str) -> str:
-    """The beginning of `text` in one line."""
+    """Return the beginning of `text` in one line."""
     start = visible(text[: _PREVIEW + 1].lstrip(" "), line=True)
     return start if len(text) <= _PREVIEW else start[:-1] + "…"
 
@@ -452,12 +454,12 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def three_digits(value: float) -> str:
-    """Three digits, but all those before the point: `0.0123`, `12.3`, `12,345`."""
+    """Return three digits, but all those before the point: `0.0123`, `12.3`, `12,345`."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def abbreviated(number: float) -> str:
-    """`1,234`, `12.3k`, `1.23M`."""
+    """Return a count in short: `1,234`, `12.3k`, `1.23M`."""
     for size, unit, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if number >= size:
             return f"{number / unit:.3g}{letter}"
@@ -465,22 +467,22 @@ def abbreviated(number: float) -> str:
 
 
 def row_name(row: int | None, own: str | None) -> str:
-    """The name of a row in a table: its id, else its number."""
+    """Return the name of a row in a table: its id, else its number."""
     return own if own is not None else "" if row is None else f"row {row:,}"
 
 
 def mebibytes(size: float) -> str:
-    """Bytes in MiB, without the unit: `1,234`."""
+    """Return the bytes in MiB, without the unit: `1,234`."""
     return f"{size / 2**20:,.0f}"
 
 
 def byte_size(size: float) -> str:
-    """`1.5 GiB`, `300 MiB`."""
+    """Return bytes as people read them: `1.5 GiB`, `300 MiB`."""
     return f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{mebibytes(size)} MiB"
 
 
 def minutes_and_seconds(seconds: float) -> str:
-    """`120 ms`, `12.3 s`, `4 min 05 s`, `2 h 07 min`."""
+    """Return seconds as people read them: `120 ms`, `12.3 s`, `4 min 05 s`, `2 h 07 min`."""
     if seconds < 1:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 90:
@@ -491,29 +493,29 @@ def minutes_and_seconds(seconds: float) -> str:
 
 
 def price(value: float) -> str:
-    """In the currency of --price-per-hour: `12.34`, `0.0012`."""
+    """Return a price in the currency of --price-per-hour: `12.34`, `0.0012`."""
     return f"{value:,.2f}" if value >= 1 else f"{value:.2g}"
 
 
 def percent_interval(bounds: tuple[float, float]) -> str:
-    """Bounds from 0 to 1: `1.2-3.4 %`."""
+    """Return bounds from 0 to 1 in percent: `1.2-3.4 %`."""
     return f"{100 * bounds[0]:.1f}-{100 * bounds[1]:.1f} %"
 
 
 def percent_or_nothing(value: float | None) -> str:
-    """`12.3%`; nothing where the value is not known."""
+    """Return `12.3%`; nothing where the value is not known."""
     return "" if value is None else f"{value:.1%}"
 
 
 def bar(value: float, most: float, width: int = _BAR) -> str:
-    """A bar of up to `width` characters, in eighths of one; anything above zero is visible."""
+    """Return a bar of up to `width` characters, in eighths of one; anything above zero is visible."""
     eighths = round(8 * width * value / most) if most else 0
     eighths = max(eighths, 1 if value > 0 else 0)
     return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
 
 
 def signed_bar(value: float, most: float, side: int) -> str:
-    """A bar of up to `side` characters to the left or the right of a line."""
+    """Return a bar of up to `side` characters to the left or the right of a line."""
     length = min(round(side * abs(value) / most), side) if most and math.isfinite(value) else 0
     left, right = ("█" * length, "") if value < 0 else ("", "█" * length)
     return f"{left:>{side}}│{right:<{side}}"
@@ -571,7 +573,7 @@ def page_html(
     template: str = "page.html.j2",
     **values: Any,
 ) -> str:
-    """A page that begins with the `head`, and with the tiles of all sections; texts in it are escaped.
+    """Return a page that begins with the `head`, and with the tiles of all sections; texts in it are escaped.
 
     It needs nothing else: no network, no script, inline CSS for light and dark screens. `title` is the window's.
     `verdict` is the outcome, and a class of the page's style. `values` are for a `template` that extends the page.
@@ -601,7 +603,7 @@ def _environment() -> Environment:
 
 
 def metrics_text(sections: Iterable[Section]) -> str:
-    """The gauges of all sections in Prometheus' text format, for the textfile collector of node_exporter.
+    """Return the gauges of all sections in Prometheus' text format, for the textfile collector of node_exporter.
 
     The format: https://prometheus.io/docs/instrumenting/exposition_formats/.
     """
@@ -619,5 +621,5 @@ def _escaped(text: str) -> str:
 
 
 def page_of(path: str) -> str:
-    """The path of the page of a JSON file, beside it: `run.json` -> `run.html`."""
+    """Return the path of the page of a JSON file, beside it: `run.json` -> `run.html`."""
     return path.removesuffix(".json") + ".html"

@@ -1,4 +1,4 @@
-"""Paths and URLs, the filesystems that they lead to, and the failures of these."""
+"""Paths and URLs, their filesystems, and the failures of these."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_url(path: str) -> bool:
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """The folder and the name of a file at a local path or URL; the folder of a bare name is `.`."""
+    """Split a local path or URL of a file into its folder and its name; the folder of a bare name is `.`."""
     folder, slash, name = path.rpartition("/")
     if folder.endswith(("/", ":")):  # the root of a URL, like memory://
         return f"{folder}/", name
@@ -47,7 +47,8 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.5, 10.0
 
 _PASSING_STATUS = {408, 425, 429, 500, 502, 503, 504, 509}
 _PASSING_CODES = {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "ConditionalRequestConflict"}
-# Of botocore, aiohttp, httpx, requests, azure and Google: their common base classes say less than their names.
+# Exceptions of botocore, aiohttp, httpx, requests, azure and Google: their common base classes show less than their
+# names.
 _PASSING_KINDS = {
     "HTTPClientError",
     "ResponseParserError",
@@ -90,7 +91,7 @@ class Failure(Enum):
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """The kind of an exception from fsspec or the client of a store."""
+        """Return the kind of an exception from fsspec or the client of a store."""
         for each in _causes(error):
             status, code = _answer(each)
             kinds = {kind.__name__ for kind in type(each).__mro__}
@@ -110,11 +111,11 @@ class Failure(Enum):
 
 
 def patiently(request: Callable[[], T]) -> T:
-    """The result of a request that may be sent more than once: it is sent again as long as its failures are temporary.
+    """Send a request, again as long as its failures are temporary, and return its result.
 
     No try begins later than `PATIENCE` seconds after the first one, so clients that retry by themselves add their
-    waiting only once. After waiting for a store in vain, requests are sent once until one succeeds: the steps after an
-    outage, such as the report of a failed run, do not wait for it again. Raises the error of the last try.
+    waiting only once. After waiting for a store in vain, each request is sent only once until one succeeds: the steps
+    after an outage, such as the report of a failed run, do not wait for it again. Raises the error of the last try.
     """
     patience = 0.0 if _outage.is_set() else _patience.get()
     began, wait = monotonic(), _FIRST_WAIT
@@ -139,7 +140,7 @@ def patiently(request: Callable[[], T]) -> T:
 
 @contextmanager
 def impatiently() -> Iterator[None]:
-    """For requests of this thread whose failure does no harm: they are sent once."""
+    """Send each request of this thread once, inside the block: for requests whose failure does no harm."""
     before = _patience.set(0.0)
     try:
         yield
@@ -148,7 +149,7 @@ def impatiently() -> Iterator[None]:
 
 
 def explained(error: BaseException) -> str:
-    """The cause of a failed request and a remedy, in one or two lines, without the path."""
+    """Return the cause of a failed request and a remedy, in one or two lines, without the path."""
     reason = brief(error)
     advice = _ADVICE.get(Failure.of(error))
     return reason if advice is None else f"{reason}\n{advice}"
@@ -162,7 +163,7 @@ _ADVICE = {
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    # The original error comes first: clients translate it into errors that say less.
+    # The original error comes first: clients translate it into errors that show less.
     chain = [error]
     while len(chain) < 10 and (inner := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(inner)
@@ -198,7 +199,7 @@ def is_local(filesystem: Any) -> bool:
 
 
 def filesystem_of(path: str) -> tuple[Any, str]:
-    """The fsspec filesystem of a path or URL, and the path inside it.
+    """Return the fsspec filesystem of a path or URL, and the path inside it.
 
     Raises UsageError if no package for its protocol is installed. Protocols other than those of the object stores are
     then tried through pyarrow (hdfs).
@@ -216,7 +217,7 @@ def filesystem_of(path: str) -> tuple[Any, str]:
 
         try:
             arrow, inner = fs.FileSystem.from_uri(path)
-        except Exception:  # Arrow does not know it either; fsspec's message says more
+        except Exception:  # Arrow does not know it either; fsspec's message is more precise
             raise UsageError(f"cannot open {path}: {error}") from None
         from fsspec.implementations.arrow import ArrowFSWrapper
 
@@ -285,10 +286,10 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def refuse_pointer(file: Path) -> None:
-    """Raise UsageError for the text that Git LFS leaves in the place of a large file."""
+    """Raise UsageError for the text that Git LFS leaves in place of a large file."""
     with suppress(OSError), file.open("rb") as stream:
         if stream.read(len(_POINTER)) == _POINTER:
-            raise UsageError(f"{file}: a pointer of Git LFS in the place of the file\nfetch it with: git lfs pull")
+            raise UsageError(f"{file}: a Git LFS pointer in place of the file\nfetch it with: git lfs pull")
 
 
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
@@ -296,12 +297,12 @@ _HALF_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/(?!/)")
 
 
 def written_path(path: str, option: str = "--output", *, follow: bool = True) -> str:
-    """The path or URL of a file or folder to write, which `option` names, in the form in which it is used.
+    """Return the path or URL of a file or folder to write, which `option` names, in the form in which it is used.
 
     A trailing slash stays. `~`, `file://`, doubled slashes and names like `.` are resolved, and with `follow` a local
-    symbolic link is followed to its end, even if nothing is there yet. Raises UsageError for a text that names no file
-    or folder of its own: an empty one, the root of a filesystem or store, or a name that comes from another system or
-    a typing error.
+    symbolic link is followed to its end, even if nothing is there yet. Raises UsageError for a text that names no
+    separate file or folder: an empty one, the root of a filesystem or store, or a name that comes from another system
+    or a typing error.
     """
     if not path.strip() or "\0" in path:
         raise UsageError(f"{option} {path!r}: this names nothing; give a file or folder")
@@ -339,7 +340,7 @@ def _root(option: str, path: str) -> UsageError:
 class Place:
     """The file or folder that a path or URL leads to, under whatever name."""
 
-    system: str  # which filesystem it is on: `local`, or the class of a remote one
+    system: str  # its filesystem: `local`, or the class of a remote one
     path: str  # on it; on a local one with all symbolic links followed, even those that lead nowhere
     # Device and inode of the file or folder: hard links and names in another case share them. None if it does not
     # exist.
@@ -347,7 +348,7 @@ class Place:
 
     @classmethod
     def of(cls, path: str) -> Place:
-        """Raises UsageError if no package for the protocol is installed."""
+        """Return the place of a path or URL. Raises UsageError if no package for the protocol is installed."""
         filesystem, inner = filesystem_of(path)
         if not is_local(filesystem):
             return cls(type(filesystem).__name__, inner.rstrip("/"), None)
@@ -368,7 +369,7 @@ class Place:
         return self.inode == other.inode
 
     def below(self, other: Place) -> str | None:
-        """The path of this place inside `other`; None if it is not inside."""
+        """Return the path of this place inside `other`; None if it is not inside."""
         root = other.path.rstrip("/") + "/"
         return self.path.removeprefix(root) if self.system == other.system and self.path.startswith(root) else None
 
@@ -381,10 +382,10 @@ class MissingFileError(UsageError):
 
 
 def read_given(option: str, path: str, again: str = "", *, most: int = MOST_BYTES) -> bytes:
-    """The bytes, at most `most`, at a local path or URL that an option names.
+    """Read the bytes, at most `most`, at a local path or URL that an option names.
 
     A pipe may stand for a file, as in `--recipe <(...)`. Raises MissingFileError if there is no file, and UsageError
-    for a folder or a device, for more bytes, and if it cannot be read; `again` says how such a file is made.
+    for a folder or a device, for more bytes, and if it cannot be read; `again` explains how such a file is made.
     """
     shown = without_secrets(path)
     try:
@@ -406,7 +407,7 @@ def read_given(option: str, path: str, again: str = "", *, most: int = MOST_BYTE
 
 
 def read_start(path: str, most: int) -> bytes:
-    """The first `most` bytes of a file or pipe at a local path or URL.
+    """Read the first `most` bytes of a file or pipe at a local path or URL.
 
     Raises OSError, also where a host does not answer within `ANSWER_SECONDS`, and errors of the clients of stores.
     """
@@ -432,7 +433,7 @@ ANSWER_SECONDS = 20.0  # that a host may take to open a small file, or to send a
 
 
 def answered(request: Callable[[], T]) -> T:
-    """The result of a request at the start of a command. Clients wait for minutes for a host that is silent.
+    """Return the result of a request at the start of a command. Clients wait for minutes for a host that is silent.
 
     Raises TimeoutError where it takes longer than `ANSWER_SECONDS`, and what the request raises. A request that is
     given up goes on in its thread, which ends with the process.
@@ -440,7 +441,7 @@ def answered(request: Callable[[], T]) -> T:
     results: SimpleQueue[T | BaseException] = SimpleQueue()
 
     def answer() -> None:
-        _patience.set(ANSWER_SECONDS / 2)  # so that a host that refuses is told as such
+        _patience.set(ANSWER_SECONDS / 2)  # so that a host that refuses is reported as such
         try:
             results.put(request())
         except BaseException as error:

@@ -23,8 +23,8 @@ from prefillcli.errors import ContentChangedError, DamagedFileError, PrefillErro
 from prefillcli.rows.filesystems import filesystem_of, is_local, patiently, reading
 from prefillcli.runtime.user_cache import KeptEntries
 
-# A file that changed less than so long ago could change again unnoticed: file times have steps of up to 2 seconds, and
-# the clock of a file server may be a little off.
+# A file that changed more recently than this could change again unnoticed: file times have steps of up to 2 seconds,
+# and the clock of a file server may be a little off.
 SETTLED_NS = 5_000_000_000
 
 # Versions that stores give instead of digests, by their names in fsspec's filesystems.
@@ -36,7 +36,7 @@ class Stamp:
     """A version of a file. Equal stamps mean equal content, unless the file was still young: see `settled`."""
 
     size: int  # Bytes
-    # Of a local file: device, inode, size and time of modification; else the store's description of the object.
+    # For a local file: device, inode, size and time of modification; else the store's description of the object.
     identity: tuple[int | str, ...]
     # When the inode changed: no program can set it, and it also changes with name and rights. 0 for a remote file.
     changed_ns: int = 0
@@ -62,7 +62,7 @@ class FoundFile:
 
 
 def stamp_of(filesystem: Any, inner: str, *, fresh: bool = False) -> Stamp:
-    """The stamp of a file now; `fresh` asks a remote store again, whatever was listed before.
+    """Return the stamp of a file now; `fresh` asks a remote store again, whatever was listed before.
 
     Raises FileNotFoundError, OSError, or errors of an object store's client.
     """
@@ -100,7 +100,7 @@ class DigestCache:
         self._new: dict[str, list[Any]] = {}
 
     def get(self, path: str, stamp: Stamp) -> str | None:
-        """The digest of this version of the file, if it is known."""
+        """Return the digest of this version of the file, if it is known."""
         if self._entries is None:
             self._entries = self._kept.read()
         entry = self._entries.get(_key(path, stamp))
@@ -173,7 +173,7 @@ class FileContents:
             threading.Thread(target=work, name="prefill-hash", daemon=True).start()
 
     def digests(self) -> list[str]:
-        """The digests in the order of the files; of a remote file the version that its store gives.
+        """Return the digests in the order of the files; of a remote file the version that its store gives.
 
         Waits for them. Raises ContentChangedError if a file has changed since it was found, PrefillError if it cannot
         be read.
@@ -240,7 +240,7 @@ _ADVICE = "nothing was written from what changed: put it back and continue with 
 
 
 def changed(path: str, what: str) -> ContentChangedError:
-    """The error for a file that has changed."""
+    """Return the error for a file that has changed."""
     return ContentChangedError(f"{path} changed while the job ran; its fingerprint names another {what}\n{_ADVICE}")
 
 
@@ -254,7 +254,8 @@ def require_same(file: FoundFile) -> None:
 
 
 def current(file: FoundFile, what: str) -> Stamp:
-    """The stamp of a file now. Raises ContentChangedError if it is gone, PrefillError if it cannot be looked at."""
+    """Return the stamp of a file now. Raises ContentChangedError if it is gone, PrefillError if it cannot be looked
+    at."""
     try:
         with reading(file.path):
             return stamp_of(file.filesystem, file.inner, fresh=True)
@@ -265,7 +266,8 @@ def current(file: FoundFile, what: str) -> Stamp:
 
 
 def content_digest(file: FoundFile, stamp: Stamp, what: str) -> tuple[str, bool]:
-    """The BLAKE3 digest of a file of this stamp, and whether an equal stamp proves the same content from now on.
+    """Return the BLAKE3 digest of a file of this stamp, and whether an equal stamp proves the same content from now
+    on.
 
     Raises ContentChangedError if the file has another stamp, before or after it was read.
     """
@@ -319,13 +321,13 @@ def is_model_file(inner: str) -> bool:
 
 
 def hash_value(value: Any) -> str:
-    """Digest of anything that JSON holds; the order of keys does not count."""
+    """Return the digest of anything that JSON holds; the order of keys does not count."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def hash_model(folder: str | Path) -> str:
-    """Digest of everything that a model computes with: a folder's configuration, code and weights, or whole GGUF
-    files.
+    """Return the digest of everything that a model computes with: a folder's configuration, code and weights, or whole
+    GGUF files.
 
     Raises UsageError if there is no model.
     """
@@ -346,7 +348,7 @@ class ModelContents:
 
     @property
     def paths(self) -> list[str]:
-        """Where its files are."""
+        """The paths of its files."""
         return [file.path for file in self._files]
 
     def begin(self) -> None:
@@ -354,8 +356,8 @@ class ModelContents:
         self._contents.begin()
 
     def model(self) -> str:
-        """Digest of everything that the model, or an adapter, computes with. Raises as `FileContents.digests`, and
-        UsageError for another folder.
+        """Return the digest of everything that the model, or an adapter, computes with. Raises as
+        `FileContents.digests`, and UsageError for another folder.
 
         GGUF files are identified by their contents alone, not by place or name.
         """
@@ -366,7 +368,7 @@ class ModelContents:
         return self._digest(_MODEL_FILES)
 
     def tokenizer(self) -> str:
-        """Digest of the tokenizer and its chat templates. Raises as `FileContents.digests`."""
+        """Return the digest of the tokenizer and its chat templates. Raises as `FileContents.digests`."""
         if self._gguf:
             return hash_value(["gguf tokenizer", *self._contents.digests()])
         return self._digest(_TOKENIZER_FILES)
@@ -401,7 +403,7 @@ _PROJECTOR = "mmproj"  # beginning of the name of a file with a model's image pa
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """The files of the GGUF model that `path` names, in order; none if it names no such model.
+    """Return the files of the GGUF model that `path` names, in order; none if it names no such model.
 
     `path` is a file, one part of a model that is split (`-00001-of-00003.gguf`), or a folder without `config.json`
     that holds one model. Raises UsageError where parts are missing, or a folder holds several models.
@@ -473,7 +475,7 @@ class Digesting(io.RawIOBase):
         return size
 
     def digest(self) -> str:
-        """SHA-256, in hexadecimal digits."""
+        """Return the SHA-256, in hexadecimal digits."""
         return self._hash.hexdigest()
 
 
@@ -486,14 +488,14 @@ def seal(file: IO[bytes], digest: str) -> None:
 
 
 def seal_of(file: IO[bytes]) -> str:
-    """The digest that a Parquet file says it has. Raises DamagedFileError if it has no seal."""
+    """Return the digest that a Parquet file has in its seal. Raises DamagedFileError if it has no seal."""
     _, footer = _footer(file)
     place = _place(footer)
     return footer[place : place + len(_BLANK)].decode("ascii", errors="replace")
 
 
 def digest_of(file: IO[bytes], *, sealed: bool) -> str:
-    """The digest of a file's content; of a `sealed` Parquet file with the seal left blank.
+    """Return the digest of a file's content; of a `sealed` Parquet file with the seal left blank.
 
     Raises DamagedFileError if there is no seal.
     """
@@ -518,13 +520,13 @@ def require_seal(file: IO[bytes]) -> None:
 
 
 def with_checksum(content: dict[str, Any]) -> bytes:
-    """JSON with a checksum of its own."""
+    """Return JSON with its own checksum."""
     content = json.loads(json.dumps(content))
     return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()
 
 
 def sealed_text(text: str) -> str:
-    """The text of a JSON object with a checksum in it, for a file that later commands read."""
+    """Return the text of a JSON object with a checksum in it, for a file that later commands read."""
     return with_checksum(json.loads(text)).decode() + "\n"
 
 
@@ -540,7 +542,7 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def _footer(file: IO[bytes]) -> tuple[int, bytes]:
-    # Where the footer of a Parquet file begins, and all bytes from there.
+    # The place of a Parquet file's footer, and all bytes from there.
     size = file.seek(0, io.SEEK_END)
     file.seek(max(size - 8, 0))
     end = file.read(8)
@@ -552,7 +554,7 @@ def _footer(file: IO[bytes]) -> tuple[int, bytes]:
 
 
 def _place(footer: bytes) -> int:
-    # Where in a footer the value of the seal begins: after the key, a type and a length.
+    # The place of the seal's value in a footer: after the key, a type and a length.
     at = footer.rfind(_KEY)
     start = at + len(_KEY) + 2
     if at < 0 or start + len(_BLANK) > len(footer):

@@ -2,7 +2,7 @@
 
 Also how values of Arrow columns become Python values and JSON texts, and columns become batches.
 
-The column `method` says how a row's prompt was read, and whether it left before the last layer. A method is
+The column `method` shows how a row's prompt was read, and whether it left before the last layer. A method is
 `full`, that of a picker (`specprefill`, ...), or `fallback:` and a reason. A row that left early has `early-exit`
 instead of `full`, and `+early-exit` after any other method: a picker's row stays one of that picker.
 """
@@ -30,11 +30,11 @@ Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 Float64Array = npt.NDArray[np.float64]
 
-MAX_ROW_BYTES = 64 << 20  # bytes of the longest row that is ever read, unless `--max-row-bytes` says otherwise
+MAX_ROW_BYTES = 64 << 20  # bytes of the longest row that is ever read, unless `--max-row-bytes` sets another limit
 
 
 class ErrorCode(StrEnum):
-    """Why a row has no score: a stable code, its meaning, and whether it counts as an error."""
+    """The reason why a row has no score: a stable code, its meaning, and whether it counts as an error."""
 
     meaning: str
     is_error: bool  # false if the user decided so: such a row counts in no error rate
@@ -81,39 +81,39 @@ class ErrorCode(StrEnum):
     )
     INVALID_REQUEST = (
         "invalid_request",
-        "the line of a batch file asks for something that is not done here, or has a wrong value",
+        "the line of a batch file asks for something that is not supported here, or has a wrong value",
     )
     INVALID_TARGET = (
         "invalid_target",
         "the target is null, empty, no text, or has no tokens of its own, or unknown ones",
     )
-    WORKER_LOST = "worker_lost", "the worker process ended each time that it scored this row, at last by itself"
+    WORKER_LOST = "worker_lost", "the worker process ended each time that it scored this row, the last time by itself"
     NONFINITE_SCORE = "nonfinite_score", "the model returned a score that is not a finite number"
 
 
-# Codes of rows that were left out as the user asked.
+# Codes of rows that were left out at the user's request.
 SKIPPED_CODES = frozenset(code for code in ErrorCode if not code.is_error)
 
 
 def is_error(code: str | None) -> bool:
-    """Return whether a row with this value in its column `error` is an error row: neither scored nor left out as the
-    user asked."""
+    """Return whether a row with this value in its column `error` is an error row: neither scored nor left out at the
+    user's request."""
     return code is not None and code not in SKIPPED_CODES
 
 
 class RowError(NamedTuple):
-    """Why a row has no score, with a detail for a reader."""
+    """The reason why a row has no score, with a detail for a reader."""
 
     code: ErrorCode
     detail: str
 
     def of_question(self, name: str) -> RowError:
-        """The same of one of several questions; without a `name` it is unchanged."""
+        """Return the same of one of several questions; without a `name` it is unchanged."""
         return self._replace(detail=f"question {name}: {self.detail}") if name else self
 
 
 def row_too_large(what: str, size: int, most: int) -> RowError:
-    """The error of a row of which `what` has `size` bytes, more than `most`."""
+    """Return the error of a row whose `what` has `size` bytes, more than `most`."""
     return RowError(ErrorCode.ROW_TOO_LARGE, f"{what} has {size:,} bytes; --max-row-bytes is {most:,}")
 
 
@@ -131,7 +131,7 @@ class RowBatch:
     nbytes: int  # bytes read for these rows
 
     def only(self, positions: Int64Array) -> RowBatch:
-        """The rows at these positions, ascending."""
+        """Return the rows at these positions, ascending."""
         rows = self.rows[positions]
         chosen = positions.tolist()
         kept = set(rows.tolist())
@@ -180,11 +180,11 @@ class Window:
     whole_rows: Int64Array | None = None
 
     def place(self, row: int) -> int:
-        """The place of a row in the window."""
+        """Return the place of a row in the window."""
         return int(np.searchsorted(self.rows, row))
 
     def only(self, prompts: Iterable[Prompt], columns: Collection[str] | None = None) -> Window:
-        """The window with only the rows of these prompts, and with these of its carried columns; None: all."""
+        """Return the window with only the rows of these prompts, and with these of its carried columns; None: all."""
         own = sorted(prompts, key=lambda prompt: (prompt.row, prompt.part))
         rows = np.unique(np.array([prompt.row for prompt in own], np.int64))
         carried = self.carried
@@ -225,7 +225,7 @@ class ReadTokens(NamedTuple):
 
 
 class NextTokens(NamedTuple):
-    """What the model says after a prompt: the likeliest tokens, the likeliest first, int64 [tokens], their
+    """The model's distribution after a prompt: the likeliest tokens, the likeliest first, int64 [tokens], their
     log-probabilities, float64 [tokens], and the probability that its next token is the first one of a label."""
 
     tokens: Int64Array
@@ -260,7 +260,7 @@ class ScoredRow:
     # The number of the last layer that the row went through, from 1; None if it was read to the end. For a row of the
     # audit: the layer that gave its `logprobs`.
     exit_layer: int | None = None
-    # Of a row with several prompts, the answers to each in their order; see `unasked`.
+    # For a row with several prompts, the answers to each in their order; see `unasked`.
     # `logprobs` are those of the first then, or of the text whose pieces they read, and the costs are theirs together.
     parts: tuple[ScoredRow, ...] = ()
     by_token: ReadTokens | None = None  # of labels that want them
@@ -268,9 +268,9 @@ class ScoredRow:
     tokens: Int64Array | None = None
     next: NextTokens | None = None  # of a row of the first window
     rationale: Rationale | None = None  # of a row that is written about
-    # Of a row whose sections are weighed, the largest change first.
+    # For a row whose sections are weighed, the largest change first.
     evidence: tuple[SectionEffect, ...] | None = None
-    error: RowError | None = None  # in the place of an answer: why there is none, if it should be asked for
+    error: RowError | None = None  # in place of an answer: why there is none, if it should be asked for
 
     @property
     def answers(self) -> tuple[ScoredRow, ...]:
@@ -279,8 +279,8 @@ class ScoredRow:
 
 
 def joined_row(parts: Sequence[ScoredRow]) -> ScoredRow:
-    """A row with several prompts, of the answers to each. Where all of them were read token by token, they are the
-    pieces of one text, whose log-probability is their sum."""
+    """Return a row with several prompts, of the answers to each. Where all of them were read token by token, they are
+    the pieces of one text, whose log-probability is their sum."""
     first, by_token = parts[0], None
     logprobs, read = first.logprobs, [each.by_token for each in parts if each.by_token is not None]
     if len(read) == len(parts):  # one text in pieces
@@ -301,7 +301,8 @@ def joined_row(parts: Sequence[ScoredRow]) -> ScoredRow:
 
 
 def unasked(row: int, error: RowError | None = None) -> ScoredRow:
-    """In the place of the answer to a prompt of a row that was not asked, or could not be: `error` says why."""
+    """Return the stand-in for the answer to a prompt that was not asked, or could not be, for the reason in
+    `error`."""
     return ScoredRow(row, np.empty(0), 0, 0, 0, 0.0, error=error)
 
 
@@ -313,8 +314,8 @@ _LEFT = f"+{EARLY_EXIT}"
 
 
 def early_exit_method(reading: str, layer: int) -> str:
-    """The method of a row that left after this layer, numbered from 0, and whose prompt was read by `reading`; before
-    the first layer it was read by another model."""
+    """Return the method of a row that left after this layer, numbered from 0, and whose prompt was read by `reading`;
+    before the first layer it was read by another model."""
     if layer <= BEFORE:
         return FIRST
     return EARLY_EXIT if reading == FULL else reading + _LEFT
@@ -346,7 +347,7 @@ _ELEMENT_BYTES = 8  # an empty element of a list takes memory too
 
 
 def python_values(array: pa.Array) -> tuple[list[Any], dict[int, str]]:
-    """The values of a column [rows], and by position the faults of texts that are not valid UTF-8.
+    """Return the values of a column [rows], and by position the faults of texts that are not valid UTF-8.
 
     Bytes count as text. A list of integers without nulls comes as an integer array. Equal entries of a
     dictionary share one Python object, so a long text repeated over rows is held once.
@@ -365,14 +366,14 @@ def python_values(array: pa.Array) -> tuple[list[Any], dict[int, str]]:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value whose objects lack the keys that have a null, at every depth.
+    """Return a value whose objects lack the keys that have a null, at every depth.
 
-    In Arrow every object of a column has the keys of all others, so a null says no more than that the key is not
+    In Arrow every object of a column has the keys of all others, so a null shows no more than that the key is not
     there. Nulls in lists stay.
     """
     try:
         return _without_nulls(value)
-    except RecursionError:  # who reads it will say so
+    except RecursionError:  # whoever reads it will report that
         return value
 
 
@@ -383,7 +384,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def to_python(column: pa.Array | pa.ChunkedArray) -> list[Any]:
-    """Like `to_pylist`, but times that Python cannot hold become text in ISO 8601, each by itself.
+    """Convert like `to_pylist`, but times that Python cannot hold become text in ISO 8601, each by itself.
 
     Those are nanoseconds, years before 1 and after 9999, zones without a rule here, and durations of over a billion
     days. Raises UnicodeDecodeError for a text that is not valid UTF-8.
@@ -471,12 +472,13 @@ def _time_text(scalar: pa.Scalar) -> str:
 
 
 def text_of(json_text: str) -> str:
-    """A value carried from JSON Lines as it stands in a column of text: a string as it is, all else as JSON."""
+    """Return a value carried from JSON Lines as it stands in a column of text: a string as it is, all else as JSON."""
     return str(json.loads(json_text)) if json_text.startswith('"') else json_text
 
 
 def row_bytes(array: pa.Array) -> Int64Array:
-    """Size of every value in bytes [rows]; the values in a list or a struct take some bytes more than they hold."""
+    """Return the size of every value in bytes [rows]; the values in a list or a struct take some bytes more than they
+    hold."""
     kind = array.type
     if pa.types.is_dictionary(kind):
         return np.asarray(np.append(row_bytes(array.dictionary), 0)[_indices(array)], np.int64)
@@ -504,7 +506,7 @@ def _list_bytes(array: pa.Array) -> Int64Array:
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type in which a carried column travels: dictionaries and views are laid out flat.
+    """Return the type in which a carried column travels: dictionaries and views are laid out flat.
 
     So are views inside lists, structs and maps, of which Arrow cannot take rows.
     """
@@ -533,7 +535,7 @@ def _plain_field(field: pa.Field) -> pa.Field:
 
 
 def plain_column(array: pa.Array, kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
-    """A carried column as `kind`, and by position the faults of texts that are not valid UTF-8.
+    """Return a carried column as `kind`, and by position the faults of texts that are not valid UTF-8.
 
     In those texts the bad bytes are replaced by U+FFFD; a nested value with a bad text becomes null.
     """
@@ -644,7 +646,7 @@ class Selection:
 
     @classmethod
     def draw(cls, sample: int, total: int, seed: int) -> Selection:
-        """`sample` of `total` rows, the same ones for the same seed; all of them if there are fewer."""
+        """Draw `sample` of `total` rows, the same ones for the same seed; all of them if there are fewer."""
         if sample >= total:
             return cls()
         chosen = np.random.default_rng(seed).choice(total, sample, replace=False)
@@ -658,7 +660,7 @@ class Selection:
         return self.limit
 
     def within(self, start: int, stop: int) -> Int64Array:
-        """Selected row numbers in [start, stop), ascending."""
+        """Return the selected row numbers in [start, stop), ascending."""
         if self.chosen is None:
             return np.arange(start, stop if self.limit is None else min(stop, self.limit), dtype=np.int64)
         low, high = np.searchsorted(self.chosen, (start, stop))
@@ -731,7 +733,7 @@ def row_batches(
     max_row_bytes: int,
     most_rows: int,
 ) -> Iterator[RowBatch]:
-    """The selected rows of `piece`, whose first row has the number `start`, in batches of about `BATCH_BYTES`.
+    """Yield the selected rows of `piece`, whose first row has the number `start`, in batches of about `BATCH_BYTES`.
 
     `columns` become Python values, those of the schema `carried` stay in Arrow. Rows of more than `max_row_bytes` are
     error rows.
@@ -799,7 +801,7 @@ def _row_batch(
         column, bad = plain_column(piece.column(field.name), field.type)
         note(field.name, bad)
         kept.append(column)
-    # A table without columns has no rows of its own: it takes their number from a column that is left out.
+    # A table without columns has no number of rows: it takes that from a column that is left out.
     table = pa.Table.from_arrays(kept, schema=carried) if kept else pa.table({"": pa.nulls(len(rows))}).select([])
     return RowBatch(int(rows[0]), rows, values, table, errors, nbytes)
 
@@ -808,7 +810,7 @@ def _row_batch(
 
 
 def as_json(column: pa.ChunkedArray) -> list[str]:
-    """The values of a column as JSON texts, as an output in JSON Lines has them."""
+    """Return the values of a column as JSON texts, as an output in JSON Lines has them."""
     values = to_python(column)
     if pa.types.is_floating(column.type):
         return ["null" if v is None or not math.isfinite(v) else repr(v) for v in values]
@@ -819,12 +821,12 @@ def as_json(column: pa.ChunkedArray) -> list[str]:
 
 
 def id_texts(column: pa.ChunkedArray, *, json_text: bool) -> list[str]:
-    """Ids as a user writes them, the same whether they come typed or as JSON text."""
+    """Return ids as a user writes them, the same whether they come typed or as JSON text."""
     return [text_of(text) for text in json_texts(column, json_text=json_text)]
 
 
 def json_texts(column: pa.ChunkedArray, *, json_text: bool) -> list[str]:
-    """The values of a column as JSON texts in one form, whether they come typed or as JSON text."""
+    """Return the values of a column as JSON texts in one form, whether they come typed or as JSON text."""
     if not json_text:
         return as_json(column)
     values = [json.loads(text or "null") for text in column.to_pylist()]

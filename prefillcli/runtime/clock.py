@@ -43,7 +43,7 @@ class Clock:
 class MemoryWatch:
     """Samples the memory in use from a thread; use it as a context manager.
 
-    At most `most` samples are kept: whenever there are so many, every second one is dropped and the pace halves.
+    At most `most` samples are kept: when that many are reached, every second one is dropped and the pace halves.
     """
 
     def __init__(self, clock: Clock, *, interval: float = 0.2, most: int = 500) -> None:
@@ -84,7 +84,7 @@ def _host() -> int:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as one would say them: `12.3 s`, `4.5 min`, `2.1 h`."""
+    """Return seconds as people write them: `12.3 s`, `4.5 min`, `2.1 h`."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
@@ -94,7 +94,7 @@ def duration(seconds: float) -> str:
 
 
 class Expected(NamedTuple):
-    """How many rows there will be, and whether that is their exact number or an estimate."""
+    """The expected number of rows, exact or estimated."""
 
     rows: int
     exact: bool = True
@@ -117,9 +117,9 @@ class Pace:
 class Progress:
     """Counts rows and prompt tokens.
 
-    `expected` tells how many rows there will be; it is asked again and again, because an estimate gets better. None
-    where nothing is known. `live` chooses between a live line and a log of lines; by default a terminal has the live
-    one. If `seconds_left` gives a number, it predicts the end better than the rows so far.
+    `expected` returns the expected number of rows; it is called again and again, because an estimate gets better. It
+    returns None where nothing is known. `live` chooses between a live line and a log of lines; by default a terminal
+    has the live one. If `seconds_left` gives a number, it predicts the end better than the rows so far.
     """
 
     def __init__(
@@ -144,19 +144,19 @@ class Progress:
         self._drawn = 0.0  # when the live line was drawn
 
     def resume(self, rows: int) -> None:
-        """So many rows were done by earlier attempts; they do not count for the speed."""
+        """Take the number of rows that earlier attempts did; they do not count for the speed."""
         self._before += rows
         self._rows += rows
 
     def start(self) -> None:
-        """The first row begins now: the time before does not count for the speed."""
+        """Begin the first row: the time before does not count for the speed."""
         step("")
         self._begun = self._last_line = time.monotonic()
         if self._live:
             self._draw(self._begun)
 
     def pace(self) -> Pace:
-        """The run's progress; any thread may ask."""
+        """Return the run's progress; any thread may ask."""
         seconds, expected = time.monotonic() - self._begun, self._expected()
         done = self._rows - self._before
         return Pace(
@@ -168,7 +168,7 @@ class Progress:
         )
 
     def advance(self, rows: float, tokens: float = 0.0) -> None:
-        """`rows` (also parts of one) and `tokens` more are done."""
+        """Count further `rows` (also parts of one) and `tokens` as done."""
         self._rows += rows
         self._tokens += tokens
         now = time.monotonic()
@@ -226,7 +226,7 @@ class Progress:
 
 
 _REDRAW_SECONDS = 0.1
-_LEAST_BAR = 8  # characters, below which a bar tells nothing
+_LEAST_BAR = 8  # characters; a shorter bar shows nothing
 
 
 def progress_line(
@@ -238,7 +238,7 @@ def progress_line(
     tokens_per_second: float,
     left: float | None,
 ) -> str:
-    """The progress in a line of at most so many `columns`, with a bar where the number of rows is known.
+    """Return the progress in a line of at most this many `columns`, with a bar where the number of rows is known.
 
     Where there is no room for all of it, the speed goes first and the elapsed time second, then words, then the bar.
     """
@@ -261,14 +261,14 @@ def progress_line(
 
 
 def rows_of(rows: float, expected: Expected | None = None) -> str:
-    """`12 rows`, `12 of 40 rows`, `12 of about 40 rows`."""
+    """Return the rows in words: `12 rows`, `12 of 40 rows`, `12 of about 40 rows`."""
     if expected is None or not expected.rows:
         return counted(round(rows), "row")
     return f"{rows:,.0f} of {expected} {'row' if expected.rows == 1 else 'rows'}"
 
 
 class StepLog:
-    """Says on stderr which of a few long steps runs, so nothing is silent for long.
+    """Names on stderr the step that runs, of a few long ones, so that nothing is silent for long.
 
     A terminal has the step and its seconds in a live line. Elsewhere, a line is repeated while the step lasts, every
     `interval` seconds; `announce` prints at once. Use it as a context manager: inside, `step` names the steps.
@@ -287,8 +287,8 @@ class StepLog:
         return not self._quiet and log.on_terminal() and not log.logs_json()
 
     def begin(self, step: str, *, at_once: bool = False) -> None:
-        """A step begins. A log names it `at_once`, or when the next line is due. Without a name, the step before has
-        ended."""
+        """Begin a step. A log names it `at_once`, or when the next line is due. Without a name, end the step
+        before."""
         with self._changing:
             shown, self._step, self._begun = self._step, step, time.monotonic()
             if self._live and (shown or step):
@@ -297,7 +297,7 @@ class StepLog:
                 self._print(step)
 
     def goes_on(self, step: str) -> None:
-        """The step has come so far, as its new name says."""
+        """Give the running step a new name, which shows how far it has come."""
         self._step = step
 
     def announce(self, text: str) -> None:
@@ -350,13 +350,13 @@ _steps: StepLog | None = None  # that of this process's command
 
 
 def step(name: str, *, at_once: bool = False) -> None:
-    """A long step of this process's command begins; without a name, the one before has ended. Nothing happens outside
-    a `StepLog`. A log names it `at_once`, or when it has lasted an interval."""
+    """Begin a long step of this process's command; without a name, end the one before. Nothing happens outside a
+    `StepLog`. A log names it `at_once`, or when it has lasted an interval."""
     if _steps is not None:
         _steps.begin(name, at_once=at_once)
 
 
 def step_goes_on(name: str) -> None:
-    """The step has come so far, as its new name says."""
+    """Give the running step a new name, which shows how far it has come."""
     if _steps is not None:
         _steps.goes_on(name)

@@ -1,6 +1,6 @@
-"""How many processor cores this process may use, and how many others leave to it.
+"""The processor cores that this process may use, and those that other programs leave to it.
 
-Linux tells this in /proc and in the control groups of the process: its own group and every group above it may have a
+Linux shows this in /proc and in the control groups of the process: its own group and every group above it may have a
 quota (version 1: `cpu.cfs_quota_us`, version 2: `cpu.max`; both may be mounted at once). An unreadable file limits
 nothing: on other systems the operating system's count of cores stands.
 """
@@ -22,19 +22,19 @@ SHORTEST = 0.5  # seconds between two looks
 
 
 def affinity() -> frozenset[int]:
-    """The cores that this process may run on."""
+    """Return the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def cpu_name(root: Path = ROOT) -> str:
-    """The processor's model name, as far as the system tells."""
+    """Return the processor's model name, as far as the system reports it."""
     return _cpuinfo(root, "model name") or platform.processor() or platform.machine()
 
 
 def cpu_flags(root: Path = ROOT) -> list[str]:
-    """The processor's instruction sets and other features, in order, as far as the system tells."""
+    """Return the processor's instruction sets and other features, in order, as far as the system reports it."""
     return sorted(_cpuinfo(root, "flags", "Features").split())
 
 
@@ -54,7 +54,7 @@ class Quota:
     cores: float
 
     def used(self) -> float | None:
-        """Seconds of processor time that the group's processes have taken so far; None if unknown."""
+        """Return the seconds of processor time that the group's processes have taken so far; None if unknown."""
         with suppress(OSError, ValueError, StopIteration):
             lines = (self.folder / "cpu.stat").read_text().splitlines()
             return int(next(line for line in lines if line.startswith("usage_usec ")).split()[1]) / 1e6
@@ -64,21 +64,21 @@ class Quota:
 
 
 def quotas(root: Path = ROOT) -> list[Quota]:
-    """The quotas of this process's control groups, the innermost first. `root` holds proc and the mounts."""
+    """Return the quotas of this process's control groups, the innermost first. `root` holds proc and the mounts."""
     return [Quota(folder, cores) for folder in _groups(root) if (cores := _cores(folder)) is not None]
 
 
 def allowed(root: Path = ROOT, mask: frozenset[int] | None = None) -> int:
-    """Threads that can compute at a time: one for each core of the affinity `mask` (by default the process's), but no
-    more than the tightest quota allows. Half a core counts as one."""
+    """Return the threads that can compute at a time: one for each core of the affinity `mask` (by default the
+    process's), but no more than the tightest quota allows. Half a core counts as one."""
     cores = len(affinity() if mask is None else mask)
     return max(1, min([cores, *(int(quota.cores + 0.5) for quota in quotas(root))]))
 
 
 def core_groups(count: int, root: Path = ROOT, mask: frozenset[int] | None = None) -> list[list[int]]:
-    """The cores of the affinity `mask` (by default the process's), divided evenly among so many groups, neighbours
-    together. The groups are empty if a quota allows fewer cores than the mask has, or there are fewer cores than
-    groups: then the kernel chooses among the free cores."""
+    """Return the cores of the affinity `mask` (by default the process's), divided evenly among `groups` groups,
+    neighbours together. The groups are empty if a quota allows fewer cores than the mask has, or there are fewer cores
+    than groups: then the kernel chooses among the free cores."""
     cores = sorted(affinity() if mask is None else mask)
     if allowed(root, frozenset(cores)) < len(cores) or len(cores) < count or not hasattr(os, "sched_setaffinity"):
         return [[] for _ in range(count)]
@@ -86,7 +86,7 @@ def core_groups(count: int, root: Path = ROOT, mask: frozenset[int] | None = Non
 
 
 class Left:
-    """Measures how much others leave of the cores that this process may use."""
+    """Measures how much other programs leave of the cores that this process may use."""
 
     def __init__(self, root: Path = ROOT, mask: frozenset[int] | None = None) -> None:
         self._root = root
@@ -95,8 +95,8 @@ class Left:
         self._before = self._look()
 
     def cores(self, shortest: float = SHORTEST) -> float | None:
-        """Cores that were left since the last call, or since this was made; None if less than `shortest` seconds have
-        passed. The kernel counts in hundredths of a second."""
+        """Return cores that were left since the last call, or since this was made; None if less than `shortest`
+        seconds have passed. The kernel counts in hundredths of a second."""
         if time.monotonic() - self._before.at < shortest:
             return None
         now = self._look()
@@ -149,7 +149,7 @@ def _busy(root: Path, mask: frozenset[int]) -> float | None:
 
 def _groups(root: Path) -> Iterator[Path]:
     # Folders of the process's control groups that may have a quota, and of the visible groups above them.
-    # /proc/self/cgroup names the group from the hierarchy's root. /proc/self/mountinfo tells which part of the
+    # /proc/self/cgroup names the group from the hierarchy's root. /proc/self/mountinfo shows which part of the
     # hierarchy is mounted where: in a container often only the container's own group.
     try:
         lines = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
@@ -180,14 +180,14 @@ def _groups(root: Path) -> Iterator[Path]:
 def _cores(folder: Path) -> float | None:
     # The quota of a group in cores, None without one.
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        with suppress(OSError, ValueError):  # a file is not there, or says "max"
+        with suppress(OSError, ValueError):  # a file is not there, or has "max"
             quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
             if quota > 0 and period > 0:
                 return quota / period
     return None
 
 
-# How many threads compute, how they wait for one another, and how much generated code for products they keep.
+# The number of computing threads, how they wait for one another, and how much generated code for products they keep.
 #
 # torch's operators run on OpenMP threads, which divide each operator evenly and wait for the last thread. By default
 # OpenMP waits by spinning for some milliseconds. On free cores that is the fastest way; beside another program it
@@ -210,9 +210,9 @@ LEAST_SHARE = 0.5
 
 
 def prepare(asked: int | Literal["auto"], environment: MutableMapping[str, str] = os.environ) -> None:
-    """To be called once a command has its options: tokenising takes as many threads as computing, code is kept for few
-    products, and the look at the cores begins. The user's settings in the environment stay. For commands: a library
-    leaves the environment to the program that imports it."""
+    """Prepare the process, once a command has its options: tokenising takes as many threads as computing, code is kept
+    for few products, and the look at the cores begins. The user's settings in the environment stay. For commands: a
+    library leaves the environment to the program that imports it."""
     global _begun
     for name, number in _KEPT_PRODUCTS.items():
         environment.setdefault(name, number)
@@ -224,7 +224,8 @@ def prepare(asked: int | Literal["auto"], environment: MutableMapping[str, str] 
 
 
 def choose_waiting(environment: MutableMapping[str, str] = os.environ) -> None:
-    """To be called just before torch is imported: waiting threads sleep if the cores were not free since `prepare`."""
+    """Choose how threads wait, just before torch is imported: they sleep if the cores were not free since
+    `prepare`."""
     global _begun
     if _begun is not None and not _free(_begun):
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -272,7 +273,7 @@ class Threads:
 
 @contextmanager
 def left_as_found() -> Iterator[None]:
-    """For a library: after the block torch and Arrow have as many threads as before, whatever was set inside."""
+    """Give torch and Arrow as many threads after the block as before, whatever was set inside. For a library."""
     import pyarrow
     import torch
 
@@ -294,13 +295,13 @@ def _free(left: Left) -> bool:
 
 
 def threads_for(cores: float, most: int) -> int:
-    """Threads for so many free cores, `most` if all are free: one for each whole core, and one more for half a
-    core."""
+    """Return the number of threads for this many free cores, `most` if all are free: one for each whole core, and one
+    more for half a core."""
     return min(most, max(int(cores + 0.5), int(most * LEAST_SHARE + 0.5), 1))
 
 
 def given_numbers(environment: Mapping[str, str]) -> list[str]:
-    """The variables in which a user has set how many threads compute, or where."""
+    """Return the variables in which a user has set how many threads compute, or where."""
     return [name for name in _NUMBERS if environment.get(name)]
 
 

@@ -48,7 +48,7 @@ class DeviceKey:
 
 
 def device_key(device: torch.device) -> DeviceKey:
-    """The key of a device of this machine."""
+    """Return the key of a device of this machine."""
     import torch
 
     name, capability, driver = cpu_name(), None, None
@@ -81,7 +81,7 @@ def _limits() -> list[str]:
 
 
 def driver_version() -> str | None:
-    """The version of NVIDIA's driver, from its kernel module; None without one."""
+    """Return the version of NVIDIA's driver, from its kernel module; None without one."""
     with suppress(OSError, IndexError):
         words = _DRIVER.read_text().splitlines()[0].split()
         return next((word for word in words if word[0].isdigit() and "." in word), " ".join(words))
@@ -109,7 +109,7 @@ KINDS = ("cpu", "cuda", "mps")
 
 
 def choose_device(name: str) -> torch.device:
-    """The torch device of `--device`. Raises UsageError or, for a missing device, ResourceError.
+    """Choose the torch device of `--device`. Raises UsageError or, for a missing device, ResourceError.
 
     `auto` takes a CUDA device if there is one, else the CPU. An Apple GPU (`mps`) is taken only by name.
     """
@@ -134,7 +134,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def other_devices(device: torch.device) -> list[str]:
-    """The devices of this machine besides this one, as `--device` calls them."""
+    """Return the devices of this machine besides this one, as `--device` calls them."""
     import torch
 
     found = [f"cuda:{number}" for number in range(torch.cuda.device_count())]

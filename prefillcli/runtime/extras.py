@@ -58,7 +58,7 @@ OPTIONAL = {
 
 
 def installed(package: str) -> str | None:
-    """The version of a package, None where it is not installed. Imports nothing."""
+    """Return the version of a package, None where it is not installed. Imports nothing."""
     if find_spec(package) is None:
         return None
     try:
@@ -79,8 +79,8 @@ def require_extra(extra: str, wanted_by: str, *, advice: str = "") -> None:
 
 
 def installing(extra: str) -> str:
-    """The line to type for an extra: with the wheel or the folder that this program was installed from, if it is
-    still there."""
+    """Return the line to type for an extra: with the wheel or the folder that this program was installed from, if it
+    is still there."""
     source, edits = "prefillcli", False
     with suppress(metadata.PackageNotFoundError, ValueError, AttributeError):
         origin = json.loads(metadata.distribution("prefillcli").read_text("direct_url.json") or "{}")
@@ -90,7 +90,7 @@ def installing(extra: str) -> str:
     return f"pip install {'-e ' if edits else ''}'{source}[{extra}]'"
 
 
-# Actions of other libraries during their import that are of no use to the user of a command.
+# Actions of other libraries during their import that are useless to the user of a command.
 #
 # They log, they look for code to fetch, and they import one another. A run loads nothing from a hub but the given
 # model and adapters.
@@ -102,7 +102,7 @@ _TALKATIVE = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
 
 # The package by which transformers, bitsandbytes and others fetch compiled code from a hub and load it.
 FETCHES = "kernels"
-# transformers' own environment variable that allows this: here only if somebody has set it.
+# transformers' own environment variable that allows this: here only if the user has set it.
 ALLOWED = "USE_HUB_KERNELS"
 #: transformers imports these wherever they are installed: for metrics, losses on images and quantised weights, and by
 #: way of accelerate for Amazon's training service. That takes longer than the rest of transformers.
@@ -115,22 +115,22 @@ _lock = threading.Lock()
 
 
 def quiet_imports() -> None:
-    """From now on these libraries log only errors, and none of them fetches code.
+    """Let these libraries log only errors from now on, and fetch no code.
 
-    To be called before they are imported, in processes that are this program's own.
+    Call it before they are imported, in processes that are this program's own.
     """
     global _own
     _own = True
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
     if not _allowed():
-        sys.modules.setdefault(FETCHES, None)  # type: ignore[arg-type]  # who imports it is told that it is not there
+        sys.modules.setdefault(FETCHES, None)  # type: ignore[arg-type]  # an import of it fails
 
 
 @contextmanager
 def light_imports() -> Iterator[None]:
-    """Inside the block, torch and transformers are imported without packages that no causal language model needs; for
-    the main thread.
+    """Import torch and transformers, inside the block, without packages that no causal language model needs; for the
+    main thread.
 
     Nothing changes in a process that is not this program's own: there, others may need these parts of transformers.
     """
@@ -158,7 +158,7 @@ def _allowed() -> bool:
 
 @contextmanager
 def without_fetched_code() -> Iterator[None]:
-    """For a library: inside the block that package seems to be missing; afterwards all is as before.
+    """Hide that package inside the block; afterwards all is as before. For a library.
 
     Any number of threads may be inside.
     """

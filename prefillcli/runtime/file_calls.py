@@ -1,4 +1,4 @@
-"""The calls that touch the files of a run on a local disk, each a function of its own.
+"""The calls that touch the files of a run on a local disk, each in its own function.
 
 An output, its parts and manifest, locks, heartbeats and reports are read and written through these alone, called as
 `file_calls.replace_file(...)`. So there is one place where any call of a run can fail, end the process or hang:
@@ -45,9 +45,9 @@ class LocalFile(io.FileIO):
 
 
 def open_to_read(path: str, *, pipes: bool = False) -> IO[bytes]:
-    """A file, open for reading; with `pipes` also a pipe, or the empty `/dev/null`.
+    """Open a file for reading, and return it; with `pipes` also a pipe, or the empty `/dev/null`.
 
-    Raises FileNotFoundError, and OSError for anything else that is no file: a device has no end.
+    Raises FileNotFoundError, and OSError for anything else that is not a file: a device has no end.
     """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe without a writer must not block
     try:
@@ -64,12 +64,12 @@ def open_to_read(path: str, *, pipes: bool = False) -> IO[bytes]:
 
 
 def open_to_write(path: str) -> IO[bytes]:
-    """A new file in place of any older one, open for writing and reading."""
+    """Open a new file in place of any older one for writing and reading, and return it."""
     return io.BufferedRandom(LocalFile(path, "w+"))
 
 
 def open_unnamed() -> IO[bytes]:
-    """A file in the folder for temporary files that vanishes when it is closed, open for writing and reading.
+    """Open a file in the folder for temporary files for writing and reading; it vanishes when it is closed.
 
     Until then it has a name, in `name`.
     """
@@ -86,7 +86,7 @@ class _Unnamed(io.BufferedRandom):
 
 
 def open_lock(path: str) -> int:
-    """The handle of a file that stands for a lock; it is made if it does not exist."""
+    """Open the file that stands for a lock, and return its handle; it is made if it does not exist."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
@@ -101,7 +101,7 @@ def write_bytes(handle: int, data: ReadableBuffer) -> int:
 
 
 def first_bytes(handle: int) -> bytes:
-    """The beginning of an open file, a hundred bytes at most."""
+    """Return the beginning of an open file, a hundred bytes at most."""
     return os.pread(handle, 100, 0)
 
 
@@ -151,7 +151,7 @@ def remove_file(path: str) -> None:
 
 
 def remove_tree(path: str) -> None:
-    """Remove a folder with all that is in it. Raises FileNotFoundError."""
+    """Remove a folder with its contents. Raises FileNotFoundError."""
     shutil.rmtree(path)
 
 
@@ -165,7 +165,7 @@ def add_folder(path: str) -> None:
 
 
 def list_folder(path: str) -> list[os.DirEntry[str]]:
-    """The names in a folder, sorted. Raises FileNotFoundError."""
+    """Return the names in a folder, sorted. Raises FileNotFoundError."""
     with os.scandir(path) as entries:
         return sorted(entries, key=lambda entry: entry.name)
 

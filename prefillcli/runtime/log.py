@@ -50,14 +50,14 @@ _lines: JsonLines | None = None
 
 
 def new_run_id() -> str:
-    """A name that no other run has."""
+    """Return a name that no other run has."""
     return uuid.uuid4().hex
 
 
 @contextmanager
 def log_of(run_id: str, *, json_lines: bool, worker: int | None = None) -> Iterator[None]:
-    """Inside the block, lines on stderr belong to this run. With `json_lines`, each is a JSON object; so is each line
-    that libraries print there."""
+    """Let lines on stderr, inside the block, belong to this run. With `json_lines`, each is a JSON object; so is each
+    line that libraries print there."""
     with _json_log(run_id, worker) if json_lines else nullcontext():
         yield
 
@@ -81,35 +81,35 @@ def logs_json() -> bool:
 
 
 def event(name: str, message: str, **fields: Any) -> None:
-    """An event only for a log of JSON lines: people see it in other ways."""
+    """Log an event only in JSON lines: people see it in other ways."""
     if _lines is not None:
         _lines.write("info", name, message, fields)
 
 
 def info(message: str, event: str = "message", **fields: Any) -> None:
-    """A line for information. `event` and `fields`, which must be JSON, are only for logs."""
+    """Log a line for information. `event` and `fields`, which must be JSON, are only for logs."""
     _write("info", event, message, fields)
 
 
 def warning(message: str, event: str = "message", **fields: Any) -> None:
-    """A line that somebody should look at; the run goes on."""
+    """Log a line that the user should look at; the run goes on."""
     _write("warning", event, message, fields)
 
 
 def error(message: str, event: str = "message", **fields: Any) -> None:
-    """A line about the reason why the run ends or fails."""
+    """Log the reason why the run ends or fails."""
     _write("error", event, message, fields)
 
 
 def timed(message: str, event: str, **fields: Any) -> None:
-    """A line that is repeated during a run; off a terminal it has the local time and its offset from UTC."""
+    """Log a line that is repeated during a run; off a terminal it has the local time and its offset from UTC."""
     if _lines is None and not on_terminal():
         message = f"{datetime.now().astimezone().isoformat(timespec='seconds')} {message}"
     _write("info", event, message, fields)
 
 
 def backtrace(text: str) -> None:
-    """The origin of an error, in several lines."""
+    """Log the origin of an error, in several lines."""
     if _lines is not None:
         _lines.write("error", "traceback", text, {})
     else:
@@ -167,7 +167,7 @@ def leave_live() -> None:
 
 
 def _over(text: str) -> str:
-    # What draws a text in place of the live line. Blanks clear the rest: a notebook knows no other way.
+    # The characters that draw a text in place of the live line. Blanks clear the rest: a notebook knows no other way.
     if not _live:
         return text
     blanks = max(len(_live) - len(text), 0)
@@ -175,7 +175,7 @@ def _over(text: str) -> str:
 
 
 def columns() -> int:
-    """The width of the terminal on stderr."""
+    """Return the width of the terminal on stderr."""
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns or 80
     except (OSError, ValueError, AttributeError):
@@ -217,7 +217,7 @@ class _Wrapped:
 
 
 def survive_closed_streams() -> None:
-    """From now on text for a closed stream, a pipe without a reader, or a log on a full disk is lost instead of ending
+    """Drop text for a closed stream, a pipe without a reader, or a log on a full disk, from now on, instead of ending
     the run. Each process of a command calls this before it opens anything.
 
     A scheduler that stops a task closes its pipes at once; the run still has rows and a report to write.
@@ -234,8 +234,7 @@ def survive_closed_streams() -> None:
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Inside the block, output of this process and of its children goes to stderr: stdout is for the run's own
-    line."""
+    """Send output of this process and its children to stderr, inside the block: stdout is for the run's own line."""
     sys.stdout.flush()
     own = os.dup(1)
     os.dup2(2, 1)

@@ -1,6 +1,6 @@
 """Memory of this machine, of a device, and of processes: the only reader of /proc and control groups for it.
 
-All numbers are bytes. A number that the system does not tell is None, or raises if the docstring says so.
+All numbers are bytes. A number that the system does not report is None, or raises where the docstring names an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory(device: torch.device) -> int:
-    """Free bytes of the device, or of the host within the limit of its control group. Raises ResourceError."""
+    """Return the free bytes of the device, or of the host within the limit of its control group. Raises
+    ResourceError."""
     if device.type == "cuda":
         return _free_or_unused(device)
     if device.type == "mps":
@@ -47,7 +48,7 @@ def available_memory(device: torch.device) -> int:
 
 
 def loadable_memory(device: torch.device) -> int | None:
-    """The most bytes that weights on `device` can take; None if this system does not tell."""
+    """Return the most bytes that weights on `device` can take; None if this system does not report them."""
     if device.type == "cuda":
         return _free_or_unused(device)
     if device.type == "mps":
@@ -80,7 +81,7 @@ def _free_of_apple_gpu() -> int:
 
 
 def reserved_memory(device: torch.device) -> int:
-    """Bytes that torch's allocator has taken of a CUDA device, whether or not tensors use them.
+    """Return the bytes that torch's allocator has taken of a CUDA device, whether or not tensors use them.
 
     A limit counts these bytes, so every measurement of a device counts them too.
     """
@@ -90,7 +91,8 @@ def reserved_memory(device: torch.device) -> int:
 
 
 def reserved_at_peak(step: Callable[[], T], device: torch.device) -> tuple[T, int]:
-    """The result of `step`, and the bytes of a CUDA device that were reserved at its peak above those before it."""
+    """Return the result of `step`, and the bytes of a CUDA device that were reserved at its peak above those before
+    it."""
     import torch
 
     torch.cuda.synchronize(device)
@@ -103,7 +105,7 @@ def reserved_at_peak(step: Callable[[], T], device: torch.device) -> tuple[T, in
 
 
 def with_peak(step: Callable[[], T], device: torch.device | None = None) -> tuple[T, int | None]:
-    """The result of `step`, and the bytes at its peak above those in use before, in this process.
+    """Return the result of `step`, and the bytes at its peak above those in use before, in this process.
 
     For a CUDA `device` these are torch's reserved bytes, else the host's. None off Linux, because it resets and reads
     VmHWM. Memory that earlier steps freed is returned to the system first: otherwise a step that reuses it would seem
@@ -123,15 +125,15 @@ def with_peak(step: Callable[[], T], device: torch.device | None = None) -> tupl
 
 
 def prepare_allocator(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Before CUDA starts: segments of device memory can grow, so that packs of many sizes leave no unusable holes. The
-    user's settings of the allocator stay. For commands: a library leaves the environment to the program that imports
-    it."""
+    """Let segments of device memory grow, so that packs of many sizes leave no unusable holes. Call it before CUDA
+    starts. The user's settings of the allocator stay. For commands: a library leaves the environment to the program
+    that imports it."""
     if not any(name in environment for name in _ALLOCATOR):
         environment[_ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def device_capacity(device: torch.device) -> int:
-    """All memory of the device, or of the host within the limit of its control group."""
+    """Return the whole memory of the device, or of the host within the limit of its control group."""
     if device.type != "cpu":
         import torch
 
@@ -144,20 +146,21 @@ def device_capacity(device: torch.device) -> int:
 
 
 def process_memory(field: str, pid: int | None = None) -> int:
-    """A line of /proc/PID/status, such as VmRSS, VmHWM or VmData. Raises OSError where there is none."""
+    """Return a line of /proc/PID/status, such as VmRSS, VmHWM or VmData. Raises OSError where there is none."""
     for line in _process(pid, "status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"/proc tells no {field}")
+    raise OSError(f"/proc has no {field}")
 
 
 def resident_memory(pid: int | None = None) -> int:
-    """Bytes that a process has in memory. Raises OSError where the system does not tell."""
+    """Return the bytes that a process has in memory. Raises OSError where the system does not report them."""
     return int(_process(pid, "statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def proportional_memory(pid: int | None = None) -> int | None:
-    """Bytes of a process, with shared pages divided among their users (proportional set size); None off Linux."""
+    """Return the bytes of a process, with shared pages divided among their users (proportional set size); None off
+    Linux."""
     with suppress(OSError, ValueError, StopIteration):
         lines = _process(pid, "smaps_rollup").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) * 1024
@@ -165,7 +168,7 @@ def proportional_memory(pid: int | None = None) -> int | None:
 
 
 def resident_memory_of(pid: int) -> int:
-    """Bytes that another process has in memory; 0 if the system does not tell."""
+    """Return the bytes that another process has in memory; 0 if the system does not report them."""
     with suppress(OSError, ValueError, IndexError):
         return resident_memory(pid)
     told = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, check=False)  # noqa: S603, S607
@@ -173,7 +176,7 @@ def resident_memory_of(pid: int) -> int:
 
 
 def device_memory() -> int:
-    """Bytes of tensors on the CUDA devices, if torch has set them up."""
+    """Return the bytes of tensors on the CUDA devices, if torch has set them up."""
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)  # may be in the middle of its import
     if not getattr(cuda, "is_initialized", bool)():
         return 0
@@ -181,7 +184,7 @@ def device_memory() -> int:
 
 
 def peak_memory() -> dict[str, int]:
-    """The most bytes used so far: by the process (`host`), and by tensors on the devices (`device`)."""
+    """Return the most bytes used so far: by the process (`host`), and by tensors on the devices (`device`)."""
     torch = sys.modules.get("torch")  # a run that failed early has not waited for it
     device = 0
     if torch is not None and torch.cuda.is_available():
@@ -190,7 +193,7 @@ def peak_memory() -> dict[str, int]:
 
 
 def peak_resident_memory() -> int:
-    """The most that this process has had in memory."""
+    """Return the most that this process has had in memory."""
     with suppress(OSError):  # on Linux getrusage may give the peak of the process that started this one
         return process_memory("VmHWM")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -203,7 +206,7 @@ def reset_peak_memory() -> None:
 
 
 def total_memory() -> int:
-    """Memory of the host, in all."""
+    """Return the whole memory of the host."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -221,7 +224,8 @@ def _group(name: str) -> int:
 
 
 def _group_used() -> int:
-    # Bytes that a control group cannot drop: pages without a file, in memory or swapped out; 0 if it does not tell.
+    # Bytes that a control group cannot drop: pages without a file, in memory or swapped out; 0 if it does not report
+    # them.
     with suppress(OSError, ValueError, KeyError):
         lines = dict(line.split() for line in (_GROUP / "memory.stat").read_text().splitlines())
         return int(lines["anon"]) + int(lines["shmem"]) + _group("memory.swap.current")
@@ -240,7 +244,7 @@ _SMALL_BUDGET = 1 << 30  # of it, what malloc keeps between large blocks is a pa
 
 
 def set_malloc(mapped: int, kept: int) -> None:
-    """From now on blocks of `mapped` bytes come from the system and return to it, and of others malloc keeps `kept`
+    """Take blocks of `mapped` bytes, from now on, from the system and return them to it; of others malloc keeps `kept`
     bytes that are free at the heap's end. glibc only; it maps all of 32 MiB."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -249,7 +253,7 @@ def set_malloc(mapped: int, kept: int) -> None:
 
 
 def keep_blocks(budget: int | None = None) -> None:
-    """Have malloc keep the memory of what a layer's calls compute, for walks with this budget.
+    """Let malloc keep the memory of what a layer's calls compute, for walks with this budget.
 
     These tensors come and go with each chunk. Left to itself, malloc may return their pages each time, and the system
     fills them with zeros: that took up to a tenth of a walk's time.
@@ -265,7 +269,7 @@ _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*$", re.IGNORE
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of a size like `8GiB`, `500MB` or `1048576`. Raises ValueError."""
+    """Return the bytes of a size like `8GiB`, `500MB` or `1048576`. Raises ValueError."""
     match = _SIZE.match(str(text))
     if match is None:
         raise ValueError(f"{text!r} is not a size: use 8GiB, 500MB or 1048576")

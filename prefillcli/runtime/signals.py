@@ -1,4 +1,4 @@
-"""Which process a process id means: ids are reused, and each machine and container has its own."""
+"""Identifying processes, as ids are reused and each machine and container has its own; the signals that stop a run."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def start_of(pid: int) -> str:
 
 
 def process_space() -> str:
-    """Names the space in which process ids are unique: this start of the machine, and its namespace. Empty off
-    Linux."""
+    """Return the name of the space in which process ids are unique: this start of the machine, and its namespace.
+    Empty off Linux."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -40,7 +40,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop:
-    """Whether a signal has asked the run to stop. A second signal, of either kind, ends the process at once.
+    """A signal's request to stop the run. A second signal, of either kind, ends the process at once.
 
     A run that has not stopped after `GRACE_SECONDS` is interrupted wherever it is. Any waiting while it closes down is
     interrupted `AGAIN_SECONDS` later. That loses no more than killing the run would. Use it as a context manager in
@@ -55,17 +55,17 @@ class Stop:
 
     @property
     def asked(self) -> bool:
-        """Whether a signal came."""
+        """True if a signal came."""
         return self._signum is not None
 
     def check(self) -> None:
-        """A safe point: raises Interrupted if a signal came."""
+        """Raise Interrupted if a signal came: this is a safe point."""
         if self._signum is not None:
             raise Interrupted(self._signum)
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside the block, a signal raises Interrupted at once: for waiting and loading, where nothing is lost."""
+        """Let a signal raise Interrupted at once, inside the block: for waiting and loading, where nothing is lost."""
         self.check()
         before, self._waiting = self._waiting, True
         try:
@@ -75,7 +75,7 @@ class Stop:
 
     @contextmanager
     def held_off(self) -> Iterator[None]:
-        """Inside the block, nothing is interrupted: for work that takes an instant. A second signal still ends the
+        """Interrupt nothing inside the block: for work that takes an instant. A second signal still ends the
         process."""
         self._held = True
         try:
@@ -85,7 +85,7 @@ class Stop:
 
     @contextmanager
     def last_step(self) -> Iterator[None]:
-        """For the last step of a run, stopped or not: after a signal it has `GRACE_SECONDS`."""
+        """Run the last step of a run, stopped or not: after a signal it has `GRACE_SECONDS`."""
         if self._signum is not None:
             _interrupt_in(GRACE_SECONDS)
         try:
@@ -147,7 +147,7 @@ def _stop_early(signum: int, frame: FrameType | None) -> None:
 
 
 def _interrupt_in(seconds: float) -> None:
-    # Send SIGALRM after so many seconds, and then again and again; 0 for never.
+    # Send SIGALRM after this many seconds, and then again and again; 0 for never.
     signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_SECONDS if seconds else 0)
 
 
@@ -169,7 +169,7 @@ class OwnThread:
         self._process = os.getpid()
 
     def run(self, work: Callable[[Event], T], *, unwanted: Callable[[T], object] | None = None) -> T:
-        """The result or the error of `work`.
+        """Do `work`, and return its result or raise its error.
 
         If another exception strikes here meanwhile, the event given to `work` is set, and the exception propagates as
         soon as `work` has ended. With `unwanted` it propagates at once, and `unwanted` gets the later result of

@@ -19,7 +19,7 @@ from typing import Any
 
 
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/prefillcli`, or `~/.cache/prefillcli`. It need not exist yet.
+    """Return `$XDG_CACHE_HOME/prefillcli`, or `~/.cache/prefillcli`. It need not exist yet.
 
     For a user without a home it is a folder that cannot be made, so nothing is kept.
     """
@@ -44,7 +44,7 @@ class KeptEntries:
         self._path = cache_folder() / file
 
     def read(self) -> dict[str, Any]:
-        """All entries; none if the file has changed since it was written."""
+        """Read all entries; none if the file has changed since it was written."""
         try:
             content = json.loads(self._path.read_bytes())
             entries: dict[str, Any] = content["entries"]
@@ -90,7 +90,7 @@ _BESIDE = "compiled"  # the folder beside the C++ files for libraries that an im
 
 
 def load_compiled(package: str, name: str, flags: Sequence[str]) -> ctypes.CDLL | None:
-    """The library compiled from the C++ file `name` in a package, or None if that is impossible.
+    """Load the library compiled from the C++ file `name` in a package, or return None if that is impossible.
 
     One that `compile_beside` has made is loaded as it is. `CXX` names the compiler; without it the first existing one
     of `COMPILERS` is used, and with an empty `CXX` nothing is compiled. The library is kept in the user's cache by its
@@ -132,13 +132,13 @@ def compile_beside(package: str, name: str, flags: Sequence[str]) -> Path:
 
 
 def _file_name(name: str, source: bytes, flags: Sequence[str], *compiler: object) -> str:
-    # Of another source, with other flags, or by another compiler the library has another name.
+    # Another source, other flags or another compiler give the library another name.
     digest = hashlib.sha256(repr((*compiler, list(flags), _FLAGS)).encode() + source).hexdigest()
     return f"{name}.{digest[:32]}.so"
 
 
 def compiler_file() -> str | None:
-    """The compiler that would be used, with its size and time; None without one. It is not started."""
+    """Return the compiler that would be used, with its size and time; None without one. It is not started."""
     compiler = _compiler()
     path = None if compiler is None else shutil.which(compiler[0])
     if compiler is None or path is None:
@@ -153,7 +153,7 @@ def compiler_file() -> str | None:
 def share_openmp(package: str) -> bool:
     """Make the OpenMP that a package has loaded visible to libraries loaded from now on. False if it is not GNU's.
 
-    Other packages may have loaded one of their own: scikit-learn does.
+    Other packages may have loaded another one: scikit-learn does.
     """
     try:
         maps = os.fsdecode(Path("/proc/self/maps").read_bytes())

@@ -1,8 +1,8 @@
 """The parts of a job, by its settings: read it, and you know what runs.
 
-Each row is asked about by the `asking`. Its prompts are read in full, unless `compression` leaves tokens out or
-`exits` decide the row before the last layer; `earlier` rows are not read again. The `follow_ups` ask more about rows
-that are scored. The `judges` report what the answers are worth, and the `gates` whether they are as expected.
+The `asking` puts questions to each row. Its prompts are read in full, unless `compression` leaves tokens out or
+`exits` decide the row before the last layer; `earlier` rows are not read again. The `follow_ups` ask more about scored
+rows. The `judges` report the worth of the answers, and the `gates` whether they are as expected.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class Parts:
         return [*((URL, BODY) if getattr(settings, "batch_format", None) else ()), *truths, *choices]
 
     def condition(self, schema: OutputSchema) -> Condition | None:
-        """Return which scored rows of an output with this schema are asked about further; None for all."""
+        """Return the condition by which scored rows of an output with this schema are asked about further; None for
+        all."""
         for each in self.follow_ups:
             if isinstance(each, WaitingQuestions):
                 return each.condition(schema)
@@ -106,8 +107,8 @@ class Parts:
 
 
 def compose(settings: Any, available: Sequence[str] = ()) -> Parts:
-    """The parts of a job with these settings of a command, over rows with the `available` columns. Raises UsageError
-    for options that are wrong whatever the rows hold."""
+    """Return the parts of a job with these settings of a command, over rows with the `available` columns. Raises
+    UsageError for options that are wrong whatever the rows hold."""
     asking = _asking(settings, available)
     compression = Compress(settings) if compresses(settings) else None
     read_as = [] if compression is None else compression.read_as()
@@ -163,15 +164,15 @@ def _estimates(settings: Any) -> bool:
 def _follow_ups(settings: Any, asking: Asking, more: RationaleFollowUp | None, *, plain: bool) -> tuple[FollowUp, ...]:
     if more is not None:
         return (Evidence(), more) if settings.evidence else (more,)
-    # A question that is compressed or audited, or about which more is asked, is asked with all others.
+    # A question that is compressed, audited or followed up is asked together with all others.
     if isinstance(asking, QuestionAsking) and plain and not settings.audit and settings.engine == "torch":
         return (WaitingQuestions(asking.file),) if asking.file.waiting else ()
     return ()
 
 
 def with_ids(settings: Any, available: Sequence[str]) -> Any:
-    """The settings, with the column that has the ids of rows with the `available` columns where no option names one.
-    Raises UsageError for options of batch files, if the rows are none."""
+    """Return the settings, with the id column of rows with the `available` columns where no option names one. Raises
+    UsageError for options of batch files if the rows are not from one."""
     require_batch_file(settings, available)
     if is_batch_file(settings, available) and getattr(settings, "id_column", "") is None:
         return settings.model_copy(update={"id_column": BATCH_ID})
@@ -179,7 +180,7 @@ def with_ids(settings: Any, available: Sequence[str]) -> Any:
 
 
 def sections_of(report: RunReport) -> list[Section]:
-    """The sections of a report, in the order in which terminal and page show them."""
+    """Return the sections of a report, in the order in which terminal and page show them."""
     one: Sequence[Callable[[RunReport], Section | None]] = (
         *(rationale.section, earlier.section, gates.section, calibration.section, compress.section),
         *(learning.section, estimate.section),
@@ -190,7 +191,7 @@ def sections_of(report: RunReport) -> list[Section]:
     return [section for section in found if section is not None]
 
 
-# The judges whose figures are made anew of an output that shards were merged to.
+# The judges whose figures are computed anew for an output merged from shards.
 MERGED: tuple[type[Judge], ...] = (
     *(Likelihood, QuestionJudge, RationaleFollowUp, Earlier, Exits, Evaluating, AdapterJudge),
 )

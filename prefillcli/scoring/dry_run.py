@@ -38,7 +38,7 @@ class DryRunReport(CommandReport):
     peak_memory_bytes: int = 0  # of the host
 
     def summary(self) -> dict[str, Any]:
-        """The last line on stdout."""
+        """Return the last line on stdout."""
         line: dict[str, Any] = {"status": self.status, "exit_code": self.exit_code, "dry_run": True}
         if self.survey is not None:
             survey, plan = self.survey, self.survey.plan

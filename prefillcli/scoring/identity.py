@@ -1,4 +1,4 @@
-"""The identity of a job: all that changes a score, another column of a row, or which rows there are.
+"""The identity of a job: everything that changes a score, another column of a row, or the choice of rows.
 
 Each option declares what it changes. The fingerprint has all options that change one of these: some by the contents
 that they name, like a model's, all others by their value. So a new option joins it automatically.
@@ -67,7 +67,7 @@ class LocalModels:
             contents.begin()
 
     def of(self, path: Path) -> ModelContents:
-        """The contents of an opened model's folder or GGUF file."""
+        """Return the contents of an opened model's folder or GGUF file."""
         if path not in self._contents:
             self._contents[path] = ModelContents(path)
         return self._contents[path]
@@ -84,7 +84,8 @@ class LocalModels:
 
 
 def fingerprint(inputs: Inputs, parts: Parts, models: LocalModels) -> dict[str, str]:
-    """Digests of all parts of the job's identity, by part. Waits until the contents of the files are hashed.
+    """Return the digests of all parts of the job's identity, by part. Waits until the contents of the files are
+    hashed.
 
     Raises ContentChangedError if a file has changed meanwhile; errors of reading pass through.
     """
@@ -131,20 +132,20 @@ def _one_or_hash(digests: Sequence[str]) -> str:
 
 
 def output_job(fingerprint: Mapping[str, str], settings: ScoreSettings) -> Job:
-    """The job as its output records it, with the options that choose its rows: `prefill verify` reads them."""
+    """Return the job as its output records it, with the options that choose its rows: `prefill verify` reads them."""
     selection = {name: getattr(settings, name) for name in settings.changing("rows")}
     return Job(dict(fingerprint), selection, settings.id_column, asked(settings))
 
 
 def asked(settings: ScoreSettings) -> str:
-    """Digest of the options that may change an output."""
+    """Return the digest of the options that may change an output."""
     names = settings.changing("scores", "columns", "rows")
     return hash_value([[name, str(getattr(settings, name))] for name in names])
 
 
 def is_same(inputs: Inputs, models: LocalModels, job: Job) -> bool:
-    """Return whether the job of an output is surely that of an opening whose models are not open yet: it was asked for
-    with the same options, input and model. Errors of reading pass through."""
+    """Return whether the job of an output is surely that of an opening whose models are not open yet, because its
+    options, input and model are the same. Errors of reading pass through."""
     known = job.fingerprint
     return (
         job.asked == asked(inputs.settings)
@@ -154,7 +155,7 @@ def is_same(inputs: Inputs, models: LocalModels, job: Job) -> bool:
 
 
 def hash_engine(settings: ScoreSettings) -> str:
-    """Digest of the engine and those of its options that may change a score."""
+    """Return the digest of the engine and those of its options that may change a score."""
     sizes = ENGINES[settings.engine].sizes
     return hash_value(
         [settings.engine, {key: value for key, value in settings.engine_options.items() if key not in sizes}]
@@ -162,7 +163,7 @@ def hash_engine(settings: ScoreSettings) -> str:
 
 
 def _values(settings: ScoreSettings, opened: Opened) -> dict[str, Any]:
-    """The options that the fingerprint has by their value."""
+    """Return the options that the fingerprint has by their value."""
     elsewhere = {name for names in STANDS_FOR.values() for name in names}
     names = [name for name in settings.changing("scores", "columns", "rows") if name not in elsewhere]
     return {name: getattr(settings, name) for name in names} | {

@@ -1,4 +1,4 @@
-"""The loading of a job's models: the engine, the small ones beside it, and what they plan together."""
+"""The loading of a job's models: the engine, the small ones beside it, and their common plan."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def load_models(
 
 
 def open_models(settings: Any, dtypes: Sequence[str] = ()) -> Opened:
-    """The models of these settings, with their adapters. `dtypes` are those that are chosen already. Raises as
+    """Open the models of these settings, with their adapters. `dtypes` are those that are chosen already. Raises as
     `Loader`, and UsageError for adapters that do not fit."""
     opened = loader_of(getattr(settings, "engine", "torch")).open_models(settings, dtypes)
     if not getattr(settings, "adapter", None):
@@ -109,7 +109,7 @@ def plan_weights(settings: Any, opened: Opened, *, draft: bool = True, share: fl
 
 
 def _arithmetic(settings: Any) -> Arithmetic | None:
-    # How a walk through the layers computes; None where it takes the fastest way of the device.
+    # The arithmetic of a walk through the layers; None where it takes the fastest way of the device.
     if not getattr(settings, "deterministic", False):
         return None
     from prefillcli.walk.determinism import by_row
@@ -118,8 +118,8 @@ def _arithmetic(settings: Any) -> Arithmetic | None:
 
 
 def _load_small(small: Small, opened: Opened, settings: LoadingOptions) -> Any:
-    """The weights of a small model, on the model's device. Raises as `load_model`, and UsageError if it cannot be a
-    draft."""
+    """Load the weights of a small model, on the model's device. Raises as `load_model`, and UsageError if it cannot
+    be a draft."""
     from prefillcli.models.load import load_model, load_weights
     from prefillcli.models.rehearsal import check_uses
 
@@ -133,5 +133,5 @@ def _load_small(small: Small, opened: Opened, settings: LoadingOptions) -> Any:
 def load_walk(
     opened: Opened, settings: LoadingOptions, *, share: float = 1.0, names: Sequence[str] = ()
 ) -> Models[TorchEngine]:
-    """`load_models` where the engine is the layer walk."""
+    """Load the models as `load_models` does, where the engine is the layer walk."""
     return cast("Models[TorchEngine]", load_models(opened, settings, share=share, names=names))

@@ -73,23 +73,23 @@ class PlannedWork(Protocol):
 
     @property
     def done_prompts(self) -> list[int]:
-        """The prompts whose rows need no answer any more."""
+        """The prompts whose rows no longer need an answer."""
 
     def treatment(self, pack: Pack) -> Treatment:
-        """The treatment of the prompts of a pack, besides reading their labels."""
+        """Return the treatment of the prompts of a pack, besides reading their labels."""
 
     def take(self, pack: Pack, answers: Sequence[Answer]) -> Finished:
-        """The rows that these answers of a pack finish."""
+        """Return the rows that these answers of a pack finish."""
 
     def fail(self, prompt: int, error: RowError) -> Finished:
-        """The outcome for a row whose prompt cannot be answered."""
+        """Return the outcome for a row whose prompt cannot be answered."""
 
     def share(self, pack: Pack) -> tuple[float, float]:
-        """The rows and prompt tokens that progress counts for each of the pack's tokens."""
+        """Return the rows and prompt tokens that progress counts for each of the pack's tokens."""
 
 
 def failed_prompts(work: PlannedWork, unanswered: Sequence[Answer]) -> Finished:
-    """The outcome for rows whose prompts have no answer because memory ran out on them."""
+    """Return the outcome for rows whose prompts have no answer because memory ran out on them."""
     finished = Finished()
     for answer in unanswered:
         finished.add(work.fail(answer.prompt, RowError(ErrorCode.EXCEEDS_MEMORY, answer.failure or "")))
@@ -110,8 +110,8 @@ class WindowWork:
     `audited` prompts that are compressed have a second question. Their rows wait in `scored` or `audits` for their
     other half. The other audited prompts are read to the end. Scored rows with further questions wait in `wanted`
     until all packs are answered. With `limited` these rows are not known in advance, or there is no room to keep the
-    K,V of packs. So many `next_tokens` are told, the likeliest after each prompt. Conditional prompts that have
-    `failed` are not among the questions.
+    K,V of packs. `next_tokens` is the number of likeliest tokens to return after each prompt. Conditional prompts that
+    have `failed` are not among the questions.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class WindowWork:
         self.next_tokens = next_tokens
         self._exits = exits
         self._in_limit = False
-        self._numbers = 0  # blocks of packs, behind which later plans begin
+        self._numbers = 0  # blocks of packs, after which later plans begin
         self._by_row: dict[int, dict[int, Request]] = {}
         """The questions about each row, in the order of its prompts."""
         self._remember(questions)
@@ -211,7 +211,7 @@ class WindowWork:
         return finished
 
     def _whole(self, scored: ScoredRow, part: int) -> list[ScoredRow]:
-        """The row that the answer to one of its prompts completes; none where others are missing."""
+        """Return the row that the answer to one of its prompts completes; none where others are missing."""
         row = scored.row
         if self._made[row] == 1:
             return [scored]
@@ -224,8 +224,8 @@ class WindowWork:
         return [joined_row([found.get(number) or unasked(row, self._failed.get((row, number))) for number in parts])]
 
     def fail(self, prompt: int, error: RowError) -> Finished:
-        """A prompt that cannot be answered makes its row an error row, unless it is conditional and not to be asked;
-        where only its audit fails, there is none."""
+        """Return what a prompt that cannot be answered finishes: its row becomes an error row, unless only its audit
+        fails, or the prompt is conditional and counts as not asked."""
         own = self.questions[prompt].prompt
         row, key, error = own.row, _key(own), error.of_question(own.question)
         if row in self.done:
@@ -250,7 +250,7 @@ class WindowWork:
         return rows / len(pack.tokens), sum(len(prompt.tokens) for prompt in prompts) / len(pack.tokens)
 
     def settle(self, rows: Sequence[ScoredRow], answers: Mapping[int, Answer]) -> list[ScoredRow]:
-        """The finished ones of the scored rows; the others wait. `answers` by row may have their texts."""
+        """Return the finished ones of the scored rows; the others wait. `answers` by row may have their texts."""
         further = self.further
         if further is None or not rows:
             return list(rows)
@@ -277,7 +277,7 @@ class WindowWork:
         return finished
 
     def settle_known(self, questions: Sequence[Request], rows: Sequence[ScoredRow]) -> list[ScoredRow]:
-        """`settle` for rows that were scored before, and their questions."""
+        """Do as `settle` does, for rows that were scored before, and their questions."""
         self._remember(questions)
         return self.settle(rows, {})
 
@@ -298,8 +298,8 @@ class WindowWork:
         return past
 
     def after(self, plan: Plan) -> list[Pack]:
-        """The packs of a plan that follows this one and its earlier followers. They keep the K,V that the next window
-        takes over."""
+        """Return the packs of a plan that follows this one and its earlier followers. They keep the K,V that the next
+        window takes over."""
         own = max((pack.index for pack in (*self.plan.given, *self.plan.packs)), default=-1)
         first = max(own + 1, self._numbers)
         self._numbers = first + len(plan.packs)
@@ -308,7 +308,7 @@ class WindowWork:
         return [replace(pack, keep=pack.keep | keys) for pack in packs]
 
     def _continuations(self, pack: Pack) -> Continuations | None:
-        """The prompts of a pack that get a text as soon as they are scored."""
+        """Return the prompts of a pack that get a text as soon as they are scored."""
         if self.further is None or self.limited:
             return None
         able = {
@@ -321,7 +321,7 @@ class WindowWork:
 
 
 NEXT_TOKENS = 5
-"""The likeliest tokens after each prompt that are told of the first window."""
+"""The number of likeliest tokens that are returned after each prompt of the first window."""
 GROUP_TOKENS = 4 << 20
 """The most prompt tokens of questions that are asked together."""
 
@@ -384,7 +384,8 @@ class FollowUp:
         return finished
 
     def fail(self, prompt: int, error: RowError) -> Finished:
-        """The row keeps its score, without an answer to this question, unless it needs one."""
+        """Return what a question that cannot be answered finishes: the row keeps its score without the answer, unless
+        it needs one."""
         if not self.questions[prompt].required:
             return Finished(rows=self._answered(prompt, None))
         row, error = self._rows[prompt].row, error.of_question(self.questions[prompt].prompt.question)
@@ -404,8 +405,8 @@ class FollowUp:
 def follow_up(
     work: WindowWork, limits: Limits, schedule: str, tick: Callable[[], None] = lambda: None
 ) -> FollowUp | None:
-    """The next questions about some of a window's wanted rows, after all its packs are answered; None if none are
-    left.
+    """Return the next questions about some of a window's wanted rows, after all its packs are answered; None if none
+    are left.
 
     The others wait for the next call: there may be many questions about a row. Where rows are limited, the first ones
     in the input are taken, and the others are finished as they are. `tick` is called after each row, and may raise to
@@ -428,7 +429,7 @@ def follow_up(
 
 @dataclass(frozen=True, slots=True)
 class ScoringOptions:
-    """How windows are scored.
+    """The options by which windows are scored.
 
     `audit` chooses the compressed prompts that are also read in full; with `exits` it chooses among all prompts.
     `further` are the questions about rows that are scored. `adjust_threads` is called often while something is
@@ -445,18 +446,19 @@ class ScoringOptions:
 
 
 class Listener(Protocol):
-    """Hears how scoring a window goes. `step` may raise Interrupted to stop it."""
+    """Follows the scoring of a window. `step` may raise Interrupted to stop it."""
 
     def phase(self, name: Phase, *, waits: bool = False) -> AbstractContextManager[None]:
-        """Time spent on a phase. While it only `waits` for other processes, a signal may end it anywhere."""
+        """Count the time inside as spent on this phase. While it only `waits` for other processes, a signal may end it
+        anywhere."""
 
     def planned(self, packs: list[Pack], rows: int) -> None:
-        """So many rows will be computed in these packs."""
+        """Take the packs in which this many rows will be computed."""
 
     def pack_begins(self, pack: Pack) -> None: ...
 
     def step(self, pack: Pack | None, rows: float, tokens: float, share: float) -> None:
-        """Progress: this many more `rows` (parts of one included) and prompt `tokens`, and this `share` of the
+        """Take progress: this many more `rows` (parts of one included) and prompt `tokens`, and this `share` of the
         pack."""
 
     def pack_ends(self, pack: Pack) -> None: ...
@@ -473,7 +475,8 @@ def begin_window(
     rows_open: int = 0,
     next_tokens: int = 0,
 ) -> tuple[WindowWork, Finished]:
-    """The questions for the rows of `window` that are not `done`, and the rows that are finished without an answer.
+    """Return the questions for the rows of `window` that are not `done`, and the rows that are finished without an
+    answer.
 
     `carried` are the blocks that the window before hands on, whether or not the engine still holds them. A row that is
     read both ways is finished when both are answered. The window's own error rows are not repeated. `rows_open` is the
@@ -530,8 +533,9 @@ def _ahead(
     listener: Listener,
     finished: Finished,
 ) -> tuple[list[Request], list[int], list[tuple[Request, ScoredRow]]]:
-    """The questions that are left for the model, the numbers of the audited ones among them, and those that first
-    models answer without it. An audited one is left to the model too: its answer so far is for the comparison."""
+    """Return the questions that are left for the model, the numbers of the audited ones among them, and those that
+    first models answer without it. An audited one is left to the model too: its answer so far is for the
+    comparison."""
     if options.exits is None:
         return questions, audited, []
     with listener.phase("draft"):
@@ -594,8 +598,8 @@ def _questions(
 def _fitting(
     questions: Sequence[Request], most: int
 ) -> tuple[list[Request], dict[int, RowError], dict[_Key, RowError]]:
-    """The questions of at most `most` tokens, which the memory budget holds. The others' rows are error rows, except
-    for conditional ones, which have failed."""
+    """Return the questions of at most `most` tokens, which fit the memory budget. The others' rows are error rows;
+    conditional ones of them count as failed."""
     fitting, errors, failed = [], dict[int, RowError](), dict[_Key, RowError]()
     for question in questions:
         tokens, prompt = question.size, question.prompt
@@ -612,7 +616,8 @@ def _fitting(
 
 
 def _audited(window: Window, questions: Sequence[Request], engine: PlanEngine, options: ScoringOptions) -> list[int]:
-    """Numbers of the questions whose prompts are also read in full, or to the end where others may leave."""
+    """Return the numbers of the questions whose prompts are also read in full, or to the end where others may
+    leave."""
     if options.audit is None:
         return []
     most = engine.limits.max_tokens
@@ -626,7 +631,7 @@ def _audited(window: Window, questions: Sequence[Request], engine: PlanEngine, o
 
 
 def _firsts(questions: Sequence[Request], numbers: Sequence[int]) -> list[int]:
-    """The first of these questions about each row."""
+    """Return the first of these questions about each row."""
     return list({questions[number].prompt.row: number for number in reversed(numbers)}.values())[::-1]
 
 
@@ -638,28 +643,28 @@ class Receiver(Listener, Protocol):
 
     @property
     def listens(self) -> bool:
-        """Whether it is to be told the likeliest tokens after the prompts of the windows that begin."""
+        """True if it wants the likeliest tokens after the prompts of the windows that begin."""
 
     def done(self, window: int) -> set[int]:
-        """Numbers of the rows of a window that an earlier run has scored."""
+        """Return the numbers of the rows of a window that an earlier run has scored."""
 
     def window_before(self, window: int) -> int:
-        """The window that is scored before this one."""
+        """Return the window that is scored before this one."""
 
     def carried_into(self, window: int) -> Sequence[CarriedBlock]:
-        """The blocks that an earlier run has handed to a window."""
+        """Return the blocks that an earlier run has handed to a window."""
 
     def begin(self, window: Window, done: set[int]) -> None:
-        """A window is scored from now on; these of its rows are done."""
+        """Begin a window, of which these rows are done."""
 
     def take(self, window: Window, finished: Finished) -> None:
-        """Rows of an open window are finished."""
+        """Take finished rows of an open window."""
 
     def end(self, window: Window) -> None:
-        """All rows of a window are finished."""
+        """End a window whose rows are all finished."""
 
     def written_if_stopped(self) -> AbstractContextManager[None]:
-        """Finished rows are kept, whatever stops the scoring inside."""
+        """Keep the finished rows, whatever stops the scoring inside."""
 
 
 @dataclass(slots=True)
@@ -685,7 +690,7 @@ class Asked:
         self._shares: dict[int, tuple[float, float]] = {}  # of packs that have begun, by their identity
 
     def planned(self, packs: Sequence[Pack]) -> None:
-        """These packs will be answered; called before any of them begins."""
+        """Take the packs that will be answered, before any of them begins."""
         self._receiver.planned(list(packs), self._rows)
         self._opened.left += len(packs)
 
@@ -693,33 +698,33 @@ class Asked:
         self._receiver.pack_begins(pack)
 
     def advanced(self, pack: Pack, tokens: float) -> None:
-        """So many more tokens of the pack are computed; negative for those that were lost with a worker."""
+        """Take progress: this many more tokens of the pack are computed; negative for tokens lost with a worker."""
         if id(pack) not in self._shares:  # it looks at each of the pack's prompts, and there are many ticks
             self._shares[id(pack)] = self.work.share(pack)
         rows, prompt_tokens = self._shares[id(pack)]
         self._receiver.step(pack, rows * tokens, prompt_tokens * tokens, tokens / len(pack.tokens))
 
     def answered(self, pack: Pack, answers: Sequence[Answer], beside: int) -> None:
-        """Answers of a pack have come. So many tokens were computed besides those that the answers count."""
+        """Take answers of a pack. `beside` tokens were computed besides those that the answers count."""
         finished = self.work.take(pack, answers)
         finished.tokens.computed += beside
         self._receiver.take(self._opened.window, finished)
 
     def ended(self, pack: Pack) -> None:
-        """All of the pack is answered."""
+        """End a pack that is fully answered."""
         self._shares.pop(id(pack), None)
         self._receiver.pack_ends(pack)
         self._opened.left -= 1
         self._loop.go_on(self._opened)
 
     def given_up(self, pack: Pack, why: str) -> None:
-        """The only prompt of a pack cannot be answered."""
+        """Give up a pack whose only prompt cannot be answered."""
         finished = self.work.fail(pack.prompts[0], RowError(ErrorCode.WORKER_LOST, why))
         self._receiver.take(self._opened.window, finished)
         self.ended(pack)
 
     def split(self, pack: Pack, count: int) -> None:
-        """This number of other packs answer the pack's prompts."""
+        """Replace the pack by this number of other packs, which answer its prompts."""
         self._receiver.pack_ends(pack)
         self._opened.left += count - 1
 
@@ -744,7 +749,7 @@ class ScoringLoop:
         self._carried: tuple[int, Sequence[CarriedBlock]] = (-1, ())  # of the window that was planned last
 
     def score(self, windows: Iterator[Window], ready: Callable[[], bool] = lambda: True) -> None:
-        """Score all `windows`; `ready` tells whether the next one is available at once.
+        """Score all `windows`; `ready` returns whether the next one is available at once.
 
         Enough of them are open for every engine to have work. Raises ResourceError if the pool cannot go on.
         """
@@ -787,7 +792,7 @@ class ScoringLoop:
         self.go_on(opened)
 
     def go_on(self, opened: _OpenWindow) -> None:
-        """If everything about a window is answered, ask further questions about some of its rows, or end it.
+        """Ask further questions about some rows of a window whose packs are all answered, or end it.
 
         The first of the wanted rows are known when all earlier windows are written.
         """
@@ -856,10 +861,10 @@ class LocalPool:
         return not self._packs
 
     def fit(self, longest: int) -> None:
-        """One engine has no reason for packs smaller than its limits."""
+        """Do nothing: one engine has no reason for packs smaller than its limits."""
 
     def ask(self, asked: Asked) -> None:
-        """K,V that packs hold for others stay in the engine, so a plan's packs run in its order."""
+        """Add a plan's packs, which run in its order: K,V that packs hold for others stay in the engine."""
         plan = asked.work.plan
         at_hand = {pack.block for pack in plan.given if pack.block is not None and self.engine.holds(pack.block)}
         packs = packs_to_run(plan, asked.work.done_prompts, at_hand)
@@ -896,10 +901,10 @@ class LocalPool:
         asked.ended(pack)
 
     def ask_for_reports(self) -> None:
-        """The engine can report at any time."""
+        """Do nothing: the engine can report at any time."""
 
     def used(self) -> PoolUse:
-        """The work of the engine so far."""
+        """Return the work of the engine so far."""
         engine = self.engine
         return PoolUse(engine.weights_report(), engine.reduced(), engine.decoded())
 
@@ -910,5 +915,5 @@ class LocalPool:
         tick: Callable[[float], None],
         treatment: Treatment = PLAIN,
     ) -> Iterator[list[Answer]]:
-        """As `PlanEngine`."""
+        """See `PlanEngine`."""
         return self.engine.answer_all(packs, labels, tick, treatment)

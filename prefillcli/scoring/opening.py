@@ -79,7 +79,7 @@ class Opening:
         models = local_models(settings)
         require_engine(getattr(settings, "engine", "torch"))
         for path in source.left_out:
-            log.warning(f"{without_secrets(path)}: not read: its name says neither Parquet nor JSON Lines")
+            log.warning(f"{without_secrets(path)}: not read: by its name neither Parquet nor JSON Lines")
         if self.parts.rejects is not None:
             self.parts.rejects.check_source(source)
         labels = inputs.asking.named_labels(models[0]) if models else None
@@ -126,7 +126,7 @@ class Opening:
         self._check_labels()
 
     def _check_labels(self) -> None:
-        # Once they are known by their names, before torch is imported, and then as they are.
+        # First by their names alone, before torch is imported, and then as they are.
         if not hasattr(self.inputs, "source"):
             return
         for each in self.parts.judges:
@@ -163,7 +163,7 @@ def open_inputs(settings: Any, carried: Sequence[str | None] = ()) -> Opening:
 
 
 def local_models(settings: JobOptions) -> list[Path]:
-    """The folders and GGUF files on this machine of the model, the draft, first models and adapters."""
+    """Return the folders and GGUF files on this machine of the model, the draft, first models and adapters."""
     found = [sample_model() if settings.model is None else local_model(settings.model, "--model")]
     option, names = small_models(settings)
     found += [local_model(name, f"--{option}") for name in names]
@@ -209,12 +209,12 @@ def require_label_uses(inputs: Inputs) -> None:
         return
     asked = [text for text, measures in _MEANINGLESS.items() if labels.measure in measures and given(settings, text)]
     if labels.measure is Measure.CHANCES:
-        why = "the classes of this model do not exclude one another: each has a probability of its own"
+        why = "the classes of this model do not exclude one another: each has its own probability"
         advice = f"name one of them, --labels {labels.names[0]} for example, which is scored against its absence"
     else:
         if settings.audit and len(labels.names) == 1:  # no prediction could flip
             asked += ["--audit"]
-        why = "the model's head gives values, which are no probabilities"
+        why = "the model's head gives values, which are not probabilities"
         advice = "leave it out, or give --head probability"
     for option in asked:
         raise UsageError(f"{option}: {why}\n{advice}")

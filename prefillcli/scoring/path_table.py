@@ -52,7 +52,7 @@ class SideFile:
 
 
 def json_with(*names: str) -> Callable[[str, bytes], bool]:
-    """Return what knows reports: JSON objects with a schema version and these names."""
+    """Return a test for reports: JSON objects with a schema version and these names."""
 
     def knows(path: str, start: bytes) -> bool:
         try:
@@ -97,7 +97,7 @@ def require_ours(path: str, kind: str, called: str, *, overwrite: bool | None) -
     if is_local(filesystem):
         parent = next(each for each in map(str, Path(inner).parents) if os.path.lexists(each))
         if not os.path.isdir(parent):
-            raise UsageError(f"{called}: {parent} is no folder, so nothing can be written in it")
+            raise UsageError(f"{called}: {parent} is not a folder, so nothing can be written in it")
         if os.path.exists(inner) and not os.path.isfile(inner):
             what = "a folder" if os.path.isdir(inner) else "a device or a pipe"
             raise UsageError(f"{called}: this is {what}, and a file is written; choose another path")
@@ -126,8 +126,9 @@ _QUERY = re.compile(r"\?[^/]*=.*$")
 
 
 def default_output(first: str, *, partition: bool = False) -> str:
-    """`data.parquet` -> `data.scores.parquet`, beside it; for a directory or a glob beside the folder, outside the
-    input of the next run; for a URL in the current folder. A partitioned output is a folder: `data.scores/`."""
+    """Return the default path of the scores: `data.parquet` -> `data.scores.parquet`, beside it. For a directory or a
+    glob it is beside the folder, outside the input of the next run; for a URL, in the current folder. A partitioned
+    output is a folder: `data.scores/`."""
     if "://" in first:
         first = _QUERY.sub("", without_secrets(first)).rstrip("/")
         first = split_path(first)[1] or "input"
@@ -143,7 +144,7 @@ def default_output(first: str, *, partition: bool = False) -> str:
 
 
 def default_report(output: str) -> str:
-    """`data.scores.parquet` -> `data.scores.run.json`, beside it."""
+    """Return the default path of the report: `data.scores.parquet` -> `data.scores.run.json`, beside it."""
     base = written_path(output, follow=False).rstrip("/")
     for ending in FILE_ENDINGS:
         base = base.removesuffix(ending)
@@ -151,7 +152,7 @@ def default_report(output: str) -> str:
 
 
 def report_path(output: str, report: str | None, shard: Shard | None) -> str:
-    """The path of run.json; a `shard` has a name of its own: `data.scores.shard-2-of-4.run.json`."""
+    """Return the path of run.json; a `shard` has its own: `data.scores.shard-2-of-4.run.json`."""
     path = default_report(output) if report is None else report
     if shard is None:
         return path
@@ -160,7 +161,8 @@ def report_path(output: str, report: str | None, shard: Shard | None) -> str:
 
 
 def dry_run_report(output: str, report: str | None, shard: Shard | None = None) -> str:
-    """`data.scores.run.json` -> `data.scores.dry-run.json`, so that a run's report is not replaced."""
+    """Return the path of a dry run's report: `data.scores.run.json` -> `data.scores.dry-run.json`, so that a run's
+    report is not replaced."""
     path = report_path(output, report, shard)
     return path.removesuffix(".json").removesuffix(".run") + ".dry-run.json"
 
@@ -180,7 +182,7 @@ class PathUse:
     """A path of a run: a file, or a folder in which some names are read or written."""
 
     option: str
-    """Name of the option behind it."""
+    """Name of the option that sets it."""
     called: str
     """For messages: `--report out.run.json`."""
     path: str
@@ -193,7 +195,7 @@ class PathUse:
     holds: str = ""
     """For a folder: the path inside it of a file that it contains."""
     output: bool = False
-    """Whether it is the scores themselves, a file or a folder of parts."""
+    """Whether it is that of the scores themselves, a file or a folder of parts."""
 
     def meets(self, other: PathUse) -> bool:
         """Return whether both use one file, or one of them lies where the other has its files."""
@@ -205,7 +207,7 @@ class PathUse:
 
 
 def require_apart(settings: Settings) -> None:
-    """Raise UsageError unless everything that a run writes has a path of its own, and replaces only files that it may.
+    """Raise UsageError unless everything that a run writes has its own path, and replaces only files that it may.
 
     Nothing is written before. The job decides about an existing output. Any other written file replaces one of the
     same kind, or any with `--overwrite`.
@@ -258,7 +260,7 @@ def _require_not_read_next(use: PathUse, settings: Settings) -> None:
 
 
 def _named(settings: Settings) -> Iterator[tuple[str, PathRole, tuple[str, ...]]]:
-    """The options that name paths, how each path is used, and the path."""
+    """Yield the options that name paths, each with its use and the path."""
     for name in type(settings).model_fields:
         role, value = details_of(type(settings), name).path, getattr(settings, name)
         if role is not None:
@@ -267,7 +269,7 @@ def _named(settings: Settings) -> Iterator[tuple[str, PathRole, tuple[str, ...]]
 
 
 def _reads(settings: Settings, systems: Set[str]) -> Iterator[PathUse]:
-    """The paths that are read; rows only from filesystems of these `systems`, since a listing takes time."""
+    """Yield the paths that are read; rows only from filesystems of these `systems`, since a listing takes time."""
     if settings.recipe is not None:
         yield _read("recipe", settings.recipe)
     for name, role, paths in _named(settings):
@@ -334,14 +336,14 @@ def _writes(settings: Settings) -> Iterator[PathUse]:
 
 
 def output_of(settings: ScoreSettings | MergeSettings) -> str:
-    """The path of the scores: the given one, or else one beside the first input."""
+    """Return the path of the scores: the given one, or else one beside the first input."""
     if isinstance(settings, MergeSettings) or settings.output is not None:
         return settings.output or ""
     return default_output(settings.inputs[0], partition=settings.partition)
 
 
 def _output(settings: ScoreSettings | MergeSettings, name: str) -> Iterator[PathUse]:
-    """The scores and their work folder, and those of the shards that a merge removes."""
+    """Yield the scores and their work folder, and those of the shards that a merge removes."""
     output, merges = output_of(settings), isinstance(settings, MergeSettings)
     target, called = Target.parse(output, _shard_of(settings)), f"--output {output}"
     place = Place.of(target.path)
@@ -353,7 +355,7 @@ def _output(settings: ScoreSettings | MergeSettings, name: str) -> Iterator[Path
 
 
 def _reports(settings: ScoreSettings | MergeSettings, name: str) -> Iterator[PathUse]:
-    """The report of a run, its page, and its exit profile; or the report of a dry run."""
+    """Yield the report of a run, its page, and its exit profile; or the report of a dry run."""
     called = "the report" if settings.report is None else _flag(name)
     place = output_of(settings), settings.report, _shard_of(settings)
     if isinstance(settings, ScoreSettings) and settings.dry_run:

@@ -1,4 +1,4 @@
-"""What a run does with the rows of its windows, what it hears in the first one, and when it will end."""
+"""Write finished rows; report progress, the answers in the first window, and the time left."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class RemainingTime:
     """Seconds to the end of a run: the prediction for the rest, scaled by the ratio of actual to predicted time so
     far.
 
-    `rows` tells how many rows the job has, as far as is known. Rows without a plan yet are expected to take as long as
-    planned ones. So many `workers` compute packs at a time.
+    `rows` returns the number of the job's rows, as far as it is known. Rows without a plan yet are expected to take as
+    long as planned ones. `workers` is the number of packs that are computed at a time.
     """
 
     def __init__(self, predict: Predict, rows: Callable[[], Expected | None], workers: int = 1) -> None:
@@ -63,25 +63,25 @@ class RemainingTime:
         self._left_out += rows
 
     def plan(self, packs: list[Pack], rows: int, draft_seconds: float) -> None:
-        """A window of `rows` rows will run as `packs`."""
+        """Take the `packs` as which a window of `rows` rows will run."""
         self.skip(rows)
         self._rows += rows
         self._planned += sum(map(self._seconds, packs)) if self.least_pack else self._predict(Plan(packs, 0))
         self._other += draft_seconds
 
     def begin(self, pack: Pack) -> None:
-        """A pack starts."""
+        """Note that a pack starts."""
         self._running[pack.index] = self._seconds(pack), time.monotonic()
 
     def _seconds(self, pack: Pack) -> float:
         return max(self._predict(Plan([pack], 0)), self.least_pack)
 
     def step(self, pack: Pack, share: float) -> None:
-        """A further `share` of the pack is done, 0 to 1."""
+        """Note that a further `share` of the pack is done, 0 to 1."""
         self._done += self._running[pack.index][0] * share
 
     def end(self, pack: Pack) -> None:
-        """The pack is done."""
+        """Note that the pack is done."""
         predicted, begun = self._running.pop(pack.index)
         self.ran += predicted
         if not self._running:
@@ -89,7 +89,7 @@ class RemainingTime:
         self._took += time.monotonic() - begun
 
     def seconds_left(self) -> float | None:
-        """None while nothing is planned, or the number of rows is not known."""
+        """Return the seconds left; None while nothing is planned, or the number of rows is not known."""
         expected = self._expected()
         if expected is None or not self._rows:
             return None
@@ -101,7 +101,7 @@ class RemainingTime:
         return packs / self._workers + self._other * more
 
 
-# What the model says after the prompts of the first window; a warning if that is hardly ever an answer.
+# The likeliest tokens after the prompts of the first window; a warning if they are hardly ever an answer.
 
 
 LEAST_MASS = 1e-3
@@ -140,23 +140,23 @@ class _Heard:
 
 
 class FirstWindow:
-    """Hears what the model says in the first window with rows that are read to the end, and warns if the answers that
-    are asked for are not what it says: of labels, the probability of all of them together is small; of a row's choices
-    or target, that of their first tokens. Longer ones have a small probability in any case.
+    """Collects what the model would answer in the first window with rows that are read to the end. Warns if the
+    answers asked for are unlikely: for labels, if all of them together have a small probability; for a row's choices
+    or target, if their first tokens have. Longer ones have a small probability in any case.
 
-    A head says nothing but its classes, and a whole document follows nothing.
+    A head answers nothing but its classes, and a whole document has no prompt before it.
     """
 
     def __init__(self, labels: Labels, tokenizer: Any, temperature: float) -> None:
         self.listens = labels.measure in _ADVICE and not isinstance(labels, ClassLabels)
         self.found: list[FirstAnswers] = []
-        """What it heard, once the window has ended."""
+        """The findings, once the window has ended."""
         self._labels, self._encoder, self._temperature = labels, Encoder(tokenizer), temperature
         self._window: int | None = None
         self._heard: dict[str, _Heard] = {}  # by question
 
     def take(self, window: Window, rows: Iterable[ScoredRow]) -> None:
-        """Rows of this window are scored."""
+        """Take scored rows of this window."""
         if not self.listens or self._window not in (None, window.index):
             return
         prompts = {(prompt.row, prompt.part): prompt for prompt in window.prompts}
@@ -177,7 +177,7 @@ class FirstWindow:
         return self._labels.measure is Measure.LIKELIHOOD and (bool(row.parts) or len(prompt.tokens) == 1)
 
     def end(self, window: int) -> None:
-        """All rows of a window are scored."""
+        """End a window whose rows are all scored."""
         if not self.listens or window != self._window:
             return
         self.listens = False
@@ -232,7 +232,7 @@ class FirstWindow:
             )
         named = [each for each in said.tokens if each.share >= _SHOWN_SHARE][:_MOST_SHOWN] or said.tokens[:1]
         if named:
-            text += "; it says " + ", ".join(f"{each.name} ({each.percent})" for each in named)
+            text += "; it answers " + ", ".join(f"{each.name} ({each.percent})" for each in named)
         advice, where = _ADVICE[self._labels.measure]
         where = where if said.question is None else "the file of --questions"
         return f"{text}\n{advice.format(what=what, where=where, it='them')}"
@@ -267,7 +267,7 @@ class Recorder:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, progress is shown, and other processes can see that this one is alive."""
+        """Show progress, and let other processes see that this one is alive, inside the block."""
         with closing(self._progress), self._sink.signs_of_life(self._progress.pace):
             self._skip(self._sink.counts.total)
             yield
@@ -280,7 +280,7 @@ class Recorder:
 
     @contextmanager
     def written_if_stopped(self) -> Iterator[None]:
-        """If a signal or a dead engine ends the work inside, the finished rows are written."""
+        """Write the finished rows if a signal or a dead engine ends the work inside."""
         try:
             yield
         except (Interrupted, ResourceError):
@@ -302,7 +302,7 @@ class Recorder:
         return self._sink.carried_into(window)
 
     def begin(self, window: Window, done: set[int]) -> None:
-        """A window is scored from now on; these of its rows are written."""
+        """Begin a window, of which these rows are written."""
         if not self._begun:
             self._begun = True
             self._progress.start()
@@ -310,7 +310,7 @@ class Recorder:
         self._open[window.index] = window, Finished()
 
     def take(self, window: Window, finished: Finished) -> None:
-        """Rows of an open window are finished."""
+        """Take finished rows of an open window."""
         self.tokens.add(finished.tokens)
         self._progress.advance(len(finished.errors))
         self._open[window.index][1].add(finished)
@@ -331,7 +331,7 @@ class Recorder:
         self._stop.check()
 
     def end(self, window: Window) -> None:
-        """All rows of a window are finished."""
+        """End a window whose rows are all finished."""
         self._flush(*self._open.pop(window.index))
         self.first_window.end(window.index)
 
@@ -382,7 +382,7 @@ class Recorder:
 def left_to_score(
     windows: Iterator[Window], earlier: EarlierOutput, sink: Sink, recorder: Recorder
 ) -> Iterator[Window]:
-    """The windows without the rows that are taken over, which are written first.
+    """Yield the windows without the rows that are taken over, which are written first.
 
     A window with nothing left is written whole, and not yielded.
     """

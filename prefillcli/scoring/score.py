@@ -34,7 +34,7 @@ from prefillcli.scoring.shell import conclude, leave_earlier_report, shell
 def score_job(settings: ScoreSettings, granularity: Granularity = USUAL) -> dict[str, Any]:
     """Run the job; write `run.json` and its page however it ends; return the summary for the last line on stdout.
 
-    Errors are reported on stderr, and become the exit code in the summary. A dry run writes a report of its own.
+    Errors are reported on stderr, and become the exit code in the summary. A dry run writes its own report.
     """
     run_id = settings.run_id or log.new_run_id()
     with log.log_of(run_id, json_lines=settings.log_format == "json"):
@@ -52,7 +52,7 @@ def _run_job(settings: ScoreSettings, run_id: str, granularity: Granularity) -> 
         settings=shown(settings.model_dump(mode="json")),
     )
     log.event("started", "the run begins", settings=report.settings)
-    settings = settings.model_copy(update={"run_id": run_id})  # workers say it, too
+    settings = settings.model_copy(update={"run_id": run_id})  # workers log it, too
     output, memory = output_of(settings), MemoryWatch(clock)
     job: ScoreJob | None = None
     metrics_file: str | None = None
@@ -112,7 +112,7 @@ class ScoreJob:
                 self._score()
             step("looking at the finished output")
             failed = self._judge(sink)
-            # A shard's share of errors tells nothing about the whole: prefill merge judges that.
+            # A shard's share of errors shows nothing about the whole: prefill merge judges that.
             most = settings.max_error_rate if settings.shard is None else None
             skip = settings.skip_empty and sink.empty_input
         conclude(report, sink.counts, max_error_rate=most, skip_empty=skip, failed=failed)
@@ -136,7 +136,7 @@ class ScoreJob:
         opened = opening.inputs.opened
         run.report.model = run.report.settings.get("model") or f"{opened.files.origin} (the sample model)"
         why = opened.files.dtype_why or "as the model is saved"
-        why = "as --dtype says" if settings.dtype != "auto" else "as the job began" if dtypes else why
+        why = "set by --dtype" if settings.dtype != "auto" else "as the job began" if dtypes else why
         run.report.dtype = ComputedIn(name=opened.dtypes[0], why=why)
 
     def _identify(self) -> None:
@@ -228,7 +228,7 @@ class ScoreJob:
         )
 
     def _learn(self) -> None:
-        # What parts learn from answers of the models, before the first window.
+        # Learning of the parts from answers of the models, before the first window.
         run, parts = self._run, self.parts
         if parts.calibration is not None:
             parts.calibration.learn(run.scorer, run.tick)
@@ -298,8 +298,7 @@ class ScoreJob:
         self._run.inputs.source.require_unchanged(rows)
 
     def _find_profile(self) -> Profile | None:
-        # The profile that applies here, or None. A message tells of one that does not, as a warning if it was asked
-        # for.
+        # The profile that applies here, or None. A message names one that does not, as a warning if it was asked for.
         run, settings = self._run, self._run.settings
         profile, name, why = find_profile(settings, run.inputs.opened, run.report.fingerprint["model"])
         run.report.no_prediction = why

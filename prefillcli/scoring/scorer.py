@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # these take torch along
 
 
 def make_scorer(inputs: Inputs, parts: Parts, granularity: Granularity = USUAL) -> Scorer:
-    """A scorer of these inputs, which reads prompts as the parts say. Its models are not loaded."""
+    """Make a scorer of these inputs, which reads prompts as the parts define. Its models are not loaded."""
     scorer = Scorer(inputs, granularity)
     if parts.compression is not None:
         scorer.read = parts.compression.requests
@@ -67,7 +67,7 @@ def score(
 ) -> None:
     """Score windows, and give their rows to a receiver.
 
-    `ready` tells whether the next window is available at once. `chosen` counts the rows with further questions that
+    `ready` returns whether the next window is available at once. `chosen` counts the rows with further questions that
     are written so far. `written` as in `ScoringLoop`. Raises ResourceError if the models cannot go on.
     """
     inputs, rewritten = scorer.inputs, scorer.read is not None
@@ -90,6 +90,6 @@ def score(
 
 
 def further_questions(inputs: Inputs, parts: Parts, chosen: Callable[[], int] = lambda: 0) -> FurtherQuestions | None:
-    """The questions of a job about scored rows; None if it has none. Raises UsageError."""
+    """Return the questions of a job about scored rows; None if it has none. Raises UsageError."""
     schema = inputs.schema()
     return FurtherQuestions.of(inputs, schema, parts.condition(schema), parts.follow_ups, chosen)

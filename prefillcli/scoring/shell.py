@@ -51,7 +51,7 @@ class Ended:
 def shell(
     report: Ending, *, debug: bool, resumable: bool = False, finish: Callable[[], None] = lambda: None
 ) -> Iterator[Stop]:
-    """For the body of a job: signals ask it to stop, and any error that ends it goes into the `report`.
+    """Run the body of a job: signals ask it to stop, and any error that ends it goes into the `report`.
 
     `finish` writes the report, however the job ended. A signal during `finish` does not change how it ended, unless
     `finish` hangs.
@@ -71,7 +71,7 @@ def shell(
 
 
 def leave_earlier_report(report: RunReport, output: str, shard: Shard | None, *, quiet: bool) -> None:
-    """Write no report of a failed run that has no rows, where its output is there: the report beside it tells of that.
+    """Write no report of a failed run without rows whose output is there: the report beside it describes that output.
 
     What went wrong is on stderr, in the summary on stdout and in the metrics.
     """
@@ -89,10 +89,11 @@ def leave_earlier_report(report: RunReport, output: str, shard: Shard | None, *,
 def conclude(
     report: Ending, counts: Counts, *, max_error_rate: float | None, skip_empty: bool, failed: Sequence[str] = ()
 ) -> None:
-    """A run that came to its end. `failed` are sentences about an output that differs from expectations.
+    """Record the end of a run that no error or signal ended. `failed` are sentences about an output that differs from
+    expectations.
 
-    It is complete unless it has rows and scored none of them. Without a `max_error_rate` nothing is said of its error
-    rows: they are a part of an output that is judged as a whole.
+    It is complete unless it has rows and scored none of them. Without a `max_error_rate` its error rows are not
+    judged: they are a part of an output that is judged as a whole.
     """
     report.status, report.exit_code = "complete", 0
     judged = max_error_rate is not None
@@ -135,7 +136,7 @@ def _first_failed(counts: Counts) -> list[str]:
 
 
 def fail(error: BaseException, report: Ending, *, debug: bool, resumable: bool) -> None:
-    """A run that an error or a signal ended; a `resumable` one can go on after a signal."""
+    """Record the end of a run by an error or a signal; a `resumable` one can go on after a signal."""
     if debug:
         log.backtrace("".join(traceback.format_exception(error)))
     report.status = "failed"

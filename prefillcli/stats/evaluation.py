@@ -43,7 +43,7 @@ class Estimate(BaseModel):
 
 
 def exact_interval(successes: float, trials: float, confidence: float = 0.95) -> Interval:
-    """The two-sided Clopper-Pearson interval of a share; each tail has half of 1 - `confidence`.
+    """Return the two-sided Clopper-Pearson interval of a share; each tail has half of 1 - `confidence`.
 
     Both may be fractions, of trials that count as part of one. Raises ValueError unless 0 <= `successes` <=
     `trials` and 0 < `confidence` < 1.
@@ -61,7 +61,7 @@ def exact_interval(successes: float, trials: float, confidence: float = 0.95) ->
 
 
 def exact_upper(successes: float, trials: float, tail: float) -> float:
-    """The share at which so many successes, or fewer, have the probability `tail`."""
+    """Return the share at which this many successes, or fewer, have the probability `tail`."""
     from scipy.special import betaincinv
 
     # P(X <= k) = 1 - I_p(k + 1, n - k) for X ~ Binomial(n, p).
@@ -69,14 +69,15 @@ def exact_upper(successes: float, trials: float, tail: float) -> float:
 
 
 def share_estimate(successes: int, trials: int, confidence: float = 0.95) -> Estimate:
-    """A share with its exact interval; without trials there is no value."""
+    """Return a share with its exact interval; without trials there is no value."""
     if not trials:
         return Estimate(reason="there are no such rows")
     return Estimate(value=successes / trials, interval=exact_interval(successes, trials, confidence))
 
 
 def mean_estimate(values: Float64Array, confidence: float = 0.95) -> Estimate:
-    """The mean of values that are never negative, with Student's interval; of one value there is no interval."""
+    """Return the mean of values that are never negative, with Student's interval; of one value there is no
+    interval."""
     from scipy.special import stdtrit
 
     if not len(values):
@@ -90,7 +91,7 @@ def mean_estimate(values: Float64Array, confidence: float = 0.95) -> Estimate:
 
 
 def resampled(positives: Int64Array, negatives: Int64Array, figures: Sequence[Figure]) -> Float64Array:
-    """Figures of rows resampled with replacement, float64 [figures, RESAMPLES]; the draws are always the same.
+    """Return figures of rows resampled with replacement, float64 [figures, RESAMPLES]; the draws are always the same.
 
     `positives` and `negatives` [groups] count the rows of each group. Each resample has as many rows as the data,
     drawn from all rows alike, so the share of positive ones varies as in data.
@@ -105,7 +106,8 @@ def resampled(positives: Int64Array, negatives: Int64Array, figures: Sequence[Fi
 
 
 def by_chance(rows: Int64Array, means: Float64Array, figures: Sequence[Figure]) -> Float64Array:
-    """Figures of rows whose probabilities are right, float64 [figures, RESAMPLES]; the draws are always the same.
+    """Return figures of rows whose probabilities are right, float64 [figures, RESAMPLES]; the draws are always the
+    same.
 
     `rows` and their mean probabilities `means` are given for each group [groups]. The number of positive rows is
     drawn.
@@ -119,7 +121,8 @@ def by_chance(rows: Int64Array, means: Float64Array, figures: Sequence[Figure]) 
 
 
 def percentile_interval(values: Float64Array, confidence: float = 0.95) -> Interval | None:
-    """The range between the tails of the resampled values; NaN are left out, and None means that all are NaN."""
+    """Return the range between the tails of the resampled values; NaN are left out, and None means that all are
+    NaN."""
     known = values[~np.isnan(values)]
     if not len(known):
         return None
@@ -176,7 +179,8 @@ class Ranking:
 
     @classmethod
     def of(cls, scores: Float64Array, positive: npt.NDArray[np.bool_]) -> Ranking:
-        """Of finite scores [rows], `positive` or not [rows]. Raises ValueError if the lengths differ."""
+        """Return the ranking of finite scores [rows], `positive` or not [rows]. Raises ValueError if the lengths
+        differ."""
         if len(scores) != len(positive):
             raise ValueError(f"{len(scores)} scores for {len(positive)} answers")
         if not len(scores):
@@ -205,7 +209,7 @@ class Ranking:
         return float(auc(*counts)) / (self.positives * self.negatives)
 
     def area_interval(self, confidence: float = 0.95) -> Interval | None:
-        """The interval of the area by DeLong's variance (Biometrics 44, 1988), on the logit's scale.
+        """Return the interval of the area by DeLong's variance (Biometrics 44, 1988), on the logit's scale.
 
         If the rows show no variance, as when they are perfectly separated, it is the exact interval of as many trials
         as the rarer kind has rows: the area varies at most that much (Birnbaum and Klose, 1957).
@@ -232,7 +236,7 @@ class Ranking:
         return float((equal * self.precision).sum() / self.positives)
 
     def best_f1(self) -> ThresholdFigures | None:
-        """The threshold with the largest F1, the highest of equal ones; None without positive rows."""
+        """Return the threshold with the largest F1, the highest of equal ones; None without positive rows."""
         if not self.positives:
             return None
         # 2 TP / (2 TP + FP + FN), as TP + FN are all positive rows.
@@ -240,12 +244,12 @@ class Ranking:
         return self._figures(int(f1.argmax()))
 
     def lowest_with_precision(self, wanted: float) -> ThresholdFigures | None:
-        """The lowest threshold whose precision is at least `wanted`; None if no threshold reaches it."""
+        """Return the lowest threshold whose precision is at least `wanted`; None if no threshold reaches it."""
         reached = np.flatnonzero(self.precision >= wanted)
         return self._figures(int(reached[-1])) if len(reached) and self.positives else None
 
     def roc_curve(self) -> RocCurve | None:
-        """None unless there are rows of both kinds."""
+        """Return the ROC curve; None unless there are rows of both kinds."""
         if not self.positives or not self.negatives:
             return None
         points = self._drawn()
@@ -255,7 +259,7 @@ class Ranking:
         )
 
     def precision_recall_curve(self) -> PrecisionRecallCurve | None:
-        """None without positive rows."""
+        """Return the curve of precision over recall; None without positive rows."""
         if not self.positives:
             return None
         points = self._drawn()
@@ -305,7 +309,7 @@ class Ranking:
 
 
 def auc(scores: npt.ArrayLike, positive: npt.ArrayLike) -> float | None:
-    """The area under the ROC curve of finite scores, from the rank sum (Mann and Whitney); a tie counts half.
+    """Return the area under the ROC curve of finite scores, from the rank sum (Mann and Whitney); a tie counts half.
 
     None unless there are both positive and negative rows. Raises ValueError if the lengths differ.
     """
@@ -314,7 +318,7 @@ def auc(scores: npt.ArrayLike, positive: npt.ArrayLike) -> float | None:
 
 # The distance between probabilities and events: Brier score, log loss, and calibration error over bins.
 #
-# Probabilities are of one event in each row, float64 [rows]; the truth says whether it happened, bool [rows].
+# Probabilities are of one event in each row, float64 [rows]; the truth is whether it happened, bool [rows].
 
 
 Binning = Literal["equal-width", "equal-mass"]
@@ -337,18 +341,19 @@ class ReliabilityBin(BaseModel):
 
 
 def brier_losses(probabilities: Float64Array, truth: npt.NDArray[np.bool_]) -> Float64Array:
-    """Each row's squared distance from the event, 0 or 1 [rows]."""
+    """Return each row's squared distance from the event, 0 or 1 [rows]."""
     return np.asarray((probabilities - truth) ** 2, np.float64)
 
 
 def log_losses(probabilities: Float64Array, truth: npt.NDArray[np.bool_]) -> Float64Array:
-    """Each row's negative logarithm of the probability of its outcome [rows]; a probability of 0 counts as 2.2e-16."""
+    """Return each row's negative logarithm of the probability of its outcome [rows]; a probability of 0 counts as
+    2.2e-16."""
     said = np.where(truth, probabilities, 1 - probabilities)
     return np.asarray(-np.log(np.clip(said, _LEAST, 1 - _LEAST)), np.float64)
 
 
 def inner_edges(probabilities: Float64Array, bins: int = BINS, binning: Binning = "equal-width") -> Float64Array:
-    """The edges between bins, ascending [bins - 1]; a probability on an edge is in the lower bin."""
+    """Return the edges between bins, ascending [bins - 1]; a probability on an edge is in the lower bin."""
     shares = np.linspace(0.0, 1.0, bins + 1)[1:-1]
     return shares if binning == "equal-width" else np.percentile(probabilities, 100 * shares)
 
@@ -356,7 +361,8 @@ def inner_edges(probabilities: Float64Array, bins: int = BINS, binning: Binning 
 def reliability(
     probabilities: Float64Array, truth: npt.NDArray[np.bool_], bins: int = BINS, binning: Binning = "equal-width"
 ) -> list[ReliabilityBin]:
-    """The bins that have rows. They are equally wide, or hold equally many rows as far as equal probabilities allow.
+    """Return the bins that have rows. They are equally wide, or hold equally many rows as far as equal probabilities
+    allow.
 
     Raises ValueError if the lengths differ.
     """
@@ -385,7 +391,7 @@ def reliability(
 def expected_calibration_error(
     probabilities: Float64Array, truth: npt.NDArray[np.bool_], bins: int = BINS, binning: Binning = "equal-width"
 ) -> float:
-    """The mean distance between the probability and the frequency of the bins, weighted by their rows.
+    """Return the mean distance between the probability and the frequency of the bins, weighted by their rows.
 
     With few rows it is too large, because the rows of a bin differ from its mean by chance. Raises ValueError without
     rows, or if the lengths differ.
@@ -399,9 +405,9 @@ def expected_calibration_error(
 BoolArray = npt.NDArray[np.bool_]
 
 _MOST_GROUPS = 1000  # more distinct scores than these are resampled in groups of neighbours
-_NO_PROBABILITY = Estimate(reason="values are no probabilities")
-_NO_THRESHOLD = Estimate(reason="values have no threshold of their own")
-_NO_LABELS = Estimate(reason="each row has choices of its own")
+_NO_PROBABILITY = Estimate(reason="values are not probabilities")
+_NO_THRESHOLD = Estimate(reason="values have no natural threshold")
+_NO_LABELS = Estimate(reason="each row has its own choices")
 
 
 class LabelFigures(BaseModel):
@@ -432,7 +438,7 @@ class WantedPrecision(BaseModel):
 
 
 class NumberFigures(BaseModel):
-    """How near numbers are to the right ones."""
+    """The distance of numbers from the right ones."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -453,7 +459,7 @@ class OrderedFigures(BaseModel):
 
 
 class ChoiceFigures(BaseModel):
-    """Rows with choices of their own."""
+    """Rows with their own choices."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -493,7 +499,7 @@ class Evaluation(BaseModel):
     roc: RocCurve | None = None
     precision_recall: PrecisionRecallCurve | None = None
     ordered: OrderedFigures | None = None  # of labels that stand for numbers
-    choices: ChoiceFigures | None = None  # of rows with choices of their own
+    choices: ChoiceFigures | None = None  # of rows with their own choices
 
 
 def evaluate(
@@ -506,7 +512,8 @@ def evaluate(
     without_truth: int = 0,
     errors: int = 0,
 ) -> Evaluation:
-    """The figures of two labels: `scores` [rows] are probabilities of the first, `truth` [rows] whether it is right.
+    """Compute the figures of two labels: `scores` [rows] are probabilities of the first, `truth` [rows] whether it is
+    right.
 
     From a score of 0.5 a row is predicted to be the first label. `without_truth` and `errors` count the
     other rows. Raises ValueError if the lengths differ, or a score is not from 0 to 1.
@@ -552,7 +559,7 @@ def evaluate_labels(
     without_truth: int = 0,
     errors: int = 0,
 ) -> Evaluation:
-    """The figures of several labels: `probabilities` [rows, labels] and the number of the right label [rows].
+    """Compute the figures of several labels: `probabilities` [rows, labels] and the number of the right label [rows].
 
     Brier score and log loss are of all labels: the Brier score is the sum over them, 0 to 2. The calibration error
     concerns the likeliest label: how often it is right against how probable it is. `without_truth` and `errors` count
@@ -590,12 +597,12 @@ def evaluate_choices(
     without_truth: int = 0,
     errors: int = 0,
 ) -> Evaluation:
-    """The figures of rows with choices of their own: `probabilities` [rows, choices] are 0 behind a row's choices, and
-    `truth` [rows] has the number of the right one.
+    """Compute the figures of rows with their own choices: `probabilities` [rows, choices] are 0 after a row's last
+    choice, and `truth` [rows] has the number of the right one.
 
-    `logprobs` [rows, choices] are of whole choices, NaN behind those of a row; `divided` says that the probabilities
-    are made of log-probabilities divided by lengths. Brier score, log loss and calibration error are those of
-    `evaluate_labels`. Raises ValueError likewise.
+    `logprobs` [rows, choices] are of whole choices, NaN after a row's last; `divided` marks probabilities made of
+    log-probabilities divided by lengths. Brier score, log loss and calibration error are those of `evaluate_labels`.
+    Raises ValueError likewise.
     """
     _check(probabilities, truth, range(probabilities.shape[-1]), dimensions=2)
     rows, counts = len(truth), (~np.isnan(logprobs)).sum(axis=1)
@@ -641,8 +648,8 @@ def _of_likeliest(probabilities: Float64Array, truth: Int64Array, confidence: fl
 def evaluate_ordered(
     means: Float64Array, likeliest: Float64Array, right: Float64Array, confidence: float = 0.95
 ) -> OrderedFigures:
-    """The figures of the expected value of answers and of the number of the likeliest label, beside the right numbers,
-    all [rows]. Raises ValueError if the lengths differ."""
+    """Compute the figures of the expected value of answers and of the number of the likeliest label, beside the right
+    numbers, all [rows]. Raises ValueError if the lengths differ."""
     return OrderedFigures(
         rows=len(right),
         mean=_number_figures(means, right, confidence),
@@ -667,8 +674,8 @@ def _number_figures(said: Float64Array, right: Float64Array, confidence: float) 
 def correlation(
     first: Float64Array, second: Float64Array, *, ranks: bool = False, confidence: float = 0.95
 ) -> Estimate:
-    """Pearson's correlation of two numbers of the same rows, or with `ranks` Spearman's; equal numbers share their
-    mean rank.
+    """Return Pearson's correlation of two numbers of the same rows, or with `ranks` Spearman's; equal numbers share
+    their mean rank.
 
     The interval is Fisher's, for ranks with the variance of Bonett and Wright (Psychometrika 65, 2000). Fewer than
     four rows have none, and neither has a perfect correlation. Raises ValueError if the lengths differ.
@@ -703,7 +710,7 @@ def evaluate_values(
     without_truth: int = 0,
     errors: int = 0,
 ) -> Evaluation:
-    """The figures of any numbers [rows], where `truth` [rows] says whether the first label is right.
+    """Compute the figures of any numbers [rows], where `truth` [rows] is whether the first label is right.
 
     These depend only on the order of the rows: AUC, average precision, thresholds and curves. `without_truth` and
     `errors` count the other rows. Raises ValueError if the lengths differ.
@@ -735,7 +742,7 @@ def evaluate_values(
 
 
 def surest_wrong(probabilities: Float64Array, truth: Int64Array, most: int) -> list[int]:
-    """The wrongly predicted rows, the most probable predictions first; at most so many.
+    """Return the wrongly predicted rows, the most probable predictions first; at most `most`.
 
     `probabilities` [rows, labels] and the number of the right label [rows].
     """
@@ -748,14 +755,14 @@ _NEAR = 3.0
 
 
 def nearest(scores: Float64Array, threshold: float, most: int) -> list[int]:
-    """The rows whose scores are near a threshold, the nearest first; at most so many."""
+    """Return the rows whose scores are near a threshold, the nearest first; at most `most`."""
     over, under = scores * (1 - threshold), threshold * (1 - scores)
     near = np.flatnonzero((over <= _NEAR * under) & (under <= _NEAR * over))
     return _first(near, np.abs(scores[near] - threshold), most)
 
 
 def closest_call(probabilities: Float64Array, most: int) -> list[int]:
-    """The rows whose two likeliest labels are nearly as probable, the closest first; at most so many.
+    """Return the rows whose two likeliest labels are nearly as probable, the closest first; at most `most`.
 
     `probabilities` [rows, labels].
     """
@@ -806,7 +813,7 @@ def _label_figures(
 
 
 def area_estimate(ranking: Ranking, label: str, confidence: float) -> Estimate:
-    """The area under the ROC curve, with DeLong's interval."""
+    """Return the area under the ROC curve, with DeLong's interval."""
     if not ranking.positives and not ranking.negatives:
         return Estimate(reason="there are no such rows")
     if not ranking.positives or not ranking.negatives:
@@ -823,7 +830,7 @@ def _mean_over_labels(values: Sequence[float | None]) -> Estimate:
 
 
 def precision_wanted(ranking: Ranking, wanted: float) -> WantedPrecision:
-    """The lowest threshold with this precision."""
+    """Return the lowest threshold with this precision."""
     reached = ranking.lowest_with_precision(wanted)
     if reached is not None:
         return WantedPrecision(wanted=wanted, reached=reached, best=None)
@@ -950,9 +957,10 @@ def audit_of(
     *,
     confidence: float = 0.95,
 ) -> Audit:
-    """The audit of rows, each (compressed score, full score, whether the positive label is right or None if unknown).
+    """Return the audit of rows, each (compressed score, full score, whether the positive label is right or None if
+    unknown).
 
-    `flipped` says which rows flip. Without it, a row flips if its scores lie on different sides of 0.5, as for two
+    `flipped` marks the rows that flip. Without it, a row flips if its scores lie on different sides of 0.5, as for two
     labels. Raises ValueError if `flipped` and `pairs` differ in length.
     """
     if flipped is None:
@@ -980,7 +988,7 @@ def audit_of(
 
 
 def audit_lines(audit: Audit) -> list[tuple[str, str]]:
-    """The lines that an audit adds to the table of a run: name and text."""
+    """Return the lines that an audit adds to the table of a run: name and text."""
     if audit.flip_rate is None or audit.interval is None:
         return [("audit", "no row was scored in full as well")]
     low, high = (_percent(bound) for bound in audit.interval)
@@ -1001,7 +1009,8 @@ def audit_lines(audit: Audit) -> list[tuple[str, str]]:
 
 
 def flip_bound(flips: int, rows: int, confidence: float = 0.95, of: float | None = None) -> float:
-    """The one-sided exact upper bound of the flip rate; 1 without rows. Raises ValueError like `exact_interval`.
+    """Return the one-sided exact upper bound of the flip rate; 1 without rows. Raises ValueError like
+    `exact_interval`.
 
     `rows` are a sample of infinitely many (Clopper and Pearson), or of at most as many as `of`, each drawn once: then
     their number of flips is hypergeometric, and the bound is lower. As 'at most' leaves open how many there are, the
@@ -1013,7 +1022,7 @@ def flip_bound(flips: int, rows: int, confidence: float = 0.95, of: float | None
         return most
     of = max(of, rows, 1)
     least = flips / of
-    for _ in range(36):  # bisection: so few flips are the less probable, the more there are in all
+    for _ in range(36):  # bisection: the more flips there are in all, the less probable are this few
         middle = (least + most) / 2
         if _chance_of_fewer(flips, rows, middle * of, of) > 1 - confidence:
             least = middle
@@ -1023,7 +1032,7 @@ def flip_bound(flips: int, rows: int, confidence: float = 0.95, of: float | None
 
 
 def _chance_of_fewer(flips: int, rows: int, all_flips: float, of: float) -> float:
-    # The probability of at most so many flips in a sample without replacement. Counts may be fractional.
+    # The probability of at most `flips` flips in a sample without replacement. Counts may be fractional.
     from scipy.special import gammaln
 
     seen = np.arange(flips + 1)
@@ -1039,7 +1048,7 @@ def _chance_of_fewer(flips: int, rows: int, all_flips: float, of: float) -> floa
 
 
 def rows_for(max_flips: float, flips: int = 0, confidence: float = 0.95, of: float | None = None) -> int:
-    """The fewest rows with which `flips` flips still prove a flip rate of at most `max_flips` (a share).
+    """Return the fewest rows with which `flips` flips still prove a flip rate of at most `max_flips` (a share).
 
     They are a sample of at most as many as `of`, as in `flip_bound`. Raises ValueError unless 0 < max_flips < 1,
     flips >= 0 and 0 < confidence < 1.
@@ -1079,7 +1088,7 @@ class Measure(StrEnum):
 
 
 def label_scores(numbers: Float64Array, temperature: float = 1.0, measure: Measure = Measure.SHARES) -> Float64Array:
-    """The score of each label, float64 [..., labels]: a probability, or the number itself if it is a value or a
+    """Return the score of each label, float64 [..., labels]: a probability, or the number itself if it is a value or a
     likelihood.
 
     Only shares have a `temperature`; see `label_probabilities`.
@@ -1091,7 +1100,8 @@ def label_scores(numbers: Float64Array, temperature: float = 1.0, measure: Measu
 
 
 def label_probabilities(logprobs: Float64Array, temperature: float = 1.0) -> Float64Array:
-    """Probability of each label among the labels after the temperature, float64 [..., labels]; the first is the score.
+    """Return the probability of each label among the labels after the temperature, float64 [..., labels]; the first is
+    the score.
 
     `logprobs` [..., labels] are over the whole vocabulary. A row with a NaN, or without any finite value, gives NaN.
     """
@@ -1104,7 +1114,8 @@ def label_probabilities(logprobs: Float64Array, temperature: float = 1.0) -> Flo
 
 
 def label_mass(logprobs: Float64Array) -> Float64Array:
-    """Probability of all labels together over the whole vocabulary, float64 [...], at most 1 despite rounding."""
+    """Return the probability of all labels together over the whole vocabulary, float64 [...], at most 1 despite
+    rounding."""
     return np.asarray(np.minimum(np.exp(logprobs).sum(axis=-1), 1.0), np.float64)
 
 
@@ -1112,7 +1123,7 @@ LEAST_LOG = -745.0  # logarithm of the smallest double: below it, a probability 
 
 
 def log_shares_of(logprobs: Float64Array) -> Float64Array:
-    """Logarithm of each label's probability among the labels, float64 [rows, labels]; finite even if the probability
-    is 0."""
+    """Return the logarithm of each label's probability among the labels, float64 [rows, labels]; finite even if the
+    probability is 0."""
     top = logprobs - logprobs.max(axis=-1, keepdims=True)
     return np.asarray(np.maximum(top - np.log(np.exp(top).sum(axis=-1, keepdims=True)), LEAST_LOG), np.float64)

@@ -1,4 +1,4 @@
-"""Ridge regression whose strength leaving single rows out chooses."""
+"""Ridge regression, with the strength chosen by leaving single rows out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Ridge(NamedTuple):
 
 
 def ridge(points: Float64Array, target: Float64Array) -> Ridge:
-    """The map from `points` [rows, inputs] to `target` [rows, targets], with a free intercept.
+    """Return the map from `points` [rows, inputs] to `target` [rows, targets], with a free intercept.
 
     The strength is the one with the smallest squared error when each row is left out in turn.
     """

@@ -68,7 +68,7 @@ class LabelledScores:
 
 
 def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
-    """The rows of `settings.scores` with the right answers.
+    """Read the rows of `settings.scores` with the right answers.
 
     Raises UsageError if `prefill score` did not write them or they have no right answers, and PrefillError if a file
     is damaged.
@@ -85,7 +85,7 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
         )
     if "score" in source.available and not labels and any(name.startswith(_VALUE) for name in source.available):
         raise UsageError(
-            f"{path}: its scores are a head's values, which are no probabilities\nscore with --head probability"
+            f"{path}: its scores are a head's values, which are not probabilities\nscore with --head probability"
         )
     if score not in source.available or len(labels) < 2:
         questions = [name.removesuffix(".score") for name in source.available if name.endswith(".score")]
@@ -173,7 +173,7 @@ def _collect(
 
 
 def _number(value: Any) -> float:
-    # NaN for anything that is no number.
+    # NaN for anything that is not a number.
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
@@ -341,7 +341,7 @@ def _warn(calibration: Calibration) -> None:
         )
     if calibration.fitted_on is not None and not calibration.fitted_on.job:
         log.warning(
-            "the scores do not say which job made them, so prefill score cannot check that the "
+            "the scores do not name the job that made them, so prefill score cannot check that the "
             "calibration is for its model and prompt"
         )
 

@@ -319,7 +319,7 @@ def _why_threads(settings: DoctorSettings) -> str:
 
 
 def _dtype_advice(device: torch.device) -> dict[str, str]:
-    # What `--dtype auto` makes of a model that is saved in bfloat16, except where float16 is the fast one.
+    # The dtype that `--dtype auto` gives a model that is saved in bfloat16, except where float16 is the fast one.
     if device.type == "cuda":
         if torch.version.hip or attention.compute_capability(device) >= (8, 0):
             return {"advice": "bfloat16", "why": "it is fast here, and has flash attention"}
@@ -356,7 +356,7 @@ def _notes(device: torch.device) -> list[str]:
 
     notes = []
     if device.type == "cpu" and device_key.driver_version() is not None and torch.version.cuda is None:
-        notes.append("a driver of NVIDIA is here, but this torch is built for CPUs: install a CUDA build of it")
+        notes.append("an NVIDIA driver is here, but this torch is built for CPUs: install a CUDA build of it")
     if device.type == "cuda" and attention.compute_capability(device) not in FAST_GROUPED_PRODUCTS:
         notes.append(
             "models with experts wait for this device at each expert: torch's fast grouped products are for compute "

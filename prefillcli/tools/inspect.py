@@ -198,8 +198,8 @@ def _further(
     scored: ScoredRow,
     tick: Tick,
 ) -> Sequence[Any]:
-    # What was found about a row that was read by this request, after further questions about it; the row takes
-    # the answers. Raises ResourceError if the engine cannot go on.
+    # The findings about a row that this request read, after further questions about it; the row takes the answers.
+    # Raises ResourceError if the engine cannot go on.
     labels = further.choice.wanted(window, [scored]).get(scored.row)
     if labels is None:
         return ()

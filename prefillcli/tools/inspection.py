@@ -111,7 +111,7 @@ def margin_curve(
     labels: Sequence[str],
     policy: LeavingRule | None = None,
 ) -> MarginCurve:
-    """The margins of one row.
+    """Return the margins of one row.
 
     `readings` are those of every layer but the last, in their order, with one row each; `final` [labels] are the label
     log-probabilities of the answer. With two labels the margin is the first over the second; with more, the final
@@ -144,7 +144,7 @@ def margin_curve(
 
 
 def margin_rows(curve: MarginCurve) -> list[list[str]]:
-    """A header and a line for each layer, safe to show."""
+    """Return a header and a line for each layer, safe to show."""
     guesses = any(each.guess is not None for each in curve.layers)
     most = max((abs(each.margin) for each in curve.layers if np.isfinite(each.margin)), default=0.0)
     side = _NARROW if guesses else _WIDE
@@ -162,7 +162,7 @@ def margin_rows(curve: MarginCurve) -> list[list[str]]:
 
 
 def margin_notes(curve: MarginCurve) -> list[str]:
-    """The meaning of the numbers, in sentences, safe to show."""
+    """Return the meaning of the numbers, in sentences, safe to show."""
     last = curve.layers[-1]
     notes = [
         f"Margin: logits of {visible(curve.what, line=True)}, read after each layer by the model's own norm and head; "
@@ -180,7 +180,8 @@ def margin_notes(curve: MarginCurve) -> list[str]:
 
 
 def margin_plot(curve: MarginCurve) -> Plot | None:
-    """The margin over the layers, a line at 0, and the probes' predictions; None for numbers that are not finite."""
+    """Return the margin over the layers, a line at 0, and the probes' predictions; None for numbers that are not
+    finite."""
     points = [(each.layers, each.margin) for each in curve.layers]
     guesses = [(each.layers, each.guess.margin) for each in curve.layers if each.guess is not None]
     values = [margin for _, margin in points + guesses]
@@ -237,7 +238,7 @@ WHY: dict[TokenReason, str] = {
 STEPS = 5  # steps of the heat scale
 HEAT = f"rank of importance among the kept tokens, in {STEPS} steps of equal size"
 MARKED: dict[TokenReason, str] = {"first": " underline", "last": " underline", "shared": " italic"}
-FOLD = 24  # longer dropped stretches than so many tokens are folded
+FOLD = 24  # dropped stretches of more tokens than this are folded
 _CHUNK = 32  # tokens of a stretch, if the settings have no select_chunk
 _STRETCHES = 10
 
@@ -267,15 +268,16 @@ MOST_PREFIXES = 10
 
 
 def shared_tokens(prompts: Sequence[Prompt], number: int) -> list[int]:
-    """The number of tokens that the prompt with this number shares with the beginning of each prompt of a window."""
+    """Return the number of tokens that the prompt with this number shares with the beginning of each prompt of a
+    window."""
     return [common_prefix(prompts[number].tokens, other.tokens) for other in prompts]
 
 
 def shared_prefixes(shared: Sequence[int]) -> list[CommonPrefix]:
-    """Prefix lengths at which the number of sharing rows changes, ascending.
+    """Return prefix lengths at which the number of sharing rows changes, ascending.
 
-    `shared` are the tokens that each other row has in common with the prompt. Of many lengths, those at which most
-    rows diverge are kept.
+    `shared` are the tokens that each other row has in common with the prompt. If there are many lengths, those at
+    which most rows diverge are kept.
     """
     parting = Counter(common for common in shared if common >= LEAST_SHARED)
     lengths = sorted(parting, key=lambda tokens: (-parting[tokens], -tokens))[:MOST_PREFIXES]
@@ -283,7 +285,7 @@ def shared_prefixes(shared: Sequence[int]) -> list[CommonPrefix]:
 
 
 def token_views(tokenizer: Any, read: ReadPrompt) -> list[TokenView]:
-    """The tokens of a prompt, with their texts."""
+    """Return the tokens of a prompt, with their texts."""
     ids = read.question.prompt.tokens.tolist()
     importance = [None] * len(ids) if read.importance is None else read.importance.tolist()
     parts = zip(ids, token_texts(Encoder(tokenizer).decode, ids), importance, read.why, strict=True)
@@ -294,7 +296,7 @@ def token_views(tokenizer: Any, read: ReadPrompt) -> list[TokenView]:
 
 
 def next_views(tokenizer: Any, told: NextTokens | None) -> list[LikelyToken]:
-    """The tokens that the model may say next."""
+    """Return the tokens that the model may write next."""
     if told is None:
         return []
     encoder, pairs = Encoder(tokenizer), zip(told.tokens.tolist(), told.logprobs.tolist(), strict=True)
@@ -302,7 +304,7 @@ def next_views(tokenizer: Any, told: NextTokens | None) -> list[LikelyToken]:
 
 
 def no_score(row: int, row_id: str | None, error: RowError) -> PrefillError:
-    """The error of a row that has no score."""
+    """Return the error of a row that has no score."""
     name = f"row {row}" + ("" if row_id is None else f" ({row_id})")
     return PrefillError(visible(f"{name} has no score: {error.code}: {error.detail}", line=True))
 
@@ -320,7 +322,8 @@ class AnswerView:
     def of(
         cls, names: Sequence[str], labels: LabelSet, divided: npt.NDArray[np.float64], temperature: float
     ) -> AnswerView:
-        """The answer from log-probabilities of labels [labels], divided by their sizes where these have some."""
+        """Return the answer from log-probabilities of labels [labels], divided by their sizes where these have
+        some."""
         shares, logprobs = label_probabilities(divided, temperature), labels.whole(divided)
         return cls(
             logprobs=dict(zip(names, logprobs.tolist(), strict=True)),
@@ -331,7 +334,7 @@ class AnswerView:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the score is a finite number: one label without a finite value makes all shares NaN."""
+        """True if the score is a finite number: one label without a finite value makes all shares NaN."""
         return math.isfinite(self.score)
 
 
@@ -354,7 +357,7 @@ class Inspection:
     draft_layers: int  # of the draft; 0 without one
     margins: MarginCurve | None = None  # of the prompt as a job reads it: compressed, if the job compresses it
     scored: ScoredRow | None = None  # as in a job
-    further: Sequence[Section] = ()  # sections of what was asked further about it
+    further: Sequence[Section] = ()  # sections on the further questions about it
     next: Sequence[LikelyToken] = ()  # the likeliest tokens after the prompt
 
 
@@ -370,7 +373,8 @@ class Stretch:
 
 
 def heat(tokens: Sequence[TokenView]) -> tuple[list[int | None], list[tuple[float, float] | None]]:
-    """The step of every token on the heat scale, and the least and largest importance in each of the `STEPS` steps.
+    """Return the step of every token on the heat scale, and the least and largest importance in each of the `STEPS`
+    steps.
 
     Importance is attention: a few tokens have most of it, and a scale of values would show only these. So a step is a
     rank: the token's rank among the kept ones, ties in the middle of their ranks. None for a token that is dropped or
@@ -393,7 +397,7 @@ def heat(tokens: Sequence[TokenView]) -> tuple[list[int | None], list[tuple[floa
 
 
 def stretches(inspection: Inspection, most: int = _STRETCHES) -> list[Stretch]:
-    """The `most` chunks of the prompt with the highest mean importance, highest first; none without a draft."""
+    """Return the `most` chunks of the prompt with the highest mean importance, highest first; none without a draft."""
     size = inspection.settings.get("select_chunk")
     size = size if isinstance(size, int) and size > 0 else _CHUNK
     found = []
@@ -409,7 +413,7 @@ def stretches(inspection: Inspection, most: int = _STRETCHES) -> list[Stretch]:
 
 
 def facts(inspection: Inspection) -> list[tuple[str, str]]:
-    """Names and texts of the facts above the prompt, safe to show."""
+    """Return the names and texts of the facts above the prompt, safe to show."""
     tokens, kept = len(inspection.tokens), sum(token.kept for token in inspection.tokens)
     found = [
         ("row", f"{inspection.row_id} (row {inspection.row:,} of the input)"),
@@ -459,7 +463,7 @@ def _importance_of(token: TokenView) -> float | None:
 
 
 def counts(inspection: Inspection) -> list[tuple[TokenReason, str, int]]:
-    """The treatments of tokens, in words, each with the number of tokens."""
+    """Return the treatments of tokens, in words, each with its number of tokens."""
     found = Counter(token.why for token in inspection.tokens)
     return [(why, text, found[why]) for why, text in WHY.items() if found[why]]
 
@@ -510,7 +514,7 @@ def print_inspection(inspection: Inspection, console: Console, *, most_tokens: i
     for title in (
         "Most important stretches",
         "Answer",
-        "What the model says next",
+        "The likeliest next tokens",
         *(each.title for each in inspection.further),
         "Layer by layer",
     ):
@@ -606,7 +610,7 @@ def _bracketed(tokens: Sequence[TokenView], most: int | None) -> Text:
 
 
 def inspection_html(inspection: Inspection) -> str:
-    """The page of an inspected prompt."""
+    """Return the page of an inspected prompt."""
     _, ranges = heat(inspection.tokens)
     head = Section(title=f"Prompt of row {inspection.row_id}", lines=facts(inspection))
     return page_html(
@@ -622,7 +626,7 @@ def inspection_html(inspection: Inspection) -> str:
 
 
 def in_characters(part: Part) -> Part:
-    """A part whose bars extend from the middle of their track to either side, for the terminal."""
+    """Return a part whose bars extend from the middle of their track to either side, for the terminal."""
     if not part.bars:
         return part
     rows = [
@@ -646,7 +650,7 @@ def _sections(inspection: Inspection, *, terminal: bool = False) -> Iterator[Sec
         last = " ".join(quoted_token(token.text) for token in inspection.tokens[-_LAST_TOKENS:])
         rows = [[each.name, f"{each.share:.4g}"] for each in inspection.next]
         yield Section(
-            title="What the model says next",
+            title="The likeliest next tokens",
             parts=[
                 Part(lines=[("the prompt's last tokens", last)]),
                 Part(

@@ -78,7 +78,7 @@ def _run(settings: MergeSettings, report: RunReport, clock: Clock, stop: Stop) -
     failed = gates.judge(report)
     rate, skip = settings.max_error_rate, settings.skip_empty
     if "max_error_rate" not in settings.model_fields_set:
-        rate = manifest.plan.get("max_error_rate", rate)  # as the shards were told
+        rate = manifest.plan.get("max_error_rate", rate)  # as the shards were given it
     conclude(report, counts, max_error_rate=rate, skip_empty=skip, failed=failed)
 
 
@@ -94,7 +94,7 @@ def _merge(joined: JoinedShards, report: RunReport, clock: Clock, stop: Stop) ->
 
 
 def _merged_before(joined: JoinedShards, merged: Manifest, report: RunReport, clock: Clock) -> Counts:
-    """The counts of the output of an earlier merge. Remains of the shards are removed."""
+    """Return the counts of the output of an earlier merge. Remains of the shards are removed."""
     report.resumed = True
     report.shards, report.fingerprint = len(merged.merged), merged.job.fingerprint
     with clock.phase("read"):

@@ -1,4 +1,4 @@
-"""`prefill status`: whether the job of an output runs, has stopped, or is complete, and its progress."""
+"""`prefill status`: the state of an output's job (running, stopped or complete), and its progress."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Status:
     expected_end: str | None = None
     updated: str | None = None  # when the job gave its last sign of life, or was complete
     owner: str | None = None  # the process that runs the job, or ran it last
-    # The same of every shard beside the output, under `shard`; where the output has no job of its own, the rest is
-    # their sum.
+    # The same of every shard beside the output, under `shard`; where the output itself has no job, the rest is their
+    # sum.
     shards: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
 

@@ -28,16 +28,16 @@ _MOST = 20  # problems that are named
 #: Ids or row numbers, scores and errors of some rows.
 Batch = tuple[list[Any], pa.ChunkedArray, pa.ChunkedArray]
 
-_NUMBERS = (Measure.VALUES, Measure.LIKELIHOOD)  # whose scores are no probabilities
+_NUMBERS = (Measure.VALUES, Measure.LIKELIHOOD)  # whose scores are not probabilities
 _UNREAD = object()  # in place of the id of a row that was not read
 
 
 class Verification:
-    """Collects the `problems` of an output; nothing is changed."""
+    """Collects the `problems` of an output, and changes nothing."""
 
     def __init__(self, target: Target) -> None:
         self.problems: list[str] = []
-        # Of the output, as far as it can be read; `errors` includes the rows that were skipped.
+        # The counts of the output, as far as it can be read; `errors` includes the rows that were skipped.
         self.rows = {"total": 0, "scored": 0, "errors": 0}
         self._target = target
         self._manifest = self._find_manifest()
@@ -105,7 +105,7 @@ class Verification:
             with self._target.store.read(name) as file:
                 try:
                     if form.sealed and Job.of_json(form.job_of(file)).digest != published.job.digest:
-                        self._add(f"{name} says that another job wrote it")
+                        self._add(f"{name} is of another job")
                     for table in rows_of_input(form, file, [id_name, "score", "error"], published.job):
                         ids = to_python(table[id_name])
                         yield _json_values(ids) if form.json_text else ids, table["score"], table["error"]

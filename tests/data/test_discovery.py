@@ -193,5 +193,5 @@ def test_the_line_for_csv_makes_json_lines_that_hold_the_same_texts(
 def test_a_pointer_of_git_lfs_is_told_from_a_damaged_file(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"in.{ending}"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4000000\n")
-    with pytest.raises(UsageError, match=r"a pointer of Git LFS.*\n.*git lfs pull"):
+    with pytest.raises(UsageError, match=r"a Git LFS pointer.*\n.*git lfs pull"):
         discover([str(path)])

@@ -53,7 +53,7 @@ def test_row_groups_with_other_rows_than_the_file_are_refused(tmp_path: Path, wh
     path = saved(tmp_path)
     field, number = numbers(path, what)[-1]
     path.write_bytes(with_numbers(path.read_bytes(), [(field, number + by)]))
-    with pytest.raises(PrefillError, match=r"a\.parquet: its footer says .* rows, but .* in its row groups"):
+    with pytest.raises(PrefillError, match=r"a\.parquet: its footer has .* rows, but .* in its row groups"):
         Source.open([str(path)])
 
 
@@ -120,7 +120,7 @@ def test_an_output_with_such_a_footer_is_not_read(tmp_path: Path) -> None:
         assert sum(len(table) for table in ParquetFormat().read(file, ["prompt"])) == 20
     field, number = numbers(path, "group.num_rows")[0]
     path.write_bytes(with_numbers(path.read_bytes(), [(field, number - 2)]))
-    with path.open("rb") as file, pytest.raises(OSError, match="its footer says 20 rows, but 8, 10"):
+    with path.open("rb") as file, pytest.raises(OSError, match="its footer has 20 rows, but 8, 10"):
         list(ParquetFormat().read(file, ["prompt"]))
 
 

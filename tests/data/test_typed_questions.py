@@ -10,7 +10,12 @@ from prefillcli.prompts.questions import Choice, Label, Predicate, Question, Sco
 
 @pytest.mark.parametrize(
     ("labels", "values", "kind"),
-    [("Yes,No", (), Predicate), ("A,B,C", (), Choice), ("low,high", (1.0, 2.0), Score), ("1,2,3", (1.0, 2.0, 3.0), Score)],
+    [
+        ("Yes,No", (), Predicate),
+        ("A,B,C", (), Choice),
+        ("low,high", (1.0, 2.0), Score),
+        ("1,2,3", (1.0, 2.0, 3.0), Score),
+    ],
 )
 def test_answers_and_their_values_make_the_type(labels: str, values: tuple[float, ...], kind: type[Question]) -> None:
     found = typed(parse_labels(labels), values, "tone")

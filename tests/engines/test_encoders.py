@@ -194,7 +194,7 @@ def test_resume_after_kill_loses_no_row(bert: Path, rows: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--labels", "Yes,No"], "'Yes' is no class of the model"),
+        (["--labels", "Yes,No"], "'Yes' is not a class of the model"),
         (["--draft", "self", "--keep", "0.5"], "the model is an encoder, which has no"),
         (["--exit"], "the model is an encoder, which has no early exits"),
         (["--rationale", "8"], "the model is an encoder, which has no texts after rows"),

@@ -82,7 +82,7 @@ def test_packs_stay_large_where_small_ones_would_wait_for_weights() -> None:
     some = plan("4GiB", texts_of="some", least_tokens=60_000)
     assert some[TEXTS]["kv"] == "again"
     assert Limits(**some["limits"]).tokens == 65_536
-    assert "reading those again that are wanted takes less" in some[TEXTS]["reason"]
+    assert "reading the wanted ones again takes less" in some[TEXTS]["reason"]
     assert Limits(**some["limits"]).for_texts().kept_tokens > 16, "those that are wanted are read in packs that fit"
     assert plan("4GiB", texts_of="all", least_tokens=60_000)[TEXTS]["kv"] == "kept", "all would be read again"
 

@@ -71,14 +71,14 @@ def damaged_exits(profile: ExitProfile, change: Any) -> str:
 def test_damaged_and_foreign_files_are_refused_with_a_reason(profile: ExitProfile) -> None:
     text = profile.to_json()
     for content, said in [
-        ("", "it is no exit profile, or it is damaged"),
-        (text[:-20], "it is no exit profile, or it is damaged"),
-        ("[1, 2]", "it is no exit profile, or it is damaged"),
-        ('{"method": "platt"}', "it is no exit profile, or it is damaged"),
+        ("", "it is not an exit profile, or it is damaged"),
+        (text[:-20], "it is not an exit profile, or it is damaged"),
+        ("[1, 2]", "it is not an exit profile, or it is damaged"),
+        ('{"method": "platt"}', "it is not an exit profile, or it is damaged"),
         (changed(profile, schema_version=2), "it is of another version of prefill"),
         (changed(profile, more=1), "it is damaged: more"),
         (changed(profile, exits=[{}]), "it is damaged: exits: "),
-        (changed(profile, layers=FEW[0] + 1), "is no exit layer"),
+        (changed(profile, layers=FEW[0] + 1), "is not an exit layer"),
         (changed(profile, labels=["a", "b", "c"]), "is not for 3 labels"),
         (
             damaged_exits(profile, lambda exits: exits[0]["thresholds"].__setitem__(0, -1)),

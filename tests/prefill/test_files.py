@@ -67,7 +67,7 @@ def _nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"model_type": ["llama"]}, "config.json"),
         ({"architectures": 7}, "architectures is 7"),
         ({"architectures": ["LlamaForCausalLM", None]}, "architectures is "),
-        ({"num_hidden_layers": 4000}, "config.json says 4,000 layers, the weights have 3"),
+        ({"num_hidden_layers": 4000}, "config.json has 4,000 layers, the weights have 3"),
         ({"vocab_size": 7}, "the shapes of the weights are not those of config.json"),
         ({"hidden_size": 1 << 20}, "the shapes of the weights are not those of config.json"),
     ],
@@ -156,7 +156,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 400
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
 def test_a_pointer_of_git_lfs_is_told_from_a_damaged_file(saved: Path, name: str) -> None:
     (saved / name).write_text(POINTER)
-    assert_refused(saved, f"{name}: a pointer of Git LFS.*\n.*git lfs pull")
+    assert_refused(saved, f"{name}: a Git LFS pointer.*\n.*git lfs pull")
 
 
 def sparse(path: Path) -> None:
@@ -266,7 +266,7 @@ def test_a_file_that_is_no_safetensors_file_is_refused(saved: Path, start: bytes
     ("index", "says"),
     [
         ({"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}, "model-00002-of-00002.* missing"),
-        ({"weight_map": {"nosuch": "model-1.safetensors"}}, "holds .*nosuch"),
+        ({"weight_map": {"nosuch": "model-1.safetensors"}}, "maps .*nosuch"),
         ({"weight_map": {"lm_head.weight": "../other.safetensors"}}, "is missing"),
         ({"weight_map": {"lm_head.weight": 7}}, "no weight_map"),
         ([], "no weight_map"),

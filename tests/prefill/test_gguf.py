@@ -101,7 +101,7 @@ def of_kind(name: str, kind: int) -> Callable[[bytes], bytes]:
         (of_kind("blk.0.ffn_up.weight", 26), "quantisation I32, which cannot be read"),
         (of_kind("blk.0.ffn_up.weight", 12), "rows of 64 numbers in Q4_K"),
         (replace(b"blk.0.ffn_up.weight", b"blk.0.attn_k.weight"[:19]), "two tensors have one name"),
-        (replace(b"general.architecture", b"general.archi-tectur"), "does not say what model it is"),
+        (replace(b"general.architecture", b"general.archi-tectur"), "so its family is unknown"),
     ],
 )
 def test_damaged_files_are_refused(file: Path, damage: Callable[[bytes], bytes], says: str) -> None:
@@ -229,7 +229,7 @@ def test_parts_of_another_model_or_under_other_names_are_refused(folder: Path, t
     first = write_gguf(tmp_path / "m.gguf", folder, parts=2)
     second = part_of(tmp_path / "m.gguf", 2, 2)
     alone = Path(shutil.copy(first, tmp_path / "alone.gguf"))
-    assert "is part 1 of 2 of a model, but its name does not say so" in refusal(alone)
+    assert "is part 1 of 2 of a model, but its name does not show that" in refusal(alone)
     shutil.copy(first, second)
     assert "is part 1 of 2 of a model" in refusal(first)
 

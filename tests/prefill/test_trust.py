@@ -138,7 +138,7 @@ def test_where_a_family_does_not_agree_attention_goes_by_blocks(
     files = read_model_files(saved)
     model = load_model(files, CPU)
     told = capsys.readouterr().err
-    assert "on cpu a llama model agrees with its own forward only where attention goes by explicit scores" in told
+    assert "on cpu a llama model agrees with its own forward only where attention uses explicit scores" in told
     assert not may_take("flash-cpu", CPU)
     assert_equal(walked(model, mixed(), chunk=3), eager(model, mixed()))
     attention.allow_all()  # as in a new process

@@ -149,7 +149,7 @@ def test_a_ray_client_and_one_device_for_all_are_refused(model: Path) -> None:
     write_parquet("in.parquet", prompt=["The fox. Answer:"])
     done = score("in.parquet", model=model, runner="ray", ray_address="ray://head:10001")
     assert done["exit_code"] == 2
-    assert "prefill is no Ray client" in done["error"]
+    assert "prefill is not a Ray client" in done["error"]
 
 
 def test_without_ray_the_runner_says_how_to_get_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -250,7 +250,7 @@ def test_an_adapter_that_changes_while_it_is_read_ends_the_job(
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "two for all rows": ({"adapter_column": None}, "nothing says which row is for which"),
+    "two for all rows": ({"adapter_column": None}, "nothing assigns rows to them"),
     "streamed": ({"weights": "stream"}, "--weights stream: an adapter is merged into weights that are loaded whole"),
     "exits": ({"exit": True}, "--exit: what it learns is of one model, and --adapter-column makes several"),
     "vllm": ({"engine": "vllm", "pack_tokens": None, "memory": None}, "the vllm engine has no adapters to merge"),

@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "max_tokens": (16, "max_tokens 16: one token"),
     "top_logprobs": (21, "from 0 to 20"),
     "stop": ([1], "stop [1]: must be a text"),
-    "top_k": (5, "top_k: not done here"),
+    "top_k": (5, "top_k: not supported here"),
     "messages": ([{"role": "user", "content": [{"type": "image_url"}]}], "a part that is not text"),
 }
 

@@ -232,21 +232,21 @@ def test_a_calibration_of_an_output_is_for_jobs_with_its_model_prompt_and_labels
     assert calibrate("copy.parquet")["exit_code"] == 0
     assert "cannot check that the calibration is for its model" in capsys.readouterr().err
     assert score(**new, **options)["exit_code"] == 0
-    assert "does not say which model's scores" in capsys.readouterr().err
+    assert "does not name the model whose scores" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (None, "no such file\nmake it with prefill calibrate"),
-        ("{", "it is no calibration: Invalid JSON"),
-        ("[]", "it is no calibration"),
+        ("{", "it is not a calibration: Invalid JSON"),
+        ("[]", "it is not a calibration"),
         ('{"schema_version": 2}', "it is of another version of prefill"),
         ('{"labels": ["Yes", "No"]}', "scaling: Field required"),
         ('{"labels": ["No", "Yes"], "scaling": {"method": "temperature", "temperature": 1}}', "No, Yes, not Yes, No"),
         ('{"labels": ["a", "b"], "scaling": {"method": "temperature", "temperature": 1}}', "labels a, b, not Yes, No"),
         ('{"labels": ["Yes", "No"], "scaling": {"method": "temperature", "temperature": -1}}', "greater than 0"),
-        ("\x00\xff", "it is no calibration"),
+        ("\x00\xff", "it is not a calibration"),
     ],
 )
 @pytest.mark.parametrize("dry_run", [False, True])

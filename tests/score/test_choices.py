@@ -332,4 +332,4 @@ def test_right_answers_of_which_none_is_a_choice_are_refused(
     assert score("d.jsonl", "o.jsonl", **flags)["exit_code"] == 2
     assert '--truth right: none of its values is a choice of its row: "A" (5 rows)' in capsys.readouterr().err
     assert score("d.jsonl", "o.jsonl", wanted_precision=0.9, **flags)["exit_code"] == 2
-    assert "--wanted-precision is for two labels, and each row has choices of its own" in capsys.readouterr().err
+    assert "--wanted-precision is for two labels, and each row has its own choices" in capsys.readouterr().err

@@ -115,7 +115,7 @@ def test_where_float32_does_not_fit_it_stays_as_saved(
 def test_a_dtype_that_is_named_is_taken(half: Path, ratio: Ratio) -> None:
     ratio(6.0)
     assert job(half, dtype="bfloat16")["status"] == "complete"
-    assert read_report()["dtype"] == {"name": "bfloat16", "why": "as --dtype says"}
+    assert read_report()["dtype"] == {"name": "bfloat16", "why": "set by --dtype"}
 
 
 @pytest.mark.parametrize(("began", "goes_on"), [(6.0, 0.5), (0.5, 6.0)])

@@ -404,7 +404,7 @@ def test_the_flips_of_all_rows_are_bounded_together(
 ) -> None:
     flags = EXITS | {"flips_of": "all", "exit_rows": 100}
     assert score(data, "out.jsonl", model=deep_model, quiet=False, workers=2, **flags)["status"] == "complete"
-    assert "50. Without a flip, so many prove at most 5.82% flips" in capsys.readouterr().err
+    assert "50. Without a flip, that many prove at most 5.82% flips" in capsys.readouterr().err
     rows, exits = read_output("out.jsonl"), read_report()["exits"]
     assert (exits["status"], exits["flips_of"], exits["provable"]["judged"]) == ("calibrated", "all", 50)
     assert [(each["label"], each["judged"]) for each in exits["classes"]] == [("all rows", 50)]
@@ -520,7 +520,7 @@ def test_a_job_says_before_it_learns_what_its_rows_can_prove(
     }
     text = (
         "--exit reads 40 rows in full first, and half of them judge: 10 of each of 2 answers, if these are equally "
-        f"frequent. Without a flip, so many prove at most {smallest:.2%} flips. --max-flips 0.02 takes 149 of each, "
+        f"frequent. Without a flip, that many prove at most {smallest:.2%} flips. --max-flips 0.02 takes 149 of each, "
         "596 rows of a job of twice as many; the smallest --max-flips that may be proven here is 0.2589"
     )
     assert text in said

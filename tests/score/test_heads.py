@@ -133,7 +133,7 @@ def test_labels_choose_classes_and_the_positive_one(graded: Path) -> None:
 
 def test_a_label_that_is_no_class_is_refused_with_their_names(graded: Path, capsys: pytest.CaptureFixture) -> None:
     refused(write_parquet("in.parquet", prompt=texts(2)), model=graded, labels="good,ugly")
-    assert "'ugly' is no class of the model\nits classes are bad, fair, good" in capsys.readouterr().err
+    assert "'ugly' is not a class of the model\nits classes are bad, fair, good" in capsys.readouterr().err
 
 
 def test_a_single_output_is_a_probability_and_its_complement(reward: Path) -> None:
@@ -363,7 +363,7 @@ def test_values_are_evaluated_by_how_they_rank_the_rows(reward: Path, graded: Pa
         found = evaluated(reward, prompts, given, wanted_precision="0.5")
         assert found["auc"]["value"] == pytest.approx(roc_auc_score(answers, values))
         assert found["average_precision"]["value"] == pytest.approx(average_precision_score(answers, values))
-        assert found["brier"] == {"value": None, "interval": None, "reason": "values are no probabilities"}
+        assert found["brier"] == {"value": None, "interval": None, "reason": "values are not probabilities"}
         assert found["accuracy"]["value"] is None
         precision, _, thresholds = precision_recall_curve(answers, values)
         reaches = [at for at in range(len(thresholds)) if precision[at] >= 0.5]

@@ -63,4 +63,4 @@ def test_exits_of_another_model_or_other_labels_are_refused(
     assert line["exit_code"] == 2
     assert "different model" in line["error"]
     line, _ = inspected(monkeypatch, **given | {"exit_profile": str(data)}, model=str(deep_model))
-    assert "it is no exit profile" in line["error"]
+    assert "it is not an exit profile" in line["error"]

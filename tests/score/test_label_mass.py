@@ -1,4 +1,4 @@
-"""A job whose model hardly ever answers as it is asked says so, once, and what it says instead."""
+"""A job whose model hardly ever answers as it is asked says so, once, and what it answers instead."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_labels_that_the_model_never_says_are_told_once(
     assert mean_mass(read_output("out.parquet")) < 1e-3
     err = capsys.readouterr().err.splitlines()
     (at,) = [number for number, line in enumerate(err) if "of the probability on average" in line]
-    assert "; it says " in err[at]
+    assert "; it answers " in err[at]
     assert "check that the model is the right one" in err[at + 1]
     assert "the template" in err[at + 1]
     assert "--labels" in err[at + 1]
@@ -114,7 +114,7 @@ def test_every_kind_of_answer_is_checked(
     assert_heard(found, Reference(sure), prompts, [answers[at % len(answers)] for at in range(12)])
     assert (found["label_mass"] is None) == (kind in ("choices", "target"))
     (warning,) = warnings_of(capsys)
-    assert re.search(r"; it says (`[^`]+`|token \d+) \(\d", warning)
+    assert re.search(r"; it answers (`[^`]+`|token \d+) \(\d", warning)
 
 
 def test_each_question_is_checked(sure: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:

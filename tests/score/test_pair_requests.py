@@ -104,8 +104,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (line("", "/v1/score", text_1=QUERY, text_2=[]), "text_2 must be a text, or a list of texts"),
     (line("", "/v1/score", text_1=QUERY, text_2=["a", 5]), "text_2 must be a text"),
     (line("", "/v1/score", text_1=["a", "b"], text_2=["c"]), "2 text_1 and 1 text_2"),
-    (line("", "/v1/score", text_1=QUERY, text_2="a", queries="b"), "queries: not done here"),
-    (line("", "/v1/score", text_1=QUERY, text_2="a", top_n=1), "top_n: not done here"),
+    (line("", "/v1/score", text_1=QUERY, text_2="a", queries="b"), "queries: not supported here"),
+    (line("", "/v1/score", text_1=QUERY, text_2="a", top_n=1), "top_n: not supported here"),
     (line("", "/v1/score", text_1=QUERY, text_2="a", truncate_prompt_tokens=5), "truncate_prompt_tokens"),
     (line("", "/v1/rerank", query=[QUERY], documents=["a"]), "query must be a text"),
     (line("", "/v1/rerank", query=QUERY), "documents must be a text"),
@@ -148,7 +148,7 @@ def test_models_that_score_no_pairs_say_so(cross: Path, model: Path, tmp_path: P
     flags = {"batch_format": "openai", "served_model_name": "fox", "max_error_rate": 1}
     assert score(lines, "out.jsonl", model=model, **flags)["exit_code"] == 1  # no row was scored
     (row,) = read_output("out.jsonl")
-    assert "a model whose files say that it reads pairs" in row["error"]["message"]
+    assert "a model whose files show that it reads pairs" in row["error"]["message"]
     with_format = score("batch.jsonl", model=classifier, batch_format="openai", output="other.jsonl")
     assert "do not say how a pair of texts becomes its prompt" in with_format["error"]
     assert "give --batch-format openai" in score("batch.jsonl", model=cross)["error"]

@@ -281,7 +281,7 @@ def test_an_output_that_is_not_there_is_no_error_on_the_first_night(
     assert read_report()["since"]["reason"] == "there is no such output"
     shutil.rmtree("out.parquet.prefill")
     assert score(write_night(0), "next.parquet", since="out.parquet", **flags(model))["since"] == {"rows": 0}
-    assert "is not there, which has the digests of its rows" in capfd.readouterr().err
+    assert ", which has the digests of its rows, is missing" in capfd.readouterr().err
     store = open_store("next.parquet.prefill")
     manifest = Manifest.load(store)
     assert manifest is not None

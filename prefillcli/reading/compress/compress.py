@@ -59,7 +59,7 @@ class Compress(Reading, Judge):
         rest_values = {name: values.pop(name) for name in rest}
         found = {"compression": hash_value([*map(list, own.items()), *changed(type(self.settings), rest_values)])}
         draft = self.settings.draft
-        if self.settings.uses_draft:  # it goes by the contents of its files
+        if self.settings.uses_draft:  # it is identified by the contents of its files
             return found
         return found | {"draft": hash_value([draft, self.settings.seed] if draft == "random" else draft)}
 
@@ -82,7 +82,8 @@ class Compress(Reading, Judge):
         return found, compressor.picker.tokens - before
 
     def compressor(self, scorer: Scorer) -> Compressor:
-        """The compressor of a scorer's prompts: with the draft beside the model, or with the drafts of workers."""
+        """Return the compressor of a scorer's prompts: with the draft beside the model, or with the drafts of
+        workers."""
         remote = scorer.pool.remote
         draft = scorer.beside.get("draft") if remote is None else RemoteDraft(remote)
         return compressor_of(self.settings, scorer.inputs.opened, draft, scorer.plan)
@@ -94,7 +95,7 @@ class Compress(Reading, Judge):
 
 
 def section(report: RunReport) -> Section | None:
-    """The section on compression; None where nothing was compressed."""
+    """Return the section on compression; None where nothing was compressed."""
     keep, auto, tokens = report.keep, report.keep_auto, report.tokens
     if keep is None:
         return None
@@ -112,7 +113,8 @@ def section(report: RunReport) -> Section | None:
 
 
 def failure(counts: Counts) -> str | None:
-    """Return why a finished output with these counts failed: nothing that was to be compressed was. Else None."""
+    """Return why a finished output with these counts failed: nothing was compressed although it should have been. Else
+    None."""
     fallbacks = fallbacks_of_useless_draft(counts.tallies.methods)
     if not fallbacks:
         return None

@@ -64,7 +64,7 @@ UNKNOWN_ABOVE = 8192
 
 
 class WorthCompressing:
-    """Whether compressing a prompt pays.
+    """The decision whether compressing a prompt pays.
 
     `target` and `draft` are text configurations of transformers. Without a target `compress_above` must be a number;
     without a draft no model picks the tokens, unless the target does so itself after `own_layers` of its layers.
@@ -88,7 +88,7 @@ class WorthCompressing:
         return tokens > UNKNOWN_ABOVE if speedup is None else speedup > 1
 
     def speedup(self, tokens: int, keep: float) -> float | None:
-        """The predicted speedup for a prompt alone: 1 / (r + k + overhead).
+        """Return the predicted speedup for a prompt alone: 1 / (r + k + overhead).
 
         r: the draft's operations, decoding included, divided by the model's over the whole prompt. k: the model's
         operations over the kept tokens, ends included, divided by the same. A target that picks tokens itself reads
@@ -130,7 +130,7 @@ class WorthCompressing:
 def keep_rates(
     prompts: Sequence[Prompt], keep: float, settings: Compression, worth: WorthCompressing
 ) -> list[float | None]:
-    """The keep rate of each prompt; None for those to be read in full. `keep` is the job's rate.
+    """Return the keep rate of each prompt; None for those to be read in full. `keep` is the job's rate.
 
     A row's own `keep` and `specprefill` come first. A prompt is also read in full if one of its prefixes is computed
     in full anyway and compressing the rest does not pay.
@@ -160,7 +160,7 @@ def keep_rates(
 class Compressor:
     """Decides how the target reads each prompt of a window.
 
-    `picker` picks the tokens. `keep` is the job's rate, and `worth` says which prompts compression pays for.
+    `picker` picks the tokens. `keep` is the job's rate, and `worth` decides for which prompts compression pays.
     `target_window` is the target's sliding window, if it has one; `settings` take it into account.
     """
 
@@ -183,18 +183,18 @@ class Compressor:
         self.picker.close()
 
     def compress(self, prompts: Sequence[Prompt], tick: Tick = lambda tokens: None) -> list[Request]:
-        """One question for each prompt, in their order."""
+        """Return one request for each prompt, in their order."""
         keeps = self.keeps(prompts)
         return self.select(prompts, keeps, self.estimate(prompts, keeps, tick))
 
     def keeps(self, prompts: Sequence[Prompt], keep: float | None = None) -> list[float | None]:
-        """The keep rate of each prompt; None for those to be read in full. `keep` replaces the job's rate."""
+        """Return the keep rate of each prompt; None for those to be read in full. `keep` replaces the job's rate."""
         return keep_rates(prompts, self.keep if keep is None else keep, self.settings, self.worth)
 
     def estimate(
         self, prompts: Sequence[Prompt], keeps: Sequence[float | None], tick: Tick
     ) -> list[ImportanceEstimate]:
-        """The picker's estimates; empty ones for prompts without a keep rate."""
+        """Return the picker's estimates; empty ones for prompts without a keep rate."""
         wanted = [number for number, keep in enumerate(keeps) if keep is not None]
         estimates = [ImportanceEstimate() for _ in prompts]
         found = self.picker.estimate([prompts[number] for number in wanted], tick)
@@ -236,7 +236,7 @@ class Compressor:
         reach = full_prefixes([each.tokens for each in prompts], in_full)[number]
         return (
             f"other rows are read in full and compute its first {reach:,} tokens anyway; the {tokens - reach:,} "
-            f"behind them {worth.why_not(tokens - reach, own)}"
+            f"after them {worth.why_not(tokens - reach, own)}"
         )
 
 
@@ -252,7 +252,7 @@ def why_in_full(question: Request) -> str | None:
 def compressor_of(
     settings: Any, opened: Opened, draft: Any, plan: Mapping[str, Any] = MappingProxyType({})
 ) -> Compressor:
-    """The compressor of a job, to the rate of the settings or, with `--keep auto`, of the job's plan.
+    """Return the compressor of a job, to the rate of the settings or, with `--keep auto`, of the job's plan.
 
     Raises UsageError where the model should pick tokens itself and none of its layers can.
     """
@@ -281,7 +281,7 @@ def _picker(settings: Any, compression: Compression, opened: Opened, draft: Any,
 
 
 def worth_of(compression: Compression, opened: Opened, own: int | None) -> WorthCompressing:
-    """Decides for which prompts compression pays, by a draft or by the model's `own` first layers."""
+    """Return the decision for which prompts compression pays, by a draft or by the model's `own` first layers."""
     draft = None if own is not None or opened.draft is None else opened.draft.config
     return WorthCompressing(compression, opened.files.config, draft, own_layers=own)
 
@@ -342,7 +342,7 @@ def choose_keep(
         return KeepChoice(1.0, (), needed)
 
     def likeliest(questions: Sequence[Request]) -> list[int]:
-        # Prompts may have labels of their own.
+        # Prompts may have different labels.
         return [int(each.logprobs.argmax()) for each in answer_requests(engine, questions, tick)]
 
     full = dict(zip(chosen, likeliest([Request(prompts[number]) for number in chosen]), strict=True))
@@ -353,7 +353,7 @@ def choose_keep(
         flips = sum(label != full[number] for label, number in zip(found, tried, strict=True))
         trials.append(Trial(keep, len(tried), flips, flip_bound(flips, len(tried))))
         if len(tried) < needed:
-            continue  # too few rows are worth compressing at this high rate: the trial shows nothing
+            continue  # too few rows are worth compressing at this high rate: the trial proves nothing
         if trials[-1].bound > max_flips:
             break
         passed = keep
@@ -366,8 +366,8 @@ ALMOST_ALL = 0.95  # share of a window's tokens: a job with a keep rate that sti
 class WindowCompressor:
     """Decides how the model reads the prompts of each window of a `scorer`.
 
-    With `--keep auto` it chooses the rate, which the plan of the scorer has from then on. `methods` are the rows that
-    were scored before, by method.
+    With `--keep auto` it chooses the rate, which the plan of the scorer has from then on. `methods` has the number of
+    rows that were scored before, by method.
     """
 
     def __init__(self, scorer: Scorer, compressor: Compressor, *, methods: Mapping[str, int]) -> None:
@@ -379,7 +379,7 @@ class WindowCompressor:
         self._warned = False
 
     def __call__(self, window: Window, done: Collection[int], tick: Tick) -> list[Request]:
-        """`tick` is called with the tokens of each step; it may raise.
+        """Return how the model reads a window's prompts. `tick` is called with the tokens of each step; it may raise.
 
         Raises PrefillError if the draft fails on everything; rows that are `done` were counted before.
         """
@@ -397,7 +397,7 @@ class WindowCompressor:
         return questions
 
     def _warn_of_little(self, questions: Sequence[Request], keeps: Sequence[float | None]) -> bool:
-        # If the model reads nearly all tokens of a window in spite of its keep rate, say why on stderr.
+        # If the model reads nearly all tokens of a window in spite of its keep rate, explain why on stderr.
         read, whole = (
             sum(each) for each in zip(*((r.most_kept, len(r.prompt.tokens)) for r in questions), strict=True)
         )
@@ -418,8 +418,8 @@ class WindowCompressor:
         return True
 
     def _check(self, estimates: Sequence[ImportanceEstimate]) -> None:
-        # Raise PrefillError if the draft has failed on all rows so far: `ENOUGH_ROWS`, or those it is tried on. The
-        # rows of earlier windows are written. Otherwise the model would read the whole job in full.
+        # Raise PrefillError if the draft has failed on all rows so far: `ENOUGH_ROWS`, or those it is tried on.
+        # Otherwise the model would read the whole job in full. The rows of earlier windows are written.
         before = self._methods
         if compressed_rows(before) or any(found.importance is not None for found in estimates):
             return
@@ -478,7 +478,7 @@ KEEP_RATES = (1.0, 0.5, 0.3, 0.2, 0.1)
 
 
 class KeptTokens:
-    """The questions about prompts, as if the draft found the first chunks of each prompt the most important.
+    """The requests for prompts, as if the draft found the first chunks of each prompt the most important.
 
     Raises UsageError and ResourceError as loading would.
     """
@@ -615,7 +615,7 @@ class Neighbour(NamedTuple):
 
 
 def with_compression(prompts: list[Prompt], batch: RowBatch, errors: dict[int, RowError]) -> list[Prompt]:
-    """The prompts with their rows' own settings of compression; a row with a wrong value becomes an error."""
+    """Return the prompts with their rows' own settings of compression; a row with a wrong value becomes an error."""
     keeps, choices = batch.columns.get("keep"), batch.columns.get("specprefill")
     place = {row: at for at, row in enumerate(batch.rows.tolist())}
     done = []

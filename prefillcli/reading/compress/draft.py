@@ -78,7 +78,7 @@ class PromptQueries:
 
 
 def last_tokens(path: list[tuple[int, int]], count: int) -> list[int]:
-    """The last `count` tokens of a path, or all."""
+    """Return the last `count` tokens of a path, or all."""
     tokens: list[int] = []
     for start, end in reversed(path):
         tokens = list(range(max(start, end - (count - len(tokens))), end)) + tokens
@@ -88,7 +88,7 @@ def last_tokens(path: list[tuple[int, int]], count: int) -> list[int]:
 
 
 def last_queries(path: list[tuple[int, int]], queries: list[int]) -> PromptQueries:
-    """The queries of the prompt's own last tokens, in the rows `queries`: each sees the tokens up to itself."""
+    """Return the queries of the prompt's own last tokens, in the rows `queries`: each sees the tokens up to itself."""
     tokens = sum(end - start for start, end in path)
     depths = list(range(tokens - len(queries), tokens))
     return PromptQueries(path, queries, [depth + 1 for depth in depths], depths)
@@ -146,7 +146,7 @@ def _average(shares: Tensor, width: int) -> Tensor:
 
 
 def spread(overlap: Overlap, votes: Tensor) -> Tensor:
-    """Votes on the target's tokens, [queries, tokens], from those on the draft's, [queries, draft tokens].
+    """Return the votes on the target's tokens, [queries, tokens], from those on the draft's, [queries, draft tokens].
 
     A token gets the largest vote on the draft's tokens that it overlaps.
     """
@@ -163,7 +163,7 @@ def spread(overlap: Overlap, votes: Tensor) -> Tensor:
 def importance(
     prompt: PromptQueries, reduce: Reduce, chunk: int, overlap: Overlap | None = None
 ) -> Float32Array | None:
-    """The importance of each token, float32 [tokens]; None where no layer had a vote.
+    """Return the importance of each token, float32 [tokens]; None where no layer had a vote.
 
     With an `overlap` tokens and chunks are those of another tokenizer.
 
@@ -233,7 +233,7 @@ class Draft:
         tick: Tick = lambda tokens: None,
         overlaps: Sequence[Overlap] | None = None,
     ) -> list[ImportanceEstimate]:
-        """One estimate for each prompt, int32 [tokens] each. A common prefix is computed once.
+        """Make one estimate for each prompt, int32 [tokens] each. A common prefix is computed once.
 
         With `overlaps`, one for each prompt, the estimates are of the tokens of another tokenizer. A failure concerns
         the prompts of one pack and becomes their reason.
@@ -306,7 +306,7 @@ class Draft:
 
 
 def _add_decoded(prompt: PromptQueries, queries: list[int]) -> None:
-    # Add the queries of tokens that were decoded behind the prompt: each sees the whole prompt.
+    # Add the queries of tokens that were decoded after the prompt: each sees the whole prompt.
     tokens = prompt.tokens
     prompt.queries += queries
     prompt.sees += [tokens] * len(queries)

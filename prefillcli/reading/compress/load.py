@@ -34,12 +34,11 @@ if TYPE_CHECKING:
 
 
 class SpecPrefill(Picker):
-    """The tokens that a draft model finds important.
+    """The picker of the tokens that a draft model finds important. Prompts that share a prefix keep the same tokens of
+    it, so that it is still computed once.
 
-    Prompts that share a prefix keep the same tokens of it, so that it is still computed once.
-
-    With a `translator` the draft reads prompts in tokens of its own. The estimate of a prompt that cannot be
-    translated has the reason.
+    With a `translator` the draft reads prompts in its own tokens. The estimate of a prompt that cannot be translated
+    has the reason.
     """
 
     method = "specprefill"
@@ -103,7 +102,7 @@ DEPTH = 0.45
 
 
 def load_draft(models: Models[Any]) -> Draft | None:
-    """The loaded draft, ready to work; None where the model picks tokens itself, or nothing does.
+    """Load the draft, ready to work, and return it; None where the model picks tokens itself, or nothing does.
 
     The plan has the limits of its packs. A warning names each of its failures once. Raises UsageError if the model or
     the draft lacks an ability that the settings need.
@@ -212,7 +211,8 @@ class RemoteDraft:
 def plan_draft(
     opened: Opened, compression: Compression, budget: int, chunk_tokens: int | None, before: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The limits of one pack of the draft in `budget` bytes; those of an earlier attempt stand if they still fit.
+    """Return the limits of one pack of the draft in `budget` bytes; those of an earlier attempt stand if they still
+    fit.
 
     Raises ResourceError where nothing fits.
     """
@@ -236,24 +236,25 @@ def plan_draft(
 
 
 def translator_of(opened: Opened) -> Translator | None:
-    """Maps prompts to the tokens of the draft; None where model and draft have one tokenizer."""
+    """Return the map from prompts to the tokens of the draft; None where model and draft share a tokenizer."""
     if opened.draft is None or opened.draft_tokenizer is None:
         return None
     return Translator(opened.tokenizer, opened.draft_tokenizer, opened.draft.config.vocab_size)
 
 
 def own_layers(compression: Compression, opened: Opened) -> int:
-    """The number of layers after which the model chooses tokens itself. Raises UsageError where none of them can."""
+    """Return the number of layers after which the model chooses tokens itself. Raises UsageError where none of them
+    can."""
     return choosing_layers(opened.files.config, compression.self_layer, opened.max_length)
 
 
 def choosing_layers(config: Any, wanted: int | None, max_length: int) -> int:
-    """The number of first layers of a model with this text configuration that read the whole prompt; the last of them
-    chooses.
+    """Return the number of first layers of a model with this text configuration that read the whole prompt; the last
+    of them chooses.
 
-    It must see whole prompts of `max_length` tokens: no sliding window. If `wanted` is None, it is `DEPTH` of the
-    layers, or the nearest number whose last layer sees them (the larger of two). Raises UsageError where that of
-    `wanted` does not, or no layer does.
+    The last one must see whole prompts of `max_length` tokens: no sliding window. If `wanted` is None, the number is
+    `DEPTH` of the layers, or the nearest one whose last layer sees whole prompts (the larger of two). Raises
+    UsageError where the last of `wanted` layers does not, or no layer does.
     """
     try:
         windows = Shape(config).windows

@@ -1,11 +1,11 @@
 """The selection of the tokens to keep.
 
 A prompt is cut into chunks of equal size, from its start. The `ceil(keep * chunks)` chunks with the largest mean
-importance are kept, and always the first tokens and the last ones (the question). The tokens behind the prefix that a
+importance are kept, and always the first tokens and the last ones (the question). The tokens after the prefix that a
 prompt shares count as its last ones, unless they are too many (see `tails`).
 
 A common prefix is compressed once for all its prompts, so that it is still computed once. Its importance is the
-maximum over its prompts. Of a run of chunks that the same prompts share, as many are kept as raise the total from
+maximum over its prompts. In a run of chunks that the same prompts share, as many are kept as raise the total from
 `ceil(keep * chunks before)` to `ceil(keep * chunks)`. For a prompt that shares nothing this is the rule above.
 """
 
@@ -54,7 +54,7 @@ class Fallback(NamedTuple):
 # The reasons by name.
 FALLBACKS = {
     NO_MEMORY: Fallback("the prompt does not fit the memory budget of the draft"),
-    TOO_LONG: Fallback("the prompt is longer than the draft's position encoding reaches"),
+    TOO_LONG: Fallback("the prompt is longer than the draft's position encoding allows"),
     VOCABULARY: Fallback("the prompt has a token that the draft's vocabulary lacks"),
     TEXT: Fallback("the draft's own tokenizer has no tokens for the prompt's text, or for too much of it"),
     NO_VOTE: Fallback("no layer of the draft attends to the whole prompt"),
@@ -64,12 +64,13 @@ FALLBACKS = {
 
 
 def compressed_rows(methods: Mapping[str, int]) -> int:
-    """The number of compressed rows among the rows by method."""
+    """Return the number of compressed rows among the rows by method."""
     return sum(rows for method, rows in _readings(methods).items() if method != FULL and not is_fallback(method))
 
 
 def faulty_rows(methods: Mapping[str, int]) -> int:
-    """Rows on which the draft was at fault, if no row was compressed, else 0. `methods`: rows by method."""
+    """Return the number of rows on which the draft was at fault, if no row was compressed, else 0. `methods`: rows by
+    method."""
     if compressed_rows(methods):
         return 0
     readings = _readings(methods)
@@ -77,7 +78,8 @@ def faulty_rows(methods: Mapping[str, int]) -> int:
 
 
 def fallbacks_of_useless_draft(methods: Mapping[str, int]) -> dict[str, int]:
-    """Rows by fallback, if no row was compressed and there is a fault or `ENOUGH_ROWS` rows; else empty."""
+    """Return the number of rows by fallback, if no row was compressed and there is a fault or `ENOUGH_ROWS` rows; else
+    an empty mapping."""
     fallbacks = {method: rows for method, rows in sorted(_readings(methods).items()) if is_fallback(method)}
     if compressed_rows(methods):
         return {}
@@ -85,7 +87,7 @@ def fallbacks_of_useless_draft(methods: Mapping[str, int]) -> dict[str, int]:
 
 
 def _readings(methods: Mapping[str, int]) -> Counter[str]:
-    # The rows by the way of reading alone: an early exit tells nothing about the draft.
+    # The rows by the way of reading alone: an early exit shows nothing about the draft.
     readings: Counter[str] = Counter()
     for method, rows in methods.items():
         readings[reading_method(method)] += rows
@@ -97,10 +99,10 @@ Float32Array = npt.NDArray[np.float32]
 
 @dataclass(slots=True)
 class ImportanceEstimate:
-    """How important a picker finds the tokens of a prompt.
+    """A picker's estimate of the importance of a prompt's tokens.
 
     `importance` is float32 [tokens], of any scale; the tokens with the largest are kept first. It is None for a prompt
-    that is read in full. If that one should have been compressed, `reason` is one of `FALLBACKS`.
+    that is read in full. If it should have been compressed, `reason` is one of `FALLBACKS`.
     """
 
     importance: Float32Array | None = None
@@ -118,12 +120,13 @@ class Estimator(Protocol):
     def estimate(
         self, prompts: Sequence[TokenArray], tick: Tick, overlaps: Sequence[Overlap] | None = None
     ) -> list[ImportanceEstimate]:
-        """One estimate for each prompt, int32 [tokens] each; with `overlaps` of the tokens of another tokenizer.
+        """Make one estimate for each prompt, int32 [tokens] each; with `overlaps` of the tokens of another
+        tokenizer.
 
         A failure concerns the prompts that were computed together and becomes their reason."""
 
     def close(self) -> None:
-        """Let go of memory."""
+        """Free memory."""
 
 
 class Picker(ABC):
@@ -135,7 +138,7 @@ class Picker(ABC):
 
     @abstractmethod
     def estimate(self, prompts: Sequence[Prompt], tick: Tick) -> list[ImportanceEstimate]:
-        """One estimate for each prompt.
+        """Make one estimate for each prompt.
 
         `tick` is called with the tokens of each step; it may raise to stop. A failure on a prompt becomes the reason
         in its estimate.
@@ -149,25 +152,26 @@ class Picker(ABC):
         keeps: Sequence[float | None],
         settings: Compression,
     ) -> Sequence[Int64Array | Thinning | None]:
-        """The kept tokens of prompts that are computed together: ascending indices, None for a prompt in full, or the
-        rule by which the target chooses them itself.
+        """Return the kept tokens of prompts that are computed together: ascending indices, None for a prompt in full,
+        or the rule by which the target chooses them itself.
 
         A prompt is read in full without a keep rate in `keeps` and without importance in `estimates`. The first
         `settings.keep_first` tokens and the last ones, as many as `tails` counts, are always kept.
         """
 
     def close(self) -> None:  # noqa: B027 - most have nothing
-        """Let go of memory."""
+        """Free memory."""
 
 
 # The draft's tokens that each token of the target overlaps, where the two have different tokenizers.
 
 
-# Which tokens are kept.
+# The choice of the kept tokens.
 
 
 def select(importance: Float32Array, keep: float, *, chunk: int, first: int, last: int) -> Int64Array:
-    """The kept tokens of one prompt, ascending. `importance` is [tokens]; of equal chunks the earlier are kept."""
+    """Return the kept tokens of one prompt, ascending. `importance` is [tokens]; of equal chunks the earlier are
+    kept."""
     tokens = len(importance)
     chunks = chunk_count(tokens, chunk)
     kept = ends(tokens, first, last)
@@ -177,7 +181,7 @@ def select(importance: Float32Array, keep: float, *, chunk: int, first: int, las
 
 
 def ends(tokens: int, first: int, last: int) -> npt.NDArray[np.bool_]:
-    """A mask of the `first` and the `last` ones of this many tokens, bool [tokens]."""
+    """Return a mask of the `first` and the `last` ones of this many tokens, bool [tokens]."""
     kept = np.zeros(tokens, dtype=np.bool_)
     kept[:first] = True
     kept[max(0, tokens - last) :] = True
@@ -185,12 +189,12 @@ def ends(tokens: int, first: int, last: int) -> npt.NDArray[np.bool_]:
 
 
 def chunk_count(tokens: int, chunk: int) -> int:
-    """The number of chunks of `chunk` tokens in this many tokens; the last one may be shorter."""
+    """Return the number of chunks of `chunk` tokens in this many tokens; the last one may be shorter."""
     return -(-tokens // chunk)
 
 
 def budget(keep: float, count: int) -> int:
-    """ceil(keep * count), safe from rounding: 0.3 of 10 are 3, even if 0.3 was a float32."""
+    """Return ceil(keep * count), safe from rounding: 0.3 of 10 are 3, even if 0.3 was a float32."""
     return ceil(Fraction(f"{keep:.6g}") * count)
 
 
@@ -230,7 +234,7 @@ class _Forest:
         return self.order[self._begin[id(node)] : self._end[id(node)]]
 
     def private(self) -> list[int]:
-        # The number of tokens that each prompt has behind the prefixes it shares. Duplicates share nothing.
+        # The number of tokens that each prompt has after the prefixes it shares. Duplicates share nothing.
         found = [0] * len(self.prompts)
         stack = list(self.roots)
         while stack:
@@ -243,7 +247,7 @@ class _Forest:
 
 
 def full_prefixes(prompts: Sequence[TokenArray], in_full: Sequence[bool]) -> list[int]:
-    """The number of first tokens of each prompt that are computed anyway, for a prompt `in_full`."""
+    """Return how many first tokens of each prompt are computed anyway, for a prompt `in_full`."""
     reach = [0] * len(prompts)
     if any(in_full):
         forest = _Forest(prompts)
@@ -266,7 +270,8 @@ def select_all(
     *,
     lasts: Sequence[int] | None = None,
 ) -> list[Int64Array | None]:
-    """The kept tokens of prompts that are computed together; None for those without a rate or without importance.
+    """Return the kept tokens of prompts that are computed together; None for those without a rate or without
+    importance.
 
     `lasts` is the number of each prompt's last tokens that are always kept; None: `tails` decides it.
     """
@@ -285,9 +290,9 @@ def select_all(
 
 
 def tails(prompts: Sequence[TokenArray], keeps: Sequence[float | None], settings: Compression) -> list[int]:
-    """The number of each prompt's last tokens that are always kept.
+    """Return the number of each prompt's last tokens that are always kept.
 
-    With `keep_private` these are all tokens behind the longest prefix that it shares with another of the `prompts`,
+    With `keep_private` these are all tokens after the longest prefix that it shares with another of the `prompts`,
     unless its keep rate allows fewer tokens for the whole prompt.
     """
     return _tails(_Forest(prompts), keeps, settings)
@@ -315,7 +320,7 @@ class _ForestSelection:
     path: list[Int64Array] = field(default_factory=list)  # the tokens that each node above keeps for all below it
 
     def kept(self) -> list[Int64Array | None]:
-        """The kept tokens of each prompt; None for those that are read in full."""
+        """Return the kept tokens of each prompt; None for those that are read in full."""
         found: list[Int64Array | None] = [None] * len(self.keeps)
         # Nodes, their depth, and tokens above that are computed in full.
         stack: list[tuple[TrieNode, int, int]] = [(root, 0, 0) for root in reversed(self.forest.roots)]
@@ -384,7 +389,7 @@ class RowPicker(Picker):
 
     @abstractmethod
     def rank(self, prompt: Prompt) -> Float32Array | None:
-        """The importance of a prompt's tokens, float32 [tokens]; None for a prompt that it cannot judge."""
+        """Return the importance of a prompt's tokens, float32 [tokens]; None for a prompt that it cannot judge."""
 
     def estimate(self, prompts: Sequence[Prompt], tick: Tick) -> list[ImportanceEstimate]:
         found = []
@@ -414,13 +419,14 @@ class RowPicker(Picker):
 
 
 def by_importance(importance: Float32Array) -> Int64Array:
-    """The tokens, the most important first, and the earlier of equal ones; those of minus infinity are never kept."""
+    """Return the tokens, the most important first, and the earlier of equal ones; those of minus infinity are never
+    kept."""
     order = np.argsort(-importance, kind="stable")
     return order[importance[order] > -np.inf]
 
 
 def fill(order: Int64Array, tokens: int, keep: float, *, first: int, last: int) -> Int64Array:
-    """The kept ones of this many tokens, ascending: both ends, and the first of the others in `order`."""
+    """Return the kept ones of this many tokens, ascending: both ends, and the first of the others in `order`."""
     kept = ends(tokens, first, last)
     others = order[~kept[order]]
     kept[others[: budget(keep, len(others))]] = True
@@ -453,11 +459,12 @@ class Bm25(RowPicker):
 
 
 def sentence_importance(text: str, offsets: Sequence[tuple[int, int]]) -> Float32Array:
-    """Minus the place of each token's sentence by BM25, float32 [tokens]; minus infinity where there is no sentence.
+    """Return the negated rank of each token's sentence by BM25, float32 [tokens]; minus infinity where there is no
+    sentence.
 
     Sentences end at line ends and at ".", "!", "?"; the query is the last one that ends in such a mark, with the text
-    behind it ("Answer:"). Between equal scores the earlier sentence comes first. `offsets` are the tokens' (start,
-    end) characters in `text`; those of special tokens may be (0, 0).
+    after it ("Answer:"). Between equal scores the earlier sentence comes first. `offsets` are the tokens' (start, end)
+    characters in `text`; those of special tokens may be (0, 0).
     """
     sentences = split_sentences(text)
     if not sentences:
@@ -473,7 +480,7 @@ def sentence_importance(text: str, offsets: Sequence[tuple[int, int]]) -> Float3
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of `text`, with the white space behind them; joined they make up `text`.
+    """Split `text` into its sentences, with the white space after them; joined, they make up `text`.
 
     "310.40" is not split, "Dr. Haas" is.
     """
@@ -514,7 +521,7 @@ class RandomChunks(RowPicker):
 
 
 def random_importance(tokens: int, chunk: int, rng: np.random.Generator) -> Float32Array:
-    """Minus the place of each token's chunk in a random order, float32 [tokens]."""
+    """Return the negated place of each token's chunk in a random order, float32 [tokens]."""
     order = rng.permutation(chunk_count(tokens, chunk))
     places = np.argsort(order)[np.arange(tokens) // chunk]
     return -places.astype(np.float32)

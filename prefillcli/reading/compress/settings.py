@@ -13,9 +13,9 @@ Reduce = Literal["rank", "mean", "max"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compression:
-    """How prompts are compressed. docs/compression.md says why the defaults are what they are."""
+    """The settings of compression. docs/compression.md gives the reasons for the defaults."""
 
-    # Queries are the prompt's last token and `lookahead - 1` tokens that the draft decodes greedily behind it.
+    # Queries are the prompt's last token and `lookahead - 1` tokens that the draft decodes greedily after it.
     lookahead: int = 8
     query_window: int = 8  # this many of the prompt's last tokens are queries too
     query_reduce: Reduce = "rank"  # the way to combine the queries' votes: see `importance`
@@ -25,7 +25,7 @@ class Compression:
     compress_above: int | Literal["auto"] = "auto"
     keep_first: int = 4  # tokens at the start that are always kept: attention sinks
     keep_last: int = 64  # tokens at the end that are always kept: the question
-    # Keep all tokens behind the prefix that a prompt shares, unless they are more than its keep rate leaves of it.
+    # Keep all tokens after the prefix that a prompt shares, unless they are more than its keep rate allows.
     keep_private: bool = True
     per_row: bool = False  # select for each row separately, as in the paper, not once for a shared prefix
     # The number of layers that read whole prompts, in a model that is its own draft; None: by its depth.
@@ -38,7 +38,7 @@ class Compression:
 
     @property
     def decoded(self) -> int:
-        """Tokens decoded behind the prompt that are queries."""
+        """Tokens decoded after the prompt that are queries."""
         return self.lookahead - 1
 
     @property
@@ -52,7 +52,7 @@ class Compression:
         return max(self.keep_last, self.window)
 
     def for_target(self, sliding_window: int | None) -> Compression:
-        """These settings for a target with a sliding window of this many tokens, or with none.
+        """Return these settings for a target with a sliding window of this many tokens, or with none.
 
         The last window of a prompt is always kept, so that the target's sliding layers see the same tokens before the
         answer as in the whole prompt.
@@ -61,7 +61,7 @@ class Compression:
 
 
 def compression_of(settings: Any) -> Compression:
-    """The options of compression, in the form for the draft and the selection."""
+    """Return the options of compression, in the form for the draft and the selection."""
     names = {"per_row": "compress_per_row"}
     found = Compression(
         **{each.name: getattr(settings, names.get(each.name, each.name)) for each in fields(Compression)}
@@ -72,7 +72,7 @@ def compression_of(settings: Any) -> Compression:
 
 
 def keep_rate(settings: Any, plan: Mapping[str, Any]) -> float:
-    """A job's keep rate: the given one or the one that its plan has chosen; 1 until then."""
+    """Return a job's keep rate: the given one or the one that its plan has chosen; 1 until then."""
     return float(plan.get("keep", 1.0 if settings.keep == "auto" else settings.keep))
 
 

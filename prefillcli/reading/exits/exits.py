@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 
 class Exits(Reading, Judge):
-    """The exits of a job, once they are learnt. `read_as` says how prompts are read otherwise. Raises UsageError for a
-    wrong exit profile."""
+    """The exits of a job, once they are learnt. `read_as` states how prompts are read otherwise. Raises UsageError for
+    a wrong exit profile."""
 
     def __init__(self, settings: Any, read_as: Sequence[Any] = ()) -> None:
         self.settings = settings
         self.profile: ExitProfile | None = None
-        """What an earlier job has learnt."""
+        """The profile that an earlier job has learnt."""
         self.exits: JobExits | None = None
         self._read_as = read_as
-        self._readers: list[Reader] | None = None  # for those that ask for a glance
+        self._readers: list[Reader] | None = None  # for callers that ask for a glance
         if settings.exit_profile is not None:
             self.profile = exit_profile_at(settings.exit_profile)
 
@@ -61,7 +61,7 @@ class Exits(Reading, Judge):
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         own = [name for name in values if details_of(type(self.settings), name).panel == EARLY_EXIT]
         hashed = {name: values.pop(name) for name in own}
-        first = hashed.pop("first", ())  # a model goes by its contents, as a draft does
+        first = hashed.pop("first", ())  # a model is identified by its contents, as a draft is
         if first:
             hashed["first"] = [name == WORDS for name in first]
         for name in ("recall", "precision", "compute"):
@@ -73,7 +73,7 @@ class Exits(Reading, Judge):
         return found
 
     def require_same_job(self, run: Run) -> None:
-        """Raise UsageError for an exit profile of another job. The fingerprint is known."""
+        """Raise UsageError for an exit profile of another job, once the fingerprint is known."""
         if self.profile is not None:
             require_same_job(self.profile, self.settings.exit_profile, job_of_exits(run, self._read_as))
 
@@ -84,12 +84,12 @@ class Exits(Reading, Judge):
                 option = self.settings.exit_option
                 raise UsageError(
                     f"{option}: two labels begin with the same token after a prompt: the logits there, by which "
-                    f"rows leave, do not tell them apart\nleave {option} out, or choose labels whose first tokens "
+                    f"rows leave, do not distinguish them\nleave {option} out, or choose labels whose first tokens "
                     "differ (1=1 is a digit without the space before it)"
                 )
 
     def learn(self, run: Run) -> None:
-        """Learn when rows are decided, from some of them that are read in full; those of an estimate are."""
+        """Learn when rows are decided, from some of them that are read in full, or from those of an estimate."""
         from prefillcli.reading.exits.learning import ExitLearning
         from prefillcli.reading.exits.rare import RareLearning
 
@@ -120,17 +120,17 @@ class Exits(Reading, Judge):
         return None if self.exits is None else self.exits.treatment(in_full)
 
     def answered(self, pack: Pack, answers: Sequence[Answer]) -> None:
-        """All prompts of a pack are answered."""
+        """Take a pack whose prompts are all answered."""
         if self.exits is not None:
             self.exits.add(pack, answers)
 
     def window_written(self, run: Run, window: int) -> None:
-        """All rows of the window with this index are written: watch the flips of the audited ones."""
+        """Watch the flips of the audited rows of a window, with this index, whose rows are all written."""
         if self.exits is not None:
             self.exits.watch(run, window)
 
     def finished(self, run: Run) -> None:
-        """All rows are written: what was kept for a resumed job goes."""
+        """Remove what was kept for a resumed job, once all rows are written."""
         from prefillcli.reading.exits.learning import FILE
         from prefillcli.reading.exits.rare import SCORES
 

@@ -2,8 +2,8 @@
 
 The reading of a row is what an exit reads after a layer: a hidden state, that of the small model's last layer but one,
 and the log-probabilities of the labels, which are its own answer. So it is an exit before the first layer of the large
-model. A model with a classification head has outputs of its own classes in place of the labels. Of an encoder the
-hidden state is what its head reads. The words of a prompt, without any model, are such a reading too.
+model. A model with a classification head has the outputs of its classes in place of the labels. The hidden state of an
+encoder is what its head reads. The words of a prompt, without any model, are such a reading too.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _SPREAD, _PAIRS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 
 
 class FirstPrompt(NamedTuple):
-    """A prompt in the tokens of the first model, int32 [tokens], and the labels behind it."""
+    """A prompt in the tokens of the first model, int32 [tokens], and the labels after it."""
 
     tokens: Int32Array
     labels: LabelSet
 
 
 class FirstReading(NamedTuple):
-    """What the first model makes of a prompt: its hidden state [hidden], the labels' log-probabilities [labels] or the
+    """A first model's reading of a prompt: its hidden state [hidden], the labels' log-probabilities [labels] or the
     outputs of its head and a 0 [classes + 1], and the tokens and seconds that this took. The prompt has `length` of
     its own tokens."""
 
@@ -60,7 +60,7 @@ class FirstReading(NamedTuple):
 
 
 def readings_of(found: Sequence[FirstReading | None]) -> Readings:
-    """The readings of several prompts, as of a layer; those of a prompt that it cannot read are NaN."""
+    """Return the readings of several prompts, as of a layer; those of a prompt that it cannot read are NaN."""
     read = next((each for each in found if each is not None), None)
     hidden = np.full((len(found), 1 if read is None else len(read.hidden)), np.nan, np.float32)
     logits = np.full((len(found), 2 if read is None else len(read.logprobs)), np.nan)
@@ -71,7 +71,7 @@ def readings_of(found: Sequence[FirstReading | None]) -> Readings:
 
 
 class FirstPrompts:
-    """Makes the prompts of the first model of those of the large one: the same text, in its own tokens."""
+    """Makes the prompts of the first model from those of the large one: the same text, in its own tokens."""
 
     def __init__(self, opened: Opened, small: Small, settings: Any) -> None:
         own, head = small.tokenizer, small.files.head
@@ -85,7 +85,7 @@ class FirstPrompts:
             self._labels = Labels(own, typed(labels), norm=settings.label_norm, end=settings.label_end)
 
     def of(self, prompts: Sequence[Prompt]) -> list[FirstPrompt | None]:
-        """Each prompt; None for one that the first model has no tokens for."""
+        """Return each prompt; None for one that the first model has no tokens for."""
         if self._translator is None:
             return [FirstPrompt(prompt.tokens, self._classes or prompt.labels) for prompt in prompts]
         texts = [prompt.tokens for prompt in prompts]
@@ -118,8 +118,8 @@ class FirstModel:
         self._classifies = small.files.head is not None
 
     def read(self, prompts: Sequence[FirstPrompt], tick: Tick = lambda tokens: None) -> list[FirstReading | None]:
-        """The reading of each prompt; None for one that is too long, for which memory does not suffice, or whose
-        reading has numbers that are not finite."""
+        """Read each prompt; None for one that is too long, for which memory does not suffice, or
+        whose reading has numbers that are not finite."""
         most = min(self._engine.limits.max_tokens, self._max_length)
         able = [number for number, each in enumerate(prompts) if len(each.tokens) + each.labels.tokens <= most]
         own = [prompts[number] for number in able]
@@ -130,7 +130,7 @@ class FirstModel:
             for answer in answers:
                 shown = answer.readings
                 hidden = shown[0].hidden[0] if shown else answer.logprobs.astype(np.float32)
-                # Beside a 0, what is left of outputs less their mean is all of them, even of a single one.
+                # With a 0 beside them, outputs less their mean keep all information, even a single one.
                 logits = np.append(answer.logprobs, 0.0) if self._classifies else answer.logprobs
                 if answer.failure is None and np.isfinite(hidden).all() and np.isfinite(logits).all():
                     length = len(own[answer.prompt].tokens)
@@ -146,11 +146,12 @@ class FirstModels:
     models: Sequence[FirstModel]
 
     def close(self) -> None:
-        """The walks are closed by those who made them."""
+        """Do nothing: whoever made the walks closes them."""
 
 
 def load_first(models: Models[Any]) -> FirstModels:
-    """The loaded first models, ready to read. The plan has the limits of their packs. Raises ResourceError."""
+    """Load the first models, ready to read, and return them. The plan has the limits of their packs. Raises
+    ResourceError."""
     if not models.planned:
         before = models.before.get("first", [])
         models.plan["first"] = [
@@ -199,7 +200,7 @@ class FirstTask:
     prompts: list[FirstPrompt]
 
     def answer(self, first: FirstModels, tick: Tick) -> list[FirstReading | None]:
-        """Ask it."""
+        """Ask the first model of the worker."""
         return first.models[self.number].read(self.prompts, tick)
 
 
@@ -214,11 +215,12 @@ class Reader(Protocol):
     block: int
 
     def read(self, prompts: Sequence[Prompt], tick: Tick) -> list[FirstReading | None]:
-        """The reading of each prompt; None for one that it cannot read."""
+        """Read each prompt; None for one that it cannot read."""
 
 
 def readers_of(scorer: Scorer) -> dict[int, tuple[str, Reader]]:
-    """The names and readers of `--first` and `--compute` by their layers: the last is that before the first layer."""
+    """Return the names and readers of `--first` and `--compute` by their layers: the last is that before the first
+    layer."""
     names, own = scorer.settings.chain, iter(range(len(scorer.inputs.opened.small)))
     return {
         BEFORE - len(names) + 1 + place: (
@@ -241,10 +243,10 @@ class WordsReader:
     def __init__(self, labels: int) -> None:
         self.tokens = 0  # none is computed
         self.seconds = 0.0
-        self._unsaid = np.zeros(labels)  # words have no answer of their own
+        self._unsaid = np.zeros(labels)  # words have no answer
 
     def read(self, prompts: Sequence[Prompt], tick: Tick) -> list[FirstReading | None]:
-        """The reading of each prompt."""
+        """Read each prompt."""
         begun = time.monotonic()
         found = [hashed_words(each.tokens) for each in prompts]
         taken = time.monotonic() - begun
@@ -253,7 +255,7 @@ class WordsReader:
 
 
 def hashed_words(tokens: Int32Array) -> Float32Array:
-    """The hashed tokens and pairs of neighbours of a prompt, float32 [`WIDTH`]."""
+    """Return the hashed tokens and pairs of neighbours of a prompt, float32 [`WIDTH`]."""
     ones = tokens.astype(np.uint64) + np.uint64(1)
     hashed = np.concatenate([ones, ones[:-1] * _SPREAD + ones[1:]]) * _PAIRS
     hashed = (hashed ^ (hashed >> np.uint64(32))) * _PAIRS
@@ -278,7 +280,7 @@ class FirstReader:
         self._number = number
 
     def read(self, prompts: Sequence[Prompt], tick: Tick) -> list[FirstReading | None]:
-        """The reading of each prompt; None for one that the first model cannot read."""
+        """Read each prompt; None for one that the first model cannot read."""
         begun = time.monotonic()
         made = self._prompts.of(prompts)
         able = [number for number, each in enumerate(made) if each is not None]

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from prefillcli.models.find import ModelFiles
 
 FALSE_ALARMS = 0.05
-_WIDTH = 2  # the rates that drift is looked for at are on average about so many times the allowed one
+_WIDTH = 2  # the rates at which drift is looked for are on average about this many times the allowed one
 
 
 def drift_alarm(flips: int, rows: int, max_flips: float, false_alarms: float = FALSE_ALARMS) -> bool:
@@ -55,7 +55,7 @@ def drift_alarm(flips: int, rows: int, max_flips: float, false_alarms: float = F
 def drifted_classes(
     counts: Sequence[tuple[int, int]], max_flips: float, false_alarms: float = FALSE_ALARMS
 ) -> tuple[int, ...]:
-    """The numbers of the classes whose (flips, rows) so far raise the alarm.
+    """Return the numbers of the classes whose (flips, rows) so far raise the alarm.
 
     `false_alarms` is shared among the classes: it is the probability that any of them ever does in a job without
     drift.
@@ -65,7 +65,7 @@ def drifted_classes(
 
 
 def drift_evidence(flips: int, rows: int, max_flips: float) -> float:
-    """The logarithm of a test martingale against flip rates of at most `max_flips`.
+    """Return the logarithm of a test martingale against flip rates of at most `max_flips`.
 
     It is the mixture of the likelihood ratios of all higher rates to `max_flips`, weighted by a beta distribution that
     is cut off there (Robbins, Annals of Mathematical Statistics 41, 1970). Each ratio, and so their mixture, is a
@@ -87,7 +87,7 @@ def drift_evidence(flips: int, rows: int, max_flips: float) -> float:
 
 
 def chance_of(flips: int, rows: int, rate: float) -> float:
-    """The probability that as many of the `rows` flip, or more, at a flip `rate`: an exact binomial test."""
+    """Return the probability that as many of the `rows` flip, or more, at a flip `rate`: an exact binomial test."""
     from scipy.special import betainc
 
     # the upper tail of a binomial distribution is an incomplete beta function: P(X >= k) = I_rate(k, n - k + 1)
@@ -95,7 +95,7 @@ def chance_of(flips: int, rows: int, rate: float) -> float:
 
 
 def detectable_rate(rows: int, rate: float, false_alarms: float, power: float) -> float:
-    """The smallest flip rate that this many rows distinguish from `rate` with the probability `power`.
+    """Return the smallest flip rate that this many rows distinguish from `rate` with the probability `power`.
 
     They do so if `chance_of` their flips is below `false_alarms`.
     """
@@ -145,7 +145,7 @@ class CalibrationRows:
         return int(self.final.shape[1])
 
     def read_after(self, layer: int) -> BoolArray:
-        """A mask of the rows with a reading there [rows]; a first model may not be able to read all."""
+        """Return a mask of the rows with a reading there [rows]; a first model may not be able to read all."""
         return np.asarray(np.isfinite(self.readings[layer].hidden).all(axis=1), np.bool_)
 
     @property
@@ -154,7 +154,7 @@ class CalibrationRows:
         return {layer: self.read_after(layer) for layer in self.readings if layer <= BEFORE}
 
     def chosen(self, rows: IntArray | BoolArray) -> CalibrationRows:
-        """Some of the rows."""
+        """Return some of the rows."""
         readings = {
             layer: Readings(each.hidden[rows], each.logits[rows], each.before[rows])
             for layer, each in self.readings.items()
@@ -162,7 +162,7 @@ class CalibrationRows:
         return CalibrationRows(readings, self.final[rows], self.weights[rows])
 
     def sound(self) -> BoolArray:
-        """A mask of the rows with finite values only [rows].
+        """Return a mask of the rows with finite values only [rows].
 
         Those that a first model cannot read are sound: they must be judged too, as they may leave inside the model.
         """
@@ -175,7 +175,7 @@ class CalibrationRows:
 
 
 def halves(rows: CalibrationRows, seed: int, flips_of: FlipsOf = "each") -> tuple[CalibrationRows, CalibrationRows]:
-    """Two halves with half of each class, drawn with `seed`: a row's half depends on its class and luck alone.
+    """Return two halves with half of each class, drawn with `seed`: a row's half depends on its class and luck alone.
 
     If a class has an odd number of rows, the second half has one more. Where the flips of all rows are bounded
     together, all rows are one class: the judged ones must be a plain random sample, whose shares of the labels are
@@ -192,7 +192,7 @@ def halves(rows: CalibrationRows, seed: int, flips_of: FlipsOf = "each") -> tupl
 
 
 def class_numbers(truth: IntArray, flips_of: FlipsOf) -> IntArray:
-    """The class [rows] that each row is judged with: that of its label, or one for all rows."""
+    """Return the class [rows] that each row is judged with: that of its label, or one for all rows."""
     return truth if flips_of == "each" else np.zeros_like(truth)
 
 
@@ -201,7 +201,7 @@ _SPARE = 1.25  # rows that are read, as a multiple of those needed if all answer
 
 
 def observed_layers(layers: int) -> tuple[int, ...]:
-    """The layers that may become exits, numbered from 0: no more than `MOST_LAYERS`."""
+    """Return the layers that may become exits, numbered from 0: no more than `MOST_LAYERS`."""
     candidates = range(layers // 4, layers - 1)
     step = -(-len(candidates) // MOST_LAYERS) if candidates else 1
     return tuple(reversed(range(layers - 2, candidates.start - 1, -step)))
@@ -210,7 +210,8 @@ def observed_layers(layers: int) -> tuple[int, ...]:
 def calibration_rows(
     questions: Sequence[Request], answers: Sequence[Answer], layers: Sequence[int], labels: int
 ) -> CalibrationRows:
-    """Questions that were answered in full, with readings after `layers`; each answer has `labels`."""
+    """Return the rows of requests that were answered in full, with readings after `layers`; each answer has
+    `labels`."""
 
     def joined(number: int) -> Readings:
         shown = [answer.readings[number] for answer in answers]
@@ -228,14 +229,14 @@ def calibration_rows(
 
 
 def rows_to_learn(max_flips: float, classes: int) -> int:
-    """The number of rows that prove the bound for each class in spite of a flip, if all classes are equally
+    """Return the number of rows that prove the bound for each class in spite of a flip, if all classes are equally
     frequent."""
     return round(2 * _SPARE * rows_for(max_flips, flips=1) * classes)
 
 
 def rows_for_rarest(counts: Int64Array, max_flips: float, most: int) -> int:
-    """The number of rows that prove the bound for the rarest answer in spite of a flip, by the counts of each answer
-    so far. At most `most`; no more than so far if even these would not prove it without a flip.
+    """Return the number of rows that prove the bound for the rarest answer in spite of a flip, by the counts of each
+    answer so far. At most `most`; no more than so far if even these would not prove it without a flip.
     """
     rows, rarest = int(counts.sum()), int(counts.min())
     if not rarest or 2 * rows_for(max_flips) * rows > most * rarest:
@@ -264,7 +265,7 @@ class ExitCosts:
 
 
 def exit_costs(config: Any) -> ExitCosts:
-    """The costs of exits for a model with this configuration.
+    """Return the costs of exits for a model with this configuration.
 
     A profile has measured them, but exits must be the same with and without one.
     """
@@ -302,7 +303,7 @@ def _operations(files: ModelFiles, lengths: Sequence[int]) -> float:
 
 
 def _numbers(files: ModelFiles, opened: Opened) -> float:
-    # Of the weights in the layers: each is multiplied once for a token, where it is no expert.
+    # The operations of the weights in the layers: each is multiplied once for a token, unless it is an expert's.
     from prefillcli.models.weights import layer_bytes
 
     found = layer_bytes(files, opened.device)
@@ -332,11 +333,11 @@ def work_of(
     costs: ExitCosts,
     before: Mapping[int, BoolArray] | None = None,
 ) -> Work:
-    """The work for rows of which `decided` [exits, rows] may leave after `exit_layers`, numbered from 0.
+    """Return the work for rows of which `decided` [exits, rows] may leave after `exit_layers`, numbered from 0.
 
-    Each row pays for `weights` [rows] tokens alone, through so many `layers`. `before` are the rows that first models
-    can read, masks [rows] by layer (None: all). An exit peeks where that is cheaper: rows that leave skip the layer
-    except for its K,V; rows that stay compute a part of it twice.
+    Each row pays for `weights` [rows] tokens alone, through this number of `layers`. `before` are the rows that first
+    models can read, masks [rows] by layer (None: all). An exit peeks where that is cheaper: rows that leave skip the
+    layer except for its K,V; rows that stay compute a part of it twice.
     """
     full = layers - 1 + costs.keys
     inside = np.ones(decided.shape[1], dtype=np.bool_)
@@ -382,23 +383,21 @@ def work_of(
 # probability that the last level that passes has a higher flip rate than allowed is at most 1 - confidence, however
 # many levels are tried: to err, the first level that is too low must pass, and that is one test.
 #
-# Each class has a sequence of its own, with its own rows. A label leaves at the largest of the levels of the *other*
+# Each class has its own sequence, with its own rows. A label leaves at the largest of the levels of the *other*
 # classes: these are the rows that its exits can flip. That is valid for each class, because its flips only become
-# fewer
-# - as the level of any label rises: fewer rows are sent away at any layer;
-# - as exit layers are dropped;
-# - as rows leave earlier with the right label. They count as flips here, if a later layer would have sent them away
-#   with a wrong one, and then cannot flip.
-# For the same reasons the test of a class does not depend on the levels of the others.
+# fewer - as the level of any label rises: fewer rows are sent away at any layer; - as exit layers are dropped; - as
+# rows leave earlier with the right label. They count as flips here, if a later layer would have sent them away with a
+# wrong one, and then cannot flip. For the same reasons the test of a class does not depend on the levels of the
+# others.
 #
 # With `--flips-of all` all rows are one class, with one sequence of tests, and every label leaves at its level.
 #
 # The bound is binomial (Clopper and Pearson, Biometrika 26, 1934), or, where the rows are a large part of a job,
 # hypergeometric, because they are drawn from its rows without replacement. That takes the number of a class's rows in
-# the job. An upper bound of it, from the same rows, is enough: a flip rate that is refused for so many rows is refused
-# for fewer too. That bound fails with a probability of `_SIZE_RISK`, by which the tests are more confident (Berger and
-# Boos, Journal of the American Statistical Association 89, 1994). Which bound is taken depends on numbers of rows
-# alone, not on their labels or flips.
+# the job. An upper bound of it, from the same rows, is enough: a flip rate that is refused for that many rows is
+# refused for fewer too. That bound fails with a probability of `_SIZE_RISK`, by which the tests are more confident
+# (Berger and Boos, Journal of the American Statistical Association 89, 1994). Which bound is taken depends on numbers
+# of rows alone, not on their labels or flips.
 
 
 # In the order in which they are tested: each is 2 % lower than the one before.
@@ -419,8 +418,8 @@ class Level(NamedTuple):
 
 
 def endangered(levels: Float64Array, wrong: npt.NDArray[np.bool_]) -> Float64Array:
-    """The level [rows] at and below which some exit sends a row away with a wrong label; -infinity where none ever
-    does.
+    """Return the level [rows] at and below which some exit sends a row away with a wrong label; -infinity where none
+    ever does.
 
     `levels` [exits, rows] are those at and below which the rows leave.
     """
@@ -445,7 +444,7 @@ def lowest_level(danger: Float64Array, max_flips: float, confidence: float, of: 
 
 @lru_cache(maxsize=1024)
 def most_flips(rows: int, max_flips: float, confidence: float, of: float | None = None) -> int:
-    """The most flips of the rows that still prove a flip rate of at most `max_flips`; -1 if not even 0 do."""
+    """Return the most flips of the rows that still prove a flip rate of at most `max_flips`; -1 if not even 0 do."""
     flips = -1
     while flips + 1 < rows and flip_bound(flips + 1, rows, confidence, of) <= max_flips:
         flips += 1
@@ -453,7 +452,7 @@ def most_flips(rows: int, max_flips: float, confidence: float, of: float | None 
 
 
 def levels_of_labels(by_class: Sequence[Level], labels: int) -> tuple[float, ...]:
-    """The level at which each label leaves: the largest of the other classes', or that of the only class."""
+    """Return the level at which each label leaves: the largest of the other classes', or that of the only class."""
     if len(by_class) == 1:
         return (by_class[0].level,) * labels
     return tuple(
@@ -469,8 +468,8 @@ def judge_classes(
     confidence: float,
     sizes: Sequence[float | None],
 ) -> tuple[Level, ...]:
-    """The lowest level of each class. `levels` and `wrong` are [exits, rows], `numbers` [rows] is the class of each
-    row, and `sizes` [classes] are the most rows that each class is drawn from, None where that is unknown."""
+    """Return the lowest level of each class. `levels` and `wrong` are [exits, rows], `numbers` [rows] is the class of
+    each row, and `sizes` [classes] are the most rows that each class is drawn from, None where that is unknown."""
     danger = endangered(levels, wrong)
     return tuple(lowest_level(danger[numbers == each], max_flips, confidence, size) for each, size in enumerate(sizes))
 
@@ -480,7 +479,7 @@ _LARGE_PART: Final = 0.1  # of the job's rows: with fewer, knowing the number of
 
 
 def class_sizes(truth: IntArray, fitted: IntArray, classes: int, of: int | None) -> tuple[float | None, ...]:
-    """The most rows that the judged ones of each class are drawn from, in a job with `of` rows.
+    """Return the most rows that the judged ones of each class are drawn from, in a job with `of` rows.
 
     `truth` [rows] are the classes of the rows that were read in full, `fitted` those of the half that does not judge.
     None: unknown, or not worth knowing.
@@ -498,10 +497,10 @@ def class_sizes(truth: IntArray, fitted: IntArray, classes: int, of: int | None)
 def short_of_rows(
     label: str | None, rows: int, total: int, max_flips: float, confidence: float, of: float | None = None
 ) -> str | None:
-    """The message on a class with too few judged rows to prove anything; None if there are enough.
+    """Return the message about a class with too few judged rows to prove anything; None if there are enough.
 
-    `rows` of the `total` judged ones are of the class, and as many rows again only fit. The `label` is None where all
-    rows are one class.
+    `rows` of the `total` judged ones are of the class, and as many again only serve the fit. The `label` is None where
+    all rows are one class.
     """
     needed = rows_for(max_flips, confidence=confidence, of=of)
     if rows >= needed:
@@ -526,9 +525,9 @@ class Candidate(NamedTuple):
     """A layer that may become an exit: its probe, and its quality on rows that were left out of the fit.
 
     `errors` are those of `fit_best`, `correlation` is that of predicted and final margins. It `knows` something if its
-    error is small enough beside that of the mean answer. `spread` is the root mean square of the errors of predicted
-    leads. `label` [rows] is the predicted label of each row, and `reach` [rows] the lead in units of the spread: a row
-    leaves at this level and below.
+    error is small enough compared with that of the mean answer. `spread` is the root mean square of the errors of
+    predicted leads. `label` [rows] is the predicted label of each row, and `reach` [rows] the lead in units of the
+    spread: a row leaves at this level and below.
     """
 
     layer: int
@@ -542,7 +541,7 @@ class Candidate(NamedTuple):
 
 
 def candidate_of(fit: CalibrationRows, layer: int, seed: int) -> Candidate:
-    """The best probe for a layer. `fit` has the rows to fit it to; those without a reading there stay."""
+    """Return the best probe for a layer. `fit` has the rows to fit it to; those without a reading there stay."""
     read = fit.read_after(layer)
     if not read.all():
         found = candidate_of(fit.chosen(read), layer, seed)
@@ -561,7 +560,8 @@ def candidate_of(fit: CalibrationRows, layer: int, seed: int) -> Candidate:
 def work_at(
     exits: Sequence[Candidate], levels: Sequence[float], fit: CalibrationRows, layers: int, costs: ExitCosts
 ) -> Work:
-    """The cost of the rows that exits were fitted to, each by a prediction that left it out, at `levels` [labels]."""
+    """Return the cost of the rows that exits were fitted to, each by a prediction that left it out, at `levels`
+    [labels]."""
     at = np.asarray(levels)
     decided = np.stack([each.reach >= at[each.label] for each in exits])
     return work_of(decided, [each.layer for each in exits], fit.weights, layers, costs, fit.before)
@@ -572,11 +572,11 @@ def choose_layers(
     fit: CalibrationRows,
     task: _Task,
 ) -> list[Candidate]:
-    """The exits that save most after their own cost, in the order of the layers; none if nothing saves enough.
+    """Choose the exits that save most after their own cost, in the order of the layers; none if nothing saves enough.
 
     The levels are those that left-out rows of the fitting half allow, by the test that will judge the other half. A
-    layer whose probe knows nothing is no exit: it could send away a few rows by the toss of a coin without too many
-    flips. Greedy: it adds the best layer until none saves enough more.
+    layer whose probe knows nothing is not an exit: it could let a few rows leave by the toss of a coin without too
+    many flips. Greedy: it adds the best layer until none saves enough more.
     """
     chosen: list[Candidate] = []
     least = 1.0
@@ -595,7 +595,8 @@ def choose_layers(
 def without_useless(
     chosen: Sequence[Candidate], levels: Sequence[float], fit: CalibrationRows, layers: int, costs: ExitCosts
 ) -> list[Candidate]:
-    """The exits without those that cost more than they save at these levels: fewer exits never flip more rows."""
+    """Return the exits without those that cost more than they save at these levels: fewer exits never flip more
+    rows."""
     kept = list(chosen)
     least = work_at(kept, levels, fit, layers, costs).share
     while kept:
@@ -638,7 +639,7 @@ class ExitCalibration:
 
     @property
     def reason(self) -> str | None:
-        """Why there are no exits."""
+        """The reason why there are no exits."""
         return self.findings.reason
 
 
@@ -655,7 +656,7 @@ class _Task(NamedTuple):
 
     @property
     def risk(self) -> float:
-        """How much more confident each test is than the calibration, because the size of a class is uncertain."""
+        """The additional confidence of each test over the calibration's, because the size of a class is uncertain."""
         return _SIZE_RISK if len(self.sizes) > 1 and self.sizes[0] is not None else 0.0
 
     @property
@@ -684,10 +685,10 @@ def calibrate_exits(
 
     The model has this number of `layers`. For each class, the rows that the full read answers with one of the
     `labels`, the probability that more than `max_flips` (a share) of the class leave with another label is at most 1 -
-    `confidence` (the comment on levels says why). With `flips_of` all rows together it is one class. The halves are
-    drawn with `seed`, each with half of every class. Readings of the last layer are ignored. The rows are drawn from
-    `of` rows, if their number did not depend on their labels; the bound is then of the flips among those rows that did
-    not fit. Raises ValueError unless 0 < max_flips < 1 and 0 < confidence < 1.
+    `confidence` (the comment on levels explains why). With `flips_of` all rows together it is one class. The halves
+    are drawn with `seed`, each with half of every class. Readings of the last layer are ignored. The rows are drawn
+    from `of` rows, if their number did not depend on their labels; the bound is then of the flips among those rows
+    that did not fit. Raises ValueError unless 0 < max_flips < 1 and 0 < confidence < 1.
     """
     rows_for(max_flips, confidence=confidence)
     task = _Task(
@@ -797,7 +798,7 @@ def _nothing_saved(best: Candidate, task: _Task) -> str:
 
 
 def place_of(layer: int) -> str:
-    """Where rows leave, for people: after this layer, numbered from 1; 0 and less: they are decided before."""
+    """Return where rows leave, in words: after this layer, numbered from 1; rows at 0 and less are decided before."""
     return f"after layer {layer}" if layer > 0 else "before layer 1"
 
 
@@ -878,7 +879,7 @@ class ClassRecheck:
     """The fresh rows that the full read answers with `label`.
 
     `chance` is the probability of as many flips or more at the allowed flip rate. A flip rate of `detectable` is found
-    in four of five checks with so many rows; None without rows.
+    in four of five checks with this many rows; None without rows.
     """
 
     label: str
@@ -890,7 +891,7 @@ class ClassRecheck:
 
 @dataclass(frozen=True, slots=True)
 class ExitRecheck:
-    """Whether fresh rows contradict the proof, and the deviations that they could have found.
+    """The check of the proof by fresh rows, and the deviations that they could have found.
 
     `reason` names the contradiction; None: there is none. `leaving` is the share of the rows that leave.
     """

@@ -85,13 +85,13 @@ class ProvableFlips(BaseModel):
     """The best that calibration rows could prove. It is known before any of them is read."""
 
     rows: int  # rows that are to be read in full; half of them judge
-    judged: int  # judged rows behind each proof: all, or those of each answer if all are equally frequent
-    max_flips: float  # the smallest rate that so many rows prove without a flip, at the report's confidence
+    judged: int  # judged rows for each proof: all, or those of each answer if all are equally frequent
+    max_flips: float  # the smallest rate that this many rows prove without a flip, at the report's confidence
     rows_needed: int  # judged rows that a proof of --max-flips takes without a flip
 
 
 def provable_flips(rows: int, max_flips: float, classes: int) -> ProvableFlips:
-    """The best that so many calibration rows prove, if all `classes` are equally frequent and none of their rows
+    """Return the best that this many calibration rows can prove, if all `classes` are equally frequent and no row
     flips."""
     judged = rows // (2 * classes)
     return ProvableFlips(
@@ -103,11 +103,11 @@ def provable_flips(rows: int, max_flips: float, classes: int) -> ProvableFlips:
 
 
 def provable_text(found: ProvableFlips, classes: int, max_flips: float, option: str = "--exit") -> str:
-    """One line that says it, and if that is too little, the number of rows that suffices."""
+    """Return it as one line, with the number of rows that would suffice if that is too little."""
     each = f" of each of {classes} answers, if these are equally frequent" if classes > 1 else ""
     text = (
         f"{option} reads {found.rows:,} rows in full first, and half of them judge: {found.judged:,}{each}. Without a "
-        f"flip, so many prove at most {found.max_flips:.2%} flips"
+        f"flip, that many prove at most {found.max_flips:.2%} flips"
     )
     if found.judged >= found.rows_needed:
         return text
@@ -158,12 +158,13 @@ class FirstUse(BaseModel):
 
 
 class RareUse(BaseModel):
-    """What `--recall` and `--precision` prove of the first label, and the rows that are decided by it."""
+    """The proof of `--recall` and `--precision` for the first label, and the rows that it decides."""
 
     label: str
     recall: float | None  # least share of the rows with the label, by the full read, that have it in the output
     precision: float | None  # least share of the rows with the label in the output that have it by the full read
-    # The label's foretold lead below which it is decided that a row does not have it, and from which on, that it has.
+    # The label's foretold lead below which a row is decided not to have it, and the lead from which on it is decided
+    # to have it.
     below: float | None
     above: float | None
     sampled: int  # rows that were read in full because of their scores
@@ -254,7 +255,7 @@ class ExitUse(BaseModel):
 
 
 def exit_lines(use: ExitUse) -> Iterator[tuple[str, str]]:
-    """The lines that exits add to the table of a run: name and text."""
+    """Yield the lines that exits add to the table of a run: name and text."""
     yield "exits", _status(use)
     for own in use.first:
         yield (
@@ -329,7 +330,7 @@ def _layers(use: ExitUse) -> str:
 
 
 def _place(use: ExitUse, name: str) -> str:
-    # Where rows left, by the name that their layer has in a report.
+    # The places where rows left, by the name of their layer in a report.
     if name == TO_THE_END:
         return "to the end"
     by = next((first.model for first in use.first if first.layer == int(name)), None)
@@ -383,7 +384,7 @@ ALIVE_NOTE = (
 
 
 def section(report: RunReport) -> Section | None:
-    """The exits in terminal, page, metrics and summary; None where rows cannot leave."""
+    """Return the exits in terminal, page, metrics and summary; None where rows cannot leave."""
     use: ExitUse | None = report.exits
     if use is None:
         return None
@@ -447,7 +448,7 @@ def section(report: RunReport) -> Section | None:
 
 
 def gain_plot(use: ExitUse) -> Plot | None:
-    """The gain over the flip rate of the judged rows, from 1 up; None unless there are two points."""
+    """Return the gain over the flip rate of the judged rows, from 1 up; None unless there are two points."""
     points = sorted({(each.flip_rate, each.gain) for each in use.curve})
     if len(points) < 2:
         return None
@@ -519,8 +520,8 @@ class JobExits:
     policy: ExitPolicy | None  # None where no row leaves: nothing could be proven, or the exits have ended
     use: ExitUse  # the exits in the run's report
     known: Mapping[int, ScoredRow] = field(default_factory=dict)  # rows by number that need not be read again
-    # Of the packs of this run: the seconds that they took and would have taken without exits; token-layers in full,
-    # and those saved.
+    # The packs of this run: the seconds that they took and would have taken without exits; token-layers in full, and
+    # those saved.
     seconds: float = 0.0
     full_seconds: float = 0.0
     layers: float = 0.0
@@ -534,12 +535,12 @@ class JobExits:
     spared: int = 0
 
     def treatment(self, in_full: frozenset[int]) -> Treatment:
-        """The treatment between layers. The prompts `in_full` go on to the end."""
+        """Return the treatment between layers. The prompts `in_full` go through all layers."""
         inside = None if self.policy is None else self.policy.inside
         return PLAIN if inside is None else Treatment(EarlyExits(inside, in_full))
 
     def ahead(self, questions: Sequence[Request], tick: TickTokens) -> tuple[dict[int, ScoredRow], int]:
-        """The answers that the first models give, by the places of the questions, and the tokens that they
+        """Return the answers that the first models give, by the places of the questions, and the tokens that they
         computed."""
         rows: dict[int, ScoredRow] = {}
         computed = 0
@@ -606,8 +607,8 @@ class JobExits:
         log.warning(f"{'--first' if use.first else '--exit'}: {use.reason}; all further rows are read in full")
 
     def report(self, tokens: Any) -> ExitUse:
-        """The exits for the run's report, with the savings in its packs; `tokens` (`report.run.Tokens`) are those of
-        the run.
+        """Return the exits for the run's report, with the savings in its packs; `tokens` (`report.run.Tokens`) are
+        those of the run.
 
         The counts of the output are still missing: see `ExitUse.take`.
         """
@@ -635,7 +636,7 @@ class JobExits:
 
 
 def decided_row(question: Request, logprobs: Any, layer: int, seconds: float) -> ScoredRow:
-    """A row that a first model has decided: nothing of it is computed by the model itself."""
+    """Return a row that a first model has decided; the model itself computes nothing of it."""
     return ScoredRow(question.prompt.row, logprobs, 0, 0, 0, seconds, method=FIRST, exit_layer=layer + 1)
 
 
@@ -647,7 +648,7 @@ def _layers_through(exit_layers: Sequence[int | None]) -> int | None:
 
 
 def stored_exit_use(plan: Mapping[str, Any]) -> ExitUse | None:
-    """The exits of a job by its plan, without the gain, which each run has of its own."""
+    """Return the exits of a job by its plan, without the gain, which each run has for itself."""
     stored = plan.get(EXITS, {})
     return _use_of(stored) if "use" in stored else None
 
@@ -684,7 +685,7 @@ def with_first(
     questions: Sequence[Request],
     answers: Sequence[Answer],
 ) -> tuple[CalibrationRows, list[FirstUse]]:
-    """The rows with what first models `read` of their questions, by layer, and what a token costs each of the
+    """Return the rows with what first models `read` of their questions, by layer, and what a token costs each of the
     `readers`.
 
     The seconds of a token, a median because the first packs take longer than others, are for the report alone.
@@ -713,11 +714,11 @@ class ExitLearning:
 
     @property
     def engine(self) -> PlanEngine:
-        """What answers packs."""
+        """The engine that answers packs."""
         return self.run.scorer.pool
 
     def exits(self) -> JobExits:
-        """The exits. The job's recorder counts the tokens that learning them took in this run."""
+        """Return the exits. The job's recorder counts the tokens that learning them took in this run."""
         sink, found = self.run.sink, self._stored()
         if found is None:
             profile, known, use = self._learn()
@@ -881,7 +882,7 @@ class ExitLearning:
 
     @property
     def _count(self) -> int:
-        # The number of rows to read at first, if half of the job has so many.
+        # The number of rows to read at first, if half of the job has that many.
         if self.run.settings.exit_rows is not None:
             return int(self.run.settings.exit_rows)
         if self.given is not None:
@@ -906,7 +907,7 @@ class ExitLearning:
         return source.selection().within(0, source.count())
 
     def _questions(self, numbers: Int64Array) -> list[Request]:
-        # How the model reads the rows with these numbers, ascending.
+        # The requests for the rows with these numbers, ascending.
         prompts = [prompt for batch in self._prompts(numbers) for prompt in batch]
         questions, _ = self.run.scorer.requests(prompts, self.run.tick)
         return [question for question in questions if len(question.tokens) <= self.engine.limits.max_tokens]

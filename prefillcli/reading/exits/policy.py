@@ -52,11 +52,11 @@ class Probe:
         return int(getattr(self, last).size)
 
     def logits(self, readings: Readings) -> Float64Array:
-        """Predicted final label logits, float64 [rows, labels], up to a constant for each row."""
+        """Return the predicted final label logits, float64 [rows, labels], up to a constant for each row."""
         raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
-        """Its arrays, from which `probe_of` restores the same probe bit for bit."""
+        """Return its arrays, from which `probe_of` restores the same probe bit for bit."""
         arrays = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         return {"kind": self.kind} | {
             name: {
@@ -113,7 +113,7 @@ PROBES: Final[Mapping[str, Callable[..., Probe]]] = {each.kind: each for each in
 
 
 def probe_of(written: Mapping[str, Any]) -> Probe:
-    """The probe that `to_json` wrote. Raises ValueError if it did not write this."""
+    """Return the probe that `to_json` wrote. Raises ValueError if it did not write this."""
     kind = written.get("kind")
     if not isinstance(kind, str) or kind not in PROBES:
         raise ValueError(f"{kind!r} is not a kind of probe")
@@ -127,19 +127,20 @@ def probe_of(written: Mapping[str, Any]) -> Probe:
 
 
 def unit_length(hidden: Float32Array) -> Float64Array:
-    """Hidden states [rows, hidden] scaled to length 1; those of length 0 stay 0."""
+    """Return hidden states [rows, hidden] scaled to length 1; those of length 0 stay 0."""
     wide = hidden.astype(np.float64)
     lengths = np.linalg.norm(wide, axis=1, keepdims=True)
     return np.asarray(wide / np.where(lengths > 0, lengths, 1), np.float64)
 
 
 def relative(logits: Float64Array) -> Float64Array:
-    """Label logits [rows, labels] less their mean over the labels."""
+    """Return label logits [rows, labels] less their mean over the labels."""
     return np.asarray(logits - logits.mean(axis=1, keepdims=True), np.float64)
 
 
 def lens_features(readings: Readings) -> Float64Array:
-    """SpecEE's features [rows, 3 * labels]: label logits, softmax among the labels, and its change in the layer."""
+    """Return SpecEE's features [rows, 3 * labels]: label logits, softmax among the labels, and its change in the
+    layer."""
     shares = _softmax(readings.logits)
     return np.concatenate([readings.logits, shares, shares - _softmax(readings.before)], axis=1)
 
@@ -199,10 +200,10 @@ class FittedProbe(NamedTuple):
 
 
 def fit_best(readings: Readings, final: Float64Array, seed: int) -> tuple[FittedProbe, dict[str, float]]:
-    """The kind of probe with the smallest squared error on left-out rows, and the error of each kind.
+    """Fit the kind of probe with the smallest squared error on left-out rows; return it with the error of each kind.
 
     `final` [rows, labels] are the final label log-probabilities. An error is the root mean square error of a margin
-    between two labels. The network takes longest. It is left out where the label logits that it reads tell little,
+    between two labels. The network takes longest. It is left out where the label logits that it reads show little,
     alone or compared with the hidden state: where the affine probe does not know the answer, or its error is more than
     1.25 times that of the ridge.
     """
@@ -220,13 +221,13 @@ def fit_best(readings: Readings, final: Float64Array, seed: int) -> tuple[Fitted
 
 
 def fit_ridge(readings: Readings, target: Float64Array, seed: int = 0) -> FittedProbe:
-    """`stats.ridge.ridge` from hidden states to relative logits `target` [rows, labels]."""
+    """Fit relative logits `target` [rows, labels] to hidden states by `stats.ridge.ridge`."""
     found = ridge(unit_length(readings.hidden), target)
     return FittedProbe(RidgeProbe(_single(found.weights), _single(found.bias)), found.held_out)
 
 
 def fit_affine(readings: Readings, target: Float64Array, seed: int = 0) -> FittedProbe:
-    """Least squares from relative label logits to relative logits `target` [rows, labels]."""
+    """Fit relative logits `target` [rows, labels] to relative label logits by least squares."""
     lens = np.column_stack([relative(readings.logits), np.ones(len(target))])
 
     def solve(rows: IntArray) -> Float64Array:
@@ -238,7 +239,7 @@ def fit_affine(readings: Readings, target: Float64Array, seed: int = 0) -> Fitte
 
 
 def fit_mlp(readings: Readings, target: Float64Array, seed: int = 0) -> FittedProbe:
-    """A network of SpecEE's size from its features to relative logits `target` [rows, labels], by L-BFGS."""
+    """Fit a network of SpecEE's size from its features to relative logits `target` [rows, labels], by L-BFGS."""
     features = lens_features(readings)
 
     def predict(rows: IntArray, rest: IntArray) -> Float64Array:
@@ -248,7 +249,7 @@ def fit_mlp(readings: Readings, target: Float64Array, seed: int = 0) -> FittedPr
     return FittedProbe(_trained(features, target, seed), _folded(target, seed, predict))
 
 
-# How each kind of `prefillcli.reading.exits.policy.PROBES` is fitted.
+# The fit of each kind of `prefillcli.reading.exits.policy.PROBES`.
 FITS: Final[Mapping[str, Callable[[Readings, Float64Array, int], FittedProbe]]] = {
     RidgeProbe.kind: fit_ridge,
     AffineProbe.kind: fit_affine,
@@ -257,7 +258,8 @@ FITS: Final[Mapping[str, Callable[[Readings, Float64Array, int], FittedProbe]]] 
 
 
 def margin_error(off: Float64Array) -> float:
-    """The error of a margin between two labels, where relative logits are `off` [rows, labels]: root mean square."""
+    """Return the error of a margin between two labels, where relative logits are `off` [rows, labels]: root mean
+    square."""
     labels = off.shape[1]
     return float(np.sqrt(2 * np.mean(off**2) * labels / (labels - 1)))  # the errors of a row's labels add up to 0
 
@@ -351,7 +353,7 @@ class Lead(NamedTuple):
 
 
 def lead_of(logits: Float64Array) -> Lead:
-    """The lead of label logits [rows, labels]."""
+    """Return the lead of label logits [rows, labels]."""
     two = np.partition(logits, -2, axis=1)[:, -2:]
     return Lead(logits.argmax(axis=1), two[:, 1] - two[:, 0])
 
@@ -368,28 +370,28 @@ class ExitPolicy:
 
     @property
     def inside(self) -> ExitPolicy | None:
-        """Those after layers of the model itself; None: there are none."""
+        """The exits after layers of the model itself; None if there are none."""
         own = tuple(each for each in self.exits if each.layer > BEFORE)
         return ExitPolicy(own) if own else None
 
     def at(self, layer: int) -> ExitLayer:
-        """The exit after a layer. Raises KeyError if there is none."""
+        """Return the exit after a layer. Raises KeyError if there is none."""
         for each in self.exits:
             if each.layer == layer:
                 return each
         raise KeyError(layer)
 
     def peeks(self, layer: int) -> bool:
-        """As `LeavingRule`."""
+        """See `LeavingRule`."""
         return self.at(layer).peek
 
     def guess(self, layer: int, readings: Readings) -> tuple[Float64Array, Sequence[float]]:
-        """As `LeavingRule`."""
+        """See `LeavingRule`."""
         own = self.at(layer)
         return own.probe.logits(readings), own.thresholds
 
     def decide(self, layer: int, readings: Readings) -> Decisions:
-        """The rows that leave after this layer."""
+        """Return the rows that leave after this layer."""
         own = self.at(layer)
         predicted = own.probe.logits(readings)
         lead = lead_of(predicted)
@@ -398,7 +400,7 @@ class ExitPolicy:
         return Decisions(lead.ahead >= np.asarray(own.thresholds)[lead.label], predicted - total)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """The form from which `policy_of` restores the same policy. A threshold of infinity is null."""
+        """Return the form from which `policy_of` restores the same policy. A threshold of infinity is null."""
         return [
             {
                 "layer": each.layer,
@@ -411,7 +413,7 @@ class ExitPolicy:
 
 
 def policy_of(written: Sequence[Mapping[str, Any]]) -> ExitPolicy:
-    """The policy that `ExitPolicy.to_json` wrote. Raises ValueError if it did not write this."""
+    """Return the policy that `ExitPolicy.to_json` wrote. Raises ValueError if it did not write this."""
     try:
         exits = tuple(
             ExitLayer(
@@ -459,7 +461,7 @@ class JudgedLabel(_Finding):
 
     @property
     def proven(self) -> bool:
-        """Whether anything is proven of the label."""
+        """True if anything is proven of the label."""
         return self.judged >= self.rows_needed and self.bound < 1
 
 
@@ -505,7 +507,7 @@ class TradePoint(GainPoint):
 class ExitFindings(_Finding):
     """All that a calibration of exits found.
 
-    `reason` says why there are no exits. `layers` is the mean number of layers that a token of a judged row goes
+    `reason` explains why there are no exits. `layers` is the mean number of layers that a token of a judged row goes
     through, and `gain` the cost of reading in full divided by the cost with exits, for tokens that a row does not
     share.
     """
@@ -563,7 +565,7 @@ class ExitProfile(BaseModel):
         policy = self.policy
         for each in policy.exits if policy else ():
             if each.layer >= self.layers - 1:
-                raise ValueError(f"layer {each.layer + 1} of {self.layers} is no exit layer")
+                raise ValueError(f"layer {each.layer + 1} of {self.layers} is not an exit layer")
             if not len(each.thresholds) == each.probe.labels == len(self.labels):
                 raise ValueError(f"the exit after layer {each.layer + 1} is not for {len(self.labels)} labels")
         return self
@@ -574,12 +576,13 @@ class ExitProfile(BaseModel):
         return None if self.exits is None else policy_of(self.exits)
 
     def to_json(self) -> str:
-        """The content of the file: text that ends with a line feed."""
+        """Return the content of the file: text that ends with a line feed."""
         return self.model_dump_json(indent=1) + "\n"
 
 
 def exit_profile_of(content: bytes | str, path: str) -> ExitProfile:
-    """The profile in a file's `content`. Raises UsageError, which names the `path`, if it is none or is damaged."""
+    """Return the profile in a file's `content`. Raises UsageError, which names the `path`, if it is not a profile or
+    is damaged."""
     try:
         return ExitProfile.model_validate_json(content)
     except ValidationError as error:
@@ -588,7 +591,7 @@ def exit_profile_of(content: bytes | str, path: str) -> ExitProfile:
         if first["loc"] == ("schema_version",):
             reason = f"it is of another version of prefill (schema_version is not {SCHEMA_VERSION})"
         elif first["type"] == "missing" or (first["loc"] in {(), ("kind",)} and first["type"] != "value_error"):
-            reason = "it is no exit profile, or it is damaged"
+            reason = "it is not an exit profile, or it is damaged"
         else:
             reason = f"it is damaged: {where + ': ' if where else ''}{first['msg']}"
         raise UsageError(f"--exit-profile {path}: {reason}\n{_AGAIN}") from None
@@ -631,8 +634,8 @@ AGAIN = "leave it out: the exits are then learnt on rows of this job"
 
 
 def exit_profile_at(path: str) -> ExitProfile:
-    """The profile at a local path or URL. Raises UsageError for any other file, or one that was changed after a job
-    wrote it."""
+    """Return the profile at a local path or URL. Raises UsageError for any other file, or one that was changed after a
+    job wrote it."""
     content, sealed = read_sealed("--exit-profile", path, AGAIN)
     profile = exit_profile_of(content, without_secrets(path))
     if not sealed:  # the bound on flips rests on it
@@ -644,12 +647,12 @@ def exit_profile_at(path: str) -> ExitProfile:
 
 
 def job_of_exits(run: Run, read_as: Sequence[Any]) -> dict[str, Any]:
-    """The identity of a job for the exits that it learns, by its fingerprint: a job that uses them again must have the
-    same. `read_as` says how prompts are read otherwise."""
+    """Return the identity of a job for the exits that it learns, by its fingerprint: a job that uses them again must
+    have the same. `read_as` states how prompts are read otherwise."""
     digests = run.report.fingerprint
     # Not the digest of all options of compression: an audit changes nothing that a model reads.
     kept = list(read_as)
-    named = (WORDS, run.settings.narrow)  # a first model goes by its contents
+    named = (WORDS, run.settings.narrow)  # a first model is identified by its contents
     first = [name if name in named else "first" for name in run.settings.chain]
     if "adapters" in digests:
         kept.append(digests["adapters"])
@@ -665,9 +668,9 @@ def job_of_exits(run: Run, read_as: Sequence[Any]) -> dict[str, Any]:
 
 
 def inspected_policy(path: str | None, opened: Opened, labels: Labels) -> ExitPolicy | None:
-    """The exits of a profile, for a row whose job may have other prompts; None without a path or exits.
+    """Return the exits of a profile, for a row whose job may have other prompts; None without a path or exits.
 
-    Raises UsageError for a file that is no profile, or a profile of another model or other labels.
+    Raises UsageError for a file that is not a profile, or a profile of another model or other labels.
     """
     if path is None:
         return None
@@ -684,5 +687,5 @@ def inspected_policy(path: str | None, opened: Opened, labels: Labels) -> ExitPo
 
 
 def exits_path(report: str) -> str:
-    """The path of a job's exit profile: `data.scores.run.json` -> `data.scores.exit.json`."""
+    """Return the path of a job's exit profile: `data.scores.run.json` -> `data.scores.exit.json`."""
     return report.removesuffix(".json").removesuffix(".run") + ".exit.json"

@@ -1,8 +1,8 @@
 """A rare answer: the first model decides rows with recall and precision of the first label proven, not flips.
 
 Each row has a score, which is the higher, the more likely the model answers with the first label. Below the *low* cut
-the first model says no, from the *high* cut on it says yes, and the model itself reads the rest. Possible cuts are the
-edges between bins of the scores.
+the first model answers no, from the *high* cut on it answers yes, and the model itself reads the rest. Possible cuts
+are the edges between bins of the scores.
 
 Rows are drawn without replacement, where they matter: a row of a bin with `left` rows that were not read is drawn with
 the probability `odds[bin] / left[bin]`. Let z be a row's share in what is to be proven, known once it is read:
@@ -51,7 +51,7 @@ from prefillcli.rows.records import BEFORE, Int64Array, Prompt, ScoredRow
 BoolArray = npt.NDArray[np.bool_]
 Float64Array = npt.NDArray[np.float64]
 
-_BINS: Final = 64  # with as many rows each, at least; 32 edges more are the closer, the higher the scores
+_BINS: Final = 64  # of at least this many rows each; 32 further edges lie closer together the higher the scores
 _TOP: Final = 60  # rows of the highest bin
 _TOGETHER: Final = 300  # rows that are decided together for precision
 _STAKES: Final = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # shares of what may be lost at most
@@ -72,7 +72,7 @@ class Search:
 
     `known` [known rows] are rows that were read before, and `answers` [known rows] whether they have the answer. Their
     scores may be other predictions than those of the rest: they are not decided. NaN: a row is never decided.
-    `read` tells whether rows have the answer.
+    `read` returns whether rows have the answer.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Search:
 
     @property
     def _odds(self) -> Float64Array:
-        # Half alike for all rows, half where they tell most.
+        # Half alike for all rows, half where rows are most informative.
         telling = [self.left * side.telling(self._rates) for side in self._sides]
         shares = [each / each.sum() for each in telling if each.sum() > 0] or [self.left / self.left.sum()]
         return np.asarray(_SPREAD * self.left / self.left.sum() + (1 - _SPREAD) * np.mean(shares, axis=0), np.float64)
@@ -183,7 +183,7 @@ class Search:
 
 
 class _Side:
-    """What is proven of one side, for all edges at once: arrays are [edges], or [edges, bins]."""
+    """The proofs of one side, for all edges at once: arrays are [edges], or [edges, bins]."""
 
     def __init__(
         self,
@@ -221,21 +221,21 @@ class _Side:
         return int(self._edges[passed - 1]) if passed else None
 
     def telling(self, rates: Float64Array) -> Float64Array:
-        """Return how much a row of each bin tells, by these `rates` of the answer [bins]: the spread of what it may
-        be."""
+        """Return how informative a row of each bin is, by these `rates` of the answer [bins]: the spread of its
+        possible values."""
         if self.kind == "recall":
             return np.asarray(np.sqrt(rates * (1 - rates)), np.float64)
         spread = np.sqrt(rates * (1 - self._target) ** 2 + (1 - rates) * self._target**2)
         return np.asarray(np.where(rates > self._target / 2, spread, 0), np.float64)
 
     def _most_lost(self, chances: Float64Array) -> Float64Array:
-        # The most that a draw can lose for a stake of 1. Where it is not above 0, nothing can be lost: the edge is
+        # The most that a draw can lose for a stake of 1. If that is not above 0, nothing can be lost: the edge is
         # proven.
         losses = np.divide(self._worst, chances, out=np.zeros(self._worst.shape), where=chances > 0)
         return np.asarray(losses.max(axis=1, initial=0) - self._sum, np.float64)
 
     def bet(self, bin_: int, answer: bool, chances: Float64Array) -> None:
-        """A row of this bin was drawn, where a row of each bin had these `chances` [bins]."""
+        """Bet on a drawn row of this bin, where a row of each bin had these `chances` [bins]."""
         lost = self._most_lost(chances)
         z = (self._yes if answer else self._no)[:, bin_]
         sure = lost <= 0
@@ -246,7 +246,8 @@ class _Side:
         self._sum += z
 
     def draws_needed(self, odds: Float64Array, left: Float64Array, rates: Float64Array) -> Float64Array:
-        """The number of draws expected to prove each edge and all before it, by these `rates` of the answer [bins].
+        """Return the number of draws expected to prove each edge and all before it, by these `rates` of the answer
+        [bins].
 
         It chooses the stakes of the next draws by the same estimates: those by which the capital grows most.
         """
@@ -289,7 +290,7 @@ class Remembered:
         self.tokens, self.seconds = tokens, seconds
 
     def read(self, prompts: Sequence[Prompt], tick: Tick) -> list[FirstReading | None]:
-        """The reading of each prompt; None for one that was not decided."""
+        """Return the reading of each prompt; None for one that was not decided."""
         leads = self._leads[np.searchsorted(self._numbers, [prompt.row for prompt in prompts])]
         return [
             None if np.isnan(lead) else FirstReading(np.zeros(1, np.float32), np.array([lead / 2, -lead / 2]), 0, 0.0)
@@ -298,7 +299,7 @@ class Remembered:
 
 
 def rows_to_fit(rows: int) -> int:
-    """The number of random rows that a probe is fitted to, of a job with so many."""
+    """Return the number of random rows that a probe is fitted to, in a job with `rows` rows."""
     return min(max(rows // 20, _FEW), _MANY)
 
 
@@ -307,7 +308,7 @@ class RareLearning(ExitLearning):
     """Finds the rows that the first model decides, once, as `ExitLearning` does exits."""
 
     def exits(self) -> JobExits:
-        """The decisions, as an exit before the first layer."""
+        """Return the decisions, as an exit before the first layer."""
         found = ExitLearning.exits(self)
         name, reader = self.first[BEFORE]
         leads = np.frombuffer(self.run.sink.work.read_bytes(SCORES), "<f4")

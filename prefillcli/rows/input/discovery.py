@@ -1,4 +1,4 @@
-"""Columns that the folders of an input name, as Hive does: `date=2026-01-01/hour=7/part.parquet`.
+"""Columns named by the folders of an input, as Hive does: `date=2026-01-01/hour=7/part.parquet`.
 
 A partitioned output has the same folders."""
 
@@ -31,12 +31,12 @@ class Partitions:
 
     schema: pa.Schema
     values: tuple[dict[str, Any], ...]
-    # Of every file, those of its folders that name a key: `date=2026-01-01/hour=7`.
+    # For every file, those of its folders that name a key: `date=2026-01-01/hour=7`.
     folders: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, paths: Iterable[str]) -> Partitions:
-        """The keys in the folders of these paths, in the order of their first use.
+        """Return the keys in the folders of these paths, in the order of their first use.
 
         As pyarrow.dataset infers them: keys and values are URL-decoded, a key is int32 if every value is one, else a
         string.
@@ -51,7 +51,8 @@ class Partitions:
         return cls(schema, values, tuple("/".join(_key_folders(path)) for path in paths))
 
     def runs(self, table: pa.Table) -> Iterator[tuple[str, pa.Table]]:
-        """The rows of a table that has the keys as columns, cut where the folder changes, without these columns."""
+        """Yield the rows of a table that has the keys as columns, cut where the folder changes, without these
+        columns."""
         names = self.schema.names
         known: dict[tuple[Any, ...], str] = {}
         for values, folder in zip(self.values, self.folders, strict=True):
@@ -95,7 +96,7 @@ KINDS: dict[str, Kind] = {
     ".ndjson": "jsonl",
     ".json": "jsonl",
 }
-_TABLES = (".csv", ".tsv")  # not read; a message says how to convert them
+_TABLES = (".csv", ".tsv")  # not read; a message explains how to convert them
 ENDINGS = ".parquet, .pq, .jsonl, .ndjson or .json (the last three also with .gz or .zst)"
 # Endings of files and folders that a run writes beside its output; never taken from a directory or a glob.
 _REPORTS = (".run.json", ".run.html", ".dry-run.json", ".prom")
@@ -111,7 +112,8 @@ class InputFile(FoundFile):
 
 
 def discover(inputs: Sequence[str]) -> tuple[list[InputFile], tuple[str, ...]]:
-    """The files of `inputs` in reading order, and the files in directories that were left out because of their ending.
+    """Find the files of `inputs` in reading order, and the files in directories that were left out because of their
+    ending.
 
     Inputs keep their order; the files of a directory (recursive) or a glob are sorted by path. Hidden files,
     files and folders that begin with `_`, and work folders and reports of earlier runs are never taken from a

@@ -52,11 +52,11 @@ class Footer:
         groups = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         if min(groups, default=0) < 0 or sum(groups) != metadata.num_rows:
             listed = ", ".join(f"{rows:,}" for rows in groups[:5]) + (", ..." if len(groups) > 5 else "")
-            raise OSError(f"its footer says {metadata.num_rows:,} rows, but {listed or 'none'} in its row groups")
+            raise OSError(f"its footer has {metadata.num_rows:,} rows, but {listed or 'none'} in its row groups")
         return cls(metadata.num_rows, dict(_wrong_chunks(metadata, size)))
 
     def require(self, names: Sequence[str]) -> None:
-        """Raise OSError if one of these columns cannot be read as the footer says; without names, if any column
+        """Raise OSError if one of these columns cannot be read as the footer describes; without names, if any column
         cannot."""
         for path, what in self.wrong.items():
             if not names or any(is_part_of(path, name) for name in names):
@@ -69,7 +69,7 @@ def is_part_of(path: str, name: str) -> bool:
 
 
 def chunk_range(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
-    """Where the pages of a column chunk begin and end in the file."""
+    """Return where the pages of a column chunk begin and end in the file."""
     start = chunk.data_page_offset
     if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
         start = chunk.dictionary_page_offset
@@ -157,8 +157,8 @@ _DICTIONARY_BYTES = 16 << 20  # a column chunk larger than this and its indices 
 _INDEX_BYTES = 6
 _FOOTER_BUFFER = 1 << 16  # bytes read at a time from a remote file for its footer
 _BUFFER = 1 << 20  # bytes read ahead per column, so that a large row group is not loaded whole
-# Of remote files. Columns are read in turns, so blocks of each stay in memory: reading ahead would drop them and fetch
-# them again.
+# For remote files. Columns are read in turns, so blocks of each stay in memory: reading ahead would drop them and
+# fetch them again.
 _BLOCKS: dict[str, Any] = {"block_size": 4 << 20, "cache_type": "blockcache", "cache_options": {"maxblocks": 16}}
 _READING: dict[str, Any] = {"buffer_size": _BUFFER, "pre_buffer": False}
 
@@ -196,7 +196,8 @@ class ParquetInput:
     def batches(
         self, first_row: int, columns: Sequence[str], carried: pa.Schema, selection: Selection, most_rows: int
     ) -> Iterator[RowBatch]:
-        """The selected rows, where the file's first row has the number `first_row`, at most `most_rows` at a time.
+        """Yield the selected rows, where the file's first row has the number `first_row`, at most `most_rows` at a
+        time.
 
         Raises PrefillError naming the file if it is damaged; batches before the damage have been yielded.
         """
@@ -255,13 +256,13 @@ class _GroupReader:
         self._found = file.found
         self._metadata = metadata
         self._wanted = list(dict.fromkeys([*columns, *carried]))
-        # Without columns Arrow takes the number of rows from the footer; the pages of one column tell.
+        # Without columns Arrow takes the number of rows from the footer; the pages of one column prove it.
         self._names = self._wanted or file.schema.names[:1]
         self._texts = [name for name in columns if file.schema.field(name).type in _TEXTS]
         self._files: dict[tuple[str, ...], pq.ParquetFile] = {}
 
     def read(self, number: int) -> Iterator[pa.RecordBatch]:
-        # The rows of a group, a bounded number of bytes at a time, as far as the footer tells their sizes.
+        # The rows of a group, a bounded number of bytes at a time, as far as the footer has their sizes.
         rows, chunks = self._metadata.row_group(number).num_rows, self._chunks(number)
         repeated = tuple(name for name in self._texts if all(each.repeats for each in chunks if each.name == name))
         at_once = min(BATCH_ROWS, BATCH_BYTES * rows // max(sum(chunk.size for chunk in chunks), 1))
@@ -325,15 +326,15 @@ class ParquetFiles:
         self.starts: list[int] = []  # of every file that `batches` has begun, the number of its first row
 
     def expected_rows(self) -> Expected | None:
-        """Rows of all files."""
+        """Return rows of all files."""
         return None if self.total_rows is None else Expected(self.total_rows)
 
     def count(self) -> int:
-        """Rows of all files; reads JSON Lines to the end once."""
+        """Return rows of all files; reads JSON Lines to the end once."""
         return self.total_rows or 0
 
     def columns_by_file(self) -> list[tuple[str, Sequence[str]]]:
-        """Paths of files with their columns, where these are known."""
+        """Return the paths of files with their columns, where these are known."""
         return [(file.path, each.schema.names) for file, each in zip(self._files, self._readers, strict=True)]
 
     def refuse_outputs(self, inputs: Sequence[str]) -> None:
@@ -350,7 +351,7 @@ class ParquetFiles:
     def carried_schema(
         self, columns: Sequence[str], carried: Sequence[str], optional: Sequence[str], max_row_bytes: int
     ) -> pa.Schema:
-        """Types of the carried columns.
+        """Return the types of the carried columns.
 
         Raises UsageError if one of the columns is missing and not `optional`, if two have its name, or if its types
         differ; PrefillError if a file contradicts itself about it. From now on rows of more than `max_row_bytes` are
@@ -366,7 +367,7 @@ class ParquetFiles:
         return pa.schema([keys.field(name) if name in keys.names else self._common_field(name) for name in carried])
 
     def batches(self, choice: ColumnChoice, selection: Selection, most_rows: int) -> Iterator[RowBatch]:
-        """The selected rows of all files."""
+        """Yield the selected rows of all files."""
         self.starts = []
         keys = self._partitions.schema.names
         own = pa.schema([field for field in choice.carried if field.name not in keys])

@@ -1,6 +1,6 @@
 """The input of a job as a stream of row batches: files of either kind, JSON Lines, and tables.
 
-Parquet has a module of its own.
+Parquet has its own module.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Source:
         return expected.rows if expected is not None and expected.exact else None
 
     def expected_rows(self) -> Expected | None:
-        """The same, or an estimate by the share of bytes that was read; None before the first row.
+        """Return the same, or an estimate by the share of bytes that was read; None before the first row.
 
         Any thread may ask while another one reads.
         """
@@ -139,7 +139,7 @@ class Source:
         return Expected(rows if expected.rows else 0, expected.exact)
 
     def count(self) -> int:
-        """Rows of the whole input; reads JSON Lines to the end once."""
+        """Return rows of the whole input; reads JSON Lines to the end once."""
         return self._files.count()
 
     @property
@@ -152,8 +152,8 @@ class Source:
         self._contents.begin()
 
     def fingerprint(self) -> str:
-        """Digest of the content and of the selection of rows. The place of the files does not count, except for the
-        columns that their folders name.
+        """Return the digest of the content and of the selection of rows. The place of the files does not count, except
+        for the columns that their folders name.
 
         Reads every file whole, once, unless its digest is known from before. Raises as `FileContents.digests`.
         """
@@ -179,7 +179,7 @@ class Source:
             self._contents.require_unchanged(range(first, int(last) + 1))
 
     def batches(self, most_rows: int = BATCH_ROWS) -> Iterator[RowBatch]:
-        """Row batches of at most `most_rows` rows and about 8 MiB, the same ones for the same input every time.
+        """Yield row batches of at most `most_rows` rows and about 8 MiB, the same ones for the same input every time.
 
         For a damaged file raises PrefillError that names it, after the rows before the damage.
         """
@@ -199,14 +199,14 @@ class Source:
             yield batch
 
     def rows(self, numbers: Int64Array) -> Iterator[RowBatch]:
-        """The rows with these ascending numbers; little else is read. Raises PrefillError for a damaged file."""
+        """Yield the rows with these ascending numbers; little else is read. Raises PrefillError for a damaged file."""
         yield from self._files.batches(self._choice, Selection(chosen=numbers), BATCH_ROWS)
 
     def _batches(self, most_rows: int) -> Iterator[RowBatch]:
         yield from self._files.batches(self._choice, self.selection(), most_rows)
 
     def selection(self) -> Selection:
-        """Which rows are read; for a sample of JSON Lines they are counted first."""
+        """Return the selection of rows to read; for a sample of JSON Lines they are counted first."""
         sampling = self._sampling
         if sampling.sample is not None:
             population = self.count() if sampling.limit is None else min(self.count(), sampling.limit)
@@ -225,7 +225,7 @@ class Source:
 class TableRows:
     """The rows of a table, numbered from 0. Nothing is carried: the owner of the table has its columns.
 
-    Rows in `bad` are error rows, because they hold a text that is no Unicode; the value names its column.
+    Rows in `bad` are error rows, because they hold a text that is not Unicode; the value names its column.
     """
 
     kind = "parquet"
@@ -254,7 +254,7 @@ class TableRows:
         return self
 
     def batches(self, most_rows: int = BATCH_ROWS) -> Iterator[RowBatch]:
-        """Row batches of at most `most_rows` rows and about 8 MiB."""
+        """Yield row batches of at most `most_rows` rows and about 8 MiB."""
         start, none = 0, pa.schema([])
         for piece in self._pieces():
             found = row_batches(
@@ -298,13 +298,14 @@ def _finite(text: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-# NaN and Infinity are no JSON: they become null, and so do numbers larger than any float
+# NaN and Infinity are not JSON: they become null, and so do numbers larger than any float
 _decode = json.JSONDecoder(parse_float=_finite, parse_constant=lambda _name: None).decode
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class BadLine(NamedTuple):
-    """A line that is not read as a whole: its error, and those of its `kept` values that tell it from others."""
+    """A line that is not read as a whole: its error, and those of its `kept` values that distinguish it from
+    others."""
 
     error: RowError
     kept: Mapping[str, Any] = MappingProxyType({})
@@ -335,7 +336,7 @@ class JsonlInput:
         return self._stream.stored * (1 - ahead / max(self._stream.taken, 1))
 
     def lines(self) -> Iterator[bytes | BadLine]:
-        """The lines that are not blank; of those that are longer than `max_row_bytes`, what is `kept`.
+        """Yield the lines that are not blank; of those that are longer than `max_row_bytes`, what is `kept`.
 
         Raises PrefillError if the file cannot be read to its end.
         """
@@ -400,7 +401,7 @@ class _Stream(io.RawIOBase):
 
 
 class _Pieces(io.RawIOBase):
-    """A compressed file in small pieces: from these one can tell how far its content has come."""
+    """A compressed file in small pieces, which show how far its content has come."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -446,7 +447,7 @@ _IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 class _ShortValues:
     """The short values of these names in an object that is read in pieces, and never as a whole.
 
-    Of a line that is no object, or breaks off, it has what stands before.
+    For a line that is not an object, or breaks off, it has the values before that point.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -458,7 +459,7 @@ class _ShortValues:
         self._long = False  # more of them than are kept
 
     def read(self, piece: bytes) -> None:
-        """The next bytes."""
+        """Take the next bytes."""
         if not self._names:
             return
         at = start = 0  # of what is read of the piece, and of the member in it
@@ -505,7 +506,8 @@ class _ShortValues:
 
 
 def parse(line: bytes | BadLine, kept: Collection[str] = ()) -> dict[str, Any] | BadLine:
-    """The object on a line, or why there is none, with its values of these names if it is not valid UTF-8."""
+    """Parse the object on a line, or return why there is none, with its values of these names if it is not valid
+    UTF-8."""
     if isinstance(line, BadLine):
         return line
     try:
@@ -563,7 +565,7 @@ class BatchMaker:
         self._nbytes = 0
 
     def add(self, lines: Iterator[bytes | BadLine]) -> Iterator[RowBatch]:
-        """Full batches from the selected `lines`; the remainder waits for `rest`."""
+        """Yield full batches from the selected `lines`; the remainder waits for `rest`."""
         end = self._selection.end
         chosen = self._selection.chosen
         at = 0 if chosen is None else int(np.searchsorted(chosen, self.row))
@@ -578,7 +580,7 @@ class BatchMaker:
             self.row += 1
 
     def rest(self) -> Iterator[RowBatch]:
-        """The last, partly filled batch, if any."""
+        """Yield the last, partly filled batch, if any."""
         if self._rows:
             yield self._take()
 
@@ -638,8 +640,8 @@ class JsonlFiles:
         self._read: Expected | None = None  # by the rows so far
 
     def expected_rows(self) -> Expected | None:
-        """Rows of all files, or an estimate by the share of bytes read so far. At the end of a selection of the first
-        rows, their number."""
+        """Return rows of all files, or an estimate by the share of bytes read so far. At the end of a selection of the
+        first rows, their number."""
         return self._read if self.total_rows is None else Expected(self.total_rows)
 
     def count(self) -> int:
@@ -679,7 +681,7 @@ class JsonlFiles:
         yield from maker.rest()
 
     def _estimate(self, rows: int, number: int) -> None:
-        # How many rows there are, where so many take all files before this one, and a part of it.
+        # The estimated number of rows, where all files before this one, and a part of it, have `rows` rows.
         read = sum(each.size for each in self._readers[:number]) + self._readers[number].bytes_read()
         if read > 0:
             total = rows * sum(each.size for each in self._readers) / read

@@ -1,7 +1,6 @@
 """Rows out: the formats of an output, and the shares of a job.
 
-This says which ending asks for which format, without importing the code that reads and writes them: `--help` may use
-it.
+This maps endings to formats, without importing the code that reads and writes them, so that `--help` may use it.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ FILE_ENDINGS = tuple(each.ending for each in FORMATS if not each.directory)
 
 
 def format_of(path: str) -> OutputFormat | None:
-    """The format that a path asks for; None for an unknown ending."""
+    """Return the format that a path asks for; None for an unknown ending."""
     lower = path.lower()
     return next((each for each in FORMATS if lower.endswith(each.endings)), None)
 
@@ -58,7 +57,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """The shard of a text like `2/4`. Raises ValueError."""
+        """Parse the shard of a text like `2/4`. Raises ValueError."""
         found = _TEXT.fullmatch(text)
         shard = cls(int(found[1]), int(found[2])) if found else None
         if shard is None or not 1 <= shard.number <= shard.count:
@@ -67,7 +66,7 @@ class Shard:
 
     @classmethod
     def of_name(cls, name: str) -> tuple[str, Shard] | None:
-        """The name before a shard's `ending`, and the shard; None for a name without one."""
+        """Return the name before a shard's `ending`, and the shard; None for a name without one."""
         found = _ENDING.search(name)
         if found is None or found[0] != cls(int(found[1]), int(found[2])).ending:
             return None

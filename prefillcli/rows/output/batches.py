@@ -17,7 +17,7 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 SCORE, RERANK = "/score", "/rerank"  # the ends of their paths
 # The names of the two texts, or lists of texts, in a body for the scores of pairs.
 PAIR_NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
-# The likeliest tokens after a prompt, and of the first one what it writes and whether it ends an answer.
+# The likeliest tokens after a prompt; for the first one, also what it writes and whether it ends an answer.
 LIKELIEST = pa.struct(
     [
         ("written", pa.string()),
@@ -39,7 +39,7 @@ def top_asked(url: str, body: Mapping[str, Any]) -> int | None:
 
 
 def lines_of(rows: pa.Table, row: str, id_name: str) -> pa.Table:
-    """The lines for rows of parts, as `LINE`. `row` and `id_name` are the columns with row numbers and ids."""
+    """Return the lines for rows of parts, as `LINE`. `row` and `id_name` are the columns with row numbers and ids."""
     created = int(time.time())
     answered = "pair_scores" if "pair_scores" in rows.column_names else "likeliest"
     columns = [row, id_name, URL, BODY, answered, "prompt_tokens", "error", "error_detail"]
@@ -99,7 +99,7 @@ def _completion(
 
 
 def as_list(value: Any) -> list[Any]:
-    """A list, or what stands for a list of one."""
+    """Return a list, or what stands for a list of one."""
     return value if isinstance(value, list) else [value]
 
 
@@ -125,9 +125,10 @@ def _chat_logprob(token: str, logprob: float) -> dict[str, Any]:
 
 
 def rows_of(lines: Iterable[dict[str, Any]], names: Sequence[str], id_name: str | None) -> pa.Table:
-    """These columns of lines that were written: the id as JSON text, `score`, `error` and `error_detail`.
+    """Return these columns of lines that were written: the id as JSON text, `score`, `error` and `error_detail`.
 
-    A line without log-probabilities does not tell its score, which is 1 here. Of several pairs, the first one counts.
+    A line without log-probabilities does not show its score, which is 1 here. If there are several pairs, the first
+    one counts.
     """
     values = [_values(line, id_name) for line in lines]
     kinds = {"score": pa.float64()}

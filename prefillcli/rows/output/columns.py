@@ -53,7 +53,7 @@ _LONGEST = 200  # characters of an id or a detail
 # The groups of columns that an output may have beside those of every output: the scores of an audit, calibrated
 # probabilities, where rows left the model early, which adapter read each row, texts written after rows, the
 # contributions of the sections of prompts, the log-probabilities of single tokens, the means of ordered labels,
-# whether the order of two values decided, each label's score where log-probabilities do not tell it, those of an
+# whether the order of two values decided, each label's score where log-probabilities do not determine it, those of an
 # output with a row for each question, and those of an OpenAI batch output, which has no others.
 Group = Literal[
     "audit",
@@ -97,9 +97,9 @@ class ResultRows:
     errors: list[RowError | None]  # None where the row has a score [rows]
     scored: list[ScoredRow]  # the engine's answers to the rows that have a score [scored]
     places: Int64Array  # where these are among all rows [scored]
-    # Log-probability of every label over the whole vocabulary, or over all classes; of rows that left early, among
-    # the labels alone. Of a head that gives values, the value of every label [scored, labels]. Where rows have labels
-    # of their own, -inf fills the places behind them.
+    # Log-probability of every label over the whole vocabulary, or over all classes; of rows that left early, among the
+    # labels alone. For a head that gives values, the value of every label [scored, labels]. Where rows have their own
+    # labels, -inf fills the places after them.
     logprobs: Float64Array
     # Score of every label: mostly its probability among the labels, after the temperature [scored, labels].
     scores: Float64Array
@@ -123,8 +123,8 @@ class ResultRows:
         temperature: float,
         probabilities: Probabilities | None = None,
     ) -> ResultRows:
-        """Made of some rows of a window. A result that is not a finite number becomes an error, and so does one whose
-        conditional question failed although it is to be asked."""
+        """Make them of some rows of a window. A result that is not a finite number becomes an error, and so does one
+        whose conditional question failed although it should be asked."""
         results = sorted(results, key=lambda scored: scored.row)
         wrong = {
             each.row: RowError(
@@ -194,7 +194,7 @@ class ResultRows:
         return replace(rows, scores=rows.questions[0].scores) if rows.questions else rows
 
     def with_other_order(self, other: ResultRows) -> ResultRows:
-        """The means of these probabilities and those of the same question with its two values exchanged."""
+        """Return the means of these probabilities and those of the same question with its two values exchanged."""
         audited: list[Float64Array | None] = []
         for mine, others, full, full_other in zip(
             self.scores, other.scores, self.audited, other.audited, strict=True
@@ -210,7 +210,7 @@ class ResultRows:
         )
 
     def arrays(self) -> list[pa.Array]:
-        """The columns of `OutputSchema.results` for these rows."""
+        """Return the columns of `OutputSchema.results` for these rows."""
         arrays = []
         for column in self.schema.columns:
             values = column.values(self)
@@ -219,7 +219,7 @@ class ResultRows:
         return arrays
 
     def values(self, names: Set[str]) -> dict[str, list[Any]]:
-        """The values [rows] of those columns of `OutputSchema.conditional` that are named, by name; only these are
+        """Return the values [rows] of the named columns of `OutputSchema.conditional`, by name; only these are
         computed."""
         found: dict[str, list[Any]] = {}
         for column in self.schema.columns:
@@ -231,7 +231,7 @@ class ResultRows:
         return found
 
     def of_scored(self, values: Sequence[Any] | npt.NDArray[Any]) -> ObjectArray:
-        """A value for every row [rows, ...] where `values` [scored, ...] has one, else None."""
+        """Return `values` [scored, ...] spread over all rows [rows, ...], with None for rows without one."""
         inner = values.shape[1:] if isinstance(values, np.ndarray) else ()
         spread = np.full((len(self.numbers), *inner), None, object)
         spread[self.places] = values
@@ -257,7 +257,7 @@ class Column(NamedTuple):
     labels: tuple[str, ...] | None = None  # those of the question that it is for; None: those of the output
 
     def names(self, labels: Sequence[str]) -> list[str]:
-        """The name of the column, or one name for each label."""
+        """Return the name of the column, or one name for each label."""
         labels = labels if self.labels is None else self.labels
         return [self.name.replace("<label>", label) for label in labels] if "<label>" in self.name else [self.name]
 
@@ -544,18 +544,19 @@ _TYPES = {
 
 
 def kinds_of(texts: pa.ChunkedArray) -> str:
-    """The kinds of values in a column of JSON texts, as letters."""
+    """Return the kinds of values in a column of JSON texts, as letters."""
     return "".join(sorted({_kind(text) for text in texts.to_pylist() if text is not None}))
 
 
 def type_for(kinds: Iterable[str], *, ids: bool = False) -> pa.DataType:
-    """The type of a column that holds these kinds of values. Among `ids`, 1 and 1.0 differ, so they stay texts."""
+    """Return the type of a column that holds these kinds of values. Among `ids`, 1 and 1.0 differ, so they stay
+    texts."""
     found = frozenset(kinds)
     return pa.string() if ids and len(found) > 1 else _TYPES.get(found, pa.string())
 
 
 def typed_column(texts: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """JSON texts as values of `kind`."""
+    """Return JSON texts as values of `kind`."""
     if kind != pa.string():
         return texts.cast(kind)
     values = [None if text is None else text_of(text) for text in texts.to_pylist()]
@@ -580,7 +581,7 @@ class OutputSchema:
     """The columns of a job's output."""
 
     labels: tuple[str, ...]
-    id_name: str | None = None  # the carried column with the ids; None where rows go by their number
+    id_name: str | None = None  # the carried column with the ids; None where rows are identified by their number
     # Id and kept columns as the parts have them; from JSON Lines every one is JSON text.
     carried: pa.Schema = field(default_factory=lambda: pa.schema([]))
     json_carried: bool = False  # whether the carried columns are JSON text
@@ -590,25 +591,25 @@ class OutputSchema:
     groups: Groups = frozenset()  # the groups of further columns, beside those of every output
     measure: Measure = Measure.SHARES  # the meaning of the labels' numbers
     values: tuple[float, ...] = ()  # the number that each label stands for, if they are ordered
-    # Of an output with several questions about each row, the columns of each, under its `name`; `labels` and `measure`
+    # In an output with several questions about each row, the columns of each, under its `name`; `labels` and `measure`
     # are those of the first then, as is the column `score`.
     questions: tuple[OutputSchema, ...] = ()
     name: str = ""
-    # Of an output about the likeliest tokens, the text of each by its id.
+    # In an output about the likeliest tokens, the text of each by its id.
     token_text: Callable[[int], TokenText] | None = None
-    # Of a question, the numbers of the rows of which it is asked, by the answers to earlier ones; None: all.
+    # For a question, the numbers of the rows it is asked about, by the answers to earlier ones; None: all.
     when: Callable[[ResultRows], Set[int]] | None = None
-    # Of a question with the group `orders`, the number of its prompt with the two values exchanged, after those of
+    # For a question with the group `orders`, the number of its prompt with the two values exchanged, after those of
     # all questions.
     exchanged: int | None = None
 
     @property
     def asked(self) -> tuple[OutputSchema, ...]:
-        """For each prompt of a row, the columns of its answer."""
+        """The columns of the answer to each prompt of a row."""
         return (*self.questions, *(each for each in self.questions if each.exchanged is not None)) or (self,)
 
     def answered(self, scored: ScoredRow) -> Iterable[tuple[OutputSchema, ScoredRow]]:
-        """The answers of a row, each with its columns."""
+        """Return the answers of a row, each with its columns."""
         if "openai" in self.groups:  # as many as its line has pairs of texts
             return ((self, each) for each in scored.answers)
         return zip(self.asked, scored.answers if self.questions else (scored,), strict=True)
@@ -630,7 +631,7 @@ class OutputSchema:
         return tuple(self.carried.names) if self.json_carried and self.json_text else ()
 
     def arrow(self, json_kinds: Mapping[str, Iterable[str]]) -> pa.Schema:
-        """The Arrow schema of the output; `json_kinds` are the kinds of values in carried JSON text."""
+        """Return the Arrow schema of the output; `json_kinds` are the kinds of values in carried JSON text."""
         if "openai" in self.groups:
             return batches.LINE
         carried = list(self.carried)
@@ -646,7 +647,7 @@ class OutputSchema:
         return pa.schema([*carried, *self._written])
 
     def table(self, rows: pa.Table, schema: pa.Schema) -> pa.Table:
-        """Rows of parts as rows of the output, whose `arrow` schema is given."""
+        """Return rows of parts as rows of the output, whose `arrow` schema is given."""
         if "openai" in self.groups:
             return batches.lines_of(rows, ROW, self.id_name or ROW).cast(schema)
         if "question_rows" in self.groups:
@@ -703,8 +704,8 @@ class OutputSchema:
         return pa.schema([*fields, *(made for _, made in self._answers), *rest])
 
     def _by_question(self, rows: pa.Table) -> pa.Table:
-        # Rows of parts with a row for each question. Numbers about all questions stand in the first alone, so that
-        # they still add up.
+        # Rows of parts with a row for each question. Numbers about all questions are in the first alone, so that they
+        # still add up.
         count, found = len(rows), []
         rest = [column for column in self.columns if not column.of_answer]
         for number, own in enumerate(self.questions):
@@ -729,7 +730,7 @@ class OutputSchema:
 
     @property
     def conditional(self) -> pa.Schema:
-        """Those of them that a `RowCondition` may use."""
+        """Names and types of the columns that a `RowCondition` may use."""
         columns = [column for column in self.columns if column.conditional]
         return pa.schema([(name, column.type) for column in columns for name in column.names(self.labels)])
 
@@ -869,8 +870,8 @@ class Tallies:
         means: Sequence[str] = (),
         first: str = "",
     ) -> Tallies:
-        """The tallies of output rows. `id_name` is the column with their ids, `json_id` whether it holds JSON, and
-        `means` are the columns with means of ordered labels. With `first` begin the columns of the question whose
+        """Return the tallies of output rows. `id_name` is the column with their ids, `json_id` whether it holds JSON,
+        and `means` are the columns with means of ordered labels. With `first` begin the columns of the question whose
         score a row has.
 
         Rows of an output have no row number where they have an id; it is None then.

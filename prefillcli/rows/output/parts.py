@@ -39,12 +39,12 @@ _NONE = bytes(SIZE)
 
 
 class RowDigests:
-    """Notes the digest of each prompt's row in it.
+    """Notes in each prompt the digest of its row.
 
     A row's results depend on its id (or number), its tokens, the labels after them, whether they were cut, its own
     keep rate and adapter, the values that its sections are made of, and its values in the carried `columns`, by which
-    rows are chosen. Of a row with several prompts they depend on all of these. Everything else that they depend on is
-    the same for all rows: the job's fingerprint, and `common`.
+    rows are chosen. For a row with several prompts, they depend on all of these. Everything else that they depend on
+    is the same for all rows: the job's fingerprint, and `common`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ def _plain(value: Any) -> Any:
 
 
 def digests_of(rows: pa.Table) -> bytes:
-    """The bytes of the file for rows of parts."""
+    """Return the bytes of the file for rows of parts."""
     return b"".join(_NONE if each is None else each for each in rows[DIGEST].to_pylist())
 
 
@@ -113,7 +113,8 @@ class DigestReader:
         self._location = location
 
     def next(self, rows: int) -> pa.Array:
-        """The digests of the next rows, null where a row has none. Raises DamagedFileError if there are fewer."""
+        """Return the digests of the next rows, null where a row has none. Raises DamagedFileError if there are
+        fewer."""
         data = self._read(rows * SIZE)
         if len(data) < rows * SIZE:
             raise self._damaged()
@@ -152,7 +153,7 @@ class WindowRows:
 
     @classmethod
     def of(cls, rows: Int64Array) -> WindowRows:
-        """`rows` are ascending row numbers, at least one."""
+        """Return the rows of a window. `rows` are ascending row numbers, at least one."""
         digest = hashlib.sha256(np.ascontiguousarray(rows, "<i8").tobytes()).hexdigest()
         return cls(len(rows), int(rows[0]), int(rows[-1]), digest)
 
@@ -191,12 +192,12 @@ _INFO = TypeAdapter(PartInfo)
 
 
 def part_name(window: int, number: int) -> str:
-    """The file name of a window's part."""
+    """Return the file name of a window's part."""
     return f"part-{window:06d}-{number:06d}.parquet"
 
 
 def window_of(name: str) -> int:
-    """The window of a part by its file name."""
+    """Return the window of a part by its file name."""
     found = _NAME.fullmatch(name)
     if found is None:
         raise ValueError(f"{name} is not the name of a part")
@@ -209,7 +210,7 @@ def is_part(name: str) -> bool:
 
 
 def make_rows(window: Window, rows: ResultRows) -> pa.Table:
-    """Row number, carried columns and result columns of some rows of a window."""
+    """Make row number, carried columns and result columns of some rows of a window."""
     carried = window.carried.take(pa.array(np.searchsorted(window.rows, rows.numbers)))
     return pa.Table.from_arrays(
         [pa.array(rows.numbers), *carried.columns, *rows.arrays()],
@@ -218,14 +219,14 @@ def make_rows(window: Window, rows: ResultRows) -> pa.Table:
 
 
 def with_digests(rows: pa.Table, found: ResultRows) -> pa.Table:
-    """Rows that were scored now, with the digests of those that have a score."""
+    """Return rows that were scored now, with the digests of those that have a score."""
     pairs = zip(found.prompts, found.errors, strict=True)
     digests = [None if prompt is None or error is not None else prompt.digest for prompt, error in pairs]
     return _marked(rows, pa.array(digests, TYPE), taken_over=False)
 
 
 def taken_rows(window: Window, results: pa.Table) -> pa.Table:
-    """Rows of a window as an earlier output has them: their numbers, result columns and digests.
+    """Return rows of a window as an earlier output has them: their numbers, result columns and digests.
 
     The carried columns are the window's own.
     """
@@ -253,7 +254,7 @@ def write_part(store: Store, info: PartInfo, rows: pa.Table) -> None:
 
 
 def read_part(store: Store, name: str, columns: Sequence[str] | None = None) -> tuple[PartInfo, pa.Table]:
-    """The metadata of a part, and its rows.
+    """Read the metadata of a part, and its rows.
 
     Raises DamagedFileError if the part was changed since it was written, or has the name of another part;
     PrefillError if it cannot be read now.
@@ -285,7 +286,7 @@ def read_part(store: Store, name: str, columns: Sequence[str] | None = None) -> 
 def read_parts(
     store: Store, names: Iterable[str], columns: Sequence[str] | None = None
 ) -> Iterator[tuple[str, Future[tuple[PartInfo, pa.Table]]]]:
-    """Each name with the result or the error of `read_part`; from an object store several are read at a time.
+    """Yield each name with the result or the error of `read_part`; from an object store several are read at a time.
 
     There may be many parts, so only the next few are read ahead.
     """
@@ -357,12 +358,12 @@ class PartIndex:
             self._rows[info.window].update(rows)
 
     def next_number(self, window: int) -> int:
-        """The number of the next part in its window."""
+        """Return the number of the next part in its window."""
         found = self._windows.get(window)
         return max(chain(*found.numbers.values()), default=-1) + 1 if found else 0
 
     def rows(self, window: int) -> set[int]:
-        """Numbers of the rows of a window that are in its parts."""
+        """Return the numbers of the rows of a window that are in its parts."""
         found = self._windows.get(window)
         if found is None or window in self._rows:
             return set(self._rows.setdefault(window, set()))
@@ -372,7 +373,7 @@ class PartIndex:
         return set(rows)
 
     def carried(self, window: int) -> list[tuple[int, str]]:
-        """The blocks that a window hands to the next one."""
+        """Return the blocks that a window hands to the next one."""
         found = self._windows.get(window)
         return list(found.carried) if found else []
 
@@ -411,7 +412,7 @@ class PartIndex:
             raise self._wrong(window)
 
     def tables(self) -> Iterator[pa.Table]:
-        """The rows, window by window, each in the order of the input.
+        """Yield the rows, window by window, each in the order of the input.
 
         Raises DamagedFileError or PrefillError if the parts of a window no longer hold its rows.
         """

@@ -1,4 +1,5 @@
-"""The way from rows to a complete output: parts in a work folder, then one commit, for one run or all shards of a job.
+"""The way from rows to a complete output: parts in a work folder, then one commit, for one run or for all shards of a
+job.
 
 First a job looks at its output and work folder. They are empty, or hold its own rows to go on with, or belong to
 another job.
@@ -44,9 +45,9 @@ from prefillcli.stats.evaluation import Measure
 
 
 def find_resumable(target: Target, job: Job, resume: bool, overwrite: bool, *, quiet: bool = False) -> Manifest | None:
-    """The manifest to go on with; None to begin anew. Warns of a damaged one unless `quiet`.
+    """Find the manifest to go on with; None to begin anew. Warns of a damaged one unless `quiet`.
 
-    For a shard it is that of its own work folder, or that of the output into which the shards were merged. Raises
+    For a shard it is the manifest of its work folder, or of the output into which the shards were merged. Raises
     OutputConflictError if the output is another job's, OutputExistsError if it is this job's and no flag is given.
     """
     if overwrite:
@@ -76,8 +77,8 @@ def find_resumable(target: Target, job: Job, resume: bool, overwrite: bool, *, q
 
 
 def refuse_known(output: str, is_same: Callable[[Job], bool], *, resume: bool) -> None:
-    """Raise what `find_resumable` raises, as far as it is known before the job itself is: that the output is of no
-    job, or of one that `is_same`, which must `resume`."""
+    """Raise the errors of `find_resumable` that are certain before the job itself is known: the output is of no job,
+    or of one that `is_same` and must `resume`."""
     target = Target.parse(output)
     manifest = _manifest(target.work, Job({}), True)
     published = target.published() if manifest is None and target.exists() else None
@@ -125,7 +126,7 @@ def _require_undamaged(target: Target, manifest: Manifest) -> None:
 
 
 def proven_parts(work: Store, job: Job, shard: Shard | None = None) -> Iterator[PartInfo]:
-    """The intact parts of a job, by window; all others are removed, and their rows are scored again.
+    """Yield the intact parts of a job, by window; all others are removed, and their rows are scored again.
 
     Such a part is undamaged, of this job and shard, under its own name, and holds rows that no other part of its
     window has. The parts of a complete window hold exactly the rows of the window, or the shard's rows in it.
@@ -193,8 +194,8 @@ def _manifest(work: Store, job: Job, quiet: bool) -> Manifest | None:
 
 
 def plan_of(output: str, shard: Shard | None) -> dict[str, Any] | None:
-    """The plan of an earlier attempt at an output, whatever its job is; None without one, or where it cannot be read,
-    which opening the output will tell."""
+    """Return the plan of an earlier attempt at an output, whatever its job is; None without one, or where it cannot be
+    read, which opening the output will report."""
     with suppress(PrefillError, OSError):
         found = _manifest(Target.parse(output, shard).work, Job({}), quiet=True)
         return None if found is None else found.plan
@@ -202,7 +203,7 @@ def plan_of(output: str, shard: Shard | None) -> dict[str, Any] | None:
 
 
 def retried(target: Target, found: Manifest) -> Manifest | None:
-    """The state from which a complete job starts again to score its error rows; None if it has none.
+    """Return the state from which a complete job starts again to score its error rows; None if it has none.
 
     Raises OutputConflictError if its other rows could not be taken over, UsageError for shards that were merged.
     """
@@ -222,7 +223,7 @@ def retried(target: Target, found: Manifest) -> Manifest | None:
 
 
 def without_errors(work: Store, found: Iterable[PartInfo], schema: OutputSchema) -> Iterator[PartInfo]:
-    """The parts of a job, those with error rows replaced by others without.
+    """Yield the parts of a job, those with error rows replaced by others without.
 
     A new part is written before the old one is removed. So a run that is killed in between loses no row: of two parts
     with the same rows the first one counts.
@@ -250,7 +251,7 @@ _NEW = "new"
 
 
 def publication(target: Target) -> _Renamed | _InPlace:
-    """The way to write the output of a directory target: `create` its files, then `publish` them together."""
+    """Return the way to write the output of a directory target: `create` its files, then `publish` them together."""
     store, work = target.store, target.work
     if isinstance(store, LocalStore) and isinstance(work, LocalStore) and not _shared(target, store.location):
         return _Renamed(target, store.location, work.location)
@@ -320,7 +321,7 @@ class _InPlace:
             yield file
 
     def publish(self, published: Published) -> None:
-        # Raises OutputBusyError if another run has published an output meanwhile, where the store can tell.
+        # Raises OutputBusyError if another run has published an output meanwhile, where the store can detect that.
         self._store.delete_all(sorted(set(self._target.files()) - published.files.keys() - {SUCCESS}))
         self._store.put_bytes(SUCCESS, published.to_json(), new=True)
 
@@ -462,8 +463,8 @@ class Sink:
         return sink
 
     def digests(self, columns: Collection[str], common: Sequence[Prompt]) -> RowDigests:
-        """The recorder of row digests, which also depend on the rows' values in those of these `columns` that the
-        output has."""
+        """Return the recorder of row digests, which also depend on the rows' values in those of these `columns` that
+        the output has."""
         schema = self.schema
         return RowDigests(
             id_column=schema.id_name,
@@ -473,7 +474,7 @@ class Sink:
         )
 
     def signs_of_life(self, pace: Callable[[], Pace]) -> Heartbeat:
-        """Tells other processes that this one is alive, and its pace, inside the `with` block."""
+        """Show other processes that this one is alive, and its pace, inside the `with` block."""
         return Heartbeat(self.work, pace)
 
     def __enter__(self) -> Self:
@@ -522,19 +523,19 @@ class Sink:
         return self._manifest.state == "complete"
 
     def tables(self, names: Sequence[str]) -> Iterator[pa.Table]:
-        """These columns of the finished output, piece by piece, rows in the order of the input."""
+        """Return these columns of the finished output, piece by piece, rows in the order of the input."""
         return self._target.tables(names, self._target.stored(self._manifest.job, self._manifest.files).files)
 
     def done(self, window: int) -> set[int]:
-        """Numbers of the rows of a window that are in its parts."""
+        """Return the numbers of the rows of a window that are in its parts."""
         return self._parts.rows(window)
 
     def carried_into(self, window: int) -> list[tuple[int, str]]:
-        """The blocks that were written with the window before."""
+        """Return the blocks that were written with the window before."""
         return self._parts.carried(self.window_before(window))
 
     def window_before(self, window: int) -> int:
-        """The window that is scored before this one."""
+        """Return the window that is scored before this one."""
         return window - 1
 
     def finished(self, window: int, rows: Int64Array) -> bool:
@@ -654,7 +655,7 @@ class ShardRecord:
 
     @classmethod
     def of_json(cls, content: Any) -> ShardRecord | None:
-        """The record that `dataclasses.asdict` gave; None for anything else."""
+        """Return the record that `dataclasses.asdict` gave; None for anything else."""
         try:
             record = cls(**content)
             Shard.parse(record.shard)
@@ -671,7 +672,7 @@ class ShardFolder:
     work: Store
 
     def begun(self) -> bool:
-        """Return whether it holds anything of a job; a lock that was left behind does not count."""
+        """Return whether it holds anything of a job; a left-over lock does not count."""
         names = self.work.names()
         return NAME in names or any(map(parts.is_part, names))
 
@@ -684,7 +685,8 @@ class ShardFolder:
 
 
 def shards_beside(target: Target, *, empty: bool = False) -> list[ShardFolder]:
-    """The folders of shards that lie beside an output, by count and number: those of a job, or the `empty` ones."""
+    """Return the folders of shards that lie beside an output, by count and number: those of a job, or the `empty`
+    ones."""
     place, name = split_path(target.path)
     found = []
     for folder in open_store(place).folders():
@@ -697,12 +699,12 @@ def shards_beside(target: Target, *, empty: bool = False) -> list[ShardFolder]:
 
 
 def folder_of(target: Target, shard: Shard) -> ShardFolder:
-    """The folder of a shard of an output; it need not exist."""
+    """Return the folder of a shard of an output; it need not exist."""
     return ShardFolder(shard, Target(target.path, target.format, shard).work)
 
 
 def of_schema(schema: OutputSchema) -> dict[str, Any]:
-    """An output's columns as JSON; whether JSON is written as text follows from the format."""
+    """Return an output's columns as JSON; whether JSON is written as text follows from the format."""
     plain = {name: getattr(schema, name) for name in ("labels", "id_name", "json_carried", "truth")}
     plain |= {"audit": "audit" in schema.groups, **dict.fromkeys(sorted(schema.groups), True)}
     plain |= {} if schema.measure is Measure.SHARES else {"measure": schema.measure.value}
@@ -714,7 +716,8 @@ def of_schema(schema: OutputSchema) -> dict[str, Any]:
 
 
 def to_schema(content: dict[str, Any], *, json_text: bool) -> OutputSchema:
-    """The columns of `of_schema`. Raises KeyError, TypeError, ValueError or ArrowException for anything else."""
+    """Return the columns of `of_schema`. Raises KeyError, TypeError, ValueError or ArrowException for anything
+    else."""
     rest = content | {"labels": tuple(content["labels"]), "carried": _unpacked(content["carried"])}
     rest["measure"] = Measure(content.get("measure", Measure.SHARES))
     questions = [own | {"labels": tuple(own["labels"])} for own in content.get("questions", ())]
@@ -724,7 +727,7 @@ def to_schema(content: dict[str, Any], *, json_text: bool) -> OutputSchema:
 
 
 def of_partitions(partitions: Partitions) -> dict[str, Any]:
-    """The folders of a partitioned output as JSON."""
+    """Return the folders of a partitioned output as JSON."""
     return {
         "schema": _packed(partitions.schema),
         "values": list(partitions.values),
@@ -733,12 +736,12 @@ def of_partitions(partitions: Partitions) -> dict[str, Any]:
 
 
 def to_partitions(content: dict[str, Any]) -> Partitions:
-    """The folders of `of_partitions`. Raises as `to_schema`."""
+    """Return the folders of `of_partitions`. Raises as `to_schema`."""
     return Partitions(_unpacked(content["schema"]), tuple(content["values"]), tuple(content["folders"]))
 
 
 def named(shards: Sequence[Shard]) -> str:
-    """`shard 2 of 4`, `shards 2 and 3 of 4`, for a message."""
+    """Return the shards' name for a message: `shard 2 of 4`, `shards 2 and 3 of 4`."""
     *others, last = [str(each.number) for each in shards]
     listed = f"shards {', '.join(others)} and {last}" if others else f"shard {last}"
     return f"{listed} of {shards[0].count}"
@@ -778,7 +781,7 @@ class ShardSink(Sink):
         return self._record.windows == 0
 
     def window_before(self, window: int) -> int:
-        """The last window before this one that has rows of the shard."""
+        """Return the last window before this one that has rows of the shard."""
         before = window - 1
         while before in self._without:
             before -= 1
@@ -933,7 +936,7 @@ class JoinedShards(ExitStack):
                 raise DamagedFileError(f"{folder.work.location}/manifest.json is damaged: {error}\n{again}") from None
             record = None if manifest is None else ShardRecord.of_json(manifest.shard)
             if manifest is None or record is None:
-                raise PrefillError(f"{folder.work.location} does not say which shard it is\n{again}")
+                raise PrefillError(f"{folder.work.location} does not name its shard\n{again}")
             if record.shard != str(folder.shard):
                 raise PrefillError(
                     f"{folder.work.location} is a copy of shard {record.shard}\n"
@@ -970,7 +973,7 @@ class JoinedShards(ExitStack):
                 )
 
     def _require_room(self) -> None:
-        # Nothing stands in the place of the output but remains of a merge that was killed.
+        # Nothing is in the output's place but remains of a merge that was killed.
         target, job = self._target, self.manifest.job
         begun = any(map(parts.is_part, target.work.names()))
         found = find_resumable(target, job, True, False, quiet=True)
@@ -1036,6 +1039,6 @@ class JoinedShards(ExitStack):
                 lock.release()
 
     def damage(self) -> list[str]:
-        """Lists the changed or missing files of an output that was merged before."""
+        """List the changed or missing files of an output that was merged before."""
         merged = self.merged
         return [] if merged is None else self._target.damage(self._target.stored(merged.job, merged.files))

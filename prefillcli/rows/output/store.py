@@ -72,7 +72,7 @@ class Owner:
 
     @classmethod
     def this(cls) -> Owner:
-        """This process, with its own token."""
+        """Return this process, with its own token."""
         since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return cls(socket.gethostname(), os.getpid(), start_of(os.getpid()), process_space(), uuid.uuid4().hex, since)
 
@@ -124,7 +124,7 @@ class FileLock(Lock):
 class ObjectLock(Lock):
     """A lock that is an object, in a store that can refuse to create an object twice.
 
-    If the store cannot, a warning says so and nothing is locked.
+    If the store cannot, a warning is logged and nothing is locked.
     """
 
     def __init__(self, filesystem: Any, path: str, location: str) -> None:
@@ -147,7 +147,7 @@ class ObjectLock(Lock):
 
     @staticmethod
     def holder(filesystem: Any, path: str) -> Owner | None:
-        """The owner that a lock names; None if there is no lock."""
+        """Return the owner that a lock names; None if there is no lock."""
         try:
             filesystem.invalidate_cache()
             return _OWNER.validate_json(patiently(lambda: filesystem.cat_file(path)))
@@ -159,7 +159,7 @@ class ObjectLock(Lock):
     def check(self) -> None:
         mine = True
         if self._held:
-            with suppress(Exception):  # a store that cannot be read says so at the next write
+            with suppress(Exception):  # a store that cannot be read raises an error at the next write
                 mine = self._mine()
         if not mine:
             self._held = False
@@ -224,10 +224,10 @@ def _locked(handle: int, *, shared: bool, patience: float) -> bool:
 
 
 def exclusive_put(filesystem: Any, method: str = "pipe_file") -> Callable[[Any, Any], None] | None:
-    """`pipe_file(path, data)` or `put_file(local, path)` of a filesystem, for objects that are not there yet.
+    """Return `pipe_file(path, data)` or `put_file(local, path)` of a filesystem, for objects that are not there yet.
 
     The error that it raises if the object exists depends on the client. None if the filesystem cannot do that in one
-    step. Even if it can, the store behind it may ignore the request.
+    step. Even if it can, the store may ignore the request.
     """
     kind, call = type(filesystem), getattr(filesystem, method)
     base: type = AbstractFileSystem
@@ -263,15 +263,16 @@ class LocalStore:
         self.location = location
 
     def names(self) -> list[str]:
-        """Names of the files in it, sorted; none if the folder does not exist."""
+        """Return the names of the files in it, sorted; none if the folder does not exist."""
         return [entry.name for entry in self._entries() if not entry.name.endswith(_TEMPORARY)]
 
     def folders(self) -> list[str]:
-        """Names of the folders in it, sorted; none if it does not exist."""
+        """Return the names of the folders in it, sorted; none if it does not exist."""
         return [entry.name for entry in self._entries() if entry.is_dir()]
 
     def find(self, into: Callable[[str], bool]) -> list[str]:
-        """Paths of the files in it and in those of its folders whose names `into` accepts, relative to it, sorted."""
+        """Return the paths of the files in it and in those of its folders whose names `into` accepts, relative to it,
+        sorted."""
         with writing(self.location):
             files = [path for path, folder in walk_folder(self.location, into) if not folder]
         return sorted(path for path in files if not path.endswith(_TEMPORARY))
@@ -282,17 +283,17 @@ class LocalStore:
             return file_calls.is_there(self._path(name))
 
     def read(self, name: str) -> IO[bytes]:
-        """A file, open for reading. Raises FileNotFoundError."""
+        """Open a file for reading. Raises FileNotFoundError."""
         return file_calls.open_to_read(self._path(name))
 
     def read_bytes(self, name: str) -> bytes:
-        """A whole file. Raises FileNotFoundError."""
+        """Read a whole file. Raises FileNotFoundError."""
         with self.read(name) as file:
             return file.read()
 
     @contextmanager
     def create(self, name: str, *, new: bool = False) -> Iterator[IO[bytes]]:
-        """A file to write and read back; it appears (and replaces an older one) when the block ends without an
+        """Make a file to write and read back; it appears (and replaces an older one) when the block ends without an
         exception.
 
         Folders in `name` are made. A `new` file replaces no other: if another run may have written one, and the store
@@ -381,7 +382,7 @@ def make_folder(path: str) -> None:
 
 
 def walk_folder(path: str, into: Callable[[str], bool]) -> Iterator[tuple[str, bool]]:
-    """The paths in a local folder, relative to it, each with whether it is a folder; nothing if there is none.
+    """Yield the paths in a local folder, relative to it, each with whether it is a folder; nothing if there is none.
 
     The contents of a folder come too if `into` accepts its name. Symbolic links are not followed. Raises OSError if a
     folder cannot be read: its contents are not skipped silently.
@@ -406,7 +407,7 @@ def walk_folder(path: str, into: Callable[[str], bool]) -> Iterator[tuple[str, b
 _S3 = {"s3", "s3a"}
 _FOLDERLESS = _S3 | {"gs", "gcs", "abfs", "abfss", "az", "hf"}  # here, making a folder may mean making a bucket
 _READ_BLOCK = 8 << 20  # bytes
-_TAIL = 1 << 16  # bytes compared to tell one file from another
+_TAIL = 1 << 16  # bytes compared to distinguish one file from another
 _AT_ONCE = 8  # requests
 _BEAT_SECONDS, _COMMIT_BEAT_SECONDS = 30.0, 600.0  # a request costs money, a commit also a line of history
 
@@ -490,7 +491,7 @@ class RemoteStore:
             list(pool.map(self.delete, names))
 
     def remove(self) -> None:
-        """Nothing to do: the folder exists as long as it holds objects, and the lock goes when it is released."""
+        """Do nothing: the folder exists as long as it holds objects, and the lock goes when it is released."""
 
     def clean(self, ours: Callable[[str], bool], into: Callable[[str], bool] = lambda folder: False) -> None:
         """Abort multipart uploads that a killed run has begun: until then S3 charges for their parts.
@@ -618,7 +619,7 @@ Store = LocalStore | RemoteStore
 
 
 def open_store(url: str) -> Store:
-    """The folder at a local path or URL; it need not exist yet. Raises UsageError for an unknown protocol."""
+    """Open the folder at a local path or URL; it need not exist yet. Raises UsageError for an unknown protocol."""
     filesystem, inner = filesystem_of(url)
     if is_local(filesystem):
         return LocalStore(inner)
@@ -632,10 +633,10 @@ def put_text(path: str, text: str) -> None:
 
 
 def read_sealed(option: str, path: str, again: str) -> tuple[bytes, bool]:
-    """The JSON that a command of prefill has written, without its checksum, and whether it had one. Reads as
-    `read_given`.
+    """Read the JSON that a command of prefill has written, without its checksum; also return whether it had one. Reads
+    as `read_given`.
 
-    Raises UsageError if it has changed since. The caller refuses a text that is no JSON.
+    Raises UsageError if it has changed since. The caller refuses a text that is not JSON.
     """
     data = read_given(option, path, again)
     try:
@@ -670,7 +671,7 @@ class Beat:
 
     @classmethod
     def last(cls, store: Store) -> Beat | None:
-        """The last sign of life in a work folder; None if there is no readable one."""
+        """Return the last sign of life in a work folder; None if there is no readable one."""
         try:
             return _BEAT.validate_json(store.read_bytes(NAME))
         except (OSError, ValueError):
@@ -722,7 +723,7 @@ class Heartbeat:
         if self._failed:
             self._beat(running=False)
             return
-        with suppress(Exception), impatiently():  # the manifest says it all
+        with suppress(Exception), impatiently():  # the manifest records it anyway
             self._store.delete(NAME)
 
     def _beat(self, *, running: bool) -> None:

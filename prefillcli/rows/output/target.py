@@ -40,23 +40,23 @@ from prefillcli.runtime import file_calls
 
 NAME = "manifest.json"
 SCHEMA_VERSION = 2
-# The part of a fingerprint that names the meaning of the labels' numbers, where they are no shares.
+# The part of a fingerprint that names the meaning of the labels' numbers, where they are not shares.
 MEASURE = "measure"
 # The part of a fingerprint that names the questions, separated by commas, if the output has a row for each of them.
 QUESTION_ROWS = "question_rows"
-# The part of a fingerprint that says that the output has the lines of an OpenAI batch output.
+# The part of a fingerprint that marks an output with the lines of an OpenAI batch output.
 BATCH_FORMAT = "batch_format"
 
 
 @dataclass(frozen=True)
 class Job:
-    """The job that an output belongs to, with all that is needed to recognise it."""
+    """The job that an output belongs to, with everything needed to recognise it."""
 
     # Digest of every part of the job: input, model, tokenizer, template, labels, settings.
     fingerprint: dict[str, str]
-    # The options `limit`, `sample` and `seed`: which rows of the input were taken.
+    # The options `limit`, `sample` and `seed`, which choose the rows of the input.
     selection: dict[str, Any] = field(default_factory=dict)
-    id_name: str | None = None  # the column with the ids; None where rows go by their number
+    id_name: str | None = None  # the column with the ids; None where rows are identified by their number
     asked: str = ""  # digest of the options that it was asked for with; empty if an earlier version began it
 
     @property
@@ -66,21 +66,22 @@ class Job:
 
     @property
     def questions(self) -> list[str]:
-        """The questions for each of which the output has a row about every row of the input; none: it has one row."""
+        """The questions, if the output has a row for each of them about every row of the input; none: it has one
+        row."""
         return list(filter(None, self.fingerprint.get(QUESTION_ROWS, "").split(",")))
 
     def differing(self, other: Job) -> list[str]:
-        """The parts in which two jobs differ, in the order of this one."""
+        """Return the parts in which two jobs differ, in the order of this one."""
         mine, others = self.fingerprint, other.fingerprint
         return [part for part in dict.fromkeys([*mine, *others]) if mine.get(part) != others.get(part)]
 
     def to_json(self) -> dict[str, Any]:
-        """Its content for a file that belongs to the job."""
+        """Return its content for a file that belongs to the job."""
         return {"schema_version": SCHEMA_VERSION, "digest": self.digest, **asdict(self)}
 
     @classmethod
     def of_json(cls, content: dict[str, Any]) -> Job:
-        """The job of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
+        """Return the job of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
         asked = str(content.get("asked", ""))
         job = cls(dict(content["fingerprint"]), dict(content["selection"]), content["id_name"], asked)
         if content["schema_version"] != SCHEMA_VERSION or content["digest"] != job.digest:
@@ -118,7 +119,7 @@ class Manifest:
 
     @classmethod
     def load(cls, store: Store) -> Manifest | None:
-        """The manifest of a work folder; None without one.
+        """Load the manifest of a work folder; None without one.
 
         Raises DamagedFileError if it has changed since, OutputConflictError if another version wrote it.
         """
@@ -147,7 +148,8 @@ _MANIFEST = TypeAdapter(Manifest)
 
 
 def replaced(store: Store) -> dict[str, Any] | None:
-    """The complete output that a new job in a work folder will replace, as that job records it; None without one."""
+    """Return the complete output that a new job in a work folder will replace, as that job records it; None without
+    one."""
     with suppress(PrefillError):
         found = Manifest.load(store)
         if found is not None and found.state == "complete" and found.digests is not None:
@@ -174,7 +176,7 @@ class Published:
     files: dict[str, str]  # names of its files, with their digests
 
     def to_json(self) -> bytes:
-        """The content of `_SUCCESS`."""
+        """Return the content of `_SUCCESS`."""
         return with_checksum({**self.job.to_json(), "files": self.files})
 
 
@@ -188,7 +190,8 @@ class Target:
 
     @classmethod
     def parse(cls, output: str, shard: Shard | None = None, *, option: str = "--output") -> Target:
-        """The target at a path that `option` names. Raises UsageError for an unknown ending, and as `written_path`."""
+        """Parse the target at a path that `option` names. Raises UsageError for an unknown ending, and as
+        `written_path`."""
         named = written_path(output, option)
         path = named.rstrip("/")
         if named.endswith("/") or _is_directory(path):
@@ -220,12 +223,12 @@ class Target:
 
     @cached_property
     def work(self) -> Store:
-        """The work folder. Every shard has one of its own."""
+        """The work folder. Every shard has its own."""
         return open_store(self.path + (self.shard.ending if self.shard else "") + WORK_ENDING)
 
     @cached_property
     def whole(self) -> Target:
-        """The same output without a shard."""
+        """The output of the whole job, without a shard."""
         return replace(self, shard=None)
 
     @property
@@ -239,7 +242,7 @@ class Target:
         return name == self.name
 
     def files(self) -> list[str]:
-        """The existing files of the output, by their names in `store`."""
+        """Return the existing files of the output, by their names in `store`."""
         if not self.directory:  # not searched among all the files beside it
             return [self.name] if self.store.exists(self.name) else []
         return list(filter(self.is_ours, self.store.find(is_partition)))
@@ -255,7 +258,8 @@ class Target:
         return bool(self.files())
 
     def published(self) -> Published | None:
-        """The job and the files that the output names; None if they cannot be read, or its format names none."""
+        """Return the job and the files that the output names; None if they cannot be read, or its format names
+        none."""
         if not self.file_format.sealed:
             return None
         try:
@@ -268,12 +272,12 @@ class Target:
             return None
 
     def stored(self, job: Job, files: dict[str, str]) -> Published:
-        """The record of the output in its work folder. A single file is recognised by its digest, because it may be
-        renamed together with its work folder."""
+        """Return the record of the output in its work folder. A single file is recognised by its digest, because it
+        may be renamed together with its work folder."""
         return Published(job, files if self.directory else dict(zip([self.name], files.values(), strict=False)))
 
     def damage(self, published: Published) -> list[str]:
-        """Lists the files of the output that have changed since they were published."""
+        """List the files of the output that have changed since they were published."""
         found = []
         for name, digest in published.files.items():
             try:
@@ -306,7 +310,8 @@ class Target:
         return counts
 
     def tables(self, names: Sequence[str], files: Iterable[str] | None = None) -> Iterator[pa.Table]:
-        """These columns of the output, piece by piece, in the order of these files; without, always in the same one.
+        """Yield these columns of the output, piece by piece, in the order of these files; without, always in the same
+        one.
 
         There is a row for each row of the input, with columns for each question. Raises as `FileFormat`'s reading.
         """
@@ -317,7 +322,7 @@ class Target:
                     yield from rows_of_input(self.file_format, file, names, job)
 
     def _job(self) -> Job | None:
-        # The job that wrote the output: it says so itself, or else its work folder does.
+        # The job that wrote the output: by its own record, or else by that of its work folder.
         if (published := self.published()) is not None:
             return published.job
         manifest = Manifest.load(self.work)
@@ -328,7 +333,7 @@ class Target:
 
 
 def rows_of_input(form: FileFormat, file: IO[bytes], names: Sequence[str], job: Job | None) -> Iterator[pa.Table]:
-    """These columns of a file of an output, piece by piece, with a row for each row of the input.
+    """Yield these columns of a file of an output, piece by piece, with a row for each row of the input.
 
     Where this job wrote a row for each question, the answers are found under the names of an output with columns for
     them, and other columns are those of the first question. Raises as `FileFormat`'s reading.
@@ -363,7 +368,7 @@ def rows_of_input(form: FileFormat, file: IO[bytes], names: Sequence[str], job: 
 
 
 def _place(name: str, questions: Sequence[str]) -> tuple[int, str, str | None]:
-    # Where the value of a column is among the rows of questions: number of the row, column, and label of its list.
+    # The place of a column's value among the rows of questions: number of the row, column, and label of its list.
     question, _, column = name.partition(".")
     kind, _, label = column.partition("_")
     if question in questions and column in COLUMN_TYPES:
@@ -394,7 +399,7 @@ _BLOCK = 1 << 22
 
 
 class JsonlFormat:
-    """As `ParquetFormat`; `codec` is that of pyarrow's streams: gzip, zstd, or None."""
+    """JSON Lines, with the methods of `ParquetFormat`; `codec` is that of pyarrow's streams: gzip, zstd, or None."""
 
     sealed = False
     json_text = True
@@ -421,7 +426,7 @@ class JsonlFormat:
         return digesting.digest()
 
     def objects(self, file: IO[bytes]) -> Iterator[list[dict[str, Any]]]:
-        """The lines of a file, some at a time."""
+        """Yield the lines of a file, some at a time."""
         stream = pa.input_stream(file, compression=self.codec)
         rest = b""
         while data := stream.read(_BLOCK):
@@ -447,7 +452,7 @@ class JsonlFormat:
         return pa.string()
 
     def job_of(self, file: IO[bytes]) -> Any:
-        raise ValueError("JSON Lines do not say which job wrote them")
+        raise ValueError("JSON Lines do not name the job that wrote them")
 
 
 class ParquetFormat:
@@ -466,7 +471,7 @@ class ParquetFormat:
         return write_parquet(file, schema, tables)
 
     def read(self, file: IO[bytes], names: Sequence[str]) -> Iterator[pa.Table]:
-        """Some columns of a file, piece by piece; where `json_text` holds, carried columns come as JSON text."""
+        """Yield some columns of a file, piece by piece; where `json_text` holds, carried columns come as JSON text."""
         parquet = pq.ParquetFile(file, page_checksum_verification=True)
         footer = Footer.check(parquet.metadata, file.seek(0, io.SEEK_END))
         footer.require(names)
@@ -475,14 +480,14 @@ class ParquetFormat:
             rows += batch.num_rows
             yield pa.Table.from_batches([batch])
         if rows != footer.rows:
-            raise OSError(f"its footer says {footer.rows:,} rows, but its pages have {rows:,}")
+            raise OSError(f"its footer has {footer.rows:,} rows, but its pages have {rows:,}")
 
     def column_type(self, file: IO[bytes], name: str) -> pa.DataType:
-        """The type in which a carried column is read back."""
+        """Return the type in which a carried column is read back."""
         return pq.read_schema(file).field(name).type
 
     def job_of(self, file: IO[bytes]) -> Any:
-        """The record of its job in a sealed file, as `Job.of_json` takes it."""
+        """Return the record of its job in a sealed file, as `Job.of_json` takes it."""
         return json.loads(pq.read_schema(file).metadata[JOB_KEY])
 
 

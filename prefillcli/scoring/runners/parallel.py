@@ -40,7 +40,7 @@ def _local(settings: ScoreSettings, opened: Opened) -> Crew:
             f"take --workers {devices}, or --device cpu"
         )
     if devices is not None and opened.device.index is not None:
-        raise UsageError(f"--device {settings.device}: each worker has a device of its own\ntake --device cuda")
+        raise UsageError(f"--device {settings.device}: each worker has its own device\ntake --device cuda")
     threads = None if settings.threads == "auto" else settings.threads
     return ProcessCrew(settings.workers, device=device, engine=settings.engine, threads=threads)
 
@@ -67,7 +67,7 @@ def start_pool(
     profile: Profile | None,
     digests: Mapping[str, str],
 ) -> Pool:
-    """The workers of a job; one of them is ready. `before` as in `load_models`.
+    """Start the workers of a job, and return them when one of them is ready. `before` as in `load_models`.
 
     `digests` are those of the contents of the models' folders. Raises as loading a model does.
     """
@@ -97,7 +97,7 @@ def start_pool(
 
 
 def _cost(opened: Opened, profile: Profile | None) -> Cost:
-    """The cost of a plan: seconds by the profile, else operations, else tokens."""
+    """Return the cost of a plan: seconds by the profile, else operations, else tokens."""
     if profile is not None:
         return profile.seconds
     from prefillcli.models.shape import NoCostModel, walk_flops

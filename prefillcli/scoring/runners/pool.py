@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """All that a worker is started with.
+    """The settings with which a worker is started.
 
     `settings` are those of the job, with folders for the names of models. `share` is this worker's part of the free
     memory of its machine. `plan` is that of an earlier attempt, or of this one if it is `planned`: another worker has
@@ -52,7 +52,7 @@ class WorkerSpec:
     dtypes: Sequence[str] = ()
 
     def log(self) -> AbstractContextManager[None]:
-        """Inside, messages of the worker go to the log of the job's run."""
+        """Send messages of the worker, inside the block, to the log of the job's run."""
         own = self.settings
         return log_of(own.run_id or "", json_lines=own.log_format == "json", worker=self.number)
 
@@ -72,9 +72,8 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class AnswerTask:
-    """A pack to answer. `labels` are the label sets of its prompts, `sets` says which of them a prompt has.
-
-    `treatment` says how the prompts are read besides.
+    """A pack to answer. `labels` are the label sets of its prompts, `sets` the number of each prompt's set.
+    `treatment` is what else is done to the prompts while they are read.
     """
 
     work: FreePack
@@ -152,7 +151,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A worker has ended, with all that it was to do. `why` follows the words \"worker 2\"."""
+    """A worker has ended, and its tasks with it. `why` follows the words \"worker 2\"."""
 
     worker: int
     why: str
@@ -176,7 +175,7 @@ class Crew(Protocol):
         """Give a started worker one more task. If it is lost meanwhile, `wait` reports that."""
 
     def wait(self, timeout: float) -> list[Event]:
-        """The events since the last call, in order. Waits for one, at most this many seconds."""
+        """Return the events since the last call, in order. Waits for one, at most this many seconds."""
 
     def close(self) -> None:
         """End all workers, at once."""
@@ -188,7 +187,7 @@ class WorkerError(Exception):
 
 
 def portable(error: BaseException) -> Exception:
-    """A worker's error as one that its driver can raise."""
+    """Return a worker's error as one that its driver can raise."""
     if isinstance(error, PrefillError):
         return error
     text = f"{type(error).__name__}: {brief(error)}"
@@ -229,13 +228,14 @@ class Item:
         return len(self.task.work.pack.tokens) if isinstance(self.task, AnswerTask) else 0
 
     def lacks(self, held: frozenset[Key]) -> tuple[int, int]:
-        """Tokens that a worker with these K,V computes again for it; negative: tokens that it need not compute."""
+        """Return the tokens that a worker with these K,V computes again for it; negative: tokens that it need not
+        compute."""
         refills = self.task.work.refills if isinstance(self.task, AnswerTask) else ()
         missing = sum(len(refill.tokens) for refill in refills if refill.block not in held)
         return missing, missing - sum(len(refill.tokens) for refill in refills)
 
     def leaves(self, held: frozenset[Key]) -> frozenset[Key]:
-        """The K,V that such a worker has when it is done."""
+        """Return the K,V that such a worker has when it is done."""
         if not isinstance(self.task, AnswerTask):
             return held
         pack = self.task.work.pack
@@ -300,28 +300,28 @@ class Dispatcher:
         """Workers that were lost so far."""
 
     def start(self, numbers: Iterable[int]) -> None:
-        """Begin workers."""
+        """Start workers."""
         for number in numbers:
             self._seats[number] = _Seat()
             self._crew.start(self._spec(number))
 
     @property
     def waiting(self) -> int:
-        """Items that no worker has yet."""
+        """The number of items that no worker has yet."""
         return sum(len(group.items) for group in self._groups)
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """True if there is nothing to do."""
         return not self._groups and not any(seat.sent for seat in self._seats.values())
 
     def add(self, groups: Iterable[Sequence[Item]], batch: int) -> None:
-        """Groups of items; those of a group should be done by one worker, in this order."""
+        """Add groups of items; those of a group should be done by one worker, in this order."""
         self._groups += [ItemGroup(deque(items), batch) for items in groups if items]
         self._dispatch()
 
     def wait(self, timeout: float) -> tuple[list[Outcome], list[Ready]]:
-        """News of items, and the workers that have become ready. Waits at most so many seconds.
+        """Return news of items, and the workers that have become ready. Waits at most `timeout` seconds.
 
         Raises the error of a worker that failed, and ResourceError where workers are lost over and over.
         """
@@ -418,7 +418,7 @@ class Dispatcher:
             sent[0].begun()
 
     def _next(self, worker: int) -> Item | None:
-        """The next item for a worker: of its own group, of a free one, or of one that it takes over."""
+        """Return the next item for a worker: of its own group, of a free one, or of one that it takes over."""
         held = self._seats[worker].held
         groups = [group for group in self._groups if group.items]
         own = next((group for group in groups if group.owner == worker), None)
@@ -434,7 +434,7 @@ class Dispatcher:
         return own.items.popleft()
 
     def _take_over(self, worker: int, groups: Sequence[ItemGroup]) -> ItemGroup | None:
-        """The second half of the rest of the largest group, if that is worth computing its prefix again."""
+        """Return the second half of the rest of the largest group, if that is worth computing its prefix again."""
         largest = max(groups, key=lambda group: group.cost, default=None)
         if largest is None:
             return None
@@ -482,7 +482,7 @@ class Pool:
         self.dispatcher = Dispatcher(crew, lambda number: spec_of(self._spec, number))
 
     def begin(self, *, plans: bool, pack_tokens: int | None) -> None:
-        """Begin the workers, and wait until one is ready.
+        """Start the workers, and wait until one is ready.
 
         If the engine `plans` packs, the first worker plans for all, before the others start. With `pack_tokens` packs
         have no more tokens than that, or twice the longest prompt: with many small packs, all workers end together.
@@ -530,21 +530,21 @@ class Pool:
         took: Callable[[Outcome], None],
         begun: Callable[[], None] = lambda: None,
     ) -> Item:
-        """A task for which this plan is computed."""
+        """Return a task for which this plan is computed."""
         return Item(task, self._cost(plan), took, begun)
 
     @property
     def waiting(self) -> int:
-        """Items that no worker has yet."""
+        """The number of items that no worker has yet."""
         return self.dispatcher.waiting
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """True if there is nothing to do."""
         return self.dispatcher.idle
 
     def ask(self, asked: Asked) -> None:
-        """As `ScoringPool`: packs that stand alone, so that any worker can do them."""
+        """Ask as `ScoringPool` does, with packs that stand alone, so that any worker can do them."""
         plan, done = asked.work.plan, set(asked.work.done_prompts)
         free = [
             each
@@ -565,7 +565,7 @@ class Pool:
                 asked.answered(pack, answered.answers, answered.refilled_tokens - pack.charged_tokens)
                 asked.ended(pack)
             elif outcome.given_up and len(pack.prompts) == 1:
-                asked.given_up(pack, f"{outcome.lost} whenever this row was scored, at last by itself")
+                asked.given_up(pack, f"{outcome.lost} whenever this row was scored, the last time by itself")
             elif outcome.given_up:
                 self._ask_one_by_one(asked, pack)
 
@@ -582,7 +582,7 @@ class Pool:
             self.add([[self._question(asked, free, MOST_LOSSES - 1)]])
 
     def add(self, groups: Iterable[Sequence[Item]]) -> None:
-        """Give the workers groups of items, behind those that they were given before."""
+        """Give the workers groups of items, after those that they already have."""
         self._batch += 1
         self.dispatcher.add(groups, self._batch)
 
@@ -595,7 +595,7 @@ class Pool:
                 self.dispatcher.wait(0.1)
 
     def used(self) -> PoolUse:
-        """The work of all workers that have reported."""
+        """Return the work of all workers that have reported."""
         reports = [each for _, each in sorted(self.dispatcher.reports.items())]
         workers = [each.worker for each in reports]
         return PoolUse(
@@ -608,7 +608,7 @@ class Pool:
         self._crew.close()
 
     def numbered(self, packs: Sequence[Pack]) -> list[Pack]:
-        """The packs of a plan, with numbers that no other plan's packs have: workers hold K,V by them."""
+        """Return the packs of a plan, with numbers that no other plan's packs have: workers hold K,V by them."""
         first, self._packs = self._packs, self._packs + len(packs)
         return [pack.shifted(first) for pack in packs]
 
@@ -621,7 +621,7 @@ class Pool:
         tick: Callable[[float], None],
         treatment: Treatment = PLAIN,
     ) -> Iterator[list[Answer]]:
-        """As `PlanEngine`. Raises ResourceError where workers are lost on a pack over and over."""
+        """See `PlanEngine`. Raises ResourceError where workers are lost on a pack over and over."""
         ready: list[list[Answer]] = []
 
         def took(outcome: Outcome) -> None:
@@ -653,7 +653,7 @@ class Pool:
         tasks: Sequence[tuple[Any, Plan]],
         took: Callable[[int, Any, Exception | None], None],
     ) -> None:
-        """As `Remote`; returns when all tasks are done."""
+        """Ask as `Remote` does; return when all tasks are done."""
         left = len(tasks)
 
         def heard(number: int, outcome: Outcome) -> None:
@@ -671,7 +671,7 @@ class Pool:
 
 
 def answer_task(work: FreePack, labels: Callable[[int], LabelSet], treatment: Treatment = PLAIN) -> AnswerTask:
-    """The task of a pack, with the labels of its prompts, and how these are treated."""
+    """Return the task of a pack, with the labels of its prompts, and how these are treated."""
     own = {prompt: labels(prompt) for prompt in work.pack.prompts}
     sets = tuple(dict.fromkeys(own.values()))
     return AnswerTask(work, sets, {prompt: sets.index(each) for prompt, each in own.items()}, treatment.of(own))

@@ -42,7 +42,7 @@ class ProcessCrew:
     """Processes that end with this one, however it does.
 
     On CUDA worker i has device i. On the CPU the cores are shared out evenly; if `threads` is a number, each worker
-    has so many threads.
+    has that many threads.
     """
 
     digests_needed = False
@@ -68,7 +68,7 @@ class ProcessCrew:
         try:
             process.start()
         except (OSError, EOFError) as error:  # EOFError: the server was killed
-            raise ResourceError(f"cannot begin worker {spec.number}: {brief(error)}") from error
+            raise ResourceError(f"cannot start worker {spec.number}: {brief(error)}") from error
         finally:
             there.close()
         self._running[spec.number] = _Process(process, here)
@@ -95,7 +95,7 @@ class ProcessCrew:
             self._end(number)
 
     def _place(self, number: int) -> tuple[Sequence[int], dict[str, Any], dict[str, str]]:
-        """Cores, settings and environment of a worker."""
+        """Return cores, settings and environment of a worker."""
         if self._device == "cuda":
             if self._engine == "vllm":  # it takes the first device that it sees
                 return (), {}, {"CUDA_VISIBLE_DEVICES": _visible(number)}
@@ -110,7 +110,7 @@ class ProcessCrew:
         return cores, {"threads": threads if self._threads or not cores else "auto"}, {}
 
     def _receive(self, number: int) -> list[Event]:
-        """All messages that a worker has sent by now."""
+        """Return all messages that a worker has sent by now."""
         worker, events = self._running[number], []
         try:
             while worker.pipe.poll():
@@ -139,7 +139,7 @@ def _visible(number: int) -> str:
 
 
 def _work(pipe: Connection, spec: bytes, cores: Sequence[int], environment: Mapping[str, str]) -> None:
-    """The life of a worker process."""
+    """Live as a worker process."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # the driver ends it
     survive_closed_streams()
@@ -197,7 +197,8 @@ def _why_ended(code: int | None) -> str:
 
 
 def usable_devices(device: str) -> int | None:
-    """The number of workers that can have a device of this kind for themselves; None where cores are shared out."""
+    """Return the number of workers that can have a device of this kind for themselves; None where cores are shared
+    out."""
     if device != "cuda":
         return None
     torch = sys.modules["torch"]

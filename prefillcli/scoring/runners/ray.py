@@ -37,7 +37,7 @@ _VARIABLES = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
 }
-"""Set before Ray is imported, unless the environment says otherwise."""
+"""Set before Ray is imported, unless the environment sets it."""
 
 
 class RayCluster:
@@ -52,7 +52,7 @@ class RayCluster:
         self.address = address or os.environ.get("RAY_ADDRESS") or "local"
         if self.address.startswith("ray://"):
             raise UsageError(
-                f"--ray-address {self.address}: prefill is no Ray client\n"
+                f"--ray-address {self.address}: prefill is not a Ray client\n"
                 "run it on a machine of the cluster, with ray job submit for example, and take --ray-address auto"
             )
         self._workers = workers
@@ -64,7 +64,7 @@ class RayCluster:
 
     @property
     def own(self) -> bool:
-        """Whether this Ray is started for the job."""
+        """True if this Ray is started for the job."""
         return self.address == "local"
 
     def join(self) -> None:
@@ -84,7 +84,7 @@ class RayCluster:
             try:
                 ray.init(**self._arguments())
             except Exception as error:
-                what = "Ray does not begin here" if self.own else f"--ray-address {self.address}: cannot be joined"
+                what = "Ray does not start here" if self.own else f"--ray-address {self.address}: cannot be joined"
                 raise ResourceError(f"{what}: {brief(error)}") from None
             self._joined = True
         self.ray = ray
@@ -100,7 +100,7 @@ class RayCluster:
             self._joined = False
 
     def options(self) -> dict[str, Any]:
-        """The resources that Ray sets aside for an actor, by Ray's names."""
+        """Return the resources that Ray sets aside for an actor, by Ray's names."""
         asked = self._choice()
         found: dict[str, Any] = {name: asked.pop(name) for name in ("num_cpus", "num_gpus") if name in asked}
         if "memory" in asked:
@@ -108,18 +108,18 @@ class RayCluster:
         return {**found, "resources": asked} if asked else found
 
     def wish(self) -> str:
-        """The resources that a worker asks for, as text."""
+        """Return the resources that a worker asks for, as text."""
         return ", ".join(f"{name}={amount:g}" for name, amount in self._choice().items() if amount)
 
     def room(self) -> str:
-        """The resources of the cluster's machines, as text."""
+        """Return the resources of the cluster's machines, as text."""
         have = self.ray.cluster_resources()
         shown = {name: have[name] for name in ("CPU", "GPU", *self._asked) if name in have}
         nodes = sum(bool(node["Alive"]) for node in self.ray.nodes())
         return f"{nodes} machines with {', '.join(f'{name} {amount:g}' for name, amount in shown.items())} in all"
 
     def _refuse_silence(self) -> None:
-        """Ray itself waits for minutes where nothing answers."""
+        """Raise ResourceError where nothing answers: Ray itself waits for minutes."""
         host, colon, port = self.address.rpartition(":")
         if not colon or not port.isdigit():
             return  # auto, local
@@ -129,7 +129,7 @@ class RayCluster:
             raise ResourceError(f"--ray-address {self.address}: cannot be joined: {brief(error)}") from None
 
     def _said(self) -> dict[str, str]:
-        """Settings of Ray's own messages on stderr: no colours in a file, few when asked to be quiet."""
+        """Return settings of Ray's own messages on stderr: no colours in a file, few when asked to be quiet."""
         said = {} if sys.stderr.isatty() else {"RAY_COLOR_PREFIX": "0"}
         return {**said, "RAY_SCHEDULER_EVENTS": "0"} if self._quiet or self.own else said
 
@@ -143,7 +143,7 @@ class RayCluster:
         return found
 
     def _choice(self) -> dict[str, float]:
-        """Amounts by name, including those that were not asked for."""
+        """Return amounts by name, including those that were not asked for."""
         nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
         asked = dict(self._asked)
         if "num_gpus" not in asked and self._device != "cpu":
@@ -168,8 +168,8 @@ _KNOWN = frozenset({"num_cpus", "num_gpus", "memory"})
 
 
 def even_part(nodes: Sequence[Mapping[str, float]], workers: int, gpus: float = 0.0) -> float:
-    """The most whole CPUs that every worker can have on machines with these resources; 1 if they have no room for all
-    workers. Each worker takes `gpus` as well."""
+    """Return the most whole CPUs that every worker can have on machines with these resources; 1 if they have no room
+    for all workers. Each worker takes `gpus` as well."""
     for cpus in range(int(max((node.get("CPU", 0.0) for node in nodes), default=0)), 0, -1):
         places = 0
         for node in nodes:
@@ -181,7 +181,7 @@ def even_part(nodes: Sequence[Mapping[str, float]], workers: int, gpus: float = 
 
 
 _END_SECONDS = 20.0  # for Ray to end
-_SILENCE = 15.0  # seconds of waiting for room before a message says so
+_SILENCE = 15.0  # seconds of waiting for room before a message
 _KINDS: dict[str, Callable[[int, Any], Event]] = {"started": Started, "done": Done, "failed": Failed, "lost": Lost}
 
 
@@ -209,7 +209,7 @@ class RayCrew:
     def __init__(self, settings: ScoreSettings, opened: Opened) -> None:
         device = settings.device
         if device.startswith("cuda:"):
-            raise UsageError(f"--device {device}: Ray gives each worker a device of its own\ntake --device cuda")
+            raise UsageError(f"--device {device}: Ray gives each worker its own device\ntake --device cuda")
         self.size = settings.workers
         self._cluster = RayCluster(
             settings.ray_address,
@@ -280,7 +280,7 @@ class RayCrew:
         self._ask(actor)
 
     def _anywhere(self, spec: WorkerSpec) -> WorkerSpec:
-        """The same for a worker on another machine: with whole paths."""
+        """Return the same for a worker on another machine: with whole paths."""
         settings = spec.settings
         changes: dict[str, Any] = {"model": settings.model and os.path.abspath(settings.model)}
         changes |= with_small(settings, [os.path.abspath(name) for name in small_models(settings)[1]])
@@ -300,7 +300,7 @@ class RayCrew:
             self._hear(actor, asked, self._advanced)
 
     def _hear(self, actor: _Actor, answer: Any, take: Callable[[_Actor, Any], None]) -> None:
-        """Give the answer to `take`, in this thread, or note that the actor is lost."""
+        """Pass the answer to `take`, in this thread, or note that the actor is lost."""
 
         def ready(future: Any) -> None:  # in a thread of Ray
             error = future.exception()
@@ -330,7 +330,7 @@ class RayCrew:
         self._ask(actor)
 
     def _missed(self, actor: _Actor, error: BaseException) -> None:
-        """An answer that will not come."""
+        """Note an answer that will not come."""
         if actor.lost:
             return
         actor.lost = True
@@ -347,7 +347,7 @@ class RayCrew:
         actor = self._actors.pop(number, None)
         if actor is not None:
             actor.lost = True
-            with suppress(Exception):  # it has died of its own accord
+            with suppress(Exception):  # it is already dead
                 self._cluster.ray.kill(actor.handle)
 
     def _look_for_room(self) -> None:

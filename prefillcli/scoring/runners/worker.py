@@ -39,7 +39,7 @@ Tell = Callable[[float], None]
 
 
 class Worker:
-    """Lives in a process or an actor of its own. Close it in any case.
+    """Lives in its own process or actor. Close it in any case.
 
     Raises PrefillError as opening and loading the models do, and ContentChangedError if they are not those of the job.
     """
@@ -63,7 +63,7 @@ class Worker:
         self._seconds = 0.0
 
     def ready(self) -> Ready:
-        """The limits and the plan of the loaded models, for the driver."""
+        """Return the limits and the plan of the loaded models, for the driver."""
         engine = self._models.engine
         weights = engine.weights_report()
         streams = weights is not None and weights.mode != "resident"
@@ -182,7 +182,7 @@ class WorkerActor:
         self._tokens = 0.0
 
     def place(self) -> tuple[str, str]:
-        """The version of prefillcli here, and the machine's name."""
+        """Return the version of prefillcli here, and the machine's name."""
         return __version__, os.uname().nodename
 
     def open(self, spec: bytes) -> bytes:
@@ -197,7 +197,7 @@ class WorkerActor:
         return _answer("done", lambda: self._done(task))
 
     def advanced(self) -> tuple[int, float]:
-        """Tokens that have been computed since the last call, and the number of their task: the first is 1.
+        """Return the tokens that have been computed since the last call, and the number of their task: the first is 1.
 
         Waits a while until there are any.
         """
@@ -225,9 +225,9 @@ class WorkerActor:
 
 
 def memory_share(device: str) -> float:
-    """This actor's share of its machine's memory: its share of the CPUs, or of a GPU.
+    """Return this actor's share of its machine's memory: its share of the CPUs, or of a GPU.
 
-    1 in a process that is no actor.
+    1 in a process that is not an actor.
     """
     ray: Any = sys.modules.get("ray")
     if not hasattr(ray, "is_initialized") or not ray.is_initialized():  # vLLM leaves an empty module of this name

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from prefillcli.tools.bench.contest import MethodJob
 
 QUICK_TOKENS = 100_000  # of INPUT's prompts
-QUICK_SECONDS = 60.0  # timed rounds begin within so many seconds
+QUICK_SECONDS = 60.0  # seconds within which timed rounds begin
 
 
 def bench_job(settings: BenchSettings, *, quick_tokens: int = QUICK_TOKENS) -> dict[str, Any]:

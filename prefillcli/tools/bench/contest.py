@@ -50,7 +50,7 @@ def interleaved(
     on_run: Callable[[int, str, float], None] = lambda turn, name, seconds: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of each method, run in turn for `rounds` rounds after one warm-up of each.
+    """Return the seconds of each method, run in turn for `rounds` rounds after one warm-up of each.
 
     A disturbance of the machine then hits all methods: compare within a round. After the first round, no round begins
     that, judging by the longest so far, would end more than `within` seconds after the first began. `on_run` is called
@@ -99,7 +99,7 @@ class MethodRun(ReceivedRows):
     def step(self, *progress: Any) -> None: ...
 
     def logprobs(self, window: Window, labels: int) -> Float64Array:
-        """Label log-probabilities [prompts, labels] of a window; NaN for a row without an answer."""
+        """Return label log-probabilities [prompts, labels] of a window; NaN for a row without an answer."""
         unknown = np.full(labels, np.nan)
         return np.stack([self.rows[p.row].logprobs if p.row in self.rows else unknown for p in window.prompts])
 
@@ -119,7 +119,7 @@ class Models:
         return self.opening.inputs
 
     def load_beside(self, others: int, longest: int, notes: list[str]) -> Scorer:
-        """Load them where so many `others` are loaded too, for prompts of up to `longest` tokens. A note says how vLLM
+        """Load them beside this number of `others`, for prompts of up to `longest` tokens. A note states how vLLM
         runs. Raises as `load_here`."""
         inputs, share = self.inputs, 1 / (1 + others)
         begun, where, name = time.perf_counter(), "on the same device", "vllm"
@@ -160,7 +160,7 @@ class MethodJob:
         self.name = method if keep is None else f"{method}@{keep:g}"
         self.settings = score_settings(settings, method, keep)
         self.opening = Opening(self.settings, (self.settings.id_column, *self.settings.keep_columns))
-        # What is learnt of exits stays here, so it needs no fingerprint to be known by.
+        # The learnt exits stay here, so they need no fingerprint.
         report = RunReport.new(fingerprint={"model": "", "labels": ""})
         self._run = Run(self.settings, report, "", Clock(), stop)
         self._run.sink = cast("Any", SimpleNamespace(plan={}, work=LocalStore(f"{folder}/{self.name}")))
@@ -168,7 +168,7 @@ class MethodJob:
 
     @property
     def inputs(self) -> Inputs:
-        """Its rows, with the models that need not be loaded."""
+        """Its rows and the models' files; the weights need not be loaded."""
         return self.opening.inputs
 
     def open(self) -> None:
@@ -198,12 +198,12 @@ class MethodJob:
         return set() if exits is None else set(exits.known)
 
     def learnt(self, name: str) -> Any:
-        """A finding about its exits; None where rows do not leave."""
+        """Return a finding about its exits; None where rows do not leave."""
         return self._run.sink.plan.get("exits", {}).get("use", {}).get(name)
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it computes in other processes: the memory of this one does not show its use."""
+        """True if it computes in other processes: the memory of this one does not show its use."""
         return self.settings.engine == "vllm"
 
     def answer(self, window: Window) -> MethodRun:
@@ -218,7 +218,7 @@ class MethodJob:
 
 
 def open_models(settings: BenchSettings) -> dict[str, Models]:
-    """The opened models of each method: the same for all that the same weights answer. Nothing is loaded."""
+    """Open the models of each method: methods with the same weights share them. Nothing is loaded."""
     wanted = {name: score_settings(settings, name) for name in method_names(settings)}
     opened, found = dict[Any, Models](), dict[str, Models]()
     for name in sorted(wanted, key=lambda name: not _has_small(wanted[name])):  # the others may do without these
@@ -227,7 +227,7 @@ def open_models(settings: BenchSettings) -> dict[str, Models]:
         if own.engine == "torch" and not _has_small(own):
             key = next((each for each in opened if each[0] == "torch"), key)
         if key not in opened:
-            if opened and own.model is None:  # which the first ones have told
+            if opened and own.model is None:  # which the first ones have reported
                 own = own.model_copy(update={"model": str(next(iter(opened.values())).inputs.opened.files.path)})
             opened[key] = Models(own)
         found[name] = opened[key]
@@ -239,7 +239,7 @@ def _has_small(settings: ScoreSettings) -> bool:
 
 
 def open_jobs(settings: BenchSettings, models: Mapping[str, Models], stop: Stop, folder: str) -> list[MethodJob]:
-    """The methods, once for each keep rate, with their rows open. Raises UsageError."""
+    """Open the rows of the methods, once for each keep rate. Raises UsageError."""
     jobs = [
         MethodJob(settings, name, keep, stop, folder, models[name])
         for name in method_names(settings)
@@ -252,8 +252,8 @@ def open_jobs(settings: BenchSettings, models: Mapping[str, Models], stop: Stop,
 
 @contextmanager
 def left_out(job: MethodJob, named: Sequence[str], notes: list[str]) -> Iterator[None]:
-    """A method that runs out of memory, or cannot run here and was not named, is left out with a note; the reference
-    must not."""
+    """Leave out, with a note, a method that runs out of memory, or that cannot run here and was not named. The
+    reference must not fail."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, ResourceError, UsageError) as error:
@@ -280,7 +280,7 @@ def load_jobs(jobs: Sequence[MethodJob], named: Sequence[str], longest: int, not
 
 
 def without_learnt(jobs: Sequence[MethodJob], window: Window, notes: list[str]) -> Window:
-    """The window without the rows that a method has read in full to learn from."""
+    """Return the window without the rows that a method has read in full to learn from."""
     known = {row for job in jobs for row in job.known_rows}
     if not known:
         return window
@@ -309,9 +309,9 @@ def compare(
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """Run every method once for its answers and memory, then `rounds` times in turn for its time; 0: the first run's
-    time counts. `result` gets what that shows.
+    time counts. `result` gets the findings.
 
-    `truths` tells whether the first label is right, by row. `within` and `clock` as in `interleaved`. A method that
+    `truths` has by row whether the first label is right. `within` and `clock` as in `interleaved`. A method that
     runs out of memory is left out with a note. Raises PrefillError if the reference gives no scores.
     """
     notes = result.notes
@@ -378,7 +378,7 @@ def _take(
     truths: Mapping[int, bool | None],
     seconds: Mapping[str, Sequence[float]],
 ) -> None:
-    # What the first runs and the seconds of all rounds show.
+    # The results of the first runs, and of the seconds of all rounds.
     reference = next(own.run for own in first if own.job.name == REFERENCE)
     result.rows, result.prompt_tokens = len(window.prompts), sum(len(own.tokens) for own in window.prompts)
     result.truth_rows = sum(truths.get(own.row) is not None for own in window.prompts)
@@ -459,7 +459,8 @@ def _compare_answers(
 
 
 def _exits(job: MethodJob, run: MethodRun, full: Any, flipped: Any) -> ExitResult:
-    # Where rows left the model, and the flips [prompts] among those of each answer `full` [prompts] of the reference.
+    # The layers where rows left the model, and the flips [prompts] among those of each answer `full` [prompts] of the
+    # reference.
     through = Counter("full" if row.exit_layer is None else str(row.exit_layer) for row in run.rows.values())
     order = sorted(through, key=lambda name: (name == "full", int(name) if name != "full" else 0))
     layers = in_full(job.inputs.opened.files.config.get_text_config().num_hidden_layers)

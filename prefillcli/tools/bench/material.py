@@ -159,7 +159,7 @@ class CaseQuestion:
 
 
 def make_needles(*, rows: int, tokens: int, seed: int, count: Callable[[str], int]) -> tuple[list[str], list[str]]:
-    """`rows` prompts of at most `tokens` tokens each, as `count` counts them, and their answers, Yes or No.
+    """Make `rows` prompts of at most `tokens` tokens each, as `count` counts them, and their answers, Yes or No.
 
     Prompts have at least 97 % of `tokens`, or come as close as whole lines of about 20 tokens allow. Answers
     alternate, shuffled. The same arguments give the same texts. Raises ValueError for prompts too short for a history.
@@ -176,7 +176,7 @@ def make_needles(*, rows: int, tokens: int, seed: int, count: Callable[[str], in
 
 
 def alternating_answers(rng: Random, rows: int) -> list[str]:
-    """Equally many Yes and No, or one Yes more, shuffled."""
+    """Return equally many Yes and No, or one Yes more, shuffled."""
     answers = ["Yes" if row % 2 == 0 else "No" for row in range(rows)]
     return rng.sample(answers, rows)
 
@@ -184,7 +184,8 @@ def alternating_answers(rng: Random, rows: int) -> list[str]:
 def fit_history(
     build: Callable[[Random, int], list[str]], *, tokens: int, count: Callable[[str], int], seed: str, least: int = 1
 ) -> list[str]:
-    """The prompts that `build` makes from a generator and a number of lines, with as many lines as fit into `tokens`.
+    """Return the prompts that `build` makes from a generator and a number of lines, with as many lines as fit into
+    `tokens`.
 
     Several are tried, as lines differ in length. The task needs `least` lines. Raises ValueError if they do not fit.
     """
@@ -203,7 +204,8 @@ def fit_history(
 
 
 def needle(rng: Random, lines: int, answer: str) -> str:
-    """Is the topic asked about in the history? Yes: exactly one line, anywhere, mentions it. No: none does.
+    """Make a needle: is the topic asked about in the history? Yes: exactly one line, anywhere, mentions it. No: none
+    does.
 
     In both cases one line, at a depth uniform over the history, has a topic that occurs nowhere else.
     """
@@ -215,13 +217,15 @@ def needle(rng: Random, lines: int, answer: str) -> str:
 
 
 def filler(rng: Random, words: Sequence[str], lines: int) -> list[str | None]:
-    """A word or None for each line; a third of `words` recur, so that a history has words that it does not mention."""
+    """Return a word or None for each line; a third of `words` recur, so that a history has words that it does not
+    mention."""
     used = rng.sample(words, max(1, min(len(words) // 3, lines // 2)))
     return [None if rng.random() < _IDLE_SHARE else rng.choice(used) for _ in range(lines)]
 
 
 def post_case(rng: Random, lines: int, plan: Sequence[str | None] | None = None) -> Case:
-    """A reader's profile and `lines` lines of reading history. `plan` has the topic of each line, or None for none."""
+    """Return a reader's profile and `lines` lines of reading history. `plan` has the topic of each line, or None for
+    none."""
     first, last = rng.choice(FIRST_NAMES), rng.choice(LAST_NAMES)
     if plan is None:
         plan = plan_words(rng, TOPICS, lines, idle_share=0.3)
@@ -244,7 +248,7 @@ def post_case(rng: Random, lines: int, plan: Sequence[str | None] | None = None)
 
 
 def plan_words(rng: Random, vocabulary: tuple[str, ...], lines: int, idle_share: float) -> list[str | None]:
-    """A word or None for each line: about half of the words are mentioned once, some often."""
+    """Plan a word or None for each line: about half of the words are mentioned once, some often."""
     most = min(lines, MOST_WORDS)
     distinct = rng.sample(vocabulary, rng.randint(max(1, most // 3), most))
     favourites = distinct[: max(1, rng.randint(len(distinct) // 4, len(distinct) // 2))]
@@ -262,13 +266,13 @@ def split_words(plan: Sequence[str | None], vocabulary: tuple[str, ...]) -> tupl
 
 
 def dates(rng: Random, count: int) -> list[str]:
-    """Rising days of the last `count` or more days, as "12 Mar"."""
+    """Return rising days of the last `count` or more days, as "12 Mar"."""
     days = sorted(rng.randrange(336) for _ in range(count))
     return [f"{day % 28 + 1} {MONTHS[day // 28]}" for day in days]
 
 
 def ask_post(rng: Random, case: Case, word: str) -> CaseQuestion:
-    """The question whether a reader would read a new post about `word`, and its true answer."""
+    """Return the question whether a reader would read a new post about `word`, and its true answer."""
     author = f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
     subject = f"{rng.choice(FORMATS)} by {author}, {rng.randint(1, 19)} min"
     text = f"New post: {subject}.\nWould {case.owner.split()[0]} read this post about {word}? Answer:"
@@ -276,7 +280,7 @@ def ask_post(rng: Random, case: Case, word: str) -> CaseQuestion:
 
 
 def prompt(case: Case, question: CaseQuestion) -> str:
-    """The text a model continues with " Yes" or " No"."""
+    """Return the text a model continues with " Yes" or " No"."""
     return case.prefix + question.text
 
 
@@ -287,8 +291,8 @@ _FEWEST = 8  # prompts of a quick look, however long they are
 
 
 def with_made_rows(settings: BenchSettings, models: Inputs, folder: str) -> BenchSettings:
-    """The settings for needles in a file. Raises UsageError for prompts that are longer than the model takes or too
-    short for the task."""
+    """Return the settings for needles in a file. Raises UsageError for prompts that are longer than the model takes or
+    too short for the task."""
     files = models.opened.files
     tokens = max(64, round((settings.tokens or 0) * settings.scale))
     most = min(settings.max_length or files.max_length, files.max_length)
@@ -313,7 +317,7 @@ def with_made_rows(settings: BenchSettings, models: Inputs, folder: str) -> Benc
 def read_rows(
     reference: Inputs, settings: BenchSettings, result: WorkloadResult, most_tokens: int | None = None
 ) -> tuple[Window, dict[int, bool | None]]:
-    """The first window of the input, and by row whether the first label is right.
+    """Read the first window of the input, and by row whether the first label is right.
 
     Of the window only the first prompts are taken, up to `most_tokens` in total but at least a few. Raises
     PrefillError without any.

@@ -16,7 +16,7 @@ class Method:
     """A way to score rows.
 
     `takes` are options of `prefill bench` that are for some methods only. One that takes `keep` runs once for each
-    rate. With `apart` every row is a window of its own, so that no two share a prefix.
+    rate. With `apart` every row is its own window, so that no two share a prefix.
     """
 
     summary: str  # for readers of the tables
@@ -47,7 +47,7 @@ METHODS = {
         "the model reads rows in int8, and again those that are in doubt (--compute int8)", {"compute": "int8"}
     ),
     "vllm": Method(
-        "vLLM in a process of its own, with a copy of the model; its prefix cache begins empty", {"engine": "vllm"}
+        "vLLM in its own process, with a copy of the model; its prefix cache begins empty", {"engine": "vllm"}
     ),
 }
 # Options that mean something else in `prefill score`, and those that only some methods take.
@@ -55,7 +55,7 @@ _OWN = {"output", "truth", *(name for each in METHODS.values() for name in each.
 
 
 def method_names(settings: BenchSettings) -> list[str]:
-    """The named methods and the reference, or those that are usually compared."""
+    """Return the named methods and the reference, or those that are usually compared."""
     if settings.method:
         return [name for name in METHODS if name == REFERENCE or name in settings.method]
     usual = {"hf", REFERENCE, *(("full",) if settings.full else ())}
@@ -65,7 +65,7 @@ def method_names(settings: BenchSettings) -> list[str]:
 
 
 def score_settings(settings: BenchSettings, name: str, keep: float | None = None) -> ScoreSettings:
-    """The settings of the job that a method is, with this keep rate, or the first one of the settings."""
+    """Return the settings of the job that a method is, with this keep rate, or the first one of the settings."""
     method = METHODS[name]
     given = {each: getattr(settings, each) for each in settings.model_fields_set if each not in _OWN}
     given |= {each: getattr(settings, each) for each in method.takes} | dict(method.settings)

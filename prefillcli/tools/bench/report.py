@@ -106,7 +106,7 @@ class WorkloadResult(BaseModel):
     methods: list[MethodResult] = Field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
-        """For the last line on stdout."""
+        """Return the figures for the last line on stdout."""
         return {
             each.method: {
                 "seconds": round(each.seconds.median, 4),
@@ -123,7 +123,7 @@ class WorkloadResult(BaseModel):
         )
 
     def in_short(self, machine: Mapping[str, str | int], *, whole: bool) -> Section:
-        """A workload's results for the terminal; `whole` with intervals."""
+        """Return a workload's results for the terminal; `whole` with intervals."""
         names = dict.fromkeys(each.method.partition("@")[0] for each in self.methods)
         parts = [Part(above=facts_text(machine), table=quick_table(self))]
         if whole:
@@ -134,7 +134,7 @@ class WorkloadResult(BaseModel):
         return Section(title=self._headline(), parts=parts, alarms=workload_remarks(self))
 
     def section(self) -> Section:
-        """The results for the page."""
+        """Return the results for the page."""
         speedups = [(each.method, each.speedup) for each in self.methods if each.method != REFERENCE]
         return Section(
             title=self._headline(),
@@ -164,7 +164,7 @@ class BenchReport(CommandReport):
     workloads: list[WorkloadResult] = Field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
-        """The last line on stdout."""
+        """Return the last line on stdout."""
         line: dict[str, Any] = {
             "status": self.status,
             "exit_code": self.exit_code,
@@ -180,7 +180,7 @@ class BenchReport(CommandReport):
 
 
 def legend(workload: WorkloadResult) -> str:
-    """The meaning of the columns of `quick_table`."""
+    """Return the meaning of the columns of `quick_table`."""
     rounds = "one round" if workload.rounds < 2 else f"median of {workload.rounds} rounds (smallest-largest)"
     return (
         f"speedup: {REFERENCE}'s seconds over the method's, {rounds}; kept: share of the tokens that the model reads; "
@@ -190,8 +190,8 @@ def legend(workload: WorkloadResult) -> str:
 
 
 def verdicts(workload: WorkloadResult) -> list[str]:
-    """The conclusions from the measurements, and their limits: it makes claims only if spread or interval support
-    them."""
+    """Return the conclusions from the measurements, and their limits: they claim only what spread or interval
+    support."""
     methods = {each.method: each for each in workload.methods}
     reference = methods[REFERENCE]
     found = [_of_speed(each, reference, workload.rounds) for each in methods.values() if each is not reference]
@@ -229,7 +229,7 @@ def _of_flips(method: MethodResult, chance: MethodResult) -> list[str]:
 
 
 def workload_remarks(workload: WorkloadResult) -> list[str]:
-    """Notes that a reader of the tables needs."""
+    """Return notes that a reader of the tables needs."""
     found = list(workload.notes)
     for each in workload.methods:
         for reason, count in sorted(each.fallbacks.items()):
@@ -242,12 +242,12 @@ def workload_remarks(workload: WorkloadResult) -> list[str]:
             "first and last tokens always stay (keep_first, keep_last), or no text gives their tokens again (bm25)"
         )
     if workload.reference_able is False:
-        found.append("the model cannot do this task: it is not better than chance, so flips say nothing")
+        found.append("the model cannot do this task: it is not better than chance, so flips mean nothing")
     return found
 
 
 def _of_exits(method: str, exits: ExitResult, rows: int) -> str:
-    # Which rows left where, and the effects of that.
+    # The layers where rows left, and the effects of that.
     early = {name: count for name, count in exits.left.items() if name != "full"}
     places = {name: f"after layer {name}" if int(name) > 0 else "before layer 1" for name in early}
     where = ", ".join(f"{count / rows:.0%} {places[name]}" for name, count in early.items())
@@ -292,7 +292,7 @@ def _cost_table(workload: WorkloadResult) -> TableRows:
 
 
 def answer_table(workload: WorkloadResult) -> TableRows:
-    """Header and one row for each method: flips against the reference, and the share of right answers."""
+    """Return header and one row for each method: flips against the reference, and the share of right answers."""
     rows = [["method", "flips", "95 % interval", "mean diff.", "largest", "accuracy", "95 % interval", "AUC"]]
     for each in workload.methods:
         found, audit = each.answers, each.answers.audit
@@ -314,7 +314,7 @@ def answer_table(workload: WorkloadResult) -> TableRows:
 
 
 def quick_table(workload: WorkloadResult) -> TableRows:
-    """Header and one row for each method: as much as fits a terminal."""
+    """Return header and one row for each method: as much as fits a terminal."""
     rows = [["method", "seconds", "speedup", "rows/s", "kept", "MiB", "flips", "AUC"]]
     for each in workload.methods:
         audit, auc = each.answers.audit, each.answers.auc
@@ -342,12 +342,12 @@ def _speedup(method: MethodResult, rounds: int) -> str:
 
 
 def facts_text(machine: Mapping[str, str | int]) -> str:
-    """Names and values in a line."""
+    """Return the names and values in a line."""
     return ", ".join(f"{name} {value}" for name, value in machine.items())
 
 
 def bench_html(report: BenchReport) -> str:
-    """The page of a report."""
+    """Return the page of a report."""
     head = Section(
         title="prefill bench",
         lines=[

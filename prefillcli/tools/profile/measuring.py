@@ -1,5 +1,5 @@
-"""The measurements of `prefill profile`, each in a process of its own: one curve of seconds, and the longest prompt of
-each mode, which the memory law predicts and a run confirms."""
+"""The measurements of `prefill profile`, each in its own process: one curve of seconds, and the longest prompt of each
+mode, which the memory law predicts and a run confirms."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def one_pack(prompts: Sequence[Tokens]) -> Pack:
     return pack
 
 
-# How much memory a prompt takes in each mode, as a formula of the text configuration.
+# The memory that a prompt takes in each mode, as a formula of the text configuration.
 #
 # The memory law of the layer walk is in `prefillcli.models.law`. This adds a layer's temporaries for each token
 # (figure 4 of PrefillOnly), and the modes that keep or chunk other things.
@@ -109,7 +109,7 @@ def mode_law(mode: str, config: Any, dtype: torch.dtype, chunk_tokens: int) -> t
 
 
 def layer_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of a layer's temporaries for one token at its peak, without its input.
+    """Return the bytes of a layer's temporaries for one token at its peak, without its input.
 
     The peak is in the MLP: residual, normed input, and three rows of the inner width (gate after activation, up, their
     product). Or in attention: normed input, q, k, v, and three more rows in the width of q, for its rotation or
@@ -123,11 +123,12 @@ def layer_bytes(config: Any, dtype: torch.dtype) -> int:
     return int(max(mlp, attention, norm))
 
 
-# Processes of their own: what one run leaves behind would change the next, and a lack of memory may end it.
+# Each measurement has its own process: what one run leaves in memory would change the next, and a lack of memory may
+# end it.
 
 
 def in_child(task: Callable[..., T], *arguments: Any, timeout: float | None = None) -> T:
-    """Return what `task(*arguments)` returns in a process of its own, which is gone then. `timeout` is in seconds.
+    """Return what `task(*arguments)` returns in its own process, which has then ended. `timeout` is in seconds.
 
     Raises ResourceError where the process ended before, was ended after the timeout or lacked memory, and any other
     error of the task.
@@ -155,7 +156,7 @@ def in_child(task: Callable[..., T], *arguments: Any, timeout: float | None = No
 
 
 def load(settings: Any) -> tuple[Any, ModelFiles, torch.device]:
-    """In a child: the model of the settings, its files and its device. Raises PrefillError."""
+    """Load, in a child, the model of the settings; return it with its files and its device. Raises PrefillError."""
     files, device = open_model(settings)
     torch.set_num_threads(settings.threads)
     if device.index is not None:
@@ -164,8 +165,8 @@ def load(settings: Any) -> tuple[Any, ModelFiles, torch.device]:
 
 
 def random_prompt(tokens: int, vocabulary: int, seed: int = 0) -> Tokens:
-    """Return int32 [tokens]: the words of a prompt change neither the time nor the memory that it takes. The first ids
-    are often control tokens."""
+    """Return a prompt of random tokens, int32 [tokens]: its words change neither time nor memory. The first ids are
+    left out, as they are often control tokens."""
     return np.random.default_rng(seed).integers(3, vocabulary, tokens).astype(np.int32)
 
 
@@ -185,7 +186,8 @@ def make_malloc_exact() -> None:
 
 
 def run_once(settings: Any, mode: str, tokens: int) -> tuple[int | None, float]:
-    """In a child: the bytes at the peak of one run above the loaded model, None if unknown, and its seconds."""
+    """Return, in a child, the bytes at the peak of one run above the loaded model, None if unknown, and its
+    seconds."""
     make_malloc_exact()
     model, files, device = load(settings)
     for weight in model.parameters():
@@ -219,7 +221,7 @@ def curve_lengths(seconds: Callable[[int], float], most: int, target: float) -> 
 
 
 def other_packs(longest: int, vocabulary: int) -> list[Pack]:
-    """Return packs that are no single prompt: many short ones, fewer longer ones, one shared beginning; and two that
+    """Return packs of several prompts: many short ones, fewer longer ones, one shared beginning; and two that
     only check the curve, the last ones."""
     prompt = partial(random_prompt, vocabulary=vocabulary)
     part = max(4, longest // 16)
@@ -243,7 +245,7 @@ _CHECKING = 2  # of these packs
 def measure_curve(
     run: Callable[[Pack], float], lengths: Sequence[int], vocabulary: int, windows: list[tuple[int | None, int]]
 ) -> Curve:
-    """Return the curve through packs of one prompt of these `lengths`. `run` gives the seconds of a pack.
+    """Measure the curve through packs of one prompt of these `lengths`. `run` gives the seconds of a pack.
 
     In every round all packs run one after the other, so that a disturbance hits all of them. For each pack the fastest
     round counts: other programs can only make it slower. While the curve is not good enough, there are more rounds.
@@ -268,7 +270,7 @@ def fit_curve(
     windows: list[tuple[int | None, int]],
     rounds: int,
 ) -> Curve:
-    """Return the curve of packs with these `features` and seconds: first one prompt of each of the `lengths`, then
+    """Fit the curve of packs with these `features` and seconds: first one prompt of each of the `lengths`, then
     others, of which the last ones only check the curve."""
     # The costs have the smallest squared relative error: divided by its seconds, each pack should give 1. Columns of
     # very different size are scaled first.
@@ -287,7 +289,7 @@ def fit_curve(
 
 
 def time_packs(settings: Any) -> tuple[int, int, Curve]:
-    """In a child: the bytes that packs may take, the chunk that follows from them, and the curve.
+    """Return, in a child, the bytes that packs may take, the chunk that follows from them, and the curve.
 
     Without `--memory` packs may take the part of the free memory that `prefill score` would take.
     """
@@ -385,7 +387,7 @@ def confirming_run(mode: str, tokens: int, profile: Profile, settings: Any) -> C
 def measured_profile(
     settings: Any, files: ModelFiles, device: torch.device, announce: Callable[[str], None]
 ) -> Profile:
-    """All measurements of a model with the settings of `prefill profile`. Raises PrefillError."""
+    """Make all measurements of a model with the settings of `prefill profile`. Raises PrefillError."""
     files = with_weights(files)  # dequantised here, or each measuring process would do so
     dtype = str(files.dtype).removeprefix("torch.")
     found = {"model": str(files.path if files.saved else files.origin), "revision": None, "dtype": dtype}

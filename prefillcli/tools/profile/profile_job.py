@@ -1,4 +1,4 @@
-"""The job of `prefill profile`: the measurements, what they say about INPUT, the files."""
+"""The job of `prefill profile`: the measurements, their meaning for INPUT, the files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def profile_job(settings: ProfileSettings) -> dict[str, Any]:
             if settings.inputs:
                 opening.open_source()
             opening.open_models()
-            if settings.inputs:  # errors in it are told before the measurements
+            if settings.inputs:  # its errors are reported before the measurements
                 opening.inputs.check_first_rows()
             from prefillcli.tools.profile.measuring import measured_profile  # takes torch along
 
@@ -116,7 +116,7 @@ def _next(settings: ProfileSettings, profile: Profile) -> str:
         words += [f"--{name}", str(getattr(settings, name))] if settings.is_flag(name) else []
     if os.path.abspath(settings.output) != os.path.abspath(DEFAULT_PROFILE):
         words += ["--profile", settings.output]
-    return f"{shlex.join([*words, '--dry-run'])} says what a run of these rows takes"
+    return f"{shlex.join([*words, '--dry-run'])} shows what a run of these rows takes"
 
 
 def _no_times(profile: Profile) -> str:
@@ -129,14 +129,14 @@ def _no_times(profile: Profile) -> str:
 
 
 def profile_html(profile: Profile) -> str:
-    """The page of a profile."""
+    """Return the page of a profile."""
     head, *sections = profile_sections(profile)
     head.title = "prefill profile"
     return page_html(head, [*sections, settings_section(profile.settings)])
 
 
 def profile_sections(profile: Profile) -> list[Section]:
-    """The sections of a profile, for the terminal and the page; first the head."""
+    """Return the sections of a profile, for the terminal and the page; first the head."""
     machine = profile.machine
     where = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads"
     head = Section(
