@@ -236,11 +236,6 @@ class InspectOptions(CompressionOptions):
         if self.keep == "auto":
             raise UsageError("--keep auto is for a whole job: give a rate")
         super()._check_keep()
-        if self.draft is not None and not self.uses_draft:
-            raise UsageError(
-                f"--draft {self.draft}: prefill inspect shows the tokens that a draft model picks\n"
-                "score the row with prefill score, which shows how many tokens it kept"
-            )
 
 
 class ProfileOptions(CompressionOptions):

@@ -215,6 +215,11 @@ def _further(
 
 def _check(settings: InspectSettings) -> None:
     # Raises UsageError for mistakes that do not depend on the input.
+    if settings.draft is not None and not settings.uses_draft:
+        raise UsageError(
+            f"--draft {settings.draft}: prefill inspect shows the tokens that a draft model picks\n"
+            "score the row with prefill score, which shows how many tokens it kept"
+        )
     row = settings.row
     if row is not None and settings.id_column is None and not (row.isascii() and row.isdigit()):
         raise UsageError(f"--row {row}: a row's number counts from 0; for an id, name its column with --id-column")

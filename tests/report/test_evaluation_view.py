@@ -16,6 +16,7 @@ from prefillcli.judging.evaluation import (
     sections,
 )
 from prefillcli.report.run import RunReport, run_html, run_lines, to_json
+from prefillcli.scoring.compose import sections_of
 from prefillcli.stats.evaluation import Evaluation, evaluate, evaluate_labels
 from tests.report.test_run_page import HOSTILE, Page, assert_fetches_nothing
 
@@ -28,7 +29,7 @@ def figures(rows: int = 400) -> Evaluation:
 
 
 def run_of(found: Evaluation, **more: object) -> RunReport:
-    report = RunReport.new(status="complete", exit_code=0, output="out.parquet")
+    report = RunReport.new(sections_of, status="complete", exit_code=0, output="out.parquet")
     report.evaluation = RunEvaluation.model_validate({**dict(found), "truth": "answer", **more})
     return report
 

@@ -11,6 +11,7 @@ from prefillcli.reading.exits.learning import ExitUse, UsedExit, exit_lines, gai
 from prefillcli.reading.exits.policy import GainPoint, JudgedLabel
 from prefillcli.report.run import RunReport, run_html, run_lines, to_json
 from prefillcli.rows.output.columns import AuditedExits, Counts, LayerRows
+from prefillcli.scoring.compose import sections_of
 from tests.report.test_metrics import metrics
 from tests.report.test_run_page import HOSTILE, Page, assert_fetches_nothing
 
@@ -56,7 +57,7 @@ def use_of(**changes: object) -> ExitUse:
 
 
 def report_with(use: ExitUse, counts: Counts = COUNTS) -> RunReport:
-    report = RunReport.new(status="complete", exit_code=0, output="out.parquet")
+    report = RunReport.new(sections_of, status="complete", exit_code=0, output="out.parquet")
     report.exits = use
     use.take(counts)
     report.take(counts)
@@ -218,4 +219,6 @@ def test_a_bound_for_all_rows_together_is_said_to_be_one() -> None:
     assert dict(exit_lines(use))["exits"] == (
         "learnt from 600 rows in full; of all rows at most 1 % flip (95 % confidence)"
     )
-    assert "The bound is of all rows together" in section(use).parts[0].note
+    found = section(report_with(use))
+    assert found is not None
+    assert "The bound is of all rows together" in found.parts[0].note
