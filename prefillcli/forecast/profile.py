@@ -72,8 +72,8 @@ class Curve(BaseModel):
         return float(np.interp(work, works, seconds))
 
     def tokens_within(self, seconds: float, *, most: int, longest: int) -> int:
-        """Return the tokens, 1 to `most`, that the model computes in this time: of one prompt, or of prompts of the
-        `longest` length it takes."""
+        """Return the number of tokens, 1 to `most`, that the model computes in this time: of one prompt, or of prompts
+        of the `longest` length it takes."""
 
         def taken(tokens: int) -> float:
             return self.request_seconds(min(tokens, longest)) * max(1.0, tokens / longest)
@@ -197,7 +197,7 @@ class Profile(BaseModel):
         return self.completion.seconds(plan)
 
     def tokens_within(self, seconds: float, *, most: int) -> int:
-        """Return the tokens, 1 to `most`, that the model computes in this time."""
+        """Return the number of tokens, 1 to `most`, that the model computes in this time."""
         return self.completion.tokens_within(seconds, most=most, longest=self.max_model_tokens)
 
     def mode(self, name: str) -> ModeResult | None:

@@ -89,7 +89,7 @@ def settle_dtype(files: ModelFiles, device: torch.device, *, copies: float = 1, 
 
 
 def held_bytes(files: ModelFiles, device: torch.device) -> int:
-    """Return the bytes of all weights in the dtype of the files, those of mapped files included."""
+    """Return the number of bytes of all weights in the dtype of the files, those of mapped files included."""
     return sum(layer_bytes(files, device).values())
 
 

@@ -232,7 +232,7 @@ def write_joined(parts: Sequence[GgufHeader], path: Path, *, data: bool) -> None
 
 
 def tensor_bytes(tensor: GgufTensor) -> int:
-    """Return the bytes of a tensor in its file; its kind must be known to the package `gguf`."""
+    """Return the number of bytes of a tensor in its file; its kind must be known to the package `gguf`."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
@@ -639,7 +639,7 @@ class GgufModel:
         return torch.bfloat16
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of the weights in this dtype."""
+        """Return the number of bytes of the weights in this dtype."""
         return dtype.itemsize * sum(tensor.numbers for tensor in self.tensors)
 
     def cached_name(self, dtype: torch.dtype | None = None) -> str:

@@ -373,8 +373,8 @@ class MemoryLaw:
         return self.residual + self.key_value + self.rotary
 
     def tokens_within(self, operations: float, *, least: int) -> int:
-        """Return the tokens for which this many operations of products suffice, at least `least`: a power of two,
-        which a little more or less speed does not change. Attention is not counted."""
+        """Return the number of tokens for which this many operations of products suffice, at least `least`: a power of
+        two, which a little more or less speed does not change. Attention is not counted."""
         tokens = operations / max(2 * self.weights * self.layers, 1)
         return max(least, 1 << max(int(tokens), 1).bit_length() - 1)
 
@@ -392,8 +392,8 @@ class MemoryLaw:
         return replace(self, key_value=(JOINED_PATHS + 3) * self.key_value, scores=2 * SCORE_BYTES)
 
     def constant(self, chunk_tokens: int, device: torch.device) -> int:
-        """Return the bytes per pack whatever its size: a chunk's activations, logits, and on a CPU a layer's weights
-        laid out."""
+        """Return the number of bytes per pack whatever its size: a chunk's activations, logits, and on a CPU a layer's
+        weights laid out."""
         copied = device.type == "cpu" and copy_pays(self.weights, self.outputs, chunk_tokens)
         size = self.transient * chunk_tokens + 3 * logit_bytes(device, self.vocabulary)
         batched = min(STATE_BYTES, chunk_tokens * self.layer_states)

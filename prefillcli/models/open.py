@@ -96,7 +96,7 @@ class Variants(Protocol):
         all rows."""
 
     def memory_bytes(self, device: torch.device) -> int:
-        """Return the bytes of the device's memory that they take beside the model's weights."""
+        """Return the number of bytes of the device's memory that they take beside the model's weights."""
 
     def apply(self, model: PreTrainedModel) -> UseVariant | None:
         """Change the loaded model for good where one variant is for all rows; else return the function that exchanges
@@ -356,8 +356,8 @@ def _load_tokenizer(files: ModelFiles, trust_remote_code: bool) -> Any:
 
 
 def weights_of(opened: Opened, *, draft: bool = True) -> int:
-    """Return the bytes of the device's free memory that the model's weights will take, with its variants, and with
-    those of the draft, or of all first models, or without."""
+    """Return the number of bytes of the device's free memory that the model's weights will take, with its variants,
+    and with those of the draft, or of all first models, or without."""
     from prefillcli.models.weights import weight_bytes
 
     every = [opened.files, *(each.files for each in opened.small if draft)]

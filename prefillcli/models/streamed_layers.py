@@ -402,7 +402,7 @@ class StreamedLayers(LayerSource):
         )
 
     def layer_bytes(self, index: int) -> int:
-        """Return the bytes of a layer in the files."""
+        """Return the number of bytes of a layer in the files."""
         return sum(piece.count * piece.dtype.itemsize for piece in self._files[index].pieces)
 
     def measure_speed(self) -> PassSpeed:

@@ -408,7 +408,7 @@ class _SavedTensor(NamedTuple):
 
 
 def weight_bytes(files: ModelFiles, device: torch.device) -> int:
-    """Return the bytes of the device's free memory that the loaded weights take, at least.
+    """Return the number of bytes of the device's free memory that the loaded weights take, at least.
 
     On the CPU, weights saved in the model's dtype stay mapped files, whose memory counts as free: only converted
     weights take any.
@@ -430,14 +430,14 @@ def plan_resident(opened: Opened, *, draft: bool = True) -> WeightsPlan:
 
 
 def free_beside_draft(opened: Opened, budget: int) -> int:
-    """Return the bytes that are free with model and draft loaded, where packs have this `budget` with the model
-    alone."""
+    """Return the number of bytes that are free with model and draft loaded, where packs have this `budget` with the
+    model alone."""
     return max(round(budget / FREE_SHARE) - draft_bytes(opened), 0)
 
 
 def draft_bytes(opened: Opened) -> int:
-    """Return the bytes of the device's free memory that the weights of the small models take, at least; 0 without
-    any."""
+    """Return the number of bytes of the device's free memory that the weights of the small models take, at least; 0
+    without any."""
     found = 0
     for each in opened.small:
         found += weight_bytes(each.files, opened.device)
@@ -447,7 +447,8 @@ def draft_bytes(opened: Opened) -> int:
 
 
 def layer_bytes(files: ModelFiles, device: torch.device) -> dict[int | None, int]:
-    """Return the bytes of the weights in the model's dtype, by the number of their layer; None for all others."""
+    """Return the number of bytes of the weights in the model's dtype, by the number of their layer; None for all
+    others."""
     found: dict[int | None, int] = defaultdict(int)
     for tensor in _saved_tensors(files, device):
         found[layer_number(tensor.name)] += tensor.numbers * files.dtype.itemsize if tensor.dtype else tensor.bytes

@@ -69,8 +69,8 @@ def quotas(root: Path = ROOT) -> list[Quota]:
 
 
 def allowed(root: Path = ROOT, mask: frozenset[int] | None = None) -> int:
-    """Return the threads that can compute at a time: one for each core of the affinity `mask` (by default the
-    process's), but no more than the tightest quota allows. Half a core counts as one."""
+    """Return the number of threads that can compute at a time: one for each core of the affinity `mask` (by default
+    the process's), but no more than the tightest quota allows. Half a core counts as one."""
     cores = len(affinity() if mask is None else mask)
     return max(1, min([cores, *(int(quota.cores + 0.5) for quota in quotas(root))]))
 
@@ -95,8 +95,8 @@ class Left:
         self._before = self._look()
 
     def cores(self, shortest: float = SHORTEST) -> float | None:
-        """Return cores that were left since the last call, or since this was made; None if less than `shortest`
-        seconds have passed. The kernel counts in hundredths of a second."""
+        """Return the number of cores that were left since the last call, or since this was made; None if less than
+        `shortest` seconds have passed. The kernel counts in hundredths of a second."""
         if time.monotonic() - self._before.at < shortest:
             return None
         now = self._look()

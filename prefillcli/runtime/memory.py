@@ -31,7 +31,7 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory(device: torch.device) -> int:
-    """Return the free bytes of the device, or of the host within the limit of its control group. Raises
+    """Return the number of free bytes of the device, or of the host within the limit of its control group. Raises
     ResourceError."""
     if device.type == "cuda":
         return _free_or_unused(device)
@@ -81,7 +81,7 @@ def _free_of_apple_gpu() -> int:
 
 
 def reserved_memory(device: torch.device) -> int:
-    """Return the bytes that torch's allocator has taken of a CUDA device, whether or not tensors use them.
+    """Return the number of bytes that torch's allocator has taken of a CUDA device, whether or not tensors use them.
 
     A limit counts these bytes, so every measurement of a device counts them too.
     """
@@ -154,13 +154,14 @@ def process_memory(field: str, pid: int | None = None) -> int:
 
 
 def resident_memory(pid: int | None = None) -> int:
-    """Return the bytes that a process has in memory. Raises OSError where the system does not report them."""
+    """Return the number of bytes that a process has in memory. Raises OSError where the system does not report
+    them."""
     return int(_process(pid, "statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def proportional_memory(pid: int | None = None) -> int | None:
-    """Return the bytes of a process, with shared pages divided among their users (proportional set size); None off
-    Linux."""
+    """Return the number of bytes of a process, with shared pages divided among their users (proportional set size);
+    None off Linux."""
     with suppress(OSError, ValueError, StopIteration):
         lines = _process(pid, "smaps_rollup").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) * 1024
@@ -168,7 +169,7 @@ def proportional_memory(pid: int | None = None) -> int | None:
 
 
 def resident_memory_of(pid: int) -> int:
-    """Return the bytes that another process has in memory; 0 if the system does not report them."""
+    """Return the number of bytes that another process has in memory; 0 if the system does not report them."""
     with suppress(OSError, ValueError, IndexError):
         return resident_memory(pid)
     told = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, check=False)  # noqa: S603, S607
@@ -176,7 +177,7 @@ def resident_memory_of(pid: int) -> int:
 
 
 def device_memory() -> int:
-    """Return the bytes of tensors on the CUDA devices, if torch has set them up."""
+    """Return the number of bytes of tensors on the CUDA devices, if torch has set them up."""
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)  # may be in the middle of its import
     if not getattr(cuda, "is_initialized", bool)():
         return 0
@@ -269,7 +270,7 @@ _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*$", re.IGNORE
 
 
 def parse_size(text: str | int) -> int:
-    """Return the bytes of a size like `8GiB`, `500MB` or `1048576`. Raises ValueError."""
+    """Return the number of bytes of a size like `8GiB`, `500MB` or `1048576`. Raises ValueError."""
     match = _SIZE.match(str(text))
     if match is None:
         raise ValueError(f"{text!r} is not a size: use 8GiB, 500MB or 1048576")

@@ -85,7 +85,7 @@ class PlannedWork(Protocol):
         """Return the outcome for a row whose prompt cannot be answered."""
 
     def share(self, pack: Pack) -> tuple[float, float]:
-        """Return the rows and prompt tokens that progress counts for each of the pack's tokens."""
+        """Return how many rows and prompt tokens progress counts for each of the pack's tokens."""
 
 
 def failed_prompts(work: PlannedWork, unanswered: Sequence[Answer]) -> Finished:

@@ -219,7 +219,7 @@ def test_without_the_format_labels_are_scored(model: Path, reference: Reference)
         ({"engine": "vllm"}, "vllm run-batch"),
         ({"output": "out.parquet"}, "ends in .jsonl"),
         ({"retry_errors": True}, "--retry-errors"),
-        ({"inputs": "rows.jsonl"}, "no batch file"),
+        ({"inputs": "rows.jsonl"}, "not a batch file"),
     ],
 )
 def test_what_cannot_go_with_the_format_is_refused(model: Path, flags: dict[str, Any], said: str) -> None:

@@ -272,7 +272,7 @@ def test_a_profile_of_another_job_is_refused(
     assert (missing["exit_code"], "no such file" in missing["error"]) == (2, True)
     Path("note.json").write_text('{"a": 1}')
     note = score(data, model=deep_model, exit_profile="note.json", **EXITS)
-    assert (note["exit_code"], "it is no exit profile" in note["error"]) == (2, True)
+    assert (note["exit_code"], "it is not an exit profile" in note["error"]) == (2, True)
 
 
 def test_too_few_rows_prove_nothing(deep_model: Path, in_full: list[dict[str, Any]]) -> None:

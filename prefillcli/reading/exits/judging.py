@@ -385,10 +385,12 @@ def work_of(
 #
 # Each class has its own sequence, with its own rows. A label leaves at the largest of the levels of the *other*
 # classes: these are the rows that its exits can flip. That is valid for each class, because its flips only become
-# fewer - as the level of any label rises: fewer rows are sent away at any layer; - as exit layers are dropped; - as
-# rows leave earlier with the right label. They count as flips here, if a later layer would have sent them away with a
-# wrong one, and then cannot flip. For the same reasons the test of a class does not depend on the levels of the
-# others.
+# fewer
+# - as the level of any label rises: fewer rows are sent away at any layer;
+# - as exit layers are dropped;
+# - as rows leave earlier with the right label. They count as flips here, if a later layer would have sent them away
+#   with a wrong one, and then cannot flip.
+# For the same reasons the test of a class does not depend on the levels of the others.
 #
 # With `--flips-of all` all rows are one class, with one sequence of tests, and every label leaves at its level.
 #

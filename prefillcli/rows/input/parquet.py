@@ -326,11 +326,11 @@ class ParquetFiles:
         self.starts: list[int] = []  # of every file that `batches` has begun, the number of its first row
 
     def expected_rows(self) -> Expected | None:
-        """Return rows of all files."""
+        """Return the number of rows of all files."""
         return None if self.total_rows is None else Expected(self.total_rows)
 
     def count(self) -> int:
-        """Return rows of all files; reads JSON Lines to the end once."""
+        """Return the number of rows of all files; reads JSON Lines to the end once."""
         return self.total_rows or 0
 
     def columns_by_file(self) -> list[tuple[str, Sequence[str]]]:

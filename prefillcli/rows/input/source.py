@@ -139,7 +139,7 @@ class Source:
         return Expected(rows if expected.rows else 0, expected.exact)
 
     def count(self) -> int:
-        """Return rows of the whole input; reads JSON Lines to the end once."""
+        """Return the number of rows of the whole input; reads JSON Lines to the end once."""
         return self._files.count()
 
     @property
@@ -640,8 +640,8 @@ class JsonlFiles:
         self._read: Expected | None = None  # by the rows so far
 
     def expected_rows(self) -> Expected | None:
-        """Return rows of all files, or an estimate by the share of bytes read so far. At the end of a selection of the
-        first rows, their number."""
+        """Return the number of rows of all files, or an estimate by the share of bytes read so far. At the end of a
+        selection of the first rows, their number."""
         return self._read if self.total_rows is None else Expected(self.total_rows)
 
     def count(self) -> int:

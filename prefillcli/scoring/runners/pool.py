@@ -228,7 +228,7 @@ class Item:
         return len(self.task.work.pack.tokens) if isinstance(self.task, AnswerTask) else 0
 
     def lacks(self, held: frozenset[Key]) -> tuple[int, int]:
-        """Return the tokens that a worker with these K,V computes again for it; negative: tokens that it need not
+        """Return how many tokens a worker with these K,V computes again for it; negative: tokens that it need not
         compute."""
         refills = self.task.work.refills if isinstance(self.task, AnswerTask) else ()
         missing = sum(len(refill.tokens) for refill in refills if refill.block not in held)

@@ -197,7 +197,7 @@ class WorkerActor:
         return _answer("done", lambda: self._done(task))
 
     def advanced(self) -> tuple[int, float]:
-        """Return the tokens that have been computed since the last call, and the number of their task: the first is 1.
+        """Return how many tokens were computed since the last call, and the number of their task: the first is 1.
 
         Waits a while until there are any.
         """

@@ -87,7 +87,7 @@ _IDS = 8  # token id, int64; the position is in the law
 
 
 def mode_law(mode: str, config: Any, dtype: torch.dtype, chunk_tokens: int) -> tuple[float, float]:
-    """Return the bytes of one prompt in a mode: a constant, and those of each token.
+    """Return the number of bytes of one prompt in a mode: a constant, and those of each token.
 
     The walk has a row of the residual stream, one layer's K,V and the position encoding for each token. transformers'
     own forward has all layers' K,V, the layer's input, and the embedding that its caller still holds. A mode that is
@@ -109,7 +109,7 @@ def mode_law(mode: str, config: Any, dtype: torch.dtype, chunk_tokens: int) -> t
 
 
 def layer_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of a layer's temporaries for one token at its peak, without its input.
+    """Return the number of bytes of a layer's temporaries for one token at its peak, without its input.
 
     The peak is in the MLP: residual, normed input, and three rows of the inner width (gate after activation, up, their
     product). Or in attention: normed input, q, k, v, and three more rows in the width of q, for its rotation or
