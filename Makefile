@@ -169,7 +169,7 @@ test: setup
 
 # What needs no model, in under a minute: plans, statistics, reports, options, imports and docs
 test-fast: setup
-	$(BIN)/python -m pytest --quiet --numprocesses $(TEST_WORKERS) --dist worksteal tests/plan tests/stats tests/report \
+	$(BIN)/python -m pytest --quiet --numprocesses $(TEST_WORKERS) --dist worksteal tests/unit/plan tests/unit/stats tests/unit/report \
 		tests/test_options.py tests/test_docs.py tests/test_architecture.py -m "not nightly and not matrix"
 
 # Every causal language model of transformers against its eager forward, and what else runs with every family
@@ -190,12 +190,12 @@ test-nightly: setup
 
 # The loops over every call of a job, without gaps: an hour on two cores
 test-faults: setup
-	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal tests/faults tests/score/test_job_faults.py
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist worksteal tests/faults tests/jobs/test_job_faults.py
 
 # The compiled kernel for other processors: ARM under an emulator (Debian: g++-aarch64-linux-gnu, qemu-user), and a model of
 # AMX's tiles
 test-ports: setup
-	$(BIN)/python -m pytest --no-skips -m "" tests/prefill/test_kernel_forms.py
+	$(BIN)/python -m pytest --no-skips -m "" tests/unit/walk/test_kernel_forms.py
 
 # The recipes of docs/tables.md with the real packages
 test-tables: setup-tables
@@ -221,13 +221,13 @@ test-airflow: setup setup-airflow
 test-vllm: setup-vllm
 	VLLM_CPU_OMP_THREADS_BIND="$${VLLM_CPU_OMP_THREADS_BIND:-0-$$(($$(nproc) - 1))}" \
 	VLLM_CPU_KVCACHE_SPACE="$${VLLM_CPU_KVCACHE_SPACE:-1}" \
-	$(VLLM_VENV)/bin/python -m pytest --no-skips -W ignore::pytest.PytestUnraisableExceptionWarning tests/engines/test_vllm.py \
-		tests/test_coming_from.py tests/engines/test_vllm_batch.py
+	$(VLLM_VENV)/bin/python -m pytest --no-skips -W ignore::pytest.PytestUnraisableExceptionWarning tests/unit/engines/test_vllm.py \
+		tests/test_coming_from.py tests/unit/engines/test_vllm_batch.py
 
 # Jobs on a real Ray
 test-ray: setup-ray
-	$(RAY_VENV)/bin/python -m pytest --no-skips tests/runners/test_ray.py tests/runners/test_ray_data.py \
-		tests/runners/test_ray_recipe.py
+	$(RAY_VENV)/bin/python -m pytest --no-skips tests/unit/scoring/test_ray.py tests/unit/scoring/test_ray_data.py \
+		tests/unit/scoring/test_ray_recipe.py
 
 # Examples of every kind of input, for hours with MINUTES=600. What fails is told with the line that repeats it. SEED=7
 # runs the same examples again; FUZZ="rows flags" is some of the kinds

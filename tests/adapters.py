@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.score.jobs import Reference
+from tests.jobs.jobs import Reference
 
 
 def save_adapter(model: Path, folder: Path, *, seed: int = 1, task_type: str | None = "CAUSAL_LM", **own: Any) -> Path:

@@ -13,7 +13,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
-from tests.score.jobs import Reference
+from tests.jobs.jobs import Reference
 
 _CONTROL, _NORMAL = 3, 1
 

@@ -19,8 +19,8 @@ from prefillcli.judging.calibration import Calibration, fit_platt, log_shares_of
 from prefillcli.options.judging import CalibrateSettings
 from prefillcli.options.load import load_settings
 from prefillcli.tools.calibrate import calibrate_job
-from tests.score.jobs import write_jsonl, write_parquet
-from tests.stats.test_calibration import sampled
+from tests.jobs.jobs import write_jsonl, write_parquet
+from tests.unit.stats.test_calibration import sampled
 
 ROWS = 120
 

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from prefillcli.models.files import sample_model
-from tests.engines.encoder_models import save_encoder
-from tests.score.models import save_model
+from tests.jobs.models import save_model
+from tests.unit.engines.encoder_models import save_encoder
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the packages' own
 

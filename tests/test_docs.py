@@ -31,8 +31,8 @@ from prefillcli.tools.bench.methods import METHODS
 from prefillcli.tools.bench.report import BenchReport, MethodResult, WorkloadResult
 from prefillcli.tools.status import Status
 from prefillcli.tools.verify import Verified
-from tests.data.test_prompts import batch_of
 from tests.reference import BLOCKS, PAGE, SCHEMA, reference, run_schema
+from tests.unit.prompts.test_prompts import batch_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])

@@ -32,9 +32,9 @@ from prefillcli.tools.doctor import DTYPES, Diagnosis, doctor_job
 from prefillcli.walk import attention, fusion
 from prefillcli.walk.attention import PATHS
 from prefillcli.walk.attention_checks import CHECKED
-from tests.prefill.test_attention_paths import break_flash, in_base_2
-from tests.score.jobs import Reference, assert_scored, read_output, read_report, score, texts, write_parquet
-from tests.score.models import save_model
+from tests.jobs.jobs import Reference, assert_scored, read_output, read_report, score, texts, write_parquet
+from tests.jobs.models import save_model
+from tests.unit.walk.test_attention_paths import break_flash, in_base_2
 
 ROOT = Path(__file__).parent.parent
 KERNEL = ["kernel"] if attention.compiled_kernel() else []

@@ -38,7 +38,7 @@ FIELD = r"(?:\*|\d+(?:-\d+)?(?:,\d+)*)(?:/\d+)?"
 
 
 def test_every_recipe_is_tested() -> None:
-    # The models of two are no samples: tests/test_rerank_recipe.py, tests/score/test_adapters.py.
+    # The models of two are no samples: tests/test_rerank_recipe.py, tests/jobs/test_adapters.py.
     elsewhere = {"rerank", "adapters", "perplexity", "cascade"}
     assert {path.stem for path in RECIPES.glob("*.yaml")} == ROWS.keys() | QUESTIONS.keys() | elsewhere
 

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from prefillcli.cli import app
 from prefillcli.models.files import LOGIT_SCORE
-from tests.engines.encoder_models import save_encoder
-from tests.score.models import save_model
+from tests.jobs.models import save_model
+from tests.unit.engines.encoder_models import save_encoder
 
 ROOT = Path(__file__).parent.parent
 TOLERANCE = 1e-5

@@ -170,7 +170,7 @@ def test_a_forecast_counts_the_draft_and_needs_the_number_of_rows() -> None:
 def test_weights_take_what_the_device_must_hold(tmp_path: Path, dtype: str, on_cpu: int) -> None:
     from transformers import AutoModelForCausalLM
 
-    from tests.score.models import save_model
+    from tests.jobs.models import save_model
 
     files = read_model_files(save_model(tmp_path), dtype=dtype)
     numbers = sum(weight.numel() for weight in AutoModelForCausalLM.from_pretrained(tmp_path).parameters())

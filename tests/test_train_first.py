@@ -16,7 +16,7 @@ from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from recipes.distill_draft import cut_model, watch_attention
 from recipes.train_first import Course, Lesson, answers_of, main, measure, read_lessons, train
-from tests.score.jobs import score
+from tests.jobs.jobs import score
 
 SAMPLES = Path(__file__).parent.parent / "samples"
 TARGET = SAMPLES / "models" / "target"

@@ -13,9 +13,9 @@ import pytest
 from prefillcli.errors import OutputBusyError
 from prefillcli.rows.output.target import SUCCESS, Target
 from prefillcli.tools.verify import Verification
-from tests.data.outputs import EXPECTED, FINGERPRINT, open_sink, read
 from tests.faults.file_faults import Kind
 from tests.faults.nursery import Nursery, Outcome
+from tests.unit.rows.outputs import EXPECTED, FINGERPRINT, open_sink, read
 
 
 def rows_shown(output: str) -> list[dict[str, Any]] | None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.data.test_joined_shards import merge, score_both
 from tests.faults.file_faults import Kind
 from tests.faults.loops import Job, fail_each
 from tests.faults.nursery import Nursery
 from tests.faults.output_checks import OutputChecks
+from tests.unit.rows.test_joined_shards import merge, score_both
 
 
 def score_shards(name: str, folder: Path, **options: Any) -> None:

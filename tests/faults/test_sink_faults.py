@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from prefillcli.runtime import file_calls
-from tests.data.outputs import FINGERPRINT, WINDOWS, open_sink, read, score_all
 from tests.faults.file_faults import CALLS, CHANGES, Fault, Kind
 from tests.faults.loops import Job, fail_each
 from tests.faults.nursery import Nursery
 from tests.faults.output_checks import OutputChecks
+from tests.unit.rows.outputs import FINGERPRINT, WINDOWS, open_sink, read, score_all
 
 CASES = [
     "o.parquet",

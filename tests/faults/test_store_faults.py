@@ -20,12 +20,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from prefillcli.errors import OutputBusyError, PrefillError
 from prefillcli.rows import filesystems
 from prefillcli.rows.output.target import SUCCESS
-from tests.data.outputs import EXPECTED, WINDOWS, open_sink, score_all
 from tests.faults.loops import Job, fail_each
 from tests.faults.nursery import Nursery, Outcome
 from tests.faults.output_checks import proven
 from tests.faults.request_faults import RequestKind
 from tests.s3_server import Bucket, S3Server
+from tests.unit.rows.outputs import EXPECTED, WINDOWS, open_sink, score_all
 
 
 def score_into_store(url: str, environment: dict[str, str], name: str, folder: Path, **options: Any) -> None:

@@ -19,7 +19,7 @@ from tests.fuzz.command import prefill
 from tests.fuzz.fuzzer import Fuzzer
 from tests.fuzz.outputs import require_all_rows
 from tests.fuzz.workplace import Workplace
-from tests.score.models import save_model
+from tests.jobs.models import save_model
 
 _PROMPTS = ["The fox. Answer:", "Yes or no", "A quick brown fox. Answer:"]
 _TOLERANCE = 1e-5

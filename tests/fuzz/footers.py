@@ -15,8 +15,8 @@ from tests.fuzz.command import prefill
 from tests.fuzz.fuzzer import Fuzzer
 from tests.fuzz.outputs import require_all_rows
 from tests.fuzz.workplace import Workplace
+from tests.jobs.jobs import read_output
 from tests.parquet_footers import fields_of, with_numbers
-from tests.score.jobs import read_output
 
 _ROWS: list[dict[str, Any]] = [
     {

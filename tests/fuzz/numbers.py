@@ -28,7 +28,7 @@ from tests.fuzz.fuzzer import Fuzzer
 from tests.fuzz.outputs import require_all_rows
 from tests.fuzz.workplace import Workplace
 from tests.gguf_files import write_gguf
-from tests.score.models import save_model
+from tests.jobs.models import save_model
 
 TOLERANCE = 1e-4
 """Of a score, in float32."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from prefillcli.rows.records import ErrorCode
 from tests.fuzz.command import Run, prefill
-from tests.score.jobs import read_output
+from tests.jobs.jobs import read_output
 
 _FINISHED = (0, 3)
 

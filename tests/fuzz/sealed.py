@@ -16,11 +16,11 @@ from prefillcli.judging.calibration import Calibration, FittedOn, IsotonicSteps,
 from prefillcli.reading.exits.judging import calibrate_exits
 from prefillcli.reading.exits.policy import ExitProfile, exit_profile_at
 from prefillcli.rows.proof import sealed_text
-from tests.exits.populations import LAYERS, population
 from tests.fuzz.damage import byte_edits, edited, value_edits, with_values
 from tests.fuzz.fuzzer import Fuzzer
 from tests.fuzz.workplace import Workplace
-from tests.profile.making import made_profile
+from tests.unit.reading.exits.populations import LAYERS, population
+from tests.unit.tools.profile.making import made_profile
 
 
 def _profile() -> ExitProfile:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.fuzz.command import prefill
 from tests.fuzz.fuzzer import Fuzzer
 from tests.fuzz.workplace import Workplace
-from tests.score.jobs import read_output, texts
+from tests.jobs.jobs import read_output, texts
 
 _ROOT = Path(__file__).parent.parent.parent
 _ROWS = {"prompt": [*texts(30), None], "answer": ["Yes", "No"] * 15 + ["Yes"]}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from tests.score.models import CHAT_TEMPLATE, save_model
+from tests.jobs.models import CHAT_TEMPLATE, save_model
 
 
 @dataclass(frozen=True)

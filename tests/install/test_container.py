@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.score.jobs import read_report, write_jsonl
+from tests.jobs.jobs import read_report, write_jsonl
 
 IMAGE = os.environ.get("IMAGE", "")
 #: No file outside the volumes can be written, and there is no network.

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefillcli.models.files import sample_model
-from tests.score.jobs import Reference, read_report
+from tests.jobs.jobs import Reference, read_report
 
 ROOT = Path(__file__).parents[2]
 DIST = os.environ.get("DIST", "")

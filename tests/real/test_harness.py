@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from prefillcli.errors import UsageError
-from tests.score.models import save_model
+from tests.jobs.models import save_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the harness's own
 

@@ -7,8 +7,8 @@ from sklearn.metrics import roc_auc_score
 
 from recipes.real_model import GEMMA, QWEN, joined_file, reviews
 from tests.gguf_files import GgufReference
+from tests.jobs.jobs import assert_scored, read_output, score, write_jsonl
 from tests.real.conftest import FOLDER
-from tests.score.jobs import assert_scored, read_output, score, write_jsonl
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.real_model import reviews
 from recipes.review_rationales import WORDS, flags, sentences, template, write_rows
+from tests.jobs.jobs import read_output, score, write_parquet
 from tests.real.conftest import FOLDER
-from tests.score.jobs import read_output, score, write_parquet
 
 ROWS = 3
 NEAR = 1e-4  # of the logits: nearer tokens may change places

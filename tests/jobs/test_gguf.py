@@ -1,0 +1,450 @@
+"""Models in GGUF format, against transformers' own eager forward of the same file."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers import AutoModelForCausalLM
+
+from prefillcli.errors import ResourceError
+from prefillcli.models.gguf import prune_cached
+from prefillcli.rows.proof import ModelContents
+from prefillcli.runtime.user_cache import cache_folder
+from tests.gguf_files import GgufReference, part_of, rotary_factors, write_gguf
+from tests.jobs.jobs import (
+    Reference,
+    assert_scored,
+    read_output,
+    read_report,
+    score,
+    texts,
+    write_jsonl,
+    write_parquet,
+)
+from tests.jobs.models import save_model
+from tests.jobs.processes import Command, Hold
+
+PROMPTS = texts(12)
+LABELS = "Yes= Yes,No= No"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def file(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of eight bits with a chat template."""
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "eight.gguf", chat_model, kind=Kind.Q8_0)
+
+
+@pytest.fixture(scope="module")
+def small(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A smaller one with the same tokens."""
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "draft.gguf", draft, kind=Kind.Q4_1)
+
+
+def answers(file: Path) -> Any:
+    reference = GgufReference(file)
+    return [reference.answer(text) for text in PROMPTS]
+
+
+def job(model: Path, **flags: Any) -> dict[str, Any]:
+    source = write_parquet("in.parquet", prompt=PROMPTS)
+    return score(source, model=model, labels=LABELS, **{"dtype": "float32", "chat": False, **flags})
+
+
+def cached() -> list[str]:
+    """The folders in the cache."""
+    place = cache_folder() / "gguf"
+    return sorted(each.name for each in place.iterdir() if each.is_dir()) if place.is_dir() else []
+
+
+def scores(path: str = "out.parquet") -> list[float]:
+    return [row["score"] for row in read_output(path)]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_1, Kind.Q4_0, Kind.Q5_0])
+def test_scores_equal_the_eager_forward(chat_model: Path, kind: Kind) -> None:
+    file = write_gguf(Path("own.gguf").absolute(), chat_model, kind=kind)
+    assert job(file)["exit_code"] == 0
+    assert_scored(read_output("out.parquet"), answers(file))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_file_of_whole_numbers_scores_as_the_model_that_it_was_made_of(family: str) -> None:
+    folder = save_model(Path("plain").absolute(), family=family)
+    file = write_gguf(
+        Path("own.gguf").absolute(),
+        folder,
+        architecture=family,
+        settings={"attention.key_length": 16, "attention.value_length": 16},
+    )
+    if family == "qwen3":  # whose heads transformers takes to be of 128 numbers: it does not read their width
+        assert "transformers" in job(file)["error"]
+        return
+    assert job(file)["exit_code"] == 0
+    reference = Reference(folder)
+    wanted = [reference.answer(reference.ids(text, special=False)) for text in PROMPTS]  # the file asks for no BOS
+    assert_scored(read_output("out.parquet"), wanted)
+
+
+def test_chats_pass_through_the_template_of_the_file(file: Path) -> None:
+    chats = [[{"role": "user", "content": text}] for text in texts(6)]
+    source = write_jsonl("in.jsonl", [{"messages": chat} for chat in chats])
+    assert score(source, model=file, dtype="float32")["exit_code"] == 0
+    reference = GgufReference(file)
+    wanted = [
+        reference.answer(
+            reference.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"],
+            labels=(("Yes",), ("No",)),
+        )
+        for chat in chats
+    ]
+    assert_scored(read_output("out.parquet"), wanted)
+
+
+def test_control_tokens_in_the_data_stay_text(file: Path) -> None:
+    source = write_jsonl("in.jsonl", [{"prompt": "<s> and </s>. Answer:"}])
+    assert score(source, model=file, labels=LABELS, dtype="float32", chat=False)["exit_code"] == 0
+    reference = GgufReference(file)
+    (row,) = read_output("out.parquet")
+    assert row["prompt_tokens"] > len(reference.ids("<s> and </s>. Answer:"))
+
+
+def test_texts_begin_with_bos_where_the_file_says_so(model: Path, reference: Reference) -> None:
+    from gguf import GGUFWriter
+
+    begun = GGUFWriter.add_token_types
+
+    def with_bos(self: GGUFWriter, types: Any) -> None:
+        begun(self, types)
+        self.add_add_bos_token(True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GGUFWriter, "add_token_types", with_bos)
+        file = write_gguf(Path("bos.gguf").absolute(), model)
+    assert job(file)["exit_code"] == 0
+    assert_scored(read_output("out.parquet"), [reference.answer(text) for text in PROMPTS])
+
+
+def test_rotary_factors_are_taken_over(model: Path) -> None:
+    """As in the files of Llama 3.1, where the oracle is the model that the file was made of."""
+    folder = Path(shutil.copytree(model, "scaled"))
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    factors = rotary_factors(AutoModelForCausalLM.from_pretrained(folder))
+    assert factors.max() == pytest.approx(8)
+    file = write_gguf(Path("scaled.gguf").absolute(), folder, tensors={"rope_freqs.weight": factors})
+    assert job(file)["exit_code"] == 0
+    reference = Reference(folder)
+    wanted = [reference.answer(reference.ids(text, special=False)) for text in PROMPTS]
+    assert_scored(read_output("out.parquet"), wanted)
+
+
+def test_quantised_weights_are_computed_in_bfloat16_and_whole_ones_as_they_are_saved(
+    file: Path, chat_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefillcli.models.dtype.times_as_long", lambda *_: 0.5)  # a processor made for bfloat16
+    job(file, dtype="auto")
+    assert read_report()["settings"]["dtype"] == "auto"
+    assert [name.rpartition("-")[2] for name in cached()][1:] == ["bfloat16"]
+    plain = write_gguf(Path("plain.gguf").absolute(), chat_model, kind=Kind.F32)
+    job(plain, dtype="auto", overwrite=True)
+    assert any(name.startswith("plain-") and name.endswith("-float32") for name in cached())
+
+
+def test_all_parts_of_a_split_model_are_read(chat_model: Path) -> None:
+    whole = write_gguf(Path("whole.gguf").absolute(), chat_model, kind=Kind.Q8_0)
+    job(whole)
+    wanted = scores()
+    Path("parts").mkdir()
+    first = write_gguf(Path("parts/m.gguf").absolute(), chat_model, kind=Kind.Q8_0, parts=3)
+    for named in (first, part_of(Path("parts/m.gguf"), 2, 3), Path("parts")):
+        assert job(named, overwrite=True)["exit_code"] == 0
+        assert scores() == wanted
+
+
+def test_the_folder_of_a_file_is_as_good_as_the_file(file: Path) -> None:
+    job(file)
+    wanted = scores()
+    assert job(file.parent, output="again.parquet")["exit_code"] == 0
+    assert scores("again.parquet") == wanted
+    assert read_report()["fingerprint"] == read_report("again.run.json")["fingerprint"]
+
+
+def test_the_second_start_reads_what_the_first_has_kept(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job(file)
+    wanted, kept = scores(), cached()
+    assert len(kept) == 2
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("the file is read again")
+
+    monkeypatch.setattr("prefillcli.models.gguf.load_gguf", fail)
+    monkeypatch.setattr("prefillcli.models.gguf._describe", fail)
+    assert job(file, overwrite=True)["exit_code"] == 0
+    assert scores() == wanted
+    assert cached() == kept
+
+
+def test_a_damaged_cache_is_made_again(file: Path) -> None:
+    job(file)
+    wanted = scores()
+    (weights,) = (cache_folder() / "gguf").glob("*-float32/model.safetensors")
+    before = weights.read_bytes()
+    damaged = bytearray(before)
+    damaged[-3] ^= 0x40
+    weights.write_bytes(damaged)
+    assert job(file, overwrite=True)["exit_code"] == 0
+    assert scores() == wanted
+    assert weights.read_bytes() == before
+
+
+@pytest.mark.parametrize("how", ["no room", "no right to write", "full while it is written"])
+def test_without_room_in_the_cache_the_scores_are_the_same(
+    file: Path, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job(file)
+    wanted = scores()
+    shutil.rmtree(cache_folder() / "gguf")
+    if how == "no room":
+        usage = shutil.disk_usage(".")
+        monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1000))
+    elif how == "no right to write":
+        (cache_folder() / "gguf").write_text("a file where the folder should be")
+    else:
+        monkeypatch.setattr("prefillcli.models.gguf._sync", _full_disk)
+    capsys.readouterr()
+    assert job(file, overwrite=True)["exit_code"] == 0
+    assert scores() == wanted
+    assert cached() == []
+    assert "warning:" in capsys.readouterr().err
+    assert "cache" in str(job(file, weights="stream", weights_memory="1MiB", overwrite=True)["error"])
+
+
+def _full_disk(path: Path) -> None:
+    raise OSError(28, os.strerror(28))
+
+
+def test_what_killed_processes_left_in_the_cache_goes(file: Path) -> None:
+    source = write_parquet("in.parquet", prompt=PROMPTS)
+    flags = ["--model", file, "--labels", LABELS, "--dtype", "float32", "--no-chat"]
+    place = {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
+    killed = Command("score", source, *flags, hold=Hold("prefillcli.models.gguf:_seal", 2), environment=place)
+    killed.wait_until_held()
+    killed.kill()
+    (left,) = (cache_folder() / "gguf").glob("*-float32.*.tmp")
+    (left / "model.safetensors").write_bytes(b"half of it")
+    assert job(file, overwrite=True)["exit_code"] == 0
+    assert_scored(read_output("out.parquet"), answers(file))
+    assert not left.exists()
+    assert sum(name.endswith("-float32") for name in cached()) == 1
+
+
+def kept(name: str, days: float) -> Path:
+    """A folder in the cache as another process left it, of 1,000 bytes, last used so many days ago."""
+    folder = cache_folder() / "gguf" / name
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(bytes(996))
+    (folder / "prefillcli.digest").write_text("none")
+    os.utime(folder / "prefillcli.digest", (then := time.time() - days * 86400, then))
+    return folder
+
+
+def test_what_was_used_longest_ago_leaves_the_cache() -> None:
+    for name, days in (("old", 3.0), ("older", 4.0), ("new", 0.0), ("unused", 31.0)):
+        kept(name, days)
+    prune_cached(3000)
+    assert cached() == ["new", "old", "older"]
+    prune_cached(2500, wanted=1000)
+    assert cached() == ["new"]
+    prune_cached(0)
+    assert cached() == []
+
+
+def test_what_a_process_uses_or_makes_stays_in_the_cache() -> None:
+    place = kept("used", 40.0).parent
+    kept("idle", 40.0)
+    kept("made.abc.tmp", 0.0)
+    kept("left.pruned.tmp", 0.0)  # by one that was killed while it removed it
+    with (place / "used.use").open("w") as used, (place / "made.lock").open("w") as made:
+        fcntl.flock(used, fcntl.LOCK_SH)
+        fcntl.flock(made, fcntl.LOCK_EX)
+        prune_cached(0)
+        assert cached() == ["made.abc.tmp", "used"]
+    prune_cached(0)  # as after kill -9, which ends locks too
+    assert cached() == []
+
+
+def test_a_job_keeps_its_own_model_in_a_small_cache(file: Path) -> None:
+    kept("other", 1.0)
+    assert job(file, gguf_cache="1")["exit_code"] == 0
+    own = cached()
+    assert len(own) == 2
+    assert "other" not in own
+    with (cache_folder() / "gguf" / f"{own[-1]}.use").open("w") as use, pytest.raises(BlockingIOError):
+        fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    prune_cached(0)
+    assert cached() == own
+
+
+def test_another_file_under_the_same_name_is_another_job(model: Path, chat_model: Path) -> None:
+    named = Path("named.gguf").absolute()
+    write_gguf(named, chat_model)
+    job(named)
+    before = hash_of(named)
+    moved = Path(shutil.copy(named, "moved.gguf"))
+    assert hash_of(moved) == before
+    assert job(moved, resume=True)["exit_code"] == 0
+    named.unlink()
+    write_gguf(named, model)
+    assert hash_of(named) != before
+    done = job(named, resume=True)
+    assert done["exit_code"] == 4
+    assert "model" in done["error"]
+
+
+def hash_of(file: Path) -> str:
+    return ModelContents(file).model()
+
+
+def test_a_file_that_changes_while_the_job_runs_is_noticed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Path(shutil.copy(file, "own.gguf")).absolute()
+    from prefillcli.models import load as loading
+
+    load = loading.load_model
+
+    def load_then_change(*args: Any, **options: Any) -> Any:
+        loaded = load(*args, **options)
+        data = bytearray(own.read_bytes())
+        data[-3] ^= 1
+        own.write_bytes(data)
+        return loaded
+
+    monkeypatch.setattr(loading, "load_model", load_then_change)
+    done = job(own)
+    assert done["exit_code"] == 4
+    assert "own.gguf changed while the job ran" in done["error"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"weights": "stream", "weights_memory": "1MiB"},
+        {"engine": "hf"},
+        {"workers": 2},
+    ],
+    ids=["streamed", "hf", "two workers"],
+)
+def test_other_ways_to_run_give_the_same_scores(file: Path, flags: dict[str, Any]) -> None:
+    job(file)
+    wanted = scores()
+    assert job(file, overwrite=True, **flags)["exit_code"] == 0
+    assert scores() == pytest.approx(wanted, abs=1e-6)
+
+
+def test_a_file_can_be_the_draft(file: Path, small: Path, chat_model: Path) -> None:
+    prompts = [text * 20 for text in PROMPTS]
+    source = write_parquet("long.parquet", prompt=prompts)
+    done = score(source, model=file, draft=small, keep=0.5, compress_above=64, labels=LABELS, chat=False)
+    assert done["exit_code"] == 0, done
+    assert {row["method"] for row in read_output("out.parquet")} == {"specprefill"}
+
+
+def test_a_dry_run_reads_no_weights(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr("prefillcli.models.gguf.load_gguf", fail)
+    done = run_dry(file)
+    assert done["exit_code"] == 0
+    assert len(cached()) == 1
+
+
+def run_dry(file: Path) -> dict[str, Any]:
+    from prefillcli.core.scorer import Granularity
+    from prefillcli.options.commands import ScoreSettings
+    from prefillcli.options.load import load_settings
+    from prefillcli.scoring.dry_run import dry_run_job
+
+    source = write_parquet("in.parquet", prompt=PROMPTS)
+    given = {"inputs": [str(source)], "model": str(file), "labels": LABELS, "dry_run": True, "quiet": True}
+    summary: dict[str, Any] = dry_run_job(load_settings(ScoreSettings, given, environment={}), Granularity())
+    return summary
+
+
+def test_random_weights_differ_in_the_quantisations(chat_model: Path) -> None:
+    """The oracles above could not tell a file that was read from one that was not."""
+    arrays = [np.array(answer_scores(kind, chat_model)) for kind in (Kind.F32, Kind.Q4_0)]
+    assert np.abs(arrays[0] - arrays[1]).max() > 1e-4
+
+
+def answer_scores(kind: Kind, folder: Path) -> list[float]:
+    file = write_gguf(Path(f"{kind.name}.gguf").absolute(), folder, kind=kind)
+    return [answer.score for answer in answers(file)]
+
+
+def open_for_vllm(file: Path) -> Any:
+    from prefillcli.engines.base import LoadRequest
+    from prefillcli.models.open import open_models
+    from prefillcli.options.commands import ScoreSettings
+    from prefillcli.options.load import load_settings
+
+    given = {"inputs": ["in.parquet"], "model": str(file), "engine": "vllm", "dtype": "float32"}
+    settings = load_settings(ScoreSettings, given, environment={})
+    return LoadRequest(open_models(settings), settings, {"kv_cache_memory_bytes": 1 << 20})
+
+
+def test_vllm_is_handed_a_folder_of_safetensors(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefillcli.engines import vllm
+
+    handed: list[Path] = []
+    monkeypatch.setattr(vllm, "VllmEngine", lambda path, **options: handed.append(path))
+    vllm.load(open_for_vllm(file))
+    (folder,) = handed
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {each.name for each in folder.iterdir()}
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.float32
+
+
+def test_vllm_is_refused_where_the_cache_has_no_room(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefillcli.engines import vllm
+
+    usage = shutil.disk_usage(".")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(ResourceError, match="the cache, which has no room"):
+        vllm.load(open_for_vllm(file))
+
+
+def test_a_row_is_inspected(file: Path) -> None:
+    from prefillcli.options.commands import InspectSettings
+    from prefillcli.options.load import load_settings
+    from prefillcli.tools.inspect import inspect_job
+
+    source = write_parquet("in.parquet", prompt=PROMPTS)
+    given = {"inputs": [str(source)], "model": str(file), "row": "3", "labels": LABELS, "chat": False, "quiet": True}
+    settings = load_settings(InspectSettings, {**given, "dtype": "float32"}, environment={})
+    summary = inspect_job(settings)
+    assert summary["exit_code"] == 0, summary
+    assert summary["score"] == pytest.approx(GgufReference(file).answer(PROMPTS[3]).score, abs=1e-5)

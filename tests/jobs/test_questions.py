@@ -1,0 +1,410 @@
+"""Several questions about each row: the answers of transformers' eager forward, the document computed once."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from prefillcli import Scorer
+from prefillcli.core.further import Choice, Further, FurtherQuestions, WantedRow
+from prefillcli.core.request import Request
+from prefillcli.engines.base import Answer
+from prefillcli.errors import UsageError
+from prefillcli.plan.behind import LabelSet
+from prefillcli.plan.pack import Limits
+from prefillcli.rows.output.columns import OutputSchema
+from prefillcli.rows.records import ErrorCode, Prompt, RowError, ScoredRow, Window
+from prefillcli.scoring.loop import Finished, FollowUp
+from tests.jobs.jobs import TOLERANCE, read_output, read_report, score, write_jsonl, write_parquet
+from tests.jobs.processes import cut_small_windows
+
+TEXTS = [f"The brown fox number {at} saw {'a quick ' * (at % 5)}dog." for at in range(30)]
+FILE = """
+document: "{{ text }}"
+questions:
+  - name: fox
+    text: "\\nIs it a fox? Answer:"
+    labels: [Yes, No]
+  - name: tone
+    text: "\\nThe dog was"
+    labels: [very quick, not quick at all, brown]
+    when: "fox.score > 0.5"
+  - name: kind
+    template: "{{ kind }}: {{ text }}\\nAnswer:"
+    labels: "Yes= Yes|yes,No"
+"""
+#: The texts that the file puts behind each document, and the spellings of labels.
+ASKED = {
+    "fox": ("{text}\nIs it a fox? Answer:", {"Yes": [" Yes"], "No": [" No"]}),
+    "tone": ("{text}\nThe dog was", {name: [f" {name}"] for name in ("very quick", "not quick at all", "brown")}),
+    "kind": ("{kind}: {text}\nAnswer:", {"Yes": [" Yes", "yes"], "No": [" No"]}),
+}
+
+
+class Eager:
+    """A model under transformers' own eager forward."""
+
+    def __init__(self, path: Path) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(path)
+        self._model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+
+    def ids(self, text: str) -> list[int]:
+        return self._tokenizer(text)["input_ids"]
+
+    @cache  # noqa: B019 - one lives as long as the tests
+    def logprob(self, prompt: str, label: str) -> float:
+        before, whole = self.ids(prompt), self.ids(prompt + label)
+        assert whole[: len(before)] == before
+        with torch.inference_mode():
+            logits = self._model(input_ids=torch.tensor([whole]), use_cache=False).logits[0].double()
+        places = range(len(before), len(whole))
+        return sum(float(logits[at - 1].log_softmax(-1)[whole[at]]) for at in places)
+
+    def answer(self, prompt: str, labels: dict[str, list[str]]) -> dict[str, float]:
+        """The log-probability of each label."""
+        return {
+            name: math.log(sum(math.exp(self.logprob(prompt, own)) for own in spellings))
+            for name, spellings in labels.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def eager(model: Path) -> Eager:
+    return Eager(model)
+
+
+def make_input(**more: Any) -> Path:
+    Path("q.yaml").write_text(FILE)
+    kinds = ["fable" if at % 3 else "news" for at in range(len(TEXTS))]
+    return write_parquet("in.parquet", **{"text": TEXTS, "kind": kinds, "id": range(len(TEXTS))} | more)
+
+
+def assert_answered(rows: list[dict[str, Any]], eager: Eager) -> None:
+    """All rows of `make_input` have the reference's answers, those by condition where it holds."""
+    assert len(rows) == len(TEXTS)
+    held = 0
+    for at, row in enumerate(rows):
+        assert row["error"] is None, row["error_detail"]
+        assert row["score"] == row["fox.score"]
+        for name, (prompt, labels) in ASKED.items():
+            if name == "tone" and row["fox.score"] <= 0.5:
+                assert {row[key] for key in row if key.startswith("tone.")} == {None}
+                continue
+            held += name == "tone"
+            wanted = eager.answer(prompt.format(text=TEXTS[at], kind="fable" if at % 3 else "news"), labels)
+            for label, logprob in wanted.items():
+                assert abs(row[f"{name}.logprob_{label}"] - logprob) < 1e-4
+            shares = {label: math.exp(logprob) for label, logprob in wanted.items()}
+            assert abs(row[f"{name}.label_mass"] - sum(shares.values())) < TOLERANCE
+            assert abs(row[f"{name}.score"] - next(iter(shares.values())) / sum(shares.values())) < TOLERANCE
+            assert row[f"{name}.prediction"] == max(shares, key=shares.__getitem__)
+    assert 0 < held < len(rows), "the condition must choose some rows, and leave others out"
+
+
+@pytest.mark.parametrize("engine", ["torch", "hf"])
+def test_each_question_gets_the_answer_of_the_eager_forward(model: Path, eager: Eager, engine: str) -> None:
+    assert score(make_input(), model=model, questions="q.yaml", engine=engine)["exit_code"] == 0
+    assert_answered(read_output("out.parquet"), eager)
+
+
+@pytest.mark.parametrize("flags", [{"workers": 2}, {"deterministic": True}, {"pack_tokens": 64}, {"schedule": "fifo"}])
+def test_the_answers_do_not_depend_on_how_they_are_computed(model: Path, eager: Eager, flags: dict[str, Any]) -> None:
+    assert score(make_input(), model=model, questions="q.yaml", **flags)["exit_code"] == 0
+    assert_answered(read_output("out.parquet"), eager)
+
+
+def unique_tokens(sequences: list[list[int]]) -> int:
+    """The nodes of the trie of these sequences."""
+    return len({tuple(each[:end]) for each in sequences for end in range(1, len(each) + 1)})
+
+
+def test_a_document_is_computed_once_for_all_its_questions(model: Path, eager: Eager) -> None:
+    source = make_input()
+    Path("q.yaml").write_text(FILE.replace('    when: "fox.score > 0.5"\n', ""))
+    assert score(source, model=model, questions="q.yaml")["exit_code"] == 0
+    asked = []
+    for at, text in enumerate(TEXTS):
+        for prompt, labels in ASKED.values():
+            whole = prompt.format(text=text, kind="fable" if at % 3 else "news")
+            asked += [eager.ids(whole)] + [eager.ids(whole + own)[:-1] for each in labels.values() for own in each]
+    tokens = read_report()["tokens"]
+    assert tokens["unique"] == unique_tokens(asked)
+    assert tokens["computed"] <= 1.01 * tokens["unique"]  # a shared beginning of very few tokens may be computed twice
+    assert tokens["prompt"] == sum(row["prompt_tokens"] for row in read_output("out.parquet"))
+
+
+APART = """
+document: "{{ text }}"
+questions:
+  - name: fox
+    text: "\\nIs it a fox? Answer:"
+    labels: [Yes, No]
+  - name: kind
+    template: "{{ kind }}: {{ text }} {{ text }}\\nAnswer:"
+    labels: [very quick, not quick at all, brown]
+    when: "fox.score > 0.5"
+  - name: calm
+    template: "{{ text }} {{ kind }}.\\nAnswer:"
+    labels: [Yes, No]
+    when: "kind.prediction == 'brown'"
+"""
+APART_ASKED = {
+    "fox": (ASKED["fox"][0], {"Yes": [" Yes"], "No": [" No"]}),
+    "kind": ("{kind}: {text} {text}\nAnswer:", ASKED["tone"][1]),
+}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"workers": 2}, {"deterministic": True}, {"pack_tokens": 64, "questions_as": "rows"}, {"engine": "hf"}],
+)
+def test_a_question_that_shares_nothing_is_asked_where_its_condition_holds(
+    model: Path, eager: Eager, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prompts are read in a second pass, those of the chosen rows alone; a condition on its answers waits for no
+    third one."""
+    cut_small_windows(monkeypatch)
+    source = make_input()
+    Path("q.yaml").write_text(APART)
+    assert score(source, model=model, questions="q.yaml", **flags)["exit_code"] == 0
+    rows = read_output("out.parquet")
+    if "questions_as" in flags:
+        rows = [
+            {f"{each['question']}.{key}": value for each in rows[at : at + 3] for key, value in each.items()}
+            for at in range(0, len(rows), 3)
+        ]
+    read = []
+    for at, row in enumerate(rows):
+        own = {"text": TEXTS[at], "kind": "fable" if at % 3 else "news"}
+        for name, (prompt, labels) in APART_ASKED.items():
+            if name == "kind" and row["fox.score"] <= 0.5:
+                assert row["kind.score"] is row["kind.prediction"] is row["calm.score"] is None
+                continue
+            wanted = {label: math.exp(each) for label, each in eager.answer(prompt.format(**own), labels).items()}
+            assert abs(row[f"{name}.score"] - next(iter(wanted.values())) / sum(wanted.values())) < TOLERANCE
+            assert row[f"{name}.prediction"] == max(wanted, key=wanted.__getitem__)
+            read += [eager.ids(prompt.format(**own) + each)[:-1] for (each,) in labels.values()]
+        assert (row["calm.score"] is not None) == (row["kind.prediction"] == "brown")
+        read.append(eager.ids(f"{own['text']} {own['kind']}.\nAnswer:"))
+    assert 0 < sum(row["kind.score"] is not None for row in rows) < len(rows)
+    tokens = read_report()["tokens"]
+    if "questions_as" not in flags:
+        assert tokens["prompt"] == sum(row["prompt_tokens"] for row in rows)
+    if not flags:
+        assert tokens["follow_up"] > 0
+        assert tokens["computed"] <= 1.02 * unique_tokens(read)
+
+
+def test_a_row_whose_second_question_has_no_answer_is_an_error_row() -> None:
+    class Asker(Further):
+        def questions(self, window: Window, row: WantedRow, limits: Limits) -> list[Request]:
+            return [Request(row.question.prompt, take=lambda answer: None, required=True) for _ in range(3)]
+
+    labels = LabelSet.of([[5], [7]])
+    rows = [
+        WantedRow(
+            Request(Prompt(row, np.array([row], np.int32), labels)), ScoredRow(row, np.zeros(2), 0, 1, 1, 0.0), 0
+        )
+        for row in (3, 4)
+    ]
+    schema = OutputSchema(labels=("a", "b"))
+    further, limits = FurtherQuestions(Choice(schema), [Asker()]), Limits(100, 100)
+    window = Window(0, np.array([3, 4]), [], {}, pa.table({}))
+    work = FollowUp(window, rows, further, limits, "prefix-tree")
+    error = RowError(ErrorCode.EXCEEDS_MEMORY, "why")
+    assert work.fail(1, error) == Finished(errors={3: error})
+    assert work.fail(2, error) == Finished()
+    answers = [Answer(prompt, np.zeros(2), computed_tokens=1, shared_tokens=0, seconds=0.0) for prompt in (0, 3, 4, 5)]
+    assert [row.row for answer in answers for row in work.take(work.plan.packs[0], [answer]).rows] == [4]
+
+
+def test_a_question_behind_a_longer_document_is_asked_with_the_others(model: Path) -> None:
+    source = make_input(text=[text * 6 for text in TEXTS])
+    assert score(source, model=model, questions="q.yaml")["exit_code"] == 0
+    assert read_report()["tokens"]["follow_up"] == 0
+
+
+def test_kept_columns_ids_and_json_lines(model: Path, eager: Eager) -> None:
+    make_input()
+    kinds = ["fable" if at % 3 else "news" for at in range(len(TEXTS))]
+    rows = [
+        {"text": text, "kind": kind, "id": f"r{at}"} for at, (text, kind) in enumerate(zip(TEXTS, kinds, strict=True))
+    ]
+    source = write_jsonl("in.jsonl", rows)
+    flags = {"id_column": "id", "keep_columns": "kind", "output": "out.jsonl"}
+    assert score(source, model=model, questions="q.yaml", **flags)["exit_code"] == 0
+    found = read_output("out.jsonl")
+    assert [(row["id"], row["kind"]) for row in found] == [(row["id"], row["kind"]) for row in rows]
+    assert_answered(found, eager)
+
+
+def test_an_error_of_one_question_is_one_of_its_row(model: Path) -> None:
+    long = ["fox " * 300 if at == 4 else text for at, text in enumerate(TEXTS)]
+    make_input(text=long)
+    Path("q.yaml").write_text(FILE.replace("{{ kind }}: {{ text }}", "{{ kind }}{{ text * 8 if id == 4 else text }}"))
+    done = score("in.parquet", model=model, questions="q.yaml", max_error_rate=0.1)
+    assert done["exit_code"] == 0
+    rows = read_output("out.parquet")
+    assert [row["row"] for row in rows if row["error"]] == [4]
+    assert rows[4]["error"] == "prompt_too_long"
+    assert rows[4]["error_detail"].startswith("question kind: ")
+    assert {value for key, value in rows[4].items() if "." in key} == {None}
+
+
+ONE = "- {name: fox, text: '?', labels: [Yes, No]}"
+
+
+@pytest.mark.parametrize("flags", [{}, {"engine": "hf"}, {"workers": 2}])
+@pytest.mark.parametrize(
+    ("text", "more", "code"),
+    [
+        ("{{ 'fox ' * 3000 }}", {}, ErrorCode.PROMPT_TOO_LONG),
+        ("{{ text.missing.name }}", {}, ErrorCode.TEMPLATE_ERROR),
+        ("{{ 'fox ' * 400 }}", {"memory": "50670000", "chunk_tokens": 16}, ErrorCode.EXCEEDS_MEMORY),
+    ],
+)
+def test_a_question_that_is_not_asked_makes_no_row_an_error(
+    text: str, more: dict[str, Any], code: ErrorCode, flags: dict[str, Any], model: Path, eager: Eager
+) -> None:
+    if more and flags:
+        pytest.skip("other engines have no memory budget, and workers share theirs")
+    source = make_input()
+    # The second conditional question waits for the first: it is always asked with the others.
+    Path("q.yaml").write_text(
+        f"""
+document: "{{{{ text }}}}"
+questions:
+  - {{name: fox, text: "\\nIs it a fox? Answer:", labels: [Yes, No]}}
+  - {{name: tone, text: "{text} the dog was", labels: [quick, brown], when: fox.score > 0.5}}
+  - {{name: last, text: "{text} so", labels: [quick, brown], when: tone.score > 0.5}}
+  - {{name: kind, text: " is", labels: [quick, brown]}}
+"""
+    )
+    assert score(source, model=model, questions="q.yaml", max_error_rate=1, **more, **flags)["exit_code"] == 0
+    rows = read_output("out.parquet")
+    prompt, labels = ASKED["fox"]
+    logprobs = [eager.answer(prompt.format(text=each), labels) for each in TEXTS]
+    scores = [1 / (1 + math.exp(each["No"] - each["Yes"])) for each in logprobs]
+    chosen = {at for at, each in enumerate(scores) if each > 0.5}
+    assert 0 < len(chosen) < len(TEXTS)
+    assert {row["row"] for row in rows if row["error"]} == chosen
+    for at, row in enumerate(rows):
+        if at in chosen:
+            assert (row["error"], row["fox.score"], row["kind.score"]) == (code, None, None)
+            assert row["error_detail"].startswith("question tone: ")
+        else:
+            assert row["fox.score"] == pytest.approx(scores[at], abs=TOLERANCE)
+            assert row["kind.score"] is not None
+            assert row["tone.score"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- a", "it must be a mapping with the keys document, questions"),
+        ("document: [", "not valid YAML"),
+        (f"document: d\nquestion:\n{ONE}", "the key 'questions' is missing"),
+        (f"document: d\nquestions:\n{ONE}\ndocumnt: x", "unknown key 'documnt'; did you mean 'document'?"),
+        ("document: d\nquestions: []", "questions: "),
+        ("document: d\nquestions: [{name: a, text: b}]", "question 'a': the key 'labels' is missing"),
+        ("document: d\nquestions: [{text: b, labels: [Yes, No]}]", "question number 1: the key 'name' is missing"),
+        ("document: d\nquestions: [{name: a, text: b, labls: [Yes, No], labels: 'Yes,No'}]", "did you mean 'labels'?"),
+        ("document: d\nquestions: [{name: a, text: b, labels: []}]", "question 'a': labels (): at least two"),
+        ("document: d\nquestions: [{name: a, text: b, labels: [Yes]}]", "at least two labels"),
+        ("document: d\nquestions: [{name: a, text: b, labels: [Yes, Yes]}]", "label 'Yes' is given twice"),
+        ("document: d\nquestions: [{name: a b, text: b, labels: [Yes, No]}]", "question 'a b': a name has letters"),
+        (f"document: d\nquestions:\n{ONE}\n{ONE}", "question 'fox': the name is given twice"),
+        ("questions: [{name: a, text: b, labels: [Yes, No]}]", "the file has no document"),
+        ("document: d\nquestions: [{name: a, labels: [Yes, No]}]", "neither text nor template"),
+        ("document: d\nquestions: [{name: a, text: b, template: c, labels: [Yes, No]}]", "both text and template"),
+        ("document: d\nquestions: [{name: a, template: '{{ b }}', labels: [Yes, No]}]", "document is not used"),
+        (
+            f"document: d\nquestions:\n{ONE}\n- {{name: a, text: b, labels: [Yes, No], when: fx.score > 0.5}}",
+            "no earlier question gives fx.score; did you mean 'fox.score'?",
+        ),
+        (
+            "document: d\nquestions: [{name: a, text: b, labels: [Yes, No], when: a.score > 0.5}]",
+            "no earlier question gives a.score",
+        ),
+        (
+            f"document: d\nquestions:\n{ONE}\n- {{name: a, text: b, labels: [Yes, No], when: fox.prediction > 0.5}}",
+            "question 'a': when 'fox.prediction > 0.5': a text is compared with a number",
+        ),
+        *(
+            (
+                f"document: d\nquestions:\n{ONE}\n- {{name: a, text: b, labels: [Yes, No], when: {when}}}",
+                "the prediction is never 'yes'; did you mean 'Yes'?\nthe labels are Yes, No",
+            )
+            for when in (
+                "fox.prediction == 'yes'",
+                "\"'yes' != fox.prediction\"",
+                "\"fox.prediction in ['No', 'yes']\"",
+            )
+        ),
+        ("document: '{{ d'\nquestions: [{name: a, text: b, labels: [Yes, No]}]", "question 'a': "),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_place(
+    model: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    make_input()
+    Path("q.yaml").write_text(text)
+    assert score("in.parquet", model=model, questions="q.yaml")["exit_code"] == 2
+    error = capsys.readouterr().err
+    assert "--questions" in error
+    assert said in error
+    assert error.count("\n") <= 3
+
+
+def test_a_column_that_the_input_lacks_is_named(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_input()
+    Path("q.yaml").write_text(FILE.replace("{{ kind }}", "{{ kimd }}"))
+    assert score("in.parquet", model=model, questions="q.yaml")["exit_code"] == 2
+    assert "kimd" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"labels": "a,b"},
+        {"template": "{{ text }}"},
+        {"prompt_column": "text"},
+        {"exit": True},
+        {"calibrate_with": "N/A"},
+        {"choices_column": "kind"},
+        {"target_column": "kind"},
+        {"since": "before.parquet"},
+    ],
+)
+def test_options_about_one_question_are_refused(model: Path, flags: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="questions"):
+        score(make_input(), model=model, questions="q.yaml", **flags)
+
+
+def test_a_scorer_asks_all_questions(model: Path, eager: Eager) -> None:
+    source = make_input()
+    rows = pq.read_table(source)
+    with Scorer(model, questions="q.yaml") as scorer:
+        assert scorer.score(rows.slice(0, 0)).column_names == scorer.score(rows).column_names
+        found = scorer.score(rows.to_pylist())
+        of_file = scorer.score(source, keep_columns=["kind"]).to_pylist()
+        with pytest.raises(UsageError, match="kind"):
+            scorer.score(rows.drop_columns("kind"))
+        Path("q.yaml").write_text(FILE.replace("Is it a fox?", "Is it the fox?"))
+        assert scorer.score(rows.slice(0, 2))["fox.score"].to_pylist() == pytest.approx(
+            found["fox.score"].to_pylist()[:2], abs=TOLERANCE
+        )
+        with pytest.raises(UsageError, match="not as it was"):
+            scorer.score(source)
+    assert found.column_names[:3] == ["text", "kind", "id"]
+    assert_answered(found.to_pylist(), eager)
+    assert_answered(of_file, eager)

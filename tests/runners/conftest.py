@@ -1,3 +1,0 @@
-"""Models and rows as for the command."""
-
-from tests.score.conftest import _own_folder, draft, model, reference  # noqa: F401 - fixtures

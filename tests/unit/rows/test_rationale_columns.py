@@ -1,0 +1,123 @@
+"""What an output says of rows that were written about: columns, counts, and values for conditions."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from prefillcli.core.condition import RowChoice, RowCondition, row_values
+from prefillcli.core.further import Choice
+from prefillcli.rows.output.columns import COLUMNS, Group, OutputSchema, ResultRows
+from prefillcli.rows.output.sink import of_schema, to_schema
+from prefillcli.rows.records import Rationale, ScoredRow, SectionEffect, Window
+from tests.unit.rows.outputs import LABELS, finished, make_window, open_sink, read, scored
+
+GROUPS = frozenset({"rationales", "evidence"})
+TEXT = Rationale(' it says "never again".\nAnd 100%, ü', 9, "stop", 0.25, "full")
+CUT = Rationale(" of the", 2, "length", 1e-6, "specprefill")
+UNBEGUN = Rationale(None, 0, "memory", float("inf"), "full")
+EFFECTS = (SectionEffect("history", -0.5), SectionEffect('post "1"\n', 0.125))
+ALL = {1: (TEXT, EFFECTS), 3: (CUT, ()), 4: (UNBEGUN, None)}
+WINDOWS = [make_window(0, list(range(0, 4)), bad=(2,)), make_window(1, [4, 5])]
+
+
+def row_of(row: int) -> ScoredRow:
+    found = scored(row)
+    found.rationale, found.evidence = ALL.get(row, (None, None))
+    return found
+
+
+def write_all(sink: Any, windows: list[Window], per_part: int = 1) -> None:
+    for window in windows:
+        numbers = [prompt.row for prompt in window.prompts if prompt.row not in sink.done(window.index)]
+        for at in range(0, len(numbers), per_part):
+            sink.write(window, [row_of(n) for n in numbers[at : at + per_part]], {}, temperature=1.0)
+
+
+def test_an_output_without_rationales_has_the_columns_that_it_always_had(tmp_path: Path) -> None:
+    plain, asked = str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")
+    finished(plain)
+    finished(asked, groups=frozenset())
+    assert Path(plain).read_bytes() == Path(asked).read_bytes()
+    names = pq.read_schema(plain).names
+    assert not {"rationale", "rationale_tokens", "finish_reason", "evidence"} & set(names)
+    only_evidence = OutputSchema(labels=LABELS, groups=frozenset({"evidence"})).results.names
+    assert [*OutputSchema(labels=LABELS).results.names, "evidence"] == only_evidence
+
+
+def test_every_group_is_remembered_by_a_shard(tmp_path: Path) -> None:
+    for group in get_args(Group):
+        with open_sink(tmp_path / f"{group}.parquet", groups=frozenset({group})) as sink:
+            schema = sink.schema
+            assert to_schema(of_schema(schema), json_text=schema.json_text) == schema
+    without_columns = {"question_rows"}  # it says how rows are written
+    assert {column.group for column in COLUMNS} - {None} == set(get_args(Group)) - without_columns
+
+
+def schema_of(*, json_carried: bool = False, id_name: str | None = "id") -> OutputSchema:
+    kept = pa.string() if json_carried else pa.int64()
+    return OutputSchema(
+        labels=LABELS,
+        id_name=id_name,
+        carried=pa.schema([("id", pa.string()), ("kept", kept)]),
+        json_carried=json_carried,
+        json_text=False,
+        truth=None,
+        groups=frozenset({"exits", "label_scores", "rationales"}),
+    )
+
+
+def choice(condition: str, **of: Any) -> RowChoice:
+    found = RowChoice(RowCondition(condition), schema_of(**of))
+    return pickle.loads(pickle.dumps(found))  # noqa: S301 - it goes to workers
+
+
+@pytest.mark.parametrize("json_carried", [False, True])
+def test_rows_are_chosen_by_what_their_columns_will_say(tmp_path: Path, json_carried: bool) -> None:
+    window = make_window(0, list(range(3, 12)), bad=(7,), json_text=json_carried)
+    numbers = [prompt.row for prompt in window.prompts if prompt.row != 5]  # one is not scored yet
+    groups = frozenset({"exits", "label_scores"})
+    schema = OutputSchema(labels=LABELS, groups=groups)
+    rows = ResultRows.of(window, [scored(row) for row in numbers], {}, schema, 2.0)
+    output = tmp_path / "o.parquet"
+    kept = pa.string() if json_carried else pa.int64()
+    carried = pa.schema([("id", pa.string()), ("kept", kept)])
+    with open_sink(output, groups=groups, carried=carried, json_carried=json_carried) as sink:
+        sink.write(window, [scored(row) for row in (*numbers, 5)], {}, temperature=2.0)
+        sink.finish(1)
+    written = dict(zip(range(3, 12), read(str(output)), strict=True))
+    conditions = {
+        "score > 0.42": lambda row: row["score"] > 0.42,
+        "columns['score_Maybe'] < 0.25 and logprob_No > -3": lambda row: row["score_Maybe"] < 0.25,
+        "prediction == 'Yes' or truncated": lambda row: row["prediction"] == "Yes" or row["truncated"],
+        "kept > 50 and id != 'id-9'": lambda row: (row["kept"] or 0) > 50 and row["id"] != "id-9",
+        "kept is none": lambda row: row["kept"] is None,
+        "exit_layer is none and method == 'full' and prompt_tokens > 3": lambda row: row["prompt_tokens"] > 3,
+    }
+    for text, wanted in conditions.items():
+        found = choice(text, json_carried=json_carried).chosen(window, rows)
+        assert found == [number for number in numbers if wanted(written[number])], text
+        assert 0 < len(found) < len(numbers), text
+
+
+def test_a_row_without_an_id_has_its_number() -> None:
+    window = make_window(0, [4, 9])
+    rows = ResultRows.of(window, [scored(4), scored(9)], {}, OutputSchema(labels=LABELS), 1.0)
+    assert choice("row > 4", id_name=None).chosen(window, rows) == [9]
+    schema = schema_of(id_name=None)
+    assert row_values(window, rows, schema, {"row", "kept"}) == [{"kept": 40, "row": 4}, {"kept": 90, "row": 9}]
+
+
+def test_a_number_that_is_not_finite_is_no_reason_to_write() -> None:
+    window = make_window(0, [4, 9])
+    broken = scored(9)
+    broken.logprobs = np.array([np.nan, 0.0, 0.0])
+    rows = ResultRows.of(window, [scored(4), broken], {}, OutputSchema(labels=LABELS), 1.0)
+    assert [*Choice(schema_of()).wanted(window, [scored(4), broken])] == [4]
+    assert choice("not (score > 2)").chosen(window, rows) == [4]

@@ -1,0 +1,39 @@
+"""Every causal language model that transformers knows is exact, refused with a reason, or no decoder; and the manual
+says which. `make test-matrix` runs all of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.walk.matrix import INDEX, PAGE, counted, listed, outcome_of
+from tests.unit.walk.tiny_models import CHANGES, NOT_DECODERS, class_names, make_tiny_config
+from tests.unit.walk.tiny_multimodal import WHOLE, whole_class
+
+LISTED = listed(PAGE.read_text())
+
+
+def test_the_page_has_every_class_of_the_registry() -> None:
+    whole = {family: whole_class(family).__name__ for family in WHOLE}
+    known = {**class_names(), **whole}
+    of_the_page = {family: name for family, (name, _, _) in LISTED.items()}
+    assert of_the_page == known, "run make architectures"
+
+
+def test_the_manuals_counts_are_those_of_the_rows() -> None:
+    sentence = counted([LISTED[family][1] for family in class_names()])
+    for page in (PAGE, INDEX):
+        assert sentence in " ".join(page.read_text().split())
+
+
+@pytest.mark.filterwarnings("ignore")  # some configurations warn, and some import modules that do
+def test_what_is_changed_of_a_configuration_belongs_to_a_family() -> None:
+    assert set(NOT_DECODERS) <= set(class_names())
+    assert set(CHANGES) <= {make_tiny_config(family).model_type for family in set(class_names()) - set(NOT_DECODERS)}
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", [*class_names(), *WHOLE])
+def test_a_class_is_exact_or_refused_as_the_page_says(family: str) -> None:
+    outcome = outcome_of(family)
+    assert LISTED[family][1:] == (outcome.kind, outcome.note), "run make architectures if this is how it should be"

@@ -1,0 +1,174 @@
+"""Products in int8 and FP8: against exact products of the same small numbers, the model's own, and row by row."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.linalg import hadamard
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from prefillcli.errors import UsageError
+from prefillcli.plan.pack import Limits
+from prefillcli.plan.plan import make_plan
+from prefillcli.walk import narrow
+from prefillcli.walk.forest import ATTENTION, ForestAttention, register
+from prefillcli.walk.narrow import KernelWeights, TorchWeights, in_smaller_numbers, int8_kernel
+from prefillcli.walk.walk import LayerWalk
+from tests.unit.walk.fake_cuda import DEVICE, fake_cuda
+from tests.unit.walk.families import make_config
+from tests.unit.walk.test_walk import mixed, model_of, wanted
+
+KERNEL = pytest.mark.skipif(int8_kernel() is None, reason="no compiler, or no AVX512-VNNI")
+WAYS = ["torch", pytest.param("kernel", marks=KERNEL)]
+
+
+def made(way: str, weight: torch.Tensor) -> Any:
+    if way == "torch":
+        return TorchWeights(weight, "int8")
+    kernel = int8_kernel()
+    assert kernel is not None
+    return KernelWeights(weight, kernel)
+
+
+def drawn(rows: int, width: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Rows with a few channels that are large in all of them, as a model's have."""
+    found = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+    found[:, 3::97] *= 40
+    return found.to(dtype)
+
+
+def exact(rows: torch.Tensor, weight: torch.Tensor) -> np.ndarray:
+    """The product of rows and weights that are turned, scaled and rounded, by NumPy in float64."""
+
+    def quantised(numbers: torch.Tensor) -> np.ndarray:
+        own = numbers.double().numpy()
+        if own.shape[1] % 64 == 0:
+            own = (own.reshape(len(own), -1, 64) @ (hadamard(64) / 8)).reshape(own.shape)
+        step = np.abs(own).max(axis=1, keepdims=True) / 127
+        return np.rint(own / step) * step
+
+    return quantised(rows) @ quantised(weight).T
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("outputs", "width"), [(64, 64), (80, 112), (208, 192), (576, 1536)])
+def test_products_are_those_of_the_rounded_numbers(way: str, dtype: torch.dtype, outputs: int, width: int) -> None:
+    rows, weight = drawn(31, width, dtype), drawn(outputs, width, dtype, seed=1) / width**0.5
+    weights = made(way, weight)
+    found = weights.product(weights.quantised(rows), None, torch.float32).double().numpy()
+    correct = exact(rows, weight)
+    # A number in the middle between two steps may fall to either, as turning adds up in another order.
+    assert np.linalg.norm(found - correct) < 1e-3 * np.linalg.norm(correct)
+    plain = (rows.double() @ weight.double().T).numpy()
+    assert np.linalg.norm(found - plain) < 0.03 * np.linalg.norm(plain)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_row_has_the_same_bits_beside_any_others(way: str) -> None:
+    rows, weights = drawn(700, 128, torch.bfloat16), made(way, drawn(96, 128, torch.bfloat16, seed=1))
+    together = weights.product(weights.quantised(rows), None, torch.bfloat16)
+    for start, end in ((0, 1), (5, 11), (239, 242), (600, 700)):
+        alone = weights.product(weights.quantised(rows[start:end]), None, torch.bfloat16)
+        assert torch.equal(alone, together[start:end])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_of_zeros_and_what_is_no_number(way: str) -> None:
+    rows, weights = drawn(3, 64), made(way, torch.zeros(64, 64).index_fill(0, torch.arange(5), 0.5))
+    rows[0] = 0
+    bias = torch.arange(64.0)
+    found = weights.product(weights.quantised(rows), bias, torch.float32)
+    assert torch.equal(found[0], bias)
+    assert torch.equal(found[:, 5:], bias[5:].expand(3, -1))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gpt_oss"])
+def test_a_walk_in_int8_is_near_the_eager_forward(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow, "LEAST", 16)
+    model, correct = copy.deepcopy(model_of(family)), wanted(family, mixed)
+    model.set_attn_implementation(ATTENTION)
+    walk = LayerWalk(model, chunk_tokens=97, arithmetic=in_smaller_numbers(model, "int8"))
+    found = {}
+    for pack in make_plan(mixed(), Limits(110, 10**6, held_tokens=10**6)).packs:
+        if pack.reads:
+            logits = torch.cat(list(walk.read_logits(pack)))
+            found |= {number: logits[at] for at, (_, numbers) in enumerate(pack.reads) for number in numbers}
+    walk.close()
+    error = torch.stack([found[number] for number in range(len(found))]) - correct
+    assert 1e-5 < float(error.norm() / correct.norm()) < 0.05
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_layers_that_read_the_same_rows_quantise_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    own = TorchWeights.quantised
+
+    def counted(weights: TorchWeights, rows: torch.Tensor) -> Any:
+        calls.append(len(rows))
+        return own(weights, rows)
+
+    monkeypatch.setattr(narrow, "int8_kernel", lambda: None)
+    monkeypatch.setattr(narrow, "LEAST", 16)
+    model = copy.deepcopy(model_of("llama"))
+    model.set_attn_implementation(ATTENTION)
+    how = in_smaller_numbers(model, "int8")
+    monkeypatch.setattr(TorchWeights, "quantised", counted)
+    walk = LayerWalk(model, chunk_tokens=64, arithmetic=how)
+    list(walk.read_logits(make_plan([np.arange(40, dtype=np.int32)], Limits(64, 64)).packs[0]))
+    walk.close()
+    # For q, k and v once, for o, for gate and up once, and for down; the last layer goes on with the last token alone.
+    assert [each for each in calls if each != 1] == [40] * (4 * model.config.num_hidden_layers - 3)
+    assert calls.count(1) == 4
+
+
+def test_what_chooses_experts_stays_and_a_layer_that_is_there_twice_changes_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(narrow, "LEAST", 16)
+    model = copy.deepcopy(model_of("llama"))
+    layers = model.model.layers
+    layers[0].mlp.gate = nn.Linear(64, 64)
+    layers[1] = layers[0]
+    in_smaller_numbers(model, "int8")
+    assert layers[0].mlp.gate.weight.numel() == 64 * 64
+    assert layers[0].mlp.up_proj.weight.numel() == layers[2].self_attn.q_proj.weight.numel() == 0
+
+
+def test_what_has_no_such_products_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"--compute fp8: cpu has no products in FP8"):
+        narrow.check_narrow("fp8", torch.device("cpu"))
+    narrow.check_narrow("int8", torch.device("cpu"))
+    model = copy.deepcopy(model_of("llama"))
+    for layer in model.model.layers:
+        for each in [each for each in layer.modules() if isinstance(each, nn.Linear)]:
+            each.weight = nn.Parameter(each.weight.to(torch.float8_e4m3fn), requires_grad=False)
+            each.weight.__class__ = type("Packed", (nn.Parameter,), {})
+    with pytest.raises(UsageError, match="no weights of this model can be multiplied so"):
+        in_smaller_numbers(model, "int8")
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_on_cuda_nobody_waits_for_the_numbers(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    monkeypatch.setattr(narrow, "_changes", lambda module: isinstance(module, nn.Linear))  # fake weights are a type
+    (pack,) = make_plan([np.arange(50, dtype=np.int32), np.arange(3, 60, dtype=np.int32)], Limits(10**4, 10**4)).packs
+    with fake_cuda() as counts, torch.inference_mode():
+        narrow.check_narrow(kind, DEVICE)
+        with torch.device(DEVICE):
+            config = make_config("llama")
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION)
+        walk = LayerWalk(model.eval(), chunk_tokens=512, arithmetic=in_smaller_numbers(model, kind))
+        state, waits = walk.begin(pack), []
+        with ForestAttention(len(pack.tokens)) as attention:
+            for _ in walk.through_layers(state, attention, lambda tokens: None):
+                waits.append(dict(counts.waits))
+                counts.waits.clear()
+        walk.close()
+    assert counts.launches["_int_mm" if kind == "int8" else "_scaled_mm"] == 7 * (len(waits) - 1) + 3
+    assert not any(waits[1:])
