@@ -125,8 +125,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "served_model_name": {"inputs": ("batch",)},
 }
 BATCH = [{"custom_id": "r0", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Yes?"}}]
-#: Other contents are another job: tests/unit/rows/test_fingerprints.py, tests/jobs/test_calibrated.py. Code of the model:
-#: below. Adapters: tests/jobs/test_adapters.py. Questions: tests/jobs/test_questions.py.
+#: Other contents are another job: tests/unit/rows/test_fingerprints.py, tests/jobs/test_calibrated.py. Code of the
+#: model: below. Adapters: tests/jobs/test_adapters.py. Questions: tests/jobs/test_questions.py.
 FILES = {"inputs", "model", "revision", "draft", "trust_remote_code", "calibration", "exit_profile"}
 FILES |= {"adapter", "adapter_column", "questions"}
 
