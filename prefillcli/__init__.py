@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from prefillcli.runtime.version import __version__ as __version__
-
 TYPE_CHECKING = False  # importing it from typing would take longer than all of this
 if TYPE_CHECKING:
     from prefillcli.errors import ContentChangedError, FailedRowsError, PrefillError, ResourceError, UsageError
     from prefillcli.library.session import Scorer, score
+    from prefillcli.runtime.version import __version__
 
 __all__ = [
     "ContentChangedError",
@@ -25,7 +24,7 @@ __all__ = [
     "__version__",
     "score",
 ]
-_IN_LIBRARY = ("Scorer", "score")
+_HOMES = {"Scorer": "library.session", "score": "library.session", "__version__": "runtime.version"}
 
 
 if not TYPE_CHECKING:  # else every name would be known
@@ -33,7 +32,7 @@ if not TYPE_CHECKING:  # else every name would be known
     def __getattr__(name):
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        home = import_module("prefillcli.library.session" if name in _IN_LIBRARY else "prefillcli.errors")
+        home = import_module(f"prefillcli.{_HOMES.get(name, 'errors')}")
         value = globals()[name] = getattr(home, name)
         return value
 

@@ -156,7 +156,9 @@ def make_first(report: Path, output: Path, course: Course) -> float:
     torch.manual_seed(course.seed)
     opening, lessons = read_lessons(report)
     watch_attention()
-    model = cut_model(AutoModelForCausalLM.from_pretrained(opening.settings.model, dtype=torch.float32), course.layers)
+    model = cut_model(
+        AutoModelForCausalLM.from_pretrained(opening.inputs.settings.model, dtype=torch.float32), course.layers
+    )
     Random(course.seed).shuffle(lessons)
     held, taught = lessons[: len(lessons) // HELD_BACK], lessons[len(lessons) // HELD_BACK :]
     log(f"{len(taught):,} rows teach, {sum(len(each.tokens) for each in taught):,} tokens; {len(held):,} measure")

@@ -90,9 +90,9 @@ _RARE = ("--recall", "--precision")
 REFUSED: tuple[Refused, ...] = (
     # Rows and files.
     *_refused("--resume", "--overwrite", "one continues the output, the other replaces it"),
+    *_refused("--estimate", "--limit", "it draws its rows itself, from the whole input"),
     *_refused("--limit", "--sample", "one takes the first rows, the other random ones"),
     *_refused("--retry-errors", ("--overwrite", "--since"), "it keeps this job's rows"),
-    *_refused("--estimate", "--limit", "it draws its rows itself, from the whole input"),
     *_refused(
         "--rejects",
         "--shard",
@@ -217,7 +217,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     *_refused(
         "--estimate",
-        ("--exit", "--exit-rows", "--exit-profile", "--flips-of", "--max-flips", *_RARE),
+        ("--exit", "--exit-rows", "--exit-profile", "--flips-of", "--max-flips", "--audit", *_RARE),
         "the model reads the drawn rows in full",
     ),
     *_refused(

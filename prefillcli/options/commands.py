@@ -191,9 +191,9 @@ class ScoreSettings(
         return found
 
     def check(self) -> None:
+        refuse(self.engine, self.engine_needs(), partial(as_typed, type(self)))
         super().check()
         refuse_combinations(self)
-        refuse(self.engine, self.engine_needs(), partial(as_typed, type(self)))
 
     def take_encoder(self, model: object) -> None:
         if self.engine == "vllm":

@@ -248,6 +248,8 @@ class ProfileOptions(CompressionOptions):
     )  # fmt: skip
 
     def _check_keep(self) -> None:
+        if not getattr(self, "inputs", ()):  # without rows nothing is compressed, and the option is refused for that
+            return
         if self.keep == "auto":
             raise UsageError(
                 "--keep auto is for a whole job; with --draft, prefill profile predicts several rates anyway"

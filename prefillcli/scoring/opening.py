@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prefillcli.asking.batch_files import require_batch_file
+from prefillcli.asking.batch_files import is_batch_file, require_batch_file
 from prefillcli.asking.labels import LabelAsking
 from prefillcli.asking.questions import QuestionAsking
 from prefillcli.core.inputs import Inputs
@@ -62,13 +62,15 @@ class Opening:
         """
         inputs, settings = self.inputs, self.inputs.settings
         clock.step("looking at the input")
+        self.compose()  # raises UsageError for options that are wrong whatever the input holds
         inputs.source = source = Source.open(
             settings.inputs, limit=settings.limit, sample=settings.sample, seed=settings.seed
         )
         if (found := with_ids(settings, source.available)) is not settings:
             settings = inputs.settings = found
             inputs.carry([settings.id_column])
-        self.compose(source.available)
+        if is_batch_file(settings, source.available):
+            self.compose(source.available)
         inputs.template = None if settings.template is None else RowTemplate(settings.template)
         columns = inputs.asking.columns(source.available, inputs.template)
         source.select(columns=tuple(columns), carried=inputs.carried)
@@ -138,6 +140,8 @@ class Opening:
         """Make prompts possible. Raises UsageError."""
         self.inputs.open_rows()
         self.make_common_prompts()
+        if self._scores:
+            self.parts.condition(self.inputs.schema())  # raises UsageError for columns that the output lacks
 
     def make_common_prompts(self) -> None:
         """Make the prompts, besides those of the rows, on which all results depend. Raises UsageError."""

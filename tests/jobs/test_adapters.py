@@ -251,12 +251,15 @@ def test_an_adapter_that_changes_while_it_is_read_ends_the_job(
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two for all rows": ({"adapter_column": None}, "nothing assigns rows to them"),
-    "streamed": ({"weights": "stream"}, "--weights stream: an adapter is merged into weights that are loaded whole"),
-    "exits": ({"exit": True}, "--exit: what it learns is of one model, and --adapter-column makes several"),
+    "streamed": (
+        {"weights": "stream"},
+        "--weights stream cannot be combined with --adapter: an adapter is merged into weights",
+    ),
+    "exits": ({"exit": True}, "--adapter-column cannot be combined with --exit: what it learns is of one model"),
     "vllm": ({"engine": "vllm", "pack_tokens": None, "memory": None}, "the vllm engine has no adapters to merge"),
     "content": (
         {"template": "{{ prompt }}", "calibrate_with": "N/A"},
-        "--calibrate-with: what it learns is of one model",
+        "--adapter-column cannot be combined with --calibrate-with: what it learns is of one model",
     ),
 }
 

@@ -186,7 +186,7 @@ def test_a_job_that_was_stopped_before_the_choice_chooses_the_same(
 ) -> None:
     make_input(reference)
     command = Command(
-        *arguments(model, draft, **AUTO), hold=Hold("prefillcli.reading.compress.compressor:answer_questions", 2)
+        *arguments(model, draft, **AUTO), hold=Hold("prefillcli.reading.compress.compressor:answer_requests", 2)
     )
     command.wait_until_held()
     command.kill()

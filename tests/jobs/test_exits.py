@@ -359,7 +359,7 @@ def test_other_exits_are_another_job(data: Path, deep_model: Path) -> None:
     [
         ({"engine": "hf"}, "no early exits"),
         ({"shard": "1/2"}, "--exit-profile"),
-        ({"keep": "auto", "draft": "d"}, "--keep auto has not chosen"),
+        ({"keep": "auto", "draft": "d"}, "--exit cannot be combined with --keep auto"),
         ({"exit": False}, "--exit"),
     ],
 )
@@ -790,7 +790,7 @@ def test_several_first_models_read_in_turn(
         ({"draft": "self", "keep": 0.5}, "--first cannot be combined with --draft"),
         ({"first": "nowhere/at/all"}, "--first nowhere/at/all: no such directory"),
         ({"engine": "hf"}, "--first: the hf engine"),
-        ({"shard": "1/2"}, "--first learns from the rows of the whole job"),
+        ({"shard": "1/2"}, "--shard cannot be combined with --first: it learns from the rows of the whole job"),
         ({"labels": None, "choices_column": "prompt"}, "cannot be combined with --first"),
         ({"labels": None, "target_column": "prompt"}, "--first"),
     ],

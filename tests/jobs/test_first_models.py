@@ -237,7 +237,7 @@ def test_the_model_in_int8_decides_rows_that_keep_their_answers(
     [
         ({"compute": "fp8"}, "--compute fp8: cpu has no products in FP8"),
         ({"compute": "int8", "draft": "self"}, "--compute cannot be combined with --draft"),
-        ({"compute": "int8", "deterministic": True}, "leave --compute out"),
+        ({"compute": "int8", "deterministic": True}, "--deterministic cannot be combined with --compute"),
         ({"compute": "int8", "engine": "hf"}, "--compute"),
         ({"compute": "int4"}, "compute"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -136,9 +137,16 @@ def _rows() -> None:
     write_jsonl("rows.jsonl", ROWS)
 
 
+class AnyOptions(Opening):
+    """Options are also given that go with others alone."""
+
+    def require_uses(self, available: Sequence[str]) -> None:
+        """Let options be without effect."""
+
+
 def identity(settings: ScoreSettings) -> tuple[dict[str, str], dict[str, Any]]:
     """The job's fingerprint and which rows it has, without running it."""
-    opening, models = Opening(settings, (settings.id_column, *settings.keep_columns)), LocalModels(settings)
+    opening, models = AnyOptions(settings, (settings.id_column, *settings.keep_columns)), LocalModels(settings)
     opening.open_source()
     opening.open_models()
     opening.inputs.builder.close()

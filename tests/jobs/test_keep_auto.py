@@ -187,7 +187,7 @@ def chosen_keep(source: FlipsByRate, rows: int, allowed: float, monkeypatch: pyt
         def select(self, prompts: Any, keeps: Any, estimates: Any) -> Any:
             return [SimpleNamespace(compressed=True)] * rows
 
-    monkeypatch.setattr(compressor, "answer_questions", answers)
+    monkeypatch.setattr(compressor, "answer_requests", answers)
     monkeypatch.setattr(compressor, "Question", lambda prompt: prompt)
     found = compressor.choose_keep(cast(Any, Compressor()), cast(Any, None), [None] * rows, [], range(rows), allowed)  # type: ignore[list-item]
     return found.keep

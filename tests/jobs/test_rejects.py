@@ -101,7 +101,7 @@ def test_merged_shards_have_their_rejects_too(model: Path) -> None:
     path = write_input("parquet")
     for shard in ("1/2", "2/2"):
         assert score(path, shard=shard, **flags(model))["exit_code"] == 0
-    with pytest.raises(UsageError, match="--shard: --rejects"):
+    with pytest.raises(UsageError, match="--rejects cannot be combined with --shard"):
         score(path, shard="1/2", rejects="bad.jsonl", **flags(model))
     assert merge()["exit_code"] == 0
     assert score(path, resume=True, rejects="bad.jsonl", **flags(model))["exit_code"] == 0

@@ -28,7 +28,7 @@ PHASES: dict[str, tuple[Hold, tuple[str, ...]]] = {
     "load": (Hold("prefillcli.models.load:load_model"), ()),
     "render": (Hold("prefillcli.prompts.templates:Renderer.render", 2), ("--template", TEMPLATE)),
     "tokenize": (Hold("prefillcli.prompts.builder:PromptBuilder._prompts", 2), ()),
-    "plan": (Hold("prefillcli.scoring.loop:plan_questions"), ()),
+    "plan": (Hold("prefillcli.scoring.loop:plan_requests"), ()),
     "model": (Hold("prefillcli.engines.torch:TorchEngine.answer", 4), ()),
     "exits": (Hold("prefillcli.reading.exits.learning:ExitLearning.exits"), ("--exit",)),
     "write": (Hold("prefillcli.rows.output.parts:write_part", 2), ()),

@@ -16,6 +16,7 @@ import pytest
 from prefillcli.errors import ContentChangedError, UsageError
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
+from prefillcli.reading.compress.load import EstimateTask
 from prefillcli.rows.proof import hash_model
 from prefillcli.runtime.log import stdout_to_stderr
 from prefillcli.scoring.runners.pool import BesideTask, ReportTask, WorkerError, WorkerSpec
@@ -69,7 +70,7 @@ def test_what_goes_wrong_in_an_actor_comes_back_as_an_error(model: Path) -> None
         kind, error = done(worker, ReportTask())
         assert (kind, type(error)) == ("failed", WorkerError)
         assert opened(worker, WorkerSpec(0, settings(model)))[0] == "started"
-        kind, error = done(worker, BesideTask("draft", None))
+        kind, error = done(worker, BesideTask("draft", EstimateTask([])))
         assert (kind, str(error).partition(":")[0]) == ("failed", "KeyError")  # nothing was loaded for it
         assert "in the worker:\nTraceback" in error.__notes__[0]
 
