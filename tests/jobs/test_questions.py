@@ -321,7 +321,10 @@ questions:
         ("document: d\nquestions: [{name: a, text: b, labels: []}]", "question 'a': labels (): at least two"),
         ("document: d\nquestions: [{name: a, text: b, labels: [Yes]}]", "at least two labels"),
         ("document: d\nquestions: [{name: a, text: b, labels: [Yes, Yes]}]", "label 'Yes' is given twice"),
-        ("document: d\nquestions: [{name: a b, text: b, labels: [Yes, No]}]", "question 'a b': a name has letters"),
+        (
+            "document: d\nquestions: [{name: a b, text: b, labels: [Yes, No]}]",
+            "question 'a b': a name consists of letters",
+        ),
         (f"document: d\nquestions:\n{ONE}\n{ONE}", "question 'fox': the name is given twice"),
         ("questions: [{name: a, text: b, labels: [Yes, No]}]", "the file has no document"),
         ("document: d\nquestions: [{name: a, labels: [Yes, No]}]", "neither text nor template"),

@@ -175,7 +175,7 @@ def change(folder: Path, **content: Any) -> None:
 REFUSED = {
     "peft_type": ({"peft_type": "LOHA"}, 'its peft_type is "LOHA", and only LORA is merged'),
     "task": ({"task_type": "SEQ_CLS"}, 'its task_type is "SEQ_CLS"'),
-    "alora": ({"alora_invocation_tokens": [3, 4]}, "alora_invocation_tokens: it acts only behind"),
+    "alora": ({"alora_invocation_tokens": [3, 4]}, "alora_invocation_tokens: it acts only after"),
     "replication": ({"layer_replication": [[0, 1], [0, 1]]}, "layer_replication: it adds layers"),
     "pissa": ({"init_lora_weights": "pissa_niter_4"}, 'it begins with "pissa_niter_4"'),
     "rank": ({"r": 8}, "it does not fit the model: size mismatch"),
