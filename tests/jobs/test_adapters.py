@@ -253,7 +253,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two for all rows": ({"adapter_column": None}, "nothing assigns rows to them"),
     "streamed": (
         {"weights": "stream"},
-        "--weights stream cannot be combined with --adapter: an adapter is merged into weights",
+        "--weights stream cannot be combined with --adapter",
     ),
     "exits": ({"exit": True}, "--adapter-column cannot be combined with --exit: what it learns is of one model"),
     "vllm": ({"engine": "vllm", "pack_tokens": None, "memory": None}, "the vllm engine has no adapters to merge"),

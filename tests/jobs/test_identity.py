@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -84,6 +83,7 @@ VLLM = {
 OTHER: dict[str, Any] = {
     "estimate": 20,
     "rejects": "rejects.jsonl",
+    "rationale_when": "score > 0.5",
     "keep": 0.25,
     "prompt_column": "text",
     "pair_column": "text",
@@ -138,15 +138,16 @@ def _rows() -> None:
 
 
 class AnyOptions(Opening):
-    """Options are also given that go with others alone."""
+    """Options are also given that go with others alone, and are then without effect."""
 
-    def require_uses(self, available: Sequence[str]) -> None:
-        """Let options be without effect."""
+    def __init__(self, settings: ScoreSettings) -> None:
+        super().__init__(settings, (settings.id_column, *settings.keep_columns))
+        self._scores = False
 
 
 def identity(settings: ScoreSettings) -> tuple[dict[str, str], dict[str, Any]]:
     """The job's fingerprint and which rows it has, without running it."""
-    opening, models = AnyOptions(settings, (settings.id_column, *settings.keep_columns)), LocalModels(settings)
+    opening, models = AnyOptions(settings), LocalModels(settings)
     opening.open_source()
     opening.open_models()
     opening.inputs.builder.close()

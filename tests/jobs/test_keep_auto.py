@@ -188,6 +188,6 @@ def chosen_keep(source: FlipsByRate, rows: int, allowed: float, monkeypatch: pyt
             return [SimpleNamespace(compressed=True)] * rows
 
     monkeypatch.setattr(compressor, "answer_requests", answers)
-    monkeypatch.setattr(compressor, "Question", lambda prompt: prompt)
+    monkeypatch.setattr(compressor, "Request", lambda prompt: prompt)
     found = compressor.choose_keep(cast(Any, Compressor()), cast(Any, None), [None] * rows, [], range(rows), allowed)  # type: ignore[list-item]
     return found.keep
