@@ -156,7 +156,7 @@ def test_the_next_command_finds_the_profile(model: Path) -> None:
     Path("of here").mkdir()
     done = prefill("profile", "in.parquet", "-m", model, "--dtype", "float32", "-o", "of here/profile.json")
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("next: ")]
-    words = shlex.split(line.removeprefix("next: ").partition(" says ")[0])
+    words = shlex.split(line.removeprefix("next: ").partition(" shows ")[0])
     assert words[0] == "prefill"
     foreseen = prefill(*words[1:])
     assert "by of here/profile.json" in foreseen.stderr
