@@ -21,7 +21,7 @@ import typer
 from benchmarks.console import log
 from benchmarks.exit_cases import EXIT_CASES, ExitCase
 from prefillcli.core.request import Request, answer_requests, plan_requests
-from prefillcli.core.scorer import Scorer
+from prefillcli.core.scorer import ModelScorer
 from prefillcli.engines.base import PLAIN, Answer, EarlyExits, Treatment
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.pack import in_full
@@ -96,20 +96,20 @@ def measure_case(case: ExitCase, folder: Path, rounds: int, dtype: str, rows: in
     }
 
 
-def depth_of(scorer: Scorer) -> int:
+def depth_of(scorer: ModelScorer) -> int:
     """The number of layers of the model."""
     depth: int = scorer.inputs.opened.files.config.get_text_config().num_hidden_layers
     return depth
 
 
-def read_in_full(scorer: Scorer, prompts: list[Prompt]) -> CalibrationRows:
+def read_in_full(scorer: ModelScorer, prompts: list[Prompt]) -> CalibrationRows:
     """The rows that exits are learnt on."""
     layers, questions = observed_layers(depth_of(scorer)), [Request(prompt) for prompt in prompts]
     answers = answer_requests(scorer.pool, questions, treatment=Treatment(EarlyExits(observed=layers)))
     return calibration_rows(questions, answers, layers, len(scorer.inputs.labels.names))
 
 
-def calibrate(scorer: Scorer, rows: CalibrationRows, max_flips: float) -> ExitCalibration:
+def calibrate(scorer: ModelScorer, rows: CalibrationRows, max_flips: float) -> ExitCalibration:
     """The exits that these rows prove."""
     begun = time.process_time()
     found = calibrate_exits(
@@ -125,7 +125,7 @@ def calibrate(scorer: Scorer, rows: CalibrationRows, max_flips: float) -> ExitCa
 
 
 def timed(
-    scorer: Scorer, methods: dict[float, Treatment], prompts: list[Prompt], rounds: int
+    scorer: ModelScorer, methods: dict[float, Treatment], prompts: list[Prompt], rounds: int
 ) -> tuple[list[Answer], dict[float, list[Answer]], dict[float | None, list[float]]]:
     """The answers, and the processor seconds of each round; None: in full."""
     seconds: dict[float | None, list[float]] = {most: [] for most in (None, *methods)}
@@ -146,7 +146,7 @@ def timed(
 
 
 def outcome(
-    scorer: Scorer,
+    scorer: ModelScorer,
     found: ExitCalibration,
     full: list[Answer],
     run: list[Answer],

@@ -186,7 +186,7 @@ def run(app: Callable[[], Any]) -> None:
     quiet_imports()
     try:
         app()
-    except Finished as end:
+    except CommandEnded as end:
         if end.stopped:
             end_process(end.code)
         raise
@@ -223,7 +223,7 @@ def finish(summary: dict[str, Any]) -> NoReturn:
     """End with the run's summary as the last line on stdout and its exit code."""
     stop_no_more()
     print_summary(summary)
-    raise Finished(summary["exit_code"], stopped=summary.get("status") == "interrupted")
+    raise CommandEnded(summary["exit_code"], stopped=summary.get("status") == "interrupted")
 
 
 def print_summary(summary: dict[str, Any]) -> None:
@@ -233,7 +233,7 @@ def print_summary(summary: dict[str, Any]) -> None:
         print(line, flush=True)
 
 
-class Finished(SystemExit):
+class CommandEnded(SystemExit):
     """The end of a command that has printed its summary."""
 
     def __init__(self, code: int, *, stopped: bool) -> None:

@@ -33,6 +33,15 @@ def test_every_method_of_a_role_has_several_implementers() -> None:
             assert len(kinds) >= 2, (role, name, kinds)
 
 
+def test_every_class_has_a_name_of_its_own() -> None:
+    homes = defaultdict(list)
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(path.relative_to(PACKAGE).as_posix())
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+
+
 def test_few_modules_lie_at_the_root() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= 7  # with those that others import by name: ray, lm_eval
 

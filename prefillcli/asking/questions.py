@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefillcli.asking.question_file import QuestionFile, read_questions
 from prefillcli.core.asking import Asking
-from prefillcli.core.further import Choice, Further, WantedRow
+from prefillcli.core.further import Further, RowSelection, WantedRow
 from prefillcli.core.request import Request, scored_row
 from prefillcli.core.roles import FollowUp
 from prefillcli.engines.base import Answer
@@ -206,7 +206,7 @@ class WaitingQuestions(FollowUp):
     def __init__(self, file: QuestionFile) -> None:
         self._prompts = file.waiting
 
-    def further(self, inputs: Inputs, choice: Choice) -> SecondPass | None:
+    def further(self, inputs: Inputs, choice: RowSelection) -> SecondPass | None:
         return choice.condition if isinstance(choice.condition, SecondPass) else None
 
     def condition(self, schema: OutputSchema) -> SecondPass:

@@ -98,7 +98,7 @@ def _groups(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
     return (items[at : at + _TOGETHER] for at in range(0, len(items), _TOGETHER))
 
 
-class Part(NamedTuple):
+class TargetPart(NamedTuple):
     """A text to tokenise; `literal`: it is as `Controls.respell` writes it."""
 
     text: str
@@ -145,7 +145,7 @@ class Targets(Labels):
         """Return whether the tokenizer might find a control token in a target of the data."""
         return self._literal and self._encoder.controls.may_be_in(target, joined=False)
 
-    def encode(self, parts: Sequence[Part]) -> list[Int32Array | RowError]:
+    def encode(self, parts: Sequence[TargetPart]) -> list[Int32Array | RowError]:
         """Return the tokens of texts, without the special ones that begin every text."""
         found: list[Int32Array | RowError] = [RowError(ErrorCode.INVALID_TARGET, "")] * len(parts)
         for literal in (False, True):
@@ -253,7 +253,7 @@ class TargetBuilder(PromptBuilder):
             self.require_open()
             errors |= {row: wrong for row, value in group if (wrong := labels.error(value))}
             texts = [(row, value) for row, value in group if labels.error(value) is None]
-            parts = [Part(text, labels.needs_literal(text)) for _, text in texts]
+            parts = [TargetPart(text, labels.needs_literal(text)) for _, text in texts]
             for (row, text), tokens in zip(texts, labels.encode(parts), strict=True):
                 wrong = tokens if isinstance(tokens, RowError) else self._wrong(tokens)
                 if wrong is not None:

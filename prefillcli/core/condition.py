@@ -328,7 +328,7 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class RowChoice:
+class LimitedCondition:
     """Chooses rows of an output with this `schema`, at most `limit`, by `--rationale-when`. It can be pickled.
 
     Raises UsageError for a condition on columns that its rows do not have.

@@ -35,7 +35,7 @@ class Condition(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RowSelection:
     """The choice of scored rows to ask about, and their predicted labels. It can be pickled.
 
     Without a `condition` all are. The scores of the output are made with `temperature` and `probabilities`.
@@ -119,7 +119,7 @@ class FurtherQuestions:
     """The questions of a job about scored rows, and the choice of these rows. `chosen` counts the chosen rows that are
     already written."""
 
-    choice: Choice
+    choice: RowSelection
     askers: Sequence[Further]
     chosen: Callable[[], int] = lambda: 0
 
@@ -133,7 +133,7 @@ class FurtherQuestions:
         chosen: Callable[[], int] = lambda: 0,
     ) -> FurtherQuestions | None:
         """Return the questions of these follow-ups about the chosen rows of an output; None if there are none."""
-        choice = Choice(schema, condition, inputs.settings.temperature, inputs.probabilities)
+        choice = RowSelection(schema, condition, inputs.settings.temperature, inputs.probabilities)
         askers = [asker for each in follow_ups if (asker := each.further(inputs, choice)) is not None]
         return cls(choice, askers, chosen) if askers else None
 

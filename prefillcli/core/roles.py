@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prefillcli.core.further import Choice, Further, WantedRow
+    from prefillcli.core.further import Further, RowSelection, WantedRow
     from prefillcli.core.inputs import Inputs
     from prefillcli.core.run import Run
     from prefillcli.report.run import RunReport
@@ -38,7 +38,7 @@ class FollowUp(ABC):
     """Questions about rows that are already scored."""
 
     @abstractmethod
-    def further(self, inputs: Inputs, choice: Choice) -> Further | None:
+    def further(self, inputs: Inputs, choice: RowSelection) -> Further | None:
         """Return its questions about the chosen ones of the scored rows; None if it has none."""
 
     @abstractmethod

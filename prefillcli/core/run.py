@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.inputs import Inputs
-from prefillcli.core.scorer import Scorer
+from prefillcli.core.scorer import ModelScorer
 from prefillcli.report.run import RunReport, Tokens
 from prefillcli.rows.records import Int64Array
 from prefillcli.runtime.clock import Clock
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Run:
     """The state of a run. `scoring/score.py` has its steps."""
 
-    scorer: Scorer
+    scorer: ModelScorer
     sink: Sink
     profile: Measured | None = None
     """Predicts times, and sizes packs."""

@@ -105,7 +105,7 @@ class _Plans:
         self.plan: dict[str, Any] = {}
 
 
-class Scorer:
+class ModelScorer:
     """Models at work on the prompts of `inputs`. `scoring/loading.py` loads them, `scoring/loop.py` is their loop.
 
     Close `loaded` and the builder of the inputs.
@@ -161,7 +161,7 @@ class Scorer:
         if found is not None and self.plan.get(REDUCED) != asdict(found):
             self.plan = {**self.plan, REDUCED: asdict(found)}
 
-    def use_models_of(self, other: Scorer) -> None:
+    def use_models_of(self, other: ModelScorer) -> None:
         """Score with the loaded models of another scorer, and with its plan."""
         self.pool, self.beside, self.plan, self.earlier = other.pool, other.beside, other.plan, other.earlier
 

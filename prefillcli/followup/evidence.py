@@ -22,7 +22,7 @@ from prefillcli.rows.records import Float64Array, Prompt, RowBatch, ScoredRow, S
 from prefillcli.stats.evaluation import Measure, label_scores
 
 if TYPE_CHECKING:
-    from prefillcli.core.further import Choice
+    from prefillcli.core.further import RowSelection
     from prefillcli.core.inputs import Inputs
     from prefillcli.engines.base import Answer
     from prefillcli.prompts.labels import Labels
@@ -274,7 +274,7 @@ class Weighing(Further):
 class Evidence(FollowUp):
     """The evidence of a job. Its report is that of rationales."""
 
-    def further(self, inputs: Inputs, choice: Choice) -> Weighing:
+    def further(self, inputs: Inputs, choice: RowSelection) -> Weighing:
         labels = inputs.labels
         return Weighing(Ablation(inputs.builder, labels), inputs.settings.temperature, labels.measure)
 

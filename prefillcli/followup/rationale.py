@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, Field
 
 from prefillcli.core.condition import RowCondition
-from prefillcli.core.further import Choice, Further, WantedRow, first_rows
+from prefillcli.core.further import Further, RowSelection, WantedRow, first_rows
 from prefillcli.core.request import Request, scored_row
 from prefillcli.core.roles import FollowUp, Judge
 from prefillcli.engines.memory_plan import TEXTS
@@ -59,7 +59,7 @@ class ChosenByScores:
     """
 
     writing: Writing
-    choice: Choice
+    choice: RowSelection
     candidates: Mapping[int, WritablePrompt]
     window: Window
     again: bool = False
@@ -87,7 +87,7 @@ class ChosenByScores:
 class Rationales(Further):
     """The rationales of a job. The `template` gives the words before them."""
 
-    def __init__(self, writing: Writing, template: str, inputs: Inputs, choice: Choice) -> None:
+    def __init__(self, writing: Writing, template: str, inputs: Inputs, choice: RowSelection) -> None:
         self._writing, self._choice = writing, choice
         each = inputs.labels.each or (inputs.labels,)
         self._words = [Beginnings(inputs.opened.tokenizer, labels, template) for labels in each]
@@ -416,7 +416,7 @@ class RationaleFollowUp(FollowUp, Judge):
         for each in labels.each or (labels,):
             self._texts(each.names)
 
-    def further(self, inputs: Inputs, choice: Choice) -> Rationales | None:
+    def further(self, inputs: Inputs, choice: RowSelection) -> Rationales | None:
         writing = _writing_of(self.settings, inputs.opened, inputs.labels.names)
         return None if writing is None else Rationales(writing, self.settings.rationale_template, inputs, choice)
 

@@ -30,7 +30,7 @@ from prefillcli.stats.evaluation import LEAST_LOG, Float64Array, evaluate, evalu
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs
     from prefillcli.core.run import Run
-    from prefillcli.core.scorer import Scorer
+    from prefillcli.core.scorer import ModelScorer
     from prefillcli.engines.base import PlanEngine
     from prefillcli.report.run import RunReport
     from prefillcli.rows.output.columns import Counts
@@ -572,7 +572,7 @@ class Calibrating(Judge):
         if self.calibration is not None:
             require_fitting(self.calibration, self.settings.calibration, fingerprint)
 
-    def learn(self, scorer: Scorer, tick: Tick) -> None:
+    def learn(self, scorer: ModelScorer, tick: Tick) -> None:
         """Learn what the model answers to prompts without content, if there is no file; the plan keeps it."""
         if self.settings.calibration is not None:
             return

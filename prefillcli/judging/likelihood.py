@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prefillcli.rows.output.target import Manifest
 
 
-class Likelihood(Judge):
+class LikelihoodJudge(Judge):
     """The likelihoods in the report of a job."""
 
     def reported(self, run: Run, counts: Counts | None) -> None:

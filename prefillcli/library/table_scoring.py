@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self, cast
 import pyarrow as pa
 
 from prefillcli.core.inputs import Inputs
-from prefillcli.core.scorer import Scorer
+from prefillcli.core.scorer import ModelScorer
 from prefillcli.errors import Interrupted, UsageError
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.plan.blocks import CarriedBlock
@@ -143,7 +143,7 @@ class TableScorer:
             self._inputs.builder.close()
             del self._inputs.builder
 
-    def _scored(self, opening: Opening, scorer: Scorer, steps: Steps) -> list[pa.Table]:
+    def _scored(self, opening: Opening, scorer: ModelScorer, steps: Steps) -> list[pa.Table]:
         # Row numbers, carried and result columns, window by window, of the rows that `scorer` reads.
         inputs, calibration = scorer.inputs, opening.parts.calibration
         if calibration is not None:

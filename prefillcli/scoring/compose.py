@@ -17,7 +17,7 @@ from prefillcli.asking.labels import LabelAsking
 from prefillcli.asking.questions import QuestionAsking, WaitingQuestions
 from prefillcli.asking.targets import TargetAsking
 from prefillcli.core.asking import Asking
-from prefillcli.core.condition import RowChoice, RowCondition
+from prefillcli.core.condition import LimitedCondition, RowCondition
 from prefillcli.core.further import Condition
 from prefillcli.core.roles import FollowUp, Judge, Reading
 from prefillcli.followup import evidence, rationale
@@ -28,7 +28,7 @@ from prefillcli.judging.adapters import AdapterJudge
 from prefillcli.judging.calibration import Calibrating
 from prefillcli.judging.estimate import Estimating
 from prefillcli.judging.evaluation import Evaluating
-from prefillcli.judging.likelihood import Likelihood
+from prefillcli.judging.likelihood import LikelihoodJudge
 from prefillcli.judging.questions import QuestionJudge
 from prefillcli.judging.rejects import Rejects
 from prefillcli.options.asking import BATCH_ID
@@ -103,7 +103,7 @@ class Parts:
         settings = self.settings
         if getattr(settings, "rationale_when", None) is None:
             return None
-        return RowChoice(RowCondition(settings.rationale_when), schema, settings.rationale_limit)
+        return LimitedCondition(RowCondition(settings.rationale_when), schema, settings.rationale_limit)
 
 
 def compose(settings: Any, available: Sequence[str] = ()) -> Parts:
@@ -122,7 +122,7 @@ def compose(settings: Any, available: Sequence[str] = ()) -> Parts:
     shares = Estimating(settings, leaving) if _estimates(settings) else None
     rejects = Rejects(settings) if settings.rejects is not None else None
     judges: tuple[Judge | None, ...] = (
-        Likelihood() if settings.target_column is not None else None,
+        LikelihoodJudge() if settings.target_column is not None else None,
         QuestionJudge(asking.names) if isinstance(asking, QuestionAsking) else None,
         *(more, taken, probabilities, compression, leaving, shares),
         Evaluating(settings) if settings.truth is not None else None,
@@ -193,5 +193,5 @@ def sections_of(report: RunReport) -> list[Section]:
 
 # The judges whose figures are computed anew for an output merged from shards.
 MERGED: tuple[type[Judge], ...] = (
-    *(Likelihood, QuestionJudge, RationaleFollowUp, Earlier, Exits, Evaluating, AdapterJudge),
+    *(LikelihoodJudge, QuestionJudge, RationaleFollowUp, Earlier, Exits, Evaluating, AdapterJudge),
 )

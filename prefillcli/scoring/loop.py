@@ -326,7 +326,7 @@ GROUP_TOKENS = 4 << 20
 """The most prompt tokens of questions that are asked together."""
 
 
-class FollowUp:
+class FollowUpWork:
     """The further questions about a window's wanted rows, as `PlannedWork`. They make one plan, so that
     prefixes they share are computed once. Rows that have none are `finished` at once."""
 
@@ -404,7 +404,7 @@ class FollowUp:
 
 def follow_up(
     work: WindowWork, limits: Limits, schedule: str, tick: Callable[[], None] = lambda: None
-) -> FollowUp | None:
+) -> FollowUpWork | None:
     """Return the next questions about some of a window's wanted rows, after all its packs are answered; None if none
     are left.
 
@@ -421,7 +421,7 @@ def follow_up(
     while work.wanted and (not group or tokens + each * work.wanted[0].prompt_tokens <= GROUP_TOKENS):
         group.append(work.wanted.pop(0))
         tokens += each * group[-1].prompt_tokens
-    found = FollowUp(work.window, group, further, limits, schedule, tick, work.next_tokens)
+    found = FollowUpWork(work.window, group, further, limits, schedule, tick, work.next_tokens)
     found.plan = replace(found.plan, packs=work.after(found.plan))
     found.finished += [each.scored for each in past_limit]
     return found
@@ -433,7 +433,7 @@ class ScoringOptions:
 
     `audit` chooses the compressed prompts that are also read in full; with `exits` it chooses among all prompts.
     `further` are the questions about rows that are scored. `adjust_threads` is called often while something is
-    computed. `block_tokens` as in `make_plan`. Where prompts are compressed, `questions` is `Scorer.requests`.
+    computed. `block_tokens` as in `make_plan`. Where prompts are compressed, `questions` is `ModelScorer.requests`.
     """
 
     schedule: str

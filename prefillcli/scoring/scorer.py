@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prefillcli.core.further import FurtherQuestions
 from prefillcli.core.inputs import Inputs
 from prefillcli.core.request import AuditDraw
-from prefillcli.core.scorer import USUAL, Granularity, Scorer
+from prefillcli.core.scorer import USUAL, Granularity, ModelScorer
 from prefillcli.rows.records import Window
 from prefillcli.scoring.compose import Parts
 from prefillcli.scoring.loading import load_models
@@ -19,15 +19,15 @@ if TYPE_CHECKING:  # these take torch along
     from prefillcli.runtime.signals import Stop
 
 
-def make_scorer(inputs: Inputs, parts: Parts, granularity: Granularity = USUAL) -> Scorer:
+def make_scorer(inputs: Inputs, parts: Parts, granularity: Granularity = USUAL) -> ModelScorer:
     """Make a scorer of these inputs, which reads prompts as the parts define. Its models are not loaded."""
-    scorer = Scorer(inputs, granularity)
+    scorer = ModelScorer(inputs, granularity)
     if parts.compression is not None:
         scorer.read = parts.compression.requests
     return scorer
 
 
-def load_here(scorer: Scorer, *, profile: Profile | None = None, share: float = 1.0) -> None:
+def load_here(scorer: ModelScorer, *, profile: Profile | None = None, share: float = 1.0) -> None:
     """Load the models in this process. `profile` and `share` as in `LoadRequest`. Raises as `load_models`."""
     inputs = scorer.inputs
     models = load_models(
@@ -44,7 +44,7 @@ def load_here(scorer: Scorer, *, profile: Profile | None = None, share: float = 
     scorer.take_plan(models.plan)
 
 
-def start_workers(scorer: Scorer, stop: Stop, digests: Mapping[str, str], profile: Profile | None = None) -> None:
+def start_workers(scorer: ModelScorer, stop: Stop, digests: Mapping[str, str], profile: Profile | None = None) -> None:
     """Have workers load the models. `digests` are those of the models' contents. Raises as `start_pool`."""
     from prefillcli.scoring.runners.parallel import start_pool
 
@@ -56,7 +56,7 @@ def start_workers(scorer: Scorer, stop: Stop, digests: Mapping[str, str], profil
 
 
 def score(
-    scorer: Scorer,
+    scorer: ModelScorer,
     parts: Parts,
     windows: Iterator[Window],
     receiver: Receiver,

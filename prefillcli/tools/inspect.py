@@ -26,7 +26,7 @@ from prefillcli.rows.records import ErrorCode, RowError, ScoredRow, Window
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Progress
 from prefillcli.scoring.loading import load_walk
-from prefillcli.scoring.loop import NEXT_TOKENS, FollowUp
+from prefillcli.scoring.loop import NEXT_TOKENS, FollowUpWork
 from prefillcli.scoring.opening import Opening, require_shares
 from prefillcli.scoring.path_table import require_apart
 from prefillcli.scoring.scorer import further_questions
@@ -204,7 +204,7 @@ def _further(
     if labels is None:
         return ()
     row = WantedRow(question, scored, labels[0])
-    follow = FollowUp(window, [row], further, engine.limits, "prefix-tree")
+    follow = FollowUpWork(window, [row], further, engine.limits, "prefix-tree")
     for pack in follow.plan.packs:
         for answers in engine.answer(
             pack, lambda number: follow.questions[number].prompt.labels, tick, follow.treatment(pack)

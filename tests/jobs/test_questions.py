@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prefillcli import Scorer
-from prefillcli.core.further import Choice, Further, FurtherQuestions, WantedRow
+from prefillcli.core.further import Further, FurtherQuestions, RowSelection, WantedRow
 from prefillcli.core.request import Request
 from prefillcli.engines.base import Answer
 from prefillcli.errors import UsageError
@@ -23,7 +23,7 @@ from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.rows.output.columns import OutputSchema
 from prefillcli.rows.records import ErrorCode, Prompt, RowError, ScoredRow, Window
-from prefillcli.scoring.loop import Finished, FollowUp
+from prefillcli.scoring.loop import Finished, FollowUpWork
 from tests.jobs.jobs import TOLERANCE, read_output, read_report, score, write_jsonl, write_parquet
 from tests.jobs.processes import cut_small_windows
 
@@ -217,9 +217,9 @@ def test_a_row_whose_second_question_has_no_answer_is_an_error_row() -> None:
         for row in (3, 4)
     ]
     schema = OutputSchema(labels=("a", "b"))
-    further, limits = FurtherQuestions(Choice(schema), [Asker()]), Limits(100, 100)
+    further, limits = FurtherQuestions(RowSelection(schema), [Asker()]), Limits(100, 100)
     window = Window(0, np.array([3, 4]), [], {}, pa.table({}))
-    work = FollowUp(window, rows, further, limits, "prefix-tree")
+    work = FollowUpWork(window, rows, further, limits, "prefix-tree")
     error = RowError(ErrorCode.EXCEEDS_MEMORY, "why")
     assert work.fail(1, error) == Finished(errors={3: error})
     assert work.fail(2, error) == Finished()

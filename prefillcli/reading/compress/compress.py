@@ -19,7 +19,7 @@ from prefillcli.rows.proof import hash_value
 if TYPE_CHECKING:
     from prefillcli.core.request import Request, Tick
     from prefillcli.core.run import Run
-    from prefillcli.core.scorer import Scorer
+    from prefillcli.core.scorer import ModelScorer
     from prefillcli.reading.compress.compressor import Compressor
     from prefillcli.report.run import RunReport
     from prefillcli.rows.output.columns import Counts
@@ -71,9 +71,9 @@ class Compress(Reading, Judge):
         self._methods = run.sink.counts.tallies.methods
 
     def requests(
-        self, scorer: Scorer, prompts: Sequence[Prompt], tick: Tick, window: Window | None, done: Collection[int]
+        self, scorer: ModelScorer, prompts: Sequence[Prompt], tick: Tick, window: Window | None, done: Collection[int]
     ) -> tuple[list[Request], int]:
-        """Return how the model reads these prompts, and the tokens that the draft computed; see `Scorer.requests`."""
+        """Return how the model reads these prompts, and the tokens of the draft; see `ModelScorer.requests`."""
         if self._windows is None:
             self._windows = WindowCompressor(scorer, self.compressor(scorer), methods=self._methods)
         compressor = self._windows.compressor
@@ -81,7 +81,7 @@ class Compress(Reading, Judge):
         found = compressor.compress(prompts, tick) if window is None else self._windows(window, done, tick)
         return found, compressor.picker.tokens - before
 
-    def compressor(self, scorer: Scorer) -> Compressor:
+    def compressor(self, scorer: ModelScorer) -> Compressor:
         """Return the compressor of a scorer's prompts: with the draft beside the model, or with the drafts of
         workers."""
         remote = scorer.pool.remote

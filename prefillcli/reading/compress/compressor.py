@@ -49,7 +49,7 @@ from prefillcli.runtime import log
 from prefillcli.stats.evaluation import flip_bound, rows_for
 
 if TYPE_CHECKING:
-    from prefillcli.core.scorer import Scorer
+    from prefillcli.core.scorer import ModelScorer
     from prefillcli.engines.base import PlanEngine
     from prefillcli.models.open import Opened
 
@@ -370,7 +370,7 @@ class WindowCompressor:
     rows that were scored before, by method.
     """
 
-    def __init__(self, scorer: Scorer, compressor: Compressor, *, methods: Mapping[str, int]) -> None:
+    def __init__(self, scorer: ModelScorer, compressor: Compressor, *, methods: Mapping[str, int]) -> None:
         self.compressor = compressor
         self._scorer = scorer
         self._settings: Any = scorer.settings

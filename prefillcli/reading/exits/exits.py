@@ -16,7 +16,7 @@ from prefillcli.rows.proof import hash_value
 if TYPE_CHECKING:
     from prefillcli.core.request import Request, Tick
     from prefillcli.core.run import Run
-    from prefillcli.core.scorer import Scorer
+    from prefillcli.core.scorer import ModelScorer
     from prefillcli.engines.base import Answer, Readings, Treatment
     from prefillcli.models.open import Opened
     from prefillcli.plan.pack import Pack
@@ -104,7 +104,7 @@ class Exits(Reading, Judge):
         that first models have computed to find them."""
         return ({}, 0) if self.exits is None else self.exits.ahead(questions, tick)
 
-    def glance(self, scorer: Scorer, prompts: Sequence[Prompt], tick: Tick) -> Sequence[Readings]:
+    def glance(self, scorer: ModelScorer, prompts: Sequence[Prompt], tick: Tick) -> Sequence[Readings]:
         """Return the readings of these prompts by each first model; NaN where it cannot read one."""
         if self._readers is None:
             self._readers = [each for _, each in readers_of(scorer).values()]

@@ -28,7 +28,7 @@ from prefillcli.rows.records import BEFORE, Int32Array, Prompt
 
 if TYPE_CHECKING:
     from prefillcli.core.models import Models
-    from prefillcli.core.scorer import Remote, Scorer
+    from prefillcli.core.scorer import ModelScorer, Remote
     from prefillcli.models.open import Opened
     from prefillcli.reading.exits.policy import Float32Array, Float64Array
 
@@ -218,7 +218,7 @@ class Reader(Protocol):
         """Read each prompt; None for one that it cannot read."""
 
 
-def readers_of(scorer: Scorer) -> dict[int, tuple[str, Reader]]:
+def readers_of(scorer: ModelScorer) -> dict[int, tuple[str, Reader]]:
     """Return the names and readers of `--first` and `--compute` by their layers: the last is that before the first
     layer."""
     names, own = scorer.settings.chain, iter(range(len(scorer.inputs.opened.small)))
@@ -270,7 +270,7 @@ class FirstReader:
 
     block = 1 << 31  # all at once
 
-    def __init__(self, scorer: Scorer, number: int) -> None:
+    def __init__(self, scorer: ModelScorer, number: int) -> None:
         self.tokens = 0
         self.seconds = 0.0
         self.small = scorer.inputs.opened.small[number]

@@ -20,7 +20,7 @@ import torch
 
 from prefillcli.core.inputs import Inputs
 from prefillcli.core.run import Run
-from prefillcli.core.scorer import Granularity, Scorer
+from prefillcli.core.scorer import Granularity, ModelScorer
 from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.library.table_scoring import ReceivedRows
 from prefillcli.options.commands import BenchSettings, ScoreSettings
@@ -104,13 +104,13 @@ class MethodRun(ReceivedRows):
         return np.stack([self.rows[p.row].logprobs if p.row in self.rows else unknown for p in window.prompts])
 
 
-class Models:
+class ComparedModels:
     """The models for the methods with these settings. The threads stay as many as they are, for all methods."""
 
     def __init__(self, settings: ScoreSettings) -> None:
         self.opening = Opening(settings)
         self.opening.open_models()
-        self.scorer: Scorer | None = None
+        self.scorer: ModelScorer | None = None
         """Has the models, once they are loaded."""
 
     @property
@@ -118,7 +118,7 @@ class Models:
         """The opened models, without rows."""
         return self.opening.inputs
 
-    def load_beside(self, others: int, longest: int, notes: list[str]) -> Scorer:
+    def load_beside(self, others: int, longest: int, notes: list[str]) -> ModelScorer:
         """Load them beside this number of `others`, for prompts of up to `longest` tokens. A note states how vLLM
         runs. Raises as `load_here`."""
         inputs, share = self.inputs, 1 / (1 + others)
@@ -154,7 +154,7 @@ class MethodJob:
     """A method as a job of `prefill score`, which writes nothing. `keep` is its rate; None if it drops no tokens."""
 
     def __init__(
-        self, settings: BenchSettings, method: str, keep: float | None, stop: Stop, folder: str, models: Models
+        self, settings: BenchSettings, method: str, keep: float | None, stop: Stop, folder: str, models: ComparedModels
     ) -> None:
         self.method, self.keep, self.models = method, keep, models
         self.name = method if keep is None else f"{method}@{keep:g}"
@@ -182,7 +182,7 @@ class MethodJob:
         again.use_models(self.inputs.opened, self.inputs.labels)
         return again.inputs
 
-    def use(self, loaded: Scorer) -> None:
+    def use(self, loaded: ModelScorer) -> None:
         """Score with these models, and let the method learn from them."""
         self.inputs.opened = loaded.inputs.opened
         self._run.scorer = scorer = make_scorer(self.inputs, self.opening.parts, Granularity(block_tokens=0))
@@ -217,10 +217,10 @@ class MethodJob:
         return run
 
 
-def open_models(settings: BenchSettings) -> dict[str, Models]:
+def open_models(settings: BenchSettings) -> dict[str, ComparedModels]:
     """Open the models of each method: methods with the same weights share them. Nothing is loaded."""
     wanted = {name: score_settings(settings, name) for name in method_names(settings)}
-    opened, found = dict[Any, Models](), dict[str, Models]()
+    opened, found = dict[Any, ComparedModels](), dict[str, ComparedModels]()
     for name in sorted(wanted, key=lambda name: not _has_small(wanted[name])):  # the others may do without these
         own = wanted[name]
         key = own.engine, own.chain
@@ -229,7 +229,7 @@ def open_models(settings: BenchSettings) -> dict[str, Models]:
         if key not in opened:
             if opened and own.model is None:  # which the first ones have reported
                 own = own.model_copy(update={"model": str(next(iter(opened.values())).inputs.opened.files.path)})
-            opened[key] = Models(own)
+            opened[key] = ComparedModels(own)
         found[name] = opened[key]
     return found
 
@@ -238,7 +238,9 @@ def _has_small(settings: ScoreSettings) -> bool:
     return settings.uses_draft or bool(settings.chain)
 
 
-def open_jobs(settings: BenchSettings, models: Mapping[str, Models], stop: Stop, folder: str) -> list[MethodJob]:
+def open_jobs(
+    settings: BenchSettings, models: Mapping[str, ComparedModels], stop: Stop, folder: str
+) -> list[MethodJob]:
     """Open the rows of the methods, once for each keep rate. Raises UsageError."""
     jobs = [
         MethodJob(settings, name, keep, stop, folder, models[name])

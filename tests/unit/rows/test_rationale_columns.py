@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.core.condition import RowChoice, RowCondition, row_values
-from prefillcli.core.further import Choice
+from prefillcli.core.condition import LimitedCondition, RowCondition, row_values
+from prefillcli.core.further import RowSelection
 from prefillcli.rows.output.columns import COLUMNS, Group, OutputSchema, ResultRows
 from prefillcli.rows.output.sink import of_schema, to_schema
 from prefillcli.rows.records import Rationale, ScoredRow, SectionEffect, Window
@@ -73,8 +73,8 @@ def schema_of(*, json_carried: bool = False, id_name: str | None = "id") -> Outp
     )
 
 
-def choice(condition: str, **of: Any) -> RowChoice:
-    found = RowChoice(RowCondition(condition), schema_of(**of))
+def choice(condition: str, **of: Any) -> LimitedCondition:
+    found = LimitedCondition(RowCondition(condition), schema_of(**of))
     return pickle.loads(pickle.dumps(found))  # noqa: S301 - it goes to workers
 
 
@@ -119,5 +119,5 @@ def test_a_number_that_is_not_finite_is_no_reason_to_write() -> None:
     broken = scored(9)
     broken.logprobs = np.array([np.nan, 0.0, 0.0])
     rows = ResultRows.of(window, [scored(4), broken], {}, OutputSchema(labels=LABELS), 1.0)
-    assert [*Choice(schema_of()).wanted(window, [scored(4), broken])] == [4]
+    assert [*RowSelection(schema_of()).wanted(window, [scored(4), broken])] == [4]
     assert choice("not (score > 2)").chosen(window, rows) == [4]
