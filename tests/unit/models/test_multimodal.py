@@ -15,17 +15,18 @@ from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model, load_weights
 from prefillcli.models.streamed_layers import load_streamed
 from prefillcli.walk.forest import UnsupportedModelError
-from tests.unit.walk.multimodal import FAMILIES, TEXT_FILE, make_whole, save_whole
 from tests.unit.walk.test_walk import eager, walked
+from tests.unit.walk.tiny_multimodal import TEXT_FILE, make_whole_model, save_whole
 
 CPU = torch.device("cpu")
+FAMILIES = ["gemma3", "llama4", "mllama", "mistral3", "llava", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_text_of_a_multimodal_checkpoint_is_scored_as_by_the_whole_model(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = make_whole(family)
+    whole = make_whole_model(family, tie_word_embeddings=False)
     save_whole(tmp_path, whole)
     opened, read = [], multimodal.safe_open
 
@@ -46,7 +47,7 @@ def test_the_text_of_a_multimodal_checkpoint_is_scored_as_by_the_whole_model(
 
 
 def test_the_embedding_may_be_the_head(tmp_path: Path) -> None:
-    whole = make_whole("gemma3")
+    whole = make_whole_model("gemma3", tie_word_embeddings=False)
     whole.config.tie_word_embeddings = True
     whole.tie_weights()
     save_whole(tmp_path, whole)
@@ -57,7 +58,7 @@ def test_the_embedding_may_be_the_head(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_done_with_one_is_said_before_weights_are_read(tmp_path: Path) -> None:
-    save_whole(tmp_path, make_whole("gemma3"))
+    save_whole(tmp_path, make_whole_model("gemma3"))
     files = read_model_files(tmp_path)
     with pytest.raises(UnsupportedModelError, match="text model of a gemma3 cannot be read layer by layer"):
         load_streamed(files, CPU, memory=1 << 30)

@@ -98,28 +98,6 @@ def test_a_walk_in_int8_is_near_the_eager_forward(family: str, monkeypatch: pyte
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_layers_that_read_the_same_rows_quantise_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    own = TorchWeights.quantised
-
-    def counted(weights: TorchWeights, rows: torch.Tensor) -> Any:
-        calls.append(len(rows))
-        return own(weights, rows)
-
-    monkeypatch.setattr(narrow, "int8_kernel", lambda: None)
-    monkeypatch.setattr(narrow, "LEAST", 16)
-    model = copy.deepcopy(model_of("llama"))
-    model.set_attn_implementation(ATTENTION)
-    how = in_smaller_numbers(model, "int8")
-    monkeypatch.setattr(TorchWeights, "quantised", counted)
-    walk = LayerWalk(model, chunk_tokens=64, arithmetic=how)
-    list(walk.read_logits(make_plan([np.arange(40, dtype=np.int32)], Limits(64, 64)).packs[0]))
-    walk.close()
-    # For q, k and v once, for o, for gate and up once, and for down; the last layer goes on with the last token alone.
-    assert [each for each in calls if each != 1] == [40] * (4 * model.config.num_hidden_layers - 3)
-    assert calls.count(1) == 4
-
-
 def test_what_chooses_experts_stays_and_a_layer_that_is_there_twice_changes_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
