@@ -57,9 +57,12 @@ def test_what_cannot_be_walked_is_refused(family: str, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
 
-    model = make_model(family)
+    def load() -> None:
+        allowed = read_model_files(tmp_path).config
+        rehearse(make_model(family), allowed)
+
     with pytest.raises(UnsupportedModelError, match=f"{family}.* cannot (be walked|score prompts)"):
-        rehearse(model, read_model_files(tmp_path).config)
+        load()
 
 
 def test_the_rehearsal_finds_wrong_scores(monkeypatch: pytest.MonkeyPatch) -> None:
