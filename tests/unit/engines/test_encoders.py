@@ -64,7 +64,8 @@ def test_outputs_of_texts_and_pairs_are_those_of_each_alone(family: str, folder:
     model = save_encoder(folder / f"{family}-values", family, num_labels=3)
     seconds = [each.replace("[SEP]", "SEP") for each in SECONDS]  # which transformers takes for a separator
     write_parquet(rows, prompt=TEXTS, text_pair=seconds)
-    for given in ({}, {"pair_column": "text_pair"}):
+    texts_too = ({},) if family in ("bert", "deberta", "modernbert") else ()
+    for given in ({"pair_column": "text_pair"}, *texts_too):
         score(rows, model=model, head="value", overwrite=True, **given)
         wanted = own_values(model, TEXTS, seconds if given else None)
         assert float(wanted.std(axis=0).min()) > 0.1, "a wrong text would show"
@@ -91,7 +92,7 @@ def test_the_longest_text_has_all_positions_and_longer_ones_are_cut_as_tokenizer
     assert all(row["truncated"] and row["prompt_tokens"] == MAX_LENGTH for row in read_output("out.parquet"))
 
 
-@pytest.mark.parametrize(("first", "second"), [(3, 9), (9, 3), (9, 9), (9, 0), (1, 30)])
+@pytest.mark.parametrize(("first", "second"), [(3, 9), (9, 9), (9, 0), (1, 30)])
 def test_pairs_are_cut_to_the_lengths_of_tokenizers(first: int, second: int, bert: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(bert)
     texts = ("1" * first, "2" * second)[: 1 + bool(second)]

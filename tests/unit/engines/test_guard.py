@@ -15,8 +15,8 @@ from prefillcli.engines.vllm import Guard
 
 START = """
 import multiprocessing, sys, time
-from prefillcli.engines.vllm import Guard
-if __name__ == "__main__":
+if __name__ == "__main__":  # the child needs no Guard
+    from prefillcli.engines.vllm import Guard
     guard = Guard()
     child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     child.start()

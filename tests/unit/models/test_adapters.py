@@ -19,11 +19,9 @@ from prefillcli.models.adapters import AdapterFiles, AdapterVariants, ExchangedA
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model
 from prefillcli.models.open import Opened, UseVariant
-from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import make_plan
-from prefillcli.walk.walk import LayerWalk
 from tests.adapters import last_logits, peft_model, save_adapter
 from tests.jobs.models import save_model
+from tests.unit.walk import test_walk
 
 CPU = torch.device("cpu")
 PROMPTS = [np.random.default_rng(n).integers(2, 400, 20 + 7 * n).astype(np.int32) for n in range(3)]
@@ -100,14 +98,7 @@ def applied(loaded: Any, opened: Opened) -> UseVariant | None:
 
 def walked(loaded: Any) -> list[torch.Tensor]:
     """Logits of the last token of each prompt, by the layer walk."""
-    (pack,) = make_plan(PROMPTS, Limits(4096, 4096)).packs
-    found: dict[int, torch.Tensor] = {}
-    walk = LayerWalk(loaded, chunk_tokens=16)
-    rows = torch.cat(list(walk.read_logits(pack)))
-    for row, (_, prompts) in zip(rows, pack.reads, strict=True):
-        found |= dict.fromkeys(prompts, row)
-    walk.close()
-    return [found[number] for number in range(len(PROMPTS))]
+    return list(test_walk.walked(loaded, PROMPTS, chunk=16))
 
 
 @pytest.mark.sampled(3)
@@ -212,15 +203,16 @@ def test_ranks_that_no_tensor_has_are_refused_before_anything_is_made(
         opened(model, OneChoice(it=folder))
 
 
-def test_an_adapter_of_another_size_is_refused(model: Path, tmp_path: Path) -> None:
-    folder = save_adapter(save_model(tmp_path / "other", hidden=32), tmp_path / "adapter")
-    with pytest.raises(UsageError, match="it does not fit the model: size mismatch"):
-        opened(model, OneChoice(it=folder))
-
-
-def test_an_adapter_of_a_deeper_model_is_refused(model: Path, tmp_path: Path) -> None:
-    folder = save_adapter(save_model(tmp_path / "deeper", layers=3), tmp_path / "adapter")
-    with pytest.raises(UsageError, match=r"layers\.2.* has no place in the model\nis it an adapter of this model"):
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"hidden": 32}, "it does not fit the model: size mismatch"),
+        ({"layers": 3}, r"layers\.2.* has no place in the model\nis it an adapter of this model"),
+    ],
+)
+def test_an_adapter_of_another_model_is_refused(sizes: dict[str, int], said: str, model: Path, tmp_path: Path) -> None:
+    folder = save_adapter(save_model(tmp_path / "other", **sizes), tmp_path / "adapter")
+    with pytest.raises(UsageError, match=said):
         opened(model, OneChoice(it=folder))
 
 

@@ -34,19 +34,21 @@ def _nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
 
 
+def change_config(folder: Path, changes: dict[str, Any]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"vocab_size": -5}, "vocab_size is -5"),
-        ({"vocab_size": 0}, "vocab_size is 0"),
         ({"vocab_size": 10**12}, "vocab_size is 1000000000000"),
         ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000"),
-        ({"num_hidden_layers": 10**18}, "num_hidden_layers is"),
         ({"num_hidden_layers": "many"}, 'num_hidden_layers is "many"'),
         ({"num_hidden_layers": True}, "num_hidden_layers is true"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5"),
         ({"hidden_size": 0}, "hidden_size is 0"),
-        ({"num_attention_heads": -4}, "num_attention_heads is -4"),
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
         ({"head_dim": -1}, "head_dim is -1"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN"),
@@ -58,7 +60,6 @@ def _nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"mamba_chunk_size": 0}, "mamba_chunk_size is 0"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0"),
         ({"rms_norm_eps": "small"}, 'rms_norm_eps is "small"'),
-        ({"max_position_embeddings": -1}, "max_position_embeddings is -1"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": float("inf")}}, "rope_theta is Infinity"),
         ({"text_config": {"vocab_size": "x" * 1000}}, 'vocab_size is "xxx'),
         ({"rope_parameters": "round"}, "config.json"),
@@ -73,8 +74,7 @@ def _nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_configuration_of_absurd_numbers_is_refused(saved: Path, changes: dict[str, Any], says: str) -> None:
-    config = json.loads((saved / "config.json").read_text())
-    (saved / "config.json").write_text(json.dumps({**config, **changes}))
+    change_config(saved, changes)
     assert_refused(saved, says)
 
 
@@ -82,7 +82,6 @@ def test_a_configuration_of_absurd_numbers_is_refused(saved: Path, changes: dict
     ("changes", "says"),
     [
         ({"num_labels": 10**6}, "num_labels is 1000000, and no tensor of the weights has more than"),
-        ({"num_labels": 10**10}, "num_labels is 10000000000, and no tensor"),
         ({"vision_config": {"num_labels": 10**10}}, "num_labels is 10000000000, and no tensor"),
         ({"vision_config": {"num_hidden_layers": 10**10}}, "num_hidden_layers is 10000000000"),
         ({"intermediate_size": 10**10}, "describes a model that is larger than its weights"),
@@ -90,8 +89,7 @@ def test_a_configuration_of_absurd_numbers_is_refused(saved: Path, changes: dict
     ],
 )
 def test_a_model_that_is_larger_than_its_weights_is_refused(saved: Path, changes: dict[str, Any], says: str) -> None:
-    config = json.loads((saved / "config.json").read_text())
-    (saved / "config.json").write_text(json.dumps({**config, **changes}))
+    change_config(saved, changes)
     assert_refused(saved, says)
 
 
@@ -123,7 +121,6 @@ def test_what_is_as_large_as_its_weights_is_taken(tmp_path: Path, family: str) -
     ("changes", "says"),
     [
         ({"text_config": {"hidden_size": 16}}, "a llama model has no text_config"),
-        ({"text_config": "x"}, "a llama model has no text_config"),
         ({"quantization_config": "x"}, "config.json: transformers makes no model of it"),
         ({"rope_parameters": [1]}, "config.json"),
         ({"id2label": 7}, "config.json: transformers makes no model of it"),
@@ -134,13 +131,15 @@ def test_what_is_as_large_as_its_weights_is_taken(tmp_path: Path, family: str) -
 def test_a_configuration_inside_a_configuration_of_the_wrong_type_is_refused(
     saved: Path, changes: dict[str, Any], says: str
 ) -> None:
-    config = json.loads((saved / "config.json").read_text())
-    (saved / "config.json").write_text(json.dumps({**config, **changes}))
+    change_config(saved, changes)
     assert_refused(saved, says)
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "chat_template.jinja", "tokenizer.model"])
-@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("config.json", "pipe"), ("generation_config.json", "device"), ("chat_template.jinja", "pipe"),
+     ("tokenizer.model", "device")],
+)  # fmt: skip
 def test_a_pipe_or_a_device_in_a_models_folder_is_refused(saved: Path, name: str, kind: str) -> None:
     (saved / name).unlink(missing_ok=True)
     if kind == "pipe":
@@ -203,10 +202,6 @@ def rows_behind_the_file(header: dict[str, Any]) -> None:
     last["shape"][0] *= 1000
 
 
-def ends_behind_the_file(header: dict[str, Any]) -> None:
-    first_of(header)["data_offsets"][1] += 10**15
-
-
 def begins_before_the_file(header: dict[str, Any]) -> None:
     first_of(header)["data_offsets"][0] = -(10**6)
 
@@ -224,10 +219,6 @@ def no_tensor(header: dict[str, Any]) -> None:
     header["model.norm.weight"] = 7
 
 
-def no_metadata(header: dict[str, Any]) -> None:
-    header["__metadata__"] = -1
-
-
 def numbers_as_metadata(header: dict[str, Any]) -> None:
     header["__metadata__"] = {"format": 7}
 
@@ -239,8 +230,8 @@ def first_of(header: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "change",
     [
-        *(shape_beyond_the_bytes, rows_behind_the_file, ends_behind_the_file, begins_before_the_file),
-        *(at_the_place_of_another, no_shape, no_tensor, no_metadata, numbers_as_metadata),
+        *(shape_beyond_the_bytes, rows_behind_the_file, begins_before_the_file),
+        *(at_the_place_of_another, no_shape, no_tensor, numbers_as_metadata),
     ],
 )
 def test_a_header_that_does_not_fit_its_file_is_refused(saved: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -289,7 +280,7 @@ def test_a_model_in_several_files_is_taken(saved: Path) -> None:
     assert read_model_files(saved).dtype == torch.float32
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[" * 200_000, b"\x00" * 100, b"[]"])
+@pytest.mark.parametrize("content", [b"{", b"[" * 200_000, b"\x00" * 100, b"[]"])
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
     from prefillcli.models.open import open_models

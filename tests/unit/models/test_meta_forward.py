@@ -15,9 +15,9 @@ from prefillcli.models.law import SCAN_OPERATIONS, TOKENS, NoSizesError, memory_
 from prefillcli.models.shape import NoCostModel
 from tests.unit.walk.tiny_models import make_tiny_model
 
-ATTENTION = ["gpt2", "falcon", "bloom", "deepseek_v3", "llama4_text", "cohere2", "mpt", "openai-gpt"]
-EXPERTS = ["qwen2_moe", "glm4_moe", "granitemoeshared", "phimoe"]
-RECURRENT = ["qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "nemotron_h", "falcon_h1", "bamba", "jamba", "lfm2_moe"]
+ATTENTION = ["gpt2", "falcon", "deepseek_v3", "llama4_text", "cohere2", "mpt"]
+EXPERTS = ["qwen2_moe", "glm4_moe", "granitemoeshared"]
+RECURRENT = ["qwen3_next", "olmo_hybrid", "nemotron_h", "falcon_h1", "jamba", "lfm2_moe"]
 
 
 def text_model(family: str, **changes: object) -> PreTrainedModel:
@@ -54,7 +54,7 @@ def test_the_scan_of_mamba_is_counted_by_its_formula() -> None:
     assert {layer.scan for layer in model_sizes(config, torch.float32).layers} == {SCAN_OPERATIONS * states}
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h", "falcon_h1", "jamba", "zamba2", "lfm2", "olmo_hybrid"])
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h", "jamba", "zamba2", "lfm2"])
 def test_states_and_keys_are_as_large_as_in_a_cache(family: str) -> None:
     model = make_tiny_model(family)
     cache = DynamicCache(config=model.config)

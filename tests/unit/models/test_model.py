@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -21,13 +20,18 @@ from prefillcli.walk.own_cache import LayerPast
 from tests.unit.walk.families import make_config, make_model
 from tests.unit.walk.test_walk import assert_equal, eager, mixed, walked
 
-UNTESTED = ["granite", "gpt_neox", "opt", "cohere2", "glm4", "olmo3", "starcoder2", "exaone4", "stablelm", "phimoe"]
-UNTESTED += ["gpt2", "gpt_bigcode", "modernbert-decoder"]
-REFUSED = [
-    "hrm_text",
-    "recurrent_gemma",
-    "t5",
+UNTESTED = [
+    "granite",
+    "gpt_neox",
+    "opt",
+    "cohere2",
+    "olmo3",
+    "stablelm",
+    "phimoe",
+    "gpt_bigcode",
+    "modernbert-decoder",
 ]
+REFUSED = ["hrm_text", "recurrent_gemma", "t5"]
 
 
 @pytest.fixture
@@ -130,13 +134,6 @@ def test_a_truncated_weight_file_is_found_before_loading(saved: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(UsageError, match=r"model\.safetensors: damaged: truncated"):
         read_model_files(saved)
-
-
-def test_weights_of_another_model_are_refused(saved: Path) -> None:
-    config = json.loads((saved / "config.json").read_text())
-    (saved / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
-    with pytest.raises(UsageError, match="lack 12 tensors"):
-        load_model(read_model_files(saved), torch.device("cpu"))
 
 
 def test_directories_that_are_no_models(tmp_path: Path) -> None:

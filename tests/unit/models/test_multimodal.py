@@ -14,20 +14,19 @@ from prefillcli.models import multimodal
 from prefillcli.models.find import read_model_files
 from prefillcli.models.load import load_model, load_weights
 from prefillcli.models.streamed_layers import load_streamed
-from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import make_plan
 from prefillcli.walk.forest import UnsupportedModelError
-from prefillcli.walk.walk import LayerWalk
-from tests.unit.walk.multimodal import FAMILIES, TEXT_FILE, make_whole, save_whole
+from tests.unit.walk.test_walk import eager, walked
+from tests.unit.walk.tiny_multimodal import TEXT_FILE, make_whole_model, save_whole
 
 CPU = torch.device("cpu")
+FAMILIES = ["gemma3", "llama4", "mllama", "mistral3", "llava", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_text_of_a_multimodal_checkpoint_is_scored_as_by_the_whole_model(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = make_whole(family)
+    whole = make_whole_model(family, tie_word_embeddings=False)
     save_whole(tmp_path, whole)
     opened, read = [], multimodal.safe_open
 
@@ -44,20 +43,11 @@ def test_the_text_of_a_multimodal_checkpoint_is_scored_as_by_the_whole_model(
     rng = np.random.default_rng(1)
     prefix = rng.integers(3, 200, 31)
     prompts = [np.concatenate([prefix, rng.integers(3, 200, n)]).astype(np.int32) for n in (1, 9, 20)]
-    walk = LayerWalk(model, chunk_tokens=16)
-    try:
-        (pack,) = make_plan(prompts, Limits(10**6, 10**6)).packs
-        logits = torch.cat(list(walk.read_logits(pack)))
-    finally:
-        walk.close()
-    with torch.no_grad():
-        for (_, (number,)), found in zip(pack.reads, logits, strict=True):
-            wanted = whole(input_ids=torch.as_tensor(prompts[number], dtype=torch.long)[None]).logits[0, -1]
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(walked(model, prompts, chunk=16), eager(whole, prompts), rtol=1e-4, atol=1e-4)
 
 
 def test_the_embedding_may_be_the_head(tmp_path: Path) -> None:
-    whole = make_whole("gemma3")
+    whole = make_whole_model("gemma3", tie_word_embeddings=False)
     whole.config.tie_word_embeddings = True
     whole.tie_weights()
     save_whole(tmp_path, whole)
@@ -68,7 +58,7 @@ def test_the_embedding_may_be_the_head(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_done_with_one_is_said_before_weights_are_read(tmp_path: Path) -> None:
-    save_whole(tmp_path, make_whole("gemma3"))
+    save_whole(tmp_path, make_whole_model("gemma3"))
     files = read_model_files(tmp_path)
     with pytest.raises(UnsupportedModelError, match="text model of a gemma3 cannot be read layer by layer"):
         load_streamed(files, CPU, memory=1 << 30)

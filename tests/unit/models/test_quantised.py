@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,11 @@ from prefillcli.models.load import load_model, load_weights
 from prefillcli.models.streamed_layers import load_streamed
 from prefillcli.models.weights import FORMATS, UNPACKED, plan_quantisation, unpack_awq, weight_bytes
 from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import make_plan
 from prefillcli.walk import fusion
 from prefillcli.walk.forest import UnsupportedModelError
-from prefillcli.walk.walk import LayerWalk
 from tests.quantised_checkpoints import BLOCK, MAKERS, integer_weights, make_quantised
 from tests.unit.walk.families import make_model
-from tests.unit.walk.test_walk import Prompt, mixed
+from tests.unit.walk.test_walk import Prompt, mixed, walked
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other packages say of themselves
 
@@ -88,15 +85,6 @@ def own_logits(model: PreTrainedModel, prompts: list[Prompt]) -> Tensor:
     return torch.stack(rows).float()
 
 
-def walked_logits(model: Any, prompts: list[Prompt], chunk_tokens: int) -> Tensor:
-    found: dict[int, Tensor] = {}
-    with closing(LayerWalk(model, chunk_tokens=chunk_tokens)) as walk:
-        for pack in make_plan(prompts, Limits(300, 1 << 20, held_tokens=1 << 20)).packs:
-            logits = torch.cat(list(walk.read_logits(pack)))
-            found |= {n: logits[i] for i, (_, numbers) in enumerate(pack.reads) for n in numbers}
-    return torch.stack([found[number] for number in range(len(prompts))])
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", MAKERS)
 def test_the_walk_gives_the_logits_of_transformers(kind: str, folder_of: Folders) -> None:
@@ -105,7 +93,7 @@ def test_the_walk_gives_the_logits_of_transformers(kind: str, folder_of: Folders
     wanted = own_logits(own_model(folder, dense), prompts)
     model = load_model(read_model_files(folder, dtype="float32"), CPU)
     for chunk_tokens in (31, 1 << 12):
-        found = walked_logits(model, prompts, chunk_tokens)
+        found = walked(model, prompts, chunk=chunk_tokens, limits=Limits(300, 1 << 20, held_tokens=1 << 20))
         if kind not in ROUNDING:
             torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
             continue

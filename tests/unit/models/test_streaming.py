@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -18,17 +17,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from prefillcli.errors import ContentChangedError, ResourceError, UsageError
+from prefillcli.errors import ContentChangedError, ResourceError
 from prefillcli.models import rehearsal, streamed_layers
 from prefillcli.models.find import ModelFiles, read_model_files
 from prefillcli.models.load import load_model
-from prefillcli.models.shape import VERIFIED
 from prefillcli.models.streamed_layers import StreamedLayers, WeightFiles, load_streamed, spread
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.walk.forest import UnsupportedModelError
 from prefillcli.walk.walk import LayerWalk, PassSpeed
-from tests.unit.walk.families import FAMILIES, each_family, make_model
+from tests.unit.walk.families import each_family, make_model
+from tests.unit.walk.generated import beginnings, greedy, written
 from tests.unit.walk.test_leaving import LeaveAfter
 from tests.unit.walk.test_walk import Prompt, mixed, single, three_levels
 from tests.unit.walk.tiny_models import make_tiny_model
@@ -85,10 +84,6 @@ def test_streamed_weights_give_the_same_bits(family: str, saved: str, dtype: str
     assert_same_bits(read_model_files(tmp_path, dtype=dtype))
 
 
-def test_all_verified_families_are_compared() -> None:
-    assert FAMILIES.keys() == VERIFIED.keys()
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "family",
@@ -112,17 +107,19 @@ def test_one_that_differs_from_its_own_forward_is_refused_and_nothing_is_left_op
     assert len(closed) == 1
 
 
+def without_prefix(folder: Path, prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): each for name, each in load_file(folder / "model.safetensors").items()}
+
+
 def test_the_weights_of_gpt2_are_read_by_the_names_of_its_hub_files(tmp_path: Path) -> None:
     make_tiny_model("gpt2").save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    own = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    own = without_prefix(tmp_path, "transformer.")
     own["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)  # a mask, which is no weight any more
     save_file(own, tmp_path / "model.safetensors", {"format": "pt"})
     assert_same_bits(read_model_files(tmp_path))
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("slots", [2, 3, 5, 6])
+@pytest.mark.parametrize("slots", [3, 6])
 def test_layers_that_stay_give_the_same_bits(llama: ModelFiles, slots: int) -> None:
     assert_same_bits(llama, slots=slots)
 
@@ -145,10 +142,8 @@ def test_weights_in_several_files_give_the_same_bits(family: str, tmp_path: Path
 
 
 def test_a_checkpoint_of_the_model_without_its_head_is_read_by_its_own_names(tmp_path: Path) -> None:
-    model = make_model("llama", tie_word_embeddings=True)
-    model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    own = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    make_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    own = without_prefix(tmp_path, "model.")
     save_file(own, tmp_path / "model.safetensors", {"format": "pt"})
     assert_same_bits(read_model_files(tmp_path))
 
@@ -156,7 +151,7 @@ def test_a_checkpoint_of_the_model_without_its_head_is_read_by_its_own_names(tmp
 # Memory, and what is read.
 
 
-@pytest.mark.parametrize("slots", [2, 3, 5, 6])
+@pytest.mark.parametrize("slots", [2, 5])
 def test_no_more_weights_are_held_than_allowed(llama: ModelFiles, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = least_memory(llama, slots)
     model, layers = load_streamed(llama, CPU, memory=memory)
@@ -177,7 +172,7 @@ def test_no_more_weights_are_held_than_allowed(llama: ModelFiles, slots: int, mo
     assert all(weight.is_meta for layer in walk._ends.layers for weight in layer.parameters())
 
 
-@pytest.mark.parametrize(("slots", "read_again"), [(2, 6), (3, 5), (5, 3), (6, 0)])
+@pytest.mark.parametrize(("slots", "read_again"), [(2, 6), (5, 3), (6, 0)])
 def test_a_pass_reads_what_does_not_stay(llama: ModelFiles, slots: int, read_again: int) -> None:
     with streamed(llama, slots=slots) as (walk, layers):
         assert layers.pass_bytes == read_again * layers.layer_bytes(0)
@@ -217,6 +212,21 @@ def test_a_pass_that_was_stopped_does_not_disturb_the_next(llama: ModelFiles) ->
         assert torch.equal(walked_twice(walk, prompts), resident(llama, prompts))
 
 
+def test_a_walk_that_is_stopped_or_writes_texts_gives_the_same_bits(llama: ModelFiles) -> None:
+    rows = beginnings(three_levels())
+    (pack,) = make_plan([row.prompt for row in rows], Limits(10**6, 10**6)).packs
+
+    def stop(tokens: float) -> None:
+        raise KeyboardInterrupt
+
+    with streamed(llama) as (walk, _):
+        with pytest.raises(KeyboardInterrupt):
+            list(walk.read_logits(pack, stop))
+        found = written(walk, rows, greedy(4))
+    with closing(LayerWalk(load_model(llama, CPU), chunk_tokens=97)) as walk:
+        assert found == written(walk, rows, greedy(4))
+
+
 def walked_with_exits(walk: LayerWalk, prompts: list[Prompt], leaving: dict[int, int], *, peek: bool) -> Tensor:
     """As `walked_twice`, with reads that leave."""
     rule, rows = LeaveAfter(leaving, peek=peek), []
@@ -226,8 +236,7 @@ def walked_with_exits(walk: LayerWalk, prompts: list[Prompt], leaving: dict[int,
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("peek", [False, True])
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize(("family", "peek"), [("llama", True), ("mixtral", False)])
 def test_packs_that_end_early_give_the_same_bits(family: str, peek: bool, tmp_path: Path) -> None:
     make_model(family, num_hidden_layers=6).save_pretrained(tmp_path)
     files, prompts = read_model_files(tmp_path), three_levels()
@@ -275,9 +284,9 @@ def test_waiting_for_a_layer_is_counted(llama: ModelFiles, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_few_tokens_read_only_the_experts_that_they_use(family: str, tmp_path: Path) -> None:
-    make_model(
-        family, **({"num_local_experts": 16} if family != "qwen3_moe" else {"num_experts": 16})
-    ).save_pretrained(tmp_path)
+    make_model(family, **{"num_experts" if family == "qwen3_moe" else "num_local_experts": 16}).save_pretrained(
+        tmp_path
+    )
     files = read_model_files(tmp_path)
     prompts = [prompt[:3] for prompt in three_levels()[:1]]
     one_pack = Limits(100, 100)
@@ -325,31 +334,7 @@ def test_a_file_that_changes_under_the_walk_ends_it(
             walked_twice(walk, single())
 
 
-def test_weights_that_lack_a_tensor_of_a_layer_are_refused(llama: ModelFiles) -> None:
-    tensors = load_file(llama.path / "model.safetensors")
-    del tensors["model.layers.3.mlp.up_proj.weight"]
-    save_file(tensors, llama.path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UsageError, match=r"the weights lack .*layers\.3\.mlp\.up_proj\.weight"):
-        load_streamed(llama, CPU, memory=1 << 30)
-
-
-def test_weights_that_lack_another_tensor_are_refused(llama: ModelFiles) -> None:
-    tensors = load_file(llama.path / "model.safetensors")
-    del tensors["model.norm.weight"]
-    save_file(tensors, llama.path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UsageError, match=r"the weights lack 1 tensors, model\.norm\.weight"):
-        load_streamed(llama, CPU, memory=1 << 30)
-
-
-def test_weights_of_other_shapes_are_refused(llama: ModelFiles) -> None:
-    config = json.loads((llama.path / "config.json").read_text())
-    (llama.path / "config.json").write_text(json.dumps({**config, "intermediate_size": 128}))
-    with pytest.raises(UsageError, match="the shapes of the weights are not those of config"):
-        load_streamed(read_model_files(llama.path), CPU, memory=1 << 30)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("spaces", [1, 2, 4])
+@pytest.mark.parametrize("spaces", [1, 2])
 def test_weights_behind_a_header_that_is_not_padded_are_read(llama: ModelFiles, spaces: int) -> None:
     wanted = resident(llama, mixed())
     file = llama.path / "model.safetensors"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,9 +15,8 @@ from prefillcli.walk.continuations import Beginning, Continuation, DecodingRepor
 from prefillcli.walk.decoding import KeptPack, MakeDrafter, RowRoom, write_behind
 from prefillcli.walk.lockstep import RowText
 from prefillcli.walk.walk import LayerWalk
+from tests.unit.walk.test_walk import ONE_PACK, Prompt, set_forest_attention
 
-Prompt = np.typing.NDArray[np.int32]
-ONE_PACK = Limits(10**6, 10**6)
 NEAR = 1e-4  # logits that are closer than this are a tie
 
 
@@ -97,6 +97,14 @@ def written(
         )
         found |= {number: text for (_, number), text in zip(wanted, texts, strict=True)}
     return [found[number] for number in range(len(rows))]
+
+
+@contextmanager
+def walking(model: Any, chunk_tokens: int = 97) -> Iterator[LayerWalk]:
+    """A walk of the model."""
+    set_forest_attention(model)
+    with closing(LayerWalk(model, chunk_tokens=chunk_tokens)) as walk:
+        yield walk
 
 
 class Teacher:

@@ -42,11 +42,6 @@ LAUNCH_CASES: dict[str, LaunchCase] = {
     "400 short rows, window of 128": LaunchCase(_short, window=128),
     "400 short rows, soft cap": LaunchCase(_short, softcap=50.0),
     "2 users x 40 posts": LaunchCase(lambda: prompts_with_histories(2, 40, 4_000, 150, VOCABULARY)),
-    "2 users x 40 posts, window of 4,096": LaunchCase(
-        lambda: prompts_with_histories(2, 40, 4_000, 150, VOCABULARY), window=4096
-    ),
-    "one prompt of 60k": LaunchCase(lambda: short_rows(1, 60_000, 60_000, VOCABULARY)),
-    "one prompt of 60k, soft cap": LaunchCase(lambda: short_rows(1, 60_000, 60_000, VOCABULARY), softcap=50.0),
 }
 
 

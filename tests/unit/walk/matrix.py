@@ -10,7 +10,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from prefillcli.models.multimodal import text_part
 from prefillcli.models.rehearsal import rehearse
 from prefillcli.models.shape import UNWALKED, VERIFIED, refusal
-from prefillcli.plan.pack import Limits, Pack
+from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.walk.forest import UnsupportedModelError, register
 from prefillcli.walk.model_ends import decoder_layers
 from prefillcli.walk.walk import LayerWalk
+from tests.unit.walk.test_label_logits import LABELS, Look
 from tests.unit.walk.tiny_models import NOT_DECODERS, VARIANTS, VOCABULARY, class_names, make_tiny_model
 from tests.unit.walk.tiny_multimodal import WHOLE, make_whole_model, whole_class
 
@@ -38,7 +39,6 @@ INDEX = DOCS / "README.md"
 TOLERANCE = 1e-4  # of a logit, where logits spread over a few units
 ONE_PACK = Limits(10**6, 10**6)
 HELD = Limits(30, 10**6, held_tokens=10**6, whole_nodes=True)  # as for layers that keep states
-LABELS = (9, 5, 200, 9)
 
 Prompt = NDArray[np.int32]
 
@@ -83,26 +83,6 @@ def make_kept(prompts: Sequence[Prompt]) -> list[Prompt | None]:
 
 PROMPTS = make_prompts()
 KEPT = make_kept(PROMPTS)
-
-
-class Reading:
-    """An exit rule that lets every prompt go on, and reads the labels after each layer."""
-
-    regroup_cost = 0.0
-
-    def __init__(self, walk: LayerWalk, pack: Pack) -> None:
-        self.layers = range(len(walk.layers))
-        self._walk, self._pack = walk, pack
-        self.seen: dict[tuple[int, int], Tensor] = {}  # by layer and prompt
-
-    def peeks(self, layer: int) -> bool:
-        return False
-
-    def __call__(self, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> Sequence[int]:
-        for read, row in zip(reads, self._walk.label_logits(after, LABELS), strict=True):
-            for prompt in self._pack.reads[read][1]:
-                self.seen[layer, prompt] = row
-        return reads
 
 
 class Trial:
@@ -195,11 +175,8 @@ class Trial:
     @contextmanager
     def walking(self, chunk: int) -> Iterator[LayerWalk]:
         self._rehearsal.set_attention(self.model)
-        walk = LayerWalk(self.model, chunk_tokens=chunk)
-        try:
+        with closing(LayerWalk(self.model, chunk_tokens=chunk)) as walk:
             yield walk
-        finally:
-            walk.close()
 
     def walked(self, chunk: int, limits: Limits, kept: Sequence[Prompt | None] | None = None) -> Tensor:
         """Logits [prompts, vocabulary] of the walk."""
@@ -233,13 +210,13 @@ class Trial:
         prompts, worst, layers = PROMPTS[:6:2], 0.0, list(decoder_layers(self.model).layers)
         with self.walking(16) as walk:
             (pack,) = make_plan(prompts, ONE_PACK).packs
-            rule = Reading(walk, pack)
+            rule = Look(walk, pack, peek=False)
             for _ in walk.read_logits(pack, exits=rule):
                 pass
         for layer in range(len(layers) - 1):
             with self.cut_off(layers, layer + 1):
                 wanted = self.eager(prompts)[:, list(LABELS)]
-            found = torch.stack([rule.seen[layer, number] for number in range(len(prompts))])
+            found = torch.stack([rule.seen[layer, number][1] for number in range(len(prompts))])
             worst = max(worst, float((found - wanted).abs().max()))
         return worst
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -15,8 +14,6 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan
 from prefillcli.walk.continuations import Beginning, DecodingReport, Writing
 from prefillcli.walk.decoding import RowRoom
-from prefillcli.walk.forest import ATTENTION
-from prefillcli.walk.walk import LayerWalk
 from tests.unit.walk.families import WINDOW, each_family, make_model
 from tests.unit.walk.generated import (
     ONE_PACK,
@@ -27,6 +24,7 @@ from tests.unit.walk.generated import (
     computed,
     generated,
     greedy,
+    walking,
     written,
 )
 from tests.unit.walk.test_sparse import kept_of
@@ -35,16 +33,6 @@ from tests.unit.walk.variants import make_variant
 
 TOKENS = 12
 SPREAD = Limits(110, 10**6, held_tokens=10**6)  # some packs hold what earlier ones have computed
-
-
-@contextmanager
-def walking(model: Any, **how: Any) -> Iterator[LayerWalk]:
-    model.set_attn_implementation(ATTENTION)
-    walk = LayerWalk(model, **{"chunk_tokens": 97, **how})
-    try:
-        yield walk
-    finally:
-        walk.close()
 
 
 @cache
@@ -72,6 +60,7 @@ def test_texts_are_those_of_transformers(family: str) -> None:
     assert "stop" in {text.finish_reason for text in found}
 
 
+@pytest.mark.sampled(2)
 @each_family
 def test_right_and_wrong_guesses_change_no_text(family: str) -> None:
     writing, wanted = references(family)

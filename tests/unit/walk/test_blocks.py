@@ -162,7 +162,7 @@ def test_packs_that_stand_alone_give_the_same_logits_wherever_they_run(family: s
     chosen = plans(limits, schedule)
     assert any(node.start for plan in chosen for pack in plan.packs for node in pack.held)
     wanted = eager(model, [prompt for prompts in windows() for prompt in prompts])
-    for seed in range(4):
+    for seed in range(3):
         found, computed = dealt(model, chosen, 1 + seed, seed)
         assert_equal(found, wanted)
         assert computed >= sum(plan.computed_tokens for plan in chosen)

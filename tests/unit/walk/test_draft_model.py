@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -30,11 +30,8 @@ def draft_of(model: Any, max_length: int = 256) -> Iterator[DraftModel]:
     register()
     walked = deepcopy(model)
     walked.set_attn_implementation(ATTENTION)
-    walk = LayerWalk(walked, chunk_tokens=64)
-    try:
+    with closing(LayerWalk(walked, chunk_tokens=64)) as walk:
         yield DraftModel(walk, max_length)
-    finally:
-        walk.close()
 
 
 def greedy(model: Any, tokens: list[int], count: int) -> list[int]:

@@ -207,7 +207,7 @@ def test_one_graph_is_for_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     generator, graphs = torch.Generator().manual_seed(0), []
-    for lengths in ((300, 130, 20), (64, 700, 1), (1000, 150, 150), (129, 257, 40), (500, 9, 9), (80, 81, 82)):
+    for lengths in ((300, 130, 20), (64, 700, 1), (129, 257, 40), (80, 81, 82)):
         offsets = [0, *np.cumsum(lengths).tolist()]
         numbers = np.arange(offsets[-1], dtype=np.int32)
         tree = Tree(Pack(0, numbers, numbers, offsets, [0, lengths[0], lengths[0]], [-1, 0, 0], [()] * 3, []))

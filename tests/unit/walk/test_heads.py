@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from prefillcli.models.find import read_model_files
 from prefillcli.models.rehearsal import rehearse
 from prefillcli.plan.pack import Limits
-from prefillcli.plan.plan import make_plan
 from prefillcli.walk.forest import UnsupportedModelError, register
 from prefillcli.walk.walk import LayerWalk
 from tests.unit.walk.families import make_config
@@ -56,20 +55,17 @@ def own_forward(model: nn.Module, prompts: list[Prompt]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("make", [two_levels, three_levels])
-@pytest.mark.parametrize("limits", [ONE_PACK, SEVERAL_PACKS], ids=["one pack", "several packs"])
-def test_classes_are_those_of_transformers(family: str, make: Callable[[], list[Prompt]], limits: Limits) -> None:
-    model, prompts = classifier(family), make()
+def test_classes_are_those_of_transformers(family: str) -> None:
+    model, prompts = classifier(family), three_levels()
     wanted = own_forward(model, prompts)
     assert float(wanted.std(dim=0).min()) > 0.1, "a wrong prompt would show"
-    for chunk in (64, 1000):
+    for chunk, limits in ((64, SEVERAL_PACKS), (1000, ONE_PACK)):
         torch.testing.assert_close(walked(model, prompts, chunk=chunk, limits=limits), wanted, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("make", [single, mixed])
 @pytest.mark.parametrize("classes", [1, 2, 7])
-def test_any_number_of_classes_is_read(make: Callable[[], list[Prompt]], classes: int) -> None:
-    model, prompts = classifier("llama", classes), make()
+def test_any_number_of_classes_is_read(classes: int) -> None:
+    model, prompts = classifier("llama", classes), mixed()
     wanted = own_forward(model, prompts)
     assert wanted.shape == (len(prompts), classes)
     torch.testing.assert_close(walked(model, prompts, chunk=48), wanted, rtol=0, atol=TOLERANCE)
@@ -101,11 +97,8 @@ def test_classes_after_a_layer_are_those_of_the_model_cut_off_behind_it() -> Non
         model.set_attn_implementation("eager")
         hidden = model.model(ids, output_hidden_states=True).hidden_states[cut][0, -1:]
         wanted = shorter(input_ids=ids).logits
-    walk = LayerWalk(model, chunk_tokens=64)
-    try:
+    with closing(LayerWalk(model, chunk_tokens=64)) as walk:
         found = walk.label_logits(hidden, [2, 0])
-    finally:
-        walk.close()
     torch.testing.assert_close(found, wanted[:, [2, 0]], rtol=0, atol=TOLERANCE)
 
 
@@ -158,17 +151,9 @@ def test_the_head_of_each_family_is_exact_or_refused(family: str) -> None:
         with pytest.raises(UnsupportedModelError):
             rehearse(model, config)
         return
-    rehearse(model, config)
+    how = rehearse(model, config)
     for limits in (ONE_PACK, HELD):
-        found = torch.zeros_like(wanted)
-        walk = LayerWalk(model, chunk_tokens=7)
-        try:
-            for pack in make_plan(prompts, limits).packs:
-                rows = torch.cat(list(walk.read_logits(pack)))
-                for row, (_, numbers) in zip(rows, pack.reads, strict=True):
-                    found[list(numbers)] = row
-        finally:
-            walk.close()
+        found = walked(model, prompts, chunk=7, limits=limits, attention=how.set_attention)
         torch.testing.assert_close(found, wanted, rtol=0, atol=MATRIX_TOLERANCE)
 
 

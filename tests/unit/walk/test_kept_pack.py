@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 
 import pytest
@@ -15,9 +15,8 @@ from prefillcli.plan.plan import make_plan
 from prefillcli.walk import decoding as behind
 from prefillcli.walk.continuations import Continuation, Writing
 from prefillcli.walk.decoding import KeptPack, RowRoom, write_behind
-from prefillcli.walk.forest import ATTENTION
 from prefillcli.walk.walk import LayerWalk
-from tests.unit.walk.generated import ONE_PACK, Reference, assert_same_texts, beginnings, generated, greedy
+from tests.unit.walk.generated import ONE_PACK, Reference, assert_same_texts, beginnings, generated, greedy, walking
 from tests.unit.walk.late_copies import LateCopies
 from tests.unit.walk.test_recurrent import RECURRENT
 from tests.unit.walk.test_recurrent import model_of as hybrid_of
@@ -53,15 +52,8 @@ def references(family: str) -> tuple[Writing, list[Reference]]:
     return writing, [generated(model_named(family), row, writing) for row in ROWS]
 
 
-@contextmanager
-def walk_of(family: str) -> Iterator[LayerWalk]:
-    model = model_named(family)
-    model.set_attn_implementation(ATTENTION)
-    walk = LayerWalk(model, chunk_tokens=97)
-    try:
-        yield walk
-    finally:
-        walk.close()
+def walk_of(family: str) -> AbstractContextManager[LayerWalk]:
+    return walking(model_named(family))
 
 
 def packs_of(limits: Limits = ONE_PACK) -> list[Pack]:
@@ -124,8 +116,9 @@ def test_layers_leave_one_by_one_and_the_host_waits_for_none(streams: list[LateC
     assert back == 2 * len(walk.layers) * sum(both.values()), "what the two reads see, once"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("limits", [ONE_PACK, SEVERAL_PACKS], ids=["one pack", "held prefixes"])
+@pytest.mark.parametrize(
+    ("family", "limits"), [("llama", SEVERAL_PACKS), ("gemma3_text", ONE_PACK), ("qwen3_next", SEVERAL_PACKS)]
+)
 def test_texts_of_some_rows_are_those_they_have_among_all(family: str, limits: Limits) -> None:
     writing, wanted = references(family)
     with walk_of(family) as walk:
@@ -156,7 +149,7 @@ def test_what_only_others_see_is_let_go_of() -> None:
         assert kept.tokens_here == 0
 
 
-@pytest.mark.parametrize(("on_host", "most"), [(False, 50), (False, 130), (True, 200), (True, 500)])
+@pytest.mark.parametrize(("on_host", "most"), [(False, 50), (True, 200), (True, 500)])
 def test_rows_that_do_not_fit_together_are_written_one_group_after_the_other(
     on_host: bool, most: int, streams: list[LateCopies]
 ) -> None:
@@ -242,7 +235,7 @@ def test_a_row_for_which_memory_runs_out_alone_has_no_text() -> None:
     assert kept.tokens_here == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "lfm2", "qwen3_next"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_next"])
 def test_the_memory_law_counts_what_is_kept(family: str) -> None:
     with walk_of(family) as walk:
         (pack,) = packs_of()

@@ -140,7 +140,7 @@ CHILDREN = bush([(145, -1, ()), (60, 0, ()), (1, 1, ()), (1, 1, ()), (48, 0, ())
     part=st.tuples(st.floats(0, 1), st.floats(0, 1)),
     threads=st.sampled_from((1, 3)),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @example(CHILDREN, None, (1, 1), torch.float32, (0, 1), 1)
 def test_nodes_that_are_computed_together_get_the_bits_of_one_alone(
     pack: Pack,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
@@ -54,13 +54,10 @@ class Look:
 def look(model: nn.Module, prompts: list[Prompt], *, peek: bool) -> tuple[Look, Tensor]:
     """What such a rule sees, and the logits of the walk."""
     model.set_attn_implementation(ATTENTION)
-    walk = LayerWalk(model, chunk_tokens=61)
-    try:
+    with closing(LayerWalk(model, chunk_tokens=61)) as walk:
         (pack,) = make_plan(prompts, ONE_PACK).packs
         rule = Look(walk, pack, peek=peek)
         return rule, torch.cat(list(walk.read_logits(pack, exits=rule)))
-    finally:
-        walk.close()
 
 
 @each_family
@@ -85,12 +82,9 @@ def test_labels_after_a_layer_are_those_of_the_model_cut_off_there(family: str, 
 def test_whoever_only_looks_changes_no_bit(family: str) -> None:
     model, prompts = model_of(family), two_levels()
     model.set_attn_implementation(ATTENTION)
-    walk = LayerWalk(model, chunk_tokens=61)
-    try:
+    with closing(LayerWalk(model, chunk_tokens=61)) as walk:
         (pack,) = make_plan(prompts, ONE_PACK).packs
         plain = torch.cat(list(walk.read_logits(pack)))
-    finally:
-        walk.close()
     for peek in (False, True):
         assert torch.equal(look(model, prompts, peek=peek)[1], plain)
 
@@ -128,10 +122,7 @@ def test_a_head_of_another_kind_is_called_as_it_is() -> None:
     hidden = torch.randn(7, 64)
     head = DoublingHead(64, VOCABULARY, bias=False)
     head.weight = model.lm_head.weight
-    walk = LayerWalk(model, chunk_tokens=61)
-    try:
+    with closing(LayerWalk(model, chunk_tokens=61)) as walk:
         plain = walk.label_logits(hidden, LABELS)
         model.set_output_embeddings(head)
         torch.testing.assert_close(walk.label_logits(hidden, LABELS), 2 * plain, atol=1e-5, rtol=0)
-    finally:
-        walk.close()

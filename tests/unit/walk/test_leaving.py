@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,10 +17,9 @@ from torch import Tensor, nn
 from prefillcli.plan.pack import LayersDone, Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.walk.forest import ATTENTION, register
-from prefillcli.walk.walk import LayerWalk, remainder
+from prefillcli.walk.walk import LayerWalk
 from tests.unit.plan.test_exit_work import layers_needed
 from tests.unit.walk.families import each_family, make_model
-from tests.unit.walk.test_layers import LentLayers
 from tests.unit.walk.test_walk import (
     ONE_PACK,
     Prompt,
@@ -81,8 +81,7 @@ def walked(
     *,
     chunk: int,
     limits: Limits = ONE_PACK,
-    hidden_on_host: bool = False,
-    offload_held: bool = False,
+    **how: bool,
 ) -> Walked:
     model.set_attn_implementation(ATTENTION)
     layers = model.get_decoder().layers
@@ -96,10 +95,9 @@ def walked(
 
     hooks = [layer.register_forward_pre_hook(count(begun, i)) for i, layer in enumerate(layers)]
     hooks += [layer.register_forward_hook(count(ended, i)) for i, layer in enumerate(layers)]
-    walk = LayerWalk(model, chunk_tokens=chunk, hidden_on_host=hidden_on_host, offload_held=offload_held)
     found: dict[int, Tensor] = {}
     counts = []
-    try:
+    with closing(LayerWalk(model, chunk_tokens=chunk, **how)) as walk:
         for pack in make_plan(prompts, limits).packs:
             if rule is not None:
                 rule.pack = pack
@@ -113,10 +111,8 @@ def walked(
             stay = [each for i, (_, each) in enumerate(pack.reads) if rule is None or rule.exit_of(i, pack) > last]
             for row, numbers in zip(rows, stay, strict=True):
                 found |= dict.fromkeys(numbers, row)
-    finally:
-        walk.close()
-        for hook in hooks:
-            hook.remove()
+    for hook in hooks:
+        hook.remove()
     return Walked(found, ended, [a - b for a, b in zip(begun, ended, strict=True)], counts)
 
 
@@ -129,26 +125,21 @@ def staying(prompts: list[Prompt], leaving: Leaving, layer: int) -> list[Prompt]
     return [prompt for number, prompt in enumerate(prompts) if leaving.get(number, NEVER) >= layer]
 
 
+HELD = Limits(110, 10**6, held_tokens=10**6)
+
+
 @each_family
-@pytest.mark.parametrize("make", [two_levels, three_levels, mixed])
-def test_those_that_stay_have_the_logits_of_the_eager_forward(family: str, make: Callable[[], list[Prompt]]) -> None:
+@pytest.mark.parametrize(("make", "limits"), [(three_levels, ONE_PACK), (mixed, HELD)])
+def test_those_that_stay_have_the_logits_of_the_eager_forward(
+    family: str, make: Callable[[], list[Prompt]], limits: Limits
+) -> None:
     prompts = make()
     leaving = {number: number % 2 for number in range(len(prompts)) if number % 3}
-    found = walked(model_of(family), prompts, LeaveAfter(leaving), chunk=41).logits
+    assert limits == ONE_PACK or any(pack.keep for pack in make_plan(prompts, limits).packs)
+    found = walked(model_of(family), prompts, LeaveAfter(leaving), chunk=41, limits=limits).logits
     stay = [number for number in range(len(prompts)) if number not in leaving]
     assert set(stay) <= set(found)
     assert_equal(torch.stack([found[number] for number in stay]), wanted(family, make)[stay])
-
-
-@each_family
-def test_packs_that_hold_a_prefix_of_reads_that_left_are_not_disturbed(family: str) -> None:
-    prompts = mixed()
-    leaving = {number: number % 2 for number in range(len(prompts)) if number % 3}
-    limits = Limits(110, 10**6, held_tokens=10**6)
-    assert any(pack.keep for pack in make_plan(prompts, limits).packs)
-    found = walked(model_of(family), prompts, LeaveAfter(leaving), chunk=41, limits=limits).logits
-    stay = [number for number in range(len(prompts)) if number not in leaving]
-    assert_equal(torch.stack([found[number] for number in stay]), wanted(family, mixed)[stay])
 
 
 @pytest.mark.parametrize("peek", [False, True])
@@ -180,21 +171,6 @@ def test_a_token_is_computed_until_the_last_read_behind_it_has_left() -> None:
     assert counts[0] > counts[1] > counts[2] > counts[3] == counts[-1]
 
 
-def test_when_all_have_left_no_layer_is_computed() -> None:
-    prompts = two_levels()
-    found = walked(model_of("gemma3_text"), prompts, LeaveAfter(dict.fromkeys(range(6), 2)), chunk=50)
-    assert found.logits == {}
-    assert found.full == [trie_tokens(prompts)] * 3 + [0] * 4
-
-
-def test_a_prompt_that_another_begins_with_may_leave_before_it() -> None:
-    long = tokens(np.random.default_rng(8), 90)
-    prompts = [long, long[:50]]
-    found = walked(model_of("gemma3_text"), prompts, LeaveAfter({1: 0}), chunk=64)
-    assert found.full[:-1] == [90] * 6
-    assert set(found.logits) == {0}
-
-
 class BringBack(LeaveAfter):
     def __call__(self, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> list[int]:
         return [[1, 2], [0, 1]][layer]
@@ -203,13 +179,9 @@ class BringBack(LeaveAfter):
 def test_a_rule_cannot_bring_a_read_back() -> None:
     model, prompts = model_of("gemma3_text"), two_levels()
     model.set_attn_implementation(ATTENTION)
-    walk = LayerWalk(model, chunk_tokens=50)
     (pack,) = make_plan(prompts, ONE_PACK).packs
-    try:
-        with pytest.raises(ValueError, match="have left"):
-            list(walk.read_logits(pack, exits=BringBack({})))
-    finally:
-        walk.close()
+    with closing(LayerWalk(model, chunk_tokens=50)) as walk, pytest.raises(ValueError, match="have left"):
+        list(walk.read_logits(pack, exits=BringBack({})))
 
 
 few_words = st.lists(st.lists(st.integers(3, 5), min_size=1, max_size=12), min_size=1, max_size=9)
@@ -253,7 +225,7 @@ def test_whoever_stays_is_not_disturbed_by_those_who_leave(family: str, data: st
     prompts, layers = three_levels(), model_of(family).config.num_hidden_layers
     exits = st.dictionaries(st.integers(0, len(prompts) - 1), st.integers(0, layers - 2), max_size=len(prompts) - 1)
     chunk = data.draw(st.sampled_from([19, 64, 1000]))
-    limits = data.draw(st.sampled_from([ONE_PACK, Limits(110, 10**6, held_tokens=10**6)]))
+    limits = data.draw(st.sampled_from([ONE_PACK, HELD]))
     cost = data.draw(st.sampled_from([0.0, 0.5, 3.0, float("inf")]))
     rule = LeaveAfter(data.draw(exits), peek=data.draw(st.booleans()), regroup_cost=cost)
     found = walked(model_of(family), prompts, rule, chunk=chunk, limits=limits).logits
@@ -291,66 +263,15 @@ def test_nobody_goes_on_alone_for_the_sake_of_those_who_have_left() -> None:
     assert found.full == [trie_tokens(two_levels())] * 2 + [0] * 5
 
 
-def test_a_peek_that_decides_all_spares_the_layer() -> None:
-    found = walked(model_of("gemma3_text"), two_levels(), LeaveAfter(dict.fromkeys(range(6), 2), peek=True), chunk=50)
-    total = trie_tokens(two_levels())
-    assert found.full == [total + 6, total + 6, 6, 0, 0, 0, 0]
-    assert found.keys == [total] * 3 + [0] * 4
-
-
-@pytest.mark.parametrize("peek", [False, True])
-def test_layers_that_nobody_needs_are_not_asked_for(peek: bool) -> None:
-    model, prompts = model_of("gemma3_text"), two_levels()
-    model.set_attn_implementation(ATTENTION)
-    layers = LentLayers(model.get_decoder().layers)
-    walk = LayerWalk(model, chunk_tokens=50, layers=layers)
-    (pack,) = make_plan(prompts, ONE_PACK).packs
-    rule = LeaveAfter(dict.fromkeys(range(6), 2), peek=peek)
-    rule.pack = pack
-    try:
-        assert list(walk.read_logits(pack, exits=rule)) == []
-        assert (layers.asked, layers.ended) == ([0, 1, 2], 1)
-        rule = LeaveAfter({}, peek=peek)
-        rule.pack = pack
-        assert len(torch.cat(list(walk.read_logits(pack, exits=rule)))) == 6
-        assert (layers.asked[3:], layers.ended) == (list(range(7)), 1)
-    finally:
-        walk.close()
-        layers.give_back()
-
-
 @each_device
-@pytest.mark.parametrize("hidden_on_host", [False, True])
-@pytest.mark.parametrize("peek", [False, True])
+@pytest.mark.parametrize(("peek", "hidden_on_host"), [(False, True), (True, False)])
 def test_on_any_device_those_that_stay_have_the_logits_of_the_eager_forward(
     peek: bool, hidden_on_host: bool, device: str
 ) -> None:
     register()
     there, prompts = make_model("llama").to(device), mixed()
     leaving = {number: number % 2 for number in range(len(prompts)) if number % 3}
-    limits = Limits(110, 10**6, held_tokens=10**6)
     rule = LeaveAfter(leaving, peek=peek)
-    found = walked(there, prompts, rule, chunk=41, limits=limits, hidden_on_host=hidden_on_host).logits
+    found = walked(there, prompts, rule, chunk=41, limits=HELD, hidden_on_host=hidden_on_host).logits
     stay = [number for number in range(len(prompts)) if number not in leaving]
     assert_equal(torch.stack([found[number].cpu() for number in stay]), wanted("llama", mixed)[stay])
-
-
-@settings(deadline=None)
-@given(data=st.data())
-def test_what_remains_of_a_pack_is_the_paths_of_its_reads(data: st.DataObject) -> None:
-    words = st.lists(st.integers(0, 2), min_size=1, max_size=6)
-    prompts = [np.asarray(each, dtype=np.int32) for each in data.draw(st.lists(words, min_size=1, max_size=8))]
-    (pack,) = make_plan(prompts, ONE_PACK).packs
-    reads = sorted(data.draw(st.sets(st.sampled_from(range(len(pack.reads))))))
-    left = remainder(pack, reads, [])
-    assert left.pack.tokens.tolist() == pack.tokens[left.tokens].tolist()
-    for read, (node, numbers) in zip(reads, left.pack.reads, strict=True):
-        assert numbers == pack.reads[read][1]
-        path: list[int] = []
-        while node >= 0:
-            path = [*left.pack.tokens[left.pack.offsets[node] : left.pack.offsets[node + 1]].tolist(), *path]
-            node = left.pack.parents[node]
-        assert path == prompts[numbers[0]].tolist()
-    ends = {pack.reads[read][0] for read in reads}
-    below = set(range(len(left.nodes))) - set(left.pack.parents)
-    assert {left.nodes[node] for node in below} <= ends, "every leaf is the end of a read that stays"

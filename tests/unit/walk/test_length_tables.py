@@ -16,7 +16,7 @@ from prefillcli.walk.forest import UnsupportedModelError, register
 from prefillcli.walk.walk import LayerWalk
 from tests.unit.walk.families import make_model
 from tests.unit.walk.test_sparse import eager_sparse, kept_of, walked_sparse
-from tests.unit.walk.test_walk import Prompt, assert_equal, eager, mixed, tokens
+from tests.unit.walk.test_walk import Prompt, assert_equal, eager, mixed, tokens, walked
 
 SWITCH = 120
 ROPE: dict[str, Any] = {
@@ -60,12 +60,12 @@ def both_sides() -> list[Prompt]:
 )
 def test_each_prompt_has_the_tables_of_its_length(family: str, limits: Limits) -> None:
     model, prompts = model_of(family), both_sides()
-    assert_equal(walked_sparse(model, prompts, chunk=41, limits=limits), eager(model, prompts))
+    assert_equal(walked(model, prompts, chunk=41, limits=limits), eager(model, prompts))
 
 
 def test_tables_of_the_other_side_are_wrong() -> None:
     model, prompts = model_of("phi3"), both_sides()
-    unmarked = walked_sparse(model, prompts, chunk=1000, limits=Limits(10**6, 10**6))
+    unmarked = walked(model, prompts, chunk=1000, limits=Limits(10**6, 10**6))
     difference = (unmarked - eager(model, prompts)).abs().amax(dim=1)
     assert difference.max() > 0.05
 
@@ -96,7 +96,7 @@ def test_a_prompt_at_the_switch_is_not_long() -> None:
 def test_a_model_without_such_tables_refuses_marked_positions() -> None:
     register()
     with pytest.raises(UnsupportedModelError, match="position encodings"):
-        walked_sparse(make_model("llama"), both_sides(), chunk=41, limits=Limits(10**6, 10**6, switch=SWITCH))
+        walked(make_model("llama"), both_sides(), chunk=41, limits=Limits(10**6, 10**6, switch=SWITCH))
 
 
 def test_the_model_has_its_own_forward_afterwards() -> None:

@@ -58,7 +58,7 @@ def test_greedy_text_is_that_of_generate_whatever_is_guessed(kind: str, guesses:
         assert report.passes == -(-20 // (guesses + 1))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_text_ends_before_its_stop_token(kind: str, temperature: float) -> None:
@@ -78,7 +78,7 @@ def test_a_text_ends_before_its_stop_token(kind: str, temperature: float) -> Non
             assert generated(tiny_llama(), row, 30, stop) == [*text.tokens, *[stop] * (text.finish_reason == "stop")]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_text_and_gap_depend_neither_on_guesses_nor_on_the_rows_beside(kind: str, temperature: float) -> None:

@@ -25,6 +25,7 @@ def test_the_manuals_counts_are_those_of_the_rows() -> None:
         assert sentence in " ".join(page.read_text().split())
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore")  # some configurations warn, and some import modules that do
 def test_what_is_changed_of_a_configuration_belongs_to_a_family() -> None:
     assert set(NOT_DECODERS) <= set(class_names())

@@ -43,8 +43,7 @@ def differing(function: Callable[[Tensor], Tensor], rows: Tensor) -> list[tuple[
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("outputs", [37, 96])
+@pytest.mark.parametrize(("dtype", "outputs"), [(torch.float32, 37), (torch.bfloat16, 37), (torch.bfloat16, 96)])
 def test_products_give_a_row_the_same_bits_beside_any_others(dtype: torch.dtype, outputs: int) -> None:
     generator, mode = torch.Generator().manual_seed(4), DeterministicMode()
     weight = torch.randn(outputs, WIDTH, generator=generator).to(dtype)

@@ -14,8 +14,8 @@ from torch import Tensor
 from prefillcli.walk import model_ends
 from prefillcli.walk.forest import UnsupportedModelError
 from prefillcli.walk.layout import IntArray
-from prefillcli.walk.model_ends import HEAD_ROWS, Lanes, ModelEnds, Recording, decoder_layers, logit_bytes
-from tests.unit.walk.families import VOCABULARY, make_model
+from prefillcli.walk.model_ends import HEAD_ROWS, ModelEnds, Recording, decoder_layers, logit_bytes
+from tests.unit.walk.tiny_models import VOCABULARY, make_tiny_model
 
 # Where their layers are.
 PLACES = {
@@ -38,35 +38,13 @@ PLACES = {
     "gemma3n_text": "model.layers.",
     "deepseek_v4": "model.layers.",
 }
-SIZES: dict[str, dict[str, object]] = {
-    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 3},
-    "gptj": {"n_embd": 64, "n_head": 4, "n_layer": 3, "rotary_dim": 8},
-    "gpt_neo": {
-        "num_layers": 4,
-        "num_hidden_layers": 4,
-        "num_heads": 4,
-        "attention_types": [[["global", "local"], 2]],
-    },
-    "bert": {"is_decoder": True},
-    "gemma3n_text": {
-        "num_hidden_layers": 6,
-        "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 3,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": VOCABULARY,
-        "laurel_rank": 8,
-        "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0, 0.0, 0.0],
-        "altup_num_inputs": 4,
-    },
-    "hrm_text": {"num_layers_per_stack": 2},
-}
 TOKENS = torch.as_tensor(np.random.default_rng(5).integers(3, VOCABULARY, 30))
 
 
 @contextmanager
 def ends_of(family: str) -> Iterator[tuple[Any, ModelEnds]]:
     """A model and its ends; the model has its layers back when this is over."""
-    model = make_model(family, **SIZES.get(family, {}))
+    model = make_tiny_model(family)
     ends = ModelEnds(model)
     try:
         with torch.inference_mode():
@@ -128,8 +106,6 @@ def test_a_piece_holds_what_the_memory_law_counts() -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "opt", "gpt_neo", "rwkv", "mamba2"])
 @pytest.mark.filterwarnings("ignore")
 def test_layers_that_are_recorded_with_a_cache_read_on_behind_it(family: str) -> None:
-    sizes: dict[str, object] = {"num_heads": 8, "head_dim": 16} if family == "mamba2" else {}
-    SIZES.setdefault(family, sizes)
     with ends_of(family) as (model, ends):
         ends.close()
         wanted = model(input_ids=TOKENS[None], use_cache=False).logits[0, 20:]
@@ -167,17 +143,3 @@ def test_positions_begin_where_the_model_begins_them() -> None:
 def test_a_model_that_is_no_row_of_layers_is_refused_with_the_reason(family: str, reason: str) -> None:
     with ends_of(family) as (_, ends), pytest.raises(UnsupportedModelError, match=reason):
         ends.record(TOKENS, np.arange(len(TOKENS)))
-
-
-def test_lanes_are_one_wide_row_outside_of_layers() -> None:
-    numbers = torch.arange(4 * 7 * 5.0)
-    side_by_side, stacked = numbers.view(1, 7, 4, 5), numbers.view(4, 1, 7, 5)
-    for hidden, row in ((side_by_side, side_by_side[0, 3]), (stacked, stacked[:, 0, 3])):
-        lanes = Lanes.of(hidden, 7)
-        rows = lanes.fold(hidden)
-        assert torch.equal(rows[0, 3], row.flatten())
-        assert rows.shape == (1, 7, 20)
-        assert torch.equal(lanes.unfold(rows), hidden)
-    assert torch.equal(Lanes.of(numbers.view(1, 7, 20), 7).unfold(rows), rows)
-    with pytest.raises(UnsupportedModelError, match=r"\[7, 1, 20\] for 7 tokens"):
-        Lanes.of(numbers.view(7, 1, 20), 7)

@@ -21,7 +21,7 @@ from prefillcli.walk.narrow import KernelWeights, TorchWeights, in_smaller_numbe
 from prefillcli.walk.walk import LayerWalk
 from tests.unit.walk.fake_cuda import DEVICE, fake_cuda
 from tests.unit.walk.families import make_config
-from tests.unit.walk.test_walk import mixed, model_of, wanted
+from tests.unit.walk.test_walk import mixed, model_of, walked, wanted
 
 KERNEL = pytest.mark.skipif(int8_kernel() is None, reason="no compiler, or no AVX512-VNNI")
 WAYS = ["torch", pytest.param("kernel", marks=KERNEL)]
@@ -92,39 +92,10 @@ def test_rows_of_zeros_and_what_is_no_number(way: str) -> None:
 def test_a_walk_in_int8_is_near_the_eager_forward(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(narrow, "LEAST", 16)
     model, correct = copy.deepcopy(model_of(family)), wanted(family, mixed)
-    model.set_attn_implementation(ATTENTION)
-    walk = LayerWalk(model, chunk_tokens=97, arithmetic=in_smaller_numbers(model, "int8"))
-    found = {}
-    for pack in make_plan(mixed(), Limits(110, 10**6, held_tokens=10**6)).packs:
-        if pack.reads:
-            logits = torch.cat(list(walk.read_logits(pack)))
-            found |= {number: logits[at] for at, (_, numbers) in enumerate(pack.reads) for number in numbers}
-    walk.close()
-    error = torch.stack([found[number] for number in range(len(found))]) - correct
+    limits, how = Limits(110, 10**6, held_tokens=10**6), in_smaller_numbers(model, "int8")
+    error = walked(model, mixed(), chunk=97, limits=limits, arithmetic=how) - correct
     assert 1e-5 < float(error.norm() / correct.norm()) < 0.05
     assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_layers_that_read_the_same_rows_quantise_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    own = TorchWeights.quantised
-
-    def counted(weights: TorchWeights, rows: torch.Tensor) -> Any:
-        calls.append(len(rows))
-        return own(weights, rows)
-
-    monkeypatch.setattr(narrow, "int8_kernel", lambda: None)
-    monkeypatch.setattr(narrow, "LEAST", 16)
-    model = copy.deepcopy(model_of("llama"))
-    model.set_attn_implementation(ATTENTION)
-    how = in_smaller_numbers(model, "int8")
-    monkeypatch.setattr(TorchWeights, "quantised", counted)
-    walk = LayerWalk(model, chunk_tokens=64, arithmetic=how)
-    list(walk.read_logits(make_plan([np.arange(40, dtype=np.int32)], Limits(64, 64)).packs[0]))
-    walk.close()
-    # For q, k and v once, for o, for gate and up once, and for down; the last layer goes on with the last token alone.
-    assert [each for each in calls if each != 1] == [40] * (4 * model.config.num_hidden_layers - 3)
-    assert calls.count(1) == 4
 
 
 def test_what_chooses_experts_stays_and_a_layer_that_is_there_twice_changes_once(

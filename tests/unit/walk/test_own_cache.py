@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,94 +26,22 @@ from prefillcli.walk.forest import UnsupportedModelError
 from prefillcli.walk.model_ends import decoder_layers
 from prefillcli.walk.own_cache import set_own_attention
 from prefillcli.walk.walk import LayerWalk
-from tests.unit.walk.families import VOCABULARY, WINDOW
+from tests.unit.walk.families import VOCABULARY
+from tests.unit.walk.test_leaving import LeaveAfter
 from tests.unit.walk.test_sparse import eager_sparse, kept_of
 from tests.unit.walk.test_walk import ONE_PACK, Prompt, assert_equal, eager, mixed, single, three_levels, tokens
+from tests.unit.walk.tiny_models import VARIANTS, make_tiny_model
 
-_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
-_EXPERTS = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_group": 1,
-    "topk_group": 1,
-}
-_COMMON = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
-_GPT = {"n_embd": 64, "n_layer": 3, "n_head": 4}
-
-#: What each family's configuration takes; with eight heads or fewer, an indexer finds keys that score the same.
-CONFIGS: dict[str, dict[str, Any]] = {
-    "gptj": {**_GPT, "rotary_dim": 8},
-    "codegen": {**_GPT, "rotary_dim": 8},
-    "bloom": {"hidden_size": 64, "n_layer": 3, "n_head": 4},
-    "falcon": {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4},
-    "falcon with ALiBi": {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "alibi": True},
-    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 512},
-    "gpt_neo": {
-        "hidden_size": 64,
-        "num_layers": 3,
-        "num_heads": 4,
-        "attention_types": [[["global", "local"], 1], [["global"], 1]],
-        "window_size": WINDOW,
-    },
-    "xglm": {"d_model": 64, "num_layers": 3, "attention_heads": 4, "ffn_dim": 96},
-    "diffllama": _SIZES,
-    "doge": _SIZES,
-    "deepseek_v32": {
-        **_SIZES,
-        **_LATENT,
-        **_EXPERTS,
-        "num_key_value_heads": 4,
-        "head_dim": 8,
-        "first_k_dense_replace": 1,
-        "index_topk": 24,
-        "index_head_dim": 16,
-        "index_n_heads": 16,
-    },
-    "deepseek_v4": {**_SIZES, **_EXPERTS, "num_key_value_heads": 1, "sliding_window": WINDOW},
-    "longcat_flash": {
-        **_SIZES,
-        **_LATENT,
-        "num_layers": 3,
-        "num_key_value_heads": 4,
-        "head_dim": 8,
-        "ffn_hidden_size": 96,
-        "expert_ffn_hidden_size": 32,
-        "moe_topk": 2,
-        "zero_expert_num": 1,
-        "n_routed_experts": 4,
-    },
-    "minimax": {
-        **_SIZES,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "block_size": 16,
-    },
-}
-#: Families whose forward takes no positions: kept tokens stand side by side.
-WITHOUT_POSITIONS = {"bloom", "falcon with ALiBi", "mpt"}
-every_family = pytest.mark.parametrize("family", CONFIGS)
+ALIBI = VARIANTS["falcon"]["ALiBi"]
+#: The matrix has the others: without positions, with windows, with chosen keys, and with states.
+FAMILIES = ["bloom", "gpt_neo", "deepseek_v32", "minimax"]
+every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 @cache
 def model_of(family: str) -> nn.Module:
-    generator = torch.Generator().manual_seed(7)
-    config = AutoConfig.for_model(family.split()[0], **_COMMON, **CONFIGS[family])
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for _, weight in model.named_parameters():
-            if weight.dim() > 1:
-                weight.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
-    return model.requires_grad_(False)
+    name, _, alibi = family.partition(" with ")
+    return make_tiny_model(name, **(ALIBI if alibi else {}))
 
 
 @cache
@@ -126,9 +55,8 @@ def walked(
 ) -> Tensor:  # fmt: skip
     """Float32 logits [prompts, vocabulary] of the walk with the model's own cache."""
     set_own_attention(model)
-    walk = LayerWalk(model, chunk_tokens=chunk, offload_held=offload_held)
     logits = torch.zeros(len(prompts), VOCABULARY)
-    try:
+    with closing(LayerWalk(model, chunk_tokens=chunk, offload_held=offload_held)) as walk:
         for pack in make_plan(prompts, limits, positions=kept).packs:
             ticks: list[float] = []
             done = LayersDone.none(pack)
@@ -137,8 +65,6 @@ def walked(
             assert (done.full == len(walk.layers)).all()
             for row, (_, numbers) in zip(rows, pack.reads, strict=True):
                 logits[list(numbers)] = row
-    finally:
-        walk.close()
     return logits
 
 
@@ -161,7 +87,8 @@ def test_kept_tokens_are_read_at_their_own_positions(family: str) -> None:
     model, prompts = model_of(family), three_levels()
     kept = kept_of(prompts)
     short = [prompt if own is None else prompt[own] for prompt, own in zip(prompts, kept, strict=True)]
-    reference = eager(model, short) if family in WITHOUT_POSITIONS else eager_sparse(model, prompts, kept)
+    # The forward of bloom takes no positions: kept tokens stand side by side.
+    reference = eager(model, short) if family == "bloom" else eager_sparse(model, prompts, kept)
     assert_equal(walked(model, short, chunk=41, kept=kept), reference)
 
 
@@ -178,7 +105,7 @@ def test_chunks_and_offloading_change_no_score(family: str) -> None:
     assert_equal(walked(model_of(family), three_levels(), chunk=7), wanted(family, three_levels))
 
 
-@pytest.mark.parametrize("family", ["bloom", "diffllama", "minimax"])
+@pytest.mark.parametrize("family", ["bloom", "minimax"])
 def test_runs_whose_scores_take_much_memory_are_computed_in_pieces(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +114,7 @@ def test_runs_whose_scores_take_much_memory_are_computed_in_pieces(
     assert_equal(walked(model_of(family), three_levels(), chunk=97), wanted(family, three_levels))
 
 
-@pytest.mark.parametrize("family", ["falcon", "minimax", "longcat_flash"])
+@pytest.mark.parametrize("family", ["minimax", "longcat_flash"])
 def test_shared_prefixes_go_through_each_layer_once(family: str) -> None:
     model, prompts = model_of(family), three_levels()
     rows = [0] * len(decoder_layers(model).layers)
@@ -208,24 +135,7 @@ def test_shared_prefixes_go_through_each_layer_once(family: str) -> None:
     assert rows == [unique] * len(rows)
 
 
-class _LeaveEvenReads:
-    """Every second read leaves after the first layer."""
-
-    layers = (0,)
-    regroup_cost = 0.0
-
-    def __init__(self) -> None:
-        self.seen: dict[int, Tensor] = {}
-
-    def peeks(self, layer: int) -> bool:
-        return True
-
-    def __call__(self, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> list[int]:
-        self.seen = dict(zip(reads, after.clone(), strict=True))
-        return [read for read in reads if read % 2]
-
-
-@pytest.mark.parametrize("family", ["mpt", "deepseek_v32", "minimax"])
+@pytest.mark.parametrize("family", ["bloom", "minimax"])
 def test_reads_leave_after_a_layer_and_change_no_other(family: str) -> None:
     model, prompts = model_of(family), three_levels()
     model.set_attn_implementation("eager")
@@ -233,20 +143,18 @@ def test_reads_leave_after_a_layer_and_change_no_other(family: str) -> None:
         states = [model(input_ids=torch.as_tensor(p).long()[None], output_hidden_states=True) for p in prompts]
     after_first = [each.hidden_states[1][0, -1] for each in states]
     set_own_attention(model)
-    walk, rule = LayerWalk(model, chunk_tokens=37), _LeaveEvenReads()
-    try:
-        (pack,) = make_plan(prompts, ONE_PACK).packs
-        done = LayersDone.none(pack)
-        rows = torch.cat(list(walk.read_logits(pack, exits=rule, done=done)))
-    finally:
-        walk.close()
+    (pack,) = make_plan(prompts, ONE_PACK).packs
     numbers = [own[0] for _, own in pack.reads]
+    rule, done = LeaveAfter(dict.fromkeys(numbers[::2], 0), peek=True), LayersDone.none(pack)
+    rule.pack = pack
+    with closing(LayerWalk(model, chunk_tokens=37)) as walk:
+        rows = torch.cat(list(walk.read_logits(pack, exits=rule, done=done)))
     assert done.regroupings == 1
     assert done.full.min() == 1
     assert done.full.max() == len(walk.layers)
     assert_equal(rows, wanted(family, three_levels)[numbers[1::2]])
-    for read, number in enumerate(numbers):
-        torch.testing.assert_close(rule.seen[read], after_first[number], atol=1e-4, rtol=0)
+    for number in numbers:
+        torch.testing.assert_close(rule.shown[0][number][1], after_first[number], atol=1e-4, rtol=0)
 
 
 def ready_to_walk(budget: int, kind: str) -> Callable[[], None]:
@@ -281,24 +189,20 @@ def test_peak_memory_stays_within_the_budget(kind: str) -> None:
 def test_what_needs_queries_is_refused() -> None:
     model = model_of("bloom")
     set_own_attention(model)
-    walk = LayerWalk(model, chunk_tokens=64)
-    try:
+    with closing(LayerWalk(model, chunk_tokens=64)) as walk:
         (pack,) = make_plan([tokens(np.random.default_rng(1), 9)], ONE_PACK).packs
         with pytest.raises(UnsupportedModelError, match="own cache"):
             next(walk.watch(pack, [8]))
-    finally:
-        walk.close()
 
 
 def test_a_model_without_a_cache_is_refused() -> None:
-    config = AutoConfig.for_model("openai-gpt", **_COMMON, **_GPT)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = make_tiny_model("openai-gpt")
     set_own_attention(model)
     with pytest.raises(UnsupportedModelError, match="cache"):
         LayerWalk(model, chunk_tokens=64)
 
 
-@pytest.mark.parametrize("family", ["gptj", "bloom", "falcon with ALiBi"])
+@pytest.mark.parametrize("family", ["gptj", "falcon with ALiBi"])
 def test_a_saved_model_is_walked_with_its_own_cache(family: str, tmp_path: Path) -> None:
     model_of(family).save_pretrained(tmp_path)
     loaded = load_model(read_model_files(tmp_path), torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch import nn
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
 from prefillcli.walk import recurrent
-from prefillcli.walk.forest import ATTENTION, register
+from prefillcli.walk.forest import register
 from prefillcli.walk.layout import Group, group_runs
 from prefillcli.walk.recurrent import PathStates, recurrent_modules
-from prefillcli.walk.walk import LayerWalk
+from tests.unit.walk import test_leaving, test_walk
 from tests.unit.walk.families import VOCABULARY, make_model
+from tests.unit.walk.test_leaving import LeaveAfter
 
 HELD = Limits(110, 10**6, held_tokens=10**6)
 ONE_PACK = Limits(10**6, 10**6)
@@ -72,36 +74,22 @@ def wanted(family: str) -> torch.Tensor:
     return own_logits(model_of(family))
 
 
-def walked(family: str, limits: Limits, chunk: int) -> torch.Tensor:
-    return walked_logits(model_of(family), limits, chunk)
-
-
-def walked_logits(model: nn.Module, limits: Limits, chunk: int) -> torch.Tensor:
-    model.set_attn_implementation(ATTENTION)
-    walk = LayerWalk(model, chunk_tokens=chunk)
-    found = torch.zeros(len(prompts()), VOCABULARY)
-    try:
-        for pack in make_plan(prompts(), limits).packs:
-            rows = torch.cat(list(walk.read_logits(pack)))
-            for row, (_, numbers) in zip(rows, pack.reads, strict=True):
-                found[list(numbers)] = row
-    finally:
-        walk.close()
-    return found
+def walked(model: nn.Module, limits: Limits, chunk: int) -> torch.Tensor:
+    return test_walk.walked(model, prompts(), chunk=chunk, limits=limits)
 
 
 @every_family
-@pytest.mark.parametrize(("limits", "chunk"), [(ONE_PACK, 4096), (ONE_PACK, 37), (HELD, 41)])
+@pytest.mark.parametrize(("limits", "chunk"), [(ONE_PACK, 4096), (HELD, 41)])
 def test_logits_equal_the_eager_forward(family: str, limits: Limits, chunk: int) -> None:
     assert wanted(family).std() > 0.1, "logits must differ enough to tell a wrong answer"
-    torch.testing.assert_close(walked(family, limits, chunk), wanted(family), atol=1e-4, rtol=0)
+    torch.testing.assert_close(walked(model_of(family), limits, chunk), wanted(family), atol=1e-4, rtol=0)
 
 
-@every_family
+@pytest.mark.parametrize("family", ["mamba", "qwen3_next", "lfm2"])
 def test_long_runs_and_large_batches_are_computed_in_parts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent, "RUN_TOKENS", 16)
     monkeypatch.setattr(recurrent, "STATE_BYTES", 3 * 4096)
-    torch.testing.assert_close(walked(family, ONE_PACK, 97), wanted(family), atol=1e-4, rtol=0)
+    torch.testing.assert_close(walked(model_of(family), ONE_PACK, 97), wanted(family), atol=1e-4, rtol=0)
 
 
 @pytest.mark.sampled(1)
@@ -112,60 +100,43 @@ def test_bfloat16_is_as_near_to_float32_as_the_models_own(family: str) -> None:
     rounded.load_state_dict({name: weight.float() for name, weight in half.state_dict().items()})
     exact = own_logits(rounded)
     own = (own_logits(half) - exact).abs().mean()
-    for chunk in (64, 4096):
-        assert (walked_logits(half, ONE_PACK, chunk) - exact).abs().mean() < 1.5 * own
+    assert (walked(half, ONE_PACK, 64) - exact).abs().mean() < 1.5 * own
 
 
-class _Counted:
-    """Counts the tokens that recurrent modules compute, without padding."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.tokens: dict[int, int] = {}
-        forward = recurrent.ModuleCall._forward_rows
-
-        def counted(call: Any, pick: Any, shape: Any, state: Any) -> Any:
-            name = id(call._module)
-            self.tokens[name] = self.tokens.get(name, 0) + shape[0] * shape[1]
-            return forward(call, pick, shape, state)
-
-        monkeypatch.setattr(recurrent.ModuleCall, "_forward_rows", counted)
-        monkeypatch.setattr(recurrent, "group_runs", one_by_one)
-
-
-def one_by_one(runs: list[tuple[int, int]], device: torch.device) -> list[Group]:
-    return [group for run in runs for group in group_runs([run], device)]
-
-
-@every_family
-@pytest.mark.parametrize("limits", [ONE_PACK, HELD])
+@pytest.mark.parametrize(("family", "limits"), [("mamba2", ONE_PACK), ("qwen3_next", HELD), ("lfm2", ONE_PACK)])
 def test_a_recurrent_module_reads_every_token_of_the_plan_once(
     family: str, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counted = _Counted(monkeypatch)
-    walked(family, limits, 53)
+    tokens: Counter[int] = Counter()
+    forward = recurrent.ModuleCall._forward_rows
+
+    def counted(call: Any, pick: Any, shape: Any, state: Any) -> Any:
+        tokens[id(call._module)] += shape[0] * shape[1]
+        return forward(call, pick, shape, state)
+
+    def one_by_one(runs: list[tuple[int, int]], device: torch.device) -> list[Group]:
+        return [group for run in runs for group in group_runs([run], device)]  # without padding
+
+    monkeypatch.setattr(recurrent.ModuleCall, "_forward_rows", counted)
+    monkeypatch.setattr(recurrent, "group_runs", one_by_one)
+    walked(model_of(family), limits, 53)
     plan = make_plan(prompts(), limits)
     modules = [each for layer in model_of(family).get_decoder().layers for each in recurrent_modules(layer)]
     assert modules
     assert plan.computed_tokens < sum(map(len, prompts()))
-    assert counted.tokens == {id(module): plan.computed_tokens for module in modules}
+    assert tokens == {id(module): plan.computed_tokens for module in modules}
 
 
-@pytest.fixture
-def states(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many states were put aside, each time one was."""
-    found: list[int] = []
+def test_as_many_states_are_kept_as_branches_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[int] = []  # how many were put aside, each time one was
     after = PathStates.after
 
     def counted(own: Any, run: Any, state: Any) -> None:
         after(own, run, state)
-        found.append(len(own._states))
+        states.append(len(own._states))
 
     monkeypatch.setattr(PathStates, "after", counted)
-    return found
-
-
-def test_as_many_states_are_kept_as_branches_are_open(states: list[int]) -> None:
-    walked("mamba", ONE_PACK, 64)
+    walked(model_of("mamba"), ONE_PACK, 64)
     pack: Pack = make_plan(prompts(), ONE_PACK).packs[0]
     depth = [0] * len(pack.parents)
     for node, parent in enumerate(pack.parents):
@@ -175,28 +146,12 @@ def test_as_many_states_are_kept_as_branches_are_open(states: list[int]) -> None
 
 def test_reads_leave_a_hybrid_between_its_layers() -> None:
     """Reads that have left get no logits; the others' are what they were."""
-    expected = wanted("nemotron_h")  # before the model is walked
-    model = model_of("nemotron_h")
-    model.set_attn_implementation(ATTENTION)
-
-    class Half:
-        layers, regroup_cost = (1, 2), 0.01
-        peeks = staticmethod(lambda layer: True)
-
-        def __call__(self, layer: int, reads: Any, before: torch.Tensor, after: torch.Tensor) -> Any:
-            assert before.shape == after.shape
-            assert not torch.equal(before, after)
-            return [read for read in reads if read % 2]
-
-    walk = LayerWalk(model, chunk_tokens=64)
-    try:
-        (pack,) = make_plan(prompts(), ONE_PACK).packs
-        found = torch.cat(list(walk.read_logits(pack, exits=Half())))
-        left = [numbers for at, (_, numbers) in enumerate(pack.reads) if at % 2]
-        for row, numbers in zip(found, left, strict=True):
-            torch.testing.assert_close(row, expected[numbers[0]], atol=1e-4, rtol=0)
-    finally:
-        walk.close()
+    numbers = [own[0] for _, own in make_plan(prompts(), ONE_PACK).packs[0].reads]
+    rule = LeaveAfter(dict.fromkeys(numbers[::2], 1), peek=True, regroup_cost=0.01)
+    found = test_leaving.walked(model_of("nemotron_h"), prompts(), rule, chunk=64).logits
+    assert sorted(found) == sorted(numbers[1::2])
+    for number, row in found.items():
+        torch.testing.assert_close(row, wanted("nemotron_h")[number], atol=1e-4, rtol=0)
 
 
 def test_tokens_that_were_left_out_are_not_in_the_state() -> None:
@@ -212,10 +167,5 @@ def test_tokens_that_were_left_out_are_not_in_the_state() -> None:
             attention_mask=torch.ones(1, 50, dtype=torch.long),
             use_cache=False,
         ).logits[0, -1]
-    model.set_attn_implementation(ATTENTION)
-    walk = LayerWalk(model, chunk_tokens=16)
-    try:
-        (pack,) = make_plan([whole[kept]], ONE_PACK, positions=[kept]).packs
-        torch.testing.assert_close(torch.cat(list(walk.read_logits(pack)))[0], own, atol=1e-4, rtol=0)
-    finally:
-        walk.close()
+    (found,) = test_walk.walked(model, [whole[kept]], chunk=16, positions=[kept])
+    torch.testing.assert_close(found, own, atol=1e-4, rtol=0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,10 +23,10 @@ from prefillcli.walk.drafters import (
     chosen_tokens,
     latest_chunks,
 )
-from prefillcli.walk.forest import ATTENTION, UnsupportedModelError, register
+from prefillcli.walk.forest import UnsupportedModelError
 from prefillcli.walk.lockstep import Chooser, Drafter, RowText
 from prefillcli.walk.walk import LayerWalk
-from tests.unit.walk.generated import ONE_PACK, written
+from tests.unit.walk.generated import ONE_PACK, walking, written
 from tests.unit.walk.tiny_models import make_tiny_model
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -40,17 +38,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Grouped queries, one K,V head for each query head, soft caps and windows, sinks."""
 GUESSES = 5
-
-
-@contextmanager
-def walking(model: Any) -> Iterator[LayerWalk]:
-    register()
-    model.set_attn_implementation(ATTENTION)
-    walk = LayerWalk(model, chunk_tokens=64)
-    try:
-        yield walk
-    finally:
-        walk.close()
 
 
 def rows_with_shared_prefixes(seed: int = 0) -> list[Beginning]:

@@ -15,7 +15,7 @@ from prefillcli.models import law
 from prefillcli.models.law import memory_law
 from prefillcli.plan.pack import Limits
 from prefillcli.walk.forest import UnsupportedModelError, register
-from prefillcli.walk.model_ends import CallBuffers, lend_shared
+from prefillcli.walk.model_ends import CallBuffers
 from tests.unit.walk import test_leaving, test_walk
 from tests.unit.walk.test_leaving import LeaveAfter
 from tests.unit.walk.tiny_models import VOCABULARY, make_tiny_model
@@ -79,34 +79,8 @@ def test_the_memory_law_counts_them(family: str, monkeypatch: pytest.MonkeyPatch
     assert counted.token - memory_law(config, torch.float32).token == both
 
 
-def leaving_calls() -> list[Any]:
-    """Calls of two layers, the first of which leaves K,V in the mapping that both get."""
-    left: UserDict[str, Any] = UserDict()
-    return [((), {"left": left}), ((), {"left": left, "more": {}})]
-
-
-def test_what_a_layer_leaves_is_kept_for_the_whole_pack() -> None:
-    buffers = CallBuffers(10)
-    chunks = [buffers.keep(leaving_calls(), tokens) for tokens in (6, 4)]
-    keys, values = torch.randn(1, 2, 10, 3), torch.randn(1, 2, 10, 5)
-    for (first, second), part in zip(chunks, (slice(0, 6), slice(6, 10)), strict=True):
-        first[1]["left"]["full"] = keys[:, :, part], values[:, :, part]
-        assert second[1]["left"] is first[1]["left"]
-    for (_, second), part in zip(chunks, (slice(0, 6), slice(6, 10)), strict=True):
-        found = second[1]["left"]["full"]
-        assert all(torch.equal(a, b[:, :, part]) for a, b in zip(found, (keys, values), strict=True))
-
-    again, at = CallBuffers(5), torch.as_tensor([1, 2, 5, 7, 8])
-    again.take_over(chunks, at)
-    kept = [again.keep(leaving_calls(), tokens) for tokens in (2, 3)]
-    assert torch.equal(kept[1][0][1]["left"]["full"][0], keys[:, :, at[2:]])
-
-    by_itself = leaving_calls()
-    lend_shared(by_itself, kept[0], tokens=3)
-    assert [each.shape for each in by_itself[1][1]["left"]["full"]] == [(1, 2, 3, 3), (1, 2, 3, 5)]
-
-
 def test_what_is_not_keys_and_values_is_refused() -> None:
-    ((_, kwargs), _) = CallBuffers(6).keep(leaving_calls(), 6)
+    left: UserDict[str, Any] = UserDict()  # two layers get the mapping that the first one leaves K,V in
+    ((_, kwargs), _) = CallBuffers(6).keep([((), {"left": left}), ((), {"left": left, "more": {}})], 6)
     with pytest.raises(UnsupportedModelError, match="more than its keys and values"):
         kwargs["left"]["hidden"] = (torch.zeros(1, 6, 8), None)

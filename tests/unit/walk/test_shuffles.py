@@ -51,8 +51,7 @@ def test_many_shuffles_give_the_same_bits(family: str, dtype: torch.dtype) -> No
     assert_same_bits(family, dtype, NIGHTLY_SHUFFLES, arithmetic=by_row())
 
 
-@each_dtype
-def test_without_it_bits_do_depend_on_them(dtype: torch.dtype) -> None:
+def test_without_it_bits_do_depend_on_them() -> None:
     """What the tests above would see."""
     with pytest.raises(AssertionError, match="have other bits"):
-        assert_same_bits("llama", dtype, SHUFFLES)
+        assert_same_bits("llama", torch.bfloat16, SHUFFLES)

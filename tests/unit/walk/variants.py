@@ -48,16 +48,12 @@ LOCAL: dict[str, Any] = {
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", LATENT | EXPERTS),
-    "deepseek_v2 without a query rank": ("deepseek_v2", LATENT | EXPERTS | {"q_lora_rank": None}),
     "deepseek_v3": ("deepseek_v3", LATENT | EXPERTS),
     "deepseek_v3 without a query rank": ("deepseek_v3", LATENT | EXPERTS | {"q_lora_rank": None}),
     "minicpm3": ("minicpm3", LATENT),
-    "youtu": ("youtu", LATENT),
-    "axk1": ("axk1", LATENT | EXPERTS),
     "llama4_text": ("llama4_text", LOCAL),
     "llama4_text that ends in full attention": ("llama4_text", LOCAL | {"no_rope_layers": [1, 1, 0]}),
     "llama4_text in large parts": ("llama4_text", LOCAL | {"attention_chunk_size": 150, "moe_layers": []}),
-    "glm4_moe_lite": ("glm4_moe_lite", LATENT | EXPERTS),
 }
 
 
