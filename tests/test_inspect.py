@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -483,22 +481,3 @@ def test_documented_example_is_what_it_prints(monkeypatch: pytest.MonkeyPatch) -
         return re.sub(r"[+-]?\d+\.\d+(e-\d+)?", "#", text).split()  # the last digits are the machine's
 
     assert words(done.stderr + done.stdout) == words(shown)
-
-
-def test_help_and_wrong_options_import_no_torch() -> None:
-    code = (
-        "import sys\nfrom prefillcli.cli import app\n"
-        "for words in ('inspect --help', 'inspect --rwo x', 'inspect'):\n"
-        "    try:\n        app(words.split())\n    except SystemExit:\n        pass\n"
-        "heavy = {'torch', 'transformers', 'pyarrow', 'numpy'} & sys.modules.keys()\n"
-        "sys.exit(f'imported: {heavy}' if heavy else 0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "--row" in done.stdout
-
-
-def test_module_imports_no_torch() -> None:
-    code = "import sys, prefillcli.tools.inspect\nsys.exit(sorted({'torch', 'transformers'} & set(sys.modules)) or 0)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

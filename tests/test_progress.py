@@ -47,7 +47,7 @@ def test_a_terminal_has_no_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("columns", range(20, 140, 4))
+@pytest.mark.parametrize("columns", [20, 44, 60, 100, 136])
 def test_a_line_of_progress_fits_any_terminal_and_keeps_what_matters(columns: int, exact: bool) -> None:
     expected = Expected(203_000, exact)
     line = progress_line(5_782, expected, columns=columns, elapsed=148, tokens_per_second=10_434, left=2115)

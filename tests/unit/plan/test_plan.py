@@ -71,7 +71,7 @@ some_schedule = st.sampled_from(sorted(SCHEDULES))
 
 
 @given(prompts_of_few_words, st.integers(1, 60), st.integers(0, 60), st.sampled_from([0.0, 1.0, 3.5]), some_schedule)
-@settings(max_examples=600)
+@settings(max_examples=200)
 def test_every_prompt_is_spelled_once_whatever_the_limits(prompts, size, held, cost, schedule) -> None:
     limits = Limits(tokens=min(size, 45), max_tokens=45, held_tokens=held, held_cost=cost)
     found = spelled(make_plan(prompts, limits, schedule).packs, limits)
@@ -101,7 +101,7 @@ def test_prompts_of_a_pack_keep_the_order_of_their_schedule(prompts, size) -> No
 
 
 @given(prompts_of_few_words, st.integers(0, 40), some_schedule)
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_one_by_one_prompts_come_as_their_schedule_says(prompts, held, schedule) -> None:
     """Every pack has one prompt, and the reference compares tokens alone."""
     plan = make_plan(prompts, Limits(tokens=0, max_tokens=10**6, held_tokens=held), schedule)

@@ -216,10 +216,6 @@ def test_ids_of_json_lines_that_are_no_duplicates_are_written_as_different_texts
     assert positive[0] == positive[1]  # what is called a duplicate is one; both zeros of floats are
 
 
-def test_integers_from_json_lines_stay_integers() -> None:
-    assert type_for(kinds_of(pa.chunked_array([["1", "-5", None, "9007199254740993"]]))) == pa.int64()
-
-
 def test_hashes_are_the_same_in_every_process() -> None:
     code = (
         "import pyarrow as pa; from prefillcli.core.windows import _keys; "

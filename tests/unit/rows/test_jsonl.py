@@ -188,24 +188,6 @@ def test_a_column_that_only_later_lines_have_counts_as_there(write_jsonl: Write)
     assert len(errors) == 99
 
 
-def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b"")
-    source = Source.open([str(tmp_path / "a.jsonl")], columns=["prompt"])
-    assert list(source.batches()) == []
-    assert source.count() == 0
-
-
-def test_an_unreadable_file_is_a_usage_error(write_jsonl: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_jsonl([{"prompt": "a"}])
-
-    def refuse(*_arguments: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("prefillcli.rows.input.source.io.FileIO", refuse)  # root may read everything
-    with pytest.raises(UsageError, match=r"input\.jsonl: Permission denied"):
-        Source.open([path], columns=["prompt"])
-
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),

@@ -30,7 +30,6 @@ from prefillcli.stats.evaluation import (
     evaluate,
     evaluate_labels,
     evaluate_ordered,
-    exact_interval,
     expected_calibration_error,
     mean_estimate,
     nearest,
@@ -201,13 +200,6 @@ def test_of_no_rows_there_is_nothing_but_reasons() -> None:
             assert estimate.value is None
             assert estimate.reason
         assert (found.reliability, found.best_f1, found.roc) == ([], None, None)
-
-
-@given(trials=st.integers(1, 400), share=st.floats(0, 1), confidence=st.sampled_from([0.8, 0.95, 0.99]))
-def test_shares_have_the_exact_interval(trials: int, share: float, confidence: float) -> None:
-    successes = round(share * trials)
-    expected = binomtest(successes, trials).proportion_ci(confidence, method="exact")
-    assert exact_interval(successes, trials, confidence) == pytest.approx((expected.low, expected.high), abs=1e-9)
 
 
 def test_accuracy_has_the_exact_interval() -> None:
