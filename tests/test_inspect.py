@@ -392,14 +392,6 @@ def test_page_and_terminal(inspected: list[Inspection]) -> None:
     assert line_of(quiet)["score"] == line_of(done)["score"]
 
 
-def test_page_has_the_name_of_a_page() -> None:
-    source = Path("in.parquet")
-    pq.write_table(pa.table({"prompt": ["fox"]}), source)
-    before = source.read_bytes()
-    assert failure(source, *MODEL, "--row", 0, "--html", source)[0] == 2
-    assert source.read_bytes() == before
-
-
 def test_tokens_make_up_the_prompt(inspected: list[Inspection]) -> None:
     pq.write_table(pa.table({"prompt": [TRICKY]}), "in.parquet")
     assert prefill("inspect", "in.parquet", *MODEL, "--row", 0).exit_code == 0

@@ -145,23 +145,10 @@ def held_texts(pack: Pack, cache: dict[tuple[int, int], list[int]]) -> list[str]
 
 
 @given(prompts_of_few_words)
-def test_the_sorted_trie_has_each_distinct_prefix_once(prompts) -> None:
-    forest = build_forest(prompts, token_order(prompts))
-    assert forest_tokens(forest) == unique_prefixes(prompts)
-
-
-@given(prompts_of_few_words)
 def test_one_pack_computes_hardly_more_than_the_unique_tokens(prompts) -> None:
     plan = make_plan(prompts, Limits(10**6, 10**6))
     assert plan.unique_tokens == unique_prefixes(prompts)
     assert plan.unique_tokens <= plan.computed_tokens <= 1.02 * plan.unique_tokens
-
-
-@given(prompts_of_few_words, st.floats(0, 1))
-def test_dissolving_keeps_to_its_budget(prompts, share) -> None:
-    forest = build_forest(prompts, token_order(prompts))
-    before = forest_tokens(forest)
-    assert forest_tokens(dissolve_small_nodes(forest, share)) <= before * (1 + share)
 
 
 @given(prompts_of_few_words, st.integers(1, 40))
@@ -270,14 +257,6 @@ def test_the_prompts_of_a_pack_are_few_enough_to_be_watched(prompts, most) -> No
         seen = sum(len(prompts[numbers[0]]) for _, numbers in pack.reads)
         assert seen <= most or len(pack.reads) == 1
     assert sorted(number for pack in packs for number in pack.prompts) == list(range(len(prompts)))
-
-
-@given(prompts_of_few_words, some_schedule)
-def test_a_resumed_run_repeats_few_packs(prompts, schedule) -> None:
-    plan = make_plan(prompts, Limits(1, 10**6, held_tokens=10**6), schedule)
-    for pack in plan.packs:
-        others = {number for other in plan.packs if other is not pack for number in other.prompts}
-        assert len(packs_to_run(plan, others)) <= HELD_PACKS
 
 
 def test_prompts_that_end_alike_are_in_several_packs_where_their_labels_are_long() -> None:

@@ -188,7 +188,7 @@ def family(byte_level: Any, llama3_like: Any, metaspace: Any, llama2_like: Any, 
     return Family(byte_level, llama3_like, metaspace, llama2_like, word_level)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     parts=st.lists(words, min_size=1, max_size=30),
     end=st.sampled_from(["", ":", "\n", "?\n\n", " ->", ")", " ", "  ", "\n ", "\t", " " * 40, " mus", " (", '"']),

@@ -281,7 +281,7 @@ def jobs(draw: st.DrawFn) -> tuple[list[Window], list[int]]:
     return windows, draw(st.lists(st.integers(0, 5), max_size=4))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(jobs(), st.integers(1, 4), st.sampled_from(["o.parquet", "o.jsonl", "o/"]), st.booleans())
 def test_stopped_and_resumed_at_any_part_the_output_is_the_same(
     job: tuple[list[Window], list[int]], per_part: int, name: str, skip: bool
@@ -351,7 +351,7 @@ def test_memory_of_finishing_does_not_grow_with_the_rows(tmp_path: Path) -> None
     def peak(windows: int) -> int:
         with open_sink(tmp_path / f"{windows}.parquet") as sink:
             for index in range(windows):
-                rows: Int64Array = np.arange(index * 2000, index * 2000 + 2000)
+                rows: Int64Array = np.arange(index * 1000, index * 1000 + 1000)
                 window = make_window(index, rows.tolist())
                 sink.write(window, [scored(int(row)) for row in rows], {}, temperature=1.0)
             del window

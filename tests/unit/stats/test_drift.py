@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import beta, binom, binomtest
@@ -39,6 +39,7 @@ def test_drift_is_found() -> None:
     assert ever_alarmed(later, 0.01) > 190
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 12), st.integers(0, 300), st.sampled_from([0.01, 0.03, 0.2]))
 def test_the_evidence_is_a_mixture_of_likelihood_ratios(flips: int, others: int, rate: float) -> None:
     rows = flips + others
