@@ -18,7 +18,6 @@ from recipes.distill_draft import (
     WATCHED,
     Course,
     Lesson,
-    Votes,
     cut_model,
     distill,
     losses,
@@ -90,11 +89,6 @@ def test_votes_are_those_of_the_models_eager_attention(teacher: PreTrainedModel)
         last = (query + 1 - RULES.keep_last) // size  # chunks of the always-kept ends do not count
         chunks[0], chunks[last:] = 0, 0
         torch.testing.assert_close(found, chunks / chunks.sum(), atol=1e-5, rtol=1e-4)
-
-
-def test_votes_without_a_layer_are_refused() -> None:
-    with pytest.raises(ValueError, match="no layer"):
-        Votes(torch.tensor([3])).shares()
 
 
 def test_the_whole_model_has_nothing_to_learn(teacher: PreTrainedModel, lessons: list[Lesson]) -> None:

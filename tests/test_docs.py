@@ -107,16 +107,7 @@ def test_commands_that_only_look_have_a_page_with_their_options_and_keys(command
 def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
     known = set().union(*map(options_of, COMMANDS)) | {"--help", "--help-all", "--version"}
     known |= {"--install-completion", "--show-completion"}
-    known |= {
-        "--case",
-        "--dtype",
-        "--model",
-        "--rounds",
-        "--scale",
-        "--size",
-        "--real",
-        "--skip",
-    }  # of python -m benchmarks
+    known |= {"--case", "--dtype", "--model", "--rounds", "--scale", "--size", "--real", "--skip"}  # of benchmarks
     known |= {"--document", "--questions", "--characters", "--numbers"}  # of python -m benchmarks.details
     known |= {"--tasks", "--batch"}  # of lm_eval
     known |= {"--lengths", "--tokens", "--budget", "--cpu-time"}  # of python -m benchmarks.rationales

@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from prefillcli.cli import app
 from prefillcli.errors import UsageError
 from prefillcli.models import law
 from prefillcli.models.find import read_model_files
@@ -291,16 +289,6 @@ def test_threads_and_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(before)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert examine(quiet=True)["why_threads"] == "OMP_NUM_THREADS=1 in the environment"
-
-
-def test_help_imports_no_torch() -> None:
-    code = (
-        "import sys\nfrom prefillcli.cli import app\n"
-        "try:\n    app(['doctor', '--help'])\nexcept SystemExit:\n    pass\n"
-        "sys.exit('torch' in sys.modules)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
-    assert "--device" in CliRunner().invoke(app, ["doctor", "--help"]).output
 
 
 def shown_by_doctor(page: Path) -> list[str]:

@@ -47,7 +47,7 @@ def test_a_terminal_has_no_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("columns", range(20, 140, 4))
+@pytest.mark.parametrize("columns", [20, 44, 60, 100, 136])
 def test_a_line_of_progress_fits_any_terminal_and_keeps_what_matters(columns: int, exact: bool) -> None:
     expected = Expected(203_000, exact)
     line = progress_line(5_782, expected, columns=columns, elapsed=148, tokens_per_second=10_434, left=2115)
@@ -92,7 +92,7 @@ def screen(text: str) -> list[str]:
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
 def test_the_share_of_bytes_tells_how_many_json_lines_there_will_be(tmp_path: Path, ending: str) -> None:
-    rows, path = 60_000, tmp_path / f"rows.jsonl{ending}"
+    rows, path = 20_000, tmp_path / f"rows.jsonl{ending}"
     drawn = random.Random(0)
     text = "".join(json.dumps({"text": f"row {row} {drawn.randbytes(row % 80).hex()}"}) + "\n" for row in range(rows))
     with pa.output_stream(str(path)) as file:  # compresses by the ending

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from prefillcli.options.commands import COMMANDS
+
 SAMPLES = Path(__file__).parent.parent / "samples"
 HEAVY = ("torch", "transformers", "tokenizers", "scipy", "sklearn", "huggingface_hub")
 RUN = f"""
@@ -112,6 +114,21 @@ def test_a_mistake_is_told_before_torch_is_imported(tmp_path: Path, name: str) -
         assert said in json.loads(summary)["error"], given
         assert code in ("1", "2", "4"), given
     assert json.loads(heavy) == []
+
+
+def test_help_and_wrong_options_import_nothing_that_takes_long() -> None:
+    lines = [[command, *words] for command in COMMANDS for words in (["--help"], ["--rwo", "x"])]
+    lines += [[command] for command in ("score", "inspect", "merge", "calibrate")]
+    code = (
+        "import json, sys\nfrom prefillcli.cli import app\n"
+        "for line in json.loads(sys.argv[1]):\n"
+        "    try:\n        app(line)\n    except SystemExit:\n        pass\n"
+        "heavy = {'torch', 'transformers', 'pyarrow', 'numpy'} & sys.modules.keys()\n"
+        "sys.exit(f'imported: {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(lines)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Usage:") == len(COMMANDS)
 
 
 def test_an_output_that_is_there_is_told_before_torch_is_imported(tmp_path: Path) -> None:

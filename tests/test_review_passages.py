@@ -55,14 +55,6 @@ def test_rows_ask_about_passages_behind_the_same_examples() -> None:
     assert len(set(table["passage"].to_pylist())) == table.num_rows == len(set(table["id"].to_pylist()))
 
 
-def test_the_same_seed_gives_the_same_rows() -> None:
-    pool = made_reviews("Train")
-    shown = first_short(pool, 2)
-    first = passage_table(shown, pool, seed=1)
-    assert passage_table(shown, pool, seed=1).equals(first)
-    assert not passage_table(shown, pool, seed=2).equals(first)
-
-
 def test_passages_come_from_both_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(review_passages, "reviews", made_reviews)
     passages = pq.read_table(write_passages(tmp_path))["passage"].to_pylist()

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from benchmarks.sample_text import CASES, CREDITORS, SUBJECTS, ask_fairly
-from prefillcli.tools.bench.material import TOPICS, prompt
+from prefillcli.tools.bench.material import TOPICS
 from training.evaluate_samples import SAMPLES, Row, accuracy, auc, draw_rows, right_by_layer, sample_rows, score
 from training.make_samples import CREDIT_FILE, LABEL_FILE, POST_FILE, write_samples
 from training.respelled_draft import main as respelled_draft
@@ -214,12 +214,3 @@ def test_target_answers_short_and_long_rows(rows: list[Row], tokenizer: PreTrain
         assert accuracy(part) >= 0.95
         assert auc(part) >= 0.95
     assert min(s.mass for s in scored) > 0.9  # the labels are what the model expects
-
-
-def test_prompt_ends_where_the_answer_begins() -> None:
-    rng = Random(1)
-    for make in CASES.values():
-        case = make(rng, 2)
-        for question in ask_fairly(rng, case, 4):
-            assert prompt(case, question).endswith("Answer:")
-            assert (question.word in case.present) == (question.answer == "Yes")

@@ -104,7 +104,7 @@ some_limits = st.builds(
 
 
 @given(windows_of_users(), some_limits, some_schedule, st.booleans())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_every_prompt_is_spelled_once_and_the_limits_hold(windows, limits, schedule, lost) -> None:
     """Whether the K,V of the window before are at hand or `lost`."""
     cache: Cache = {}
@@ -121,7 +121,7 @@ def test_every_prompt_is_spelled_once_and_the_limits_hold(windows, limits, sched
 
 
 @given(windows_of_users(), some_limits, some_schedule, st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_resumed_window_runs_what_it_needs(windows, limits, schedule, data) -> None:
     plan = plans_of(windows, limits, schedule)[-1]
     done = data.draw(st.sets(st.sampled_from(range(len(windows[-1])))))
@@ -131,7 +131,7 @@ def test_a_resumed_window_runs_what_it_needs(windows, limits, schedule, data) ->
 
 
 @given(windows_of_users(), some_limits, some_schedule)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_rows_are_charged_what_is_computed_in_an_undisturbed_run(windows, limits, schedule) -> None:
     for prompts, plan in zip(windows, plans_of(windows, limits, schedule), strict=True):
         accounts = [each for pack in plan.packs for each in account(pack)]
@@ -141,7 +141,7 @@ def test_rows_are_charged_what_is_computed_in_an_undisturbed_run(windows, limits
 
 
 @given(windows_of_users(), some_schedule, st.sampled_from([AMPLE, WHOLE]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_given_blocks_are_taken_from_what_is_unique(windows, schedule, ample) -> None:
     plans = plans_of(windows, ample, schedule)
     for prompts, plan, before in zip(windows, plans, [None, *plans], strict=False):
@@ -155,7 +155,7 @@ def test_given_blocks_are_taken_from_what_is_unique(windows, schedule, ample) ->
 
 
 @given(windows_of_users(), some_schedule)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_whole_blocks_never_make_a_window_dearer(windows, schedule) -> None:
     """What prompts that leave a given block compute again is less than the block."""
     for prompts, plan in zip(windows, plans_of(windows, WHOLE, schedule), strict=True):
@@ -167,7 +167,7 @@ def test_whole_blocks_never_make_a_window_dearer(windows, schedule) -> None:
 
 
 @given(windows_of_users(), some_limits, some_schedule)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_packs_that_stand_alone_use_whole_nodes_too(windows, limits, schedule) -> None:
     limits = replace(limits, whole_nodes=True)
     for prompts, plan in zip(windows, plans_of(windows, limits, schedule), strict=True):
@@ -178,7 +178,7 @@ def test_packs_that_stand_alone_use_whole_nodes_too(windows, limits, schedule) -
 
 
 @given(windows_of_users(), some_schedule)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_windows_without_a_long_prefix_are_planned_as_without_blocks(windows, schedule) -> None:
     long = max(len(prompt) for prompts in windows for prompt in prompts) + 1
     for prompts in windows:

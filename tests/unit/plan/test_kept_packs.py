@@ -14,7 +14,7 @@ from prefillcli.plan.plan import make_plan
 from tests.unit.plan.test_plan import prompts_of_few_words, spelled
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     prompts_of_few_words,
     st.integers(1, 60),

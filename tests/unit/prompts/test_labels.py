@@ -151,29 +151,6 @@ def test_equal_sets_are_stored_once(tokenizer: Any) -> None:
     assert labels.names == ("Yes", "No")
 
 
-def test_different_ends_of_prompts_give_different_sets(byte_level: Any) -> None:
-    labels = Labels(byte_level, typed(parse_labels("Yes,No")))
-    assert resolve(labels, "Answer:") != resolve(labels, "Answer:\n")
-
-
-@pytest.mark.parametrize("name", ["byte_level", "llama3_like", "metaspace", "llama2_like"])
-def test_a_label_of_several_tokens_is_all_of_them(name: str, request: pytest.FixtureRequest) -> None:
-    tokenizer = request.getfixturevalue(name)
-    found = resolve(Labels(tokenizer, typed(parse_labels("Absolutely,No"))), PROMPT)
-    before = ids(tokenizer, PROMPT)
-    wanted = [ids(tokenizer, f"{PROMPT} {name}")[len(before) :] for name in ("Absolutely", "No")]
-    assert [own.tolist() for (own,) in found.spellings] == wanted
-    assert len(wanted[0]) > 1
-
-
-def test_a_label_that_begins_another_is_refused_with_advice(byte_level: Any) -> None:
-    with pytest.raises(LabelError, match="'Yes' begins label 'Yes, sir'") as caught:
-        chosen(byte_level, PROMPT, r"Yes,Yes\, sir")
-    assert caught.value.exit_code == 2
-    assert str(caught.value).count("\n") < 3
-    assert "--label-end" in str(caught.value)
-
-
 def test_a_label_unknown_to_the_vocabulary_is_refused(word_level: Any) -> None:
     with pytest.raises(LabelError, match="unknown"):
         chosen(word_level, PROMPT, "Zebra,No")
@@ -211,7 +188,7 @@ def family(byte_level: Any, llama3_like: Any, metaspace: Any, llama2_like: Any, 
     return Family(byte_level, llama3_like, metaspace, llama2_like, word_level)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     parts=st.lists(words, min_size=1, max_size=30),
     end=st.sampled_from(["", ":", "\n", "?\n\n", " ->", ")", " ", "  ", "\n ", "\t", " " * 40, " mus", " (", '"']),
@@ -262,14 +239,6 @@ def test_a_tail_is_the_end_of_the_prompt(text: str) -> None:
     assert len(tail.rstrip()) <= 32
     assert tail_of(tail) == tail
     assert len(tail) >= min(len(text), 6)
-
-
-def test_prompts_that_end_alike_share_a_tail() -> None:
-    assert (
-        tail_of("a very long history of one user\nAnswer:")
-        == tail_of("another history, as long\nAnswer:")
-        == "\nAnswer:"
-    )
 
 
 @pytest.mark.parametrize(
@@ -327,8 +296,10 @@ def test_longer_labels_have_the_tokens_of_the_harness(
 
 def test_a_label_that_begins_another_needs_an_end(byte_level: Any) -> None:
     labels = [Label("Yes"), Label("Yes user")]
-    with pytest.raises(LabelError, match="--label-end"):
+    with pytest.raises(LabelError, match=r"'Yes' begins label 'Yes user'(.|\n)*--label-end") as caught:
         resolve(Labels(byte_level, typed(labels)), PROMPT)
+    assert caught.value.exit_code == 2
+    assert str(caught.value).count("\n") < 3
     found = resolve(Labels(byte_level, typed(labels), end="."), PROMPT)
     assert [own.tolist() for own in found.sequences] == [
         harness_tokens(byte_level, PROMPT, f" {label.name}.") for label in labels

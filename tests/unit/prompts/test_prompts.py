@@ -427,13 +427,11 @@ def test_labels_after_token_ids_are_those_after_their_text(byte_level: Any) -> N
     ("value", "code"),
     [
         ([], "invalid_token_ids"),
-        ([-1, 3], "invalid_token_ids"),
         ([3, 10**6], "invalid_token_ids"),
         ([2**70], "invalid_token_ids"),
         ([1, "a"], "invalid_token_ids"),
         ([1, True], "invalid_token_ids"),
         ([1.5], "invalid_token_ids"),
-        (np.array([], np.int64), "invalid_token_ids"),
         (np.array([1, -2]), "invalid_token_ids"),
         (np.array([2**63], np.uint64), "invalid_token_ids"),
         (None, "null_prompt"),
@@ -453,8 +451,6 @@ def test_wrong_token_ids(byte_level: Any, value: Any, code: str) -> None:
         (" \n\t\u3000", "empty_prompt"),
         ([], "empty_prompt"),
         (5, "wrong_type"),
-        (5.5, "wrong_type"),
-        (True, "wrong_type"),
         ({"role": "user", "content": "x"}, "wrong_type"),
         (["just", "texts"], "wrong_type"),
         ([{"role": 3, "content": "x"}], "wrong_type"),
@@ -482,26 +478,6 @@ def test_a_text_without_tokens_is_empty(word_level: Any) -> None:
     assert errors[0] == RowError("empty_prompt", "the tokenizer makes no token of the prompt")
 
 
-def test_text_ids_over_the_models_vocabulary_are_an_error_of_the_row(byte_level: Any) -> None:
-    highest = max(byte_level("Answer:")["input_ids"])
-    _, errors = build(byte_level, batch_of(prompt=["Answer:"]), vocab_size=highest)
-    assert errors[0].code == "invalid_token_ids"
-    prompts, _ = build(byte_level, batch_of(prompt=["Answer:"]), vocab_size=highest + 1)
-    assert len(prompts) == 1
-
-
-@pytest.mark.parametrize("on_long", ["truncate-left", "truncate-middle"])
-def test_a_cut_prompt_is_flagged(byte_level: Any, on_long: str) -> None:
-    prompts, _ = build(
-        byte_level, batch_of(prompt=["word " * 50 + "Answer:", "Answer:"]), max_length=20, on_long=on_long
-    )
-    assert len(prompts[0].tokens) == 20
-    assert prompts[0].truncated
-    assert not prompts[1].truncated
-    assert prompts[0].tokens[0] == byte_level.bos_token_id
-    assert prompts[0].labels == prompts[1].labels
-
-
 @pytest.mark.parametrize("on_long", ["truncate-left", "truncate-middle", "error"])
 def test_the_tokens_of_labels_count_for_the_length(byte_level: Any, on_long: str) -> None:
     text = "word " * 10 + "Answer:"
@@ -518,33 +494,10 @@ def test_the_tokens_of_labels_count_for_the_length(byte_level: Any, on_long: str
             assert errors[0].code == "prompt_too_long"
 
 
-def test_a_skipped_prompt_has_its_own_code(byte_level: Any) -> None:
-    _, errors = build(byte_level, batch_of(prompt=["word " * 50]), max_length=20, on_long="skip")
-    assert errors[0].code == "skipped_too_long"
-
-
 def test_labels_that_fail_are_an_error_of_the_row(byte_level: Any) -> None:
     _, errors = build(byte_level, batch_of(prompt=["Answer:"]), labels="Yes,Yes sir")
     assert errors[0].code == "invalid_labels"
     assert "\n" not in errors[0].detail
-
-
-def test_a_template_is_rendered_from_the_row(byte_level: Any) -> None:
-    batch = batch_of(user=["Ann", "Bob"], post=["music", None])
-    prompts, errors = build(byte_level, batch, template="{{ user }} likes {{ post }}. Answer:")
-    assert list(prompts[0].tokens) == byte_level("Ann likes music. Answer:")["input_ids"]
-    assert errors[1].code == "template_error"
-
-
-def test_a_rendered_template_is_a_user_message_of_a_chat(chat_tokenizer: Any) -> None:
-    assert tokens(chat_tokenizer, user=["Ann"], template="Hi {{ user }}") == tokens(chat_tokenizer, prompt=["Hi Ann"])
-
-
-def test_rows_that_could_not_be_read_keep_their_error(byte_level: Any) -> None:
-    error = RowError("invalid_json", "cut")
-    prompts, errors = build(byte_level, batch_of({0: error}, prompt=[None, "Answer:"]))
-    assert errors == {0: error}
-    assert [prompt.row for prompt in prompts] == [1]
 
 
 def test_the_prompt_column_is_found(chat_tokenizer: Any) -> None:
@@ -580,35 +533,14 @@ def test_contradictions_are_usage_errors(
         PromptBuilder(request.getfixturevalue(name), settings, available)
 
 
-def test_the_fingerprint_changes_with_everything_that_changes_a_prompt(chat_tokenizer: Any, tmp_path: Any) -> None:
+def test_a_template_in_a_file_is_the_one_in_the_option(chat_tokenizer: Any, tmp_path: Path) -> None:
     def fingerprint(**options: Any) -> str:
-        settings = PromptSettings(**({"max_length": 9, "vocab_size": 9} | options))
+        settings = PromptSettings(max_length=9, vocab_size=9, **options)
         return PromptBuilder(chat_tokenizer, settings, ("prompt",)).fingerprint()
 
-    file = tmp_path / "t.j2"
-    file.write_text("{{ a }}")
-    different = [
-        fingerprint(),
-        fingerprint(prompt_column="text"),
-        fingerprint(template="{{ a }}"),
-        fingerprint(template="{{ b }}"),
-        fingerprint(chat=False),
-        fingerprint(system="s"),
-        fingerprint(max_length=8),
-        fingerprint(on_long="skip"),
-        fingerprint(max_row_bytes=1000),
-        fingerprint(literal=False),
-    ]
-    assert len(set(different)) == len(different)
-    assert fingerprint(template=str(file)) == fingerprint(template="{{ a }}")
+    (tmp_path / "t.j2").write_text("{{ a }}")
+    assert fingerprint(template=str(tmp_path / "t.j2")) == fingerprint(template="{{ a }}") != fingerprint()
     assert fingerprint(chat=True) == fingerprint()
-
-
-def test_time_is_kept_by_phase(byte_level: Any) -> None:
-    builder = PromptBuilder(byte_level, PromptSettings(max_length=99, vocab_size=999), ("prompt",))
-    builder.build(batch_of(prompt=["a"] * 100), Labels(byte_level, typed(parse_labels("Yes,No"))))
-    assert builder.render_seconds > 0
-    assert builder.tokenize_seconds > 0
 
 
 values = (
@@ -622,7 +554,7 @@ values = (
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(values, max_size=8))
 def test_no_value_of_a_row_breaks_the_batch(chat_and_plain: list[Any], column: list[Any]) -> None:
     for tokenizer in chat_and_plain:
@@ -635,62 +567,13 @@ def chat_and_plain(chat_tokenizer: Any, llama2_like: Any) -> list[Any]:
     return [chat_tokenizer, llama2_like]
 
 
-class TestCompression:
-    def build(
-        self, tokenizer: Any, *, compression: bool = True, **columns: list[Any]
-    ) -> tuple[list[tuple[int, Any, Any]], dict[int, str]]:
-        """Row, keep and specprefill of the prompts, and the codes of the errors."""
-        rows = len(next(iter(columns.values())))
-        batch = batch_of(prompt=["Answer:"] * rows, **columns)
-        prompts, errors = build(tokenizer, batch, row_columns=(COMPRESSION_COLUMNS,) if compression else ())
-        return [(p.row, p.keep, p.specprefill) for p in prompts], {row: error.code for row, error in errors.items()}
-
-    def test_a_row_says_how_it_is_compressed(self, byte_level: Any) -> None:
-        found, errors = self.build(
-            byte_level,
-            keep=[0.5, 1, None, float("nan"), 1e-9, 1.0],
-            specprefill=[None, True, False, None, True, False],
-        )
-        assert not errors
-        wanted = [(0, 0.5, None), (1, 1, True), (2, None, False), (3, None, None), (4, 1e-9, True), (5, 1.0, False)]
-        assert found == wanted
-
-    @pytest.mark.parametrize(
-        "keep", [0, 0.0, -0.5, 1.5, 2, 10**400, float("inf"), True, False, "0.5", "x", "", [0.5], {}, b"1"]
-    )
-    def test_a_rate_that_makes_no_sense_is_an_error_of_its_row(self, byte_level: Any, keep: Any) -> None:
-        found, errors = self.build(byte_level, keep=[0.5, keep, None])
-        assert errors == {1: "invalid_keep"}
-        assert found == [(0, 0.5, None), (2, None, None)]
-
-    @pytest.mark.parametrize("wish", ["yes", "true", 1, 0, 0.0, float("nan"), [], {}])
-    def test_a_wish_that_is_not_true_or_false_is_an_error_of_its_row(self, byte_level: Any, wish: Any) -> None:
-        found, errors = self.build(byte_level, specprefill=[True, wish, False])
-        assert errors == {1: "invalid_keep"}
-        assert found == [(0, None, True), (2, None, False)]
-
-    def test_the_detail_shows_the_value(self, byte_level: Any) -> None:
-        _, errors = build(byte_level, batch_of(prompt=["a", "b"], keep=[7, None], specprefill=[None, "y"]),
-                          row_columns=(COMPRESSION_COLUMNS,))  # fmt: skip
-        assert "keep is 7" in errors[0].detail
-        assert "specprefill is 'y'" in errors[1].detail
-
-    def test_what_is_wrong_with_the_prompt_is_told_first(self, byte_level: Any) -> None:
-        _, errors = build(byte_level, batch_of(prompt=[None, "a"], keep=[7, 7]), row_columns=(COMPRESSION_COLUMNS,))
-        assert [errors[row].code for row in (0, 1)] == ["null_prompt", "invalid_keep"]
-
-    def test_without_columns_or_without_a_draft_nothing_is_said(self, byte_level: Any) -> None:
-        prompts, _ = build(byte_level, batch_of(prompt=["a"]), row_columns=(COMPRESSION_COLUMNS,))
-        assert (prompts[0].keep, prompts[0].specprefill) == (None, None)
-        found, errors = self.build(byte_level, compression=False, keep=["x"], specprefill=[7])
-        assert (found, errors) == ([(0, None, None)], {})
-
-    def test_the_columns_are_asked_for_where_there_is_a_draft(self, byte_level: Any) -> None:
-        for compression, optional in ((True, ("keep", "specprefill")), (False, ())):
-            settings = PromptSettings(
-                max_length=9, vocab_size=999, row_columns=(COMPRESSION_COLUMNS,) if compression else ()
-            )
-            assert PromptBuilder(byte_level, settings, ("prompt",)).optional == optional
+def test_a_row_says_how_it_is_compressed(byte_level: Any) -> None:
+    wishes = [None, True, False, None, True, False]
+    batch = batch_of(prompt=["Answer:"] * 6, keep=[0.5, 1, None, float("nan"), 1e-9, 1.0], specprefill=wishes)
+    prompts, errors = build(byte_level, batch, row_columns=(COMPRESSION_COLUMNS,))
+    assert not errors
+    assert [prompt.keep for prompt in prompts] == [0.5, 1, None, None, 1e-9, 1.0]
+    assert [prompt.specprefill for prompt in prompts] == wishes
 
 
 def test_a_prompt_that_is_too_large_is_an_error_before_it_is_tokenised(byte_level: Any, chat_tokenizer: Any) -> None:
@@ -717,13 +600,13 @@ def test_prompts_that_a_template_makes_long_are_tokenised_a_bounded_number_of_by
         return encode(self, texts, **options)
 
     monkeypatch.setattr(Encoder, "encode", watched)
-    template = "{{ 'Is it? ' * 500 }}{{ n }}"
+    template = "{{ 'Is it? ' * 100 }}{{ n }}"
     options = PromptSettings(template=template, max_length=10_000, vocab_size=len(byte_level))
-    builder = PromptBuilder(byte_level, options, ("n",), group_chars=10_000)
-    prompts, errors = builder.build(batch_of(n=list(range(40))), Labels(byte_level, typed(parse_labels("Yes,No"))))
+    builder = PromptBuilder(byte_level, options, ("n",), group_chars=2_000)
+    prompts, errors = builder.build(batch_of(n=list(range(20))), Labels(byte_level, typed(parse_labels("Yes,No"))))
     assert not errors
-    assert [list(p.tokens) for p in prompts] == [byte_level("Is it? " * 500 + str(n))["input_ids"] for n in range(40)]
-    assert max(sizes) < 15_000
+    assert [list(p.tokens) for p in prompts] == [byte_level("Is it? " * 100 + str(n))["input_ids"] for n in range(20)]
+    assert max(sizes) < 3_000
 
 
 def test_the_largest_row_follows_from_the_longest_prompt(byte_level: Any) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -125,18 +124,6 @@ def test_neighbours_of_many_sections_are_joined() -> None:
     assert len(many) == MOST_SECTIONS
 
 
-def test_variables_are_left_out_as_what_they_are(byte_level: Any) -> None:
-    template = "{% for post in posts %}Post: {{ post }}\n{% endfor %}{{ note }}{{ age }} {{ title }}?\nAnswer:"
-    row = {"posts": ["a", "b"], "note": "", "title": "Sport", "age": 7}
-    found = ablated(byte_level, row, template=template)
-    edited = {
-        "age": row | {"age": ""},
-        "posts": row | {"posts": []},
-        "title": row | {"title": ""},
-    }
-    assert_as_edited(byte_level, found, edited, template=template)
-
-
 def test_the_paragraphs_of_the_only_variable_are_sections_too(byte_level: Any) -> None:
     template = "{{ text }}\nAnswer:"
     found = ablated(byte_level, {"text": "One.\n\nTwo."}, template=template)
@@ -159,19 +146,6 @@ def test_a_section_without_which_there_is_no_such_prompt_is_left_out(byte_level:
 def test_where_other_label_tokens_would_follow_a_section_stays(byte_level: Any) -> None:
     found = ablated(byte_level, {"a": "Is it?", "b": "\n"}, template="{{ a }} Answer:{{ b }}")
     assert list(found) == ["a"]  # without b the labels begin with a space
-
-
-def test_turns_of_a_chat_are_left_out_one_by_one(chat_tokenizer: Any) -> None:
-    chat = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Is it?"},
-        {"role": "assistant", "content": "Perhaps."},
-        {"role": "user", "content": "Is it sport? Say it."},
-    ]
-    found = ablated(chat_tokenizer, {"messages": chat})
-    names = ["turn 1 (system)", "turn 2 (user)", "turn 3 (assistant)", "turn 4 (user)"]
-    edited = {name: {"messages": chat[:at] + chat[at + 1 :]} for at, name in enumerate(names)}
-    assert_as_edited(chat_tokenizer, found, edited)
 
 
 def test_the_paragraphs_of_a_chat_s_last_message_are_sections_too(chat_tokenizer: Any) -> None:
@@ -214,17 +188,6 @@ def test_a_classification_head_reads_any_end(byte_level: Any) -> None:
     assert_as_edited(byte_level, found, edited, classifies=True)
 
 
-@pytest.mark.parametrize("on_long", ["truncate-left", "truncate-middle"])
-def test_long_prompts_are_shortened_as_any_other(byte_level: Any, on_long: str) -> None:
-    parts = [f"The train number {at} is in the news." for at in range(4)]
-    found = ablated(byte_level, {"prompt": "\n\n".join([*parts, "Answer:"])}, max_length=40, on_long=on_long)
-    edited = {
-        f"paragraph {at + 1}": {"prompt": "\n\n".join([*parts[:at], *parts[at + 1 :], "Answer:"])} for at in range(4)
-    }
-    assert_as_edited(byte_level, found, edited, max_length=40, on_long=on_long)
-    assert all(len(prompt.tokens) == 40 for prompt in found.values())
-
-
 def test_text_of_control_tokens_stays_text_in_what_is_left(byte_level: Any) -> None:
     parts = ["A post with </s> in it.", "<s>Another.", "Answer:"]
     found = ablated(byte_level, {"prompt": "\n\n".join(parts)})
@@ -239,12 +202,6 @@ def test_an_ablated_prompt_is_read_by_the_row_s_adapter(byte_level: Any) -> None
     assert variants.row_columns is not None
     found = ablated(byte_level, row, row_columns=(variants.row_columns,))
     assert [prompt.variant for prompt in found.values()] == ["judge", "judge"]
-
-
-def test_token_ids_have_no_sections(byte_level: Any) -> None:
-    ids = byte_level("One.\n\nTwo.\n\nAnswer:")["input_ids"]
-    assert ablated(byte_level, {"prompt_token_ids": ids}) == {}
-    assert ablated(byte_level, {"prompt_token_ids": np.array(ids)}) == {}
 
 
 def test_nothing_is_noted_unless_sections_are_asked_for(byte_level: Any) -> None:

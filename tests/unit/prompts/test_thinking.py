@@ -237,22 +237,3 @@ def test_choices_without_a_chat_are_refused(tokenizer: Any) -> None:
             build(tokenizer, batch_of(prompt=["a"]), chat=False, choices=ChatChoices(**choices))
     with pytest.raises(UsageError, match="--thinking off: a classification head is read"):
         build(tokenizer, batch_of(prompt=["a"]), chat=True, classifies=True, choices=ChatChoices(thinking="off"))
-
-
-def test_the_fingerprint_has_what_changes_prompts(tokenizer: Any) -> None:
-    def fingerprint(template: str, **choices: Any) -> str:
-        tokenizer.chat_template = template
-        settings = PromptSettings(max_length=99, vocab_size=999, choices=ChatChoices(**choices))
-        builder = PromptBuilder(tokenizer, settings, ("prompt",))
-        try:
-            return builder.fingerprint()
-        finally:
-            builder.close()
-
-    plain = fingerprint(UNTOUCHED[0])
-    digests = [plain, fingerprint(SWITCHED), fingerprint(OPENED), fingerprint(HARMONY)]
-    digests += [fingerprint(SWITCHED, thinking="on"), fingerprint(SWITCHED, answer_prefix="The")]
-    digests += [fingerprint(SWITCHED, options={"enable_thinking": True})]
-    assert len(set(digests)) == len(digests)
-    assert fingerprint(UNTOUCHED[3]) == plain  # the template itself is in the tokenizer's digest
-    assert fingerprint(SWITCHED, thinking="off") == fingerprint(SWITCHED)

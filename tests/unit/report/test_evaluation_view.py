@@ -108,13 +108,6 @@ def test_several_labels_have_a_confusion_as_far_as_it_fits(labels: int) -> None:
     assert dict(run_lines(report))["AUC"].startswith("mean over the labels 0.")
 
 
-def test_without_rows_the_page_and_the_table_say_so() -> None:
-    none = evaluate(np.zeros(0), np.zeros(0, bool), ("good", "bad"), without_truth=7)
-    report = run_of(none)
-    assert dict(run_lines(report))["evaluation"] == "0 rows with a right answer, 7 without one"
-    assert "0 rows with a right answer, 7 without one" in run_html(report)
-
-
 def test_the_points_of_a_curve_take_one_line_of_run_json() -> None:
     lines = to_json(run_of(figures())).splitlines()
     assert len([line for line in lines if re.search(r'"(false|true)_positive_rate": \[0\.0, ', line)]) == 2

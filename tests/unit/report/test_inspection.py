@@ -17,10 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from prefillcli.followup.evidence import inspected as weighed
-from prefillcli.followup.rationale import inspected as written
 from prefillcli.report.section import visible
-from prefillcli.rows.records import Rationale, SectionEffect
 from prefillcli.tools.inspection import (
     STEPS,
     AnswerView,
@@ -159,17 +156,6 @@ def test_terminal_says_what_was_done() -> None:
     assert re.search(r"score +0\.7089 +0\.399 +-0\.3099", text)
     assert re.search(r"label mass +0\.927 +0\.904 +-0\.023", text)
     assert re.search(r"log P\(Yes\) +-0\.420 +-1\.020 +-0\.600", text)
-
-
-def explained() -> Inspection:
-    """With a rationale and evidence whose texts would act if they could."""
-    return replace(
-        example(),
-        further=[
-            written(Rationale(f" it says {HOSTILE} so.", 7, "stop", 0.5, "full"), "Yes because"),
-            weighed((SectionEffect("title", -0.25), SectionEffect(HOSTILE, 0.125))),
-        ],
-    )
 
 
 def test_same_answer_is_no_flip() -> None:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from prefillcli.report.run import FailedRow, Histogram, MemoryTrace, RunReport, run_html, write_files
-from prefillcli.report.section import OTHERS, SERIES, length_plot, memory_plot, page_of, score_plot
+from prefillcli.report.section import OTHERS, SERIES, length_plot, memory_plot, score_plot
 from prefillcli.rows.output.columns import Counts
 from prefillcli.stats.evaluation import audit_of
 from tests.unit.report.browser import CHROMIUM, browser
@@ -195,11 +195,6 @@ def test_a_page_that_cannot_be_made_leaves_the_exit_code(
     warnings = capsys.readouterr().err
     assert "cannot write the page: ZeroDivisionError" in warnings
     assert "cannot write the metrics" in warnings
-
-
-def test_a_page_lies_beside_its_report() -> None:
-    assert page_of("a/out.run.json") == "a/out.run.html"
-    assert page_of("report") == "report.html"
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")

@@ -6,13 +6,12 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from prefillcli.rows.output.columns import COLUMNS, Counts, OutputSchema, ResultRows
+from prefillcli.rows.output.columns import COLUMNS
 from prefillcli.rows.records import ScoredRow
-from tests.unit.rows.outputs import LABELS, TOO_LONG, make_window, open_sink, read, scored
+from tests.unit.rows.outputs import LABELS, make_window, open_sink, read, scored
 
 ROOT = Path(__file__).parents[3]
 RESULT = {
@@ -58,14 +57,3 @@ def test_the_manual_lists_the_columns_in_their_order() -> None:
     of_questions = [name for name in names if name.startswith("<name>.")]
     listed = dict.fromkeys(name for name in names if name not in of_questions)
     assert list(listed) == ["row", *dict.fromkeys(column.name for column in COLUMNS)]  # some have one of several types
-
-
-def test_counting_needs_no_other_columns_than_those_that_say_so() -> None:
-    schema = OutputSchema(labels=LABELS)
-    rows = ResultRows.of(make_window(0, [0, 1], bad=(1,)), [scored(0)], {1: TOO_LONG}, schema, 1.0)
-    counted = {column.name: pa.array(column.values(rows), column.type) for column in schema.columns if column.counted}
-    table = pa.table({"row": [0, 1], **counted})
-    Counts().add_rows(table)
-    for name in counted.keys() - {"prediction"}:  # which rows with several questions, or a target, do not have
-        with pytest.raises(KeyError, match=name):
-            Counts().add_rows(table.drop_columns([name]))

@@ -18,9 +18,6 @@ from prefillcli.core.windows import (
     Dealer,
     ShardRows,
     WindowSize,
-    common_bytes,
-    cut_runs,
-    in_order_of_use,
     windows,
 )
 from prefillcli.prompts.builder import PromptBuilder, PromptSettings
@@ -40,31 +37,12 @@ def deal(count: int, *window_keys: list[bytes]) -> list[list[int]]:
     return [dealer.deal(keys, [len(key) for key in keys]).tolist() for keys in window_keys]
 
 
-@given(st.binary(max_size=50), st.binary(max_size=50), st.binary(max_size=50))
-def test_common_bytes_are_counted(start: bytes, one: bytes, other: bytes) -> None:
-    found = common_bytes(start + one, start + other)
-    assert (start + one)[:found] == (start + other)[:found]
-    assert (start + one)[: found + 1] != (start + other)[: found + 1] or found == min(
-        len(start + one), len(start + other)
-    )
-
-
 @given(KEYS, st.integers(1, 9))
 def test_every_row_goes_to_one_shard_and_the_same_when_read_again(window_keys: list[list[bytes]], count: int) -> None:
     dealt = deal(count, *window_keys)
     assert [len(each) for each in dealt] == [len(keys) for keys in window_keys]
     assert all(0 <= number < count for each in dealt for number in each)
     assert dealt == deal(count, *window_keys)
-
-
-@given(st.lists(st.integers(0, 300), min_size=1, max_size=80), st.integers(1, 900), st.integers(1, 20), st.data())
-def test_runs_are_all_rows_in_order_and_none_is_too_long(
-    costs: list[int], most: int, most_rows: int, data: st.DataObject
-) -> None:
-    shared = [0, *data.draw(st.lists(st.integers(0, 500), min_size=len(costs) - 1, max_size=len(costs) - 1)), 0]
-    runs = cut_runs(costs, shared, most, most_rows)
-    assert [row for start, stop in runs for row in range(start, stop)] == list(range(len(costs)))
-    assert all(0 < stop - start <= most_rows for start, stop in runs)
 
 
 def users(sizes: list[int], *, history: int, seed: int = 0) -> tuple[list[bytes], list[int]]:
@@ -135,12 +113,6 @@ def test_a_user_whom_a_windows_end_cuts_stays_with_one_shard() -> None:
             count, [*others[0], history + b"1", history + b"2"], [history + b"3", history + b"4", *others[1]]
         )
         assert {*first[-2:], *second[:2]} == {first[-1]}
-
-
-def test_columns_are_compared_in_the_order_of_the_template() -> None:
-    template = "{{ history }} and {{ post }}: {{ a }}?"
-    assert in_order_of_use(template, ("a", "history", "post")) == ("history", "post", "a")
-    assert in_order_of_use("", ("prompt",)) == ("prompt",)
 
 
 # ---------------------------------------------------------------------------------------------------------- windows

@@ -85,35 +85,6 @@ def test_remote_files_directories_and_globs_are_found(memory: Any) -> None:
     assert discover(["memory://bucket/in/a.jsonl"])[0][0].stamp.size == 3
 
 
-@pytest.mark.parametrize(
-    ("inputs", "says"),
-    [
-        (["missing.jsonl"], "missing.jsonl"),
-        (["*.parquet"], "*.parquet"),
-        (["a.csv"], "a.csv"),
-        (["a.parquet.gz"], "a.parquet.gz"),
-        (["empty"], "empty"),
-        ([], "no input"),
-        (["a.jsonl", "b.parquet"], "b.parquet"),
-        (["nosuch://bucket/x.jsonl"], "nosuch"),
-    ],
-)
-def test_wrong_inputs_are_usage_errors_that_name_the_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inputs: list[str], says: str
-) -> None:
-    touch(tmp_path, "a.csv", "a.parquet.gz", "a.jsonl", "b.parquet", "d/a.jsonl")
-    (tmp_path / "b.parquet").rename(tmp_path / "b.pq")
-    touch(tmp_path, "b.parquet")
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path)
-    if says == "*.parquet":
-        (tmp_path / "b.parquet").unlink()
-    with pytest.raises(UsageError) as caught:
-        discover(inputs)
-    assert says in str(caught.value)
-    assert str(caught.value).count("\n") < 3
-
-
 def test_reports_of_earlier_runs_are_not_read(tmp_path: Path) -> None:
     touch(tmp_path, "in/a.jsonl", "in/a.scores.run.json", "in/a.scores.run.html", "in/a.scores.dry-run.json")
     touch(tmp_path, "in/run.json", "in/nightly.prom", "in/a.scores.parquet.prefill/heartbeat.json", "in/notes.txt")

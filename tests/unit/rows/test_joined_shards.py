@@ -16,15 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefillcli.errors import PrefillError
-from prefillcli.rows.input.discovery import Partitions
 from prefillcli.rows.output import Shard
 from prefillcli.rows.output.sink import (
     JoinedShards,
     ShardSink,
-    of_partitions,
-    of_schema,
-    to_partitions,
-    to_schema,
 )
 from prefillcli.rows.output.target import Target
 from prefillcli.rows.records import Window
@@ -117,16 +112,6 @@ def test_a_row_that_two_shards_have_scored_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PrefillError, match="not every row of window 0 is there exactly once"):
         merge(output)
     assert not os.path.exists(output)
-
-
-def test_columns_and_folders_come_back_from_a_manifest(tmp_path: Path) -> None:
-    with open_shard(
-        tmp_path / "o.parquet", Shard(1, 2), json_carried=True, groups=frozenset({"audit"}), truth="kept"
-    ) as sink:
-        schema = sink.schema
-    assert to_schema(of_schema(schema), json_text=schema.json_text) == schema
-    partitions = Partitions.of(["day=2026-01-01/x=1/a.parquet", "day=2026-01-02/a.parquet"])
-    assert to_partitions(of_partitions(partitions)) == partitions
 
 
 def test_the_window_before_is_the_last_one_with_rows_of_the_shard(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_nan_and_infinity_are_null_and_so_is_what_no_float_holds(tmp_path: Path)
 
 
 def test_a_line_of_many_megabytes_is_one_row(write_jsonl: Write) -> None:
-    text = "x" * (30 << 20)
+    text = "x" * (10 << 20)
     path = write_jsonl([{"prompt": text}, {"prompt": "next"}])
     values, _, _ = read(path)
     assert values["prompt"] == [text, "next"]
@@ -157,7 +157,7 @@ def test_compressed_files_are_read_also_in_several_members(tmp_path: Path, endin
 def test_a_cut_file_yields_what_came_before_and_then_fails_by_name(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"a.jsonl.{ending}"
     draw = random.Random(0)
-    lines = b"".join(b'{"prompt":"%d"}\n' % draw.getrandbits(400) for _ in range(40_000))
+    lines = b"".join(b'{"prompt":"%d"}\n' % draw.getrandbits(400) for _ in range(12_000))
     data = compressed(lines, ending)
     path.write_bytes(data[: len(data) // 2])
     rows: list[int] = []
@@ -186,24 +186,6 @@ def test_a_column_that_only_later_lines_have_counts_as_there(write_jsonl: Write)
     values, errors, _ = read(write_jsonl([{"text": "a"}] * 99 + [{"prompt": "b"}]))
     assert values["prompt"][99] == "b"
     assert len(errors) == 99
-
-
-def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b"")
-    source = Source.open([str(tmp_path / "a.jsonl")], columns=["prompt"])
-    assert list(source.batches()) == []
-    assert source.count() == 0
-
-
-def test_an_unreadable_file_is_a_usage_error(write_jsonl: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_jsonl([{"prompt": "a"}])
-
-    def refuse(*_arguments: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("prefillcli.rows.input.source.io.FileIO", refuse)  # root may read everything
-    with pytest.raises(UsageError, match=r"input\.jsonl: Permission denied"):
-        Source.open([path], columns=["prompt"])
 
 
 json_values = st.recursive(

@@ -15,7 +15,7 @@ import pytest
 
 from prefillcli.errors import PrefillError, UsageError
 from prefillcli.rows.input.source import Source
-from prefillcli.rows.records import RowBatch, RowError
+from prefillcli.rows.records import RowBatch
 
 
 def text_array(values: list[bytes], kind: pa.DataType) -> pa.Array:
@@ -136,18 +136,6 @@ def test_a_column_missing_in_the_second_file_is_found_at_open(tmp_path: Path) ->
         Source.open(paths, columns=["prompt"])
 
 
-def test_kept_columns_of_several_files_get_one_type(tmp_path: Path) -> None:
-    paths = [
-        save(tmp_path, "a.parquet", prompt=["a"], n=pa.array([1], pa.int32())),
-        save(tmp_path, "b.parquet", prompt=["b"], n=pa.array([2.5], pa.float64())),
-    ]
-    source = Source.open(paths, columns=["prompt"], carried=["n"])
-    assert pa.concat_tables([batch.carried for batch in source.batches()])["n"].to_pylist() == [1.0, 2.5]
-    clash = save(tmp_path, "c.parquet", prompt=["c"], n=["text"])
-    with pytest.raises(UsageError, match=r"'n' is int32 in .*a\.parquet but string in .*c\.parquet"):
-        Source.open([paths[0], clash], columns=["prompt"], carried=["n"])
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -185,14 +173,6 @@ def test_kept_values_of_two_types_are_carried_where_one_type_holds_them(
     paths = [save(tmp_path, f"{name}.parquet", n=array) for name, array in (("a", one), ("b", other))]
     found = pa.concat_tables([batch.carried for batch in Source.open(paths, carried=["n"]).batches()])["n"]
     assert found.equals(pa.chunked_array([each.cast(found.type) for each in (one, other)]))
-
-
-def test_a_cut_footer_fails_at_open_by_name(tmp_path: Path) -> None:
-    path = Path(save(tmp_path, prompt=["a"] * 100))
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(PrefillError, match=r"a\.parquet") as caught:
-        Source.open([str(path)], columns=["prompt"])
-    assert caught.value.exit_code == 1
 
 
 def test_a_damaged_page_fails_by_name_after_the_rows_before_it(tmp_path: Path) -> None:
@@ -255,18 +235,6 @@ def test_a_column_whose_name_begins_like_another_is_not_mixed_up(tmp_path: Path)
     path = save(tmp_path, **{"a.b": ["dotted"], "a": [{"b": "nested", "c": 1}], "ab": ["longer"]})
     values, _, _ = read(path, ("a.b", "a", "ab"))
     assert values == {"a.b": ["dotted"], "a": [{"b": "nested", "c": 1}], "ab": ["longer"]}
-
-
-def test_a_table_without_rows_is_fine(tmp_path: Path) -> None:
-    path = save(tmp_path, prompt=pa.array([], pa.string()))
-    source = Source.open([path], columns=["prompt"], carried=["prompt"])
-    assert list(source.batches()) == []
-    assert source.selected_rows == 0
-
-
-def test_errors_are_row_errors(tmp_path: Path) -> None:
-    path = save(tmp_path, prompt=text_array([b"\xff"], pa.string()))
-    assert isinstance(read(path)[1][0], RowError)
 
 
 def test_a_footer_that_ends_arrows_process_is_an_error(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prefillcli.errors import PrefillError
-from prefillcli.rows.output.sink import publication, recover_publication
+from prefillcli.rows.output.sink import publication
 from prefillcli.rows.output.target import Published, Target
 from prefillcli.runtime import file_calls
 from tests.faults.file_faults import CHANGES
@@ -118,17 +118,6 @@ def test_in_an_object_store_success_comes_last(memory: Any, monkeypatch: pytest.
     assert steps[0] == "rm_file _SUCCESS"
     assert steps[-1] == "pipe_file _SUCCESS"
     assert "rm_file part-00002.parquet" in steps
-
-
-def test_what_a_kill_left_of_a_publication_is_cleared_up(tmp_path: Path) -> None:
-    output = f"{tmp_path}/o/"
-    finished(output)
-    work = tmp_path / "o.prefill"
-    (tmp_path / "o").rename(work / "old")
-    (work / "new").mkdir()
-    recover_publication(Target.parse(f"{tmp_path}/o"))
-    assert read(output) == EXPECTED
-    assert sorted(os.listdir(work)) == ["lock", "manifest.json", "row-digests.bin"]
 
 
 @pytest.mark.parametrize("name", ["o.parquet", "o.jsonl", "o/"])

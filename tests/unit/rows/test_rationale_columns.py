@@ -15,29 +15,7 @@ from prefillcli.core.condition import LimitedCondition, RowCondition, row_values
 from prefillcli.core.further import RowSelection
 from prefillcli.rows.output.columns import COLUMNS, Group, OutputSchema, ResultRows
 from prefillcli.rows.output.sink import of_schema, to_schema
-from prefillcli.rows.records import Rationale, ScoredRow, SectionEffect, Window
 from tests.unit.rows.outputs import LABELS, finished, make_window, open_sink, read, scored
-
-GROUPS = frozenset({"rationales", "evidence"})
-TEXT = Rationale(' it says "never again".\nAnd 100%, ü', 9, "stop", 0.25, "full")
-CUT = Rationale(" of the", 2, "length", 1e-6, "specprefill")
-UNBEGUN = Rationale(None, 0, "memory", float("inf"), "full")
-EFFECTS = (SectionEffect("history", -0.5), SectionEffect('post "1"\n', 0.125))
-ALL = {1: (TEXT, EFFECTS), 3: (CUT, ()), 4: (UNBEGUN, None)}
-WINDOWS = [make_window(0, list(range(0, 4)), bad=(2,)), make_window(1, [4, 5])]
-
-
-def row_of(row: int) -> ScoredRow:
-    found = scored(row)
-    found.rationale, found.evidence = ALL.get(row, (None, None))
-    return found
-
-
-def write_all(sink: Any, windows: list[Window], per_part: int = 1) -> None:
-    for window in windows:
-        numbers = [prompt.row for prompt in window.prompts if prompt.row not in sink.done(window.index)]
-        for at in range(0, len(numbers), per_part):
-            sink.write(window, [row_of(n) for n in numbers[at : at + per_part]], {}, temperature=1.0)
 
 
 def test_an_output_without_rationales_has_the_columns_that_it_always_had(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from huggingface_hub import HfFileSystem
 
 from prefillcli.errors import OutputBusyError, PrefillError, UsageError
 from prefillcli.rows import filesystems
-from prefillcli.rows.filesystems import Failure, explained, filesystem_of, impatiently, patiently
+from prefillcli.rows.filesystems import Failure, filesystem_of, impatiently, patiently
 from prefillcli.rows.output.store import Owner, RemoteStore, Store, exclusive_put, open_store
 from tests.s3_server import EXPIRED, SLOW_DOWN, Bucket, Refusal, Request, S3Server, every, once
 
@@ -314,13 +314,6 @@ def test_trying_again_ends_in_bounded_time_and_what_cannot_succeed_is_tried_once
     with pytest.raises(PermissionError):
         patiently(lambda: (_ for _ in ()).throw(PermissionError("no")))
     assert waits == []
-
-
-def test_a_message_says_what_to_do() -> None:
-    assert explained(PermissionError("expired")) == (
-        "expired\nthe credentials have expired or do not allow this: renew them, then continue with --resume"
-    )
-    assert explained(ValueError("odd")) == "odd"
 
 
 class _Azure(AsyncFileSystem):

@@ -19,12 +19,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefillcli.errors import OutputConflictError, PrefillError, ResourceError, UsageError
+from prefillcli.errors import OutputConflictError, PrefillError, UsageError
 from prefillcli.plan.behind import LabelSet
 from prefillcli.rows.output import parts
 from prefillcli.rows.output.sink import Sink
 from prefillcli.rows.records import Int64Array, Prompt, RowError, ScoredRow, Window
-from prefillcli.runtime import file_calls
 from tests.unit.rows.outputs import (
     BAD,
     FINGERPRINT,
@@ -40,12 +39,16 @@ from tests.unit.rows.outputs import (
 )
 
 
-@pytest.fixture(params=["out.parquet", "out.jsonl", "out.jsonl.gz", "out.jsonl.zst", "parts/"])
+@pytest.fixture(params=["out.parquet", "parts/"])
 def output(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Others are written from the same parts."""
     return f"{tmp_path}/{request.param}"
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.25, 3.0])
+@pytest.mark.parametrize(
+    "output", ["out.parquet", "out.jsonl", "out.jsonl.gz", "out.jsonl.zst", "parts/"], indirect=True
+)
+@pytest.mark.parametrize("temperature", [1.0, 0.25])
 def test_the_output_has_every_row_in_order_with_the_columns_of_the_manual(output: str, temperature: float) -> None:
     with open_sink(output) as sink:
         score_all(sink, WINDOWS, temperature=temperature)
@@ -57,6 +60,7 @@ def test_the_output_has_every_row_in_order_with_the_columns_of_the_manual(output
     assert sorted(os.listdir(output.rstrip("/") + ".prefill")) == ["lock", "manifest.json", "row-digests.bin"]
 
 
+@pytest.mark.parametrize("output", ["out.parquet", "out.jsonl"], indirect=True)
 def test_json_lines_input_gives_typed_parquet_and_the_same_json(output: str) -> None:
     windows = [make_window(w.index, w.rows.tolist(), tuple(w.errors), json_text=True) for w in WINDOWS]
     schema = pa.schema([("id", pa.string()), ("kept", pa.string())])
@@ -78,15 +82,6 @@ def test_without_an_id_column_there_is_the_row_number(output: str) -> None:
     assert [row["row"] for row in rows] == [4, 9]
     assert next(iter(rows[0])) == "row"
     assert "__row" not in rows[0]
-
-
-def test_an_input_without_rows_gives_an_output_with_columns_and_no_rows(output: str) -> None:
-    with open_sink(output) as sink:
-        sink.finish(windows=0)
-        assert sink.counts.total == 0
-    assert read(output) == []
-    if output.endswith("parquet"):
-        assert pq.read_schema(output).names == list(expected_row(0, bad=True))
 
 
 def test_counts_are_those_of_the_output(output: str) -> None:
@@ -150,12 +145,6 @@ def test_a_kept_column_that_clashes_is_a_usage_error(tmp_path: Path, names: list
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["out", "out.csv", "out.json", "out.parquet.gz"])
-def test_an_unknown_ending_is_a_usage_error(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UsageError, match=name):
-        open_sink(tmp_path / name)
-
-
 def test_an_existing_directory_gets_parts(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with open_sink(tmp_path / "there") as sink:
@@ -178,12 +167,6 @@ class TestConflicts:
             open_sink(output)
         assert not isinstance(caught.value, OutputConflictError)
 
-    def test_the_same_job_half_done_must_say_so_too(self, output: str) -> None:
-        with open_sink(output) as sink:
-            score_all(sink, WINDOWS[:1])
-        with pytest.raises(UsageError, match="--resume"):
-            open_sink(output)
-
     @pytest.mark.parametrize("part", FINGERPRINT)
     @pytest.mark.parametrize("resume", [False, True])
     def test_another_job_is_a_conflict_that_says_what_differs(self, output: str, part: str, resume: bool) -> None:
@@ -198,26 +181,6 @@ class TestConflicts:
             score_all(sink, WINDOWS[:1])
         with pytest.raises(OutputConflictError, match="model, settings"):
             open_sink(output, fingerprint=FINGERPRINT | {"model": "x", "settings": "y"}, resume=True)
-
-    def test_overwrite_replaces_another_job(self, output: str) -> None:
-        finished(output)
-        with open_sink(output, resume=True) as sink:
-            sink.plan = {"packs": 3}
-        with open_sink(output, fingerprint=FINGERPRINT | {"model": "x"}, overwrite=True) as sink:
-            assert sink.plan == {}
-            assert not sink.complete
-            assert sink.counts.total == 0
-            assert len(read(output)) == 15  # the old one stays until the new one is whole
-            score_all(sink, WINDOWS[:1])
-            sink.finish(1)
-        assert len(read(output)) == 7
-
-    def test_a_file_of_somebody_else_is_a_conflict_and_is_not_touched(self, tmp_path: Path) -> None:
-        (tmp_path / "o.parquet").write_bytes(b"mine")
-        with pytest.raises(OutputConflictError, match=r"o\.parquet"):
-            open_sink(tmp_path / "o.parquet", resume=True)
-        assert os.listdir(tmp_path) == ["o.parquet"]
-        assert (tmp_path / "o.parquet").read_bytes() == b"mine"
 
     def test_an_output_without_its_work_folder_is_known_by_its_digest(self, tmp_path: Path) -> None:
         output = f"{tmp_path}/o.parquet"
@@ -236,11 +199,6 @@ class TestConflicts:
             sink.plan = {"packs": 3}
         with open_sink(output, fingerprint=FINGERPRINT | {"model": "x"}) as sink:
             assert sink.plan == {}
-
-    @pytest.mark.sampled(4)
-    def test_a_second_process_is_kept_out(self, output: str) -> None:
-        with open_sink(output), pytest.raises(ResourceError, match=str(os.getpid())):
-            open_sink(output, resume=True)
 
 
 def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
@@ -271,41 +229,6 @@ def test_missing_rows_are_not_passed_over(output: str) -> None:
 
 
 class TestResume:
-    def test_with_nothing_there_it_begins(self, output: str) -> None:
-        finished(output, resume=True)
-        assert len(read(output)) == 15
-
-    def test_a_complete_job_has_nothing_to_do(self, output: str) -> None:
-        finished(output)
-        before = read(output)
-        with open_sink(output, resume=True) as sink:
-            assert sink.complete
-            assert sink.finished(0, WINDOWS[0].rows)
-            sink.finish(3)
-        assert read(output) == before
-
-    def test_the_plan_of_the_first_attempt_comes_back(self, output: str) -> None:
-        with open_sink(output) as sink:
-            sink.plan = {"pack_tokens": 4096}
-            score_all(sink, WINDOWS[:1])
-        with open_sink(output, resume=True) as sink:
-            assert sink.plan == {"pack_tokens": 4096}
-            sink.plan = {"pack_tokens": 2048}
-        with open_sink(output, resume=True) as sink:
-            assert sink.plan == {"pack_tokens": 2048}
-
-    def test_rows_that_are_done_are_known(self, output: str) -> None:
-        with open_sink(output) as sink:
-            sink.write(WINDOWS[0], [scored(1), scored(5)], {}, temperature=1.0)
-            assert sink.done(0) == {1, 2, 5}
-        with open_sink(output, resume=True) as sink:
-            assert sink.done(0) == {1, 2, 5}
-            assert sink.done(1) == set()
-            assert not sink.finished(0, WINDOWS[0].rows)
-            assert sink.counts.total == 3
-            score_all(sink, WINDOWS)
-            assert all(sink.finished(window.index, window.rows) for window in WINDOWS)
-
     def test_a_row_written_twice_counts_once(self, output: str) -> None:
         with open_sink(output) as sink:
             score_all(sink, WINDOWS)
@@ -318,17 +241,6 @@ class TestResume:
             sink.write(WINDOWS[0], [scored(1)], {}, temperature=1.0)
         with open_sink(output, resume=True) as sink, pytest.raises(OutputConflictError, match="window 0"):
             sink.write(make_window(0, list(range(9))), [scored(1)], {}, temperature=1.0)
-
-    def test_a_damaged_part_is_scored_again(self, output: str) -> None:
-        with open_sink(output) as sink:
-            score_all(sink, WINDOWS)
-        part = Path(output.rstrip("/") + ".prefill") / parts.part_name(0, 1)
-        part.write_bytes(part.read_bytes()[:-30])
-        with open_sink(output, resume=True) as sink:
-            assert not sink.finished(0, WINDOWS[0].rows)
-            score_all(sink, WINDOWS)
-            sink.finish(3)
-        assert read(output) == [expected_row(row, row in BAD) for row in range(15)]
 
     def test_what_a_kill_left_half_written_is_removed(self, output: str) -> None:
         with open_sink(output) as sink:
@@ -369,7 +281,7 @@ def jobs(draw: st.DrawFn) -> tuple[list[Window], list[int]]:
     return windows, draw(st.lists(st.integers(0, 5), max_size=4))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(jobs(), st.integers(1, 4), st.sampled_from(["o.parquet", "o.jsonl", "o/"]), st.booleans())
 def test_stopped_and_resumed_at_any_part_the_output_is_the_same(
     job: tuple[list[Window], list[int]], per_part: int, name: str, skip: bool
@@ -398,23 +310,6 @@ def _pieces(windows: list[Window], sink: Sink, size: int, skip: bool) -> Iterato
         todo = [prompt.row for prompt in window.prompts if prompt.row not in sink.done(window.index)]
         for at in range(0, len(todo) or 1, size):
             yield window, todo[at : at + size]
-
-
-def test_a_full_disk_stops_the_job_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = f"{tmp_path}/o.parquet"
-
-    def full(_handle: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    sink = open_sink(output)
-    score_all(sink, WINDOWS[:1])
-    with monkeypatch.context() as patch:
-        patch.setattr(file_calls, "sync_file", full)
-        with pytest.raises(ResourceError, match="part-000002"):
-            score_all(sink, WINDOWS[2:])
-    sink.close()
-    finished(output, resume=True)
-    assert len(read(output)) == 15
 
 
 @pytest.mark.sampled(1)
@@ -452,25 +347,11 @@ def test_a_remote_output_is_written_and_resumed(memory: Any) -> None:
             open_sink(output, fingerprint=FINGERPRINT | {"input": "x"})
 
 
-def test_a_remote_directory_gets_parts(memory: Any) -> None:
-    finished("memory://bucket/parts/")
-    names = ["_SUCCESS", *(f"part-0000{n}.parquet" for n in range(3))]
-    assert sorted(memory.ls("/bucket/parts", detail=False)) == [f"/bucket/parts/{name}" for name in names]
-
-
-def test_the_digest_is_in_the_parquet_output(tmp_path: Path) -> None:
-    finished(f"{tmp_path}/o.parquet")
-    manifest = json.loads((tmp_path / "o.parquet.prefill/manifest.json").read_text())
-    assert manifest["state"] == "complete"
-    assert manifest["fingerprint"] == FINGERPRINT
-    assert json.loads(pq.read_schema(tmp_path / "o.parquet").metadata[b"prefillcli"])["digest"] == manifest["digest"]
-
-
 def test_memory_of_finishing_does_not_grow_with_the_rows(tmp_path: Path) -> None:
     def peak(windows: int) -> int:
         with open_sink(tmp_path / f"{windows}.parquet") as sink:
             for index in range(windows):
-                rows: Int64Array = np.arange(index * 2000, index * 2000 + 2000)
+                rows: Int64Array = np.arange(index * 1000, index * 1000 + 1000)
                 window = make_window(index, rows.tolist())
                 sink.write(window, [scored(int(row)) for row in rows], {}, temperature=1.0)
             del window

@@ -50,7 +50,7 @@ def test_rows_are_numbered_through_all_files(two_files: list[str]) -> None:
     assert texts == [f"{row}" for row in rows]
 
 
-@pytest.mark.parametrize("limit", [1, 699, 700, 2048, 3000, 3001, 4999, 5000, 9999])
+@pytest.mark.parametrize("limit", [1, 700, 3000, 3001, 9999])
 def test_limit_takes_the_first_rows(two_files: list[str], limit: int) -> None:
     source = Source.open(two_files, columns=["prompt"], limit=limit)
     source.count()
@@ -60,7 +60,7 @@ def test_limit_takes_the_first_rows(two_files: list[str], limit: int) -> None:
     assert source.selected_rows == len(rows)
 
 
-@pytest.mark.parametrize("sample", [1, 50, 4999, 5000, 9999])
+@pytest.mark.parametrize("sample", [1, 50, 9999])
 def test_sample_draws_rows_by_the_seed_and_keeps_their_numbers(two_files: list[str], sample: int) -> None:
     rows, texts = rows_and_texts(Source.open(two_files, columns=["prompt"], sample=sample, seed=3))
     assert len(rows) == min(sample, 5000)
@@ -137,12 +137,6 @@ class TestFingerprint:
 
     def test_an_unused_seed_does_not_count(self, two_files: list[str]) -> None:
         assert Source.open(two_files, seed=1).fingerprint() == Source.open(two_files, seed=2).fingerprint()
-
-    def test_a_remote_object_that_is_replaced_changes_it(self, memory: Any) -> None:
-        memory.pipe_file("/a.jsonl", b'{"prompt":"a"}\n')
-        first = Source.open(["memory://a.jsonl"]).fingerprint()
-        memory.pipe_file("/a.jsonl", b'{"prompt":"b"}\n')
-        assert Source.open(["memory://a.jsonl"]).fingerprint() != first
 
 
 def test_another_file_in_the_place_of_the_one_that_was_found_is_not_read(two_files: list[str], tmp_path: Path) -> None:

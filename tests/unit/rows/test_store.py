@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from prefillcli.errors import PrefillError, ResourceError, UsageError
@@ -118,32 +114,6 @@ def test_a_full_disk_is_a_resource_error_that_names_the_path(
     assert os.listdir(tmp_path) == []
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte, where mounting is allowed."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip("cannot mount a tmpfs here")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def test_a_disk_that_is_really_full_is_a_resource_error(small_disk: Path) -> None:
-    store = LocalStore(str(small_disk))
-    with pytest.raises(ResourceError, match="no space left"):
-        store.put_bytes("a", b"x" * (2 << 20))
-
-    def write_parquet() -> None:
-        with store.create("a.parquet") as file:
-            pq.write_table(pa.table({"a": [os.urandom(1000) for _ in range(4000)]}), file)
-
-    with pytest.raises(ResourceError, match="no space left"):
-        write_parquet()
-    assert os.listdir(small_disk) == []
-
-
 def test_what_cannot_be_looked_up_is_not_taken_for_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else an output would be begun anew, or files of others be taken for none."""
     store = LocalStore(str(tmp_path))
@@ -177,28 +147,6 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) 
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(PrefillError, match=f"{tmp_path}/file/folder"):
         LocalStore(str(tmp_path / "file" / "folder")).put_bytes("a", b"")
-
-
-def _hold(path: str, ready: Any, leave: Any) -> None:
-    lock = LocalStore(path).lock()
-    ready.set()
-    leave.wait(30)
-    lock.release()
-
-
-def test_a_second_process_is_kept_out_until_the_first_ends(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    ready, leave = context.Event(), context.Event()
-    process = context.Process(target=_hold, args=(str(tmp_path), ready, leave))
-    process.start()
-    try:
-        assert ready.wait(60)
-        with pytest.raises(ResourceError, match=f"process {process.pid}"):
-            LocalStore(str(tmp_path)).lock()
-    finally:
-        process.kill()
-        process.join()
-    LocalStore(str(tmp_path)).lock().release()
 
 
 def test_the_lock_is_given_back(tmp_path: Path) -> None:

@@ -138,14 +138,6 @@ def test_resources_are_amounts_by_name(model: Path) -> None:
         settings(model, worker_resources={"num_cpus": -1})
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("ray_address", "auto"), ("worker_resources", ["num_cpus=1"]), ("ray_timeout", "9")]
-)
-def test_options_of_ray_are_refused_without_it(model: Path, name: str, value: Any) -> None:
-    with pytest.raises(UsageError, match="needs --runner ray"):
-        settings(model, runner="local", **{name: value})
-
-
 def test_a_ray_client_and_one_device_for_all_are_refused(model: Path) -> None:
     write_parquet("in.parquet", prompt=["The fox. Answer:"])
     done = score("in.parquet", model=model, runner="ray", ray_address="ray://head:10001")

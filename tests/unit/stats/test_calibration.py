@@ -248,15 +248,6 @@ def test_cross_validation_is_that_of_scikit_learn() -> None:
     assert cross_validate(shares, truth, before, NAMES, folds=4, seed=4) != found
 
 
-def test_several_labels_have_no_isotonic() -> None:
-    logprobs, truth = sampled(100, 3)
-    shares = log_shares_of(logprobs)
-    found = cross_validate(shares, truth, np.exp(shares), ("a", "b", "c"), folds=3, seed=0)
-    assert list(found) == ["none", "temperature", "platt"]
-    with pytest.raises(ValueError, match="for two labels"):
-        fit_isotonic(shares, truth)
-
-
 @pytest.mark.parametrize(
     "scaling",
     [

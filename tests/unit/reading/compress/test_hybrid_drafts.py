@@ -14,7 +14,7 @@ from prefillcli.reading.compress.draft import Draft
 from prefillcli.reading.compress.settings import Compression
 from prefillcli.walk.forest import ATTENTION, register
 from prefillcli.walk.walk import LayerWalk
-from tests.unit.reading.compress.test_importance import CHUNK, estimated, prompts, reference
+from tests.unit.reading.compress.test_importance import CHUNK, decoded_behind, estimated, prompts, reference
 from tests.unit.walk.families import make_model
 from tests.unit.walk.test_recurrent import RECURRENT
 
@@ -33,18 +33,6 @@ HYBRIDS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 }  # fmt: skip
 
 
-def decoded_behind(model: Any, tokens: list[int], steps: int) -> list[int]:
-    """The tokens with those that the model decodes greedily behind them, up to an end of text."""
-    grown = list(tokens)
-    for _ in range(steps):
-        with torch.inference_mode():
-            following = int(model(input_ids=torch.tensor([grown]), use_cache=False).logits[0, -1].argmax())
-        if following == model.config.eos_token_id:
-            break
-        grown.append(following)
-    return grown
-
-
 def attention_shares(model: Any, tokens: list[int], context: int, first: int) -> list[torch.Tensor]:
     """Of each layer with attention, eager weights [heads, queries, context] of the queries from `first` on."""
     with torch.inference_mode():
@@ -60,7 +48,6 @@ def test_attention_layers_vote_and_no_others(family: str, lookahead: int, window
     model = make_model(family, **changes)
     settings = Compression(lookahead=lookahead, query_window=window, query_reduce=reduce, select_chunk=CHUNK)
     found = estimated(model, settings)
-    model.set_attn_implementation("eager")
     decoded = 0
     for tokens, own in zip(prompts(), found, strict=True):
         grown = decoded_behind(model, tokens.tolist(), settings.decoded)

@@ -52,6 +52,19 @@ def estimated(model: Any, settings: Compression, *, chunk: int = 37, limits: Lim
         draft.close()
 
 
+def decoded_behind(model: Any, tokens: list[int], steps: int) -> list[int]:
+    """The tokens with those that the model decodes greedily behind them, up to an end of text."""
+    model.set_attn_implementation("eager")
+    grown = list(tokens)
+    for _ in range(steps):
+        with torch.inference_mode():
+            following = int(model(input_ids=torch.tensor([grown]), use_cache=False).logits[0, -1].argmax())
+        if following == model.config.eos_token_id:
+            break
+        grown.append(following)
+    return grown
+
+
 def context_shares(model: Any, tokens: list[int], context: int, queries: range) -> list[Tensor]:
     """Per voting layer, eager attention weights [heads, queries, context] as shares of what goes to the context."""
     model.set_attn_implementation("eager")
@@ -100,11 +113,7 @@ def test_keys_that_are_wider_than_values_vote(settings: Compression) -> None:
     model = make_variant("deepseek_v3")
     model.config.eos_token_id = VOCABULARY + 1
     for tokens, found in zip(prompts(), estimated(model, settings), strict=True):
-        grown = tokens.tolist()
-        for _ in range(settings.lookahead - 1):
-            model.set_attn_implementation("eager")
-            with torch.inference_mode():
-                grown.append(int(model(input_ids=torch.tensor([grown]), use_cache=False).logits[0, -1].argmax()))
+        grown = decoded_behind(model, tokens.tolist(), settings.lookahead - 1)
         first = max(len(tokens) - settings.query_window, 0)
         layers = context_shares(model, grown, len(tokens), range(first, len(grown)))
         np.testing.assert_allclose(found.importance, reference(layers, settings.pool, "rank"), atol=1e-5)
@@ -116,17 +125,9 @@ def test_keys_that_are_wider_than_values_vote(settings: Compression) -> None:
 def test_decoded_tokens_ask_and_the_last_tokens_with_them(family: str, window: int, reduce: Any) -> None:
     model = make_model(family)
     settings = Compression(lookahead=8, query_window=window, query_reduce=reduce, select_chunk=CHUNK)
-    stop = model.config.eos_token_id
     decoded_some = False
     for tokens, found in zip(prompts(), estimated(model, settings), strict=True):
-        grown = tokens.tolist()
-        model.set_attn_implementation("eager")
-        for _ in range(7):
-            with torch.inference_mode():
-                following = int(model(input_ids=torch.tensor([grown]), use_cache=False).logits[0, -1].argmax())
-            if following == stop:
-                break
-            grown.append(following)
+        grown = decoded_behind(model, tokens.tolist(), 7)
         decoded_some |= len(grown) == len(tokens) + 7
         first = len(tokens) - min(max(window, 1), len(tokens))
         layers = context_shares(model, grown, len(tokens), range(first, len(grown)))
@@ -136,10 +137,7 @@ def test_decoded_tokens_ask_and_the_last_tokens_with_them(family: str, window: i
 
 def test_what_follows_an_end_of_text_does_not_ask() -> None:
     model = make_model("llama")
-    tokens = prompts()[-1]
-    model.set_attn_implementation("eager")
-    with torch.inference_mode():
-        following = int(model(input_ids=torch.as_tensor(tokens)[None].long()).logits[0, -1].argmax())
+    *_, following = decoded_behind(model, prompts()[-1].tolist(), 1)
     model.config.eos_token_id = [following, 2]
     found = estimated(model, Compression(lookahead=8))[-1].importance
     np.testing.assert_array_equal(found, estimated(model, Compression(lookahead=1))[-1].importance)
@@ -180,11 +178,7 @@ def test_steps_beyond_a_sliding_window_leave_it() -> None:
     tokens = prompts()[0]
     found = draft.estimate([tokens])[0].importance
     draft.close()
-    grown = tokens.tolist()
-    model.set_attn_implementation("eager")
-    for _ in range(11):
-        with torch.inference_mode():
-            grown.append(int(model(input_ids=torch.tensor([grown]), use_cache=False).logits[0, -1].argmax()))
+    grown = decoded_behind(model, tokens.tolist(), 11)
     layers = context_shares(model, grown, len(tokens), range(len(tokens) - 1, len(grown)))
     np.testing.assert_allclose(found, reference(layers, 13, "mean"), atol=1e-5)
 
@@ -196,10 +190,6 @@ def test_decoded_tokens_that_begin_a_part_of_local_attention_see_nothing_before_
     for tokens, one in zip(
         prompts(), estimated(model, Compression(lookahead=8, query_window=0, query_reduce="mean")), strict=True
     ):
-        grown = tokens.tolist()
-        model.set_attn_implementation("eager")
-        for _ in range(7):
-            with torch.inference_mode():
-                grown.append(int(model(input_ids=torch.tensor([grown]), use_cache=False).logits[0, -1].argmax()))
+        grown = decoded_behind(model, tokens.tolist(), 7)
         layers = context_shares(model, grown, len(tokens), range(len(tokens) - 1, len(grown)))
         np.testing.assert_allclose(one.importance, reference(layers, 13, "mean"), atol=1e-5)

@@ -122,16 +122,6 @@ def test_a_picker_picks_the_same_again_and_leaves_out_what_has_no_rate(name: str
     assert [kept is None for kept in found[0]] == [False, True, False]
 
 
-@pytest.mark.parametrize("name", PICKERS)
-def test_a_picker_is_known_by_its_name_and_counts_what_models_compute(name: str) -> None:
-    own = picker(name, settings_with())
-    assert own.method == name
-    before = own.tokens
-    own.estimate(unrelated([50, 40]), lambda tokens: None)
-    assert own.tokens - before == (90 if name == "specprefill" else 0)
-    assert own.failure is None
-
-
 def test_a_prompt_without_text_is_left_to_be_read_in_full() -> None:
     own = Bm25(lambda prompt: None)
     prompts = unrelated([80])

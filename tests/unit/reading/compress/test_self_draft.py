@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import MambaConfig
 
-from prefillcli.core.request import Request, plan_requests, thinning_of
+from prefillcli.core.request import Request, plan_requests
 from prefillcli.errors import UsageError
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits, Pack
@@ -200,16 +199,6 @@ def questions_of(prompts: list[Tokens], keeps: list[float | None], how: Compress
         Request(Prompt(number, tokens, LabelSet(())), thinning=each)
         for number, (tokens, each) in enumerate(zip(prompts, own, strict=True))
     ]
-
-
-def test_the_rule_travels_with_a_packs_prompts_alone() -> None:
-    questions = questions_of(sharing(), [0.2, None, 0.5, 0.2], HOW)
-    rule = thinning_of(dict(enumerate(questions)))
-    assert rule is not None
-    assert rule.rates == {0: (0.2, LAST), 2: (0.5, LAST), 3: (0.2, LAST)}
-    sent = pickle.loads(pickle.dumps(rule.of([1, 2])))  # noqa: S301 - ours
-    assert (sent.layer, sent.rates, sent.settings) == (1, {2: (0.5, LAST)}, HOW)
-    assert thinning_of({1: questions[1]}) is None
 
 
 def test_a_prompt_that_is_read_both_ways_is_in_two_packs() -> None:

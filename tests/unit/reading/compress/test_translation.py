@@ -258,10 +258,6 @@ def test_a_prompt_without_text_is_read_in_full() -> None:
     assert TRANSLATORS["byte level", "words"].translate([tokens_of(target, " \n \n")]) == [TEXT]
 
 
-def test_no_prompts_are_no_translations() -> None:
-    assert TRANSLATORS["byte level", "unigram"].translate([]) == []
-
-
 class FoundBefore:
     """A draft that finds each token as important as its number."""
 

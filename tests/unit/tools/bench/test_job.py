@@ -133,18 +133,6 @@ def test_input_with_truth_has_accuracy_and_auc() -> None:
     assert low <= by_name["hybrid"].accuracy <= high
 
 
-def test_json_lines_have_truths_too() -> None:
-    result = bench(
-        SAMPLES / "credit_verification.jsonl", "--sample", 4, "--truth", "answer", "--rounds", 1, "--method", "hf",
-        "--max-length", 2000, "--on-long", "skip",
-    )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    (workload,) = saved().workloads
-    assert workload.truth_rows == workload.rows <= 4
-    if workload.rows < 4:
-        assert "skipped_too_long" in workload.notes[0]
-
-
 def test_error_rows_are_left_out_with_a_note() -> None:
     prompts = ["Is it about tea? Answer:", None, " "]
     pq.write_table(pa.table({"prompt": prompts, "keep": [0.5, 0.5, 0.5], "right": [1, 0, 1]}), "rows.parquet")
@@ -183,16 +171,12 @@ def test_a_model_without_draft_has_two_methods_and_a_note() -> None:
         (["--max-flips", "0.02"], "--max-flips needs one of the methods early-exit, first, first-exit and int8"),
         (["--method", "first", "-m", str(TARGET)], "--method first needs --first"),
         (["--method", "specprefil"], "did you mean 'specprefill'?"),
-        (["--method", "specprefill@0.2"], "did you mean 'specprefill'?"),
         (["--draft", "random"], "--draft random: give --method random"),
         (["--workload", "qa"], "--workload"),
         (["--method", "specprefill", "-m", str(TARGET)], "needs --draft"),
-        (["--keep", "auto"], "--keep"),
         (["--keep", "0"], "--keep"),
         (["--limit", "3"], "--limit needs INPUT"),
-        (["--truth", "answer"], "--truth needs INPUT"),
         (["x.parquet", "--workload", "needle"], "--workload has no effect on rows of INPUT"),
-        (["nowhere.parquet"], "nowhere.parquet"),
         (["--tokens", "100000"], "the model takes up to 8192"),
         (["-o", "b.html"], "names the JSON file"),
     ],

@@ -40,12 +40,6 @@ def test_batches_hold_every_row_once_and_keep_to_the_budget(lengths: list[int], 
     assert all(len(batch) == 1 or len(batch) * max(lengths[row] for row in batch) <= tokens for batch in made)
 
 
-def test_sampled_rows_are_evenly_spaced_and_the_walk_scores_all() -> None:
-    workload = peers.shared(100, 0.5)
-    assert workload.rows(peers.PLAIN) == [0, 10, 20, 30]
-    assert workload.rows(peers.WALK) == workload.rows(peers.VLLM) == list(range(40))
-
-
 @pytest.mark.nightly
 def test_the_race_prints_a_table_and_a_line_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "ROOT", tmp_path)  # no peer's environment is there
@@ -128,39 +122,3 @@ def test_groups_hold_every_row_once_in_order_with_tokens_that_all_of_them_share(
         assert shared == 0 or (shared >= FEWEST_SHARED and len(own) > 1)
         assert len({tuple(rows[row][:shared]) for row in own}) == 1
         assert all(len(rows[row]) > shared or not shared for row in own)
-
-
-def test_rows_behind_one_head_are_one_group_and_others_wait_together() -> None:
-    head = list(range(40))
-    rows = [[1, 2], [3, 4], [*head, 90, 1], [*head, 91], [*head[:35], 92], [5], [6]]
-    assert groups([np.array(row, np.int32) for row in rows]) == [(0, [0, 1]), (35, [2, 3, 4]), (0, [5, 6])]
-
-
-def test_a_trial_takes_the_fastest_and_survives_what_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fake:
-        def __init__(self, settings: dict[str, int]) -> None:
-            if settings["b"] == 3:
-                raise RuntimeError("no")
-
-        def run(self) -> np.ndarray:
-            return np.zeros(1)
-
-        def close(self) -> None: ...
-
-    monkeypatch.setattr(peers, "CONTENDERS", {"fake": peers.Contender("", tries={"a": (1, 2), "b": (3, 4)})})
-    seconds = {(1, 4): 3.0, (2, 4): 2.0}
-    seen = []
-
-    def timed(runners, rounds, processor):
-        seen.append(dict(settings_now))
-        return {"fake": [seconds[tuple(settings_now.values())]]}
-
-    settings_now: dict[str, int] = {}
-
-    def open_one(name: str, settings: dict[str, int]) -> Fake:
-        settings_now.update(settings)
-        return Fake(settings)
-
-    monkeypatch.setattr(peers, "timed", timed)
-    assert peers._best("fake", {"a": 1, "b": 4}, open_one, False) == {"a": 2, "b": 4}
-    assert seen == [{"a": 1, "b": 4}, {"a": 2, "b": 4}]

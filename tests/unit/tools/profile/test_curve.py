@@ -11,7 +11,7 @@ from benchmarks.workloads import prompts_with_histories
 from prefillcli.forecast.profile import MOST_ERROR, features
 from prefillcli.plan.pack import Limits, Pack
 from prefillcli.plan.plan import make_plan
-from prefillcli.tools.profile.measuring import ATTEMPTS, ROUNDS, curve_lengths, measure_curve, one_pack, random_prompt
+from prefillcli.tools.profile.measuring import ATTEMPTS, ROUNDS, curve_lengths, measure_curve, random_prompt
 from tests.unit.tools.profile.making import made_profile
 
 WINDOWS: list[tuple[int | None, int]] = [(None, 3)]
@@ -114,7 +114,3 @@ def test_tokens_within_a_time_are_the_most_that_it_allows() -> None:
         assert profile.completion.request_seconds(tokens) <= seconds or tokens == 1
         if tokens < 50_000:
             assert profile.completion.request_seconds(tokens + 1) > seconds
-
-
-def test_a_pack_has_all_prompts() -> None:
-    assert len(one_pack(JOBS["short rows"]).prompts) == 300

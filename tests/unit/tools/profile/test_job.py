@@ -80,23 +80,12 @@ def test_the_budget_of_the_measurements_is_that_of_the_plan(model: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("nowhere.parquet",), "nowhere.parquet"),
-        (("in.parquet", "--prompt-column", "nope"), "nope"),
-        (("in.parquet", "--template", "{{ nope }}"), "nope"),
         (("in.parquet", "--labels", "No,No way"), "begins label 'No way'"),
         (("in.parquet", "--keep", "0.2"), "needs --draft"),
         (("in.parquet", "--keep", "auto"), "for a whole job"),
         (("in.parquet", "--limit", "3", "--sample", "3"), "one of them"),
         (("in.parquet", "-o", "scores.parquet"), "names the JSON file"),
         (("--limit", "3"), "--limit needs INPUT"),
-        (("--schedule", "fifo"), "--schedule needs INPUT"),
-        (("--pack-tokens", "100"), "--pack-tokens needs INPUT"),
-        (("--prefix-kv", "keep"), "--prefix-kv needs INPUT"),
-        (("--price-per-hour", "1"), "--price-per-hour needs INPUT"),
-        (("--labels", "A,B"), "--labels needs INPUT"),
-        (("--draft", "x"), "--draft needs INPUT"),
-        (("--keep", "0.5"), "--keep needs INPUT"),
-        (("--mode", "hybird"), "hybrid"),
     ],
 )
 def test_what_is_wrong_is_told_before_anything_is_measured(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from prefillcli.forecast.profile import Profile
 from prefillcli.report.section import Scale, print_section, stderr_console
 from prefillcli.tools.profile.profile_job import profile_html, profile_sections
 from tests.unit.report.browser import CHROMIUM, browser
+from tests.unit.report.test_run_page import assert_fetches_nothing
 from tests.unit.tools.profile.making import made_profile, made_survey
 
 
@@ -22,31 +21,10 @@ def full() -> Profile:
     return made_profile(survey=made_survey())
 
 
-class Balanced(HTMLParser):
-    """Fails where a tag is closed that was not open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in ("meta",):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        pass
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def test_the_page_needs_no_network_and_closes_its_tags(full: Profile) -> None:
     page = profile_html(full)
-    assert not re.findall(r"(?:https?:)?//|@import|url\(|<script|<link|<img|src=", page)
+    assert_fetches_nothing(page)
     assert "prefers-color-scheme: dark" in page
-    reader = Balanced()
-    reader.feed(page)
-    assert not reader.open
 
 
 def test_the_page_shows_what_was_found_and_the_input(full: Profile) -> None:
