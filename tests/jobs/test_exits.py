@@ -689,11 +689,11 @@ def test_rows_that_are_too_long_for_the_first_model_go_to_the_model(tmp_path: Pa
     short = shutil.copytree(source / "models" / "draft", tmp_path / "short")
     config = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": 60}
     (short / "config.json").write_text(json.dumps(config))
-    texts = pq.read_table(source / "labeling.parquet", columns=["prompt"])["prompt"].to_pylist()[:700]
+    texts = pq.read_table(source / "labeling.parquet", columns=["prompt"])["prompt"].to_pylist()[:450]
     write_jsonl("in.jsonl", [{"prompt": text} for text in sorted(texts, key=len)])  # the last windows are all too long
     given = {"model": source / "models" / "deep", "dtype": "float32"}
     assert score("in.jsonl", "full.jsonl", **given)["exit_code"] == 0
-    found = score("in.jsonl", "out.jsonl", first=short, max_flips=0.1, exit_rows=250, **given)
+    found = score("in.jsonl", "out.jsonl", first=short, max_flips=0.1, exit_rows=200, **given)
     assert (found["exit_code"], found["rows"]["scored"]) == (0, len(texts))
     pairs = list(zip(read_output("out.jsonl"), read_output("full.jsonl"), strict=True))
     assert sum(row["method"] == "first" for row, _ in pairs) > 70
