@@ -140,3 +140,16 @@ def test_answers_of_a_form_of_their_own_are_not_counted(model: Path, draft: Path
     compressed(make_input(reference, "jsonl", truth), model=model, draft=draft, audit=1000, truth="truth")
     known = [number for number in LONG if truth[number] in ("Yes", "No", " Yes ", True)]
     assert read_report()["audit"]["truth_rows"] == len(known)
+
+
+def test_the_table_tells_the_flips(
+    model: Path, draft: Path, reference: Reference, capsys: pytest.CaptureFixture[str]
+) -> None:
+    truth = [("Yes", "No")[number % 2] for number in range(ROWS)]
+    compressed(
+        make_input(reference, "jsonl", truth), model=model, draft=draft, audit=AUDIT, truth="truth", quiet=False
+    )
+    table, report = " ".join(capsys.readouterr().err.split()), read_report()["audit"]
+    assert f"{AUDIT} rows also in full: {report['flips']} flip" in table
+    assert f"{report['auc_compressed']:.3f} as scored, {report['auc_full']:.3f} in full" in table
+    assert "computed by the draft" in table

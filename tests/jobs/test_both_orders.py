@@ -157,6 +157,14 @@ def test_the_report_says_how_often_the_order_decided(
         assert bins.get(label, [0] * 50) == np.histogram(own, 50, (0, 1))[0].tolist()
 
 
+def test_without_a_swap_there_is_nothing_to_report(model: Path) -> None:
+    make_input()
+    Path("q.yaml").write_text(FILE.partition("    swap:")[0])
+    assert score("in.parquet", model=model, questions="q.yaml")["exit_code"] == 0
+    assert read_report()["orders"] is None
+    assert "order of better" not in Path("out.run.html").read_text()
+
+
 PLAIN = "questions: [{name: a, template: '{{ one }} {{ other }}', labels: [Yes, No], swap: %s}]"
 
 

@@ -281,11 +281,16 @@ def test_plain_transformers_gives_the_same_answers(graded: Path, topics: Path, r
 def test_a_draft_and_the_model_itself_choose_tokens_for_a_head(graded: Path, draft: Path) -> None:
     prompts = texts(6)
     source = write_parquet("in.parquet", prompt=prompts)
+    whole = {"keep": "1.0", "compress_above": "0"}
+    score(source, model=graded)
+    plain = column(read_output("out.parquet"), "score")
     for number, name in enumerate((str(draft), "self")):
         score(source, f"{number}.parquet", model=graded, draft=name, keep="0.5", compress_above="0", select_chunk="4")
         rows = read_output(f"{number}.parquet")
         assert any(row["kept_tokens"] < row["prompt_tokens"] for row in rows)
         assert np.isfinite(column(rows, "score")).all()
+        score(source, f"{number}-whole.parquet", model=graded, draft=name, **whole)
+        close(column(read_output(f"{number}-whole.parquet"), "score"), plain)
 
 
 def test_a_classifier_is_no_draft(graded: Path, model: Path, capsys: pytest.CaptureFixture) -> None:
