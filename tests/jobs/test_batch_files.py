@@ -213,12 +213,8 @@ def test_without_the_format_labels_are_scored(model: Path, reference: Reference)
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"labels": "a,b"}, "cannot be combined with --labels"),
-        ({"keep_columns": "url"}, "cannot be combined with --keep-columns"),
         ({"id_column": "url"}, "ids are custom_id"),
-        ({"engine": "vllm"}, "vllm run-batch"),
         ({"output": "out.parquet"}, "ends in .jsonl"),
-        ({"retry_errors": True}, "--retry-errors"),
         ({"inputs": "rows.jsonl"}, "not a batch file"),
     ],
 )

@@ -90,10 +90,7 @@ def assert_means(rows: list[dict[str, Any]], orders: tuple[np.ndarray, np.ndarra
     return int(decided.sum())
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [{}, {"workers": 2}, {"deterministic": True}, {"pack_tokens": 64}, {"engine": "hf"}, {"keep_columns": "one"}],
-)
+@pytest.mark.parametrize("flags", [{"workers": 2, "pack_tokens": 64, "keep_columns": "one"}, {"engine": "hf"}])
 def test_the_answer_is_the_mean_of_two_jobs_over_swapped_files(
     model: Path, orders: tuple[np.ndarray, np.ndarray], flags: dict[str, Any]
 ) -> None:
@@ -176,8 +173,6 @@ PLAIN = "questions: [{name: a, template: '{{ one }} {{ other }}', labels: [Yes, 
     [
         (PLAIN % "[one, one]", "question 'a': swap ['one', 'one']: name two different columns"),
         (PLAIN % "[one]", "question 'a': swap ['one']: name two different columns"),
-        (PLAIN % "[]", "question 'a': swap []: name two different columns"),
-        (PLAIN % "[one, other, id]", "question 'a': swap ['one', 'other', 'id']: name two different columns"),
         (PLAIN % "one", "question 'a': swap: "),
         (PLAIN % "[one, othr]", "question 'a': swap: the input has no column 'othr'; did you mean 'other'?"),
         (PLAIN % "[one, id]", "question 'a': swap: its prompt does not use the column 'id'"),

@@ -85,7 +85,7 @@ def command(model: Path, *more: object, hold: Hold) -> Command:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("call", [1, 4, 7, 12, 17, 22, 27])
+@pytest.mark.parametrize("call", [1, 12, 27])
 def test_resume_after_a_kill_writes_identical_rows(model: Path, whole: list[dict[str, Any]], call: int) -> None:
     make_input()
     held = command(model, hold=Hold(ANSWER, call))
@@ -134,11 +134,9 @@ def _stop(*_: object) -> None:
     raise OSError("stopped")
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("prefix_kv", ["auto", "discard", "offload"])
-def test_a_dry_run_plans_what_the_run_computes(model: Path, prefix_kv: str) -> None:
+def test_a_dry_run_plans_what_the_run_computes(model: Path) -> None:
     make_input()
-    more = flags(model, prefix_kv=prefix_kv)
+    more = flags(model)
     score("in.parquet", dry_run=True, **more)
     survey = read_report("out.dry-run.json")["survey"]
     (own,) = [plan for plan in survey["plans"] if plan["chosen"]]

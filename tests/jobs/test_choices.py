@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefillcli.errors import UsageError
 from prefillcli.options.commands import MergeSettings
 from prefillcli.options.load import load_settings
 from prefillcli.plan.behind import LabelSet
@@ -50,8 +49,7 @@ def expected(reference: Reference, row: dict[str, Any]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("engine", ["torch", "hf"])
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize(("engine", "kind"), [("torch", "parquet"), ("hf", "jsonl")])
 def test_each_row_has_the_log_probabilities_of_its_own_choices(
     model: Path, reference: Reference, engine: str, kind: str
 ) -> None:
@@ -110,17 +108,6 @@ def test_the_prompt_is_computed_once_for_all_its_choices(model: Path, reference:
     assert own["computed_tokens"] == len(pairs[0][0]) + len(prefixes)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"labels": "Yes,No"}, {"exit": True}, {"calibrate_with": "N/A"}],
-    ids=lambda each: next(iter(each)),
-)
-def test_options_that_know_the_labels_of_all_rows_are_refused(model: Path, options: dict[str, Any]) -> None:
-    write_jsonl("d.jsonl", ROWS)
-    with pytest.raises(UsageError, match="choices-column"):
-        score("d.jsonl", "o.jsonl", model=model, choices_column="choices", **options)
-
-
 def test_evidence_is_of_the_predicted_choice(model: Path) -> None:
     lines = ["The fox saw a dog.", "No dog saw the fox.", "yes, no, yes!"]
     rows = [
@@ -149,7 +136,6 @@ def test_evidence_is_of_the_predicted_choice(model: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "options"),
     [
-        ("{{ label }} because", {}),
         ("{{ label }} because", {"label_end": "eos", "workers": 2}),
         ("{{ label }} because", {"engine": "hf"}),
         ("{{ labels|join(' or ') }}? {{ label }}:", {"rationale_when": "score > 0.2"}),
@@ -265,8 +251,7 @@ def with_truth(kind: str) -> tuple[Path, list[tuple[dict[str, Any], int | None]]
     return write_jsonl("d.jsonl", rows), known
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-@pytest.mark.parametrize("output", ["o.parquet", "o.jsonl"])
+@pytest.mark.parametrize(("kind", "output"), [("parquet", "o.jsonl"), ("jsonl", "o.parquet")])
 def test_choices_are_held_against_right_ones(
     model: Path, reference: Reference, capsys: pytest.CaptureFixture[str], kind: str, output: str
 ) -> None:

@@ -239,19 +239,6 @@ def test_unknown_options_and_commands_name_the_nearest() -> None:
         assert "Traceback" not in done.stderr
 
 
-def test_flags_win_over_the_environment_and_that_over_the_recipe(model: Path) -> None:
-    source = write_parquet("in.parquet", prompt=texts(3))
-    Path("job.yaml").write_text(
-        f"input: {source}\nmodel: ./none\noutput: r.parquet\ntemperature: 2\nlabels: [Yes, No]\n"
-    )
-    environment = {"PREFILL_MODEL": str(model), "PREFILL_OUTPUT": "e.parquet"}
-    done = prefill("score", "--recipe", "job.yaml", "-o", "f.parquet", environment=environment)
-    assert done.exit_code == 0
-    assert last_line(done.stdout)["output"] == "f.parquet"
-    settings = read_report("f.run.json")["settings"]
-    assert (settings["temperature"], settings["model"]) == (2.0, str(model))
-
-
 def test_the_installed_command_keeps_data_and_talk_apart(model: Path) -> None:
     source = write_parquet("in.parquet", prompt=texts(3))
     command = [sys.executable, "-W", "error", "-m", "prefillcli", "score", str(source), "-m", str(model)]

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefillcli.errors import UsageError
 from tests.jobs.compression import HOW, QUESTION, ByHand, Prompt, behind, lines_of, unrelated
 from tests.jobs.jobs import Reference, read_output, score, write_jsonl
 from tests.jobs.models import save_model
@@ -81,9 +80,3 @@ def test_what_a_window_has_before_its_predictions_is_compressed(way: Any, refere
         kept_tokens += len(kept)
     assert row["logprob"] == pytest.approx(total, rel=1e-6)
     assert row["kept_tokens"] == kept_tokens < row["prompt_tokens"]
-
-
-def test_a_rate_is_not_chosen_without_flips(deep: Path, draft: Path) -> None:
-    source = write_jsonl("in.jsonl", [{"prompt": "A", "target": "B"}])
-    with pytest.raises(UsageError, match="flips of labels"):
-        score(source, model=deep, draft=draft, keep="auto", max_flips=0.1, target_column="target")

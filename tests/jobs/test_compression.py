@@ -116,7 +116,6 @@ def test_whole_numbers_and_dictionaries_in_parquet_are_rates_too(
     prompts = unrelated(reference, [200, 150, 160])
     for column, methods in (
         (pa.array([1, None, 1], pa.int32()), ["full", "specprefill", "full"]),
-        (pa.array([0.5, 1.0, 0.25], pa.float32()), ["specprefill", "full", "specprefill"]),
         (pa.array([0.5, None, 1.0]).dictionary_encode(), ["specprefill", "specprefill", "full"]),
     ):
         source = write_parquet("in.parquet", prompt_token_ids=prompts, keep=column)
@@ -150,7 +149,7 @@ def test_without_a_draft_the_columns_are_columns_like_others(model: Path, refere
     assert [(row["error"], row["method"], row["keep"]) for row in rows] == [(None, "full", "x"), (None, "full", "7")]
 
 
-@pytest.mark.parametrize(("window", "lookahead"), [(0, 4), (8, 1), (8, 4)])
+@pytest.mark.parametrize(("window", "lookahead"), [(0, 4), (8, 1)])
 def test_rows_of_one_user_share_what_is_kept_of_the_history(
     model: Path, draft: Path, reference: Reference, window: int, lookahead: int
 ) -> None:
@@ -207,16 +206,11 @@ def test_what_a_row_in_full_computes_anyway_is_there_for_its_neighbours(
     assert all(row["shared_tokens"] >= 201 for row in rows)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options",
     [
-        {"schedule": "fifo"},
-        {"prefix_kv": "discard"},
-        {"pack_tokens": 64},
         {"pack_tokens": 64, "prefix_kv": "offload"},
         {"pack_tokens": 64, "schedule": "fifo", "prefix_kv": "discard"},
-        {"pack_tokens": 64, "schedule": "srjf-calibrated"},
         {"chunk_tokens": 17},
     ],
     ids=lambda options: " ".join(map(str, options.values())),

@@ -15,7 +15,6 @@ from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from prefillcli.reading.compress.settings import compression_of
 from tests.jobs.jobs import read_report, score, texts, write_parquet
-from tests.jobs.models import CHAT_TEMPLATE, save_model
 
 Json = dict[str, Any]
 
@@ -47,16 +46,13 @@ def settings(recipe: str | None = None, environment: dict[str, str] | None = Non
     ("flags", "named"),
     [
         ({"keep": 0.5}, ["--keep 0.5", "--draft"]),
-        ({"keep": "auto"}, ["--keep auto", "--draft"]),
         ({"keep": 0}, ["--keep 0"]),
         ({"keep": 1.5, "draft": "d"}, ["--keep 1.5"]),
-        ({"keep": -0.1, "draft": "d"}, ["--keep -0.1"]),
         ({"keep": "nan", "draft": "d"}, ["--keep nan"]),
         ({"keep": "half", "draft": "d"}, ["--keep", "'half'"]),
         ({"audit": 10}, ["--audit", "--draft"]),
         ({"audit": -1, "draft": "d"}, ["--audit"]),
         ({"pool": 4}, ["--set pool", "odd"]),
-        ({"pool": 0}, ["--set pool"]),
         (
             {"paper": True, "query_window": 8, "keep_private": True},
             ["--paper", "--set query_window", "--keep-private"],
@@ -67,7 +63,6 @@ def settings(recipe: str | None = None, environment: dict[str, str] | None = Non
         ({"select_chunk": 0}, ["--set select_chunk"]),
         ({"compress_above": -1}, ["--compress-above"]),
         ({"keep_last": -1}, ["--set keep_last"]),
-        ({"max_flips": 0}, ["--max-flips"]),
         ({"max_flips": 1}, ["--max-flips"]),
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
@@ -85,9 +80,6 @@ def test_the_command_ends_with_2_and_says_so(capsys: pytest.CaptureFixture[str],
 
     for words, named in (
         (["--keep", "0.5"], "--draft"),
-        (["--keep", "nonsense", "--draft", "d"], "--keep"),
-        (["--audit", "5"], "--audit"),
-        (["--set", "pool=4"], "--set pool"),
         (["--compress-above", "some"], "--compress-above"),
         (["--paper", "--set", "pool=5"], "--set pool"),
     ):
@@ -127,102 +119,34 @@ def test_the_rate_comes_from_recipe_environment_or_flag() -> None:
         assert settings("job.yaml").keep == rate
         assert type(settings("job.yaml").keep) is type(rate)
     assert settings("job.yaml", {"PREFILL_KEEP": "0.75"}).keep == 0.75
-    assert settings("job.yaml", {"PREFILL_KEEP": "auto"}).keep == "auto"
     assert settings("job.yaml", {"PREFILL_KEEP": "auto"}, keep="0.125").keep == 0.125
-    assert settings(None, {"PREFILL_DRAFT": "small", "PREFILL_KEEP": "0.5"}).draft == "small"
 
 
-@pytest.mark.parametrize("wrong", ["2", "some"])
-def test_a_wrong_rate_is_told_under_the_name_it_was_given_by(wrong: str) -> None:
-    with pytest.raises(UsageError, match=r"(?i)keep"):
-        settings(None, {"PREFILL_KEEP": wrong, "PREFILL_DRAFT": "d"})
-    Path("job.yaml").write_text(f"keep: {wrong}\ndraft: d\n")
-    with pytest.raises(UsageError, match=r"(?i)keep"):
-        settings("job.yaml")
-
-
-def change_tokenizer(path: Path, change: Callable[[Json], None]) -> None:
-    file = path / "tokenizer.json"
-    content = json.loads(file.read_text())
-    change(content)
-    file.write_text(json.dumps(content))
-
-
-def swap_two_tokens(tokenizer: Json) -> None:
-    vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-
-
-def swap_two_merges(tokenizer: Json) -> None:
-    merges = tokenizer["model"]["merges"]
-    merges[0], merges[1] = merges[1], merges[0]
-
-
-def add_a_normalizer(tokenizer: Json) -> None:
-    tokenizer["normalizer"] = {"type": "Lowercase"}
-
-
-def split_elsewhere(tokenizer: Json) -> None:
-    tokenizer["pre_tokenizer"]["add_prefix_space"] = True
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        (swap_two_tokens, "2 tokens have other ids, 'a'"),
-        (swap_two_merges, "merges"),
-        (add_a_normalizer, "normalisation"),
-        (split_elsewhere, "splitting"),
-    ],
-)
 def test_a_draft_with_another_tokenizer_is_refused(
-    model: Path,
-    source: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    change: Callable[[Json], None],
-    what: str,
+    model: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draft = shutil.copytree(model, tmp_path / "draft")
-    change_tokenizer(draft, change)
+    tokenizer = json.loads((draft / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
     summary = score(source, model=model, draft=draft, keep=0.5)
     message = capsys.readouterr().err
     assert (summary["status"], summary["exit_code"]) == ("failed", 2)
-    for name in ("--draft", str(draft), what):
+    for name in ("--draft", str(draft), "2 tokens have other ids, 'a'"):
         assert name in message
     assert len(message.splitlines()) <= 3
     assert read_report()["exit_code"] == 2
     assert not Path("out.parquet.prefill").exists()
 
 
-def test_a_draft_whose_tokenizer_only_has_another_name_is_accepted(
-    model: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Name, chat template and what is put before a text may differ: the draft reads the target's tokens."""
-
-    def no_start(tokenizer: Json) -> None:
-        tokenizer["post_processor"] = None
-
-    draft = save_model(tmp_path / "draft", seed=3, layers=1, chat_template=CHAT_TEMPLATE)
-    change_tokenizer(draft, no_start)
-    config = json.loads((draft / "tokenizer_config.json").read_text())
-    config |= {"name_or_path": "elsewhere", "model_max_length": 77}
-    (draft / "tokenizer_config.json").write_text(json.dumps(config))
-    for file in draft.glob("*.safetensors"):
-        file.rename(draft / "weights.safetensors")
-    summary = score(source, model=model, draft=draft, keep=0.5)
-    assert "WeightsAreRead" in summary["error"], capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("make", "named"),
     [
         (lambda path, model: None, ["--draft", "no such directory"]),
-        (lambda path, model: path.mkdir(), ["config.json"]),
         (lambda path, model: (shutil.copytree(model, path), (path / "model.safetensors").unlink()), ["safetensors"]),
-        (lambda path, model: (shutil.copytree(model, path), (path / "tokenizer.json").unlink()), ["tokenizer"]),
     ],
-    ids=["not there", "empty", "no weights", "no tokenizer"],
+    ids=["not there", "no weights"],
 )
 def test_a_draft_that_cannot_be_used(
     model: Path,

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM
 
 import prefillcli
@@ -22,7 +21,6 @@ from prefillcli.models.open import open_models
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from prefillcli.rows.output.sink import Sink
-from tests.gguf_files import write_gguf
 from tests.jobs import jobs
 from tests.jobs.jobs import TOLERANCE, Reference, read_output, read_report, score, texts, write_parquet
 from tests.jobs.models import save_model
@@ -154,14 +152,6 @@ def test_small_models_and_python_choose_alike(half: Path, half_draft: Path, rati
     assert table["score"].to_pylist() == pytest.approx([row["score"] for row in read_output("out.parquet")], abs=1e-6)
     ratio(1.0)
     assert open_models(load_settings(ScoreSettings, given, environment={})).dtypes == ["bfloat16", "bfloat16"]
-
-
-def test_a_quantised_gguf_is_unpacked_to_what_is_fast(model: Path, ratio: Ratio, tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "eight.gguf", model, kind=Kind.Q8_0)
-    for times, wanted in ((6.0, "float32"), (1.0, "bfloat16")):
-        ratio(times)
-        assert job(file, f"{wanted}.parquet")["status"] == "complete"
-        assert read_report(f"{wanted}.run.json")["dtype"]["name"] == wanted
 
 
 def test_a_ratio_is_measured_once_for_a_device_and_its_instructions(

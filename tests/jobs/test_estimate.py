@@ -92,12 +92,7 @@ def test_a_run_that_ended_behind_its_last_row_is_finished_by_the_next(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"limit": 50}, "--estimate cannot be combined with --limit: it draws its rows itself"),
         ({"sample": 50}, "leave --sample out"),
-        ({"exit": True}, "--estimate cannot be combined with --exit: the model reads the drawn rows in full"),
-        ({"first": "words", "audit": 9}, "--estimate cannot be combined with --audit"),
-        ({"first": "words", "recall": 0.9}, "--recall cannot be combined with --estimate"),
-        ({"shard": "1/2"}, "--shard cannot be combined with --estimate: it is about all rows of the input"),
         ({"target_column": "prompt"}, "--estimate: it is about the answers to one question"),
         ({"estimate": 5}, "--estimate"),
     ],

@@ -73,8 +73,7 @@ def assert_equals_scikit_learn(found: dict[str, Any], rows: list[dict[str, Any]]
     assert found["confusion"] == confusion_matrix(~truth, predicted, labels=[False, True]).tolist()
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-@pytest.mark.parametrize("output", ["out.parquet", "out.jsonl", "out.jsonl.gz", "parts/"])
+@pytest.mark.parametrize(("kind", "output"), [("parquet", "out.jsonl.gz"), ("jsonl", "parts/")])
 def test_the_figures_are_those_of_the_output(model: Path, kind: str, output: str) -> None:
     found = evaluated(make_input(kind), model, output, id_column="id")
     assert_equals_scikit_learn(found, read_output(output), ["Yes"])
@@ -83,9 +82,9 @@ def test_the_figures_are_those_of_the_output(model: Path, kind: str, output: str
 
 
 @pytest.mark.parametrize(
-    ("positive", "negative"), [("Yes", "No"), (True, False), (1, 0), (1.0, 0.0), (" Yes ", "No")], ids=str
+    ("kind", "positive", "negative"),
+    [("parquet", True, False), ("parquet", 1.0, 0.0), ("jsonl", 1, 0), ("jsonl", " Yes ", "No")],
 )
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_the_truth_may_be_a_label_a_truth_value_or_a_number(
     model: Path, kind: str, positive: Any, negative: Any
 ) -> None:
@@ -110,12 +109,11 @@ def test_of_many_values_of_the_truth_column_twenty_are_named(model: Path) -> Non
     assert {value["label"] for value in found["truth_values"][:2]} == {"Yes", "No"}
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_a_column_without_a_label_is_refused_before_the_model_is_loaded(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("prefillcli.scoring.score.ScoreJob._load_models", None)
-    source = make_input(kind, answers("positive", "negative"))
+    source = make_input("jsonl", answers("positive", "negative"))
     assert score(source, model=model, truth="truth", max_error_rate=0.5)["exit_code"] == 2
     message = capsys.readouterr().err
     for part in ("--truth truth", '"positive" (', '"negative" (', "Yes, No"):
@@ -135,10 +133,8 @@ def test_a_column_whose_later_windows_have_no_label_either_is_refused_at_the_end
     assert len(read_output("out.parquet")) == ROWS, "the scores are there"
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_without_any_answer_there_are_reasons(model: Path, kind: str) -> None:
-    source = make_input(kind, [None] * 69 + ["Yes"])
-    found = evaluated(source, model, limit=60)
+def test_without_any_answer_there_are_reasons(model: Path) -> None:
+    found = evaluated(make_input("parquet", [None] * 69 + ["Yes"]), model, limit=60)
     assert (found["rows"], found["without_truth"]) == (0, 58)
     assert found["auc"] == {"value": None, "interval": None, "reason": "there are no such rows"}
     assert "there are no such rows" not in Path("out.run.html").read_text()
@@ -152,12 +148,11 @@ def test_answers_of_one_kind_have_no_area(model: Path, capsys: pytest.CaptureFix
     assert "none: Yes is the right answer of no row" in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("output", ["out.parquet", "out.jsonl"])
-def test_several_labels_are_evaluated_each_against_the_rest(model: Path, output: str) -> None:
+def test_several_labels_are_evaluated_each_against_the_rest(model: Path) -> None:
     labels = ["Yes", "No", "yes"]
     truth = [random.Random(at).choice(labels) for at in range(ROWS)]
-    found = evaluated(make_input("jsonl", truth), model, output, labels="Yes,No,yes= yes", temperature=2.0)
-    rows = [row for at, row in enumerate(read_output(output)) if at not in BAD]
+    found = evaluated(make_input("jsonl", truth), model, labels="Yes,No,yes= yes", temperature=2.0)
+    rows = [row for at, row in enumerate(read_output("out.parquet")) if at not in BAD]
     right = np.array([labels.index(row["truth"]) for row in rows])
     raw = np.array([[row[f"logprob_{label}"] / 2 for label in labels] for row in rows])
     probabilities = np.exp(raw) / np.exp(raw).sum(axis=1, keepdims=True)
@@ -201,15 +196,6 @@ def test_the_named_rows_are_the_surest_wrong_ones_and_those_near_the_threshold(m
     assert {row["row"] for row in found["near_threshold"]} == {None}
 
 
-def test_rows_without_ids_are_named_by_their_numbers(model: Path) -> None:
-    found = evaluated(make_input(), model, sample=50)
-    by_number = {row["row"]: row for row in read_output("out.parquet")}
-    assert found["near_threshold"]
-    for row in (*found["near_threshold"], *found["surest_wrong"]):
-        assert row["id"] is None
-        assert row["score"] == by_number[row["row"]]["score"]
-
-
 @pytest.mark.parametrize("reached", [True, False])
 def test_the_wanted_precision_is_reached_or_not(
     model: Path, capsys: pytest.CaptureFixture[str], reached: bool
@@ -233,8 +219,7 @@ def test_the_wanted_precision_is_reached_or_not(
         assert "not reached: the most precise threshold gives 0." in shown
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-@pytest.mark.parametrize("id_column", ["id", None])
+@pytest.mark.parametrize(("kind", "id_column"), [("parquet", "id"), ("jsonl", None)])
 def test_texts_are_shown_only_if_they_are_asked_for(model: Path, kind: str, id_column: str | None) -> None:
     shots = "One shot, which every row begins with. "
     own = [None if at in BAD else f"{shots}{at} {SECRET}\nAnswer:" for at in range(ROWS)]
@@ -263,20 +248,7 @@ def test_texts_are_shown_only_if_they_are_asked_for(model: Path, kind: str, id_c
     assert "\x1b" not in page
 
 
-def test_ids_and_labels_are_escaped_on_the_page(model: Path) -> None:
-    hostile = [f"<script>{at}</script>\x1b[31m" for at in range(ROWS)]
-    labels = "Yes,<i>no= No"
-    evaluated(make_input(id=hostile, truth=answers("Yes", "<i>no")), model, id_column="id", labels=labels)
-    page = Path("out.run.html").read_text()
-    for text in ("<script>", "<i>no", "\x1b"):
-        assert text not in page
-    assert "&lt;script&gt;" in page
-    assert "&lt;i&gt;no" in page
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_job_that_was_killed_is_evaluated_whole(model: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+def test_a_job_that_was_killed_is_evaluated_whole(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_small_windows(monkeypatch)
     source = make_input()
     whole = evaluated(source, model, "whole.parquet", id_column="id", pack_tokens=64)
@@ -284,19 +256,16 @@ def test_a_job_that_was_killed_is_evaluated_whole(model: Path, monkeypatch: pyte
     command = Command(*arguments, "--pack-tokens", 64, "-o", "out.parquet", hold=Hold(ANSWER, 4))
     command.wait_until_held()
     command.kill()
-    found = evaluated(source, model, id_column="id", pack_tokens=64, resume=True, workers=workers)
+    found = evaluated(source, model, id_column="id", pack_tokens=64, resume=True)
     assert found["auc"]["value"] == pytest.approx(whole["auc"]["value"])
     assert found["rows"] == whole["rows"]
     assert_equals_scikit_learn(found, read_output("out.parquet"), ["Yes"])
 
 
-@pytest.mark.parametrize("labels", ["Yes,No", "Yes,No,yes= yes"])
-def test_merged_shards_are_evaluated_like_one_output(
-    model: Path, monkeypatch: pytest.MonkeyPatch, labels: str
-) -> None:
+def test_merged_shards_are_evaluated_like_one_output(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_small_windows(monkeypatch)
     source = make_input("jsonl")
-    flags = {"id_column": "id", "labels": labels, "temperature": 1.5}
+    flags = {"id_column": "id", "temperature": 1.5}
     whole = evaluated(source, model, "whole.parquet", **flags)
     for number in (1, 2):
         done = score(source, model=model, truth="truth", max_error_rate=0.5, shard=f"{number}/2", **flags)
@@ -348,8 +317,6 @@ def test_merged_shards_of_several_labels_are_evaluated_calibrated_too(model: Pat
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ({"wanted_precision": 0.9}, ["--wanted-precision", "--truth"]),
-        ({"show_text": True}, ["--show-text", "--truth"]),
         ({"truth": "truth", "wanted_precision": 0.9, "labels": "Yes,No,yes"}, ["--wanted-precision", "two labels"]),
         ({"truth": "nowhere"}, ["'nowhere'", "available"]),
     ],
@@ -357,11 +324,6 @@ def test_merged_shards_of_several_labels_are_evaluated_calibrated_too(model: Pat
 def test_what_has_no_effect_or_is_not_there_is_refused(
     model: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, Any], named: list[str]
 ) -> None:
-    from prefillcli.errors import UsageError
-
-    try:
-        assert score(make_input(), model=model, **flags)["exit_code"] == 2
-        message = capsys.readouterr().err
-    except UsageError as error:
-        message = str(error)
+    assert score(make_input(), model=model, **flags)["exit_code"] == 2
+    message = capsys.readouterr().err
     assert all(part in message for part in named), message

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from prefillcli.errors import UsageError
@@ -155,16 +154,6 @@ def test_a_head_that_knows_the_answer_decides_rows_by_its_own_forward(
     assert (used["rows"], used["cost"] > 0, used["read_tokens"] > 0) == (len(decided), True, True)
 
 
-def test_an_encoder_that_knows_nothing_decides_nothing(data: Path, large: Path, tmp_path: Path) -> None:
-    first = save_encoder(tmp_path / "blind")
-    model = AutoModelForSequenceClassification.from_pretrained(first)
-    nn.init.zeros_(model.bert.embeddings.word_embeddings.weight)  # it reads nothing but the length
-    model.save_pretrained(first)
-    assert score(data, "out.jsonl", model=large, first=first, **FIRST)["exit_code"] == 0
-    assert read_report("out.run.json")["exits"]["status"] == "none"
-    assert {row["method"] for row in read_output("out.jsonl")} == {"full"}
-
-
 @pytest.mark.nightly
 def test_a_model_whose_head_is_read_takes_a_first_model_with_a_head_alone(
     data: Path, large: Path, reward: Path, tmp_path: Path
@@ -236,8 +225,6 @@ def test_the_model_in_int8_decides_rows_that_keep_their_answers(
     ("flags", "said"),
     [
         ({"compute": "fp8"}, "--compute fp8: cpu has no products in FP8"),
-        ({"compute": "int8", "draft": "self"}, "--compute cannot be combined with --draft"),
-        ({"compute": "int8", "deterministic": True}, "--deterministic cannot be combined with --compute"),
         ({"compute": "int8", "engine": "hf"}, "--compute"),
         ({"compute": "int4"}, "compute"),
     ],

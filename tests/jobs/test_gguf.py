@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -75,8 +74,7 @@ def scores(path: str = "out.parquet") -> list[float]:
     return [row["score"] for row in read_output(path)]
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_1, Kind.Q4_0, Kind.Q5_0])
+@pytest.mark.parametrize("kind", [Kind.BF16, Kind.Q4_0])
 def test_scores_equal_the_eager_forward(chat_model: Path, kind: Kind) -> None:
     file = write_gguf(Path("own.gguf").absolute(), chat_model, kind=kind)
     assert job(file)["exit_code"] == 0
@@ -172,6 +170,9 @@ def test_quantised_weights_are_computed_in_bfloat16_and_whole_ones_as_they_are_s
     plain = write_gguf(Path("plain.gguf").absolute(), chat_model, kind=Kind.F32)
     job(plain, dtype="auto", overwrite=True)
     assert any(name.startswith("plain-") and name.endswith("-float32") for name in cached())
+    monkeypatch.setattr("prefillcli.models.dtype.times_as_long", lambda *_: 6.0)
+    job(file, dtype="auto", overwrite=True)
+    assert read_report()["dtype"]["name"] == "float32"
 
 
 def test_all_parts_of_a_split_model_are_read(chat_model: Path) -> None:
@@ -377,32 +378,8 @@ def test_a_dry_run_reads_no_weights(file: Path, monkeypatch: pytest.MonkeyPatch)
         raise AssertionError("weights are read")
 
     monkeypatch.setattr("prefillcli.models.gguf.load_gguf", fail)
-    done = run_dry(file)
-    assert done["exit_code"] == 0
+    assert job(file, dry_run=True)["exit_code"] == 0
     assert len(cached()) == 1
-
-
-def run_dry(file: Path) -> dict[str, Any]:
-    from prefillcli.core.scorer import Granularity
-    from prefillcli.options.commands import ScoreSettings
-    from prefillcli.options.load import load_settings
-    from prefillcli.scoring.dry_run import dry_run_job
-
-    source = write_parquet("in.parquet", prompt=PROMPTS)
-    given = {"inputs": [str(source)], "model": str(file), "labels": LABELS, "dry_run": True, "quiet": True}
-    summary: dict[str, Any] = dry_run_job(load_settings(ScoreSettings, given, environment={}), Granularity())
-    return summary
-
-
-def test_random_weights_differ_in_the_quantisations(chat_model: Path) -> None:
-    """The oracles above could not tell a file that was read from one that was not."""
-    arrays = [np.array(answer_scores(kind, chat_model)) for kind in (Kind.F32, Kind.Q4_0)]
-    assert np.abs(arrays[0] - arrays[1]).max() > 1e-4
-
-
-def answer_scores(kind: Kind, folder: Path) -> list[float]:
-    file = write_gguf(Path(f"{kind.name}.gguf").absolute(), folder, kind=kind)
-    return [answer.score for answer in answers(file)]
 
 
 def open_for_vllm(file: Path) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -243,13 +242,6 @@ def test_a_checkpoint_that_does_not_name_its_head_is_read_where_it_is_asked_for(
     )
 
 
-def test_another_head_is_another_job(graded: Path) -> None:
-    source = write_parquet("in.parquet", prompt=texts(4))
-    score(source, model=graded)
-    assert score(source, model=graded, resume=True)["exit_code"] == 0
-    assert score(source, model=graded, head="value", resume=True)["exit_code"] == 4
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -323,11 +315,6 @@ def test_right_answers_may_be_names_or_numbers_of_classes(graded: Path, binary: 
 def _scored(model: Path, prompts: Sequence[str], **flags: Any) -> list[dict[str, Any]]:
     score(write_parquet("scored.parquet", prompt=prompts), "scored.out.parquet", model=model, overwrite=True, **flags)
     return read_output("scored.out.parquet")
-
-
-def test_each_score_of_a_value_head_is_finite_or_an_error(reward: Path) -> None:
-    rows = _scored(reward, texts(3), head="value")
-    assert all(math.isfinite(row["score"]) for row in rows)
 
 
 def command(*words: object) -> Result:
