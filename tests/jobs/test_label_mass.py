@@ -138,14 +138,16 @@ def test_each_question_is_checked(sure: Path, model: Path, capsys: pytest.Captur
     assert len(warned) >= 2
 
 
-def test_the_first_window_is_heard_also_where_only_some_rows_are_read_to_the_end(
-    sure: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("errors", "heard"), [(1, 3), (4, 4)])
+def test_the_first_window_is_the_first_that_has_rows_to_read(
+    errors: int, heard: int, sure: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "granularity", jobs.Granularity(batch_rows=4, window_rows=4))
-    prompts = [None, *texts(11)]
-    assert score(write_parquet("in.parquet", prompt=prompts), model=sure, labels=LABELS, max_error_rate=1)
+    source = write_parquet("in.parquet", prompt=[None] * errors + texts(7))
+    score(source, model=sure, labels=LABELS, max_error_rate=1.0)
     (found,) = read_report()["first_answers"]
-    assert found["rows"] == 3
+    assert found["rows"] == heard
+    assert len(warnings_of(capsys)) == 1
 
 
 def test_the_page_shows_what_was_asked_and_one_prompt_with_its_answer(sure: Path) -> None:
@@ -187,15 +189,6 @@ def test_a_scorer_tells_it_once(sure: Path, capsys: pytest.CaptureFixture[str]) 
     with prefillcli.Scorer(sure, labels=LABELS) as scorer:
         assert mean_mass(scorer.score(texts(4)).to_pylist()) < 1e-3
         scorer.score(texts(4))
-    assert len(warnings_of(capsys)) == 1
-
-
-def test_rows_of_errors_alone_do_not_count_as_the_first_window(
-    sure: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jobs, "granularity", jobs.Granularity(window_rows=4))
-    source = write_parquet("in.parquet", prompt=[None] * 4 + texts(4))
-    score(source, model=sure, labels=LABELS, max_error_rate=1.0)
     assert len(warnings_of(capsys)) == 1
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from prefillcli.errors import UsageError
 from prefillcli.tools.verify import verify_job
 from tests.jobs.jobs import Reference, read_output, read_report, score, write_jsonl, write_parquet
 from tests.jobs.test_shards import merge
@@ -132,8 +131,7 @@ def test_rows_without_a_target_are_error_rows(model: Path) -> None:
     assert verify_job("out.jsonl", quiet=True)["exit_code"] == 0
 
 
-@pytest.mark.parametrize("stride", [None, 1, 5])
-@pytest.mark.parametrize("engine", ["torch", "hf"])
+@pytest.mark.parametrize(("stride", "engine"), [(None, "torch"), (1, "torch"), (5, "torch"), (5, "hf")])
 def test_documents_are_read_in_windows(stride: int | None, engine: str, model: Path, reference: Reference) -> None:
     most = 12
     texts = ["A", "The fox", LONG[:60], LONG[:90], "é" * 12, "Yes no " * 3]
@@ -171,25 +169,6 @@ def test_rows_with_an_empty_prompt_have_whole_documents(model: Path, reference: 
         windows = rolling_windows(reference.ids(text, special=False), reference.tokenizer.bos_token_id, 64, 1)
         values = [each for window in windows for each in likelihood(reference, *window)[0]]
         assert_row(row, values, text)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"labels": "Good,Bad"},
-        {"exit": True},
-        {"compute": "int8"},
-        {"evidence": True},
-        {"truth": "target"},
-        {"min_label_mass": "0.1"},
-        {"temperature": "2"},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_options_of_labels_are_refused(options: dict[str, Any], model: Path) -> None:
-    write_parquet("in.parquet", prompt=["A"], target=["B"])
-    with pytest.raises(UsageError, match="--target-column"):
-        score("in.parquet", model=model, target_column="target", **options)
 
 
 def test_the_next_night_takes_documents_over_whose_windows_are_all_the_same(model: Path) -> None:

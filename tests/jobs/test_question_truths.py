@@ -16,14 +16,13 @@ from sklearn.metrics import accuracy_score, roc_auc_score
 
 from prefillcli.errors import UsageError
 from prefillcli.judging.calibration import Calibration, PlattScaling
-from prefillcli.options.commands import MergeSettings
 from prefillcli.options.judging import CalibrateSettings
 from prefillcli.options.load import load_settings
 from prefillcli.tools.calibrate import calibrate_job
-from prefillcli.tools.merge import merge_job
 from tests.jobs.jobs import read_output, read_report, score, write_jsonl, write_parquet
 from tests.jobs.processes import cut_small_windows
 from tests.jobs.test_questions import FILE, TEXTS
+from tests.jobs.test_shards import merge
 
 TONES = ("very quick", "not quick at all", "brown")
 STARS = """
@@ -89,8 +88,7 @@ def assert_correlated(found: dict[str, Any], rows: list[dict[str, Any]]) -> None
     assert found["rows"][0][1] < found["rows"][0][2] == 30
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-@pytest.mark.parametrize("output", ["out.parquet", "out.jsonl"])
+@pytest.mark.parametrize(("kind", "output"), [("parquet", "out.jsonl"), ("jsonl", "out.parquet")])
 def test_each_question_is_held_against_its_own_right_answers(
     model: Path, capsys: pytest.CaptureFixture[str], kind: str, output: str
 ) -> None:
@@ -109,17 +107,14 @@ def test_each_question_is_held_against_its_own_right_answers(
         assert title in page
 
 
-@pytest.mark.parametrize("norm", ["none", "tokens"])
-def test_merged_shards_are_evaluated_question_by_question(
-    model: Path, monkeypatch: pytest.MonkeyPatch, norm: str
-) -> None:
+def test_merged_shards_are_evaluated_question_by_question(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_small_windows(monkeypatch)
     source = make_input()
     for number in (1, 2):
-        flags = {"shard": f"{number}/2", "questions": "q.yaml", "truth": TRUTH, "label_norm": norm}
+        flags = {"shard": f"{number}/2", "questions": "q.yaml", "truth": TRUTH, "label_norm": "tokens"}
         assert score(source, model=model, **flags)["exit_code"] == 0
     for _ in range(2):  # the output of a merge is evaluated again
-        merge_job(load_settings(MergeSettings, {"output": "out.parquet", "quiet": True}, environment={}))
+        merge()
         assert_evaluated(read_report(), read_output("out.parquet"))
         assert_correlated(read_report()["correlations"], read_output("out.parquet"))
 
@@ -184,8 +179,9 @@ def make_labelled() -> Path:
     return Path("in.parquet")
 
 
-@pytest.mark.parametrize("output", ["s.parquet", "s.jsonl"])
-@pytest.mark.parametrize(("question", "column"), [("fox", "is_fox"), ("kind", "right_tone")])
+@pytest.mark.parametrize(
+    ("question", "column", "output"), [("fox", "is_fox", "s.jsonl"), ("kind", "right_tone", "s.parquet")]
+)
 def test_the_scores_of_one_question_are_calibrated(model: Path, output: str, question: str, column: str) -> None:
     flags: dict[str, Any] = {"model": model, "questions": "q.yaml", "truth": TRUTH}
     source = make_labelled()
