@@ -101,15 +101,16 @@ KINDS: dict[str, tuple[dict[str, Any], list[list[str]]]] = {
 }
 
 
-@pytest.mark.parametrize("flags", [{}, {"engine": "hf"}])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "engine"), [*((kind, "torch") for kind in KINDS), ("labels", "hf"), ("target", "hf")]
+)
 def test_every_kind_of_answer_is_checked(
-    kind: str, flags: dict[str, Any], sure: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, engine: str, sure: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts, (asked, answers) = texts(12), KINDS[kind]
     own = [{"prompt": each, "choices": CHOICES[at % 2], "target": " Gray mice"} for at, each in enumerate(prompts)]
     source = write_jsonl("in.jsonl", own)
-    assert score(source, "out.jsonl", model=sure, dtype="float32", **asked, **flags)["exit_code"] == 0
+    assert score(source, "out.jsonl", model=sure, dtype="float32", engine=engine, **asked)["exit_code"] == 0
     (found,) = read_report()["first_answers"]
     assert_heard(found, Reference(sure), prompts, [answers[at % len(answers)] for at in range(12)])
     assert (found["label_mass"] is None) == (kind in ("choices", "target"))

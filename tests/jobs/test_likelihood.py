@@ -191,16 +191,14 @@ def test_a_dry_run_counts_the_tokens_of_targets(model: Path) -> None:
     assert planned["computed_tokens"] == sum(row["computed_tokens"] for row in read_output("out.parquet"))
 
 
-def test_workers_and_shards_report_the_same(model: Path) -> None:
+def test_shards_report_the_same(model: Path) -> None:
     write_parquet("in.parquet", text=[LONG[: 20 + 7 * at] for at in range(12)])
     options = {"model": model, "target_column": "text", "max_length": "16", "deterministic": True}
     score("in.parquet", "whole.parquet", **options)
     wanted = read_report("whole.run.json")["likelihood"]
-    score("in.parquet", "workers.parquet", workers="2", **options)
     for number in (1, 2):
         assert score("in.parquet", "merged.parquet", shard=f"{number}/2", **options)["exit_code"] == 0
     assert merge("merged.parquet")["exit_code"] == 0
-    for name in ("workers", "merged"):
-        assert read_report(f"{name}.run.json")["likelihood"] == pytest.approx(wanted)
-        for own, other in zip(read_output(f"{name}.parquet"), read_output("whole.parquet"), strict=True):
-            assert own["logprob"] == other["logprob"]
+    assert read_report("merged.run.json")["likelihood"] == pytest.approx(wanted)
+    for own, other in zip(read_output("merged.parquet"), read_output("whole.parquet"), strict=True):
+        assert own["logprob"] == other["logprob"]

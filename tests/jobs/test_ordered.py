@@ -63,7 +63,7 @@ def test_log_probabilities_that_are_divided_make_the_mean_as_they_make_the_score
         assert row["mean"] == pytest.approx(np.exp(divided - np.logaddexp.reduce(divided)) @ VALUES)
 
 
-def test_shards_are_merged_and_rows_taken_over(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_merged(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_small_windows(monkeypatch)
     flags = {"model": model, "id_column": "id", **ORDERED}
     whole = score(make_input(), "whole.parquet", **flags)
@@ -73,11 +73,6 @@ def test_shards_are_merged_and_rows_taken_over(model: Path, monkeypatch: pytest.
     assert merged["means"]["mean"] == pytest.approx(whole["means"]["mean"])
     wanted = [row["mean"] for row in read_output("whole.parquet")]
     assert [row["mean"] for row in read_output("out.parquet")] == pytest.approx(wanted)
-    taken = score("in.parquet", "later.parquet", since="whole.parquet", **flags)
-    assert taken["since"]["rows"] == ROWS
-    assert taken["means"]["mean"] == pytest.approx(whole["means"]["mean"])
-    other = score("in.parquet", "other.parquet", since="whole.parquet", **flags | {"label_values": "1,2,3,4,5"})
-    assert other["exit_code"] == 4, "rows with other values are not taken over"
 
 
 #: Right answers as data has them, and the numbers that they stand for: labels, averages, and what is neither.

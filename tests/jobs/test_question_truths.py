@@ -68,11 +68,9 @@ def assert_evaluated(report: dict[str, Any], rows: list[dict[str, Any]]) -> None
     means = [row["stars.mean"] for row in rows]
     ordered = found["stars"]["ordered"]
     assert ordered["rows"] == 30
-    assert ordered["mean"]["spearman"]["value"] == pytest.approx(
-        spearmanr(means, [r["stars"] for r in rows]).statistic
-    )
-    numbers = np.array([{"1": 1, "2": 2, "3": 5}[row["stars.prediction"]] for row in rows])
     right = np.array([row["stars"] for row in rows])
+    assert ordered["mean"]["spearman"]["value"] == pytest.approx(spearmanr(means, right).statistic)
+    numbers = np.array([{"1": 1, "2": 2, "3": 5}[row["stars.prediction"]] for row in rows])
     assert ordered["likeliest"]["mean_error"]["value"] == pytest.approx(np.abs(numbers - right).mean())
 
 
@@ -233,9 +231,8 @@ def test_a_calibration_is_for_its_question_and_for_these_questions(
     assert "it is for the question fox, which this job does not ask" in capsys.readouterr().err
     Path("q.yaml").write_text(Path("q.yaml").read_text().replace("Is it a fox?", "Is it a dog?"))
     assert score(source, calibration="calibration.json", **flags)["exit_code"] == 2
-    assert (
-        "it was fitted on scores with another prompt settings and another set of questions" in capsys.readouterr().err
-    )
+    said = "it was fitted on scores with another prompt settings and another set of questions"
+    assert said in capsys.readouterr().err
 
 
 def test_a_question_in_both_orders_has_no_calibration(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,7 @@ def rows() -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("options", [{"workers": 2}, {"rationale_when": "fox.score > 0.3", "rationale_limit": 20}])
+@pytest.mark.parametrize("options", [{}, {"rationale_when": "fox.score > 0.3", "rationale_limit": 20}])
 def test_each_question_has_its_own_evidence(
     rows: list[dict[str, Any]], model: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
