@@ -79,32 +79,22 @@ def assert_resumes(model: Path, whole: Undisturbed) -> dict[str, Any]:
     return read_report()
 
 
+#: Where a job is killed.
+KILLED = {
+    "before the first pack": Hold(ANSWER, 1),
+    "in the first window": Hold(ANSWER, 4),
+    "in a later window": Hold(ANSWER, 11),
+    "before anything is written": Hold(REPLACE, 1, "manifest.json"),
+    "a part half written": Hold(REPLACE, 3, ".parquet"),
+    "before the output": Hold("prefillcli.rows.output.sink:Sink.finish"),
+    "the output half written": Hold(REPLACE, 1, "/out.parquet"),
+    "the output there, but not marked": Hold(REPLACE, 3, "manifest.json"),
+    "before the parts are removed": Hold("prefillcli.rows.output.sink:Sink._delete_parts", 2),
+}
+
+
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "hold",
-    [
-        Hold(ANSWER, 1),
-        Hold(ANSWER, 4),
-        Hold(ANSWER, 11),
-        Hold(REPLACE, 1, "manifest.json"),
-        Hold(REPLACE, 3, ".parquet"),
-        Hold("prefillcli.rows.output.sink:Sink.finish"),
-        Hold(REPLACE, 1, "/out.parquet"),
-        Hold(REPLACE, 3, "manifest.json"),
-        Hold("prefillcli.rows.output.sink:Sink._delete_parts", 2),
-    ],
-    ids=[
-        "before the first pack",
-        "in the first window",
-        "in a later window",
-        "before anything is written",
-        "a part half written",
-        "before the output",
-        "the output half written",
-        "the output there, but not marked",
-        "before the parts are removed",
-    ],
-)
+@pytest.mark.parametrize("hold", KILLED.values(), ids=KILLED)
 def test_resume_after_kill_loses_no_row(model: Path, whole: Undisturbed, hold: Hold) -> None:
     make_input()
     command = Command(*arguments(model), hold=hold)

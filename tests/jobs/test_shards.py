@@ -206,18 +206,18 @@ def arguments(model: Path, shard: str, *more: str) -> list[object]:
     return ["score", "in.parquet", "-m", model, *given, "-o", "out.parquet", "--shard", shard, *more]
 
 
+#: Where a shard is killed.
+KILLED = {
+    "before the first pack": Hold(ANSWER, 1),
+    "later": Hold(ANSWER, 7),
+    "a part half written": Hold(REPLACE, 3, ".parquet"),
+    "before the end": Hold("prefillcli.rows.output.sink:ShardSink.finish"),
+    "at the end": Hold(REPLACE, 3, "manifest.json"),
+}
+
+
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "hold",
-    [
-        Hold(ANSWER, 1),
-        Hold(ANSWER, 7),
-        Hold(REPLACE, 3, ".parquet"),
-        Hold("prefillcli.rows.output.sink:ShardSink.finish"),
-        Hold(REPLACE, 3, "manifest.json"),
-    ],
-    ids=["before the first pack", "later", "a part half written", "before the end", "at the end"],
-)
+@pytest.mark.parametrize("hold", KILLED.values(), ids=KILLED)
 def test_a_killed_shard_goes_on_and_loses_no_row(model: Path, whole: list[dict[str, Any]], hold: Hold) -> None:
     make_input()
     held = Command(*arguments(model, "1/2"), hold=hold)
@@ -380,28 +380,20 @@ def test_shards_that_were_scored_again_are_not_taken_for_those_that_were_merged(
     assert merge(overwrite=True)["exit_code"] == 0
 
 
+#: Where a merge is killed.
+KILLED_MERGE = {
+    "before anything is written": Hold("prefillcli.rows.output.sink:JoinedShards.check"),
+    "the output half written": Hold(REPLACE, 1, "/out.parquet"),
+    "the output there, but not marked": Hold("prefillcli.rows.output.sink:Manifest.save", 2),
+    "before the shards are removed": Hold("prefillcli.rows.output.sink:ShardFolder.delete", 1),
+    "one shard removed": Hold("prefillcli.rows.output.sink:ShardFolder.delete", 2),
+    "before a part is removed": Hold("prefillcli.runtime.file_calls:remove_file", 1, ".parquet"),
+    "the second shard without parts": Hold("prefillcli.runtime.file_calls:remove_file", 2, "manifest.json"),
+}
+
+
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "hold",
-    [
-        Hold("prefillcli.rows.output.sink:JoinedShards.check"),
-        Hold(REPLACE, 1, "/out.parquet"),
-        Hold("prefillcli.rows.output.sink:Manifest.save", 2),
-        Hold("prefillcli.rows.output.sink:ShardFolder.delete", 1),
-        Hold("prefillcli.rows.output.sink:ShardFolder.delete", 2),
-        Hold("prefillcli.runtime.file_calls:remove_file", 1, ".parquet"),
-        Hold("prefillcli.runtime.file_calls:remove_file", 2, "manifest.json"),
-    ],
-    ids=[
-        "before anything is written",
-        "the output half written",
-        "the output there, but not marked",
-        "before the shards are removed",
-        "one shard removed",
-        "before a part is removed",
-        "the second shard without parts",
-    ],
-)
+@pytest.mark.parametrize("hold", KILLED_MERGE.values(), ids=KILLED_MERGE)
 def test_a_killed_merge_is_merged_again(model: Path, whole: list[dict[str, Any]], hold: Hold) -> None:
     shards(make_input(), 2, **flags(model))
     held = Command("merge", "out.parquet", "--max-error-rate", 0.5, hold=hold)
