@@ -149,11 +149,13 @@ def test_a_data_frame_comes_back_with_its_index(scorer: prefillcli.Scorer) -> No
     assert back["score"].notna().all()
 
 
-def test_dicts_may_have_different_keys_and_a_template_takes_them(model: Path, reference: Reference) -> None:
+def test_dicts_may_have_different_keys_and_a_template_takes_them_and_texts(model: Path, reference: Reference) -> None:
     rows: list[dict[str, Any]] = [{"post": "fox"}, {"post": "dog", "n": 2}]
     scored = prefillcli.score(rows, model, template="{{ post }} {{ n or 0 }}: Answer:")
     assert_scored(scored.to_pylist(), [reference.answer("fox 0: Answer:"), reference.answer("dog 2: Answer:")])
     assert scored["n"].to_pylist() == [None, 2]
+    scored = prefillcli.score(["fox"], model, template="no file: {{ prompt }}")
+    assert_scored(scored.to_pylist(), [reference.answer("no file: fox")])
 
 
 def test_chats_and_token_ids_come_by_their_usual_columns(chat_model: Path, chat_reference: Reference) -> None:

@@ -45,6 +45,12 @@ def test_scores_are_those_of_the_plain_loop(
     assert ("unpacked to float32" in capsys.readouterr().err) == (kind != "torchao-w8")
 
 
+def test_a_quantised_model_may_be_the_draft(fp8: Path, dense: Path) -> None:
+    flags = {"keep": 0.5, "compress_above": 8, "select_chunk": 4}
+    assert score("in.parquet", model=dense, draft=str(fp8), **flags)["exit_code"] == 0
+    assert any(row["kept_tokens"] < row["prompt_tokens"] for row in read_output("out.parquet"))
+
+
 @pytest.mark.parametrize("flags", [{}, {"engine": "hf"}, {"dry_run": True}])
 def test_what_runs_nowhere_here_is_refused_before_weights_are_read(
     flags: dict[str, object], dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

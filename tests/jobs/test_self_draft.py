@@ -185,6 +185,20 @@ def test_the_audit_reads_rows_both_ways(deep: Path, reference: Reference) -> Non
     assert read_report()["audit"]["rows"] == 7
 
 
+def test_keep_auto_tries_rates(deep: Path, reference: Reference) -> None:
+    source = write_jsonl("in.jsonl", lines_of(users(reference)))
+    auto = {"keep": "auto", "max_flips": 0.5, "audit": 8}
+    assert compressed(source, model=deep, **OWN, **auto)["exit_code"] == 0
+    report = read_report()
+    trials = report["keep_auto"]["trials"]
+    assert trials[-1]["keep"] == report["keep"] or report["keep"] == 1
+    assert all(trial["rows"] == 8 for trial in trials)
+    if report["keep"] < 1:
+        rows = read_output("out.parquet")
+        compressed(source, model=deep, **OWN, keep=report["keep"])
+        assert_same(rows, read_output("out.parquet"))
+
+
 def test_prompts_whose_votes_are_no_numbers_are_read_in_full(
     deep: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
