@@ -127,6 +127,7 @@ def slow_processor() -> None:
     memory_plan.LEAST_PACK_TOKENS = 64
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("signum", CODES, ids=["SIGTERM", "SIGINT"])
 def test_a_signal_on_a_slow_processor_keeps_what_is_scored_in_a_window(model: Path, signum: int) -> None:
     make_input()
