@@ -63,6 +63,11 @@ def read_output(path: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in data.decode().splitlines()]
 
 
+def without_seconds(path: str | Path = "out.parquet") -> list[dict[str, Any]]:
+    """The rows of an output without what differs from run to run."""
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in read_output(path)]
+
+
 @cache
 def run_schema() -> Draft202012Validator:
     """The schema of `run.json`, but no key may be unknown: a later version may add some. Only phases are free."""

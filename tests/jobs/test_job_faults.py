@@ -14,7 +14,7 @@ import pytest
 from tests.faults.file_faults import Fault, Kind
 from tests.faults.loops import EVERY
 from tests.faults.output_checks import proven
-from tests.jobs.jobs import read_output, score, texts, write_parquet
+from tests.jobs.jobs import score, texts, without_seconds, write_parquet
 from tests.jobs.processes import Command, cut_small_windows
 
 ROWS = 45
@@ -30,17 +30,13 @@ def let_fail(fault: Fault) -> None:
     fault.arm(note)
 
 
-def rows_of(path: str) -> list[dict[str, Any]]:
-    return [{name: value for name, value in row.items() if name != "seconds"} for row in read_output(path)]
-
-
 def assert_no_row_is_lost(job: Command, kind: Kind, code: int, expected: list[dict[str, Any]]) -> None:
     """What has to hold after a fault."""
     assert "Traceback" not in job.stderr
     assert (code == -9) == (kind is Kind.KILL)
     assert code in (-9, 0, 1, 4, 5)
     if os.path.exists(OUTPUT):
-        assert rows_of(OUTPUT) == expected
+        assert without_seconds(OUTPUT) == expected
     assert proven(f"{os.getcwd()}/{OUTPUT}") or code != 0
 
 
@@ -59,7 +55,7 @@ def test_every_call_of_a_whole_job_may_fail(
     write_parquet("in.parquet", id=[f"r{i}" for i in range(ROWS)], prompt=[*texts(ROWS - 1), None])
     cut_small_windows(monkeypatch, flush_seconds=0.0)
     assert score("in.parquet", "clean.parquet", model=model, id_column="id", max_error_rate=1)["exit_code"] == 0
-    expected = rows_of("clean.parquet")
+    expected = without_seconds("clean.parquet")
     words = [f"{tmp_path}/in.parquet", "--output", OUTPUT, "--model", model, "--id-column", "id"]
     words += ["--max-error-rate", 1, "--metrics-file", "o/run.prom"]
     step = 4 * EVERY
@@ -75,7 +71,7 @@ def test_every_call_of_a_whole_job_may_fail(
         assert_no_row_is_lost(job, kind, code, expected)
         resumed = Command("score", *words, "--resume")
         assert resumed.end() == 0, resumed.stderr
-        assert rows_of(OUTPUT) == expected
+        assert without_seconds(OUTPUT) == expected
         assert proven(f"{folder}/{OUTPUT}")
         left = ["run.parquet", "run.parquet.prefill", "run.prom", "run.run.html", "run.run.json"]
         assert sorted(os.listdir("o")) == left

@@ -101,15 +101,16 @@ KINDS: dict[str, tuple[dict[str, Any], list[list[str]]]] = {
 }
 
 
-@pytest.mark.parametrize("flags", [{}, {"engine": "hf"}])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "engine"), [*((kind, "torch") for kind in KINDS), ("labels", "hf"), ("target", "hf")]
+)
 def test_every_kind_of_answer_is_checked(
-    kind: str, flags: dict[str, Any], sure: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, engine: str, sure: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts, (asked, answers) = texts(12), KINDS[kind]
     own = [{"prompt": each, "choices": CHOICES[at % 2], "target": " Gray mice"} for at, each in enumerate(prompts)]
     source = write_jsonl("in.jsonl", own)
-    assert score(source, "out.jsonl", model=sure, dtype="float32", **asked, **flags)["exit_code"] == 0
+    assert score(source, "out.jsonl", model=sure, dtype="float32", engine=engine, **asked)["exit_code"] == 0
     (found,) = read_report()["first_answers"]
     assert_heard(found, Reference(sure), prompts, [answers[at % len(answers)] for at in range(12)])
     assert (found["label_mass"] is None) == (kind in ("choices", "target"))
@@ -138,14 +139,16 @@ def test_each_question_is_checked(sure: Path, model: Path, capsys: pytest.Captur
     assert len(warned) >= 2
 
 
-def test_the_first_window_is_heard_also_where_only_some_rows_are_read_to_the_end(
-    sure: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("errors", "heard"), [(1, 3), (4, 4)])
+def test_the_first_window_is_the_first_that_has_rows_to_read(
+    errors: int, heard: int, sure: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "granularity", jobs.Granularity(batch_rows=4, window_rows=4))
-    prompts = [None, *texts(11)]
-    assert score(write_parquet("in.parquet", prompt=prompts), model=sure, labels=LABELS, max_error_rate=1)
+    source = write_parquet("in.parquet", prompt=[None] * errors + texts(7))
+    score(source, model=sure, labels=LABELS, max_error_rate=1.0)
     (found,) = read_report()["first_answers"]
-    assert found["rows"] == 3
+    assert found["rows"] == heard
+    assert len(warnings_of(capsys)) == 1
 
 
 def test_the_page_shows_what_was_asked_and_one_prompt_with_its_answer(sure: Path) -> None:
@@ -187,15 +190,6 @@ def test_a_scorer_tells_it_once(sure: Path, capsys: pytest.CaptureFixture[str]) 
     with prefillcli.Scorer(sure, labels=LABELS) as scorer:
         assert mean_mass(scorer.score(texts(4)).to_pylist()) < 1e-3
         scorer.score(texts(4))
-    assert len(warnings_of(capsys)) == 1
-
-
-def test_rows_of_errors_alone_do_not_count_as_the_first_window(
-    sure: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jobs, "granularity", jobs.Granularity(window_rows=4))
-    source = write_parquet("in.parquet", prompt=[None] * 4 + texts(4))
-    score(source, model=sure, labels=LABELS, max_error_rate=1.0)
     assert len(warnings_of(capsys)) == 1
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from prefillcli.errors import UsageError
 from prefillcli.tools.verify import verify_job
 from tests.jobs.jobs import Reference, read_output, read_report, score, write_jsonl, write_parquet
 from tests.jobs.test_shards import merge
@@ -132,8 +131,7 @@ def test_rows_without_a_target_are_error_rows(model: Path) -> None:
     assert verify_job("out.jsonl", quiet=True)["exit_code"] == 0
 
 
-@pytest.mark.parametrize("stride", [None, 1, 5])
-@pytest.mark.parametrize("engine", ["torch", "hf"])
+@pytest.mark.parametrize(("stride", "engine"), [(None, "torch"), (1, "torch"), (5, "torch"), (5, "hf")])
 def test_documents_are_read_in_windows(stride: int | None, engine: str, model: Path, reference: Reference) -> None:
     most = 12
     texts = ["A", "The fox", LONG[:60], LONG[:90], "é" * 12, "Yes no " * 3]
@@ -173,25 +171,6 @@ def test_rows_with_an_empty_prompt_have_whole_documents(model: Path, reference: 
         assert_row(row, values, text)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"labels": "Good,Bad"},
-        {"exit": True},
-        {"compute": "int8"},
-        {"evidence": True},
-        {"truth": "target"},
-        {"min_label_mass": "0.1"},
-        {"temperature": "2"},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_options_of_labels_are_refused(options: dict[str, Any], model: Path) -> None:
-    write_parquet("in.parquet", prompt=["A"], target=["B"])
-    with pytest.raises(UsageError, match="--target-column"):
-        score("in.parquet", model=model, target_column="target", **options)
-
-
 def test_the_next_night_takes_documents_over_whose_windows_are_all_the_same(model: Path) -> None:
     options = {"model": model, "target_column": "text", "max_length": "16", "id_column": "id"}
     write_parquet("in.parquet", id=["a", "b", "c"], text=[LONG, LONG + "A", "A"])
@@ -212,16 +191,14 @@ def test_a_dry_run_counts_the_tokens_of_targets(model: Path) -> None:
     assert planned["computed_tokens"] == sum(row["computed_tokens"] for row in read_output("out.parquet"))
 
 
-def test_workers_and_shards_report_the_same(model: Path) -> None:
+def test_shards_report_the_same(model: Path) -> None:
     write_parquet("in.parquet", text=[LONG[: 20 + 7 * at] for at in range(12)])
     options = {"model": model, "target_column": "text", "max_length": "16", "deterministic": True}
     score("in.parquet", "whole.parquet", **options)
     wanted = read_report("whole.run.json")["likelihood"]
-    score("in.parquet", "workers.parquet", workers="2", **options)
     for number in (1, 2):
         assert score("in.parquet", "merged.parquet", shard=f"{number}/2", **options)["exit_code"] == 0
     assert merge("merged.parquet")["exit_code"] == 0
-    for name in ("workers", "merged"):
-        assert read_report(f"{name}.run.json")["likelihood"] == pytest.approx(wanted)
-        for own, other in zip(read_output(f"{name}.parquet"), read_output("whole.parquet"), strict=True):
-            assert own["logprob"] == other["logprob"]
+    assert read_report("merged.run.json")["likelihood"] == pytest.approx(wanted)
+    for own, other in zip(read_output("merged.parquet"), read_output("whole.parquet"), strict=True):
+        assert own["logprob"] == other["logprob"]

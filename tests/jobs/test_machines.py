@@ -25,7 +25,7 @@ from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from prefillcli.rows.output.store import open_store
 from prefillcli.runtime.user_cache import KeptEntries
-from tests.jobs.jobs import read_output, read_report, score, texts, write_jsonl, write_parquet
+from tests.jobs.jobs import read_output, read_report, score, texts, without_seconds, write_jsonl, write_parquet
 from tests.jobs.processes import Command, Hold
 
 ROOT = Path(__file__).parents[2]
@@ -39,10 +39,6 @@ def make_input() -> Path:
 
 def arguments(model: Path, *more: object) -> list[object]:
     return ["score", "in.parquet", "-m", model, "--id-column", "id", "--pack-tokens", 64, "-o", "out.parquet", *more]
-
-
-def rows_of(path: str) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in read_output(path)]
 
 
 def limit(kind: int, most: int) -> None:
@@ -61,8 +57,8 @@ def assert_whole(model: Path) -> None:
     for output in ("out.parquet", "whole.parquet"):
         command = Command(*arguments(model, "--resume"), "-o", output)
         assert command.end() == 0, command.stderr
-    assert rows_of("out.parquet") == rows_of("whole.parquet")
-    assert len(rows_of("out.parquet")) == ROWS
+    assert without_seconds("out.parquet") == without_seconds("whole.parquet")
+    assert len(without_seconds("out.parquet")) == ROWS
 
 
 def summary() -> dict[str, Any]:
@@ -129,7 +125,7 @@ def test_a_full_temporary_folder_stops_no_run(model: Path, full_folder: Path, tm
         *arguments(model, "--dtype", "bfloat16"), environment=environment, prepare=forget_temporary_folder
     )
     assert command.end() == 0, command.stderr
-    assert len(rows_of("out.parquet")) == ROWS
+    assert len(without_seconds("out.parquet")) == ROWS
     assert list(full_folder.iterdir()) == [full_folder / "ballast"]
 
 
@@ -222,15 +218,15 @@ def test_without_home_and_locale_and_with_a_strict_umask_the_scores_are_the_same
     assert ended.returncode == 0, ended.stderr.decode()
     template = "{{ prompt }} — so?"
     assert score("größe.jsonl", "own.jsonl", model=model, id_column="id", template=template)["exit_code"] == 0
-    assert rows_of("own.jsonl") == rows_of("erste größe.jsonl")
-    assert [row["id"] for row in rows_of("own.jsonl")] == [f"ä{i}" for i in range(5)]
+    assert without_seconds("own.jsonl") == without_seconds("erste größe.jsonl")
+    assert [row["id"] for row in without_seconds("own.jsonl")] == [f"ä{i}" for i in range(5)]
     Path("job.yaml").write_text("template: '{{ prompt }} — so?'\n", encoding="utf-8")
     Path("größe.jsonl").rename("in.jsonl")
     ascii_only = service(PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")  # else Python takes UTF-8 for the locale C
     named = ["-m", str(model), "--id-column", "id", "--recipe", "job.yaml", "-o", "out.jsonl"]
     ended = subprocess.run([*SCORE, "in.jsonl", *named], env=ascii_only, capture_output=True, check=False, timeout=120)
     assert ended.returncode == 0, ended.stderr.decode()
-    assert rows_of("out.jsonl") == rows_of("erste größe.jsonl")
+    assert without_seconds("out.jsonl") == without_seconds("erste größe.jsonl")
     made = list(Path().rglob("erste größe*"))
     assert len(made) >= 3
     assert all(path.stat().st_mode & 0o077 == 0 for path in made), "others may read it"

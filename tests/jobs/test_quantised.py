@@ -45,13 +45,6 @@ def test_scores_are_those_of_the_plain_loop(
     assert ("unpacked to float32" in capsys.readouterr().err) == (kind != "torchao-w8")
 
 
-def test_other_weights_of_a_format_are_another_job(fp8: Path, dense: Path) -> None:
-    assert score("in.parquet", "a.parquet", model=dense)["exit_code"] == 0
-    assert score("in.parquet", "a.parquet", model=fp8, resume=True)["exit_code"] == 4
-    config = json.loads((fp8 / "config.json").read_text())["quantization_config"]
-    assert config["quant_method"] == "fp8"
-
-
 def test_a_quantised_model_may_be_the_draft(fp8: Path, dense: Path) -> None:
     flags = {"keep": 0.5, "compress_above": 8, "select_chunk": 4}
     assert score("in.parquet", model=dense, draft=str(fp8), **flags)["exit_code"] == 0

@@ -16,14 +16,13 @@ from sklearn.metrics import accuracy_score, roc_auc_score
 
 from prefillcli.errors import UsageError
 from prefillcli.judging.calibration import Calibration, PlattScaling
-from prefillcli.options.commands import MergeSettings
 from prefillcli.options.judging import CalibrateSettings
 from prefillcli.options.load import load_settings
 from prefillcli.tools.calibrate import calibrate_job
-from prefillcli.tools.merge import merge_job
 from tests.jobs.jobs import read_output, read_report, score, write_jsonl, write_parquet
 from tests.jobs.processes import cut_small_windows
 from tests.jobs.test_questions import FILE, TEXTS
+from tests.jobs.test_shards import merge
 
 TONES = ("very quick", "not quick at all", "brown")
 STARS = """
@@ -69,11 +68,9 @@ def assert_evaluated(report: dict[str, Any], rows: list[dict[str, Any]]) -> None
     means = [row["stars.mean"] for row in rows]
     ordered = found["stars"]["ordered"]
     assert ordered["rows"] == 30
-    assert ordered["mean"]["spearman"]["value"] == pytest.approx(
-        spearmanr(means, [r["stars"] for r in rows]).statistic
-    )
-    numbers = np.array([{"1": 1, "2": 2, "3": 5}[row["stars.prediction"]] for row in rows])
     right = np.array([row["stars"] for row in rows])
+    assert ordered["mean"]["spearman"]["value"] == pytest.approx(spearmanr(means, right).statistic)
+    numbers = np.array([{"1": 1, "2": 2, "3": 5}[row["stars.prediction"]] for row in rows])
     assert ordered["likeliest"]["mean_error"]["value"] == pytest.approx(np.abs(numbers - right).mean())
 
 
@@ -89,8 +86,7 @@ def assert_correlated(found: dict[str, Any], rows: list[dict[str, Any]]) -> None
     assert found["rows"][0][1] < found["rows"][0][2] == 30
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-@pytest.mark.parametrize("output", ["out.parquet", "out.jsonl"])
+@pytest.mark.parametrize(("kind", "output"), [("parquet", "out.jsonl"), ("jsonl", "out.parquet")])
 def test_each_question_is_held_against_its_own_right_answers(
     model: Path, capsys: pytest.CaptureFixture[str], kind: str, output: str
 ) -> None:
@@ -109,17 +105,14 @@ def test_each_question_is_held_against_its_own_right_answers(
         assert title in page
 
 
-@pytest.mark.parametrize("norm", ["none", "tokens"])
-def test_merged_shards_are_evaluated_question_by_question(
-    model: Path, monkeypatch: pytest.MonkeyPatch, norm: str
-) -> None:
+def test_merged_shards_are_evaluated_question_by_question(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_small_windows(monkeypatch)
     source = make_input()
     for number in (1, 2):
-        flags = {"shard": f"{number}/2", "questions": "q.yaml", "truth": TRUTH, "label_norm": norm}
+        flags = {"shard": f"{number}/2", "questions": "q.yaml", "truth": TRUTH, "label_norm": "tokens"}
         assert score(source, model=model, **flags)["exit_code"] == 0
     for _ in range(2):  # the output of a merge is evaluated again
-        merge_job(load_settings(MergeSettings, {"output": "out.parquet", "quiet": True}, environment={}))
+        merge()
         assert_evaluated(read_report(), read_output("out.parquet"))
         assert_correlated(read_report()["correlations"], read_output("out.parquet"))
 
@@ -184,8 +177,9 @@ def make_labelled() -> Path:
     return Path("in.parquet")
 
 
-@pytest.mark.parametrize("output", ["s.parquet", "s.jsonl"])
-@pytest.mark.parametrize(("question", "column"), [("fox", "is_fox"), ("kind", "right_tone")])
+@pytest.mark.parametrize(
+    ("question", "column", "output"), [("fox", "is_fox", "s.jsonl"), ("kind", "right_tone", "s.parquet")]
+)
 def test_the_scores_of_one_question_are_calibrated(model: Path, output: str, question: str, column: str) -> None:
     flags: dict[str, Any] = {"model": model, "questions": "q.yaml", "truth": TRUTH}
     source = make_labelled()
@@ -237,9 +231,8 @@ def test_a_calibration_is_for_its_question_and_for_these_questions(
     assert "it is for the question fox, which this job does not ask" in capsys.readouterr().err
     Path("q.yaml").write_text(Path("q.yaml").read_text().replace("Is it a fox?", "Is it a dog?"))
     assert score(source, calibration="calibration.json", **flags)["exit_code"] == 2
-    assert (
-        "it was fitted on scores with another prompt settings and another set of questions" in capsys.readouterr().err
-    )
+    said = "it was fitted on scores with another prompt settings and another set of questions"
+    assert said in capsys.readouterr().err
 
 
 def test_a_question_in_both_orders_has_no_calibration(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,17 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-import prefillcli
-from prefillcli.cli import app
 from prefillcli.errors import PrefillError, UsageError
-from prefillcli.followup.evidence import Evidence
-from prefillcli.followup.rationale import RationaleFollowUp
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import load_settings
 from prefillcli.prompts.templates import rationale_texts
-from prefillcli.scoring.compose import compose
 from tests.jobs.jobs import score, texts, write_jsonl, write_parquet
 from tests.jobs.models import save_model
 from tests.jobs.test_usage import assert_refused
@@ -44,7 +38,6 @@ def source() -> Path:
         ({"rationale_when": "scor > 0.5"}, ["--rationale-when", "did you mean 'score'?"]),
         ({"rationale_when": "stars > 1"}, ["stars", "--keep-columns"]),
         ({"rationale_when": "stars > 'a'", "keep_columns": "stars"}, ["a number is compared with a text"]),
-        ({"rationale_when": "key > 1", "id_column": "key"}, ["a text is compared with a number"]),
         ({"rationale_when": "row > 1", "id_column": "key"}, ["no column row"]),
         ({"rationale_when": "score + 1"}, ["not true or false"]),
         ({"rationale_when": "seconds > 1"}, ["seconds", "differs from run to run"]),
@@ -88,15 +81,11 @@ def test_columns_of_json_lines_are_of_no_known_kind(model: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"rationale": 8, "head": "value"}, "--head value"),
-        ({"rationale": 8, "head": "probability"}, "writes nothing"),
         ({"rationale": 8, "speculation": "draft"}, "--speculation draft needs --draft"),
         ({"rationale": 8, "speculation": "hierarchy", "draft": "self", "keep": 0.5}, "needs --draft"),
-        ({"rationale": 8, "speculation": "draft", "draft": "d", "draft_tokenizer": "translate"}, "another tokenizer"),
         ({"rationale": 8, "speculation": "auto"}, "should be 'off', 'lookup', 'suffix', 'retrieval', 'draft' or"),
         ({"rationale": 8, "engine": "hf", "speculation": "retrieval"}, "the hf engine has no speculation"),
         ({"rationale": 8, "engine": "vllm", "speculation": "suffix"}, "speculative_config"),
-        ({"rationale": 8, "rationale_when": "score > 0.5", "rationale_limit": 3, "shard": "1/2"}, "--rationale-limit"),
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
@@ -105,13 +94,6 @@ def test_options_that_contradict_one_another_are_refused(flags: dict, said: str)
         load_settings(ScoreSettings, {"inputs": ["in.parquet"], **flags}, environment={})
     assert said in str(caught.value)
     assert len(str(caught.value).splitlines()) <= 3
-
-
-@pytest.mark.parametrize("engine", ["torch", "hf", "vllm"])
-def test_every_engine_writes_and_weighs(engine: str) -> None:
-    flags = {"rationale": 8, "evidence": True, "rationale_temperature": 0.7, "rationale_seed": 3}
-    settings = load_settings(ScoreSettings, {"inputs": ["in.parquet"], "engine": engine, **flags}, environment={})
-    assert [type(each) for each in compose(settings).follow_ups] == [Evidence, RationaleFollowUp]
 
 
 def test_a_draft_that_guesses_tokens_is_not_idle(
@@ -140,17 +122,3 @@ def test_the_template_is_rendered_for_each_label_and_cannot_run_away() -> None:
     for hostile in ("{{ ''.__class__ }}", "{% for i in range(10**9) %}x{% endfor %}", "{% include 'x' %}"):
         with pytest.raises(UsageError, match="--rationale-template"):
             rationale_texts(hostile, ("Yes", "No"))
-
-
-def test_from_python_they_are_keywords_and_the_limit_is_refused(model: Path) -> None:
-    with pytest.raises(prefillcli.UsageError, match="rationale_limit"):
-        prefillcli.Scorer(model, rationale=8, rationale_limit=3)
-    with pytest.raises(prefillcli.UsageError, match="--rationale-when"):
-        prefillcli.Scorer(model, rationale=8, rationale_when="score >")
-
-
-def test_help_has_a_panel_for_them() -> None:
-    shown = CliRunner(env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}).invoke(app, ["score", "--help-all"]).output
-    panel = shown.partition("Rationales")[2].partition("╰")[0]
-    for name in ("--rationale ", "--rationale-when", "--evidence", "--speculation "):
-        assert name in panel

@@ -12,11 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from prefillcli.options.commands import MergeSettings
-from prefillcli.options.load import load_settings
-from prefillcli.tools.merge import merge_job
 from tests.jobs.jobs import read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.jobs.processes import Command, Hold, cut_small_windows, words_of
+from tests.jobs.test_shards import merge
 
 ROWS = 44
 TOKENS = 12
@@ -33,9 +31,8 @@ def make_input(kind: str = "parquet") -> Path:
     columns = {"prompt": texts(ROWS), "id": [f"r{i}" for i in range(ROWS)], "stars": [i % 5 for i in range(ROWS)]}
     if kind == "parquet":
         return write_parquet("in.parquet", **columns)
-    return write_jsonl(
-        "in.jsonl", [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    )
+    rows = zip(*columns.values(), strict=True)
+    return write_jsonl("in.jsonl", [dict(zip(columns, row, strict=True)) for row in rows])
 
 
 def written(output: str = "out.parquet", *names: str) -> list[tuple[Any, ...]]:
@@ -117,9 +114,8 @@ def test_the_text_is_what_transformers_writes_and_scores_stay(model: Path, plain
 
 
 def test_a_template_may_say_anything_and_stop_tokens_end_a_text(model: Path) -> None:
-    score(
-        make_input(), model=model, rationale=80, rationale_template="{{ labels|join(' or ') }}? {{ label }}:", limit=6
-    )
+    template = "{{ labels|join(' or ') }}? {{ label }}:"
+    score(make_input(), model=model, rationale=80, rationale_template=template, limit=6)
     writer = Writer(model)
     for row, prompt in zip(read_output("out.parquet"), texts(ROWS), strict=False):
         wanted = writer(f"{prompt} Yes or No? {row['prediction']}:", 80)
@@ -181,8 +177,7 @@ def test_shards_write_the_same_texts(model: Path, texts_of: list[tuple[Any, ...]
     source = make_input()
     for number in (1, 2):
         assert score(source, **drawn(model, shard=f"{number}/2"))["exit_code"] == 0
-    merged = merge_job(load_settings(MergeSettings, {"output": "out.parquet", "quiet": True}, environment={}))
-    assert merged["exit_code"] == 0
+    assert merge()["exit_code"] == 0
     assert written() == texts_of
     assert read_report()["rationales"]["rows"] == sum(text is not None for text, *_ in texts_of)
 
@@ -192,45 +187,11 @@ def test_json_lines_choose_and_hold_the_same(model: Path, texts_of: list[tuple[A
     assert written("out.jsonl") == texts_of
 
 
-def test_at_most_the_limit_is_written_from_the_first_row_on(model: Path) -> None:
-    flags = {"model": model, "rationale": TOKENS, "rationale_when": "row % 3 == 1"}
-    score(make_input(), **flags)
-    every = written()
-    for limit in (1, 5, 100):
-        score("in.parquet", f"{limit}.parquet", rationale_limit=limit, **flags)
-        found = written(f"{limit}.parquet")
-        chosen = [row for row in range(ROWS) if row % 3 == 1][:limit]
-        assert [row for row in range(ROWS) if found[row][2] is not None] == chosen
-        assert all(found[row] == every[row] for row in chosen)
-
-
 def test_engine_hf_writes_the_same(model: Path) -> None:
     score(make_input(), model=model, rationale=TOKENS, rationale_when="row < 6")
     score("in.parquet", "hf.parquet", model=model, rationale=TOKENS, rationale_when="row < 6", engine="hf")
     assert written("hf.parquet") == written()
     assert pq.read_schema("hf.parquet").names == pq.read_schema("out.parquet").names
-
-
-TEMPLATE = "History: {{ history }}\nPost: {{ post }}\nRead it? Answer:"
-
-
-def test_evidence_is_the_score_with_and_without_each_section(model: Path) -> None:
-    rows = [{"history": f"fox {i} dog {i * i}", "post": "no yes " * (i % 3 + 1)} for i in range(8)]
-    source = write_parquet("in.parquet", **{name: [row[name] for row in rows] for name in ("history", "post")})
-    flags = {"model": model, "template": TEMPLATE}
-    assert score(source, evidence=True, rationale_when="row != 3", **flags)["exit_code"] == 0
-    found = read_output("out.parquet")
-    assert "rationale" not in found[0]
-    assert [row["evidence"] is None for row in found] == [at == 3 for at in range(8)]
-    for name in ("history", "post"):
-        without = TEMPLATE.replace(f"{{{{ {name} }}}}", "")
-        score(source, f"{name}.parquet", model=model, template=without)
-        for row, other in zip(found, read_output(f"{name}.parquet"), strict=True):
-            if row["evidence"] is not None:
-                changes = {each["section"]: each["change"] for each in row["evidence"]}
-                assert changes[name] == pytest.approx(row["score"] - other["score"], abs=1e-5)
-                assert [*changes.values()] == sorted(changes.values(), key=lambda change: -abs(change))
-    assert read_report()["rationales"]["evidence_rows"] == 7
 
 
 def test_the_report_has_texts_only_where_they_are_shown(model: Path) -> None:

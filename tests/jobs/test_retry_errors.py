@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from prefillcli.engines.torch import TorchEngine
-from prefillcli.errors import Interrupted, UsageError
 from prefillcli.rows.records import ErrorCode, RowError
 from prefillcli.scoring import loop
 from prefillcli.tools.verify import verify_job
 from tests.jobs.jobs import Reference, assert_scored, read_output, read_report, score, texts, write_parquet
 from tests.jobs.processes import cut_small_windows
 from tests.jobs.test_shards import merge
+from tests.jobs.test_since import stop_at_pack
 
 ROWS = 50
 FAILED = (2, 3, 30, 49)
@@ -53,18 +53,6 @@ def with_failures(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(loop, "_fitting", fit)
 
 
-def stop_at_pack(patch: pytest.MonkeyPatch, number: int) -> None:
-    answer, packs = TorchEngine.answer, []
-
-    def stopping(self: TorchEngine, pack: Any, *rest: Any) -> Any:
-        packs.append(pack)
-        if len(packs) == number:
-            raise Interrupted(15)
-        return answer(self, pack, *rest)
-
-    patch.setattr(TorchEngine, "answer", stopping)
-
-
 def assert_mended(before: list[dict[str, Any]], reference: Reference, output: str = "out.parquet") -> None:
     """The rows that had failed have their scores, the one without a prompt its error, and the others their bits."""
     after = read_output(output)
@@ -86,9 +74,7 @@ def test_of_a_complete_job_error_rows_alone_are_scored_again(
         assert score(path, output, **flags(model))["rows"]["errors"] == 5
         before = read_output(output)
         assert [before[row]["error"] for row in FAILED] == ["exceeds_memory"] * 4
-    with (
-        monkeypatch.context() as patch
-    ):  # killed before anything new is written: the output stays until it is replaced
+    with monkeypatch.context() as patch:  # before anything new is written: the output stays until it is replaced
         stop_at_pack(patch, 1)
         assert score(path, output, retry_errors=True, **flags(model))["exit_code"] == 143
         assert read_output(output) == before
@@ -172,9 +158,3 @@ def test_a_job_without_errors_stays_as_it_is(model: Path) -> None:
     assert score(path, retry_errors=True, **flags(model))["exit_code"] == 0
     now = Path("out.parquet").stat()
     assert (now.st_ino, now.st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
-
-
-@pytest.mark.parametrize("more", [{"overwrite": True}, {"since": "last.parquet"}, {"exit": True}])
-def test_what_contradicts_it_is_refused(model: Path, more: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="--retry-errors"):
-        score(write_input(), retry_errors=True, **flags(model, **more))

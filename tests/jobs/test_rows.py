@@ -93,20 +93,14 @@ def test_a_bad_parquet_row_is_an_error_row_of_its_own(model: Path, reference: Re
     ("column", "value", "code"),
     [
         ("prompt", 1.5, "wrong_type"),
-        ("prompt_token_ids", [1, -1], "invalid_token_ids"),
         ("prompt_token_ids", [1, 400], "invalid_token_ids"),
-        ("prompt_token_ids", [], "invalid_token_ids"),
         ("messages", [{"role": "user"}], "chat_error"),
         ("messages", ["user"], "wrong_type"),
     ],
 )
 def test_values_that_are_no_prompt(chat_model: Path, column: str, value: object, code: str) -> None:
-    good = {
-        "prompt": "fox",
-        "prompt_token_ids": [5, 6, 7],
-        "messages": [{"role": "user", "content": "fox"}],
-    }[column]
-    source = write_jsonl("in.jsonl", [{column: good}, {column: value}])
+    good = {"prompt": "fox", "prompt_token_ids": [5, 6, 7], "messages": [{"role": "user", "content": "fox"}]}
+    source = write_jsonl("in.jsonl", [{column: good[column]}, {column: value}])
     assert score(source, model=chat_model)["exit_code"] == 3
     assert [row["error"] for row in read_output("out.parquet")] == [None, code]
 
@@ -223,9 +217,7 @@ def test_json_values_of_id_and_kept_columns_are_carried(model: Path) -> None:
     flags = {"model": model, "id_column": "id", "keep_columns": "name,x,n,any"}
     score(source, "out.jsonl", **flags)
     for found, row in zip(read_output("out.jsonl"), rows, strict=True):
-        assert {name: found[name] for name in ("id", "name", "x", "n", "any")} == {
-            name: row[name] for name in ("id", "name", "x", "n", "any")
-        }
+        assert {name: found[name] for name in row if name != "prompt"}.items() <= row.items()
     score(source, "out.parquet", **flags)
     table = pq.read_table("out.parquet")
     assert table["id"].to_pylist() == [7, 2**40, -1]
@@ -328,19 +320,9 @@ def test_times_that_python_cannot_hold_are_carried_and_rendered_as_text(
     nested = pa.StructArray.from_arrays([far, pa.array(texts(3))], ["at", "text"])
     kept = {"far": far, "tokyo": tokyo, "unknown": unknown, "nested": nested}
     write_parquet("in.parquet", prompt=[*texts(2), None], **kept)
-    summary = score(
-        "in.parquet",
-        output,
-        model=model,
-        template="{{ far }} {{ unknown }} {{ nested.at }}: {{ prompt }}",
-        id_column="far",
-        keep_columns="tokyo,unknown,nested",
-        rejects="rejects.jsonl",
-        rationale_when="far != tokyo",
-        rationale=2,
-        max_error_rate=0.5,
-    )
-    assert summary["exit_code"] == 0
+    flags = {"template": "{{ far }} {{ unknown }} {{ nested.at }}: {{ prompt }}", "id_column": "far"}
+    flags |= {"keep_columns": "tokyo,unknown,nested", "rationale_when": "far != tokyo", "rejects": "rejects.jsonl"}
+    assert score("in.parquet", output, model=model, rationale=2, max_error_rate=0.5, **flags)["exit_code"] == 0
     far_texts = ["1970-01-01 00:00:00", "10000-01-01T00:00:00.000", "10000-01-01T00:00:00.001"]
     unknown_texts = [f"1970-01-01T00:00:00.00000{at}+00:00" for at in range(3)]
     found = read_output("out.jsonl") if output == "out.jsonl" else pq.read_table(output)

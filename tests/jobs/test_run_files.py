@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +12,11 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from prefillcli.errors import Interrupted
 from prefillcli.report.run import Seconds
 from prefillcli.runtime.clock import Clock, MemoryWatch, Phase
 from tests.jobs.jobs import read_output, read_report, score, texts, write_jsonl, write_parquet
 from tests.jobs.processes import cut_small_windows
+from tests.jobs.test_since import stop_at_pack
 
 ROWS = 60
 
@@ -89,8 +88,10 @@ def assert_sums_up(rows: list[dict[str, Any]], report: dict[str, Any]) -> None:
         assert (named["code"], named["detail"]) == (by_id[named["id"]]["error"], by_id[named["id"]]["error_detail"])
 
 
-@pytest.mark.parametrize(("kind", "output"), [("parquet", "out.parquet"), ("jsonl", "out.jsonl"), ("jsonl", "o/")])
-@pytest.mark.parametrize("on_long", ["error", "skip", "truncate-left"])
+@pytest.mark.parametrize(
+    ("kind", "output", "on_long"),
+    [("parquet", "out.parquet", "error"), ("jsonl", "out.jsonl", "truncate-left"), ("jsonl", "o/", "skip")],
+)
 def test_histograms_and_named_rows_are_those_of_the_output(
     model: Path, kind: str, output: str, on_long: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,27 +104,13 @@ def test_histograms_and_named_rows_are_those_of_the_output(
     assert "id-3" in page.read_text()
 
 
-def stop_at(monkeypatch: pytest.MonkeyPatch, pack: int) -> None:
-    """The job is interrupted at this pack."""
-    from prefillcli.engines.torch import TorchEngine
-
-    answer, calls = TorchEngine.answer, iter(range(1, 1000))
-
-    def answered(*arguments: Any) -> Any:
-        if next(calls) == pack:
-            raise Interrupted(signal.SIGTERM)
-        return answer(*arguments)
-
-    monkeypatch.setattr(TorchEngine, "answer", answered)
-
-
 def test_an_interrupted_job_and_the_one_that_goes_on_tell_of_all_rows(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut_small_windows(monkeypatch, flush_seconds=0.0)
     source, how = make_input(), flags(model, pack_tokens=64, metrics_file="m/prefill.prom")
     with monkeypatch.context() as patch:
-        stop_at(patch, 8)
+        stop_at_pack(patch, 8)
         summary = score(source, **how)
     assert (summary["status"], summary["exit_code"]) == ("interrupted", 143)
     report = read_report()
@@ -166,16 +153,6 @@ def test_a_job_that_fails_before_anything_is_known_has_its_files(model: Path) ->
     assert exit_code == 2
 
 
-def test_a_refused_output_keeps_the_page_beside_it(model: Path) -> None:
-    source = make_input()
-    score(source, **flags(model))
-    page = Path("out.run.html").read_bytes()
-    summary = score(source, **flags(model, temperature=2.0, metrics_file="prefill.prom"))
-    assert (summary["exit_code"], summary["report"], summary["page"]) == (4, None, None)
-    assert Path("out.run.html").read_bytes() == page
-    assert "prefill_run_exit_code 4\n" in Path("prefill.prom").read_text()
-
-
 def test_the_page_follows_the_report(model: Path) -> None:
     summary = score(make_input(), **flags(model, report="r/numbers.json"))
     assert (summary["report"], summary["page"]) == ("r/numbers.json", "r/numbers.html")
@@ -200,7 +177,6 @@ def test_odd_ids_are_written(model: Path) -> None:
     ("torch", "device"),
     [
         (None, 0),
-        (SimpleNamespace(), 0),
         (SimpleNamespace(cuda=SimpleNamespace()), 0),
         (SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: False)), 0),
         (
@@ -212,7 +188,7 @@ def test_odd_ids_are_written(model: Path) -> None:
             201,
         ),
     ],
-    ids=["not imported", "being imported", "further on", "not in use", "two devices"],
+    ids=["not imported", "being imported", "not in use", "two devices"],
 )
 def test_devices_are_watched_once_they_are_in_use(torch: Any, device: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -37,19 +34,6 @@ def test_every_row_gets_the_answer_of_the_model_beside_its_own_columns(model: Pa
     assert_scored(scored.to_pylist(), [reference.answer(prompt) for prompt in prompts])
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"template": "{{ prompt }}{{ n }}: "}, {"labels": ("No", "Yes"), "temperature": 2}]
-)
-def test_a_table_is_scored_as_a_file_with_its_rows(model: Path, options: dict[str, Any]) -> None:
-    prompts: list[str | None] = [*texts(30), None, "  ", "word " * 3000]
-    table = pa.table({"prompt": prompts, "n": range(33)})
-    pq.write_table(table, "in.parquet")
-    assert score("in.parquet", model=model, **options)["exit_code"] == 3
-    scored = Scorer(model=model, **options)(table)
-    assert compared(scored) == compared(pq.read_table("out.parquet"))
-    assert scored["error"].to_pylist()[30:] == ["null_prompt", "empty_prompt", "prompt_too_long"] or options
-
-
 def test_compression_is_that_of_the_command(model: Path, draft: Path) -> None:
     table = pa.table({"prompt": [text * 20 for text in texts(9)], "keep": [None, 0.5, 1.0] * 3})
     options = {"draft": draft, "keep": 0.3, "compress_above": 0, "keep_last": 8}
@@ -71,14 +55,6 @@ def test_tables_in_pieces_slices_and_without_rows(model: Path) -> None:
     assert none.schema.equals(scorer(whole).schema)
 
 
-def test_the_columns_have_their_types_whatever_the_rows_hold(model: Path) -> None:
-    scorer = Scorer(model=model)
-    good = scorer(pa.table({"prompt": ["The fox. Answer:"]}))
-    bad = scorer(pa.table({"prompt": pa.nulls(2, pa.string())}))
-    assert bad.schema.equals(good.schema)
-    assert bad["error"].to_pylist() == ["null_prompt"] * 2
-
-
 def test_a_prefix_is_computed_once_for_the_rows_of_a_table(model: Path) -> None:
     rows = [f"{HISTORIES[0] * 20} number {i}\nAnswer:" for i in range(8)]
     together = Scorer(model=model)(pa.table({"prompt": rows}))
@@ -97,18 +73,6 @@ def test_token_ids_may_come_as_arrays_and_other_arrays_are_error_rows(model: Pat
     assert scorer(pa.table({"prompt_token_ids": floats}))["error"].to_pylist() == ["invalid_token_ids"] * 2
 
 
-def test_wrong_options_are_refused_by_name(model: Path) -> None:
-    with pytest.raises(UsageError, match="no option 'modle'; did you mean 'model'"):
-        Scorer(modle=model)
-    for name in ("id_column", "limit"):
-        with pytest.raises(UsageError, match=f"no option '{name}': it is for files"):
-            Scorer(model=model, **{name: "x"})
-    with pytest.raises(UsageError, match="keep='auto' chooses one rate for a whole job"):
-        Scorer(model=model, keep="auto")
-    with pytest.raises(UsageError, match="lookahead needs a draft model"):
-        Scorer(model=model, lookahead=4)
-
-
 def test_tables_that_do_not_fit_are_refused(model: Path) -> None:
     scorer = Scorer(model=model)
     with pytest.raises(UsageError, match="has a column 'score' already"):
@@ -120,21 +84,3 @@ def test_tables_that_do_not_fit_are_refused(model: Path) -> None:
         scorer(pa.table({"text": ["x"]}))
     with pytest.raises(UsageError, match="column 'image': its values have no type in common"):
         scorer({"prompt": np.array(["x"]), "image": np.zeros((1, 2, 2))})
-
-
-def test_batches_of_other_formats_are_scored_too(model: Path) -> None:
-    scorer = Scorer(model=model)
-    wanted = compared(scorer(pa.table({"prompt": texts(3)})))
-    assert compared(scorer({"prompt": np.array(texts(3))})) == wanted
-    assert compared(scorer(pd.DataFrame({"prompt": texts(3)}))) == wanted
-
-
-def test_the_environment_of_an_actor_changes_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PREFILL_LABELS", "yes,no")
-    assert "logprob_Yes" in Scorer(model=model)(pa.table({"prompt": texts(1)})).column_names
-
-
-def test_importing_the_module_takes_neither_ray_nor_torch() -> None:
-    code = "import sys, prefillcli.ray; print({'ray', 'torch', 'transformers'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"

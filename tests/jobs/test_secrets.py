@@ -73,7 +73,7 @@ def assert_no_secret(filesystem: Vault, folder: Path, printed: str) -> None:
             assert secret.encode() not in content, name
 
 
-@pytest.mark.parametrize("output", ["out.parquet", "out.jsonl", "folder/"])
+@pytest.mark.parametrize("output", ["out.jsonl", "folder/"])
 def test_a_run_shows_no_secret_and_goes_on_with_new_ones(
     model: Path, vault: Vault, tmp_path: Path, capsys: pytest.CaptureFixture[str], output: str
 ) -> None:

@@ -90,10 +90,6 @@ def users(reference: Reference, rows: int = 4) -> list[Prompt]:
     return [history + end for history in histories for end in ends]
 
 
-def without_seconds(path: str = "out.parquet") -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in read_output(path)]
-
-
 def assert_same(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
     assert_close(rows, others)
     for name in ("method", "kept_tokens", "prompt_tokens"):
@@ -160,15 +156,13 @@ def test_a_shared_prefix_is_computed_once(deep: Path, reference: Reference) -> N
     assert all(row["kept_tokens"] < row["prompt_tokens"] for row in rows)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("chunk", [16, 4096])
-@pytest.mark.parametrize("memory", [{}, {"pack_tokens": 300}])
+@pytest.mark.parametrize("packs", [{"chunk_tokens": 16}, {"pack_tokens": 300}])
 def test_rows_that_choose_for_themselves_depend_on_nothing_else(
-    deep: Path, reference: Reference, own: OwnLayersByHand, chunk: int, memory: dict[str, Any]
+    deep: Path, reference: Reference, own: OwnLayersByHand, packs: dict[str, int]
 ) -> None:
     prompts = users(reference)
     source = write_jsonl("in.jsonl", lines_of(prompts))
-    compressed(source, model=deep, **OWN, compress_per_row=True, chunk_tokens=chunk, **memory)
+    compressed(source, model=deep, **OWN, compress_per_row=True, **packs)
     for row, prompt in zip(read_output("out.parquet"), prompts, strict=True):
         kept = own.kept(prompt)
         assert row["kept_tokens"] == len(kept)
@@ -232,10 +226,7 @@ def test_a_folder_of_that_name_is_a_draft(model: Path, reference: Reference) -> 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"lookahead": "4"}, "--set lookahead needs a draft model"),
-        ({"paper": "true", **dict.fromkeys([*HOW, "lookahead"])}, "nothing is decoded"),
         ({"self_layer": "4"}, "the model has 4"),
-        ({"draft": "other", "self_layer": "2"}, "--set self_layer needs --draft self"),
         ({"keep": None}, "nothing to compress"),
         ({"engine": "hf"}, "the hf engine has no"),
     ],

@@ -8,11 +8,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.jobs.jobs import read_output, read_report, texts, write_parquet
+from tests.jobs.jobs import read_output, read_report, texts, without_seconds, write_parquet
 from tests.jobs.processes import Command, Hold
 
 ROWS = 70
@@ -54,10 +53,6 @@ def arguments(model: Path, *more: str) -> list[object]:
     return ["score", "in.parquet", "-m", model, "--id-column", "id", "--pack-tokens", 64, "-o", "out.parquet", *more]
 
 
-def rows_of(path: str) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in read_output(path)]
-
-
 def assert_interrupted(command: Command, signum: int) -> None:
     """It ends, also where it is held, with the signal's exit code, and a report and a summary that say so."""
     command.send(signum)
@@ -84,46 +79,43 @@ def assert_goes_on(model: Path, *more: str) -> None:
     for output in ("out.parquet", "whole.parquet"):
         command = Command(*arguments(model, *more, "--resume"), "-o", output)
         assert command.end() == 0, command.stderr
-    for row, whole in zip(rows_of("out.parquet"), rows_of("whole.parquet"), strict=True):
+    for row, whole in zip(without_seconds("out.parquet"), without_seconds("whole.parquet"), strict=True):
         assert {name: near(value) for name, value in row.items()} == whole
     assert len(read_output("out.parquet")) == ROWS
     assert not list(Path().rglob("*.prefill-tmp"))
     assert not list(Path("out.parquet.prefill").glob("part-*"))
 
 
+def assert_stops(model: Path, hold: Hold, signum: int, *more: str, grace_seconds: float | None = None) -> None:
+    """A run that is held somewhere stops there, and goes on."""
+    make_input()
+    command = Command(*arguments(model, *more), hold=hold, grace_seconds=grace_seconds)
+    command.wait_until_held()
+    assert_interrupted(command, signum)
+    assert_goes_on(model, *more)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("phase", ["hash", "open the output", "tokenize", "model", "publish"])
 def test_a_signal_stops_a_run_that_comes_to_no_safe_point(model: Path, phase: str) -> None:
-    make_input()
     hold, more = PHASES[phase]
-    command = Command(*arguments(model, *more), hold=hold, grace_seconds=0.5)
-    command.wait_until_held()
-    assert_interrupted(command, signal.SIGTERM)
-    assert_goes_on(model, *more)
+    assert_stops(model, hold, signal.SIGTERM, *more, grace_seconds=0.5)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("signum", CODES, ids=["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_signal_stops_a_run_in_every_phase(model: Path, phase: str, signum: int) -> None:
-    make_input()
     hold, more = PHASES[phase]
-    command = Command(*arguments(model, *more), hold=hold)
-    command.wait_until_held()
-    assert_interrupted(command, signum)
-    assert_goes_on(model, *more)
+    assert_stops(model, hold, signum, *more)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("signum", CODES, ids=["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("phase", DRIVER)
 def test_a_signal_stops_a_run_with_workers_in_every_phase(model: Path, phase: str, signum: int) -> None:
-    make_input()
     hold, more = DRIVER[phase]
-    command = Command(*arguments(model, "--workers", "2", *more), hold=hold)
-    command.wait_until_held()
-    assert_interrupted(command, signum)
-    assert_goes_on(model, *more)
+    assert_stops(model, hold, signum, "--workers", "2", *more)
 
 
 def slow_processor() -> None:
@@ -135,6 +127,7 @@ def slow_processor() -> None:
     memory_plan.LEAST_PACK_TOKENS = 64
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("signum", CODES, ids=["SIGTERM", "SIGINT"])
 def test_a_signal_on_a_slow_processor_keeps_what_is_scored_in_a_window(model: Path, signum: int) -> None:
     make_input()
@@ -148,7 +141,7 @@ def test_a_signal_on_a_slow_processor_keeps_what_is_scored_in_a_window(model: Pa
         prepare = slow_processor if output == "whole.parquet" else None
         command = Command(*given, "--resume", "-o", output, prepare=prepare)
         assert command.end() == 0, command.stderr
-    for row, whole in zip(rows_of("out.parquet"), rows_of("whole.parquet"), strict=True):
+    for row, whole in zip(without_seconds("out.parquet"), without_seconds("whole.parquet"), strict=True):
         assert {name: near(value) for name, value in row.items()} == whole
     assert read_report()["tokens"]["prompt"] < read_report("whole.run.json")["tokens"]["prompt"]
 

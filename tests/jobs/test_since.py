@@ -11,14 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefillcli.engines.torch import TorchEngine
-from prefillcli.errors import Interrupted, UsageError
-from prefillcli.options.commands import MergeSettings
-from prefillcli.options.load import load_settings
+from prefillcli.errors import Interrupted
 from prefillcli.rows.output.parts import DigestReader, RowDigests
 from prefillcli.rows.output.store import open_store
 from prefillcli.rows.output.target import Manifest, with_checksum
 from prefillcli.rows.records import Prompt
-from prefillcli.tools.merge import merge_job
 from prefillcli.tools.verify import verify_job
 from tests.jobs.jobs import (
     Reference,
@@ -31,6 +28,7 @@ from tests.jobs.jobs import (
     write_parquet,
 )
 from tests.jobs.processes import cut_small_windows
+from tests.jobs.test_shards import merge
 
 ROWS = 50
 CHANGED, NEW = "r7", ("new0", "new1")
@@ -68,11 +66,6 @@ def write_night(number: int, kind: str = "parquet") -> str:
 
 def by_id(path: str) -> dict[str, dict[str, Any]]:
     return {row["id"]: row for row in read_output(path)}
-
-
-def merge(output: str) -> dict[str, Any]:
-    given = {"output": output, "quiet": True, "max_error_rate": 0.5}
-    return merge_job(load_settings(MergeSettings, given, environment={}))
 
 
 @pytest.fixture(scope="module")
@@ -138,21 +131,13 @@ def test_only_new_and_changed_rows_are_scored(
     assert verify_job(output, [write_night(1, kind)], quiet=True)["exit_code"] == 0
 
 
-@pytest.mark.parametrize("first", ["jsonl.gz", "folder/"])
+@pytest.mark.parametrize("output", ["between.jsonl.gz", "folder/", "memory://since/last.parquet"])
 def test_the_earlier_output_may_have_any_format_and_each_night_follows_the_one_before(
-    model: Path, reference: Reference, since: str, read_prompts: list[int], first: str
+    model: Path, reference: Reference, since: str, read_prompts: list[int], output: str
 ) -> None:
-    output = f"between.{first}" if first != "folder/" else first
     assert score(write_night(0), output, since=since, **flags(model))["since"]["rows"] == ROWS - 1
     assert read_prompts == []
     assert score(write_night(1), since=output, **flags(model))["since"]["rows"] == len(nights()[1]) - 4
-    assert_second_night("out.parquet", reference)
-
-
-def test_it_may_lie_in_an_object_store(model: Path, reference: Reference, since: str) -> None:
-    there = "memory://since/last.parquet"
-    assert score(write_night(0), there, since=since, **flags(model))["since"]["rows"] == ROWS - 1
-    assert score(write_night(1), since=there, **flags(model))["since"]["rows"] == len(nights()[1]) - 4
     assert_second_night("out.parquet", reference)
 
 
@@ -236,17 +221,11 @@ def test_a_stopped_night_goes_on_with_and_without_last_nights_rows(
 def test_shards_take_rows_over_and_the_merge_counts_them(model: Path, reference: Reference, since: str) -> None:
     night = write_night(1)
     done = [score(night, shard=f"{number}/2", since=since, **flags(model)) for number in (1, 2)]
-    summary = merge("out.parquet")
+    summary = merge()
     assert summary["exit_code"] == 0
     assert summary["since"]["rows"] == sum(each["since"]["rows"] for each in done) == len(nights()[1]) - 4
     assert_second_night("out.parquet", reference)
     assert score("in0.parquet", "next.parquet", since="out.parquet", **flags(model))["since"]["rows"] > ROWS - 8
-
-
-@pytest.mark.nightly
-def test_workers_score_what_is_left(model: Path, reference: Reference, since: str) -> None:
-    assert score(write_night(1), since=since, workers=2, **flags(model))["exit_code"] == 0
-    assert_second_night("out.parquet", reference)
 
 
 def test_an_output_may_replace_itself_and_a_stopped_run_still_finds_it(
@@ -343,22 +322,3 @@ def test_digests_that_collide_take_over_no_wrong_row(
     summary = score("in0.parquet", since=since, **flags(model))
     assert summary["since"]["rows"] == ROWS - 2  # the first row, and the one without a prompt
     assert_scored([by_id("out.parquet")["r0"]], [reference.answer(nights()[0]["r0"] or "")])
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"keep": "auto", "draft": "self"}, "--keep auto"),
-        ({"keep": 0.5, "draft": "self"}, "--compress-per-row"),
-        ({"exit": True}, "--exit"),
-        ({"exit": True, "exit_profile": "p.exit.json"}, "--exit"),
-        ({"keep": 0.5, "draft": "self", "compress_per_row": True, "keep_private": False, "audit": 5}, "--audit"),
-        ({"rationale": 4, "rationale_when": "score > 0", "rationale_limit": 3}, "--rationale-limit"),
-    ],
-)
-def test_what_is_decided_from_many_rows_is_refused(
-    model: Path, given: dict[str, Any], said: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(UsageError, match="--since") as refused:
-        score(write_night(0), since="last.parquet", **flags(model, **given))
-    assert said in str(refused.value)

@@ -37,6 +37,7 @@ def written(output: str = "out.parquet") -> list[tuple[Any, ...]]:
         ("draft", {}),
         ("hierarchy", {}),
         ("hierarchy", {"rationale_temperature": 0.8, "retrieval_chunk": 4}),
+        ("hierarchy", {"workers": 2}),
         ("lookup", {}),
     ],
 )
@@ -52,13 +53,6 @@ def test_texts_are_the_same_however_they_are_guessed(
         assert row["score"] == pytest.approx(before["score"], abs=1e-6)
     if speculation != "lookup":  # which may find nothing to guess
         assert speculation in str(read_report()["rationales"])
-
-
-def test_workers_guess_with_the_draft(model: Path, draft: Path) -> None:
-    assert job(model, "plain.parquet", speculation="off")["exit_code"] == 0
-    assert job(model, speculation="hierarchy", draft=draft, workers=2)["exit_code"] == 0
-    assert written() == written("plain.parquet")
-    assert "hierarchy" in str(read_report()["rationales"])
 
 
 def test_a_draft_that_cannot_forget_is_refused(capfd: pytest.CaptureFixture[str]) -> None:

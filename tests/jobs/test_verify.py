@@ -65,16 +65,11 @@ def test_a_good_output_is_verified_with_and_without_its_input(here: Path, name: 
 
 @pytest.mark.parametrize("name", ["o.parquet", "o.jsonl"])
 def test_a_line_that_was_too_long_to_be_read_has_no_id_to_compare(tmp_path: Path, model: Path, name: str) -> None:
-    write_jsonl(
-        "in.jsonl", [{"id": "a", "prompt": "fox"}, {"id": "b", "prompt": "fox " * 50}, {"id": "c", "prompt": "x"}]
-    )
-    assert (
-        score("in.jsonl", name, model=model, id_column="id", max_row_bytes="100", max_error_rate=1)["exit_code"] == 0
-    )
+    rows = [{"id": "a", "prompt": "fox"}, {"id": "b", "prompt": "fox " * 50}, {"id": "c", "prompt": "x"}]
+    flags = {"model": model, "id_column": "id", "max_row_bytes": "100", "max_error_rate": 1}
+    assert score(write_jsonl("in.jsonl", rows), name, **flags)["exit_code"] == 0
     assert verify_job(name, ["in.jsonl"])["problems"] == []
-    write_jsonl(
-        "in.jsonl", [{"id": "a", "prompt": "fox"}, {"id": "b", "prompt": "fox " * 50}, {"id": "d", "prompt": "x"}]
-    )
+    write_jsonl("in.jsonl", [*rows[:2], rows[2] | {"id": "d"}])
     assert verify_job(name, ["in.jsonl"])["exit_code"] == 1
 
 
@@ -169,10 +164,8 @@ def test_running_then_killed_then_complete(here: Path, model: Path, monkeypatch:
     assert stopped["status"] == "stopped"
     assert 0 < stopped["rows"]["done"] < COUNT
     assert "no output" in verify_job("run.parquet")["problems"][0]
-    summary = score(
-        "in.parquet", "run.parquet", model=model, id_column="id", pack_tokens=64, max_error_rate=1, resume=True
-    )
-    assert summary["exit_code"] == 0
+    flags = {"model": model, "id_column": "id", "pack_tokens": 64, "max_error_rate": 1, "resume": True}
+    assert score("in.parquet", "run.parquet", **flags)["exit_code"] == 0
     complete = status_job("run.parquet")
     assert (complete["status"], complete["rows"]) == ("complete", {"done": COUNT, "total": COUNT})
     assert not Path("run.parquet.prefill/heartbeat.json").exists()

@@ -49,7 +49,7 @@ def all_texts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tup
         return of_rows()
 
 
-@pytest.mark.parametrize("flags", [{}, {"workers": 2}, {"pack_tokens": 64}])
+@pytest.mark.parametrize("flags", [{"workers": 2}, {"pack_tokens": 64}])
 def test_a_limit_takes_the_first_rows_of_the_input(
     model: Path, all_texts: list[tuple[Any, ...]], flags: dict[str, Any]
 ) -> None:
@@ -173,13 +173,12 @@ def test_many_wanted_rows_follow_their_window_in_groups(
     flags = {"model": model, "rationale": TOKENS, "evidence": True}
     assert score(make_input(), "whole.parquet", **flags)["exit_code"] == 0
     monkeypatch.setattr(loop, "GROUP_TOKENS", 2500)  # of two rows or so
-    for output, more in (("groups.parquet", {}), ("workers.parquet", {"workers": 2})):
-        assert score("in.jsonl", output, **flags, **more)["exit_code"] == 0
-        assert of_rows(output) == all_texts
-        for row, wanted in zip(read_output(output), read_output("whole.parquet"), strict=True):
-            changes = [{each["section"]: each["change"] for each in of["evidence"]} for of in (row, wanted)]
-            assert changes[0] == pytest.approx(changes[1], abs=1e-6)
-            assert changes[0]
+    assert score("in.jsonl", **flags)["exit_code"] == 0
+    assert of_rows() == all_texts
+    for row, wanted in zip(read_output("out.parquet"), read_output("whole.parquet"), strict=True):
+        changes = [{each["section"]: each["change"] for each in of["evidence"]} for of in (row, wanted)]
+        assert changes[0] == pytest.approx(changes[1], abs=1e-6)
+        assert changes[0]
 
 
 def test_a_row_that_left_early_goes_through_all_layers_to_be_written_about(deep_model: Path) -> None:

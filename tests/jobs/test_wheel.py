@@ -24,19 +24,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["target", "draft"])
-def test_the_wheel_brings_the_sample_models(wheel: Path, model: str) -> None:
-    names = zipfile.ZipFile(wheel).namelist()
-    folder = f"prefillcli/samples/models/{model}/"
-    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
-        assert folder + name in names
-
-
-@pytest.mark.slow
 def test_the_wheel_brings_the_whole_package_and_nothing_else(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {str(path.relative_to(_ROOT)) for path in (_ROOT / "prefillcli").rglob("*.py")}
     assert modules | {"prefillcli/py.typed", "prefillcli/schema/run.schema.json"} <= names
+    for model in ("target", "draft"):
+        for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+            assert f"prefillcli/samples/models/{model}/{name}" in names
     assert all(name.startswith("prefillcli/") for name in names)
 
 

@@ -1,4 +1,4 @@
-"""`prefill inspect --exit-profile`: a row leaves where the job let it leave."""
+"""`prefill inspect` shows of a row what `prefill score` did with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings
 from prefillcli.tools import inspect
 from prefillcli.tools.inspection import Inspection
-from tests.jobs.jobs import read_output
+from tests.jobs.jobs import read_output, score, write_parquet
+from tests.jobs.test_evidence_jobs import parts, text_of
 from tests.jobs.test_exits import LABELS, LAYERS, data, deep_model, exited  # noqa: F401 - fixtures
 
 
@@ -20,8 +21,7 @@ def inspected(monkeypatch: pytest.MonkeyPatch, **given: Any) -> tuple[dict[str, 
     """The last line on stdout, and what was shown."""
     shown: list[Inspection] = []
     monkeypatch.setattr(inspect, "print_inspection", lambda what, *_, **__: shown.append(what))
-    settings = load_settings(InspectSettings, {"labels": LABELS, "dtype": "float32"} | given, environment={})
-    return inspect.inspect_job(settings), shown
+    return inspect.inspect_job(load_settings(InspectSettings, given, environment={})), shown
 
 
 def test_a_row_leaves_where_the_job_let_it_leave(
@@ -35,10 +35,9 @@ def test_a_row_leaves_where_the_job_let_it_leave(
     exits = [each["layer"] + 1 for each in json.loads(profile.read_text())["exits"]]
     left = [row for row in rows if row["exit_layer"] is not None][::40]
     assert len(left) >= 3
+    given = {"labels": LABELS, "dtype": "float32", "inputs": [str(data)], "exit_profile": str(profile)}
     for row in left:
-        line, (shown,) = inspected(
-            monkeypatch, inputs=[str(data)], model=str(deep_model), row=str(row["row"]), exit_profile=str(profile)
-        )
+        line, (shown,) = inspected(monkeypatch, **given, model=str(deep_model), row=str(row["row"]))
         assert line["status"] == "complete"
         assert shown.margins is not None
         assert shown.margins.left == row["exit_layer"]
@@ -55,8 +54,9 @@ def test_exits_of_another_model_or_other_labels_are_refused(
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given = {"inputs": [str(data)], "row": "0", "exit_profile": str(exited / "out.exit.json")}
-    line, shown = inspected(monkeypatch, **given, model=str(deep_model), labels="t=t,n=n")
+    given = {"inputs": [str(data)], "row": "0", "exit_profile": str(exited / "out.exit.json"), "labels": LABELS}
+    given |= {"dtype": "float32"}
+    line, shown = inspected(monkeypatch, **given | {"labels": "t=t,n=n"}, model=str(deep_model))
     assert (line["exit_code"], shown) == (2, [])
     assert "different labels" in line["error"]
     line, _ = inspected(monkeypatch, **given, model=str(model))
@@ -64,3 +64,26 @@ def test_exits_of_another_model_or_other_labels_are_refused(
     assert "different model" in line["error"]
     line, _ = inspected(monkeypatch, **given | {"exit_profile": str(data)}, model=str(deep_model))
     assert "it is not an exit profile" in line["error"]
+
+
+def test_a_row_is_explained_as_score_explains_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_parquet("in.parquet", prompt=[text_of(parts(row)) for row in range(6)])
+    flags = {"model": str(model), "rationale": 8, "evidence": True, "temperature": 1.5}
+    assert score(source, **flags)["exit_code"] == 0
+    line, (shown,) = inspected(monkeypatch, inputs=[str(source)], row="4", html="row.html", **flags)
+    assert line["exit_code"] == 0
+    row = read_output("out.parquet")[4]
+    assert shown.scored is not None
+    written, evidence = shown.scored.rationale, shown.scored.evidence
+    assert written is not None
+    assert (written.text, written.tokens) == (row["rationale"], row["rationale_tokens"])
+    assert (written.finish_reason, written.source) == (row["finish_reason"], row["rationale_source"])
+    assert written.gap == pytest.approx(row["rationale_gap"], abs=1e-4)
+    assert shown.further[-1].parts[0].text.startswith(f"{row['prediction']} because ")
+    assert evidence is not None
+    assert len(evidence) == len(row["evidence"]) > 0
+    wanted = {each["section"]: each["change"] for each in row["evidence"]}
+    assert dict(evidence) == pytest.approx(wanted, abs=1e-5)
+    page = Path("row.html").read_text()
+    assert "paragraph 2" in page
+    assert "It is not the reason for the score" in page
