@@ -29,7 +29,7 @@ class Requirement:
 
 def compresses(settings: Any) -> bool:
     """Return whether these settings let the model read some tokens of a prompt only."""
-    return settings.draft is not None or settings.keep != 1
+    return settings.draft is not None or getattr(settings, "keep", 1) != 1
 
 
 def leaves_early(settings: Any) -> bool:
