@@ -7,6 +7,7 @@ import math
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -266,7 +267,7 @@ NO_PATHS = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_option_that_names_a_path_says_what_is_done_with_it(command: str) -> None:
-    """So it is in the table of `jobs/path_table.py`. An option with a metavar of its own is sorted here."""
+    """So it is in the table of `scoring/path_table.py`. An option with a metavar of its own is sorted here."""
     for name, field in COMMANDS[command].model_fields.items():
         details = details_of(COMMANDS[command], name)
         words = field.annotation is bool or get_origin(field.annotation) is Literal
@@ -276,6 +277,22 @@ def test_an_option_that_names_a_path_says_what_is_done_with_it(command: str) -> 
         assert names_path == (details.path is not None), name
         if details.same_as:
             assert details_of(COMMANDS[command], details.same_as).path, name
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_path_with_a_null_character_is_refused(command: str) -> None:
+    kind = COMMANDS[command]
+    for name, field in kind.model_fields.items():
+        if details_of(kind, name).path is None:
+            continue
+        for value in ("a\0b", ["a\0b"]):  # a list where the option takes one
+            with suppress(ValidationError):
+                kind.model_validate({**LEAST.get(command, {}), name: value})
+                with pytest.raises(UsageError, match=r"'a\\x00b': it holds a null character"):
+                    load_settings(kind, {**LEAST.get(command, {}), name: value}, environment={})
+                break
+        else:
+            pytest.fail(f"{name} takes no text: {field.annotation}")
 
 
 def test_an_option_must_say_what_it_changes() -> None:

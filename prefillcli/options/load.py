@@ -9,7 +9,7 @@ import re
 import reprlib
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
@@ -121,7 +121,7 @@ class _Merged:
         """Return all values that this kind of settings has. Raises UsageError for the first wrong one."""
         known = {name: value for name, value in self.values.items() if name in kind.model_fields}
         try:
-            return kind.model_validate(known)
+            settings = kind.model_validate(known)
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0])
@@ -129,6 +129,12 @@ class _Merged:
             if len(reason) > _MOST_REASON:
                 reason = f"{reason[:_MOST_REASON]} ..."
             raise UsageError(f"{self.origin.get(name, name)} {_shown(first['input'])}: {reason}") from None
+        for name, value in known.items():
+            own = value.values() if isinstance(value, Mapping) else value
+            for each in (own,) if isinstance(own, str) or not isinstance(own, Iterable) else own:
+                if "\0" in str(each) and details_of(kind, name).path is not None:
+                    raise UsageError(f"{self.origin[name]} {_shown(each)}: it holds a null character")
+        return settings
 
     def is_mistake(self, name: str, kind: type[Settings], *, recipe_may_keep: bool) -> bool:
         """Return whether it is the user's mistake that the option `name` has no effect.
