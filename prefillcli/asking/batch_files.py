@@ -141,7 +141,7 @@ class LikeliestTokens(Labels):
     measure = Measure.TOKENS
 
     def __init__(self, opened: Opened) -> None:
-        self.question = Question((Label("token"),))
+        self.question = Question(answers=(Label("token"),))
         self.token_text = self._text_of
         self._encoder = Encoder(opened.tokenizer)
         self._stops = stop_tokens(opened.files)

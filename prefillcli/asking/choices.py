@@ -48,7 +48,7 @@ class RowChoices(Labels):
     measure = Measure.CHOICES
 
     def __init__(self, tokenizer: Any, settings: Any) -> None:
-        super().__init__(tokenizer, Choice(()), norm=settings.label_norm, end=settings.label_end)
+        super().__init__(tokenizer, Choice(), norm=settings.label_norm, end=settings.label_end)
         self.columns = (settings.choices_column,)
         self._literal = settings.literal
         self._typed = not settings.literal

@@ -113,7 +113,7 @@ class Targets(Labels):
     fault = ErrorCode.INVALID_TARGET
 
     def __init__(self, tokenizer: Any, column: str, *, literal: bool) -> None:
-        self.question = Likelihood((Label("target"),))
+        self.question = Likelihood(answers=(Label("target"),))
         self.columns = (column,)
         self._encoder = Encoder(tokenizer)
         self._literal = literal

@@ -6,9 +6,14 @@ these. `prompts/labels.py` finds the tokens of each answer after a prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple
+
+from prefillcli.errors import UsageError
+
+Value = str | bool
+MOST_OPTIONS = 255  # of a choice, as in the APIs that ask these questions
 
 
 class Label(NamedTuple):
@@ -18,14 +23,40 @@ class Label(NamedTuple):
     variants: tuple[str, ...] | None = None
 
 
+class Option(NamedTuple):
+    """One of the things that an answer may say: its value, and a description for the model."""
+
+    value: Value
+    description: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The value as text."""
+        return self.value if isinstance(self.value, str) else str(self.value).lower()
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question with these answers, in their order. `name` tells it from others about the same row."""
+    """A question about a row. `instructions` say what is asked; without any, the prompt asks by itself.
 
-    answers: tuple[Label, ...]
-    name: str = ""
-    values: tuple[float, ...] = ()
-    """The number that each answer stands for; none unless they are levels of a scale."""
+    `name` tells it from others about the same row. `answers` are what the model may say, in the order of `options`;
+    without any they follow from the options.
+    """
+
+    type: ClassVar[str] = ""
+    instructions: str = ""
+    name: str = field(default="", kw_only=True)
+    answers: tuple[Label, ...] = field(default=(), kw_only=True)
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """What each answer stands for."""
+        return tuple(Option(answer.name) for answer in self.answers)
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The number that each answer stands for; none unless they are levels of a scale."""
+        return ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -40,32 +71,113 @@ class Question:
         return replace(self, answers=(second, first, *others))
 
 
+@dataclass(frozen=True, slots=True)
 class Predicate(Question):
-    """Whether something holds: the first of two answers says that it does."""
+    """Asks whether something holds: yes or no. `true` and `false` describe when it does and does not.
 
-    __slots__ = ()
+    Raises UsageError for answers that are not two.
+    """
+
+    type: ClassVar[str] = "predicate"
+    true: str | None = field(default=None, kw_only=True)
+    false: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not self.answers:
+            object.__setattr__(self, "answers", (Label("Yes"), Label("No")))
+        elif len(self.answers) != 2:
+            raise UsageError(f"a predicate has two answers, not {len(self.answers)}")
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        return (Option(True, self.true), Option(False, self.false))
 
 
+@dataclass(frozen=True, slots=True)
 class Choice(Question):
-    """Which of several answers that exclude one another; without answers, each row brings its own."""
+    """Asks which of several options holds; they exclude one another. They are texts or booleans, in a mapping with
+    their descriptions.
 
-    __slots__ = ()
+    Without options each row brings its own. Raises UsageError for fewer than 2, more than 255, and two that are equal.
+    """
+
+    type: ClassVar[str] = "choice"
+    choices: tuple[Option, ...] = ()
+
+    def __post_init__(self) -> None:
+        chosen = _options(self.choices) or tuple(Option(answer.name) for answer in self.answers)
+        if chosen and len(chosen) < 2 and self.instructions:
+            raise UsageError("a choice with one option decides nothing: give 2 or more")
+        if len(chosen) > MOST_OPTIONS and self.instructions:
+            raise UsageError(f"a choice has at most {MOST_OPTIONS} options, not {len(chosen)}")
+        _require_distinct(chosen, "option")
+        object.__setattr__(self, "choices", chosen)
+        if not self.answers:
+            object.__setattr__(self, "answers", tuple(Label(each.text) for each in chosen))
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        return self.choices
 
 
+@dataclass(frozen=True, slots=True)
 class Score(Question):
-    """Which level of a scale: each answer stands for a number."""
+    """Asks for a level of a scale, whose `levels` are named from the lowest to the highest, in a mapping with their
+    descriptions. They stand for the numbers 0, 1, ..., unless `numbers` says otherwise.
 
-    __slots__ = ()
+    Raises UsageError for fewer than 2 levels, and two that are equal.
+    """
+
+    type: ClassVar[str] = "score"
+    levels: tuple[Option, ...] = ()
+    numbers: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        levels = _options(self.levels) or tuple(Option(answer.name) for answer in self.answers)
+        if len(levels) < 2:
+            raise UsageError("a scale has 2 levels or more")
+        _require_distinct(levels, "level")
+        object.__setattr__(self, "levels", levels)
+        object.__setattr__(self, "numbers", self.numbers or tuple(map(float, range(len(levels)))))
+        if not self.answers:
+            object.__setattr__(self, "answers", tuple(Label(each.text) for each in levels))
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        return self.levels
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        return self.numbers
 
 
+@dataclass(frozen=True, slots=True)
 class Likelihood(Question):
-    """How likely a text is, which each row brings."""
+    """Asks how likely a text is, which each row brings."""
 
-    __slots__ = ()
+    type: ClassVar[str] = "likelihood"
 
 
 def typed(answers: Sequence[Label], values: Sequence[float] = (), name: str = "") -> Question:
     """Return the question with these answers: a score if they have values, a predicate if there are two, else a
     choice."""
-    kind = Score if values else Predicate if len(answers) == 2 else Choice
-    return kind(tuple(answers), name, tuple(values))
+    own = tuple(answers)
+    if values:
+        return Score(numbers=tuple(values), name=name, answers=own)
+    return Predicate(name=name, answers=own) if len(own) == 2 else Choice(name=name, answers=own)
+
+
+def _options(given: Any) -> tuple[Option, ...]:
+    # Options as users write them: values, pairs with descriptions, or a mapping.
+    pairs: Iterable[Any] = given.items() if isinstance(given, Mapping) else given
+    return tuple(Option(each) if isinstance(each, Value) else Option(*each) for each in pairs)
+
+
+def _require_distinct(options: Sequence[Option], what: str) -> None:
+    seen: set[tuple[type, Value]] = set()
+    for each in options:
+        if not each.text.strip():
+            raise UsageError(f"{what} {each.value!r}: it has no text")
+        if (key := (type(each.value), each.value)) in seen:
+            raise UsageError(f"the {what} {each.value!r} is given twice")
+        seen.add(key)
