@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from prefillcli.rows.records import Float64Array
+Float64Array = npt.NDArray[np.float64]
 
 
 def choice_confidence(probabilities: Float64Array) -> Float64Array:
