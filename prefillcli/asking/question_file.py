@@ -112,10 +112,10 @@ def schemas(questions: Sequence[AskedQuestion]) -> tuple[OutputSchema, ...]:
             labels=each.question.names,
             name=each.name,
             when=each.when,
+            type=each.question.type,
+            options=tuple(option.value for option in each.question.options),
             values=each.question.values,
-            groups=Groups(
-                (*(["ordered"] if each.question.values else ()), *(["orders", "label_scores"] if each.swap else ()))
-            ),
+            groups=Groups(["orders"] if each.swap else ()),
             exchanged=next(others) if each.swap else None,
         )
         for each in questions

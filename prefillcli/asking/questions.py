@@ -20,8 +20,9 @@ from prefillcli.plan.trie import build_forest, forest_tokens, token_order
 from prefillcli.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.prompts.labels import Labels
 from prefillcli.prompts.templates import RowTemplate
+from prefillcli.rows.output.answers import AnswerColumns, described
 from prefillcli.rows.output.columns import Group, OutputSchema, ResultRows
-from prefillcli.rows.output.target import QUESTION_ROWS
+from prefillcli.rows.output.target import ANSWERS, QUESTION_ROWS
 from prefillcli.rows.records import Prompt, RowBatch, RowError, ScoredRow, Window
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class QuestionAsking(Asking):
 
     def schemas(self, groups: frozenset[Group], calibrated: str) -> tuple[OutputSchema, ...]:
         """Return the columns of the answers to each question: see `Inputs.question_schemas`."""
-        shared = groups & {"audit", "label_scores", "evidence", "rationales"}
+        shared = groups & {"audit", "evidence", "rationales"}
         own = groups & {"calibrated"}
         return tuple(
             replace(each, groups=each.groups | shared | (own if each.name == calibrated else set()))
@@ -80,8 +81,9 @@ class QuestionAsking(Asking):
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         values.pop("questions")
-        found = {"questions": self.file.digest}
-        return found | ({QUESTION_ROWS: ",".join(self.names)} if self.settings.questions_as == "rows" else {})
+        answers = [AnswerColumns(own.name, own.type, own.labels, own.values) for own in self.file.schemas]
+        found = {"questions": self.file.digest, ANSWERS: described(answers)}
+        return found | ({QUESTION_ROWS: "yes"} if self.settings.questions_as == "rows" else {})
 
 
 class QuestionLabels(Labels):

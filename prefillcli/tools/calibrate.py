@@ -27,9 +27,10 @@ from prefillcli.prompts.labels import label_of
 from prefillcli.prompts.questions import Label
 from prefillcli.report.section import WIDTH, numbers_table, stderr_console
 from prefillcli.rows.input.source import Source
+from prefillcli.rows.output.answers import AnswerColumns
 from prefillcli.rows.output.columns import ROW_COLUMN
 from prefillcli.rows.output.store import write_sealed
-from prefillcli.rows.output.target import Job, Manifest, Target
+from prefillcli.rows.output.target import QUESTION_ROWS, Job, Manifest, Target
 from prefillcli.runtime import log
 from prefillcli.scoring.path_table import require_apart, require_json
 from prefillcli.scoring.shell import shell
@@ -75,28 +76,17 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
     """
     path, truth_name = settings.scores, settings.truth or ""
     source = Source.open([path])
-    prefix = f"{settings.question}." if settings.question else ""
-    score, logprob = f"{prefix}score", f"{prefix}{_LOGPROB}"
-    labels = tuple(name.removeprefix(logprob) for name in source.available if name.startswith(logprob))
-    if f"{prefix}{_BOTH_ORDERS}" in source.available:
-        raise UsageError(
-            f"{path}: the question {settings.question} was asked in both orders, and a mean of two answers is not "
-            "calibrated\nscore without swap"
-        )
+    job = _job_of(path)
+    own = None if job is None else _asked(job, settings, source)
+    labels = tuple(name.removeprefix(_LOGPROB) for name in source.available if name.startswith(_LOGPROB))
     if "score" in source.available and not labels and any(name.startswith(_VALUE) for name in source.available):
         raise UsageError(
             f"{path}: its scores are a head's values, which are not probabilities\nscore with --head probability"
         )
-    if score not in source.available or len(labels) < 2:
-        questions = [name.removesuffix(".score") for name in source.available if name.endswith(".score")]
-        if questions:
-            raise UsageError(
-                f"{path}: it has the answers to {', '.join(questions)}\nname one of these questions with --question"
-            )
-        if {"question", "labels", "score"} <= set(source.available):
-            raise UsageError(f"{path}: it has a row for each question\nscore with --questions-as columns")
-        raise UsageError(f"{path}: not an output of prefill score: it needs the columns {score} and {logprob}<label>")
-    job = _job_of(path)
+    if own is not None:
+        labels = own.labels
+    elif "score" not in source.available or len(labels) < 2:
+        raise UsageError(f"{path}: not an output of prefill score: it needs the columns score and {_LOGPROB}<label>")
     if job is not None and "label_norm" in job.fingerprint:
         raise UsageError(
             f"{path}: its scores are made of log-probabilities that --label-norm divides, and it has whole ones\n"
@@ -117,14 +107,33 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
             )
         answers = _answers(settings.truth_from, truth_name, None if key == ROW_COLUMN else key)
     exits = [_EXIT] if _EXIT in source.available else []
-    wanted = [score, *(logprob + label for label in labels)]
+    wanted = ["score", *(_LOGPROB + label for label in labels)] if own is None else [own.column(own.source("score"))]
     source.select(columns=[*wanted, key, *exits], carried=())
-    found = _collect(source, labels, wanted, key, answers, {} if job is None else job.fingerprint)
+    found = _collect(source, labels, wanted, key, answers, {} if job is None else job.fingerprint, own)
     _require_order(path, labels, found)
     if len(found.truth) == 0:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in found.left_out.items()) or "it has no rows"
         raise UsageError(f"{path}: no row has a score and a right answer ({reasons})\nthe labels: {', '.join(labels)}")
     return found
+
+
+def _asked(job: Job, settings: CalibrateSettings, source: Source) -> AnswerColumns | None:
+    # The columns of the question that the settings name; None for a job of labels.
+    path, names = settings.scores, [each.name for each in job.answers]
+    if QUESTION_ROWS in job.fingerprint:
+        raise UsageError(f"{path}: it has a row for each question\nscore with --questions-as columns")
+    if names and settings.question not in names:
+        raise UsageError(
+            f"{path}: it has the answers to {', '.join(names)}\nname one of these questions with --question"
+        )
+    if not names and settings.question:
+        raise UsageError(f"{path}: it has the answers to one question\nleave --question out")
+    if f"{settings.question}.{_BOTH_ORDERS}" in source.available:
+        raise UsageError(
+            f"{path}: the question {settings.question} was asked in both orders, and a mean of two answers is not "
+            "calibrated\nscore without swap"
+        )
+    return next((each for each in job.answers if each.name == settings.question), None)
 
 
 def _collect(
@@ -134,8 +143,9 @@ def _collect(
     key: str,
     answers: dict[str, Any] | None,
     job: dict[str, str],
+    own: AnswerColumns | None,
 ) -> LabelledScores:
-    # `wanted` are the columns with the score and the log-probability of each label.
+    # `wanted` are the columns with the score and the log-probability of each label, or what tells those of a question.
     names = [Label(label) for label in labels]
     left_out: Counter[str] = Counter()
     kept: list[tuple[float, list[float], int]] = []  # score, label log-probabilities and right label of each row
@@ -146,6 +156,11 @@ def _collect(
                 "make no calibration\nscore some rows without --exit and fit it on those: it holds with --exit too"
             )
         columns = [batch.columns[name] for name in (*wanted, key)]
+        if own is not None:
+            shares = own.shares(columns[0])
+            with np.errstate(divide="ignore"):
+                scores = [None if math.isnan(each) else each for each in shares[:, 0].tolist()]
+                columns = [scores, *np.log(shares).T.tolist(), columns[1]]
         for row, score, *logprobs, value in zip(batch.rows.tolist(), *columns, strict=True):
             numbers = [_number(each) for each in logprobs]
             answer = value if answers is None else answers.get(_key(value))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 from prefillcli.errors import UsageError
 from prefillcli.plan.behind import LabelSet
 from prefillcli.rows.output import batches
+from prefillcli.rows.output.answers import CALIBRATED, PROBABILITIES, AnswerColumns
 from prefillcli.rows.records import (
     SKIPPED_CODES,
     ErrorCode,
@@ -37,6 +38,7 @@ from prefillcli.rows.records import (
     text_of,
     to_python,
 )
+from prefillcli.stats.confidence import choice_confidence, score_confidence
 from prefillcli.stats.evaluation import Measure, label_mass, label_scores
 
 ROW = "__row"  # the row number in a part
@@ -253,12 +255,12 @@ class Column(NamedTuple):
     least_labels: int = 0  # only an output with this many labels has it
     # Only an output whose labels have one of these measures has it.
     measures: tuple[Measure, ...] = tuple(Measure)
-    of_answer: bool = False  # whether an output with several questions has one for each
-    labels: tuple[str, ...] | None = None  # those of the question that it is for; None: those of the output
+    # "label": only an output of labels has it, an answer to a question in another form. "answer": an output with
+    # several questions has one for each.
+    part: Literal["row", "label", "answer"] = "row"
 
     def names(self, labels: Sequence[str]) -> list[str]:
         """Return the name of the column, or one name for each label."""
-        labels = labels if self.labels is None else self.labels
         return [self.name.replace("<label>", label) for label in labels] if "<label>" in self.name else [self.name]
 
 
@@ -268,10 +270,9 @@ _PREDICTIONS = ("prediction", "audit_prediction")
 def _of_question(column: Column, number: int, schema: OutputSchema) -> Column:
     # The column for the answers to one of several questions.
     return column._replace(
-        name=f"{schema.name}.{column.name}",
+        name=f"{schema.name}.{column.name}" if column.name else schema.name,
         values=lambda rows: column.values(rows.questions[number]),
         counted=False,
-        labels=schema.labels,
     )
 
 
@@ -295,6 +296,12 @@ def _full_only(rows: ResultRows, values: npt.NDArray[Any]) -> ObjectArray:
 def _calibrated(rows: ResultRows) -> ObjectArray:
     # Calibrated probabilities of the labels [rows, labels].
     return rows.of_scored(np.empty((0, len(rows.schema.labels))) if rows.calibrated is None else rows.calibrated)
+
+
+def _by_label(rows: ResultRows, values: Float64Array | None) -> ObjectArray:
+    # The numbers of each row [scored, labels] by the names of the labels.
+    own = () if values is None else values.tolist()
+    return rows.of_scored([dict(zip(rows.schema.labels, each, strict=True)) for each in own])
 
 
 def _of_rationale(name: str) -> Callable[[ResultRows], ObjectArray]:
@@ -390,41 +397,41 @@ EVIDENCE = pa.list_(pa.struct([("section", pa.string()), ("change", pa.float64()
 _TARGET: Any = {"counted": True, "measures": (Measure.LIKELIHOOD,)}
 _CHOICES: Any = {"measures": (Measure.CHOICES,), "conditional": False}
 _NUMBERED = (Measure.SHARES, Measure.CHANCES, Measure.VALUES)
-_WRITTEN: Any = {"group": "rationales", "conditional": False, "of_answer": True}
+_WRITTEN: Any = {"group": "rationales", "conditional": False, "part": "answer"}
 
 # In the order of the output, after the id and the columns that are carried from the input.
 COLUMNS = (
-    Column("score", pa.float64(), lambda rows: rows.of_scored(rows.scores[:, 0]), counted=True, of_answer=True),
-    Column("probability", pa.float64(), lambda rows: _calibrated(rows)[:, 0], group="calibrated", of_answer=True),
+    Column("score", pa.float64(), lambda rows: rows.of_scored(rows.scores[:, 0]), counted=True, part="label"),
+    Column("probability", pa.float64(), lambda rows: _calibrated(rows)[:, 0], group="calibrated", part="label"),
     Column(
         "logprob_<label>",
         pa.float64(),
         lambda rows: _full_only(rows, rows.logprobs),
         measures=(Measure.SHARES, Measure.CHANCES),
-        of_answer=True,
+        part="label",
     ),
     Column(
         "value_<label>",
         pa.float64(),
         lambda rows: rows.of_scored(rows.logprobs),
         measures=(Measure.VALUES,),
-        of_answer=True,
+        part="label",
     ),
     Column(
         "mean",
         pa.float64(),
         lambda rows: rows.of_scored(rows.scores @ np.array(rows.schema.values)),
         group="ordered",
-        of_answer=True,
+        part="label",
     ),
-    Column("probability_<label>", pa.float64(), _calibrated, group="calibrated", least_labels=3, of_answer=True),
+    Column("probability_<label>", pa.float64(), _calibrated, group="calibrated", least_labels=3, part="label"),
     Column(
         "score_<label>",
         pa.float64(),
         lambda rows: rows.of_scored(rows.scores),
         group="label_scores",
         least_labels=3,
-        of_answer=True,
+        part="label",
     ),
     Column("scores", pa.list_(pa.float64()), lambda rows: _lists(rows, rows.scores), **_CHOICES),
     Column("logprobs", pa.list_(pa.float64()), lambda rows: _lists(rows, rows.logprobs), **_CHOICES),
@@ -458,7 +465,7 @@ COLUMNS = (
         pa.float64(),
         lambda rows: _full_only(rows, label_mass(rows.logprobs)),
         measures=(Measure.SHARES,),
-        of_answer=True,
+        part="answer",
     ),
     Column(
         "prediction",
@@ -466,14 +473,14 @@ COLUMNS = (
         lambda rows: rows.of_scored(_best(rows, rows.scores)),
         counted=True,
         measures=_NUMBERED,
-        of_answer=True,
+        part="label",
     ),
     Column(
         "order_decided",
         pa.bool_(),
         lambda rows: rows.of_scored([] if rows.order_decided is None else rows.order_decided),
         group="orders",
-        of_answer=True,
+        part="answer",
     ),
     Column("prompt_tokens", pa.int64(), lambda rows: rows.prompt_tokens, counted=True),
     Column("shared_tokens", pa.int64(), _of_result("shared_tokens"), conditional=False),
@@ -509,7 +516,7 @@ COLUMNS = (
         lambda rows: rows.of_scored([None if p is None else p[0] for p in rows.audited]),
         group="audit",
         conditional=False,
-        of_answer=True,
+        part="answer",
     ),
     Column(
         "audit_prediction", pa.int64(), lambda rows: rows.of_scored(_indices(rows.audited)), group="audit", **_CHOICES
@@ -521,18 +528,54 @@ COLUMNS = (
         group="audit",
         conditional=False,
         measures=_NUMBERED,
-        of_answer=True,
+        part="answer",
     ),
     Column("rationale", pa.string(), _of_rationale("text"), **_WRITTEN),
     Column("rationale_tokens", pa.int64(), _of_rationale("tokens"), **_WRITTEN),
     Column("finish_reason", pa.string(), _of_rationale("finish_reason"), **_WRITTEN),
     Column("rationale_gap", pa.float64(), _gaps, **_WRITTEN),
     Column("rationale_source", pa.string(), _of_rationale("source"), **_WRITTEN),
-    Column("evidence", EVIDENCE, _evidence, group="evidence", conditional=False, of_answer=True),
+    Column("evidence", EVIDENCE, _evidence, group="evidence", conditional=False, part="answer"),
 )
 
 
+def _typed_answer(own: OutputSchema) -> Iterator[Column]:
+    # The columns with the answer to a question, by its type; `_of_question` names them.
+    several = pa.struct([(name, pa.float64()) for name in own.labels])
+    if own.type == "predicate":
+        yield Column("", pa.float64(), lambda rows: rows.of_scored(rows.scores[:, 0]))
+    else:
+        if own.type == "score":
+            numbers = np.array(own.values)
+            yield Column("", pa.float64(), lambda rows: rows.of_scored(rows.scores @ numbers))
+        else:
+            plain = pa.bool_() if all(isinstance(each, bool) for each in own.options) else pa.string()
+            said = own.options if plain == pa.bool_() else own.labels
+            yield Column("", plain, lambda rows: rows.of_scored([said[at] for at in rows.scores.argmax(axis=-1)]))
+        sure = score_confidence if own.type == "score" else choice_confidence
+        yield Column(PROBABILITIES, several, lambda rows: _by_label(rows, rows.scores), conditional=False)
+        yield Column("confidence", pa.float64(), lambda rows: rows.of_scored(sure(rows.scores)))
+    if "calibrated" in own.groups and own.type == "predicate":
+        yield Column(CALIBRATED, pa.float64(), lambda rows: _calibrated(rows)[:, 0])
+    elif "calibrated" in own.groups:
+        yield Column(CALIBRATED, several, lambda rows: _by_label(rows, rows.calibrated), conditional=False)
+
+
 COLUMN_TYPES = {column.name: column.type for column in COLUMNS}
+# The answer to a question in a row of its own.
+QUESTION_ROW = tuple(
+    pa.field(name, kind)
+    for name, kind in {
+        "question": pa.string(),
+        "type": pa.string(),
+        "labels": pa.list_(pa.string()),
+        "answer": pa.string(),
+        "value": pa.float64(),
+        PROBABILITIES: pa.list_(pa.float64()),
+        "confidence": pa.float64(),
+    }.items()
+)
+CALIBRATED_ROW = pa.field(CALIBRATED, pa.list_(pa.float64()))
 
 
 _TYPES = {
@@ -592,9 +635,11 @@ class OutputSchema:
     measure: Measure = Measure.SHARES  # the meaning of the labels' numbers
     values: tuple[float, ...] = ()  # the number that each label stands for, if they are ordered
     # In an output with several questions about each row, the columns of each, under its `name`; `labels` and `measure`
-    # are those of the first then, as is the column `score`.
+    # are those of the first then.
     questions: tuple[OutputSchema, ...] = ()
     name: str = ""
+    type: str = ""  # of a question: predicate, choice or score
+    options: tuple[str | bool, ...] = ()  # what each of its answers says
     # In an output about the likeliest tokens, the text of each by its id.
     token_text: Callable[[int], TokenText] | None = None
     # For a question, the numbers of the rows it is asked about, by the answers to earlier ones; None: all.
@@ -670,15 +715,20 @@ class OutputSchema:
             and len(self.labels) >= column.least_labels
             and self.measure in column.measures
         ]
+        if self.type:  # the answers to one of several questions
+            own = [column for column in found if column.part == "answer"]
+            return [*_typed_answer(self), *own]
         if not self.questions:
             return found
         answers = [
-            _of_question(column, number, own)
-            for number, own in enumerate(self.questions)
-            for column in own.columns
-            if column.of_answer
+            _of_question(column, number, own) for number, own in enumerate(self.questions) for column in own.columns
         ]
-        return [found[0], *answers, *(column for column in found if not column.of_answer)]
+        return [*answers, *(column for column in found if column.part == "row")]
+
+    @property
+    def answers(self) -> list[AnswerColumns]:
+        """The columns with the answers to each of several questions, and what they say of each label."""
+        return [AnswerColumns(own.name, own.type, own.labels, own.values) for own in self.questions]
 
     @property
     def results(self) -> pa.Schema:
@@ -686,41 +736,49 @@ class OutputSchema:
         return pa.schema([(name, column.type) for column in self.columns for name in column.names(self.labels)])
 
     @property
-    def _answers(self) -> list[tuple[Column, pa.Field]]:
-        # The columns of an answer in its own row: of labels, which differ between questions, there are lists.
-        own = {column for each in self.questions for column in each.columns if column.of_answer}
-        named = [(column, column.name.replace("_<label>", "s")) for column in COLUMNS if column in own]
-        return [
-            (each, pa.field(name, each.type if name == each.name else pa.list_(each.type))) for each, name in named
-        ]
+    def _shared(self) -> list[Column]:
+        # The columns beside the answer itself that questions have, each for its own rows.
+        own = {column for each in self.questions for column in each.columns if column.part == "answer"}
+        return [column for column in COLUMNS if column in own]
 
     @property
     def _written(self) -> pa.Schema:
         # Names and types of all columns that scoring adds to the finished output.
         if "question_rows" not in self.groups:
             return self.results
-        fields = [pa.field("question", pa.string()), pa.field("labels", pa.list_(pa.string()))]
-        rest = [pa.field(column.name, column.type) for column in self.columns if not column.of_answer]
-        return pa.schema([*fields, *(made for _, made in self._answers), *rest])
+        fields = [*QUESTION_ROW, *([CALIBRATED_ROW] if "calibrated" in self.groups else [])]
+        rest = [pa.field(column.name, column.type) for column in self.columns if column.part == "row"]
+        return pa.schema([*fields, *(pa.field(each.name, each.type) for each in self._shared), *rest])
 
     def _by_question(self, rows: pa.Table) -> pa.Table:
         # Rows of parts with a row for each question. Numbers about all questions are in the first alone, so that they
         # still add up.
         count, found = len(rows), []
-        rest = [column for column in self.columns if not column.of_answer]
-        for number, own in enumerate(self.questions):
+        rest = [column for column in self.columns if column.part == "row"]
+        for number, (own, answers) in enumerate(zip(self.questions, self.answers, strict=True)):
             columns = {name: rows[name] for name in (ROW, *self.carried.names)}
-            columns["question"] = pa.array([own.name] * count, pa.string())
-            columns["labels"] = pa.array([own.labels] * count, pa.list_(pa.string()))
-            for column, made in self._answers:
-                values = [rows[f"{own.name}.{name}"] for name in column.names(own.labels) if column in own.columns]
-                if not values:
-                    columns[made.name] = pa.nulls(count, made.type)
-                elif made.name == column.name:
-                    columns[made.name] = values[0]
-                else:
-                    lists = zip(*(each.to_pylist() for each in values), strict=True)
-                    columns[made.name] = pa.array([None if None in each else each for each in lists], made.type)
+            shares = answers.shares(rows[answers.column(answers.source("score"))].to_pylist())
+            known = ~np.isnan(shares[:, 0])
+            chosen = rows[own.name]
+            columns |= {
+                "question": pa.array([own.name] * count, pa.string()),
+                "type": pa.array([own.type] * count, pa.string()),
+                "labels": pa.array([own.labels] * count, pa.list_(pa.string())),
+                "answer": answers.values_of("prediction", rows[answers.column(answers.source("prediction"))]),
+                "value": pa.nulls(count, pa.float64()) if own.type == "choice" else chosen,
+                PROBABILITIES: pa.array(shares.tolist(), pa.list_(pa.float64()), mask=~known),
+                "confidence": pa.nulls(count, pa.float64())
+                if own.type == "predicate"
+                else rows[f"{own.name}.confidence"],
+            }
+            if "calibrated" in self.groups:
+                columns[CALIBRATED] = pa.nulls(count, pa.list_(pa.float64()))
+                if "calibrated" in own.groups:
+                    listed = answers.shares(rows[f"{own.name}.{CALIBRATED}"].to_pylist())
+                    columns[CALIBRATED] = pa.array(listed.tolist(), pa.list_(pa.float64()), mask=~known)
+            for column in self._shared:
+                has = column in own.columns
+                columns[column.name] = rows[f"{own.name}.{column.name}"] if has else pa.nulls(count, column.type)
             for column in rest:
                 adds_up = number and (pa.types.is_integer(column.type) or pa.types.is_floating(column.type))
                 columns[column.name] = pa.nulls(count, column.type) if adds_up else rows[column.name]
@@ -737,15 +795,15 @@ class OutputSchema:
     @property
     def predictions(self) -> dict[str, Sequence[str]]:
         """The labels that each column with a prediction may have, by its name."""
-        own = [
-            each for each in (self, *self.questions) if each.measure is not Measure.CHOICES and len(each.labels) > 1
-        ]
-        return {f"{each.name}.{name}" if each.name else name: each.labels for each in own for name in _PREDICTIONS}
+        if self.questions:
+            return {each.name: each.labels for each in self.questions if each.type == "choice"}
+        known = self.measure is not Measure.CHOICES and len(self.labels) > 1
+        return dict.fromkeys(_PREDICTIONS, self.labels) if known else {}
 
     @property
     def means(self) -> list[str]:
         """The columns with the means of ordered labels."""
-        names = {"mean", *(f"{own.name}.mean" for own in self.questions)}
+        names = {"mean", *(own.name for own in self.questions if own.type == "score")}
         return [column.name for column in self.columns if column.name in names]
 
     @property
@@ -755,6 +813,12 @@ class OutputSchema:
     def count(self, counts: Counts, rows: pa.Table) -> Counts:
         """Add rows of parts to `counts`."""
         first = f"{self.questions[0].name}." if self.questions else ""
+        for own in self.answers:
+            told = rows[own.column(own.source("score"))]
+            rows = rows.append_column(f"{own.name}.score", own.values_of("score", told))
+            rows = rows.append_column(f"{own.name}.prediction", own.values_of("prediction", told))
+        if first:
+            rows = rows.append_column("score", rows[f"{first}score"])
         json_carried, means = self.json_carried, self.means
         counts.add_rows(rows, self.truth, id_name=self.id_name, json_carried=json_carried, means=means, first=first)
         for each in self.questions:

@@ -703,6 +703,9 @@ def folder_of(target: Target, shard: Shard) -> ShardFolder:
     return ShardFolder(shard, Target(target.path, target.format, shard).work)
 
 
+_OF_QUESTION = ("name", "type", "labels", "values", "options")  # of its columns, as JSON
+
+
 def of_schema(schema: OutputSchema) -> dict[str, Any]:
     """Return an output's columns as JSON; whether JSON is written as text follows from the format."""
     plain = {name: getattr(schema, name) for name in ("labels", "id_name", "json_carried", "truth")}
@@ -710,7 +713,8 @@ def of_schema(schema: OutputSchema) -> dict[str, Any]:
     plain |= {} if schema.measure is Measure.SHARES else {"measure": schema.measure.value}
     if schema.questions:
         plain["questions"] = [
-            {"name": own.name, "labels": own.labels, "groups": sorted(own.groups)} for own in schema.questions
+            {name: getattr(own, name) for name in _OF_QUESTION} | {"groups": sorted(own.groups)}
+            for own in schema.questions
         ]
     return plain | {"carried": _packed(schema.carried)}
 
@@ -720,8 +724,13 @@ def to_schema(content: dict[str, Any], *, json_text: bool) -> OutputSchema:
     else."""
     rest = content | {"labels": tuple(content["labels"]), "carried": _unpacked(content["carried"])}
     rest["measure"] = Measure(content.get("measure", Measure.SHARES))
-    questions = [own | {"labels": tuple(own["labels"])} for own in content.get("questions", ())]
-    rest["questions"] = tuple(OutputSchema(**own | {"groups": frozenset(own["groups"])}) for own in questions)
+    rest["questions"] = tuple(
+        OutputSchema(
+            **{name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
+            | {"groups": frozenset(own["groups"])}
+        )
+        for own in content.get("questions", ())
+    )
     groups = frozenset(name for name in get_args(Group) if rest.pop(name, False))
     return OutputSchema(**rest, groups=groups, json_text=json_text)
 

@@ -16,7 +16,6 @@ from typing import IO, Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter
 
@@ -32,6 +31,7 @@ from prefillcli.rows.filesystems import (
 )
 from prefillcli.rows.input.parquet import Footer
 from prefillcli.rows.output import DIRECTORY, FILE_ENDINGS, OutputFormat, Shard, batches, format_of
+from prefillcli.rows.output.answers import PROBABILITIES, AnswerColumns, answers_of
 from prefillcli.rows.output.columns import COLUMN_TYPES, COLUMNS, ROW_COLUMN, Counts
 from prefillcli.rows.output.store import Store, open_store, requesting
 from prefillcli.rows.proof import JOB_KEY, UNSEALED, Digesting, digest_of, seal, seal_of, take_checksum, with_checksum
@@ -42,7 +42,8 @@ NAME = "manifest.json"
 SCHEMA_VERSION = 2
 # The part of a fingerprint that names the meaning of the labels' numbers, where they are not shares.
 MEASURE = "measure"
-# The part of a fingerprint that names the questions, separated by commas, if the output has a row for each of them.
+# The parts of a fingerprint that describe the answers to several questions, and mark an output with a row for each.
+ANSWERS = "answers"
 QUESTION_ROWS = "question_rows"
 # The part of a fingerprint that marks an output with the lines of an OpenAI batch output.
 BATCH_FORMAT = "batch_format"
@@ -65,10 +66,9 @@ class Job:
         return hashlib.sha256(json.dumps(self.fingerprint, sort_keys=True).encode()).hexdigest()
 
     @property
-    def questions(self) -> list[str]:
-        """The questions, if the output has a row for each of them about every row of the input; none: it has one
-        row."""
-        return list(filter(None, self.fingerprint.get(QUESTION_ROWS, "").split(",")))
+    def answers(self) -> list[AnswerColumns]:
+        """The columns with the answers to each of several questions; none where there is one."""
+        return answers_of(self.fingerprint.get(ANSWERS, ""))
 
     def differing(self, other: Job) -> list[str]:
         """Return the parts in which two jobs differ, in the order of this one."""
@@ -341,41 +341,41 @@ def rows_of_input(form: FileFormat, file: IO[bytes], names: Sequence[str], job: 
     if job is not None and BATCH_FORMAT in job.fingerprint and isinstance(form, JsonlFormat):
         yield from (batches.rows_of(lines, names, job.id_name) for lines in form.objects(file))
         return
-    questions = [] if job is None else job.questions
-    if not questions:
+    if job is None or not (answers := job.answers):
         yield from form.read(file, names)
         return
-    places = [_place(name, questions) for name in names]
-    labels = ["labels"] if any(label is not None for _, _, label in places) else []
+    by_row = QUESTION_ROWS in job.fingerprint
+    places = [_place(name, answers, by_row=by_row) for name in names]
+    apart = len(answers) if by_row else 1
     rest = None
-    for table in form.read(file, [*dict.fromkeys(column for _, column, _ in places), *labels]):
+    for table in form.read(file, list(dict.fromkeys(column for _, _, column in places))):
         table = table if rest is None else pa.concat_tables([rest, table])
-        whole = len(table) - len(table) % len(questions)
+        whole = len(table) - len(table) % apart
         rest, columns = table.slice(whole), {}
-        each = [table.take(pa.array(np.arange(number, whole, len(questions)))) for number in range(len(questions))]
-        for name, (number, column, label) in zip(names, places, strict=True) if whole else ():
-            own = each[number]
-            if label is not None:
-                known = own["labels"][0].as_py()  # JSON text in JSON Lines
-                at = (json.loads(known) if isinstance(known, str) else known).index(label)
-                columns[name] = pc.list_element(own[column], at)
-            elif column in own.column_names:
-                columns[name] = own[column]
+        each = (
+            [table.take(pa.array(np.arange(number, whole, apart))) for number in range(apart)] if by_row else [table]
+        )
+        for name, (number, meaning, column) in zip(names, places, strict=True) if whole else ():
+            found = each[number if by_row else 0][column]
+            columns[name] = answers[number].values_of(meaning, found) if meaning else found
         if whole:
             yield pa.table(columns)
     if rest is not None and len(rest):
-        raise ValueError(f"its rows are not {len(questions)} for each row of the input")
+        raise ValueError(f"its rows are not {apart} for each row of the input")
 
 
-def _place(name: str, questions: Sequence[str]) -> tuple[int, str, str | None]:
-    # The place of a column's value among the rows of questions: number of the row, column, and label of its list.
-    question, _, column = name.partition(".")
-    kind, _, label = column.partition("_")
-    if question in questions and column in COLUMN_TYPES:
-        return questions.index(question), column, None
-    if question in questions and f"{kind}_<label>" in COLUMN_TYPES:
-        return questions.index(question), f"{kind}s", label
-    return 0, name, None
+def _place(name: str, answers: Sequence[AnswerColumns], *, by_row: bool) -> tuple[int, str, str]:
+    # Where an output has what a job of labels calls `name`: number of the question, meaning of its column, and column.
+    # Without a meaning it is no answer.
+    question, _, meaning = name.partition(".")
+    number = next((at for at, own in enumerate(answers) if own.name == question), None)
+    if number is None and name not in ("score", "prediction"):
+        return 0, "", name
+    number = number or 0
+    source = answers[number].source(meaning)
+    if by_row:
+        return number, meaning, source or PROBABILITIES
+    return number, meaning, answers[number].column(source)
 
 
 def is_partition(folder: str) -> bool:
