@@ -183,12 +183,13 @@ def _condition(text: str, where: str, before: Sequence[AskedQuestion]) -> Holds:
     condition = RowCondition(text, where)
     output = OutputSchema(labels=("",), questions=schemas(before))
     known = output.conditional if before else []
-    names = [field.name for field in known if "." in field.name]
+    asked = {each.name for each in before}
+    names = [field.name for field in known if field.name.partition(".")[0] in asked]
     for column in sorted(condition.columns):
         if column not in names:
             raise UsageError(
                 f"{where} {text!r}: no earlier question gives {column}{did_you_mean(column, names)}\n"
-                "a condition uses answers to questions above, like relevant.score or tone.prediction"
+                "a condition uses answers to questions above, like relevant or tone.confidence"
             )
     condition.check(known, labels=output.predictions)
     return Holds(condition)

@@ -255,8 +255,8 @@ class Column(NamedTuple):
     least_labels: int = 0  # only an output with this many labels has it
     # Only an output whose labels have one of these measures has it.
     measures: tuple[Measure, ...] = tuple(Measure)
-    # "label": only an output of labels has it, an answer to a question in another form. "answer": an output with
-    # several questions has one for each.
+    # "label": the answer itself, which an output of labels and one of several questions have in different forms.
+    # "answer": beside it, an output with several questions has one for each.
     part: Literal["row", "label", "answer"] = "row"
 
     def names(self, labels: Sequence[str]) -> list[str]:
@@ -717,7 +717,7 @@ class OutputSchema:
         ]
         if self.type:  # the answers to one of several questions
             own = [column for column in found if column.part == "answer"]
-            return [*_typed_answer(self), *own]
+            return [*(each._replace(part="label") for each in _typed_answer(self)), *own]
         if not self.questions:
             return found
         answers = [
