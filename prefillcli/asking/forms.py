@@ -6,9 +6,8 @@ docs/decisions.md has the measurement that chose these forms.
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 
 from prefillcli.prompts.questions import Choice, Label, Option, Predicate, Question
 
@@ -24,23 +23,23 @@ def text_of(question: Question) -> str:
         return "\n".join([*lines, "Answer Yes or No."])
     what = "options" if isinstance(question, Choice) else "levels, from the lowest to the highest"
     lines.append(f"Answer with the letter of one of these {what}:")
-    lines += [f"{letter}. {_described(each)}" for letter, each in zip(_letters(question.options), question.options)]
-    return "\n".join(lines)
+    lettered = zip(_letters(len(question.options)), question.options, strict=True)
+    return "\n".join([*lines, *(f"{letter}. {_described(each)}" for letter, each in lettered)])
 
 
 def with_answers(question: Question) -> Question:
     """Return the question with the answers that its prompt asks for."""
     if isinstance(question, Predicate):
         return question
-    letters = _letters(question.options)
-    return replace(question, answers=tuple(Label(each.text, said=own) for each, own in zip(question.options, letters)))
+    lettered = zip(_letters(len(question.options)), question.options, strict=True)
+    return replace(question, answers=tuple(Label(each.text, said=letter) for letter, each in lettered))
 
 
 def _described(option: Option) -> str:
     return f"{option.text}: {option.description}" if option.description else option.text
 
 
-def _letters(options: Sequence[Option]) -> list[str]:
+def _letters(count: int) -> list[str]:
     # A letter for each option, or two where there are more than letters: none begins another.
-    size = 1 if len(options) <= len(string.ascii_uppercase) else 2
-    return ["".join(each) for each, _ in zip(product(string.ascii_uppercase, repeat=size), options)]
+    size = 1 if count <= len(string.ascii_uppercase) else 2
+    return ["".join(each) for each in islice(product(string.ascii_uppercase, repeat=size), count)]

@@ -163,7 +163,7 @@ class QuestionsBuilder(PromptBuilder):
         first, *others = [
             replace(
                 settings,
-                template=template and template.text,
+                template=None if template is None else template.text,
                 question=text_of(each.question) if each.put else "",
                 question_end=ANSWER if each.put else "",
             )

@@ -60,6 +60,9 @@ Asked = TypeVar("Asked", bound=Question)
 class RequestError(UsageError):
     """A body is no valid request. The message begins with the place of the fault: `questions[3].choices: ...`."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message.lstrip(".: "))  # a question of a file has no place of its own
+
 
 @dataclass(frozen=True, slots=True)
 class DecisionRequest:
@@ -181,6 +184,14 @@ def _listed(value: Any) -> tuple[Question, ...]:
     return tuple(_question(each, f"questions[{number}]", names) for number, each in enumerate(value))
 
 
+def typed_question(value: Mapping[str, Any], name: str) -> Question:
+    """Return the question of this name in a question file, in the form of either API. Raises RequestError."""
+    own = {key: each for key, each in value.items() if each is not None}
+    if own.get("type") == "noul" or "criteria" in own:
+        return _primitive(own | {"type": "noul"} if own.get("type") == "predicate" else own, name, "")
+    return _question(own | {"name": name}, "", ())
+
+
 def _question(value: Any, place: str, names: Collection[str]) -> Question:
     kind = _type(value, place, tuple(_OPENAI))
     own = _object(value, place, needed=("type", "instructions", *_OPENAI[kind]), known=("name",))
@@ -218,11 +229,11 @@ def _mapped(value: Any) -> tuple[Question, ...]:
     _count(value, "questions", 1, MOST_QUESTIONS, "questions")
     if not all(name.strip() for name in value):
         raise RequestError("questions: an id is empty")
-    return tuple(_primitive(each, name) for name, each in value.items())
+    return tuple(_primitive(each, name, f"questions[{brief_json(name)}]") for name, each in value.items())
 
 
-def _primitive(value: Any, name: str) -> Question:
-    kind = _type(value, place := f"questions[{brief_json(name)}]", _SYSTEM_ONE)
+def _primitive(value: Any, name: str, place: str) -> Question:
+    kind = _type(value, place, _SYSTEM_ONE)
     needed = ("type",) if kind == "noul" else ("type", "criteria")
     own = _object(value, place, needed=needed, known=("instructions", "criteria"))
     asked = _content(own["instructions"], f"{place}.instructions") if "instructions" in own else ""

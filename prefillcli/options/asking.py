@@ -88,6 +88,13 @@ class QuestionOptions(Settings):
         ANSWERS, changes="columns", requires=QUESTIONS,
     )  # fmt: skip
 
+    @property
+    def asks_once(self) -> bool:
+        """True if the only question is that of `--ask`."""
+        return self.ask is not None and self.questions == question_text(
+            [asked_question(self.ask, self.options, self.levels)]
+        )
+
     @model_validator(mode="before")
     @classmethod
     def _with_questions(cls, given: Any) -> Any:
