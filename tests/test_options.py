@@ -32,6 +32,7 @@ ROOMS = [requirements, asking, reading, followup, judging]
 NAMES = {id(value): name for room in ROOMS for name, value in vars(room).items() if isinstance(value, Requirement)}
 #: Each requirement: what else is told where it is met, and where it is not.
 TOLD: dict[str, tuple[Values, Values]] = {
+    "ASK": ({"ask": "Is it?"}, {"ask": None, "questions": None}),
     "DRAFT": ({"draft": "d"}, {"draft": None}),
     "COMPRESSED": ({"draft": "d"}, {"draft": None}),
     "VOTES": ({"draft": "d"}, {"draft": None}),

@@ -44,7 +44,7 @@ class QuestionAsking(Asking):
         self.file = read_questions(settings.questions, settings.template, asked, settings.orders)
         if self.file.further and settings.evidence:
             raise UsageError(
-                "--evidence: a question with swap or orders has several prompts, and sections stand elsewhere in each\n"
+                "--evidence: a question with swap or orders has several prompts, which a section changes differently\n"
                 "leave one of them out"
             )
         self._templates: Sequence[RowTemplate | None] = ()

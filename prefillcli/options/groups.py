@@ -312,7 +312,6 @@ class PromptOptions(Settings):
         None,
         "Longest prompt in tokens. (default: the model's limit)",
         PROMPTS,
-        level="first",
         changes="scores",
         metavar="N",
         ge=1,
@@ -321,7 +320,6 @@ class PromptOptions(Settings):
         "error",
         "What to do with longer prompts. truncate-* cuts the texts of the row, and no template.",
         PROMPTS,
-        level="first",
         changes="scores",
     )
 
@@ -493,7 +491,7 @@ class WorkerOptions(Settings):
     workers: int = option(
         1,
         "Worker processes, each with a CUDA device or a share of the cores for itself.",
-        WORKERS, level="first", changes="speed", metavar="N", ge=1,
+        WORKERS, changes="speed", metavar="N", ge=1,
     )  # fmt: skip
     runner: Literal["local", "ray"] = option(
         "local", "Where the workers run: as processes on this machine, or as actors on Ray.", WORKERS, changes="speed"

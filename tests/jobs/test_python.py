@@ -53,7 +53,8 @@ def test_importing_the_package_imports_nothing_else() -> None:
 
 def test_the_names_that_are_exported() -> None:
     errors = {"PrefillError", "UsageError", "ResourceError", "ContentChangedError", "FailedRowsError"}
-    assert set(prefillcli.__all__) == {"score", "Scorer", "__version__", *errors}
+    questions = {"Predicate", "Choice", "Score"}
+    assert set(prefillcli.__all__) == {"score", "Scorer", "__version__", *errors, *questions}
     assert set(prefillcli.__all__) <= set(dir(prefillcli))
     for name in prefillcli.__all__:
         assert getattr(prefillcli, name) is not None
@@ -278,7 +279,7 @@ def test_options_that_are_no_text_are_refused_before_rows_are_read(model: Path, 
 
 
 def test_a_path_with_a_nul_is_no_template(model: Path) -> None:
-    with pytest.raises(prefillcli.UsageError, match="neither Jinja text"):
+    with pytest.raises(prefillcli.UsageError, match="it holds a null character"):
         prefillcli.score(["fox"], model, template="a\0b")
 
 
