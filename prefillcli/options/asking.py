@@ -57,7 +57,7 @@ ASK = Requirement(lambda s: s.ask is not None, "needs --ask", "ask a question wi
 ASKED = "answer"  # the name of the question of --ask
 
 
-class QuestionOptions(Settings):
+class AskOptions(Settings):
     """Typed questions about each row: one of --ask, or several of a file."""
 
     ask: str | None = option(
@@ -87,11 +87,6 @@ class QuestionOptions(Settings):
         "NAME.probabilities, ...; what the questions share is computed once.",
         ANSWERS, level="first", changes="scores", metavar="PATH", path="template",
     )  # fmt: skip
-    questions_as: Literal["columns", "rows"] = option(
-        "columns",
-        "Give each question its own columns, or its own rows.",
-        ANSWERS, changes="columns", requires=QUESTIONS,
-    )  # fmt: skip
 
     @property
     def asks_once(self) -> bool:
@@ -112,6 +107,16 @@ class QuestionOptions(Settings):
         if isinstance(asked, Sequence) and not isinstance(asked, str):
             asked = question_text(asked)
         return given if asked is None else {**given, "questions": asked}
+
+
+class QuestionOptions(AskOptions):
+    """The same, and where the answers go."""
+
+    questions_as: Literal["columns", "rows"] = option(
+        "columns",
+        "Give each question its own columns, or its own rows.",
+        ANSWERS, changes="columns", requires=QUESTIONS,
+    )  # fmt: skip
 
 
 TARGET = Requirement(

@@ -9,6 +9,8 @@ from prefillcli.engines.registry import ENGINES, Capability, refuse, refuse_of_e
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
 from prefillcli.options.asking import (
+    QUESTIONS,
+    AskOptions,
     BatchInput,
     BatchOptions,
     ChoiceOptions,
@@ -217,6 +219,7 @@ class ScoreSettings(
 
 
 class InspectSettings(
+    AskOptions,
     StreamingOptions,
     AdapterOptions,
     BatchInput,
@@ -247,6 +250,11 @@ class InspectSettings(
         changes="columns",
         metavar="NAME",
     )
+    question: str | None = option(
+        None,
+        "Of several questions, the one whose prompt is shown. (default: the first)",
+        FILES, changes="rows", metavar="NAME", requires=QUESTIONS,
+    )  # fmt: skip
     html: str | None = option(
         None,
         "Also write an HTML page to this file.",

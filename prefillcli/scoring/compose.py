@@ -165,7 +165,8 @@ def _follow_ups(settings: Any, asking: Asking, more: RationaleFollowUp | None, *
     if more is not None:
         return (Evidence(), more) if settings.evidence else (more,)
     # A question that is compressed, audited or followed up is asked together with all others.
-    if isinstance(asking, QuestionAsking) and plain and not settings.audit and settings.engine == "torch":
+    scores = plain and isinstance(settings, ScoreSettings) and not settings.audit and settings.engine == "torch"
+    if isinstance(asking, QuestionAsking) and scores:
         return (WaitingQuestions(asking.file),) if asking.file.waiting else ()
     return ()
 

@@ -9,13 +9,14 @@ from typing import Any
 
 from rich.console import Console
 
+from prefillcli.asking.questions import QuestionAsking
 from prefillcli.core.further import FurtherQuestions, WantedRow
 from prefillcli.core.inputs import Inputs
 from prefillcli.core.models import Models
 from prefillcli.core.request import ReadPrompt, Request, Tick, answer_requests, scored_row
 from prefillcli.core.windows import find_row
 from prefillcli.engines.base import Answer, EarlyExits, Engine, Treatment
-from prefillcli.errors import UsageError
+from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.options.commands import InspectSettings
 from prefillcli.options.option import Settings
 from prefillcli.options.reading import AdapterOptions, DeterminismOptions, InspectOptions
@@ -94,9 +95,11 @@ def _inspect(
         with at_once():
             opening.open_source()
             opening.open_models()
-            opened, labels = inputs.opened, inputs.labels
-            require_shares(labels, "inspect")
-            found = find_row(inputs.source, inputs.builder, labels, row=settings.row, id_column=settings.id_column)
+            opened, every = inputs.opened, inputs.labels
+            require_shares(every, "inspect")
+            part = _part(settings, inputs)
+            labels = every.each[part] if every.each else every
+            found = find_row(inputs.source, inputs.builder, every, row=settings.row, id_column=settings.id_column)
             summary.row, summary.id, window = found.row, found.id, found.window
             labels.check(window)
             if found.row in window.errors:
@@ -108,7 +111,7 @@ def _inspect(
             loaded = load_walk(opened, settings, names=labels.names)
             stack.callback(loaded.close)
         prompts = window.prompts
-        number = next(at for at, prompt in enumerate(prompts) if prompt.row == found.row)
+        number = next(at for at, prompt in enumerate(prompts) if (prompt.row, prompt.part) == (found.row, part))
         prompt, shared = prompts[number], shared_tokens(prompts, number)
         summary.prompt_tokens = len(prompt.tokens)
         progress = stack.enter_context(Progress(None, interval=settings.progress_interval, quiet=settings.quiet))
@@ -213,6 +216,17 @@ def _further(
     return list(filter(None, (each.shown(row, opening.inputs.labels.names) for each in opening.parts.follow_ups)))
 
 
+def _part(settings: InspectSettings, inputs: Inputs) -> int:
+    # The number of the question whose prompt is shown.
+    if settings.question is None or not isinstance(inputs.asking, QuestionAsking):
+        return 0
+    names = inputs.asking.names
+    if settings.question not in names:
+        near = did_you_mean(settings.question, names)
+        raise UsageError(f"--question: no question {settings.question!r}{near}\nthere are {', '.join(names)}")
+    return names.index(settings.question)
+
+
 def _check(settings: InspectSettings) -> None:
     # Raises UsageError for mistakes that do not depend on the input.
     if settings.draft is not None and not settings.uses_draft:
@@ -229,12 +243,13 @@ def _check(settings: InspectSettings) -> None:
 
 def _shown(settings: InspectSettings, inputs: Inputs) -> dict[str, Any]:
     # The settings that the page names: those that decide on the answers.
-    names = ["template", "prompt_column", "system", "max_length", "on_long", "labels", "temperature"]
+    asked = ["questions", "question"] if settings.questions else ["labels"]
+    names = ["template", "prompt_column", "system", "max_length", "on_long", *asked, "temperature"]
     names += [name for name in ("chat_option", "answer_prefix") if getattr(settings, name)]
-    asked: list[type[Settings]] = [InspectOptions] if compresses(settings) else []
-    asked += [AdapterOptions] if settings.adapter else []
-    asked += [DeterminismOptions] if settings.deterministic else []
-    for own in asked:
+    groups: list[type[Settings]] = [InspectOptions] if compresses(settings) else []
+    groups += [AdapterOptions] if settings.adapter else []
+    groups += [DeterminismOptions] if settings.deterministic else []
+    for own in groups:
         names += [name for name in own.model_fields if name != "draft" and name in settings.changing("scores")]
     found = {name: value for name in names if (value := getattr(settings, name)) is not None}
     way = inputs.builder.way
