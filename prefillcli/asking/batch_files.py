@@ -24,7 +24,7 @@ from prefillcli.prompts.questions import Label, Question
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.output.batches import CHAT, COMPLETION, PAIR_NAMES, RERANK, SCORE, as_list
 from prefillcli.rows.output.target import BATCH_FORMAT
-from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, TokenText, encode_json
+from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, TokenText, brief_json, encode_json
 from prefillcli.stats.evaluation import Measure
 
 if TYPE_CHECKING:
@@ -204,14 +204,14 @@ class RequestBuilder(PromptBuilder):
     def _objection(self, method: Any, url: Any, body: Any) -> str | None:
         # The reason why a line is not answered, or None.
         if method != "POST":
-            return f"method is {_shown(method)}, not POST"
+            return f"method is {brief_json(method)}, not POST"
         if not self._is_answered(url):
-            return f"url {_shown(url)}: {self._answered}"
+            return f"url {brief_json(url)}: {self._answered}"
         if not isinstance(body, dict):
             return "body is not an object"
         if body.get("model") not in self._models:
             return (
-                f"model {_shown(body.get('model'))} is not the one of this job, {self._models[-1]}; "
+                f"model {brief_json(body.get('model'))} is not the one of this job, {self._models[-1]}; "
                 "--served-model-name lets it answer to other names"
             )
         return self._wrong(url, body)
@@ -312,7 +312,7 @@ def _not_done(body: dict[str, Any], known: Set[str], only: Mapping[str, Any]) ->
         if key not in only:
             return f"{key}: not supported here"
         if value != only[key]:
-            return f"{key} {_shown(value)}: only {encode_json(only[key])} is supported here"
+            return f"{key} {brief_json(value)}: only {encode_json(only[key])} is supported here"
     return None
 
 
@@ -335,7 +335,7 @@ def _texts(url: str, body: dict[str, Any], names: tuple[str, str]) -> str | None
         return f"{one} {names[0]} and {two} {names[1]}: give one, or as many as there are of the others"
     top = body.get("top_n")
     if top is not None and (type(top) is not int or top < 0):
-        return f"top_n {_shown(top)}: must be a whole number, and 0 stands for all"
+        return f"top_n {brief_json(top)}: must be a whole number, and 0 stands for all"
     return None
 
 
@@ -351,7 +351,7 @@ def _lengths(url: str, body: dict[str, Any], *, answers: bool) -> str | None:
     given = {name: body[name] for name in names if body.get(name) is not None}
     for name, value in given.items():
         if type(value) is not int or value != 1:
-            return f"{name} {_shown(value)}: one token is answered, so it must be 1"
+            return f"{name} {brief_json(value)}: one token is answered, so it must be 1"
     return f"{' or '.join(names)} must be 1: one token is answered" if answers and not given else None
 
 
@@ -360,13 +360,13 @@ def _logprobs(url: str, body: dict[str, Any]) -> str | None:
     if url == COMPLETION:
         name, top = "logprobs", given
     elif given not in (None, True, False) or type(given) is int:
-        return f"logprobs {_shown(given)}: must be true or false"
+        return f"logprobs {brief_json(given)}: must be true or false"
     elif top is not None and not given:
         return "top_logprobs needs logprobs: true"
     else:
         name = "top_logprobs"
     if top is not None and (type(top) is not int or not 0 <= top <= MOST_TOP):
-        return f"{name} {_shown(top)}: must be a whole number from 0 to {MOST_TOP}"
+        return f"{name} {brief_json(top)}: must be a whole number from 0 to {MOST_TOP}"
     return None
 
 
@@ -374,7 +374,7 @@ def _stop(value: Any) -> str | None:
     texts = [value] if isinstance(value, str) else value
     if texts is None or (isinstance(texts, list) and all(isinstance(each, str) and each for each in texts)):
         return None
-    return f"stop {_shown(value)}: must be a text, or a list of texts"
+    return f"stop {brief_json(value)}: must be a text, or a list of texts"
 
 
 def _chat(messages: Any) -> str | None:
@@ -409,11 +409,3 @@ def _prompt(value: Any) -> str | None:
 def _one_prompt(value: Any) -> Any:
     # The text or the token ids of a prompt, which may be the one item of a list.
     return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list) else value
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = encode_json(value)
-    except RecursionError:
-        text = "(nested too deeply)"
-    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -7,18 +7,21 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from prefillcli.asking.forms import text_of, with_answers
+from prefillcli.asking.requests import typed_question
 from prefillcli.core.condition import RowCondition
 from prefillcli.errors import UsageError, brief, did_you_mean, without_secrets
 from prefillcli.options.groups import LabelTexts, LabelValues
 from prefillcli.options.plain_yaml import parse_yaml
 from prefillcli.prompts.labels import parse_labels, require_values
 from prefillcli.prompts.questions import Question, typed
+from prefillcli.prompts.templates import names_template
 from prefillcli.rows.filesystems import read_given
-from prefillcli.rows.output.columns import Groups, OutputSchema, ResultRows
+from prefillcli.rows.output.columns import COLUMN_TYPES, ROW_COLUMN, Groups, OutputSchema, ResultRows
 
 _MOST_BYTES = 1 << 20
 
@@ -29,9 +32,14 @@ class QuestionEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(min_length=1)
-    labels: LabelTexts
+    type: Literal["predicate", "noul", "choice", "score"] | None = None
+    instructions: Any = None  # what is asked: a text, or JSON
+    choices: Any = None  # the options of a choice: values, descriptions by value, or objects as in OpenAI's API
+    levels: Any = None  # of a scale, the lowest first: texts, or objects as in OpenAI's API
+    criteria: Any = None  # options, levels or sides as in System One
+    labels: LabelTexts | None = None
     values: LabelValues = ()  # the number that each label stands for
-    text: str | None = None  # Jinja text after the document
+    text: str | None = None  # Jinja text after the document, in place of the question
     template: str | None = None  # Jinja text in place of document and text
     when: str | None = None  # a condition on the answers to earlier questions
     swap: tuple[str, ...] | None = None  # two columns, whose values are asked about in both orders
@@ -43,6 +51,14 @@ class _Content(BaseModel):
 
     document: str | None = None
     questions: tuple[QuestionEntry, ...] = Field(min_length=1)
+
+    @field_validator("questions", mode="before")
+    @classmethod
+    def _named(cls, given: Any) -> Any:
+        # A map from names to questions is a list.
+        if not isinstance(given, dict):
+            return given
+        return [{"name": name, **each} if isinstance(each, dict) else each for name, each in given.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +75,16 @@ class Holds:
 
 @dataclass(frozen=True, slots=True)
 class AskedQuestion:
-    """A question of a file: the template of its whole prompt, the rows of which it is asked (None: all), and the two
-    columns whose values are exchanged in its other prompt."""
+    """A question of a file: the template of its whole prompt, or of the document before it (None: the prompt column
+    holds documents), the rows of which it is asked (None: all), and the two columns whose values are exchanged in its
+    other prompt."""
 
     question: Question
-    template: str
+    template: str | None
     when: Holds | None
     swap: tuple[str, ...] | None
+
+    put: bool = False  # whether the prompt says behind the document what is asked
 
     @property
     def name(self) -> str:
@@ -122,10 +141,14 @@ def schemas(questions: Sequence[AskedQuestion]) -> tuple[OutputSchema, ...]:
     )
 
 
-def read_questions(path: str) -> QuestionFile:
-    """Read the file at a path or URL. Raises UsageError, which names the file, the key and the nearest known one."""
-    shown = f"--questions {without_secrets(path)}"
-    raw = read_given("--questions", path, most=_MOST_BYTES)
+def read_questions(path: str, document: str | None = None, option: str = "--questions") -> QuestionFile:
+    """Read the file at a path or URL, or the text of one. `document` is the template of documents where it has none.
+    Raises UsageError, which names the file, the key and the nearest known one."""
+    if names_template(path):
+        shown = f"{option} {without_secrets(path)}"
+        raw = read_given(option, path, most=_MOST_BYTES)
+    else:
+        shown, raw = option, path.encode()
     try:
         loaded = parse_yaml(raw.decode())
     except ValueError as error:
@@ -136,14 +159,17 @@ def read_questions(path: str) -> QuestionFile:
         content = _Content.model_validate(loaded)
     except ValidationError as error:
         raise UsageError(f"{shown}: {_why(error, loaded)}") from None
+    if document is not None and content.document is not None:
+        raise UsageError(f"{shown}: it has a document, and --template names another\nleave one of them out")
+    document = document or content.document
     done: list[AskedQuestion] = []
     for each in content.questions:
-        done.append(_checked(each, content.document, done, shown))
+        done.append(_checked(each, document, done, shown))
     if content.document is not None and all(each.template is not None for each in content.questions):
         raise UsageError(f"{shown}: document is not used, as each question has its own template\nleave it out")
     parts = [
         [
-            *(each.name, each.template, each.question.answers),
+            *(each.name, each.template, each.question.answers, each.put and text_of(each.question)),
             *(each.when and each.when.condition.text, each.question.values, each.swap),
         ]
         for each in done
@@ -159,23 +185,61 @@ def _checked(entry: QuestionEntry, document: str | None, before: Sequence[AskedQ
         )
     if entry.name in {each.name for each in before}:
         raise UsageError(f"{where}: the name is given twice")
-    if (entry.text is None) == (entry.template is None):
-        what = "neither text nor template" if entry.text is None else "both text and template"
-        raise UsageError(f"{where}: it has {what}\ngive text, after the document, or its own template")
+    if entry.name in COLUMN_TYPES or entry.name == ROW_COLUMN:
+        raise UsageError(f"{where}: every output has a column {entry.name}\ncall the question otherwise")
+    if entry.text is not None and entry.template is not None:
+        raise UsageError(f"{where}: it has both text and template\ngive text, after the document, or its own template")
+    if entry.type is None and entry.text is None and entry.template is None:
+        raise UsageError(
+            f"{where}: it has neither type nor text nor template\n"
+            "give its type and instructions, or labels with text, after the document, or with its own template"
+        )
     if entry.text is not None and document is None:
         raise UsageError(f"{where}: text stands after the document, but the file has no document")
+    try:
+        question = _typed(entry) if entry.type is not None else _labelled(entry)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+    if entry.swap is not None and (len(entry.swap) != 2 or len(set(entry.swap)) != 2):
+        raise UsageError(f"{where}: swap {list(entry.swap)}: name two different columns, as in swap: [a, b]")
+    when = None if entry.when is None else _condition(entry.when, f"{where}: when", before)
+    if entry.template is not None or entry.text is not None:
+        return AskedQuestion(question, entry.template or f"{document}{entry.text}", when, entry.swap)
+    return AskedQuestion(with_answers(question), document, when, entry.swap, put=True)
+
+
+def _labelled(entry: QuestionEntry) -> Question:
+    # A question whose prompt is the user's, with labels.
+    if entry.labels is None:
+        raise UsageError("the key 'labels' is missing")
+    for key in _TYPED:
+        if getattr(entry, key) is not None:
+            raise UsageError(f"{key}: it belongs to a question with a type\nadd type: predicate, choice or score")
     try:
         labels = parse_labels(entry.labels)
         if "values" in entry.model_fields_set:
             require_values(entry.values, [each.name for each in labels])
     except UsageError as error:
-        said = str(error).replace("--label-values", "values").replace("--labels", "labels")
-        raise UsageError(f"{where}: {said}") from None
-    if entry.swap is not None and (len(entry.swap) != 2 or len(set(entry.swap)) != 2):
-        raise UsageError(f"{where}: swap {list(entry.swap)}: name two different columns, as in swap: [a, b]")
-    when = None if entry.when is None else _condition(entry.when, f"{where}: when", before)
-    template = entry.template or f"{document}{entry.text}"
-    return AskedQuestion(typed(labels, entry.values, entry.name), template, when, entry.swap)
+        raise UsageError(str(error).replace("--label-values", "values").replace("--labels", "labels")) from None
+    return typed(labels, entry.values, entry.name)
+
+
+_TYPED = ("instructions", "choices", "levels", "criteria")
+
+
+def _typed(entry: QuestionEntry) -> Question:
+    # A question with a type, in the forms of the APIs, or shorter.
+    for key in ("labels", "values"):
+        if key in entry.model_fields_set:
+            raise UsageError(f"{key}: a question with a type has choices or levels\nleave it out")
+    given = {key: getattr(entry, key) for key in ("type", *_TYPED)}
+    body = {key: value for key, value in given.items() if value is not None}
+    for key, inner in (("choices", "value"), ("levels", "label")):
+        if isinstance(found := body.get(key), dict):
+            found = [{inner: value, "description": told} for value, told in found.items()]
+        if isinstance(found, list):
+            body[key] = [each if isinstance(each, dict) else {inner: each} for each in found]
+    return typed_question(body, entry.name)
 
 
 def _condition(text: str, where: str, before: Sequence[AskedQuestion]) -> Holds:

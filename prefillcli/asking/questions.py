@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from prefillcli.asking.forms import ANSWER, text_of
 from prefillcli.asking.question_file import QuestionFile, read_questions
 from prefillcli.core.asking import Asking
 from prefillcli.core.further import Further, RowSelection, WantedRow
@@ -23,7 +24,7 @@ from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.output.answers import AnswerColumns, described
 from prefillcli.rows.output.columns import Group, OutputSchema, ResultRows
 from prefillcli.rows.output.target import ANSWERS, QUESTION_ROWS
-from prefillcli.rows.records import Prompt, RowBatch, RowError, ScoredRow, Window
+from prefillcli.rows.records import DEFAULT_COLUMN, Prompt, RowBatch, RowError, ScoredRow, Window
 
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs
@@ -31,18 +32,27 @@ if TYPE_CHECKING:
     from prefillcli.report.section import Section
 
 
+DOCUMENT_COLUMNS = (DEFAULT_COLUMN, "text", "document")  # the usual columns with what questions are about
+
+
 class QuestionAsking(Asking):
     """The questions of a file. Raises UsageError for a wrong file."""
 
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
-        self.file = read_questions(settings.questions)
+        asked = "--questions" if settings.ask is None else "--ask"
+        self.file = read_questions(settings.questions, settings.template, asked)
         if self.file.swapped and settings.evidence:
             raise UsageError(
                 "--evidence: a question with swap has two prompts, in which a section stands in different places\n"
                 "leave one of them out"
             )
-        self._templates: Sequence[RowTemplate] = ()
+        self._templates: Sequence[RowTemplate | None] = ()
+        by_column = any(each.template is None for each in self.file.questions)
+        if not by_column and "prompt_column" in settings.model_fields_set:
+            raise UsageError("--prompt-column: each question has a template, which names the columns\nleave it out")
+        if settings.template is not None and not any(each.put for each in self.file.questions):
+            raise UsageError("--template: each question of the file has its own\nleave it out")
 
     @property
     def names(self) -> list[str]:
@@ -51,7 +61,22 @@ class QuestionAsking(Asking):
 
     def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
         self._templates = compiled(self.file, available)
-        return tuple(dict.fromkeys(name for each in self._templates for name in each.columns))
+        found = (each.columns if each else (self._document(available),) for each in self._templates)
+        return tuple(dict.fromkeys(name for own in found for name in own))
+
+    def _document(self, available: Sequence[str]) -> str:
+        # The column with documents, where no template makes them.
+        named = self.settings.prompt_column
+        if named != DEFAULT_COLUMN:
+            return str(named)
+        found = next((name for name in DOCUMENT_COLUMNS if name in available), None)
+        if found is None and available:
+            raise UsageError(
+                f"the input has no column {' or '.join(DOCUMENT_COLUMNS)}; it has {', '.join(available)}\n"
+                "name the one to ask about with --prompt-column, or write several with --template, like "
+                f"'{{{{ {available[0]} }}}}'"
+            )
+        return found or DEFAULT_COLUMN
 
     def labels(self, opened: Opened) -> Labels:
         if opened.files.head is not None:
@@ -77,6 +102,7 @@ class QuestionAsking(Asking):
             raise UsageError(f"--questions {self.settings.questions}: the file is not as it was\nmake another Scorer")
         # A builder closes its templates: another one gets its own.
         templates, self._templates = self._templates or compiled(self.file, available), []
+        settings = replace(settings, prompt_column=self._document(available))
         return QuestionsBuilder(inputs.opened.tokenizer, settings, available, self.file, templates)
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
@@ -99,20 +125,21 @@ class QuestionLabels(Labels):
         self.each = (self, *(Labels(tokenizer, question, norm=norm, end=end) for question in others))
 
 
-def compiled(file: QuestionFile, available: Sequence[str]) -> list[RowTemplate]:
+def compiled(file: QuestionFile, available: Sequence[str]) -> list[RowTemplate | None]:
     """Compile the template of each question, for rows with the `available` columns (none: they are not known yet).
     Raises UsageError, which names the question."""
-    found = []
+    found: list[RowTemplate | None] = []
     for each in file.questions:
         try:
-            found.append(RowTemplate(each.template))
+            template = None if each.template is None else RowTemplate(each.template)
+            found.append(template)
             for name in each.swap or ():
                 if available and name not in available:
                     raise UsageError(f"swap: the input has no column {name!r}{did_you_mean(name, available)}")
-                if name not in found[-1].columns:
+                if template is None or name not in template.columns:
                     raise UsageError(f"swap: its prompt does not use the column {name!r}")
         except UsageError as error:
-            for own in found:
+            for own in filter(None, found):
                 own.close()
             raise UsageError(f"--questions: question {each.name!r}: {error}") from None
     return found
@@ -131,9 +158,17 @@ class QuestionsBuilder(PromptBuilder):
         settings: PromptSettings,
         available: Sequence[str],
         file: QuestionFile,
-        templates: Sequence[RowTemplate],
+        templates: Sequence[RowTemplate | None],
     ) -> None:
-        first, *others = [replace(settings, template=each.text) for each in templates]
+        first, *others = [
+            replace(
+                settings,
+                template=None if template is None else template.text,
+                question=text_of(each.question) if each.put else "",
+                question_end=ANSWER if each.put else "",
+            )
+            for each, template in zip(file.questions, templates, strict=True)
+        ]
         super().__init__(tokenizer, first, available, template=templates[0])
         self._file = file
         self._rest = [

@@ -153,7 +153,7 @@ class EvaluationPlan:
     def of_json(cls, content: Any) -> EvaluationPlan | None:
         """Return the plan that `to_json` gave; None for anything else."""
         try:
-            labels = tuple(Label(name, variants and tuple(variants)) for name, variants in content["labels"])
+            labels = tuple(Label(own, spelt and tuple(spelt), said) for own, spelt, said in content["labels"])
             return cls(**content | {"labels": labels, "numbers": tuple(content["numbers"])})
         except (KeyError, TypeError, ValueError):
             return None

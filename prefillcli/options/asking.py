@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any, Literal
 
+from pydantic import model_validator
+
 from prefillcli.errors import UsageError
-from prefillcli.options.groups import LabelValues, NameList
+from prefillcli.options.groups import LabelValues, NameList, split_names
 from prefillcli.options.option import ANSWERS, FILES, PROMPTS, Settings, option
 from prefillcli.options.requirements import Requirement
+from prefillcli.prompts.questions import Question
 from prefillcli.rows.output import format_of
+
+
+def asked_question(ask: str, options: Any, levels: Any) -> dict[str, Any]:
+    """Return the question of `--ask`, as a question file has it."""
+    entry: dict[str, Any] = {"name": ASKED, "type": "predicate", "instructions": ask}
+    if options:
+        return entry | {"type": "choice", "choices": list(split_names(options))}
+    return entry | {"type": "score", "levels": list(split_names(levels))} if levels else entry
+
+
+def question_text(questions: Sequence[Any]) -> str:
+    """Return the text of a question file with these questions."""
+    entries = [each.to_json() if isinstance(each, Question) else each for each in questions]
+    return json.dumps({"questions": entries}, ensure_ascii=False, indent=1)
 
 
 class ValueOptions(Settings):
@@ -34,20 +53,60 @@ class ChoiceOptions(Settings):
 QUESTIONS = Requirement(lambda s: s.questions is not None, "needs --questions", "name their file with --questions")
 
 
-class QuestionOptions(Settings):
-    """Several questions about each row."""
+ASK = Requirement(lambda s: s.ask is not None, "needs --ask", "ask a question with --ask TEXT")
+ASKED = "answer"  # the name of the question of --ask
 
+
+class QuestionOptions(Settings):
+    """Typed questions about each row: one of --ask, or several of a file."""
+
+    ask: str | None = option(
+        None,
+        "Ask this about each row: yes or no, or with --options or --levels. The column answer has the probability of "
+        "yes, the chosen option, or the expected level.",
+        ANSWERS, level="first", changes="scores", metavar="TEXT", text=True,
+    )  # fmt: skip
+    options: NameList = option(
+        (),
+        "Options that --ask chooses from, comma-separated: billing,technical,other.",
+        ANSWERS, level="first", changes="scores", metavar="NAMES", requires=ASK,
+    )  # fmt: skip
+    levels: NameList = option(
+        (),
+        "Levels that --ask scores by, from the lowest to the highest: calm,annoyed,angry.",
+        ANSWERS, level="first", changes="scores", metavar="NAMES", requires=ASK,
+    )  # fmt: skip
     questions: str | None = option(
         None,
-        "YAML file with several questions about each row. Each adds columns NAME.score, NAME.prediction, ...; what "
-        "the questions share is computed once.",
-        ANSWERS, level="first", changes="scores", metavar="PATH", path="file",
+        "YAML or JSON file with several questions about each row, or its text. Each adds columns NAME, "
+        "NAME.probabilities, ...; what the questions share is computed once.",
+        ANSWERS, level="first", changes="scores", metavar="PATH", path="template",
     )  # fmt: skip
     questions_as: Literal["columns", "rows"] = option(
         "columns",
         "Give each question its own columns, or its own rows.",
         ANSWERS, changes="columns", requires=QUESTIONS,
     )  # fmt: skip
+
+    @property
+    def asks_once(self) -> bool:
+        """True if the only question is that of `--ask`."""
+        return self.ask is not None and self.questions == question_text(
+            [asked_question(self.ask, self.options, self.levels)]
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_questions(cls, given: Any) -> Any:
+        # The question of --ask is a question file of one, and so are questions from Python.
+        if not isinstance(given, dict):
+            return given
+        asked, ask = given.get("questions"), given.get("ask")
+        if isinstance(ask, str) and asked is None:
+            asked = [asked_question(ask, given.get("options") or (), given.get("levels") or ())]
+        if isinstance(asked, Sequence) and not isinstance(asked, str):
+            asked = question_text(asked)
+        return given if asked is None else {**given, "questions": asked}
 
 
 TARGET = Requirement(

@@ -51,7 +51,8 @@ def refuse_combinations(settings: Settings) -> None:
     """Raise UsageError for the first refused combination that these settings of a command have."""
     for each in REFUSED:
         if each.holds(settings):
-            raise UsageError(each.message(type(settings)))
+            said = each.message(type(settings))
+            raise UsageError(said.replace("--questions", "--ask") if getattr(settings, "ask", None) else said)
 
 
 def _parted(text: OptionText) -> tuple[str, str]:
@@ -156,8 +157,14 @@ REFUSED: tuple[Refused, ...] = (
     ),
     *_refused("--questions", ("--labels", "--choices-column"), "each question has its labels in the file"),
     *_refused("--questions", "--label-values", "a question has its values in the file"),
-    *_refused("--questions", "--template", "the file has the templates"),
-    *_refused("--questions", "--prompt-column", "the templates of the file name the columns"),
+    *_refused("--options", "--levels", "a question is a choice or a score"),
+    *_refused(
+        "--ask",
+        "--questions",
+        "it is one question, and the file has others",
+        "put it into the file",
+        lambda settings: settings.asks_once,
+    ),
     *_refused(
         "--questions",
         _EXITS,

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from prefillcli.errors import UsageError
+from prefillcli.options.asking import ASKED
 from prefillcli.options.groups import NameList, RowRange, TextList, split_names
 from prefillcli.options.option import ANSWERS, FILES, RUN, Settings, argument, option
 from prefillcli.options.requirements import ALL_ROWS, Requirement
@@ -37,6 +38,8 @@ class EvaluationOptions(Settings):
         """The column with the right answers to each question; a single question has no name. Raises UsageError."""
         if self.truth is None:
             return {}
+        if getattr(self, "asks_once", False):
+            return {ASKED: self.truth}
         if getattr(self, "questions", None) is None:
             return {"": self.truth}
         pairs = [[side.strip() for side in text.partition("=")] for text in split_names(self.truth)]

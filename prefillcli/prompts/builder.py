@@ -151,6 +151,9 @@ class PromptSettings:
     pair_column: str | None = None  # column with the second text of a pair, for an encoder
     # Whether prompts note their rows' values, so that sections of them can be left out.
     sections: bool = False
+    # The question behind each row's own text, and what ends a prompt with a question that is no chat.
+    question: str = ""
+    question_end: str = ""
 
 
 def chat_choices(options: Any) -> ChatChoices:
@@ -269,6 +272,7 @@ class PromptBuilder:
         self.told: set[str] = set()  # what was said of prompts and answers; each is said once
         # The characters of templates and system messages, which are no data.
         typed = [self.template and self.template.text, settings.system, getattr(tokenizer, "chat_template", None)]
+        typed += [settings.question, settings.question_end]
         typed += [settings.choices.answer_prefix, settings.choices.options]
         self._typed = frozenset("".join(map(str, typed)))
         self._takes_ids = self.template is None and self.column == "prompt_token_ids"
@@ -298,7 +302,8 @@ class PromptBuilder:
         settings = self.settings
         parts: list[Any] = [self.column, self.template and self.template.text, self.chat, settings.system]
         parts += [settings.max_length, settings.on_long, self.max_row_bytes, settings.literal]
-        text = json.dumps([*parts, *filter(None, [settings.pair_column, self._chat_identity()])])
+        further = [settings.pair_column, self._chat_identity(), settings.question, settings.question_end]
+        text = json.dumps([*parts, *filter(None, further)])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _chat_identity(self) -> list[Any]:
@@ -392,7 +397,7 @@ class PromptBuilder:
 
     def _cuts_texts(self, raw: RawPrompt) -> bool:
         # Whether a prompt that is too long is made again of shorter texts. One without a template is cut itself.
-        made = self.template is not None or raw.chat is not None
+        made = self.template is not None or raw.chat is not None or bool(self.settings.question)
         return made and self.settings.on_long.startswith("truncate")
 
     def another(self) -> PromptBuilder:
@@ -490,6 +495,8 @@ class PromptBuilder:
             return RowError(code, "RecursionError: a value is nested too deeply"), None
 
     def _raw(self, row: int, value: Any) -> RawPrompt | RowError:
+        if self.settings.question and not isinstance(value, str | None):
+            return RowError(ErrorCode.WRONG_TYPE, f"the document is {type(value).__name__}, not text")
         if isinstance(value, str) and self._takes_ids:
             return RowError(ErrorCode.INVALID_TOKEN_IDS, "a text, not a list of token ids")
         if isinstance(value, str):
@@ -515,8 +522,9 @@ class PromptBuilder:
         wrong = text_error(text, "the prompt", self.max_row_bytes)
         if wrong is not None:
             return wrong
+        text += self.settings.question
         if not self.chat:
-            return RawPrompt(row, text)
+            return RawPrompt(row, text + self.settings.question_end)
         return self._from_messages(row, [{"role": "user", "content": text}])
 
     def _from_messages(self, row: int, value: list[Any]) -> RawPrompt | RowError:

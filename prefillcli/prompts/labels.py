@@ -354,7 +354,8 @@ class Labels:
 
     def _spelled(self, label: Label, end: PromptEnd) -> list[str]:
         # The texts of a label after the end of a prompt.
-        own = label.variants or (label.name if end.bare or label.name[:1].isspace() else f" {label.name}",)
+        said = label.said or label.name
+        own = label.variants or (said if end.bare or said[:1].isspace() else f" {said}",)
         if not end.literal:
             return [spelling + (self._end or "") for spelling in own]
         respell = self._encoder.controls.respell

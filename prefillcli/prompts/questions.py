@@ -17,10 +17,12 @@ MOST_OPTIONS = 255  # of a choice, as in the APIs that ask these questions
 
 
 class Label(NamedTuple):
-    """An answer. `variants` are its literal spellings; None: its name, after a space where one fits."""
+    """An answer. `variants` are its literal spellings; None: what is `said`, or else its name, after a space where one
+    fits."""
 
     name: str
     variants: tuple[str, ...] | None = None
+    said: str | None = None
 
 
 class Option(NamedTuple):
@@ -63,6 +65,11 @@ class Question:
         """The names of its answers."""
         return tuple(answer.name for answer in self.answers)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the question as a question file has it."""
+        name = {"name": self.name} if self.name else {}
+        return {"type": self.type, **name, "instructions": self.instructions}
+
     @property
     def exchanged(self) -> Question:
         """The same question about a prompt in which two values are exchanged: its first two answers stand for the
@@ -92,6 +99,10 @@ class Predicate(Question):
     def options(self) -> tuple[Option, ...]:
         return (Option(True, self.true), Option(False, self.false))
 
+    def to_json(self) -> dict[str, Any]:
+        told = {name: each for name, each in (("true", self.true), ("false", self.false)) if each is not None}
+        return Question.to_json(self) | ({"criteria": told} if told else {})
+
 
 @dataclass(frozen=True, slots=True)
 class Choice(Question):
@@ -118,6 +129,9 @@ class Choice(Question):
     @property
     def options(self) -> tuple[Option, ...]:
         return self.choices
+
+    def to_json(self) -> dict[str, Any]:
+        return Question.to_json(self) | {"choices": [each._asdict() for each in self.choices]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +163,10 @@ class Score(Question):
     @property
     def values(self) -> tuple[float, ...]:
         return self.numbers
+
+    def to_json(self) -> dict[str, Any]:
+        levels = [{"label": each.text, "description": each.description} for each in self.levels]
+        return Question.to_json(self) | {"levels": levels}
 
 
 @dataclass(frozen=True, slots=True)

@@ -849,3 +849,13 @@ def _json_form(value: Any) -> str:
 
 
 encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_json_form).encode
+
+
+def brief_json(value: Any) -> str:
+    """Return a value as JSON text for a message: its first 60 characters."""
+    try:
+        text = encode_json(value)
+    except RecursionError:
+        text = "(nested too deeply)"
+    short = text if len(text) <= 60 else f"{text[:60]}..."
+    return short.encode(errors="backslashreplace").decode()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
+from prefillcli.rows.output.decisions import first_probability, response_of
 from prefillcli.rows.records import encode_json
 
 URL, BODY = "url", "body"  # the carried columns that lines are made of, beside the id
@@ -41,7 +42,7 @@ def top_asked(url: str, body: Mapping[str, Any]) -> int | None:
 def lines_of(rows: pa.Table, row: str, id_name: str) -> pa.Table:
     """Return the lines for rows of parts, as `LINE`. `row` and `id_name` are the columns with row numbers and ids."""
     created = int(time.time())
-    answered = "pair_scores" if "pair_scores" in rows.column_names else "likeliest"
+    answered = next(name for name in _MAKES if name in rows.column_names)
     columns = [row, id_name, URL, BODY, answered, "prompt_tokens", "error", "error_detail"]
     made = []
     for number, own, url, body, answer, tokens, code, detail in zip(
@@ -51,8 +52,7 @@ def lines_of(rows: pa.Table, row: str, id_name: str) -> pa.Table:
         if code is not None:
             error = encode_json({"code": code, "message": detail})
         else:
-            make = _pairs if answered == "pair_scores" else _completion
-            done = make(number, created, json.loads(url), json.loads(body), answer, tokens)
+            done = _MAKES[answered](number, created, json.loads(url), json.loads(body), answer, tokens)
             response = encode_json({"status_code": 200, "request_id": f"req_{number}", "body": done})
         made.append((f"batch_req_{number}", own, response, error))
     return pa.Table.from_arrays(
@@ -120,6 +120,21 @@ def _pairs(
     return made | {"usage": usage, "results": results[: body.get("top_n") or None]}
 
 
+def _decisions(
+    number: int, created: int, url: str, body: dict[str, Any], probabilities: list[list[float]], prompt_tokens: int
+) -> dict[str, Any]:
+    # The answers to a body's typed questions, which have no number and no date.
+    return response_of(body, probabilities, model=body["model"], input_tokens=prompt_tokens)
+
+
+# What makes the object with the answer, by the column that has it.
+_MAKES: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "pair_scores": _pairs,
+    "decisions": _decisions,
+    "likeliest": _completion,
+}
+
+
 def _chat_logprob(token: str, logprob: float) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
 
@@ -127,7 +142,7 @@ def _chat_logprob(token: str, logprob: float) -> dict[str, Any]:
 def rows_of(lines: Iterable[dict[str, Any]], names: Sequence[str], id_name: str | None) -> pa.Table:
     """Return these columns of lines that were written: the id as JSON text, `score`, `error` and `error_detail`.
 
-    A line without log-probabilities does not show its score, which is 1 here. If there are several pairs, the first
+    A line without log-probabilities does not show its score, which is 1 here. Of several pairs or questions the first
     one counts.
     """
     values = [_values(line, id_name) for line in lines]
@@ -141,7 +156,9 @@ def _values(line: dict[str, Any], id_name: str | None) -> dict[str, Any]:
     score = None
     if response is not None:
         body = response["body"]
-        if "choices" not in body:
+        if "answers" in body:
+            score = first_probability(body)
+        elif "choices" not in body:
             first, *_ = body.get("data") or body["results"]
             score = first.get("score", first.get("relevance_score"))
         elif (told := body["choices"][0]["logprobs"]) is None:

@@ -1,0 +1,347 @@
+"""Requests for typed decisions, as the APIs of OpenAI and of TypeSafe (System One) have them: the questions of a body,
+and the document that they are about.
+
+A text is the document itself. An object or a list becomes compact JSON text, with its keys in their order. A list of
+OpenAI's items has a heading before the content of each; calls are numbered, and an output names its call:
+
+    User:
+    Where is order 7?
+
+    Call 1 of find_order:
+    {"number":7}
+
+    Output of call 1 of find_order:
+    It is late.
+
+    Assistant:
+    Refusal: I cannot help with that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from prefillcli.errors import UsageError, did_you_mean
+from prefillcli.prompts.questions import MOST_OPTIONS, Choice, Option, Predicate, Question, Score
+from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
+from prefillcli.rows.records import brief_json, encode_json
+
+MOST_QUESTIONS = 400  # about one document, as in OpenAI's API
+MOST_DEPTH = 100  # levels of objects and lists in JSON that is made text; OpenAI's API takes 32
+
+Kind = Literal["openai", "systemone"]
+
+# Keys of a body that have no effect on an answer; `x_...` has none either.
+_NO_EFFECT = {
+    *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "seed"),
+    *("prompt_cache_key", "prompt_cache_options"),
+}
+# The type of each part, with the key of its content.
+_TEXT = {"input_text": "text"}
+_JSON = {"input_json": "data"}
+_PARTS: Mapping[str, Mapping[str, str]] = {
+    "user": {**_TEXT, **_JSON},
+    "developer": _TEXT,
+    "system": _TEXT,
+    "assistant": {"output_text": "text", "refusal": "refusal"},
+}
+_MEDIA = {"input_image", "input_audio", "input_file", "input_video"}
+_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}  # with the key of what the call says
+_OUTPUTS = {f"{kind}_output": kind for kind in _CALLS}
+_OPENAI = {"predicate": (), "choice": ("choices",), "score": ("levels",)}
+_SYSTEM_ONE = ("noul", "choice", "score")
+
+Asked = TypeVar("Asked", bound=Question)
+
+
+class RequestError(UsageError):
+    """A body is no valid request. The message begins with the place of the fault: `questions[3].choices: ...`."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message.lstrip(".: "))  # a question of a file has no place of its own
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRequest:
+    """Questions about one document, each with a name of its own.
+
+    Questions that OpenAI's API leaves without a name are called by their place, `questions[3]`; their answers have no
+    name.
+    """
+
+    kind: Kind
+    document: str
+    questions: tuple[Question, ...]
+
+
+def request_of(values: Any, url: str | None = None) -> DecisionRequest:
+    """Return the request of a body, or of the columns of a row that stand for one.
+
+    `url` says whose request it is; without one, `input` is OpenAI's and `state` System One's. Keys with a null count
+    as missing. Raises RequestError.
+    """
+    if not isinstance(values, Mapping):
+        raise RequestError("body is not an object")
+    given = {key: value for key, value in values.items() if value is not None}
+    if url is None and ("input" in given) == ("state" in given):
+        raise RequestError(f"{'both' if 'input' in given else 'neither'} input and state: give one of them")
+    openai = "input" in given if url is None else url == DECISIONS
+    if url not in (None, DECISIONS, SYSTEM_ONE):
+        raise RequestError(f"url {brief_json(url)}: only {DECISIONS} and {SYSTEM_ONE} ask typed questions")
+    subject = "input" if openai else "state"
+    others = {key for key in given if key.startswith("x_")} | _NO_EFFECT
+    _object(given, "", needed=(subject, "questions"), known=others)
+    if not isinstance(given.get("model", ""), str):
+        raise RequestError("model: must be a text")
+    document = _document(given["input"]) if openai else _content(given["state"], "state")
+    questions = _listed(given["questions"]) if openai else _mapped(given["questions"])
+    return DecisionRequest("openai" if openai else "systemone", document, questions)
+
+
+# What a request is about.
+
+
+def _document(value: Any) -> str:
+    if isinstance(value, str):
+        return _text(value, "input")
+    if not isinstance(value, list) or not value:
+        raise RequestError("input: must be a text, or a list of items")
+    calls: dict[Any, tuple[str, str]] = {}
+    return "\n\n".join(_item(each, f"input[{number}]", calls) for number, each in enumerate(value))
+
+
+def _item(value: Any, place: str, calls: dict[Any, tuple[str, str]]) -> str:
+    # The heading and the content of an item. `calls` has the type and the title of each call so far by its id.
+    kind = _type(value, place, ("message", *_CALLS, *_OUTPUTS), usual="message")
+    if kind == "message":
+        own = _object(value, place, needed=("role", "content"), known=("type", "phase", "id", "status"))
+        role = _one_of(own["role"], f"{place}.role", tuple(_PARTS))
+        return f"{role.capitalize()}:\n{_parts(own['content'], f'{place}.content', _PARTS[role])}"
+    known = ("type", "id", "status", "namespace")
+    if kind in _CALLS:
+        own = _object(value, place, needed=("call_id", "name", _CALLS[kind]), known=known)
+        call = _text(own["call_id"], f"{place}.call_id")
+        if call in calls:
+            raise RequestError(f"{place}.call_id: {brief_json(call)} is the id of an earlier call")
+        names = [_text(own[key], f"{place}.{key}") for key in ("namespace", "name") if key in own]
+        calls[call] = kind, title = kind, f"{len(calls) + 1} of {'.'.join(names)}"
+        said = _text(own[_CALLS[kind]], f"{place}.{_CALLS[kind]}", empty=True)
+        return f"Call {title}:\n{said}"
+    own = _object(value, place, needed=("call_id", "output"), known=known)
+    call = _text(own["call_id"], f"{place}.call_id")
+    called, title = calls.get(call, ("", ""))
+    if called != _OUTPUTS[kind]:
+        raise RequestError(f"{place}.call_id: {brief_json(call)} is the id of no {_OUTPUTS[kind]} before it")
+    return f"Output of call {title}:\n{_parts(own['output'], f'{place}.output', _TEXT)}"
+
+
+def _parts(value: Any, place: str, kinds: Mapping[str, str]) -> str:
+    # The content of a message, an output or instructions: a text, or parts of these kinds, each on its lines.
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise RequestError(f"{place}: must be a text, or a list of parts")
+    return "\n".join(_part(each, f"{place}[{number}]", kinds) for number, each in enumerate(value))
+
+
+def _part(value: Any, place: str, kinds: Mapping[str, str]) -> str:
+    if isinstance(value, dict) and value.get("type") in _MEDIA:
+        raise RequestError(f"{place}: {value['type']} is not supported here: only text and JSON are read")
+    kind = _type(value, place, tuple(kinds))
+    key = kinds[kind]
+    content = _object(value, place, needed=("type", key), known=("prompt_cache_breakpoint",))[key]
+    place = f"{place}.{key}"
+    if kind in _JSON:
+        if not isinstance(content, dict) and not _are_objects(content):
+            raise RequestError(f"{place}: must be an object, or a list of objects")
+        return _json(content, place)
+    said = _text(content, place, empty=True)
+    return f"Refusal: {said}" if kind == "refusal" else said
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
+
+
+# Questions.
+
+
+def _listed(value: Any) -> tuple[Question, ...]:
+    # Those of OpenAI's API.
+    if not isinstance(value, list):
+        raise RequestError("questions: must be a list")
+    _count(value, "questions", 1, MOST_QUESTIONS, "questions")
+    names: dict[str, int] = {}
+    for number, each in enumerate(value):
+        if isinstance(each, dict) and each.get("name") is not None:
+            place = f"questions[{number}].name"
+            name = _text(each["name"], place)
+            if (first := names.setdefault(name, number)) != number:
+                raise RequestError(f"{place}: {brief_json(name)} is the name of questions[{first}]")
+    return tuple(_question(each, f"questions[{number}]", names) for number, each in enumerate(value))
+
+
+def typed_question(value: Mapping[str, Any], name: str) -> Question:
+    """Return the question of this name in a question file, in the form of either API. Raises RequestError."""
+    own = {key: each for key, each in value.items() if each is not None}
+    if own.get("type") == "noul" or "criteria" in own:
+        return _primitive(own | {"type": "noul"} if own.get("type") == "predicate" else own, name, "")
+    return _question(own | {"name": name}, "", ())
+
+
+def _question(value: Any, place: str, names: Collection[str]) -> Question:
+    kind = _type(value, place, tuple(_OPENAI))
+    own = _object(value, place, needed=("type", "instructions", *_OPENAI[kind]), known=("name",))
+    asked = _parts(own["instructions"], f"{place}.instructions", _PARTS["user"])
+    _text(asked, f"{place}.instructions")
+    name = own.get("name")
+    if name is None:
+        name = place
+        while name in names:  # somebody else's
+            name += "'"
+    if kind == "predicate":
+        return Predicate(asked, name=name)
+    if kind == "choice":
+        return _made(Choice, asked, name, _options(own["choices"], f"{place}.choices", "value"), f"{place}.choices")
+    return _made(Score, asked, name, _options(own["levels"], f"{place}.levels", "label"), f"{place}.levels")
+
+
+def _options(value: Any, place: str, key: str) -> list[Option]:
+    # The options of a choice, or the levels of a scale; `key` is that of what they are called.
+    if not isinstance(value, list):
+        raise RequestError(f"{place}: must be a list of objects")
+    found = []
+    for number, each in enumerate(value):
+        own = _object(each, at := f"{place}[{number}]", needed=(key,), known=("description",))
+        if not isinstance(own[key], str if key == "label" else str | bool):
+            raise RequestError(f"{at}.{key}: must be a text" + ", true or false" * (key == "value"))
+        found.append(Option(own[key], _text(own.get("description", ""), f"{at}.description", empty=True) or None))
+    return found
+
+
+def _mapped(value: Any) -> tuple[Question, ...]:
+    # Those of System One.
+    if not isinstance(value, dict):
+        raise RequestError("questions: must be an object, with a question for each id")
+    _count(value, "questions", 1, MOST_QUESTIONS, "questions")
+    if not all(name.strip() for name in value):
+        raise RequestError("questions: an id is empty")
+    return tuple(_primitive(each, name, f"questions[{brief_json(name)}]") for name, each in value.items())
+
+
+def _primitive(value: Any, name: str, place: str) -> Question:
+    kind = _type(value, place, _SYSTEM_ONE)
+    needed = ("type",) if kind == "noul" else ("type", "criteria")
+    own = _object(value, place, needed=needed, known=("instructions", "criteria"))
+    asked = _content(own["instructions"], f"{place}.instructions") if "instructions" in own else ""
+    criteria, place = own.get("criteria"), f"{place}.criteria"
+    if kind == "noul":
+        sides = {} if criteria is None else _object(criteria, place, needed=(), known=("true", "false"))
+        told = {key: _content(each, f"{place}.{key}") for key, each in sides.items()}
+        if not asked and not told:
+            raise RequestError(f"{place.removesuffix('.criteria')}: neither instructions nor criteria")
+        return Predicate(asked, name=name, true=told.get("true"), false=told.get("false"))
+    if kind == "choice":
+        if not isinstance(criteria, dict):
+            raise RequestError(f"{place}: must be an object, with a description or null for each option")
+        options = [
+            Option(key, None if each is None else _content(each, f"{place}[{brief_json(key)}]"))
+            for key, each in criteria.items()
+        ]
+        return _made(Choice, asked, name, options, place)
+    if not isinstance(criteria, list):
+        raise RequestError(f"{place}: must be a list of levels, the lowest first")
+    levels = [Option(_content(each, f"{place}[{number}]")) for number, each in enumerate(criteria)]
+    return _made(Score, asked, name, levels, place)
+
+
+def _made(kind: Callable[..., Asked], asked: str, name: str, options: Sequence[Option], place: str) -> Asked:
+    _count(options, place, 2, MOST_OPTIONS, "options" if kind is Choice else "levels")
+    with _errors_at(place):  # of two that are equal, or without a text
+        return kind(asked, tuple(options), name=name)
+
+
+# Values of JSON at their places.
+
+
+@contextmanager
+def _errors_at(place: str) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        raise RequestError(f"{place}: {error}") from None
+
+
+def _type(value: Any, place: str, known: Sequence[str], usual: str | None = None) -> str:
+    if not isinstance(value, dict):
+        raise RequestError(f"{place}: must be an object")
+    found = value.get("type")
+    if found is None and usual is None:
+        raise RequestError(f"{place}: has no type")
+    return _one_of(usual if found is None else found, f"{place}.type", known)
+
+
+def _one_of(value: Any, place: str, known: Sequence[str]) -> str:
+    if not isinstance(value, str) or value not in known:
+        raise RequestError(f"{place}: {brief_json(value)} is not {' or '.join(known)}")
+    return value
+
+
+def _object(value: Any, place: str, *, needed: Collection[str], known: Collection[str]) -> dict[str, Any]:
+    # An object without its nulls, with the needed keys and no unknown ones.
+    if not isinstance(value, dict):
+        raise RequestError(f"{place}: must be an object")
+    own = {key: each for key, each in value.items() if each is not None}
+    for key in own:
+        if key not in needed and key not in known:
+            at = f"{place}.{key}".removeprefix(".") if key.isidentifier() else f"{place}[{brief_json(key)}]"
+            raise RequestError(f"{at}: not supported here{did_you_mean(key[:60], needed)}")
+    for key in needed:
+        if key not in own:
+            raise RequestError(f"{place}: {key} is missing".removeprefix(": "))
+    return own
+
+
+def _count(values: Collection[Any], place: str, least: int, most: int, what: str) -> None:
+    if not least <= len(values) <= most:
+        limit = f"at least {least}" if len(values) < least else f"at most {most}"
+        raise RequestError(f"{place}: {len(values):,} {what}, {limit}")
+
+
+def _text(value: Any, place: str, *, empty: bool = False) -> str:
+    if not isinstance(value, str):
+        raise RequestError(f"{place}: must be a text")
+    if not empty and not value.strip():
+        raise RequestError(f"{place}: is empty")
+    return value
+
+
+def _content(value: Any, place: str) -> str:
+    # A text, or the JSON text of an object or a list.
+    if isinstance(value, str):
+        return _text(value, place)
+    if not isinstance(value, dict | list):
+        raise RequestError(f"{place}: must be a text, an object or a list")
+    if not value:
+        raise RequestError(f"{place}: is empty")
+    return _json(value, place)
+
+
+def _json(value: Any, place: str) -> str:
+    # The depth is counted, because the one at which Python gives up depends on the caller.
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        inner = (each for one in level for each in (one.values() if isinstance(one, dict) else one))
+        # Each object once, so that what holds itself several times does not grow
+        level = list({id(each): each for each in inner if isinstance(each, dict | list)}.values())
+        if not level:
+            break
+    else:
+        raise RequestError(f"{place}: nested more than {MOST_DEPTH} levels deep")
+    try:
+        return encode_json(value)
+    except ValueError:
+        raise RequestError(f"{place}: a number in it is not finite") from None

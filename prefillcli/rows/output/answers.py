@@ -1,0 +1,94 @@
+"""The columns with the answers to one of several questions, read back as what a job of labels has.
+
+A predicate has the column `NAME`, its probability. A choice has `NAME`, the chosen value, and a score `NAME`, the
+expected number of its level; both have `NAME.probabilities`, by the names of their answers, and `NAME.confidence`. In
+an output with a row for each question, every kind has a list of `probabilities`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+PROBABILITIES = "probabilities"
+CALIBRATED = "calibrated"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerColumns:
+    """The columns of a question's answers: its name and type, the names of its answers, and their numbers."""
+
+    name: str
+    type: str
+    labels: tuple[str, ...]
+    values: tuple[float, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its content for a file that belongs to the job."""
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, content: dict[str, Any]) -> AnswerColumns:
+        """Return the columns of `to_json`. Raises KeyError or TypeError for anything else."""
+        return cls(content["name"], content["type"], tuple(content["labels"]), tuple(content["values"]))
+
+    def column(self, name: str) -> str:
+        """Return the column of an output that has this meaning; without a name the answer itself."""
+        return f"{self.name}.{name}" if name else self.name
+
+    def source(self, meaning: str) -> str:
+        """Return the part of the column's name that holds what a job of labels calls `meaning`, as `logprob_Yes`."""
+        if meaning.partition("_")[0] == "probability":
+            return CALIBRATED
+        if meaning in ("score", "prediction", "mean") or meaning.startswith(("logprob_", "score_")):
+            return "" if self.type == "predicate" else PROBABILITIES
+        return meaning
+
+    def values_of(self, meaning: str, column: pa.ChunkedArray) -> pa.ChunkedArray | pa.Array:
+        """Return the values [rows] of `meaning` by those of its `source`: null where the question was not asked."""
+        if self.source(meaning) == meaning:
+            return column
+        shares = self.shares(column.to_pylist())
+        known = ~np.isnan(shares[:, 0])
+        if meaning == "prediction":
+            chosen = np.array(self.labels, object)[np.nan_to_num(shares).argmax(axis=-1)]
+            return pa.array(chosen, pa.string(), mask=~known)
+        if meaning == "mean":
+            found = shares @ np.array(self.values)
+        elif meaning in ("score", "probability"):
+            found = shares[:, 0]
+        else:
+            kind, _, label = meaning.partition("_")
+            found = shares[:, self.labels.index(label)]
+            if kind == "logprob":
+                with np.errstate(divide="ignore"):
+                    found = np.log(found)
+        return pa.array(found, pa.float64(), mask=~known)
+
+    def shares(self, told: Sequence[Any]) -> npt.NDArray[np.float64]:
+        """Return the probability of each answer [rows, answers], by the values that tell all of them, as text or not;
+        NaN where there is none."""
+        found = np.full((len(told), len(self.labels)), np.nan)
+        for at, value in enumerate(told):
+            row = json.loads(value) if isinstance(value, str) else value  # in JSON Lines
+            if isinstance(row, dict):
+                found[at] = [row[label] for label in self.labels]
+            elif row is not None:
+                found[at] = row if isinstance(row, list) else (row, 1 - row)
+        return found
+
+
+def answers_of(text: str) -> list[AnswerColumns]:
+    """Return the answers that a job's fingerprint describes in this text."""
+    return [AnswerColumns.of_json(each) for each in json.loads(text)] if text else []
+
+
+def described(answers: Sequence[AnswerColumns]) -> str:
+    """Return a description of these answers for a job's fingerprint."""
+    return json.dumps([each.to_json() for each in answers])
