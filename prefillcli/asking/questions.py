@@ -107,7 +107,8 @@ class QuestionAsking(Asking):
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         values.pop("questions")
-        answers = [AnswerColumns(own.name, own.type, own.labels, own.values) for own in self.file.schemas]
+        heat = self.settings.temperature
+        answers = [AnswerColumns(own.name, own.type, own.labels, own.values, heat) for own in self.file.schemas]
         found = {"questions": self.file.digest, ANSWERS: described(answers)}
         return found | ({QUESTION_ROWS: "yes"} if self.settings.questions_as == "rows" else {})
 
