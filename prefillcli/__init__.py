@@ -12,19 +12,27 @@ TYPE_CHECKING = False  # importing it from typing would take longer than all of 
 if TYPE_CHECKING:
     from prefillcli.errors import ContentChangedError, FailedRowsError, PrefillError, ResourceError, UsageError
     from prefillcli.library.session import Scorer, score
+    from prefillcli.prompts.questions import Choice, Predicate, Score
     from prefillcli.runtime.version import __version__
 
 __all__ = [
+    "Choice",
     "ContentChangedError",
     "FailedRowsError",
+    "Predicate",
     "PrefillError",
     "ResourceError",
+    "Score",
     "Scorer",
     "UsageError",
     "__version__",
     "score",
 ]
-_HOMES = {"Scorer": "library.session", "score": "library.session", "__version__": "runtime.version"}
+_HOMES = {
+    **dict.fromkeys(("Scorer", "score"), "library.session"),
+    **dict.fromkeys(("Choice", "Predicate", "Score"), "prompts.questions"),
+    "__version__": "runtime.version",
+}
 
 
 if not TYPE_CHECKING:  # else every name would be known

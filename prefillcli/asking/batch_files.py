@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefillcli.asking.labels import PAIR, LabelAsking
+from prefillcli.asking.requests import makes_prompts
 from prefillcli.errors import UsageError
 from prefillcli.models.files import read_reranker
 from prefillcli.models.open import Opened, stop_tokens
@@ -60,10 +61,7 @@ _MESSAGE = {"role", "content", "name"}
 def is_batch_file(settings: Any, available: Collection[str]) -> bool:
     """Return whether rows with these columns are lines of a batch file, unless an option makes other prompts of
     them."""
-    names = ("template", "pair_column", "questions", "target_column")
-    others = (getattr(settings, name, None) for name in names)
-    usual = "prompt_column" not in settings.model_fields_set and not any(others)
-    return usual and {BATCH_ID, METHOD, URL, BODY} <= set(available)
+    return {BATCH_ID, METHOD, URL, BODY} <= set(available) and not makes_prompts(settings)
 
 
 def require_batch_file(settings: Any, available: Collection[str]) -> None:

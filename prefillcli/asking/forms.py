@@ -6,6 +6,7 @@ docs/decisions.md has the measurement that chose these forms.
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice, product
 
@@ -14,25 +15,43 @@ from prefillcli.prompts.questions import Choice, Label, Option, Predicate, Quest
 ANSWER = "\nAnswer:"  # ends a prompt that is no chat
 
 
-def text_of(question: Question) -> str:
-    """Return what a prompt says behind the document to ask this question."""
+Order = Sequence[int]  # numbers of a question's options, in the order in which a prompt lists them
+
+
+def orders_of(question: Question, count: int) -> Sequence[Order]:
+    """Return `count` orders of a question's options, or as many as there are: rotations of a choice, and a scale from
+    its lowest and from its highest level. The first is the question's own."""
+    numbers = range(len(question.options))
+    if isinstance(question, Predicate):
+        return [numbers]
+    if not isinstance(question, Choice):
+        return [numbers, numbers[::-1]][:count]
+    count = min(count, len(numbers))
+    starts = [turn * len(numbers) // count for turn in range(count)]
+    return [[*numbers[start:], *numbers[:start]] for start in starts]
+
+
+def text_of(question: Question, order: Order | None = None) -> str:
+    """Return what a prompt says behind the document to ask this question, with its options in this order."""
     lines = ["", "", question.instructions]
     if isinstance(question, Predicate):
         told = [(name, each) for name, each in (("Yes", question.true), ("No", question.false)) if each]
         lines += [f"{name}: {each}" for name, each in told]
         return "\n".join([*lines, "Answer Yes or No."])
-    what = "options" if isinstance(question, Choice) else "levels, from the lowest to the highest"
+    options = [question.options[number] for number in order or range(len(question.options))]
+    what = "options" if isinstance(question, Choice) else "levels"
     lines.append(f"Answer with the letter of one of these {what}:")
-    lettered = zip(_letters(len(question.options)), question.options, strict=True)
+    lettered = zip(_letters(len(options)), options, strict=True)
     return "\n".join([*lines, *(f"{letter}. {_described(each)}" for letter, each in lettered)])
 
 
-def with_answers(question: Question) -> Question:
-    """Return the question with the answers that its prompt asks for."""
+def with_answers(question: Question, order: Order | None = None) -> Question:
+    """Return the question with the answers that its prompt asks for, which lists the options in this order."""
     if isinstance(question, Predicate):
         return question
-    lettered = zip(_letters(len(question.options)), question.options, strict=True)
-    return replace(question, answers=tuple(Label(each.text, said=letter) for letter, each in lettered))
+    said = dict(zip(order or range(len(question.options)), _letters(len(question.options)), strict=True))
+    answers = (Label(each.text, said=said[number]) for number, each in enumerate(question.options))
+    return replace(question, answers=tuple(answers))
 
 
 def _described(option: Option) -> str:

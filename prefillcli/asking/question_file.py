@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from prefillcli.asking.forms import text_of, with_answers
+from prefillcli.asking.forms import Order, orders_of, text_of, with_answers
 from prefillcli.asking.requests import typed_question
 from prefillcli.core.condition import RowCondition
 from prefillcli.errors import UsageError, brief, did_you_mean, without_secrets
@@ -37,6 +37,7 @@ class QuestionEntry(BaseModel):
     choices: Any = None  # the options of a choice: values, descriptions by value, or objects as in OpenAI's API
     levels: Any = None  # of a scale, the lowest first: texts, or objects as in OpenAI's API
     criteria: Any = None  # options, levels or sides as in System One
+    orders: int | None = Field(None, ge=1)  # of its options, in which it is asked
     labels: LabelTexts | None = None
     values: LabelValues = ()  # the number that each label stands for
     text: str | None = None  # Jinja text after the document, in place of the question
@@ -76,15 +77,20 @@ class Holds:
 @dataclass(frozen=True, slots=True)
 class AskedQuestion:
     """A question of a file: the template of its whole prompt, or of the document before it (None: the prompt column
-    holds documents), the rows of which it is asked (None: all), and the two columns whose values are exchanged in its
-    other prompt."""
+    holds documents), the rows of which it is asked (None: all), the two columns whose values are exchanged in its
+    other prompt, and the orders of its options in its prompts."""
 
     question: Question
     template: str | None
     when: Holds | None
     swap: tuple[str, ...] | None
 
-    put: bool = False  # whether the prompt says behind the document what is asked
+    orders: Sequence[Order] = ()  # none: the prompt is the user's own
+
+    @property
+    def put(self) -> bool:
+        """Whether the prompt says behind the document what is asked."""
+        return bool(self.orders)
 
     @property
     def name(self) -> str:
@@ -100,9 +106,14 @@ class QuestionFile:
     digest: str
 
     @property
-    def swapped(self) -> list[int]:
-        """Numbers of the questions with another prompt."""
-        return [number for number, each in enumerate(self.questions) if each.swap]
+    def further(self) -> list[tuple[int, Order | None]]:
+        """The prompts after the first ones of all questions: the number of the question, and the order of its options;
+        None where two values are exchanged."""
+        return [
+            (number, order)
+            for number, each in enumerate(self.questions)
+            for order in (*([None] if each.swap else []), *each.orders[1:])
+        ]
 
     @property
     def waiting(self) -> dict[int, int]:
@@ -114,8 +125,8 @@ class QuestionFile:
             for number, each in enumerate(self.questions)
             if each.when is not None and {name.partition(".")[0] for name in each.when.condition.columns} <= always
         }
-        others = enumerate(self.swapped, len(self.questions))
-        return found | {part: number for part, number in others if number in found}
+        others = enumerate(self.further, len(self.questions))
+        return found | {part: number for part, (number, _) in others if number in found}
 
     @property
     def schemas(self) -> tuple[OutputSchema, ...]:
@@ -134,16 +145,19 @@ def schemas(questions: Sequence[AskedQuestion]) -> tuple[OutputSchema, ...]:
             type=each.question.type,
             options=tuple(option.value for option in each.question.options),
             values=each.question.values,
-            groups=Groups(["orders"] if each.swap else ()),
-            exchanged=next(others) if each.swap else None,
+            groups=Groups(["orders"] if (count := bool(each.swap) + len(each.orders[1:])) else ()),
+            others=tuple(next(others) for _ in range(count)),
         )
         for each in questions
     )
 
 
-def read_questions(path: str, document: str | None = None, option: str = "--questions") -> QuestionFile:
-    """Read the file at a path or URL, or the text of one. `document` is the template of documents where it has none.
-    Raises UsageError, which names the file, the key and the nearest known one."""
+def read_questions(
+    path: str, document: str | None = None, option: str = "--questions", orders: int = 1
+) -> QuestionFile:
+    """Read the file at a path or URL, or the text of one. `document` is the template of documents where it has none,
+    and `orders` the number of orders in which options are listed. Raises UsageError, which names the file, the key and
+    the nearest known one."""
     if names_template(path):
         shown = f"{option} {without_secrets(path)}"
         raw = read_given(option, path, most=_MOST_BYTES)
@@ -164,12 +178,13 @@ def read_questions(path: str, document: str | None = None, option: str = "--ques
     document = document or content.document
     done: list[AskedQuestion] = []
     for each in content.questions:
-        done.append(_checked(each, document, done, shown))
+        done.append(_checked(each, document, done, shown, orders))
     if content.document is not None and all(each.template is not None for each in content.questions):
         raise UsageError(f"{shown}: document is not used, as each question has its own template\nleave it out")
     parts = [
         [
-            *(each.name, each.template, each.question.answers, each.put and text_of(each.question)),
+            *(each.name, each.template, each.question.answers),
+            [text_of(each.question, order) for order in each.orders],
             *(each.when and each.when.condition.text, each.question.values, each.swap),
         ]
         for each in done
@@ -177,7 +192,9 @@ def read_questions(path: str, document: str | None = None, option: str = "--ques
     return QuestionFile(tuple(done), hashlib.sha256(json.dumps(parts).encode()).hexdigest())
 
 
-def _checked(entry: QuestionEntry, document: str | None, before: Sequence[AskedQuestion], shown: str) -> AskedQuestion:
+def _checked(
+    entry: QuestionEntry, document: str | None, before: Sequence[AskedQuestion], shown: str, orders: int
+) -> AskedQuestion:
     where = f"{shown}: question {entry.name!r}"
     if not entry.name.isidentifier():
         raise UsageError(
@@ -204,8 +221,12 @@ def _checked(entry: QuestionEntry, document: str | None, before: Sequence[AskedQ
         raise UsageError(f"{where}: swap {list(entry.swap)}: name two different columns, as in swap: [a, b]")
     when = None if entry.when is None else _condition(entry.when, f"{where}: when", before)
     if entry.template is not None or entry.text is not None:
+        if entry.orders is not None:
+            raise UsageError(f"{where}: orders: its prompt is its own, and lists the options in one order")
         return AskedQuestion(question, entry.template or f"{document}{entry.text}", when, entry.swap)
-    return AskedQuestion(with_answers(question), document, when, entry.swap, put=True)
+    if entry.swap is not None:
+        raise UsageError(f"{where}: swap exchanges two columns of its own template, and it has none")
+    return AskedQuestion(with_answers(question), document, when, None, orders_of(question, entry.orders or orders))
 
 
 def _labelled(entry: QuestionEntry) -> Question:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from prefillcli.asking.forms import ANSWER, text_of
-from prefillcli.asking.question_file import QuestionFile, read_questions
+from prefillcli.asking.forms import ANSWER, Order, text_of, with_answers
+from prefillcli.asking.question_file import AskedQuestion, QuestionFile, read_questions
 from prefillcli.core.asking import Asking
 from prefillcli.core.further import Further, RowSelection, WantedRow
 from prefillcli.core.request import Request, scored_row
@@ -41,10 +41,10 @@ class QuestionAsking(Asking):
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
         asked = "--questions" if settings.ask is None else "--ask"
-        self.file = read_questions(settings.questions, settings.template, asked)
-        if self.file.swapped and settings.evidence:
+        self.file = read_questions(settings.questions, settings.template, asked, settings.orders)
+        if self.file.further and settings.evidence:
             raise UsageError(
-                "--evidence: a question with swap has two prompts, in which a section stands in different places\n"
+                "--evidence: a question with swap or orders has several prompts, and sections stand elsewhere in each\n"
                 "leave one of them out"
             )
         self._templates: Sequence[RowTemplate | None] = ()
@@ -121,7 +121,9 @@ class QuestionLabels(Labels):
         self.digest = file.digest
         norm, end = settings.label_norm, settings.label_end
         first, *others = [each.question for each in file.questions]
-        others += [file.questions[number].question.exchanged for number in file.swapped]
+        for number, order in file.further:
+            own = file.questions[number].question
+            others.append(own.exchanged if order is None else with_answers(own, order))
         super().__init__(tokenizer, first, norm=norm, end=end)
         self.each = (self, *(Labels(tokenizer, question, norm=norm, end=end) for question in others))
 
@@ -148,7 +150,7 @@ def compiled(file: QuestionFile, available: Sequence[str]) -> list[RowTemplate |
 
 class QuestionsBuilder(PromptBuilder):
     """Makes a prompt of each row for each question: `Prompt.part` is the question's number. Those of
-    `QuestionFile.swapped` follow.
+    `QuestionFile.further` follow.
 
     It makes those of the first question itself. Raises UsageError as `PromptBuilder` does.
     """
@@ -161,21 +163,22 @@ class QuestionsBuilder(PromptBuilder):
         file: QuestionFile,
         templates: Sequence[RowTemplate | None],
     ) -> None:
-        first, *others = [
-            replace(
-                settings,
-                template=None if template is None else template.text,
-                question=text_of(each.question) if each.put else "",
-                question_end=ANSWER if each.put else "",
-            )
-            for each, template in zip(file.questions, templates, strict=True)
-        ]
+        count = len(file.questions)
+        # The number of the question and the order of its options, of each prompt that a builder of its own makes.
+        asked: list[tuple[int, Order | None]] = [(number, None) for number in range(count)]
+        asked += [(number, order) for number, order in file.further if order is not None]
+        first, *others = [_asking(settings, file.questions[at], templates[at], order) for at, order in asked]
         super().__init__(tokenizer, first, available, template=templates[0])
         self._file = file
         self._rest = [
-            PromptBuilder(tokenizer, own, available, template=template)
-            for own, template in zip(others, templates[1:], strict=True)
+            PromptBuilder(tokenizer, own, available, template=templates[number])
+            for own, (number, _) in zip(others, asked[1:], strict=True)
         ]
+        # The number of the question that each prompt of a row asks, its builder, and whether two values are exchanged.
+        builders = iter([self, *self._rest])
+        self._parts = [(number, next(builders), False) for number in range(count)]
+        for number, order in file.further:
+            self._parts.append((number, self._parts[number][1] if order is None else next(builders), order is None))
         for each in self._rest:
             each.told = self.told
         found = [name for each in self._rest for name in each.needed]
@@ -192,11 +195,9 @@ class QuestionsBuilder(PromptBuilder):
         errors = dict(batch.errors)
         prompts: list[Prompt] = []
         failed: dict[int, dict[int, RowError]] = {}
-        build = [super().build, *(each.build for each in self._rest)]
-        asked = [(number, batch) for number in range(len(build))]
-        asked += [(number, self._exchanged(batch, number)) for number in self._file.swapped]
-        for part, ((number, rows), answers) in enumerate(zip(asked, own, strict=True)):
-            found, wrong = build[number](rows, answers)
+        for part, ((number, builder, exchanged), answers) in enumerate(zip(self._parts, own, strict=True)):
+            rows = self._exchanged(batch, number) if exchanged else batch
+            found, wrong = super().build(rows, answers) if builder is self else builder.build(rows, answers)
             question = self._file.questions[number]
             for prompt in found:
                 prompt.part, prompt.question, prompt.conditional = part, question.name, question.when is not None
@@ -219,7 +220,7 @@ class QuestionsBuilder(PromptBuilder):
 
     def of_part(self, part: int, labels: Labels) -> tuple[PromptBuilder, Labels]:
         own = labels.each if isinstance(labels, QuestionLabels) else (labels,)
-        return [self, *self._rest][part], own[part]
+        return self._parts[part][1], own[part]
 
     def _exchanged(self, batch: RowBatch, number: int) -> RowBatch:
         # The rows with the values of a question's two columns exchanged.
@@ -231,6 +232,16 @@ class QuestionsBuilder(PromptBuilder):
         super().close()
         for each in self._rest:
             each.close()
+
+
+def _asking(
+    settings: PromptSettings, asked: AskedQuestion, template: RowTemplate | None, order: Order | None
+) -> PromptSettings:
+    # The settings by which rows become prompts with this question, its options in this order.
+    text = None if template is None else template.text
+    if not asked.put:
+        return replace(settings, template=text)
+    return replace(settings, template=text, question=text_of(asked.question, order), question_end=ANSWER)
 
 
 # The assumed number of rows for which a condition holds, as it is not known yet. The choice of packs must not depend

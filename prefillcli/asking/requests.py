@@ -19,6 +19,7 @@ OpenAI's items has a heading before the content of each; calls are numbered, and
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from prefillcli.rows.records import brief_json, encode_json
 
 MOST_QUESTIONS = 400  # about one document, as in OpenAI's API
 MOST_DEPTH = 100  # levels of objects and lists in JSON that is made text; OpenAI's API takes 32
+
+BARE = ("model", "input", "state", "questions")  # columns of rows that are bodies
 
 Kind = Literal["openai", "systemone"]
 
@@ -48,7 +51,7 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
     "system": _TEXT,
     "assistant": {"output_text": "text", "refusal": "refusal"},
 }
-_MEDIA = {"input_image", "input_audio", "input_file", "input_video"}
+_MEDIA = ("input_image", "input_audio", "input_file", "input_video")
 _CALLS = {"function_call": "arguments", "custom_tool_call": "input"}  # with the key of what the call says
 _OUTPUTS = {f"{kind}_output": kind for kind in _CALLS}
 _OPENAI = {"predicate": (), "choice": ("choices",), "score": ("levels",)}
@@ -99,6 +102,35 @@ def request_of(values: Any, url: str | None = None) -> DecisionRequest:
     document = _document(given["input"]) if openai else _content(given["state"], "state")
     questions = _listed(given["questions"]) if openai else _mapped(given["questions"])
     return DecisionRequest("openai" if openai else "systemone", document, questions)
+
+
+def is_request_file(settings: Any, available: Collection[str]) -> bool:
+    """Return whether rows with these columns are bare requests, unless an option makes other prompts of them."""
+    found = "questions" in available and ("input" in available or "state" in available)
+    return found and not makes_prompts(settings)
+
+
+def makes_prompts(settings: Any) -> bool:
+    """Return whether an option says how rows become prompts, so that they are no requests, whatever they look like."""
+    names = ("template", "pair_column", "questions", "target_column")
+    others = (getattr(settings, name, None) for name in names)
+    return "prompt_column" in settings.model_fields_set or any(others)
+
+
+def carried_request(texts: Mapping[str, str | None]) -> DecisionRequest:
+    """Return the request of a row, by the JSON texts of its carried columns: `url` and `body`, or those of `BARE` that
+    it has.
+
+    The values that prompts are made of lack nulls, but an option of System One may have one as its description. Raises
+    RequestError.
+    """
+    try:
+        values = {name: json.loads(text) for name, text in texts.items() if text is not None}
+    except RecursionError:
+        raise RequestError("body is nested too deeply") from None
+    if "body" in texts:
+        return request_of(values.get("body"), values.get("url"))
+    return request_of({name: value for name, value in values.items() if name in BARE})
 
 
 # What a request is about.

@@ -76,6 +76,11 @@ class QuestionOptions(Settings):
         "Levels that --ask scores by, from the lowest to the highest: calm,annoyed,angry.",
         ANSWERS, level="first", changes="scores", metavar="NAMES", requires=ASK,
     )  # fmt: skip
+    orders: int = option(
+        1,
+        "Number of orders of a question's options in which it is asked; the answer is their mean.",
+        ANSWERS, changes="scores", metavar="N", requires=QUESTIONS, ge=1,
+    )  # fmt: skip
     questions: str | None = option(
         None,
         "YAML or JSON file with several questions about each row, or its text. Each adds columns NAME, "

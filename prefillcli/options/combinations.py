@@ -52,7 +52,7 @@ def refuse_combinations(settings: Settings) -> None:
     for each in REFUSED:
         if each.holds(settings):
             said = each.message(type(settings))
-            raise UsageError(said.replace("--questions", "--ask") if getattr(settings, "ask", None) else said)
+            raise UsageError(said.replace("--questions", "--ask") if getattr(settings, "asks_once", False) else said)
 
 
 def _parted(text: OptionText) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from prefillcli.options.commands import COMMANDS, ScoreSettings
 from prefillcli.options.groups import read_mapping
 from prefillcli.options.option import Settings, as_typed, details_of, unescaped
 from prefillcli.options.plain_yaml import parse_yaml
+from prefillcli.prompts.questions import Question
 from prefillcli.rows.filesystems import read_given
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
@@ -220,7 +221,11 @@ class ScorerOptions(TypedDict, total=False):
     label_end: str | None
     label_values: str | Sequence[float]
     choices_column: str | None
-    questions: StrPath | None
+    ask: str | None
+    options: str | Sequence[str]
+    levels: str | Sequence[str]
+    orders: int
+    questions: StrPath | Sequence[Question | Mapping[str, Any]] | None
     target_column: str | None
     token_logprobs: bool
     stride: int | None

@@ -178,7 +178,7 @@ class ResultRows:
         for number, own in enumerate(schema.questions):
             chosen = set(numbers.tolist()) if own.when is None else own.when(rows)
             for each in (each for each in results if each.row in chosen):
-                both = (each.answers[number], each.answers[own.exchanged or number])
+                both = [each.answers[part] for part in (number, *own.others)]
                 if (why := next((one.error for one in both if one.error is not None), None)) is not None:
                     failed.setdefault(each.row, why)
             answered = [
@@ -187,28 +187,31 @@ class ResultRows:
                 if each.row in chosen - failed.keys() and len(each.answers[number].logprobs)
             ]
             found = made(own, [each[number] for each in answered], number)
-            if (other := own.exchanged) is not None:
-                found = found.with_other_order(made(own, [each[other] for each in answered], other))
+            if own.others:
+                found = found.over_orders([made(own, [each[at] for each in answered], at) for at in own.others])
             rows.questions.append(found)
         if failed:
             left = [each for each in results if each.row not in failed]
             return cls.of(window, left, errors | failed, schema, temperature, probabilities)
         return replace(rows, scores=rows.questions[0].scores) if rows.questions else rows
 
-    def with_other_order(self, other: ResultRows) -> ResultRows:
-        """Return the means of these probabilities and those of the same question with its two values exchanged."""
+    def over_orders(self, others: Sequence[ResultRows]) -> ResultRows:
+        """Return the means of these probabilities and those of the same question in other orders of its values or
+        options."""
+        every = [self, *others]
         audited: list[Float64Array | None] = []
-        for mine, others, full, full_other in zip(
-            self.scores, other.scores, self.audited, other.audited, strict=True
-        ):  # a prompt that is not compressed has its scores already
-            both = [own if found is None else found for own, found in ((mine, full), (others, full_other))]
-            audited.append(None if full is None and full_other is None else (both[0] + both[1]) / 2)
+        for at in range(len(self.scored)):
+            full = [each.audited[at] for each in every]
+            # A prompt that is not compressed has its scores already.
+            own = [each.scores[at] if found is None else found for each, found in zip(every, full, strict=True)]
+            audited.append(None if all(found is None for found in full) else np.mean(own, axis=0))
+        said = np.stack([each.scores.argmax(axis=-1) for each in every])
         return replace(
             self,
             audited=audited,
-            logprobs=np.logaddexp(self.logprobs, other.logprobs) - math.log(2),
-            scores=(self.scores + other.scores) / 2,
-            order_decided=self.scores.argmax(axis=-1) != other.scores.argmax(axis=-1),
+            logprobs=np.logaddexp.reduce([each.logprobs for each in every]) - math.log(len(every)),
+            scores=np.mean([each.scores for each in every], axis=0),
+            order_decided=(said != said[0]).any(axis=0),
         )
 
     def arrays(self) -> list[pa.Array]:
@@ -645,14 +648,13 @@ class OutputSchema:
     token_text: Callable[[int], TokenText] | None = None
     # For a question, the numbers of the rows it is asked about, by the answers to earlier ones; None: all.
     when: Callable[[ResultRows], Set[int]] | None = None
-    # For a question with the group `orders`, the number of its prompt with the two values exchanged, after those of
-    # all questions.
-    exchanged: int | None = None
+    # For a question with the group `orders`, the numbers of its prompts in other orders, after those of all questions.
+    others: tuple[int, ...] = ()
 
     @property
     def asked(self) -> tuple[OutputSchema, ...]:
         """The columns of the answer to each prompt of a row."""
-        return (*self.questions, *(each for each in self.questions if each.exchanged is not None)) or (self,)
+        return (*self.questions, *(each for each in self.questions for _ in each.others)) or (self,)
 
     def answered(self, scored: ScoredRow) -> Iterable[tuple[OutputSchema, ScoredRow]]:
         """Return the answers of a row, each with its columns."""

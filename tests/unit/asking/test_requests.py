@@ -5,19 +5,35 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from jevcompat.mock import MockConfig, validate_request
 from openai.types.decision_create_params import DecisionCreateParams
 from pydantic import TypeAdapter
 from typesafe_sdk._schemas.models import SystemOneRequest
 
-from prefillcli.asking.requests import DecisionRequest, RequestError, request_of
+from prefillcli.asking.requests import (
+    BARE,
+    DecisionRequest,
+    RequestError,
+    carried_request,
+    is_request_file,
+    request_of,
+)
+from prefillcli.options.commands import ScoreSettings
 from prefillcli.prompts.questions import Choice, Option, Predicate, Score
+from prefillcli.rows.input.source import Source
 from tests.unit.asking.decision_bodies import Body, openai_bodies, options_of, systemone_bodies
 
+FEW = st.integers(1, 3)
+ODD = st.sampled_from(
+    [[], {}, "", "x", "\ud800", 1, True, None, [[]], [{}], {"type": "choice"}, {"type": []}, {"\ud800": 1}]
+)
 OPENAI_TYPE = TypeAdapter(DecisionCreateParams)
 ASKED = {"type": "predicate", "instructions": "Is it late?"}
 CHOICE = {"type": "choice", "instructions": "Which?", "choices": [{"value": "a"}, {"value": "b"}]}
@@ -353,6 +369,34 @@ def test_a_wrong_body_is_told_at_its_place(body: Any, message: str) -> None:
     message.encode()
 
 
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The ways to everything in a value."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield from paths(each, (*path, key))
+
+
+@settings(max_examples=300)
+@given(openai_bodies(FEW) | systemone_bodies(FEW), ODD, st.randoms(use_true_random=False))
+def test_a_damaged_body_is_read_or_told(body: Body, odd: Any, random: Random) -> None:
+    *way, last = random.choice([path for path in paths(body) if path])
+    inner: Any = body
+    for key in way:
+        inner = inner[key]
+    action = random.randrange(3)
+    if action == 0:
+        inner[last] = odd
+    elif action == 1:
+        del inner[last]
+    elif isinstance(inner, dict):
+        inner[random.choice(["type", "name", "\ud800", "criteria", "data"])] = odd
+    try:
+        request_of(body)
+    except RequestError as error:
+        str(error).encode()
+
+
 def test_the_url_says_whose_request_it_is() -> None:
     for url, body, message in (
         ("/v1/systemone", openai(), "input: not supported here"),
@@ -362,3 +406,38 @@ def test_the_url_says_whose_request_it_is() -> None:
         with pytest.raises(RequestError) as caught:
             request_of(body, url)
         assert str(caught.value) == message
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(openai_bodies() | systemone_bodies(), min_size=1, max_size=3), st.booleans())
+def test_requests_come_whole_out_of_files(tmp_path: Path, bodies: list[Body], bare: bool) -> None:
+    urls = ["/v1/decisions" if "input" in body else "/v1/systemone" for body in bodies]
+    envelopes = [{"url": url, "body": body} for url, body in zip(urls, bodies, strict=True)]
+    own = [{"id": 1} | {key: body[key] for key in body if key in BARE} for body in bodies]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in (own if bare else envelopes)))
+    source = Source.open([str(path)])
+    columns = [name for name in (BARE if bare else ("url", "body")) if name in source.available]
+    source.select(columns=[], carried=columns)
+    rows = [row for batch in source.batches() for row in batch.carried.to_pylist()]
+    assert [carried_request(row) for row in rows] == [request_of(body) for body in bodies]
+
+
+def test_a_body_that_is_none_is_told() -> None:
+    for texts, message in (
+        ({"url": None, "body": None}, "body is not an object"),
+        ({"url": '"/v1/decisions"', "body": "[" * 100_000 + "]" * 100_000}, "body is nested too deeply"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            carried_request(texts)
+        assert str(caught.value) == message
+
+
+def test_rows_with_a_document_and_questions_are_requests() -> None:
+    plain = ScoreSettings(inputs=("rows.jsonl",), model="m", output="out.jsonl")
+    assert is_request_file(plain, ["id", "state", "questions"])
+    assert is_request_file(plain, ["input", "state", "questions"])
+    assert not is_request_file(plain, ["input", "output"])
+    assert not is_request_file(plain, ["questions", "prompt"])
+    templated = plain.model_copy(update={"template": "{{ state }}"})
+    assert not is_request_file(templated, ["state", "questions"])
