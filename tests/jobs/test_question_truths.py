@@ -219,6 +219,30 @@ def test_the_scores_of_one_question_are_calibrated(model: Path, output: str, que
     assert report["calibration"]["question"] == question
 
 
+@pytest.mark.parametrize("question", ["fox", "genre"])
+def test_the_temperature_of_the_scores_has_no_part_in_a_calibration(model: Path, question: str) -> None:
+    source = make_labelled()
+    tones = Path("q.yaml").read_text().replace('"Yes= Yes|yes,No"', "[very quick, not quick at all, brown]")
+    Path("q.yaml").write_text(tones)
+    column = "is_fox" if question == "fox" else "right_tone"
+    flags = {"questions": "q.yaml", "truth": f"genre=right_tone,{TRUTH}"}
+    scalings = []
+    for at, temperature in enumerate((1.0, 3.0)):
+        assert score(source, f"{at}.parquet", model=model, temperature=temperature, **flags)["exit_code"] == 0
+        assert fit(f"{at}.parquet", truth=column, question=question, method="platt")["exit_code"] == 0
+        found = json.loads(Path("calibration.json").read_text())["scaling"]
+        scalings.append([found["slope"], *found["biases"]])
+    assert scalings[1] == pytest.approx(scalings[0], abs=1e-3)
+
+
+def test_an_evaluation_is_of_the_probabilities_that_the_output_has(model: Path) -> None:
+    flags = {"questions": "q.yaml", "truth": TRUTH, "temperature": 5.0}
+    assert score(make_input(), model=model, **flags)["exit_code"] == 0
+    asked = [row for row in read_output("out.parquet") if row["tone"] is not None]
+    losses = [-np.log(row["tone.probabilities"][row["right_tone"]]) for row in asked]
+    assert read_report()["evaluations"]["tone"]["log_loss"]["value"] == pytest.approx(np.mean(losses))
+
+
 def test_a_calibration_is_for_its_question_and_for_these_questions(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,9 @@ from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.rows.output.columns import OutputSchema
 from prefillcli.rows.records import ErrorCode, Prompt, RowError, ScoredRow, Window
+from prefillcli.scoring import loop
 from prefillcli.scoring.loop import Finished, FollowUpWork
+from prefillcli.tools.verify import verify_job
 from tests.jobs.answers import assert_answer, assert_unasked
 from tests.jobs.jobs import TOLERANCE, Reference, read_output, read_report, score, write_parquet
 from tests.jobs.processes import cut_small_windows
@@ -85,7 +87,7 @@ def assert_answered(rows: list[dict[str, Any]], eager: Eager) -> None:
     assert len(rows) == len(TEXTS)
     held = 0
     for at, row in enumerate(rows):
-        assert row["error"] is None, row["error_detail"]
+        assert row.get("error") is None, row["error_detail"]
         assert "score" not in row
         for name, (prompt, labels) in ASKED.items():
             if name == "tone" and row["fox"] <= 0.5:
@@ -312,10 +314,19 @@ questions:
         (ASKS % ("[Yes, No]", "fox.confidence > 0.5"), "no earlier question gives fox.confidence"),
         (ASKS % ("[a, b, c]", "last.probabilities > 0.5"), "no earlier question gives last.probabilities"),
         (ASKS % ("[a, b, c]", "label_mass > 0.5"), "no earlier question gives label_mass"),
-        ("document: d\nquestions: [{name: a, text: b, labels: [Yes, No], when: a > 0.5}]", "no earlier question gives a"),
-        (ASKS % ("[Yes, No]", "fox == 'Yes'"), "question 'a': when \"fox == 'Yes'\": a number is compared with a text"),
+        (
+            "document: d\nquestions: [{name: a, text: b, labels: [Yes, No], when: a > 0.5}]",
+            "no earlier question gives a",
+        ),
+        (
+            ASKS % ("[Yes, No]", "fox == 'Yes'"),
+            "question 'a': when \"fox == 'Yes'\": a number is compared with a text",
+        ),
         (ASKS % ("[a, b, c]", "last > 0.5"), "question 'a': when 'last > 0.5': a text is compared with a number"),
-        (ASKS % ("[a, b, c]", "last == 'A'"), "the prediction is never 'A'; did you mean 'a'?\nthe labels are a, b, c"),
+        (
+            ASKS % ("[a, b, c]", "last == 'A'"),
+            "the prediction is never 'A'; did you mean 'a'?\nthe labels are a, b, c",
+        ),
         ("document: '{{ d'\nquestions: [{name: a, text: b, labels: [Yes, No]}]", "question 'a': "),
     ],
 )
@@ -356,3 +367,29 @@ def test_a_scorer_asks_all_questions(model: Path, eager: Eager) -> None:
     assert found.column_names[:3] == ["text", "kind", "id"]
     assert_answered(found.to_pylist(), eager)
     assert_answered(of_file, eager)
+
+
+@pytest.mark.parametrize("output", ["out.parquet", "out.jsonl"])
+@pytest.mark.parametrize("form", ["columns", "rows"])
+def test_error_rows_alone_are_asked_again(
+    model: Path, eager: Eager, output: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, fitting = make_input(), loop._fitting
+
+    def fit(requests: Any, most: int) -> Any:
+        kept, errors, failed = fitting([each for each in requests if each.prompt.row not in (2, 11)], most)
+        lost = {each.prompt.row for each in requests} & {2, 11}
+        return kept, errors | {row: RowError(ErrorCode.EXCEEDS_MEMORY, "for now") for row in lost}, failed
+
+    flags = {"questions": "q.yaml", "questions_as": form, "max_error_rate": 0.1}
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_fitting", fit)
+        assert score(source, output, model=model, **flags)["rows"]["errors"] == 2
+    before = read_output(output)
+    done = score(source, output, model=model, retry_errors=True, **flags)
+    assert (done["exit_code"], done["rows"]["errors"], done["since"]["rows"]) == (0, 0, len(TEXTS) - 2)
+    after = read_output(output)
+    kept = [(own, old) for own, old in zip(after, before, strict=True) if old["error"] is None]
+    assert [own for own, _ in kept] == [old for _, old in kept]
+    assert_answered(after if form == "columns" else [as_columns(after[at : at + 3]) for at in range(0, 90, 3)], eager)
+    assert verify_job(output, [str(source)], quiet=True)["exit_code"] == 0

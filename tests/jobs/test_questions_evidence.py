@@ -66,7 +66,8 @@ def test_each_question_has_its_own_evidence(
                 assert row[f"{name}.evidence"] is None
                 continue
             own = {each["section"]: each["change"] for each in row[f"{name}.evidence"]}
-            wanted = {section: shares_of(row, name, labels)[0] - each[at]["score"] for section, each in without.items()}
+            first = shares_of(row, name, labels)[0]
+            wanted = {section: first - each[at]["score"] for section, each in without.items()}
             assert own == pytest.approx(wanted, abs=1e-5)
             sizes += map(abs, own.values())
     assert max(sizes) > 1e-3, "changes must be large enough to tell a wrong one"

@@ -95,7 +95,6 @@ class AnswerColumns:
                 found[at] = row if isinstance(row, list) else (row, 1 - row)
         return found
 
-
     def log_shares(self, shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return the logarithms [rows, answers] of these probabilities at a temperature of 1."""
         with np.errstate(divide="ignore"):

@@ -60,9 +60,7 @@ class Written:
         ) as sink:
             sink.write(make_window(0, list(range(count + 1)), bad=(count,)), rows, {}, temperature=temperature)
             sink.finish(1)
-        self.shares = [
-            [label_probabilities(np.array(own), temperature).tolist() for own in each] for each in logprobs
-        ]
+        self.shares = [[label_probabilities(np.array(own), temperature).tolist() for own in each] for each in logprobs]
         for each in self.shares[1:2]:
             each[2] = None
         self.shares.append([None] * len(QUESTIONS))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prefillcli.stats.confidence import choice_confidence, score_confidence
 from tests.jobs.answers import confidence_of
 
-SHARES = st.lists(st.floats(0.0, 1.0), min_size=2, max_size=12).filter(sum).map(lambda own: [p / sum(own) for p in own])
+WEIGHTS = st.lists(st.floats(0.0, 1.0), min_size=2, max_size=12).filter(sum)
 
 
 def one_choice(*shares: float) -> float:
@@ -59,8 +59,9 @@ def test_a_level_is_as_sure_as_the_others_are_near(shares: tuple[float, ...], wa
     assert one_score(*shares) == pytest.approx(wanted)
 
 
-@given(SHARES)
-def test_both_are_the_documented_formulas_between_0_and_1(shares: list[float]) -> None:
+@given(WEIGHTS)
+def test_both_are_the_documented_formulas_between_0_and_1(weights: list[float]) -> None:
+    shares = [each / sum(weights) for each in weights]
     for found, scale in ((one_choice(*shares), False), (one_score(*shares), True)):
         assert found == pytest.approx(max(0.0, confidence_of(shares, scale=scale)), abs=1e-12)
         assert 0 <= found <= 1 + 1e-12
