@@ -125,12 +125,12 @@ def test_a_recipe_asks_all_its_questions_and_reads_each_document_once(
     scores = pq.read_table(output)
     assert len(scores) == 400
     assert scores["error"].null_count == 400
-    assert sum(column.endswith(".score") for column in scores.column_names) == QUESTIONS[name]
+    assert sum(column.endswith(".label_mass") for column in scores.column_names) == QUESTIONS[name]
     report = json.loads((tmp_path / "scores.run.json").read_text())
     assert report["tokens"]["computed"] < 0.5 * report["tokens"]["prompt"]
     if name == "queries":  # which are the sample's own
-        known = [row for row in scores.to_pylist() if f"{row['subject']}.score" in row]
-        right = [row[f"{row['subject']}.prediction"] == row["answer"] for row in known]
+        known = [row for row in scores.to_pylist() if row["subject"] in row]
+        right = [(row[row["subject"]] > 0.5) == (row["answer"] == "Yes") for row in known]
         assert len(known) > 40
         assert sum(right) / len(right) > 0.95
 

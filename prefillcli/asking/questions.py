@@ -102,12 +102,14 @@ class QuestionAsking(Asking):
             raise UsageError(f"--questions {self.settings.questions}: the file is not as it was\nmake another Scorer")
         # A builder closes its templates: another one gets its own.
         templates, self._templates = self._templates or compiled(self.file, available), []
-        settings = replace(settings, prompt_column=self._document(available))
+        if None in templates:
+            settings = replace(settings, prompt_column=self._document(available))
         return QuestionsBuilder(inputs.opened.tokenizer, settings, available, self.file, templates)
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         values.pop("questions")
-        answers = [AnswerColumns(own.name, own.type, own.labels, own.values) for own in self.file.schemas]
+        heat = self.settings.temperature
+        answers = [AnswerColumns(own.name, own.type, own.labels, own.values, heat) for own in self.file.schemas]
         found = {"questions": self.file.digest, ANSWERS: described(answers)}
         return found | ({QUESTION_ROWS: "yes"} if self.settings.questions_as == "rows" else {})
 

@@ -44,7 +44,6 @@ from prefillcli.rows.records import (
     Int64Array,
     id_texts,
     json_texts,
-    text_of,
     to_python,
 )
 from prefillcli.stats.evaluation import (
@@ -176,7 +175,7 @@ class EvaluationPlan:
             settings.temperature,
             settings.wanted_precision,
             "calibrated" in schema.groups,
-            "label_scores" in schema.groups,
+            "label_scores" in schema.groups or bool(schema.name),
             values,
             schema.values,
             labels.columns[0] if chosen else None,
@@ -509,7 +508,7 @@ def _of_piece(
         errors=len(table) - int(scored.sum()),
         found=counts,
         logprobs=_padded(table["logprobs"], known, math.nan) if plan.choices else None,
-        said=_said(table, values, scored & ~np.isnan(values), plan, json_text=json_text),
+        said=_said(table, values, scored & ~np.isnan(values), plan),
     )
 
 
@@ -531,16 +530,12 @@ def _padded(column: pa.ChunkedArray, known: Mask, fill: float) -> Float64Array:
     return found
 
 
-def _said(
-    table: pa.Table, values: Float64Array, known: Mask, plan: EvaluationPlan, *, json_text: bool
-) -> Float64Array:
+def _said(table: pa.Table, values: Float64Array, known: Mask, plan: EvaluationPlan) -> Float64Array:
     # The mean, the number of the likeliest label and the right number of known rows [3, rows].
     if not plan.numbers:
         return np.empty((3, 0))
     numbers = dict(zip(plan.names, plan.numbers, strict=True))
     labels = table[plan.column("prediction")].filter(pa.array(known)).to_pylist()
-    if json_text and plan.question:  # as all columns whose names are not those of every output
-        labels = list(map(text_of, labels))
     likeliest = np.array([numbers[label] for label in labels], np.float64)
     return np.stack([_floats(table[plan.column("mean")], known), likeliest, values[known]])
 

@@ -206,7 +206,8 @@ class EarlierOutput:
 def _usable(table: pa.Table) -> pa.ChunkedArray:
     # Whether each row may be taken over: it has a score and a digest, and lacks no number that its format cannot
     # express. JSON has no infinity, and its null may stand for one.
-    usable = pc.and_(pc.is_valid(table["score"]), pc.is_valid(table[DIGEST]))
+    scored = pc.is_valid(table["score"]) if "score" in table.column_names else pc.is_null(table["error"])
+    usable = pc.and_(scored, pc.is_valid(table[DIGEST]))
     for name in table.column_names:
         if name.startswith(("logprob_", "value_")):
             usable = pc.and_(usable, pc.is_valid(table[name]))

@@ -158,9 +158,8 @@ def _collect(
         columns = [batch.columns[name] for name in (*wanted, key)]
         if own is not None:
             shares = own.shares(columns[0])
-            with np.errstate(divide="ignore"):
-                scores = [None if math.isnan(each) else each for each in shares[:, 0].tolist()]
-                columns = [scores, *np.log(shares).T.tolist(), columns[1]]
+            scores = [None if math.isnan(each) else each for each in shares[:, 0].tolist()]
+            columns = [scores, *own.log_shares(shares).T.tolist(), columns[1]]
         for row, score, *logprobs, value in zip(batch.rows.tolist(), *columns, strict=True):
             numbers = [_number(each) for each in logprobs]
             answer = value if answers is None else answers.get(_key(value))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
+from tests.jobs.answers import confidence_of, likeliest, shares_of
 from tests.jobs.jobs import TOLERANCE, read_output, read_report, score, write_parquet
 from tests.jobs.test_questions import Eager
 
@@ -56,8 +57,8 @@ def shares(logprobs: np.ndarray) -> np.ndarray:
     return weights / weights.sum(axis=1, keepdims=True)
 
 
-def logprobs_of(rows: list[dict[str, Any]], name: str = "") -> np.ndarray:
-    return np.array([[row[f"{name}logprob_{label}"] for label in NAMES] for row in rows])
+def logprobs_of(rows: list[dict[str, Any]]) -> np.ndarray:
+    return np.array([[row[f"logprob_{label}"] for label in NAMES] for row in rows])
 
 
 @pytest.fixture(scope="module")
@@ -73,17 +74,16 @@ def assert_means(rows: list[dict[str, Any]], orders: tuple[np.ndarray, np.ndarra
     """All rows have the means of both orders. Returns the number of rows that the order decided."""
     first, second = orders
     assert [row["error"] for row in rows] == [None] * ROWS
-    means = np.log((np.exp(first) + np.exp(second)) / 2)
-    assert logprobs_of(rows, "better.") == pytest.approx(means, abs=TOLERANCE)
-    assert [row["better.label_mass"] for row in rows] == pytest.approx(np.exp(means).sum(axis=1), rel=TOLERANCE)
+    mass = (np.exp(first) + np.exp(second)).sum(axis=1) / 2
+    assert [row["better.label_mass"] for row in rows] == pytest.approx(mass, rel=TOLERANCE)
     mean = (shares(first) + shares(second)) / 2
-    assert [row["better.score"] for row in rows] == pytest.approx(mean[:, 0], abs=TOLERANCE)
-    assert [row["score"] for row in rows] == [row["better.score"] for row in rows]
-    assert [row["better.mean"] for row in rows] == pytest.approx(mean @ [1, 2, 4], abs=TOLERANCE)
-    assert [row["better.prediction"] for row in rows] == [NAMES[at] for at in mean.argmax(axis=1)]
+    assert np.array([shares_of(row, "better", NAMES) for row in rows]) == pytest.approx(mean, abs=TOLERANCE)
+    assert [row["better"] for row in rows] == pytest.approx(mean @ [1, 2, 4], abs=4 * TOLERANCE)
+    sure = [confidence_of(own, scale=True) for own in mean.tolist()]
+    assert [row["better.confidence"] for row in rows] == pytest.approx(sure, abs=10 * TOLERANCE)
     decided = first.argmax(axis=1) != second.argmax(axis=1)
     assert [row["better.order_decided"] for row in rows] == decided.tolist()
-    assert [row["unsure.score"] is not None for row in rows] == decided.tolist()
+    assert [row["unsure"] is not None for row in rows] == decided.tolist()
     assert [row["unsure.order_decided"] is not None for row in rows] == decided.tolist()
     assert 0 < decided.sum() < ROWS, "the order must decide some rows, and leave others"
     assert not any(key.startswith("fox.order") for key in rows[0])
@@ -112,9 +112,10 @@ def test_both_orders_equal_the_eager_forward(model: Path) -> None:
         for one, other, names in ((ONE, OTHER, LONG), (OTHER, ONE, (LONG[1], LONG[0], LONG[2]))):
             prompt = f"Two texts.\nOne: {one[at]}\nOther: {other[at]}\nThe better one is"
             found.append([math.exp(eager.logprob(prompt, f" {name}")) for name in names])
-        for label, probabilities in zip(LONG, zip(*found, strict=True), strict=True):
-            assert abs(row[f"better.logprob_{label}"] - math.log(sum(probabilities) / 2)) < 10 * TOLERANCE
-        assert abs(row["better.score"] - sum(own[0] / sum(own) for own in found) / 2) < TOLERANCE
+        assert abs(row["better.label_mass"] - sum(map(sum, found)) / 2) < TOLERANCE
+        mean = [sum(own[place] / sum(own) for own in found) / 2 for place in range(3)]
+        assert shares_of(row, "better", LONG) == pytest.approx(mean, abs=TOLERANCE)
+        assert row["better"] == pytest.approx(np.dot(mean, [1, 2, 4]), abs=4 * TOLERANCE)
 
 
 def test_the_temperature_and_the_norm_are_those_of_each_order(model: Path) -> None:
@@ -127,7 +128,7 @@ def test_the_temperature_and_the_norm_are_those_of_each_order(model: Path) -> No
     second = single_job(model, OTHER, ONE, labels=[LONG[1], LONG[0], LONG[2]], **flags)
     mean = (np.array(first) + [row["score"] for row in second]) / 2
     assert 0.01 < mean.min() < mean.max() < 0.99
-    assert [row["better.score"] for row in rows] == pytest.approx(mean, abs=TOLERANCE)
+    assert [row["better.probabilities"][LONG[0]] for row in rows] == pytest.approx(mean, abs=TOLERANCE)
 
 
 def test_the_report_says_how_often_the_order_decided(
@@ -149,11 +150,12 @@ def test_the_report_says_how_often_the_order_decided(
     assert said in Path("out.run.html").read_text()
     assert f'prefill_order_decided_share{{question="better"}} {decided / ROWS!r}' in Path("run.prom").read_text()
     # what a report says of a row's score, it says of the first question
-    assert report["mean_score"] == pytest.approx(np.mean([row["score"] for row in rows]))
+    first = [shares_of(row, "better", NAMES)[0] for row in rows]
+    assert report["mean_score"] == pytest.approx(np.mean(first))
     assert report["mean_label_mass"] == pytest.approx(np.mean([row["better.label_mass"] for row in rows]))
     bins = report["histograms"]["score"]["counts"]
     for label in NAMES:
-        own = [row["score"] for row in rows if row["better.prediction"] == label]
+        own = [each for each, row in zip(first, rows, strict=True) if likeliest(row, "better", NAMES) == label]
         assert bins.get(label, [0] * 50) == np.histogram(own, 50, (0, 1))[0].tolist()
 
 

@@ -122,8 +122,8 @@ def test_each_question_is_checked(sure: Path, model: Path, capsys: pytest.Captur
     prompts = texts(12)
     questions = [
         {"name": "fox", "text": " Yes or no?\nAnswer:", "labels": ["Yes", "No"]},
-        {"name": "tint", "text": " What tint?\nAnswer:", "labels": ["Gray", "Blue"], "when": "fox.score >= 0"},
-        {"name": "both", "text": " Is it?\nAnswer:", "labels": ["Gray", "Blue"], "when": "tint.score >= 0"},
+        {"name": "tint", "text": " What tint?\nAnswer:", "labels": ["Gray", "Blue"], "when": "fox >= 0"},
+        {"name": "both", "text": " Is it?\nAnswer:", "labels": ["Gray", "Blue"], "when": "tint >= 0"},
     ]
     Path("q.yaml").write_text(json.dumps({"document": "{{ prompt }}", "questions": questions}))
     source = write_parquet("in.parquet", prompt=prompts)

@@ -138,21 +138,21 @@ def test_a_column_of_the_input_may_have_the_name_where_there_is_no_such_column(m
     assert score("in.jsonl", "b.parquet", model=model, keep_columns="mean", **ORDERED)["exit_code"] == 2
 
 
-def test_a_question_has_values_of_its_own_and_others_may_depend_on_its_mean(model: Path, eager: Eager) -> None:
+def test_a_question_has_values_of_its_own_and_others_may_depend_on_its_expectation(model: Path, eager: Eager) -> None:
     Path("q.yaml").write_text(
         "questions:\n"
         "- {name: stars, template: '{{ prompt }}', labels: [1, 2, 3, 4, 5], values: [1, 2, 3, 4, 7.5]}\n"
-        "- {name: fox, template: '{{ prompt }}', labels: [Yes, No], when: stars.mean > MEAN}\n"
+        "- {name: fox, template: '{{ prompt }}', labels: [Yes, No], when: stars > MEAN}\n"
     )
     wanted = expected(eager)
     middle = float(np.median(wanted))
     Path("q.yaml").write_text(Path("q.yaml").read_text().replace("MEAN", str(middle)))
     done = score(make_input(), model=model, questions="q.yaml")
     rows = read_output("out.parquet")
-    np.testing.assert_allclose([row["stars.mean"] for row in rows], wanted, atol=1e-5)
-    assert [row["fox.score"] is None for row in rows] == [mean <= middle for mean in wanted]
-    assert "fox.mean" not in rows[0]
-    assert done["means"] == {"stars.mean": pytest.approx(np.mean(wanted), abs=1e-5)}
+    np.testing.assert_allclose([row["stars"] for row in rows], wanted, atol=1e-5)
+    assert [row["fox"] is None for row in rows] == [mean <= middle for mean in wanted]
+    assert "fox.confidence" not in rows[0]
+    assert done["means"] == {"stars": pytest.approx(np.mean(wanted), abs=1e-5)}
 
 
 @pytest.mark.parametrize(

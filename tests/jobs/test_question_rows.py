@@ -13,6 +13,7 @@ import pytest
 from prefillcli.rows.output.target import Target
 from prefillcli.tools.status import status_job
 from prefillcli.tools.verify import verify_job
+from tests.jobs.answers import likeliest, shares_of
 from tests.jobs.jobs import read_output, read_report, score, write_jsonl, write_parquet
 from tests.jobs.processes import Command, Hold, cut_small_windows
 from tests.jobs.test_shards import merge
@@ -32,12 +33,21 @@ questions:
   - name: dog
     text: "\\nThe dog was"
     labels: [very quick, not quick at all]
-    when: "fox.score > 0.14"
+    when: "fox > 0.14"
+  - name: tone
+    text: "\\nThe dog was"
+    labels: [very quick, not quick at all, brown]
 """
-LABELS = {"fox": ["Yes", "No"], "better": ["quick", "brown", "fox"], "dog": ["very quick", "not quick at all"]}
+LABELS = {
+    "fox": ["Yes", "No"],
+    "better": ["quick", "brown", "fox"],
+    "dog": ["very quick", "not quick at all"],
+    "tone": ["very quick", "not quick at all", "brown"],
+}
+TYPES = {"fox": "predicate", "better": "score", "dog": "predicate", "tone": "choice"}
 SUMS = ("prompt_tokens", "shared_tokens", "kept_tokens", "computed_tokens", "seconds")
 REPEATED = ("method", "truncated", "error", "error_detail")
-ANSWER = ("score", "label_mass", "prediction", "mean", "order_decided")
+BESIDE = ("confidence", "label_mass", "order_decided")
 FLAGS = {"questions": "q.yaml", "questions_as": "rows"}
 
 
@@ -67,14 +77,16 @@ def unpivoted(wide: list[dict[str, Any]], kept: tuple[str, ...] = ("row",)) -> l
     found = []
     for row in wide:
         for number, (name, labels) in enumerate(LABELS.items()):
-            lists: dict[str, Any] = {}
-            for listed, key in (("logprobs", "logprob"), ("scores", "score")):
-                values = [row.get(f"{name}.{key}_{label}") for label in labels]
-                lists[listed] = None if None in values else values
+            told = row[name] is not None
+            answer = {
+                "answer": likeliest(row, name, labels) if told else None,
+                "value": None if TYPES[name] == "choice" else row[name],
+                "probabilities": shares_of(row, name, labels) if told else None,
+            }
             found.append(
                 {key: row[key] for key in kept}
-                | {"question": name, "labels": labels, **lists}
-                | {key: row.get(f"{name}.{key}") for key in ANSWER}
+                | {"question": name, "type": TYPES[name], "labels": labels, **answer}
+                | {key: row.get(f"{name}.{key}") for key in BESIDE}
                 | {key: None if number else row[key] for key in SUMS}
                 | {key: row[key] for key in REPEATED}
             )
@@ -89,7 +101,7 @@ def assert_rows(
     done = score(source, model=model, questions="q.yaml", **flags | {"output": "wide.parquet"})
     assert done["exit_code"] == 0
     wide = read_output("wide.parquet")
-    assert {row["dog.score"] is None for row in wide} == {True, False}
+    assert {row["dog"] is None for row in wide} == {True, False}
     wanted = unpivoted(wide, kept)
     assert [row.keys() for row in found] == [row.keys() for row in wanted]
     for row, own in zip(found, wanted, strict=True):
@@ -110,7 +122,7 @@ def test_each_question_has_a_row_in_the_order_of_rows_and_questions(
     assert score(source, output, model=model, **FLAGS, **same)["exit_code"] == 0
     found = read_output(output)
     assert_rows(found, model, source, **same)
-    assert [row["error"] for row in found if row["error"]] == ["prompt_too_long"] * 3
+    assert [row["error"] for row in found if row["error"]] == ["prompt_too_long"] * len(LABELS)
     report, wide = read_report("out.run.json"), read_report("wide.run.json")
     counted = ("rows", "mean_score", "mean_label_mass", "orders", "methods", "histograms", "failed")
     assert {key: report[key] for key in counted} == {key: wide[key] for key in counted}
@@ -123,9 +135,11 @@ def test_columns_of_the_output_have_their_types(model: Path) -> None:
     assert score(make_input(), model=model, **FLAGS)["exit_code"] == 0
     schema = pq.read_schema("out.parquet")
     texts, numbers = pa.list_(pa.string()), pa.list_(pa.float64())
-    assert schema.names[:4] == ["row", "question", "labels", "score"]
+    assert schema.names[:7] == ["row", "question", "type", "labels", "answer", "value", "probabilities"]
     assert schema.field("labels").type.equals(texts)
-    assert schema.field("logprobs").type.equals(numbers)
+    assert schema.field("probabilities").type.equals(numbers)
+    assert {schema.field(name).type for name in ("value", "confidence", "label_mass")} == {pa.float64()}
+    assert {schema.field(name).type for name in ("question", "type", "answer")} == {pa.string()}
     assert schema.field("order_decided").type == pa.bool_()
     assert not any("." in name for name in schema.names)
 
@@ -200,11 +214,11 @@ def test_an_output_with_rows_left_over_is_a_problem(model: Path) -> None:
     target = Target.parse("out.jsonl")
     lines = Path("out.jsonl").read_bytes().splitlines(keepends=True)
     Path("out.jsonl").write_bytes(b"".join(lines[:-1]))
-    with pytest.raises(ValueError, match="its rows are not 3 for each row of the input"):
+    with pytest.raises(ValueError, match="its rows are not 4 for each row of the input"):
         list(target.tables(["row"]))
 
 
-@pytest.mark.parametrize("name", ["question", "fox.score"])
+@pytest.mark.parametrize("name", ["question", "score", "prediction", "fox", "fox.score", "tone.probabilities"])
 def test_a_kept_column_cannot_have_the_name_of_another(
     model: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:

@@ -21,7 +21,10 @@ from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.rows.output.columns import OutputSchema
 from prefillcli.rows.records import ErrorCode, Prompt, RowError, ScoredRow, Window
+from prefillcli.scoring import loop
 from prefillcli.scoring.loop import Finished, FollowUpWork
+from prefillcli.tools.verify import verify_job
+from tests.jobs.answers import assert_answer, assert_unasked
 from tests.jobs.jobs import TOLERANCE, Reference, read_output, read_report, score, write_parquet
 from tests.jobs.processes import cut_small_windows
 from tests.jobs.test_likelihood import encoded_pair, likelihood
@@ -36,8 +39,8 @@ questions:
   - name: tone
     text: "\\nThe dog was"
     labels: [very quick, not quick at all, brown]
-    when: "fox.score > 0.5"
-  - name: kind
+    when: "fox > 0.5"
+  - name: genre
     template: "{{ kind }}: {{ text }}\\nAnswer:"
     labels: "Yes= Yes|yes,No"
 """
@@ -45,7 +48,7 @@ questions:
 ASKED = {
     "fox": ("{text}\nIs it a fox? Answer:", {"Yes": [" Yes"], "No": [" No"]}),
     "tone": ("{text}\nThe dog was", {name: [f" {name}"] for name in ("very quick", "not quick at all", "brown")}),
-    "kind": ("{kind}: {text}\nAnswer:", {"Yes": [" Yes", "yes"], "No": [" No"]}),
+    "genre": ("{kind}: {text}\nAnswer:", {"Yes": [" Yes", "yes"], "No": [" No"]}),
 }
 
 
@@ -84,20 +87,15 @@ def assert_answered(rows: list[dict[str, Any]], eager: Eager) -> None:
     assert len(rows) == len(TEXTS)
     held = 0
     for at, row in enumerate(rows):
-        assert row["error"] is None, row["error_detail"]
-        assert row["score"] == row["fox.score"]
+        assert row.get("error") is None, row["error_detail"]
+        assert "score" not in row
         for name, (prompt, labels) in ASKED.items():
-            if name == "tone" and row["fox.score"] <= 0.5:
-                assert {row[key] for key in row if key.startswith("tone.")} == {None}
+            if name == "tone" and row["fox"] <= 0.5:
+                assert_unasked(row, name)
                 continue
             held += name == "tone"
             wanted = eager.answer(prompt.format(text=TEXTS[at], kind="fable" if at % 3 else "news"), labels)
-            for label, logprob in wanted.items():
-                assert abs(row[f"{name}.logprob_{label}"] - logprob) < 1e-4
-            shares = {label: math.exp(logprob) for label, logprob in wanted.items()}
-            assert abs(row[f"{name}.label_mass"] - sum(shares.values())) < TOLERANCE
-            assert abs(row[f"{name}.score"] - next(iter(shares.values())) / sum(shares.values())) < TOLERANCE
-            assert row[f"{name}.prediction"] == max(shares, key=shares.__getitem__)
+            assert_answer(row, name, {label: math.exp(logprob) for label, logprob in wanted.items()})
     assert 0 < held < len(rows), "the condition must choose some rows, and leave others out"
 
 
@@ -114,7 +112,7 @@ def unique_tokens(sequences: list[list[int]]) -> int:
 
 def test_a_document_is_computed_once_for_all_its_questions(model: Path, eager: Eager) -> None:
     source = make_input()
-    Path("q.yaml").write_text(FILE.replace('    when: "fox.score > 0.5"\n', ""))
+    Path("q.yaml").write_text(FILE.replace('    when: "fox > 0.5"\n', ""))
     assert score(source, model=model, questions="q.yaml")["exit_code"] == 0
     asked = []
     for at, text in enumerate(TEXTS):
@@ -136,16 +134,30 @@ questions:
   - name: kind
     template: "{{ kind }}: {{ text }} {{ text }}\\nAnswer:"
     labels: [very quick, not quick at all, brown]
-    when: "fox.score > 0.5"
+    when: "fox > 0.5"
   - name: calm
     template: "{{ text }} {{ kind }}.\\nAnswer:"
     labels: [Yes, No]
-    when: "kind.prediction == 'brown'"
+    when: "kind == 'brown'"
 """
 APART_ASKED = {
     "fox": (ASKED["fox"][0], {"Yes": [" Yes"], "No": [" No"]}),
     "kind": ("{kind}: {text} {text}\nAnswer:", ASKED["tone"][1]),
 }
+
+
+def as_columns(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rows of each question about a row of the input as one row with columns for each question."""
+    found: dict[str, Any] = {}
+    for own in rows:
+        name, shares = own["question"], own["probabilities"]
+        found |= {name: own["answer" if own["type"] == "choice" else "value"], f"{name}.label_mass": own["label_mass"]}
+        if own["type"] != "predicate":
+            found[f"{name}.probabilities"] = shares and dict(zip(own["labels"], shares, strict=True))
+            found[f"{name}.confidence"] = own["confidence"]
+        elif shares is not None:
+            assert shares == [own["value"], 1 - own["value"]]
+    return found
 
 
 @pytest.mark.parametrize("flags", [{}, {"workers": 2}, {"pack_tokens": 64, "questions_as": "rows"}, {"engine": "hf"}])
@@ -160,24 +172,21 @@ def test_a_question_that_shares_nothing_is_asked_where_its_condition_holds(
     assert score(source, model=model, questions="q.yaml", **flags)["exit_code"] == 0
     rows = read_output("out.parquet")
     if "questions_as" in flags:
-        rows = [
-            {f"{each['question']}.{key}": value for each in rows[at : at + 3] for key, value in each.items()}
-            for at in range(0, len(rows), 3)
-        ]
+        rows = [as_columns(rows[at : at + 3]) for at in range(0, len(rows), 3)]
     read = []
     for at, row in enumerate(rows):
         own = {"text": TEXTS[at], "kind": "fable" if at % 3 else "news"}
         for name, (prompt, labels) in APART_ASKED.items():
-            if name == "kind" and row["fox.score"] <= 0.5:
-                assert row["kind.score"] is row["kind.prediction"] is row["calm.score"] is None
+            if name == "kind" and row["fox"] <= 0.5:
+                assert_unasked(row, "kind")
+                assert_unasked(row, "calm")
                 continue
             wanted = {label: math.exp(each) for label, each in eager.answer(prompt.format(**own), labels).items()}
-            assert abs(row[f"{name}.score"] - next(iter(wanted.values())) / sum(wanted.values())) < TOLERANCE
-            assert row[f"{name}.prediction"] == max(wanted, key=wanted.__getitem__)
+            assert_answer(row, name, wanted)
             read += [eager.ids(prompt.format(**own) + each)[:-1] for (each,) in labels.values()]
-        assert (row["calm.score"] is not None) == (row["kind.prediction"] == "brown")
+        assert (row["calm"] is not None) == (row["kind"] == "brown")
         read.append(eager.ids(f"{own['text']} {own['kind']}.\nAnswer:"))
-    assert 0 < sum(row["kind.score"] is not None for row in rows) < len(rows)
+    assert 0 < sum(row["kind"] is not None for row in rows) < len(rows)
     tokens = read_report()["tokens"]
     if "questions_as" not in flags:
         assert tokens["prompt"] == sum(row["prompt_tokens"] for row in rows)
@@ -224,11 +233,16 @@ def test_an_error_of_one_question_is_one_of_its_row(model: Path) -> None:
     rows = read_output("out.parquet")
     assert [row["row"] for row in rows if row["error"]] == [4]
     assert rows[4]["error"] == "prompt_too_long"
-    assert rows[4]["error_detail"].startswith("question kind: ")
-    assert {value for key, value in rows[4].items() if "." in key} == {None}
+    assert rows[4]["error_detail"].startswith("question genre: ")
+    for name in ASKED:
+        assert_unasked(rows[4], name)
 
 
 ONE = "- {name: fox, text: '?', labels: [Yes, No]}"
+ASKS = (
+    f"document: d\nquestions:\n{ONE}\n"
+    "- {name: last, text: b, labels: %s}\n- {name: a, text: b, labels: [Yes, No], when: %s}"
+)
 
 
 @pytest.mark.parametrize(
@@ -250,8 +264,8 @@ def test_a_question_that_is_not_asked_makes_no_row_an_error(
 document: "{{{{ text }}}}"
 questions:
   - {{name: fox, text: "\\nIs it a fox? Answer:", labels: [Yes, No]}}
-  - {{name: tone, text: "{text} the dog was", labels: [quick, brown], when: fox.score > 0.5}}
-  - {{name: last, text: "{text} so", labels: [quick, brown], when: tone.score > 0.5}}
+  - {{name: tone, text: "{text} the dog was", labels: [quick, brown], when: fox > 0.5}}
+  - {{name: last, text: "{text} so", labels: [quick, brown], when: tone > 0.5}}
   - {{name: kind, text: " is", labels: [quick, brown]}}
 """
     )
@@ -265,12 +279,12 @@ questions:
     assert {row["row"] for row in rows if row["error"]} == chosen
     for at, row in enumerate(rows):
         if at in chosen:
-            assert (row["error"], row["fox.score"], row["kind.score"]) == (code, None, None)
+            assert (row["error"], row["fox"], row["kind"]) == (code, None, None)
             assert row["error_detail"].startswith("question tone: ")
         else:
-            assert row["fox.score"] == pytest.approx(scores[at], abs=TOLERANCE)
-            assert row["kind.score"] is not None
-            assert row["tone.score"] is None
+            assert row["fox"] == pytest.approx(scores[at], abs=TOLERANCE)
+            assert row["kind"] is not None
+            assert row["tone"] is None
 
 
 @pytest.mark.parametrize(
@@ -295,21 +309,23 @@ questions:
         ("document: d\nquestions: [{name: a, labels: [Yes, No]}]", "neither text nor template"),
         ("document: d\nquestions: [{name: a, text: b, template: c, labels: [Yes, No]}]", "both text and template"),
         ("document: d\nquestions: [{name: a, template: '{{ b }}', labels: [Yes, No]}]", "document is not used"),
+        (ASKS % ("[Yes, No]", "fx > 0.5"), "no earlier question gives fx; did you mean 'fox'?"),
+        (ASKS % ("[Yes, No]", "fox.score > 0.5"), "no earlier question gives fox.score"),
+        (ASKS % ("[Yes, No]", "fox.confidence > 0.5"), "no earlier question gives fox.confidence"),
+        (ASKS % ("[a, b, c]", "last.probabilities > 0.5"), "no earlier question gives last.probabilities"),
+        (ASKS % ("[a, b, c]", "label_mass > 0.5"), "no earlier question gives label_mass"),
         (
-            f"document: d\nquestions:\n{ONE}\n- {{name: a, text: b, labels: [Yes, No], when: fx.score > 0.5}}",
-            "no earlier question gives fx.score; did you mean 'fox.score'?",
+            "document: d\nquestions: [{name: a, text: b, labels: [Yes, No], when: a > 0.5}]",
+            "no earlier question gives a",
         ),
         (
-            "document: d\nquestions: [{name: a, text: b, labels: [Yes, No], when: a.score > 0.5}]",
-            "no earlier question gives a.score",
+            ASKS % ("[Yes, No]", "fox == 'Yes'"),
+            "question 'a': when \"fox == 'Yes'\": a number is compared with a text",
         ),
+        (ASKS % ("[a, b, c]", "last > 0.5"), "question 'a': when 'last > 0.5': a text is compared with a number"),
         (
-            f"document: d\nquestions:\n{ONE}\n- {{name: a, text: b, labels: [Yes, No], when: fox.prediction > 0.5}}",
-            "question 'a': when 'fox.prediction > 0.5': a text is compared with a number",
-        ),
-        (
-            f"document: d\nquestions:\n{ONE}\n- {{name: a, text: b, labels: [Yes, No], when: fox.prediction == 'no'}}",
-            "the prediction is never 'no'; did you mean 'No'?\nthe labels are Yes, No",
+            ASKS % ("[a, b, c]", "last == 'A'"),
+            "the prediction is never 'A'; did you mean 'a'?\nthe labels are a, b, c",
         ),
         ("document: '{{ d'\nquestions: [{name: a, text: b, labels: [Yes, No]}]", "question 'a': "),
     ],
@@ -343,11 +359,37 @@ def test_a_scorer_asks_all_questions(model: Path, eager: Eager) -> None:
         with pytest.raises(UsageError, match="kind"):
             scorer.score(rows.drop_columns("kind"))
         Path("q.yaml").write_text(FILE.replace("Is it a fox?", "Is it the fox?"))
-        assert scorer.score(rows.slice(0, 2))["fox.score"].to_pylist() == pytest.approx(
-            found["fox.score"].to_pylist()[:2], abs=TOLERANCE
+        assert scorer.score(rows.slice(0, 2))["fox"].to_pylist() == pytest.approx(
+            found["fox"].to_pylist()[:2], abs=TOLERANCE
         )
         with pytest.raises(UsageError, match="not as it was"):
             scorer.score(source)
     assert found.column_names[:3] == ["text", "kind", "id"]
     assert_answered(found.to_pylist(), eager)
     assert_answered(of_file, eager)
+
+
+@pytest.mark.parametrize("output", ["out.parquet", "out.jsonl"])
+@pytest.mark.parametrize("form", ["columns", "rows"])
+def test_error_rows_alone_are_asked_again(
+    model: Path, eager: Eager, output: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, fitting = make_input(), loop._fitting
+
+    def fit(requests: Any, most: int) -> Any:
+        kept, errors, failed = fitting([each for each in requests if each.prompt.row not in (2, 11)], most)
+        lost = {each.prompt.row for each in requests} & {2, 11}
+        return kept, errors | {row: RowError(ErrorCode.EXCEEDS_MEMORY, "for now") for row in lost}, failed
+
+    flags = {"questions": "q.yaml", "questions_as": form, "max_error_rate": 0.1}
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_fitting", fit)
+        assert score(source, output, model=model, **flags)["rows"]["errors"] == 2
+    before = read_output(output)
+    done = score(source, output, model=model, retry_errors=True, **flags)
+    assert (done["exit_code"], done["rows"]["errors"], done["since"]["rows"]) == (0, 0, len(TEXTS) - 2)
+    after = read_output(output)
+    kept = [(own, old) for own, old in zip(after, before, strict=True) if old["error"] is None]
+    assert [own for own, _ in kept] == [old for _, old in kept]
+    assert_answered(after if form == "columns" else [as_columns(after[at : at + 3]) for at in range(0, 90, 3)], eager)
+    assert verify_job(output, [str(source)], quiet=True)["exit_code"] == 0

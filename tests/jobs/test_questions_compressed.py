@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.jobs.answers import likeliest, shares_of
 from tests.jobs.compression import ByHand, compressed
 from tests.jobs.jobs import Reference, read_output, read_report, write_jsonl
 from tests.jobs.test_questions import Eager
@@ -21,9 +22,10 @@ questions:
   - name: tone
     text: "\\nThe dog and the {{ one }} or {{ other }} was"
     labels: [quick, brown, very quick]
-    when: "fox.score > 0.5"
+    when: "fox > 0.5"
     swap: [one, other]
 """
+LABELS = {"fox": ("Yes", "No"), "tone": ("quick", "brown", "very quick")}
 ROWS = 24
 AUDIT = 15
 TEXTS = [
@@ -50,11 +52,11 @@ def test_each_question_has_its_own_tokens_and_its_own_flips(
         prompt = f"{text}\nIs it a fox? Answer:"
         ids = reference.ids(prompt)
         kept = by_hand.kept(ids) if len(ids) > 64 else np.arange(len(ids))
-        assert row["fox.score"] == pytest.approx(by_hand.score(ids, kept), abs=1e-5)
+        assert row["fox"] == pytest.approx(by_hand.score(ids, kept), abs=1e-5)
         if row["fox.audit_score"] is not None:
             yes, no = (math.exp(eager.logprob(prompt, label)) for label in (" Yes", " No"))
             assert row["fox.audit_score"] == pytest.approx(yes / (yes + no), abs=1e-5)
-        assert (row["tone.audit_score"] is not None) == (row["fox.audit_score"] is not None and row["fox.score"] > 0.5)
+        assert (row["tone.audit_score"] is not None) == (row["fox.audit_score"] is not None and row["fox"] > 0.5)
         if row["tone.audit_score"] is not None:
             shares = []
             for words, names in (("fox or yes", ["quick", "brown"]), ("yes or fox", ["brown", "quick"])):
@@ -70,9 +72,10 @@ def test_each_question_has_its_own_tokens_and_its_own_flips(
     for each in report["audits"]:
         name, audit = each["question"], each["audit"]
         audited = [row for row in rows if row[f"{name}.audit_score"] is not None]
-        flips = sum(row[f"{name}.prediction"] != row[f"{name}.audit_prediction"] for row in audited)
+        flips = sum(likeliest(row, name, LABELS[name]) != row[f"{name}.audit_prediction"] for row in audited)
         assert (audit["rows"], audit["flips"]) == (len(audited), flips)
-        largest = max(abs(row[f"{name}.score"] - row[f"{name}.audit_score"]) for row in audited)
+        first = [shares_of(row, name, LABELS[name])[0] for row in audited]
+        largest = max(abs(own - row[f"{name}.audit_score"]) for own, row in zip(first, audited, strict=True))
         assert audit["max_difference"] == pytest.approx(largest)
         assert largest > 1e-3, "reading less must change an answer, or nothing is tested"
         assert audit["rows"] > 3

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from jinja2 import Template
 
+from tests.jobs.answers import likeliest, shares_of
 from tests.jobs.jobs import read_output, read_report, score, texts, write_jsonl
 from tests.jobs.processes import cut_small_windows
 from tests.jobs.test_rationales import Writer
@@ -21,7 +22,7 @@ questions:
   - name: tone
     text: "\\nThe {{ animal }} was"
     labels: [very quick, not quick at all, brown]
-    when: "fox.score > 0.5"
+    when: "fox > 0.5"
 """
 ASKED = {
     "fox": ("{{ title }}: {{ text }}\nIs it a fox? Answer:", ["Yes", "No"]),
@@ -38,14 +39,14 @@ def rows() -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"rationale_when": "fox.score > 0.3", "rationale_limit": 20}])
+@pytest.mark.parametrize("options", [{}, {"rationale_when": "fox > 0.3", "rationale_limit": 20}])
 def test_each_question_has_its_own_evidence(
     rows: list[dict[str, Any]], model: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut_small_windows(monkeypatch)
     assert score("in.jsonl", model=model, questions="q.yaml", evidence=True, **options)["exit_code"] == 0
     found = read_output("out.parquet")
-    chosen = [at for at, row in enumerate(found) if not options.get("rationale_when") or row["fox.score"] > 0.3]
+    chosen = [at for at, row in enumerate(found) if not options.get("rationale_when") or row["fox"] > 0.3]
     chosen = chosen[: options.get("rationale_limit", ROWS)]
     assert [at for at, row in enumerate(found) if row["fox.evidence"] is not None] == chosen
     assert read_report()["rationales"]["evidence_rows"] == len(chosen)
@@ -61,11 +62,12 @@ def test_each_question_has_its_own_evidence(
             score(source, f"{section}.parquet", model=model, template=template, labels=labels, overwrite=True)
             without[section] = read_output(f"{section}.parquet")
         for at, row in enumerate(found):
-            if at not in chosen or row[f"{name}.score"] is None:
+            if at not in chosen or row[name] is None:
                 assert row[f"{name}.evidence"] is None
                 continue
             own = {each["section"]: each["change"] for each in row[f"{name}.evidence"]}
-            wanted = {section: row[f"{name}.score"] - each[at]["score"] for section, each in without.items()}
+            first = shares_of(row, name, labels)[0]
+            wanted = {section: first - each[at]["score"] for section, each in without.items()}
             assert own == pytest.approx(wanted, abs=1e-5)
             sizes += map(abs, own.values())
     assert max(sizes) > 1e-3, "changes must be large enough to tell a wrong one"
@@ -86,18 +88,18 @@ def test_a_text_is_written_behind_the_answer_to_each_question(
     rows: list[dict[str, Any]], model: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut_small_windows(monkeypatch)
-    options = {"rationale": 10, "rationale_when": "fox.score > 0.2", "rationale_limit": 15, **options}
+    options = {"rationale": 10, "rationale_when": "fox > 0.2", "rationale_limit": 15, **options}
     assert score("in.jsonl", model=model, questions="q.yaml", **options)["exit_code"] == 0
     found, writer, many = read_output("out.parquet"), Writer(model), dict.fromkeys(ASKED, 0)
-    chosen = [at for at, row in enumerate(found) if row["fox.score"] > 0.2][:15]
+    chosen = [at for at, row in enumerate(found) if row["fox"] > 0.2][:15]
     for at, (row, values) in enumerate(zip(found, rows, strict=True)):
-        for name, (template, _) in ASKED.items():
-            if at not in chosen or row[f"{name}.score"] is None:
+        for name, (template, labels) in ASKED.items():
+            if at not in chosen or row[name] is None:
                 assert row[f"{name}.finish_reason"] is None
                 continue
             many[name] += 1
             prompt = Template(template).render(values)
-            wanted = writer(f"{prompt} {row[f'{name}.prediction']} because", 10)
+            wanted = writer(f"{prompt} {likeliest(row, name, labels)} because", 10)
             written = (f"{name}.rationale", f"{name}.rationale_tokens", f"{name}.finish_reason")
             assert tuple(row[column] for column in written) == wanted
     assert many["fox"] == 15

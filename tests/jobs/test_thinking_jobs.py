@@ -85,7 +85,7 @@ def test_every_way_of_asking_reads_the_same_prompt(thinker: Path, judge: Referen
     write_parquet("in.parquet", p=prompts)
     assert score("in.parquet", questions="two.yaml", **choices)["exit_code"] == 0
     rows = read_output("out.parquet")
-    assert scores(rows, "one.score") == scores(rows, "two.score") == right
+    assert scores(rows, "one") == scores(rows, "two") == right
 
     bodies = [{"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": text}]} for text in prompts]
     lines = [{"custom_id": str(at), "method": "POST", "url": CHAT, "body": body} for at, body in enumerate(bodies)]

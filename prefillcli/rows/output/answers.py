@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from prefillcli.stats.evaluation import log_shares_of
+
 PROBABILITIES = "probabilities"
 CALIBRATED = "calibrated"
 
@@ -28,6 +30,7 @@ class AnswerColumns:
     type: str
     labels: tuple[str, ...]
     values: tuple[float, ...] = ()
+    temperature: float = 1.0  # that the probabilities were taken at
 
     def to_json(self) -> dict[str, Any]:
         """Return its content for a file that belongs to the job."""
@@ -36,11 +39,17 @@ class AnswerColumns:
     @classmethod
     def of_json(cls, content: dict[str, Any]) -> AnswerColumns:
         """Return the columns of `to_json`. Raises KeyError or TypeError for anything else."""
-        return cls(content["name"], content["type"], tuple(content["labels"]), tuple(content["values"]))
+        return cls(**content | {"labels": tuple(content["labels"]), "values": tuple(content["values"])})
 
     def column(self, name: str) -> str:
         """Return the column of an output that has this meaning; without a name the answer itself."""
         return f"{self.name}.{name}" if name else self.name
+
+    def row_column(self, meaning: str) -> str:
+        """Return the column that has this meaning where each question has a row of its own."""
+        if not meaning:
+            return "answer" if self.type == "choice" else "value"
+        return self.source(meaning) or PROBABILITIES
 
     def source(self, meaning: str) -> str:
         """Return the part of the column's name that holds what a job of labels calls `meaning`, as `logprob_Yes`."""
@@ -52,23 +61,26 @@ class AnswerColumns:
 
     def values_of(self, meaning: str, column: pa.ChunkedArray) -> pa.ChunkedArray | pa.Array:
         """Return the values [rows] of `meaning` by those of its `source`: null where the question was not asked."""
-        if self.source(meaning) == meaning:
+        several = meaning in (PROBABILITIES, CALIBRATED) and not pa.types.is_struct(column.type)
+        if self.source(meaning) == meaning and not several:
             return column
         shares = self.shares(column.to_pylist())
         known = ~np.isnan(shares[:, 0])
         if meaning == "prediction":
             chosen = np.array(self.labels, object)[np.nan_to_num(shares).argmax(axis=-1)]
             return pa.array(chosen, pa.string(), mask=~known)
+        if several and self.type != "predicate":
+            kind = pa.struct([(label, pa.float64()) for label in self.labels])
+            return pa.array([dict(zip(self.labels, each, strict=True)) for each in shares.tolist()], kind, mask=~known)
         if meaning == "mean":
             found = shares @ np.array(self.values)
-        elif meaning in ("score", "probability"):
+        elif meaning in ("score", "probability", CALIBRATED):
             found = shares[:, 0]
         else:
             kind, _, label = meaning.partition("_")
             found = shares[:, self.labels.index(label)]
             if kind == "logprob":
-                with np.errstate(divide="ignore"):
-                    found = np.log(found)
+                found = self.log_shares(shares)[:, self.labels.index(label)]
         return pa.array(found, pa.float64(), mask=~known)
 
     def shares(self, told: Sequence[Any]) -> npt.NDArray[np.float64]:
@@ -82,6 +94,11 @@ class AnswerColumns:
             elif row is not None:
                 found[at] = row if isinstance(row, list) else (row, 1 - row)
         return found
+
+    def log_shares(self, shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return the logarithms [rows, answers] of these probabilities at a temperature of 1."""
+        with np.errstate(divide="ignore"):
+            return log_shares_of(np.log(shares) * self.temperature)
 
 
 def answers_of(text: str) -> list[AnswerColumns]:

@@ -268,6 +268,7 @@ class Column(NamedTuple):
 
 
 _PREDICTIONS = ("prediction", "audit_prediction")
+_TOLD = ("score", "prediction")  # what is counted of the answers to questions, under these names of every other output
 
 
 def _of_question(column: Column, number: int, schema: OutputSchema) -> Column:
@@ -664,7 +665,8 @@ class OutputSchema:
     def require_distinct(self) -> None:
         """Raise UsageError if a carried column has the name of another column of the output."""
         row = [ROW_COLUMN] if self.id_name is None else []
-        taken = [*row, *self.results.names, *self._written.names, ROW]
+        told = (f"{prefix}{name}" for own in self.questions for prefix in ("", f"{own.name}.") for name in _TOLD)
+        taken = [*row, *self.results.names, *self._written.names, ROW, *told]
         for name in self.carried.names:
             if name in taken:
                 option = {self.truth: "--truth", self.id_name: "--id-column"}.get(name, "--keep-columns")

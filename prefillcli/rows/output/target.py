@@ -31,11 +31,11 @@ from prefillcli.rows.filesystems import (
 )
 from prefillcli.rows.input.parquet import Footer
 from prefillcli.rows.output import DIRECTORY, FILE_ENDINGS, OutputFormat, Shard, batches, format_of
-from prefillcli.rows.output.answers import PROBABILITIES, AnswerColumns, answers_of
+from prefillcli.rows.output.answers import CALIBRATED, PROBABILITIES, AnswerColumns, answers_of
 from prefillcli.rows.output.columns import COLUMN_TYPES, COLUMNS, ROW_COLUMN, Counts
 from prefillcli.rows.output.store import Store, open_store, requesting
 from prefillcli.rows.proof import JOB_KEY, UNSEALED, Digesting, digest_of, seal, seal_of, take_checksum, with_checksum
-from prefillcli.rows.records import as_json, encode_json
+from prefillcli.rows.records import as_json, encode_json, text_of
 from prefillcli.runtime import file_calls
 
 NAME = "manifest.json"
@@ -356,26 +356,46 @@ def rows_of_input(form: FileFormat, file: IO[bytes], names: Sequence[str], job: 
             [table.take(pa.array(np.arange(number, whole, apart))) for number in range(apart)] if by_row else [table]
         )
         for name, (number, meaning, column) in zip(names, places, strict=True) if whole else ():
-            found = each[number if by_row else 0][column]
-            columns[name] = answers[number].values_of(meaning, found) if meaning else found
+            read = each[number if by_row else 0]
+            if column not in read.column_names:
+                continue
+            found = read[column]
+            if meaning is not None:
+                own = answers[number]
+                found = own.values_of(meaning, _of_json(found, own, meaning, column) if form.json_text else found)
+            columns[name] = found
         if whole:
             yield pa.table(columns)
     if rest is not None and len(rest):
         raise ValueError(f"its rows are not {apart} for each row of the input")
 
 
-def _place(name: str, answers: Sequence[AnswerColumns], *, by_row: bool) -> tuple[int, str, str]:
+_TYPED = ("", PROBABILITIES, CALIBRATED, "confidence")
+
+
+def _place(name: str, answers: Sequence[AnswerColumns], *, by_row: bool) -> tuple[int, str | None, str]:
     # Where an output has what a job of labels calls `name`: number of the question, meaning of its column, and column.
-    # Without a meaning it is no answer.
-    question, _, meaning = name.partition(".")
+    # Without a meaning it is no answer. The score and the prediction of a row are those of the first question.
+    full = f"{answers[0].name}.{name}" if name in ("score", "prediction") else name
+    question, _, meaning = full.partition(".")
     number = next((at for at, own in enumerate(answers) if own.name == question), None)
-    if number is None and name not in ("score", "prediction"):
-        return 0, "", name
-    number = number or 0
-    source = answers[number].source(meaning)
-    if by_row:
-        return number, meaning, source or PROBABILITIES
-    return number, meaning, answers[number].column(source)
+    of_label = f"{meaning.partition('_')[0]}_<label>" in COLUMN_TYPES
+    if number is None or not (meaning in _TYPED or meaning in COLUMN_TYPES or of_label):
+        return 0, None, name
+    own = answers[number]
+    return number, meaning, own.row_column(meaning) if by_row else own.column(own.source(meaning))
+
+
+def _of_json(column: pa.ChunkedArray, own: AnswerColumns, meaning: str, name: str) -> pa.ChunkedArray | pa.Array:
+    # An answer's column of JSON Lines with its own type. One of every output has it; probabilities stay text.
+    source = own.source(meaning)
+    if name in COLUMN_TYPES or source in (PROBABILITIES, CALIBRATED) or (source == "" != meaning):
+        return column
+    kind = COLUMN_TYPES.get(source, pa.string() if source == "" and own.type == "choice" else pa.float64())
+    texts = column.to_pylist()
+    if kind == pa.string():
+        return pa.array([None if text is None else text_of(text) for text in texts], kind)
+    return pa.array([None if text is None else json.loads(text) for text in texts], kind)
 
 
 def is_partition(folder: str) -> bool:
