@@ -17,6 +17,18 @@ GATES = "Gates"
 TRUTH = Requirement(lambda s: s.truth is not None, "needs --truth", "name the right answers with --truth")
 
 
+def truths_by_question(truth: str) -> dict[str, str]:
+    """Return the column with the right answers to each of several questions. Raises UsageError."""
+    pairs = [[side.strip() for side in text.partition("=")] for text in split_names(truth)]
+    found = {name: column for name, _, column in pairs}
+    if not all(name and column for name, _, column in pairs) or len(found) < len(pairs):
+        raise UsageError(
+            f"--truth {truth}: with --questions it names the column of each question once\n"
+            "write it like relevant=is_relevant,tone=right_tone"
+        )
+    return found
+
+
 class EvaluationOptions(Settings):
     """The right answers that scores are compared with."""
 
@@ -39,14 +51,7 @@ class EvaluationOptions(Settings):
             return {}
         if getattr(self, "questions", None) is None:
             return {"": self.truth}
-        pairs = [[side.strip() for side in text.partition("=")] for text in split_names(self.truth)]
-        found = {name: column for name, _, column in pairs}
-        if not all(name and column for name, _, column in pairs) or len(found) < len(pairs):
-            raise UsageError(
-                f"--truth {self.truth}: with --questions it names the column of each question once\n"
-                "write it like relevant=is_relevant,tone=right_tone"
-            )
-        return found
+        return truths_by_question(self.truth)
 
     def check(self) -> None:
         super().check()
@@ -118,6 +123,17 @@ TRUTH_FROM = Requirement(
 )
 
 
+ACCURACY = Requirement(lambda s: s.accuracy is not None, "needs --accuracy", "give --accuracy 0.98")
+
+
+FITS = Requirement(
+    lambda s: s.accuracy is None,
+    "has no effect beside --accuracy, which fits nothing",
+    "drop --accuracy",
+    recipe_may_keep=True,
+)
+
+
 class ProbabilityOptions(Settings):
     """The probabilities that are written beside the scores."""
 
@@ -156,7 +172,8 @@ class CalibrateSettings(Settings):
     )
     truth: str | None = option(
         None,
-        "Column with the right answer: a label, or true or false, 1 or 0 for two labels.",
+        "Column with the right answer: a label, or true or false, 1 or 0 for two labels. With --accuracy, NAME=COLUMN "
+        "for each of several questions, comma-separated.",
         FILES, changes="report", metavar="COLUMN",
     )  # fmt: skip
     truth_from: str | None = option(
@@ -171,7 +188,7 @@ class CalibrateSettings(Settings):
     )  # fmt: skip
     output: str = option(
         "calibration.json",
-        "Where the calibration goes.",
+        "Where the calibration goes, or the floors. (default: calibration.json, with --accuracy floors.json)",
         FILES, changes="files", short="-o", metavar="PATH", path="calibration",
     )  # fmt: skip
     question: str = option(
@@ -179,15 +196,35 @@ class CalibrateSettings(Settings):
         "Question whose scores are calibrated, if the output has several.",
         FILES, changes="report", metavar="NAME",
     )  # fmt: skip
+    accuracy: float | None = option(
+        None,
+        "Fit nothing, but find the lowest probability from which answers are right at this rate, with 95 % "
+        "confidence: a floor for --review-below.",
+        FIT, changes="report", metavar="RATE", gt=0, lt=1,
+    )  # fmt: skip
+    per_answer: bool = option(
+        False, "A floor for each answer, from which this answer is right at that rate.",
+        FIT, changes="report", requires=ACCURACY,
+    )  # fmt: skip
     method: Literal["auto", "temperature", "platt", "isotonic"] = option(
         "auto",
         "Method to fit; auto: the one with the smallest log loss in cross-validation. Isotonic is for two labels.",
-        FIT, changes="report",
+        FIT, changes="report", requires=FITS,
     )  # fmt: skip
-    folds: int = option(5, "Folds of the cross-validation.", FIT, changes="report", metavar="N", ge=2, le=100)
-    seed: int = option(0, "Seed for the folds.", FIT, changes="report", metavar="N", ge=0, lt=2**32)
+    folds: int = option(
+        5, "Folds of the cross-validation.", FIT, changes="report", metavar="N", requires=FITS, ge=2, le=100
+    )
+    seed: int = option(0, "Seed for the folds.", FIT, changes="report", metavar="N", requires=FITS, ge=0, lt=2**32)
     quiet: bool = option(False, "Warnings and errors only.", RUN, changes="report", short="-q")
     debug: bool = option(False, "Show tracebacks.", RUN, changes="report")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_floors(cls, values: Any) -> Any:
+        # The file is named after what it holds.
+        if isinstance(values, dict) and values.get("accuracy") is not None and values.get("output") is None:
+            return values | {"output": "floors.json"}
+        return values
 
     def check(self) -> None:
         super().check()
