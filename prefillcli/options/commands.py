@@ -48,6 +48,7 @@ from prefillcli.options.judging import (
     GateOptions,
     ProbabilityOptions,
     RejectsOptions,
+    ReviewOptions,
 )
 from prefillcli.options.option import (
     BENCH,
@@ -84,6 +85,7 @@ class ScoreSettings(
     StreamingOptions,
     AdapterOptions,
     RejectsOptions,
+    ReviewOptions,
     PairOptions,
     BatchOptions,
     EvaluationOptions,

@@ -1,10 +1,10 @@
-"""The options that judge the answers: evaluation, gates, calibration, estimates, rejects."""
+"""The options that judge the answers: evaluation, gates, calibration, estimates, rejects, review."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
 
 from prefillcli.errors import UsageError
 from prefillcli.options.groups import NameList, RowRange, TextList, split_names
@@ -266,4 +266,29 @@ class RejectsOptions(Settings):
         None,
         "Also write the error rows, with all columns of the input, to this file, e.g. rejects.jsonl.",
         FILES, changes="files", metavar="PATH", path="rejects",
+    )  # fmt: skip
+
+
+def _as_text(value: object) -> object:
+    # In a recipe a floor is a number.
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+REVIEW_BELOW = Requirement(lambda s: s.review_below is not None, "needs --review-below", "give --review-below 0.9")
+
+
+class ReviewOptions(Settings):
+    """The answers that a person should look at."""
+
+    review_below: Annotated[str, BeforeValidator(_as_text)] | None = option(
+        None,
+        "Add the column review: the questions of a row whose answer has a probability below P. NAME=P,... is for "
+        "single questions; a file of prefill calibrate --accuracy has a floor for each.",
+        ANSWERS, changes="columns", metavar="P|FILE", path="file",
+    )  # fmt: skip
+    review: str | None = option(
+        None,
+        "Also write the rows with such an answer, with their ids, kept columns and answers, to this file, e.g. "
+        "review.jsonl.",
+        FILES, changes="files", metavar="PATH", path="review", requires=REVIEW_BELOW,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from prefillcli.errors import PrefillError, UsageError, without_secrets
 from prefillcli.judging.rejects import is_rejects
+from prefillcli.judging.review import is_review
 from prefillcli.options.commands import MergeSettings, ScoreSettings
 from prefillcli.options.option import PathRole, Settings, details_of
 from prefillcli.options.requirements import leaves_early
@@ -87,6 +88,7 @@ SIDE_FILES = {
     ),
     "exits": SideFile("an exit profile", json_with("label_tokens", "exits")),
     "rejects": SideFile("rejects of an earlier run", is_rejects),
+    "review": SideFile("rows to review of an earlier run", is_review),
 }
 
 

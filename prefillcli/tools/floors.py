@@ -10,12 +10,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from prefillcli.errors import ResourceError, UsageError, did_you_mean, without_secrets
-from prefillcli.judging.review import ANSWER, AnswerFloor, FloorFile, QuestionFloors, Value
+from prefillcli.judging.review import AnswerFloor, FloorFile, QuestionFloors, Value
 from prefillcli.options.judging import CalibrateSettings, truths_by_question
 from prefillcli.prompts.labels import label_of
 from prefillcli.prompts.questions import Label
 from prefillcli.report.section import WIDTH, numbers_table, stderr_console
 from prefillcli.rows.input.source import Source
+from prefillcli.rows.output.columns import ANSWER
 from prefillcli.rows.output.store import write_sealed
 from prefillcli.runtime import log
 from prefillcli.scoring.path_table import require_apart, require_json
