@@ -158,11 +158,13 @@ def doctor(settings: DoctorSettings) -> Summary:
 def calibrate(settings: CalibrateSettings) -> Summary:
     """Fit probabilities to SCORES with right answers: temperature, Platt or isotonic, chosen by cross-validation.
 
-    A table goes to stderr; the last line on stdout is a summary, one JSON object.
+    With --accuracy, find the probability from which answers need no person to review them. A table goes to stderr; the
+    last line on stdout is a summary, one JSON object.
     """
     from prefillcli.tools.calibrate import calibrate_job
+    from prefillcli.tools.floors import floors_job
 
-    return calibrate_job(settings)
+    return calibrate_job(settings) if settings.accuracy is None else floors_job(settings)
 
 
 _Output = Annotated[str, typer.Argument(metavar="OUTPUT", help="What prefill score wrote: a file, a folder or a URL.")]

@@ -19,6 +19,7 @@ from prefillcli.judging.evaluation import RunEvaluation
 from prefillcli.judging.gates import DriftUse, Gate
 from prefillcli.judging.likelihood import LikelihoodUse
 from prefillcli.judging.questions import AuditUse, Correlations, OrderUse
+from prefillcli.judging.review import ReviewUse
 from prefillcli.options.commands import COMMANDS
 from prefillcli.options.option import as_typed, details_of
 from prefillcli.reading.compress.compressor import KeepChoice
@@ -47,6 +48,7 @@ BLOCKS: dict[str, Any] = {
     "orders": list[OrderUse] | None,
     "rationales": RationaleUse | None,
     "rejects": str | None,
+    "review": ReviewUse | None,
     "since": SinceUse | None,
 }
 #: The page that explains the options of a panel.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.windows import USUAL_SIZE, Prefetcher, ShardRows, WindowSize, windows
@@ -48,6 +48,8 @@ class Inputs:
         """Makes the calibrated probabilities of the rows."""
         self.calibrated = ""
         """Of several questions, the one that it makes them for."""
+        self.floors: Mapping[str, tuple[float | None, ...]] = {}
+        """The floors of the labels of each question, below which answers are reviewed."""
         self.question_schemas: QuestionSchemas = lambda groups, calibrated: ()
         """The columns of the answers to each of several questions, for an output with these groups of columns; one of
         the questions is calibrated."""
@@ -170,4 +172,4 @@ class Inputs:
             values=self.labels.question.values,
             token_text=self.labels.token_text,
             questions=self.question_schemas(self.groups, self.calibrated),
-        )
+        ).with_floors(self.floors)

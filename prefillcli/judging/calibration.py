@@ -422,30 +422,28 @@ def _may_classify(settings: Any) -> bool:
     return config.is_file() and names_classifier(read_json(config))
 
 
-def require_fitting(calibration: Calibration, path: str, fingerprint: Mapping[str, str]) -> None:
-    """Raise UsageError if the calibration was fitted on scores of a model, prompt or labels other than the job's.
+def require_fitting(option: str, path: str, job: Mapping[str, str], fingerprint: Mapping[str, str]) -> None:
+    """Raise UsageError if the file of an option was fitted on scores of a `job` with another model, prompt or labels.
 
-    Warns on stderr if those scores were compressed in another way, or if the calibration does not name their job.
+    Warns on stderr if those scores were compressed in another way, or if the file does not name their job.
     """
-    if calibration.fitted_on is None:
-        return
-    job, shown = calibration.fitted_on.job, without_secrets(path)
+    shown = without_secrets(path)
     if not job:
         log.warning(
-            f"--calibration {shown}: it does not name the model whose scores it was fitted on; "
+            f"{option} {shown}: it does not name the model whose scores it was fitted on; "
             "calibrate what prefill score wrote, not a copy of its rows"
         )
         return
     other = [name for part, name in REFUSED.items() if job.get(part) != fingerprint.get(part)]
     if other:
         raise UsageError(
-            f"--calibration {shown}: it was fitted on scores with another {' and another '.join(other)}\n"
+            f"{option} {shown}: it was fitted on scores with another {' and another '.join(other)}\n"
             "score labelled rows with the options of this job, and fit one on them with prefill calibrate"
         )
     doubtful = [name for part, name in WARNED.items() if job.get(part) != fingerprint.get(part)]
     if doubtful:
         log.warning(
-            f"--calibration {shown}: it was fitted on scores with another "
+            f"{option} {shown}: it was fitted on scores with another "
             f"{' and another '.join(doubtful)}; the probabilities may be off"
         )
 
@@ -569,8 +567,9 @@ class Calibrating(Judge):
 
     def require_fitting(self, fingerprint: Mapping[str, str]) -> None:
         """Raise UsageError for a calibration of another job."""
-        if self.calibration is not None:
-            require_fitting(self.calibration, self.settings.calibration, fingerprint)
+        if self.calibration is not None and self.calibration.fitted_on is not None:
+            job = self.calibration.fitted_on.job
+            require_fitting("--calibration", self.settings.calibration, job, fingerprint)
 
     def learn(self, scorer: ModelScorer, tick: Tick) -> None:
         """Learn what the model answers to prompts without content, if there is no file; the plan keeps it."""

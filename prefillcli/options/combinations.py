@@ -95,7 +95,7 @@ REFUSED: tuple[Refused, ...] = (
     *_refused("--limit", "--sample", "one takes the first rows, the other random ones"),
     *_refused("--retry-errors", ("--overwrite", "--since"), "it keeps this job's rows"),
     *_refused(
-        "--rejects",
+        ("--rejects", "--review"),
         "--shard",
         "it is for the rows of the whole output, which prefill merge makes",
         "after the merge, give it to prefill score with --resume and without --shard: only they are written",
@@ -140,6 +140,11 @@ REFUSED: tuple[Refused, ...] = (
         ("--since", "--retry-errors"),
         "a batch output does not have the columns of a score",
         "leave --batch-format out",
+    ),
+    *_refused(
+        "--review-below",
+        ("--choices-column", "--target-column", "--batch-format"),
+        "it compares the probabilities of labels",
     ),
     # The questions.
     *_refused("--choices-column", "--labels", "each row has its own answers"),

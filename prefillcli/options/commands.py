@@ -50,6 +50,7 @@ from prefillcli.options.judging import (
     GateOptions,
     ProbabilityOptions,
     RejectsOptions,
+    ReviewOptions,
 )
 from prefillcli.options.option import (
     BENCH,
@@ -86,6 +87,7 @@ class ScoreSettings(
     StreamingOptions,
     AdapterOptions,
     RejectsOptions,
+    ReviewOptions,
     PairOptions,
     BatchOptions,
     EvaluationOptions,

@@ -1,10 +1,10 @@
-"""The options that judge the answers: evaluation, gates, calibration, estimates, rejects."""
+"""The options that judge the answers: evaluation, gates, calibration, estimates, rejects, review."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
 
 from prefillcli.errors import UsageError
 from prefillcli.options.asking import ASKED
@@ -16,6 +16,18 @@ EVALUATION = "Evaluation"
 GATES = "Gates"
 
 TRUTH = Requirement(lambda s: s.truth is not None, "needs --truth", "name the right answers with --truth")
+
+
+def truths_by_question(truth: str) -> dict[str, str]:
+    """Return the column with the right answers to each of several questions. Raises UsageError."""
+    pairs = [[side.strip() for side in text.partition("=")] for text in split_names(truth)]
+    found = {name: column for name, _, column in pairs}
+    if not all(name and column for name, _, column in pairs) or len(found) < len(pairs):
+        raise UsageError(
+            f"--truth {truth}: with --questions it names the column of each question once\n"
+            "write it like relevant=is_relevant,tone=right_tone"
+        )
+    return found
 
 
 class EvaluationOptions(Settings):
@@ -42,14 +54,7 @@ class EvaluationOptions(Settings):
             return {ASKED: self.truth}
         if getattr(self, "questions", None) is None:
             return {"": self.truth}
-        pairs = [[side.strip() for side in text.partition("=")] for text in split_names(self.truth)]
-        found = {name: column for name, _, column in pairs}
-        if not all(name and column for name, _, column in pairs) or len(found) < len(pairs):
-            raise UsageError(
-                f"--truth {self.truth}: with --questions it names the column of each question once\n"
-                "write it like relevant=is_relevant,tone=right_tone"
-            )
-        return found
+        return truths_by_question(self.truth)
 
     def check(self) -> None:
         super().check()
@@ -121,6 +126,17 @@ TRUTH_FROM = Requirement(
 )
 
 
+ACCURACY = Requirement(lambda s: s.accuracy is not None, "needs --accuracy", "give --accuracy 0.98")
+
+
+FITS = Requirement(
+    lambda s: s.accuracy is None,
+    "has no effect beside --accuracy, which fits nothing",
+    "drop --accuracy",
+    recipe_may_keep=True,
+)
+
+
 class ProbabilityOptions(Settings):
     """The probabilities that are written beside the scores."""
 
@@ -159,7 +175,8 @@ class CalibrateSettings(Settings):
     )
     truth: str | None = option(
         None,
-        "Column with the right answer: a label, or true or false, 1 or 0 for two labels.",
+        "Column with the right answer: a label, or true or false, 1 or 0 for two labels. With --accuracy, NAME=COLUMN "
+        "for each of several questions, comma-separated.",
         FILES, changes="report", metavar="COLUMN",
     )  # fmt: skip
     truth_from: str | None = option(
@@ -174,7 +191,7 @@ class CalibrateSettings(Settings):
     )  # fmt: skip
     output: str = option(
         "calibration.json",
-        "Where the calibration goes.",
+        "Where the calibration goes, or the floors. (default: calibration.json, with --accuracy floors.json)",
         FILES, changes="files", short="-o", metavar="PATH", path="calibration",
     )  # fmt: skip
     question: str = option(
@@ -182,15 +199,35 @@ class CalibrateSettings(Settings):
         "Question whose scores are calibrated, if the output has several.",
         FILES, changes="report", metavar="NAME",
     )  # fmt: skip
+    accuracy: float | None = option(
+        None,
+        "Fit nothing, but find the lowest probability from which answers are right at this rate, with 95 % "
+        "confidence: a floor for --review-below.",
+        FIT, changes="report", metavar="RATE", gt=0, lt=1,
+    )  # fmt: skip
+    per_answer: bool = option(
+        False, "A floor for each answer, from which this answer is right at that rate.",
+        FIT, changes="report", requires=ACCURACY,
+    )  # fmt: skip
     method: Literal["auto", "temperature", "platt", "isotonic"] = option(
         "auto",
         "Method to fit; auto: the one with the smallest log loss in cross-validation. Isotonic is for two labels.",
-        FIT, changes="report",
+        FIT, changes="report", requires=FITS,
     )  # fmt: skip
-    folds: int = option(5, "Folds of the cross-validation.", FIT, changes="report", metavar="N", ge=2, le=100)
-    seed: int = option(0, "Seed for the folds.", FIT, changes="report", metavar="N", ge=0, lt=2**32)
+    folds: int = option(
+        5, "Folds of the cross-validation.", FIT, changes="report", metavar="N", requires=FITS, ge=2, le=100
+    )
+    seed: int = option(0, "Seed for the folds.", FIT, changes="report", metavar="N", requires=FITS, ge=0, lt=2**32)
     quiet: bool = option(False, "Warnings and errors only.", RUN, changes="report", short="-q")
     debug: bool = option(False, "Show tracebacks.", RUN, changes="report")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_floors(cls, values: Any) -> Any:
+        # The file is named after what it holds.
+        if isinstance(values, dict) and values.get("accuracy") is not None and values.get("output") is None:
+            return values | {"output": "floors.json"}
+        return values
 
     def check(self) -> None:
         super().check()
@@ -232,4 +269,29 @@ class RejectsOptions(Settings):
         None,
         "Also write the error rows, with all columns of the input, to this file, e.g. rejects.jsonl.",
         FILES, changes="files", metavar="PATH", path="rejects",
+    )  # fmt: skip
+
+
+def _as_text(value: object) -> object:
+    # In a recipe a floor is a number.
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+REVIEW_BELOW = Requirement(lambda s: s.review_below is not None, "needs --review-below", "give --review-below 0.9")
+
+
+class ReviewOptions(Settings):
+    """The answers that a person should look at."""
+
+    review_below: Annotated[str, BeforeValidator(_as_text)] | None = option(
+        None,
+        "Add the column review: the questions of a row whose answer has a probability below P. NAME=P,... is for "
+        "single questions; a file of prefill calibrate --accuracy has a floor for each.",
+        ANSWERS, changes="columns", metavar="P|FILE", path="file",
+    )  # fmt: skip
+    review: str | None = option(
+        None,
+        "Also write the rows with such an answer, with their ids, kept columns and answers, to this file, e.g. "
+        "review.jsonl.",
+        FILES, changes="files", metavar="PATH", path="review", requires=REVIEW_BELOW,
     )  # fmt: skip

@@ -313,6 +313,7 @@ class RunReport(BaseModel):
     evaluation: Any = None
     evaluations: dict[str, Any] = Field(default_factory=dict)  # by question
     rejects: str | None = None  # their file
+    review: Any = None  # the rows with answers in doubt
     adapters: list[Any] = Field(default_factory=list)
 
     @classmethod

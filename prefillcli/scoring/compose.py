@@ -23,7 +23,7 @@ from prefillcli.core.roles import FollowUp, Judge, Reading
 from prefillcli.followup import evidence, rationale
 from prefillcli.followup.evidence import Evidence
 from prefillcli.followup.rationale import RationaleFollowUp
-from prefillcli.judging import calibration, estimate, evaluation, gates, likelihood, questions
+from prefillcli.judging import calibration, estimate, evaluation, gates, likelihood, questions, review
 from prefillcli.judging.adapters import AdapterJudge
 from prefillcli.judging.calibration import Calibrating
 from prefillcli.judging.estimate import Estimating
@@ -31,6 +31,7 @@ from prefillcli.judging.evaluation import Evaluating
 from prefillcli.judging.likelihood import LikelihoodJudge
 from prefillcli.judging.questions import QuestionJudge
 from prefillcli.judging.rejects import Rejects
+from prefillcli.judging.review import Reviewing
 from prefillcli.options.asking import BATCH_ID
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.requirements import asks_more, compresses, leaves_early
@@ -58,6 +59,7 @@ class Parts:
     calibration: Calibrating | None = None
     estimate: Estimating | None = None
     rejects: Rejects | None = None
+    review: Reviewing | None = None
     rationale: RationaleFollowUp | None = None
     follow_ups: tuple[FollowUp, ...] = ()
     judges: tuple[Judge, ...] = ()
@@ -82,6 +84,7 @@ class Parts:
             "ordered": getattr(settings, "label_values", ()),
             "question_rows": getattr(settings, "questions_as", "columns") == "rows",
             "rationales": getattr(settings, "rationale", 0),
+            "review": self.review,
             "token_logprobs": getattr(settings, "token_logprobs", False),
         }
         return frozenset(name for name, given in asked.items() if given)
@@ -121,12 +124,14 @@ def compose(settings: Any, available: Sequence[str] = ()) -> Parts:
     probabilities = Calibrating(settings) if settings.calibrates else None
     shares = Estimating(settings, leaving) if _estimates(settings) else None
     rejects = Rejects(settings) if settings.rejects is not None else None
+    reviewing = Reviewing(settings) if settings.review_below is not None else None
     judges: tuple[Judge | None, ...] = (
         LikelihoodJudge() if settings.target_column is not None else None,
         QuestionJudge(asking.names) if isinstance(asking, QuestionAsking) else None,
         *(more, taken, probabilities, compression, leaving, shares),
         Evaluating(settings) if settings.truth is not None else None,
         rejects,
+        reviewing,
         AdapterJudge() if settings.adapter else None,
     )
     return Parts(
@@ -139,6 +144,7 @@ def compose(settings: Any, available: Sequence[str] = ()) -> Parts:
         calibration=probabilities,
         estimate=shares,
         rejects=rejects,
+        review=reviewing,
         rationale=more,
         follow_ups=follow_ups,
         judges=tuple(each for each in judges if each is not None),
@@ -184,7 +190,7 @@ def sections_of(report: RunReport) -> list[Section]:
     """Return the sections of a report, in the order in which terminal and page show them."""
     one: Sequence[Callable[[RunReport], Section | None]] = (
         *(rationale.section, earlier.section, gates.section, calibration.section, compress.section),
-        *(learning.section, estimate.section),
+        *(learning.section, estimate.section, review.section),
     )
     found = [likelihood.section(report), *questions.sections(report), evidence.section(report)]
     found += [section(report) for section in one]

@@ -46,6 +46,7 @@ STANDS_FOR = {
     "engine": ("engine", "engine_options"),
     "calibration": ("calibration",),
     "exit_profile": ("exit_profile",),
+    "review": ("review_below",),
 }
 """Parts of the fingerprint that are not made of the values of options, and the options that they stand for."""
 
@@ -117,6 +118,8 @@ def fingerprint(inputs: Inputs, parts: Parts, models: LocalModels) -> dict[str, 
     found |= parts.asking.identity(values)
     if parts.calibration is not None:
         found |= parts.calibration.identity()
+    if parts.review is not None:
+        found |= parts.review.identity()
     for each in parts.readings:
         found |= each.identity(values)
     if settings.adapter:

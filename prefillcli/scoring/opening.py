@@ -193,7 +193,7 @@ def require_shares(labels: Labels, command: str) -> None:
 _BOTH = Measure.CHANCES, Measure.VALUES
 # Options that mean nothing for labels with these measures.
 _MEANINGLESS: dict[str, tuple[Measure, ...]] = {
-    **dict.fromkeys(("--label-values", "--calibration", "--calibrate-with"), _BOTH),
+    **dict.fromkeys(("--label-values", "--calibration", "--calibrate-with", "--review-below"), _BOTH),
     "--keep auto": (Measure.VALUES,),
     **dict.fromkeys(("--exit", "--first", "--compute", "--estimate"), _BOTH),
     "--truth": (Measure.CHANCES,),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from prefillcli.errors import PrefillError, UsageError, without_secrets
 from prefillcli.judging.rejects import is_rejects
+from prefillcli.judging.review import is_review
 from prefillcli.options.commands import MergeSettings, ScoreSettings
 from prefillcli.options.option import PathRole, Settings, details_of
 from prefillcli.options.requirements import leaves_early
@@ -72,6 +73,8 @@ def _is_page(path: str, start: bytes) -> bool:
     return _PAGE.match(start) is not None and _PAGE_POLICY in start
 
 
+_is_calibration, _are_floors = json_with("labels", "scaling"), json_with("accuracy", "questions")
+
 SIDE_FILES = {
     "report": SideFile("the report of a run", json_with("status", "exit_code", "rows", "fingerprint")),
     "dry run": SideFile("the report of a dry run", json_with("status", "exit_code", "survey")),
@@ -79,9 +82,13 @@ SIDE_FILES = {
     "metrics": SideFile("metrics of prefill", lambda path, start: start.startswith(b"# HELP prefill_")),
     "bench": SideFile("written by prefill bench", json_with("status", "workloads", "machine")),
     "profile": SideFile("written by prefill profile", json_with("machine", "budget_bytes")),
-    "calibration": SideFile("a calibration", json_with("labels", "scaling")),
+    "calibration": SideFile(
+        "written by prefill calibrate",
+        lambda path, start: _is_calibration(path, start) or _are_floors(path, start),
+    ),
     "exits": SideFile("an exit profile", json_with("label_tokens", "exits")),
     "rejects": SideFile("rejects of an earlier run", is_rejects),
+    "review": SideFile("rows to review of an earlier run", is_review),
 }
 
 

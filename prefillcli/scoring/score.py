@@ -149,6 +149,8 @@ class ScoreJob:
                 parts.earlier.find(run)
             if parts.calibration is not None:
                 parts.calibration.require_fitting(run.report.fingerprint)
+            if parts.review is not None:
+                parts.review.require_fitting(run.report.fingerprint)
             if parts.exits is not None:
                 parts.exits.require_same_job(run)
 

@@ -45,7 +45,7 @@ _EXIT = "exit_layer"
 _BOTH_ORDERS = "order_decided"
 _SAME = 1e-6
 _MORE_THAN_ALL = 1e-3
-_PLAIN = (str, int, float, bool)
+PLAIN = (str, int, float, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
     """
     path, truth_name = settings.scores, settings.truth or ""
     source = Source.open([path])
-    job = _job_of(path)
+    job = job_of(path)
     own = None if job is None else _asked(job, settings, source)
     labels = tuple(name.removeprefix(_LOGPROB) for name in source.available if name.startswith(_LOGPROB))
     if "score" in source.available and not labels and any(name.startswith(_VALUE) for name in source.available):
@@ -92,25 +92,12 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
             f"{path}: its scores are made of log-probabilities that --label-norm divides, and it has whole ones\n"
             "score without --label-norm, or calibrate without right answers: --calibrate-with"
         )
-    if settings.truth_from is None:
-        if truth_name not in source.available:
-            raise UsageError(
-                f"{path}: no column {truth_name!r}\nscore with --truth {truth_name}, which keeps it, or name "
-                "the file that has it with --truth-from"
-            )
-        answers, key = None, truth_name
-    else:
-        key = settings.id_column or (None if job is None else job.id_name) or ROW_COLUMN
-        if key not in source.available:
-            raise UsageError(
-                f"{path}: no column {key!r} to find the rows of --truth-from by\nname it with --id-column"
-            )
-        answers = _answers(settings.truth_from, truth_name, None if key == ROW_COLUMN else key)
+    right = RightAnswers.of(settings, truth_name, source.available, job)
     exits = [_EXIT] if _EXIT in source.available else []
     wanted = ["score", *(_LOGPROB + label for label in labels)] if own is None else [own.column(own.source("score"))]
-    source.select(columns=[*wanted, key, *exits], carried=())
-    found = _collect(source, labels, wanted, key, answers, {} if job is None else job.fingerprint, own)
-    _require_order(path, labels, found)
+    source.select(columns=[*wanted, right.key, *exits], carried=())
+    found = _collect(source, labels, wanted, right, {} if job is None else job.fingerprint, own)
+    _require_order(path, labels, found.logprobs, found.scores)
     if len(found.truth) == 0:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in found.left_out.items()) or "it has no rows"
         raise UsageError(f"{path}: no row has a score and a right answer ({reasons})\nthe labels: {', '.join(labels)}")
@@ -140,8 +127,7 @@ def _collect(
     source: Source,
     labels: tuple[str, ...],
     wanted: Sequence[str],
-    key: str,
-    answers: dict[str, Any] | None,
+    truth: RightAnswers,
     job: dict[str, str],
     own: AnswerColumns | None,
 ) -> LabelledScores:
@@ -155,27 +141,27 @@ def _collect(
                 "rows left early (--exit): their label log-probabilities are not known, and those of the rest alone "
                 "make no calibration\nscore some rows without --exit and fit it on those: it holds with --exit too"
             )
-        columns = [batch.columns[name] for name in (*wanted, key)]
+        columns = [batch.columns[name] for name in (*wanted, truth.key)]
         if own is not None:
             shares = own.shares(columns[0])
             scores = [None if math.isnan(each) else each for each in shares[:, 0].tolist()]
             columns = [scores, *own.log_shares(shares).T.tolist(), columns[1]]
         for row, score, *logprobs, value in zip(batch.rows.tolist(), *columns, strict=True):
-            numbers = [_number(each) for each in logprobs]
-            answer = value if answers is None else answers.get(_key(value))
-            right = label_of(answer, names) if isinstance(answer, _PLAIN) else None
+            numbers = [number_of(each) for each in logprobs]
+            answer = truth.of_row(value)
+            right = label_of(answer, names) if isinstance(answer, PLAIN) else None
             if row in batch.errors:
                 left_out["that cannot be read"] += 1
             elif score is None:
                 left_out["without a score"] += 1
-            elif not 0 <= _number(score) <= 1 or any(math.isnan(each) or each == math.inf for each in numbers):
+            elif not 0 <= number_of(score) <= 1 or any(math.isnan(each) or each == math.inf for each in numbers):
                 left_out["whose score is no probability"] += 1
             elif answer is None or answer == "":
                 left_out["without a right answer"] += 1
             elif right is None:
                 left_out["whose right answer is no label"] += 1
             else:
-                kept.append((_number(score), numbers, right))
+                kept.append((number_of(score), numbers, right))
     return LabelledScores(
         labels=labels,
         scores=np.array([score for score, _, _ in kept], np.float64),
@@ -186,25 +172,52 @@ def _collect(
     )
 
 
-def _number(value: Any) -> float:
-    # NaN for anything that is not a number.
+def number_of(value: Any) -> float:
+    """Return a number of a column; NaN for anything else."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
-def _answers(path: str, truth: str, key: str | None) -> dict[str, Any]:
-    # The right answers of a file by id, or without a `key` by row number. Raises UsageError for an id with two.
-    source = Source.open([path], columns=[truth] if key is None else [truth, key])
-    found: dict[str, Any] = {}
-    for batch in source.batches():
-        keys = batch.rows.tolist() if key is None else batch.columns[key]
-        for row, name, answer in zip(batch.rows.tolist(), keys, batch.columns[truth], strict=True):
-            if row in batch.errors or name is None:
-                continue
-            if found.setdefault(_key(name), answer) != answer:
+@dataclass(frozen=True, slots=True)
+class RightAnswers:
+    """Right answers: those of a column of the scores, or those of another file."""
+
+    key: str  # the column of the scores that has them, or that finds them in the other file
+    found: dict[str, Any] | None = None  # by id or row number
+
+    @classmethod
+    def of(cls, settings: CalibrateSettings, truth: str, available: Sequence[str], job: Job | None) -> RightAnswers:
+        """Return those of the column `truth`, for scores with the `available` columns. Raises UsageError where they
+        cannot be found."""
+        path, other = settings.scores, settings.truth_from
+        if other is None:
+            if truth not in available:
                 raise UsageError(
-                    f"--truth-from {path}: {key} {name} has two right answers: {found[_key(name)]}, {answer}"
+                    f"{path}: no column {truth!r}\nscore with --truth {truth}, which keeps it, or name "
+                    "the file that has it with --truth-from"
                 )
-    return found
+            return cls(truth)
+        key = settings.id_column or (None if job is None else job.id_name) or ROW_COLUMN
+        if key not in available:
+            raise UsageError(
+                f"{path}: no column {key!r} to find the rows of --truth-from by\nname it with --id-column"
+            )
+        by_place = key == ROW_COLUMN and settings.id_column is None
+        source = Source.open([other], columns=[truth] if by_place else [truth, key])
+        found: dict[str, Any] = {}
+        for batch in source.batches():
+            keys = batch.rows.tolist() if by_place else batch.columns[key]
+            for row, name, answer in zip(batch.rows.tolist(), keys, batch.columns[truth], strict=True):
+                if row in batch.errors or name is None:
+                    continue
+                if found.setdefault(_key(name), answer) != answer:
+                    raise UsageError(
+                        f"--truth-from {other}: {key} {name} has two right answers: {found[_key(name)]}, {answer}"
+                    )
+        return cls(key, found)
+
+    def of_row(self, value: Any) -> Any:
+        """Return the right answer of a row with this value of the column `key`; None or an empty text: it has none."""
+        return value if self.found is None else self.found.get(_key(value))
 
 
 def _key(value: Any) -> str:
@@ -212,7 +225,8 @@ def _key(value: Any) -> str:
     return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
-def _job_of(path: str) -> Job | None:
+def job_of(path: str) -> Job | None:
+    """Return the job that wrote an output; None where that is not known."""
     with suppress(PrefillError, OSError, ValueError):
         target = Target.parse(path)
         if (published := target.published()) is not None:
@@ -222,18 +236,18 @@ def _job_of(path: str) -> Job | None:
     return None
 
 
-def _require_order(path: str, labels: Sequence[str], found: LabelledScores) -> None:
+def _require_order(path: str, labels: Sequence[str], logprobs: Float64Array, scores: Float64Array) -> None:
     # Raise UsageError unless the first label is that of the score: in a copy the columns may have another order.
-    if np.any(np.exp(found.logprobs).sum(axis=1) > 1 + _MORE_THAN_ALL):
+    if np.any(np.exp(logprobs).sum(axis=1) > 1 + _MORE_THAN_ALL):
         raise UsageError(
             f"{path}: its labels do not exclude one another: their probabilities add up to more than 1\n"
             f"score one of them, with --labels {labels[0]}"
         )
-    likeliest = found.logprobs.argmax(axis=1) == 0 if len(found.truth) else np.zeros(0, np.bool_)
-    clear = np.diff(np.sort(found.logprobs, axis=1)[:, -2:], axis=1)[:, 0] > _SAME
-    wrong = clear & (found.scores > 0.5 + _SAME) & ~likeliest
+    likeliest = logprobs.argmax(axis=1) == 0 if len(scores) else np.zeros(0, np.bool_)
+    clear = np.diff(np.sort(logprobs, axis=1)[:, -2:], axis=1)[:, 0] > _SAME
+    wrong = clear & (scores > 0.5 + _SAME) & ~likeliest
     if len(labels) == 2:
-        wrong |= clear & (found.scores < 0.5 - _SAME) & likeliest
+        wrong |= clear & (scores < 0.5 - _SAME) & likeliest
     if wrong.any():
         raise UsageError(
             f"{path}: score is not the probability of {labels[0]}, the first of the columns {_LOGPROB}<label>\n"

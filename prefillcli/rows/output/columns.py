@@ -38,6 +38,7 @@ from prefillcli.rows.records import (
     text_of,
     to_python,
 )
+from prefillcli.stats.acceptance import doubtful
 from prefillcli.stats.confidence import choice_confidence, score_confidence
 from prefillcli.stats.evaluation import Measure, label_mass, label_scores
 
@@ -56,7 +57,7 @@ _LONGEST = 200  # characters of an id or a detail
 # probabilities, where rows left the model early, which adapter read each row, texts written after rows, the
 # contributions of the sections of prompts, the log-probabilities of single tokens, the means of ordered labels,
 # whether the order of two values decided, each label's score where log-probabilities do not determine it, those of an
-# output with a row for each question, and those of an OpenAI batch output, which has no others.
+# output with a row for each question, the answers in doubt, and those of an OpenAI batch output, which has no others.
 Group = Literal[
     "audit",
     "calibrated",
@@ -69,11 +70,13 @@ Group = Literal[
     "orders",
     "label_scores",
     "question_rows",
+    "review",
     "openai",
 ]
 Groups = frozenset[Group]
 
 
+ANSWER = "answer"  # the name of the only question, in an output without named ones
 ROW_COLUMN = "row"  # the column with the row number, in an output without ids
 
 # Calibrated probabilities of label log-probabilities, both [rows, labels].
@@ -396,6 +399,18 @@ def _evidence(rows: ResultRows) -> ObjectArray:
     return found
 
 
+def _in_doubt(rows: ResultRows) -> ObjectArray:
+    # The questions whose answer is below its floor; None for rows without answers.
+    found = np.full(len(rows.numbers), None, object)
+    for place in rows.places.tolist():
+        found[place] = []
+    for own in rows.questions or [rows]:
+        doubt = doubtful(own.scores, own.schema.floors) if own.schema.floors else np.zeros(len(own.places), np.bool_)
+        for place in own.places[doubt].tolist():
+            found[place].append(own.schema.name or ANSWER)
+    return found
+
+
 # The contribution of each section of a prompt, the largest change first.
 EVIDENCE = pa.list_(pa.struct([("section", pa.string()), ("change", pa.float64())]))
 _TARGET: Any = {"counted": True, "measures": (Measure.LIKELIHOOD,)}
@@ -485,6 +500,14 @@ COLUMNS = (
         lambda rows: rows.of_scored([] if rows.order_decided is None else rows.order_decided),
         group="orders",
         part="answer",
+    ),
+    Column(
+        "review",
+        pa.list_(pa.string()),
+        _in_doubt,
+        group="review",
+        measures=(Measure.SHARES,),
+        conditional=False,
     ),
     Column("prompt_tokens", pa.int64(), lambda rows: rows.prompt_tokens, counted=True),
     Column("shared_tokens", pa.int64(), _of_result("shared_tokens"), conditional=False),
@@ -650,6 +673,13 @@ class OutputSchema:
     when: Callable[[ResultRows], Set[int]] | None = None
     # For a question with the group `orders`, the numbers of its prompts in other orders, after those of all questions.
     others: tuple[int, ...] = ()
+    # For the column `review`, the floor of each label; none where answers are not reviewed.
+    floors: tuple[float | None, ...] = ()
+
+    def with_floors(self, floors: Mapping[str, tuple[float | None, ...]]) -> OutputSchema:
+        """Return it with the floors of the questions of these names."""
+        questions = tuple(each.with_floors(floors) for each in self.questions)
+        return replace(self, floors=floors.get(self.name or ANSWER, ()), questions=questions)
 
     @property
     def asked(self) -> tuple[OutputSchema, ...]:
