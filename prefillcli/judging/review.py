@@ -20,6 +20,7 @@ from prefillcli.rows.input.source import Source
 from prefillcli.rows.output import FILE_ENDINGS, format_of
 from prefillcli.rows.output.columns import (
     ANSWER,
+    COLUMN_TYPES,
     ROW_COLUMN,
     OutputSchema,
     kinds_of,
