@@ -524,7 +524,7 @@ class EndingOptions(Settings):
 
     overwrite: bool = option(
         False,
-        "Replace an existing output, and any other file at the paths of the report, metrics and rejects.",
+        "Replace an existing output, and any other file at the paths of the report, metrics, rejects and review.",
         FILES, level="first", changes="files",
     )  # fmt: skip
     report: str | None = option(

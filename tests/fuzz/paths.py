@@ -24,7 +24,7 @@ _READ = {
     "inspect": ("template", "exit-profile", "recipe"),
 }
 _WRITTEN = {
-    "score": ("output", "report", "metrics-file", "rejects"),
+    "score": ("output", "report", "metrics-file", "rejects", "review"),
     "merge": ("report", "metrics-file"),
     "calibrate": ("output",),
     "inspect": ("html",),

@@ -83,6 +83,8 @@ VLLM = {
 OTHER: dict[str, Any] = {
     "estimate": 20,
     "rejects": "rejects.jsonl",
+    "review": "look.jsonl",
+    "review_below": "0.9",
     "rationale_when": "score > 0.5",
     "keep": 0.25,
     "prompt_column": "text",
