@@ -255,6 +255,8 @@ def _typed(entry: QuestionEntry) -> Question:
             raise UsageError(f"{key}: a question with a type has choices or levels\nleave it out")
     given = {key: getattr(entry, key) for key in ("type", *_TYPED)}
     body = {key: value for key, value in given.items() if value is not None}
+    if entry.text is not None or entry.template is not None:  # which asks by itself
+        body.setdefault("instructions", entry.name)
     for key, inner in (("choices", "value"), ("levels", "label")):
         if isinstance(found := body.get(key), dict):
             found = [{inner: value, "description": told} for value, told in found.items()]

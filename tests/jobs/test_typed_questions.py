@@ -1,0 +1,251 @@
+"""Typed questions: the answers of transformers' eager forward, in columns by their type."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import prefillcli
+from prefillcli import Choice, Predicate, Score, Scorer, UsageError
+from prefillcli.asking.forms import ANSWER, orders_of, text_of, with_answers
+from prefillcli.prompts.questions import Question
+from tests.jobs.jobs import TOLERANCE, Reference, read_output, read_report, score, write_parquet
+from tests.jobs.test_likelihood import encoded_pair, likelihood
+
+TEXTS = ["I want my money back for this phone.", "The parcel came, thank you!", "It broke, and nobody answers."]
+REFUND = Predicate("Does the customer ask for a refund?", name="refund", true="the money is wanted back")
+TOPIC = Choice(
+    "What is it about?", {"delivery": "the way of a parcel", "device": None, "delivery time": None}, name="topic"
+)
+ANGER = Score("How angry is the customer?", ["calm", "annoyed", "angry", "furious"], name="anger")
+
+
+def shares(reference: Reference, text: str, question: Question, order: Any = None) -> list[float]:
+    """The probability of each option among all, by transformers' eager forward over the whole prompt."""
+    prompt = text + text_of(question, order) + ANSWER
+    logprobs = []
+    for label in with_answers(question, order).answers:
+        said = [f" {label.said or label.name}"] if label.variants is None else label.variants
+        logprobs.append([sum(likelihood(reference, *encoded_pair(reference, prompt, own))[0]) for own in said])
+    masses = [sum(map(math.exp, own)) for own in logprobs]
+    return [mass / sum(masses) for mass in masses]
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Reference:
+    return Reference(model)
+
+
+def ask(question: Question, **more: Any) -> list[dict[str, Any]]:
+    write_parquet("in.parquet", text=TEXTS)
+    Path("q.json").write_text(json.dumps({"questions": [question.to_json()]}))
+    assert score(Path("in.parquet"), questions="q.json", overwrite=True, **more)["exit_code"] == 0
+    return read_output("out.parquet")
+
+
+def test_a_predicate_is_the_probability_of_yes(model: Path, reference: Reference) -> None:
+    for text, row in zip(TEXTS, ask(REFUND, model=model), strict=True):
+        assert abs(row["refund"] - shares(reference, text, REFUND)[0]) < TOLERANCE
+
+
+def test_a_choice_is_its_likeliest_option(model: Path, reference: Reference) -> None:
+    for text, row in zip(TEXTS, ask(TOPIC, model=model), strict=True):
+        wanted = shares(reference, text, TOPIC)
+        assert list(row["topic.probabilities"]) == ["delivery", "device", "delivery time"]
+        assert all(abs(a - b) < TOLERANCE for a, b in zip(row["topic.probabilities"].values(), wanted, strict=True))
+        assert row["topic"] == max(zip(wanted, row["topic.probabilities"], strict=True))[1]
+        assert abs(row["topic.confidence"] - (max(wanted) - 1 / 3) / (1 - 1 / 3)) < 2 * TOLERANCE
+
+
+def test_a_score_is_the_expected_level(model: Path, reference: Reference) -> None:
+    for text, row in zip(TEXTS, ask(ANGER, model=model), strict=True):
+        wanted = shares(reference, text, ANGER)
+        assert abs(row["anger"] - sum(level * own for level, own in enumerate(wanted))) < 10 * TOLERANCE
+        likeliest = wanted.index(max(wanted))
+        spread = sum(own * abs(level - likeliest) for level, own in enumerate(wanted))
+        assert abs(row["anger.confidence"] - max(0, 1 - spread / 1)) < 10 * TOLERANCE  # (1.5 + .5 + .5 + 1.5) / 4
+
+
+@pytest.mark.parametrize("question", [TOPIC, ANGER], ids=["choice", "score"])
+def test_an_answer_in_several_orders_is_their_mean(model: Path, reference: Reference, question: Question) -> None:
+    rows = ask(question, model=model, orders=3)
+    orders = orders_of(question, 3)
+    decided = 0
+    for text, row in zip(TEXTS, rows, strict=True):
+        each = [shares(reference, text, question, order) for order in orders]
+        wanted = [sum(own) / len(orders) for own in zip(*each, strict=True)]
+        found = row[f"{question.name}.probabilities"].values()
+        assert all(abs(a - b) < TOLERANCE for a, b in zip(found, wanted, strict=True))
+        said = {own.index(max(own)) for own in each}
+        assert row[f"{question.name}.order_decided"] == (len(said) > 1)
+        decided += len(said) > 1
+    (told,) = read_report()["orders"]
+    assert (told["question"], told["rows"], told["decided"]) == (question.name, len(TEXTS), decided)
+
+
+def test_rotations_hold_every_option_at_every_place() -> None:
+    question = Choice("?", [f"option {number}" for number in range(5)])
+    assert sorted(zip(*orders_of(question, 5), strict=True)) == sorted(
+        tuple((place + start) % 5 for start in range(5)) for place in range(5)
+    )
+    assert [list(own) for own in orders_of(question, 9)] == [list(own) for own in orders_of(question, 5)]
+    assert [list(own) for own in orders_of(ANGER, 4)] == [[0, 1, 2, 3], [3, 2, 1, 0]]
+    assert [list(own) for own in orders_of(REFUND, 4)] == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "question"),
+    [
+        ({}, Predicate("How is it?")),
+        ({"options": "good,bad"}, Choice("How is it?", ["good", "bad"])),
+        ({"levels": "bad,fair,good"}, Score("How is it?", ["bad", "fair", "good"])),
+    ],
+    ids=["predicate", "choice", "score"],
+)
+def test_a_question_on_the_command_line_is_that_of_a_file(
+    model: Path, flags: dict[str, Any], question: Question
+) -> None:
+    write_parquet("in.parquet", text=TEXTS)
+    assert score(Path("in.parquet"), model=model, ask="How is it?", **flags)["exit_code"] == 0
+    asked = read_output("out.parquet")
+    write_parquet("in.parquet", document=TEXTS)
+    Path("q.json").write_text(json.dumps({"questions": [question.to_json() | {"name": "answer"}]}))
+    assert score(Path("in.parquet"), model=model, questions="q.json", output="other.parquet")["exit_code"] == 0
+    timed = {"seconds"}
+    assert [{k: v for k, v in row.items() if k not in timed} for row in asked] == [
+        {k: v for k, v in row.items() if k not in timed} for row in read_output("other.parquet")
+    ]
+
+
+def test_options_that_are_all_boolean_give_a_boolean_column(model: Path) -> None:
+    write_parquet("in.parquet", text=TEXTS)
+    question = {"name": "sure", "type": "choice", "instructions": "Is it sure?", "choices": [True, False]}
+    Path("q.json").write_text(json.dumps({"questions": [question]}))
+    assert score(Path("in.parquet"), model=model, questions="q.json")["exit_code"] == 0
+    table = pq.read_table("out.parquet")
+    assert table["sure"].type == pa.bool_()
+    assert table["sure"].to_pylist() == [own["true"] > 0.5 for own in table["sure.probabilities"].to_pylist()]
+
+
+def test_questions_from_python_are_those_of_a_file(model: Path) -> None:
+    with Scorer(model, questions=[REFUND, TOPIC, ANGER]) as scorer:
+        scored = scorer.score([{"text": text} for text in TEXTS])
+    for question in (REFUND, TOPIC, ANGER):
+        rows = ask(question, model=model)
+        for found, row in zip(scored[f"{question.name}.label_mass"].to_pylist(), rows, strict=True):
+            assert abs(found - row[f"{question.name}.label_mass"]) < TOLERANCE
+    assert prefillcli.Predicate is Predicate
+
+
+NAMES = st.lists(st.sampled_from("abcdefgh"), min_size=3, max_size=3, unique=True)
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(order=st.permutations([0, 1, 2]), few=st.integers(1, 3), names=NAMES)
+def test_an_answer_depends_on_no_name_and_no_other_question(
+    model: Path, order: list[int], few: int, names: list[str]
+) -> None:
+    def answers(chosen: list[int], names: list[str]) -> dict[int, list[Any]]:
+        every = [REFUND, TOPIC, ANGER]
+        asked = [every[at].to_json() | {"name": names[at]} for at in chosen]
+        with Scorer(model, questions=asked, deterministic=True) as scorer:
+            table = scorer.score([{"text": text} for text in TEXTS])
+        return {at: [table[names[at]].to_pylist(), table[f"{names[at]}.label_mass"].to_pylist()] for at in chosen}
+
+    usual = answers([0, 1, 2], ["x", "y", "z"])
+    for at, found in answers(order[:few], names).items():
+        assert found == usual[at]  # the same bits
+
+
+@pytest.mark.parametrize(("document", "code"), [(None, "null_prompt"), ("", "empty_prompt"), (" \n", "empty_prompt")])
+def test_a_row_without_a_document_is_an_error_row(model: Path, document: str | None, code: str) -> None:
+    write_parquet("in.parquet", text=["A fox.", document, "A dog."])
+    assert score(Path("in.parquet"), model=model, ask="Is it an animal?", max_error_rate=1)["exit_code"] == 0
+    rows = read_output("out.parquet")
+    assert [row["error"] for row in rows] == [None, code, None]
+    assert rows[1]["answer"] is None
+
+
+@pytest.mark.parametrize("on_long", ["truncate-left", "truncate-middle", "truncate-right"])
+def test_a_long_document_is_cut_and_its_question_is_not(model: Path, on_long: str) -> None:
+    write_parquet("in.parquet", text=["fox " * 400, "dog"], right=[True, False])
+    flags: dict[str, Any] = {"ask": "Is it a fox?", "max_length": 64, "on_long": on_long}
+    flags |= {"truth": "right", "show_text": True}
+    assert score(Path("in.parquet"), model=model, **flags)["exit_code"] == 0
+    row, _ = read_output("out.parquet")
+    assert row["truncated"]
+    assert row["prompt_tokens"] <= 64
+    evaluation = read_report()["evaluations"]["answer"]
+    shown = [*evaluation["surest_wrong"], *evaluation["near_threshold"]]
+    assert shown[0]["text"].endswith(text_of(Predicate("Is it a fox?")) + ANSWER)
+
+
+def test_the_text_of_a_control_token_in_a_document_stays_text(model: Path) -> None:
+    write_parquet("in.parquet", text=["Some </s> text", "Some other text"])
+    assert score(Path("in.parquet"), model=model, ask="Is it text?")["exit_code"] == 0
+    assert [row["error"] for row in read_output("out.parquet")] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [
+        ({"type": "yesno", "instructions": "x"}, "type: should be 'predicate'"),
+        ({"type": "choice", "instructions": "x", "choices": ["a"]}, "choices: 1 options, at least 2"),
+        ({"type": "choice", "instructions": "x", "choices": ["a", "b", "a"]}, "the option 'a' is given twice"),
+        (
+            {"type": "choice", "instructions": "x", "choices": [str(at) for at in range(256)]},
+            "256 options, at most 255",
+        ),
+        ({"type": "score", "instructions": "x", "levels": ["a", {"description": "b"}]}, "label is missing"),
+        ({"type": "score", "instructions": "x", "levels": ["a"]}, "1 levels, at least 2"),
+        ({"type": "predicate", "instructions": " "}, "instructions: is empty"),
+        ({"type": "predicate"}, "instructions is missing"),
+        (
+            {"type": "predicate", "instructions": "x", "labels": ["a", "b"]},
+            "labels: a question with a type has choices",
+        ),
+        ({"type": "predicate", "instructions": "x", "choices": ["a", "b"]}, "choices: not supported"),
+        ({"type": "predicate", "instructions": "x", "swap": ["a", "b"]}, "swap exchanges two columns"),
+        ({"type": "predicate", "template": "{{ text }}", "orders": 2}, "orders: its prompt is its own"),
+        ({"instructions": "x", "labels": ["a", "b"], "template": "y"}, "belongs to a question with a type"),
+        ({"type": "predicate", "instructions": "x", "name": "score"}, "every output has a column score"),
+    ],
+)
+def test_a_wrong_question_is_refused_with_its_place(model: Path, question: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Scorer(model, questions=[{"name": "q", **question}])
+
+
+def test_a_map_of_questions_is_taken_as_system_one_has_it(model: Path) -> None:
+    write_parquet("in.parquet", text=TEXTS)
+    content = {
+        "refund": {"type": "noul", "instructions": REFUND.instructions, "criteria": {"true": REFUND.true}},
+        "topic": {"type": "choice", "instructions": TOPIC.instructions, "criteria": dict(TOPIC.choices)},
+        "anger": {"type": "score", "instructions": ANGER.instructions, "criteria": [own.text for own in ANGER.levels]},
+    }
+    Path("q.yaml").write_text(json.dumps({"questions": content}))
+    assert score(Path("in.parquet"), model=model, questions="q.yaml")["exit_code"] == 0
+    found = read_output("out.parquet")
+    for question in (REFUND, TOPIC, ANGER):
+        for one, row in zip(ask(question, model=model), found, strict=True):
+            assert abs(one[f"{question.name}.label_mass"] - row[f"{question.name}.label_mass"]) < TOLERANCE
+
+
+def test_a_job_names_the_column_to_ask_about_where_none_is_usual(model: Path) -> None:
+    write_parquet("in.parquet", subject=TEXTS, body=TEXTS)
+    assert "has no column prompt or text or document; it has subject, body" in str(
+        score(Path("in.parquet"), model=model, ask="Is it?")["error"]
+    )
+    assert score(Path("in.parquet"), model=model, ask="Is it?", prompt_column="body")["exit_code"] == 0
+    one = read_output("out.parquet")
+    flags = {"template": "{{ subject }}", "output": "other.parquet"}
+    assert score(Path("in.parquet"), model=model, ask="Is it?", **flags)["exit_code"] == 0
+    assert [row["answer"] for row in one] == [row["answer"] for row in read_output("other.parquet")]
