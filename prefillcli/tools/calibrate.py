@@ -77,6 +77,11 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
     path, truth_name = settings.scores, settings.truth or ""
     source = Source.open([path])
     job = job_of(path)
+    if job is None and settings.question:
+        raise UsageError(
+            f"{path}: a copy of an output does not say what its questions are\n"
+            "give the output itself, and the right answers with --truth-from"
+        )
     own = None if job is None else _asked(job, settings, source)
     labels = tuple(name.removeprefix(_LOGPROB) for name in source.available if name.startswith(_LOGPROB))
     if "score" in source.available and not labels and any(name.startswith(_VALUE) for name in source.available):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from prefillcli.tools.inspection import Inspection
 from tests.jobs.jobs import read_output, score, write_parquet
 from tests.jobs.test_evidence_jobs import parts, text_of
 from tests.jobs.test_exits import LABELS, LAYERS, data, deep_model, exited  # noqa: F401 - fixtures
+from tests.jobs.test_questions import ASKED, TEXTS, Eager, make_input
 
 
 def inspected(monkeypatch: pytest.MonkeyPatch, **given: Any) -> tuple[dict[str, Any], list[Inspection]]:
@@ -87,3 +89,23 @@ def test_a_row_is_explained_as_score_explains_it(model: Path, monkeypatch: pytes
     page = Path("row.html").read_text()
     assert "paragraph 2" in page
     assert "It is not the reason for the score" in page
+
+
+@pytest.mark.parametrize("question", [None, "fox", "tone", "genre"])
+def test_the_prompt_of_a_question_is_shown(model: Path, question: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, eager = make_input(), Eager(model)
+    given = {"model": str(model), "questions": "q.yaml", "inputs": [str(source)], "row": "3"}
+    asked = {} if question is None else {"question": question}
+    line, (shown,) = inspected(monkeypatch, **given, **asked)
+    assert line["exit_code"] == 0
+    template, spellings = ASKED[question or "fox"]
+    prompt = template.format(text=TEXTS[3], kind="news")
+    answers = {label: math.exp(logprob) for label, logprob in eager.answer(prompt, spellings).items()}
+    assert shown.full is not None
+    assert shown.labels == list(answers)
+    found = {label: math.exp(logprob) for label, logprob in shown.full.logprobs.items()}
+    assert found == pytest.approx(answers, abs=1e-5)
+    assert shown.full.score == pytest.approx(next(iter(answers.values())) / sum(answers.values()), abs=1e-5)
+    line, nothing = inspected(monkeypatch, **given, question="fix")
+    assert (line["exit_code"], nothing) == (2, [])
+    assert "no question 'fix'; did you mean 'fox'?\nthere are fox, tone, genre" in line["error"]

@@ -306,7 +306,7 @@ questions:
         ),
         (f"document: d\nquestions:\n{ONE}\n{ONE}", "question 'fox': the name is given twice"),
         ("questions: [{name: a, text: b, labels: [Yes, No]}]", "the file has no document"),
-        ("document: d\nquestions: [{name: a, labels: [Yes, No]}]", "neither text nor template"),
+        ("document: d\nquestions: [{name: a, labels: [Yes, No]}]", "neither type nor text nor template"),
         ("document: d\nquestions: [{name: a, text: b, template: c, labels: [Yes, No]}]", "both text and template"),
         ("document: d\nquestions: [{name: a, template: '{{ b }}', labels: [Yes, No]}]", "document is not used"),
         (ASKS % ("[Yes, No]", "fx > 0.5"), "no earlier question gives fx; did you mean 'fox'?"),
