@@ -830,6 +830,13 @@ def as_json(column: pa.ChunkedArray) -> list[str]:
         return [encode_json(_finite(value)) for value in values]
 
 
+def plain_texts(column: pa.ChunkedArray) -> list[str | None]:
+    """Return the values of a column as texts: a string as it is, all else as JSON, null as None."""
+    if is_text(column.type) and not pa.types.is_binary(column.type) and column.type != pa.large_binary():
+        return list(column.to_pylist())
+    return [None if text == "null" else text_of(text) for text in as_json(column)]
+
+
 def id_texts(column: pa.ChunkedArray, *, json_text: bool) -> list[str]:
     """Return ids as a user writes them, the same whether they come typed or as JSON text."""
     return [text_of(text) for text in json_texts(column, json_text=json_text)]

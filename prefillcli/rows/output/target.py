@@ -8,10 +8,12 @@ import io
 import json
 import os
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import IO, Any, Literal
 
 import numpy as np
@@ -30,12 +32,13 @@ from prefillcli.rows.filesystems import (
     writing,
     written_path,
 )
+from prefillcli.rows.input.delimited import Delimited
 from prefillcli.rows.input.parquet import Footer
 from prefillcli.rows.output import DIRECTORY, FILE_ENDINGS, OutputFormat, Shard, batches, format_of
 from prefillcli.rows.output.columns import COLUMN_TYPES, COLUMNS, ROW_COLUMN, Counts
 from prefillcli.rows.output.store import Store, open_store, requesting
 from prefillcli.rows.proof import JOB_KEY, UNSEALED, Digesting, digest_of, seal, seal_of, take_checksum, with_checksum
-from prefillcli.rows.records import as_json, encode_json
+from prefillcli.rows.records import BadLine, as_json, encode_json, plain_texts
 from prefillcli.runtime import file_calls
 
 NAME = "manifest.json"
@@ -455,6 +458,74 @@ class JsonlFormat:
         raise ValueError("JSON Lines do not name the job that wrote them")
 
 
+class CsvFormat:
+    """CSV, with the methods of `ParquetFormat`: null is an empty field, an empty text has quotes, and lists are
+    JSON."""
+
+    sealed = False
+    json_text = False
+
+    def __init__(self, delimiter: str) -> None:
+        self.delimiter = delimiter
+        self._special = re.compile(f'["\r\n{re.escape(delimiter)}]')
+
+    def write(
+        self, file: IO[bytes], schema: pa.Schema, tables: Iterable[pa.Table], json_columns: Collection[str] = ()
+    ) -> str:
+        digesting = Digesting(file)
+        digesting.write(self._lines([schema.names]))
+        for table in tables:
+            digesting.write(self._lines(zip(*map(plain_texts, table.columns), strict=True)))
+        return digesting.digest()
+
+    def _lines(self, rows: Iterable[Sequence[str | None]]) -> bytes:
+        return "".join(self.delimiter.join(map(self._field, row)) + "\n" for row in rows).encode()
+
+    def _field(self, text: str | None) -> str:
+        if text is None:
+            return ""
+        quoted = not text or self._special.search(text)
+        return '"' + text.replace('"', '""') + '"' if quoted else text
+
+    def read(self, file: IO[bytes], names: Sequence[str]) -> Iterator[pa.Table]:
+        form = Delimited(self.delimiter)
+        raw: Any = file
+        records = form.records(io.BufferedReader(raw), sys.maxsize - 2, {}, lambda: None)
+        header = self._fields(form, next(records, b""))
+        # Predictions are numbers where rows have their own choices.
+        numbered = {"prediction": pa.int64(), "audit_prediction": pa.int64()} if "prediction_text" in header else {}
+        kinds = {name: (COLUMN_TYPES | numbered).get(name, pa.string()) for name in names}
+        places = [header.index(name) for name in kinds]
+        while rows := [self._fields(form, record) for record in islice(records, _READ_ROWS)]:
+            if any(len(row) != len(header) for row in rows):
+                raise ValueError("a row has more or fewer fields than the header")
+            yield pa.table(
+                {
+                    name: pa.array([_of_text(row[at], kind) for row in rows], kind)
+                    for at, (name, kind) in zip(places, kinds.items(), strict=True)
+                }
+            )
+
+    def _fields(self, form: Delimited, record: bytes | BadLine) -> list[str | None]:
+        if isinstance(record, BadLine) or not record.endswith(b"\n"):
+            raise ValueError("its last row has no end")
+        return form.fields(record.decode())
+
+    def column_type(self, file: IO[bytes], name: str) -> pa.DataType:
+        return pa.string()
+
+    def job_of(self, file: IO[bytes]) -> Any:
+        raise ValueError("CSV does not name the job that wrote it")
+
+
+_READ_ROWS = 4096
+
+
+def _of_text(text: str | None, kind: pa.DataType) -> Any:
+    # The value of a field in a column of this type.
+    return text if text is None or kind == pa.string() else json.loads(text)
+
+
 class ParquetFormat:
     """Writes rows to one file, and reads them back. A damaged file raises an error of pyarrow, or ValueError."""
 
@@ -491,11 +562,13 @@ class ParquetFormat:
         return json.loads(pq.read_schema(file).metadata[JOB_KEY])
 
 
-FileFormat = ParquetFormat | JsonlFormat
+FileFormat = ParquetFormat | JsonlFormat | CsvFormat
 
 
 def open_format(form: OutputFormat) -> FileFormat:
     """Return how a file of this format is written and read; of a directory each of its parts."""
+    if form.delimiter:
+        return CsvFormat(form.delimiter)
     return ParquetFormat() if form.parquet else JsonlFormat(form.codec)
 
 
