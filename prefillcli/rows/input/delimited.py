@@ -10,7 +10,7 @@ import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
 
 from prefillcli.rows.records import MAX_LEFT_BYTES, BadLine, ErrorCode, RowError, row_too_large
 
@@ -54,7 +54,7 @@ class Delimited:
             at += 1
 
     def records(
-        self, file: io.BufferedReader, most: int, kept: Mapping[int, str], blank: Callable[[], None]
+        self, file: IO[bytes], most: int, kept: Mapping[int, str], blank: Callable[[], None]
     ) -> Iterator[bytes | BadLine]:
         """Yield the records of a file; of one with more than `most` bytes the short values at the `kept` places, by
         their names. `blank` is called after each blank line.
@@ -88,7 +88,7 @@ class Delimited:
             else:
                 yield bytes(record)
 
-    def _too_large(self, file: io.BufferedReader, start: bytes, most: int, kept: Mapping[int, str]) -> BadLine:
+    def _too_large(self, file: IO[bytes], start: bytes, most: int, kept: Mapping[int, str]) -> BadLine:
         # Read a record that begins with `start` to its end, without keeping more than its short values.
         quotes, values, size, piece = Quotes(self), _ShortFields(self, kept), 0, start
         while piece:

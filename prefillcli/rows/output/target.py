@@ -489,8 +489,7 @@ class CsvFormat:
 
     def read(self, file: IO[bytes], names: Sequence[str]) -> Iterator[pa.Table]:
         form = Delimited(self.delimiter)
-        raw: Any = file
-        records = form.records(io.BufferedReader(raw), sys.maxsize - 2, {}, lambda: None)
+        records = form.records(file, sys.maxsize - 2, {}, lambda: None)
         header = self._fields(form, next(records, b""))
         # Predictions are numbers where rows have their own choices.
         numbered = {"prediction": pa.int64(), "audit_prediction": pa.int64()} if "prediction_text" in header else {}
