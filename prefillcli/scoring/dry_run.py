@@ -92,10 +92,10 @@ def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, 
 
     given = settings
     with shell(report, debug=given.debug, finish=finish) as stop, ExitStack() as pipes:
+        report.output = PIPE if given.writes_stdout else output_of(given)
         with stop.at_once():
             pipe = pipes.enter_context(piped(given))
             settings, output = pipe.settings, output_of(pipe.settings)
-            report.output = PIPE if pipe.output else output
             require_apart(settings)
         if pipe.output is None or settings.report is not None:
             report.report = dry_run_report(output, settings.report, settings.shard_of)

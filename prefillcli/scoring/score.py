@@ -70,10 +70,10 @@ def _run_job(settings: ScoreSettings, run_id: str, granularity: Granularity) -> 
 
     resumable = not (given.reads_stdin or given.writes_stdout)
     with shell(report, debug=given.debug, resumable=resumable, finish=finish) as stop, memory, ExitStack() as pipes:
+        report.output, report.shard = PIPE if given.writes_stdout else output_of(given), given.shard
         with clock.phase("read"), stop.at_once():
             pipe = pipes.enter_context(piped(given))
             settings, output = pipe.settings, output_of(pipe.settings)
-            report.output, report.shard = PIPE if pipe.output else output, settings.shard
             require_apart(settings)  # before anything is written, even the report of a failed run
         metrics_file = settings.metrics_file
         if pipe.output is None or settings.report is not None:

@@ -244,7 +244,11 @@ def test_rows_come_through_a_pipe_and_scores_go_through_another(name: str, tmp_p
     assert score(name, "expected.parquet", model=SAMPLE, id_column="id", max_error_rate=0.5)["exit_code"] == 0
     rows = of_csv("piped.csv") if kind == "csv" else as_texts(read_output("piped.jsonl"))
     wanted = as_texts(read_output("expected.parquet"))
-    assert [{**row, "seconds": None} for row in rows] == [{**row, "seconds": None} for row in wanted]
+    for name in ("id", "prediction", "prompt_tokens", "error"):
+        assert [row[name] for row in rows] == [row[name] for row in wanted]
+    for name in ("score", "logprob_No"):
+        found, expected = ([row[name] and float(row[name]) for row in each] for each in (rows, wanted))
+        assert found == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.slow
@@ -262,15 +266,15 @@ def test_a_pipe_that_fails_or_is_stopped_leaves_nothing(tmp_path: Path) -> None:
     out, summary = piped(b"text,id\nfox,1\n", "-")
     assert (out, summary["exit_code"]) == (b"", 2)
     assert "no column 'prompt'" in summary["error"]
-    process = pipe("-")
-    assert process.stdin is not None
-    process.stdin.write(b"prompt\n" + b"fox\n" * 100_000)
-    process.stdin.flush()
-    end = time.monotonic() + 60
-    while not any(name.startswith("prefill-") for name in os.listdir("tmp")) and time.monotonic() < end:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    with pipe("-") as process:
+        assert process.stdin is not None
+        process.stdin.write(b"prompt\n" + b"fox\n" * 100_000)
+        process.stdin.flush()
+        end = time.monotonic() + 60
+        while not any(name.startswith("prefill-") for name in os.listdir("tmp")) and time.monotonic() < end:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
     assert (out, process.returncode) == (b"", 143)
     assert json.loads(err.decode().splitlines()[-1])["status"] == "interrupted"
     assert "--resume" not in err.decode()
@@ -279,10 +283,10 @@ def test_a_pipe_that_fails_or_is_stopped_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
-    process = pipe("in.csv", "-o", "-", "--max-error-rate", 0.5)
-    assert process.stdout is not None
-    process.stdout.close()
-    assert process.wait(120) == 0
+    with pipe("in.csv", "-o", "-", "--max-error-rate", 0.5) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(120) == 0
 
 
 @pytest.mark.parametrize(
