@@ -11,6 +11,7 @@ import json
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -449,9 +450,9 @@ class CsvInput(LineInput):
             raise UsageError(f"{path}: its header cannot be read: {error}\n{_A_HEADER}") from None
         if "" in names:
             raise UsageError(f"{path}: column {names.index('') + 1} has no name in the header\n{_A_HEADER}")
-        for name in names:
-            if names.count(name) > 1:
-                raise UsageError(f"{path}: two columns are named {name!r}\n{_A_HEADER}")
+        for name, count in Counter(names).items():
+            if count > 1:
+                raise UsageError(f"{path}: two columns are named {name[:60]!r}\n{_A_HEADER}")
         self.names = names
         return True
 
@@ -702,7 +703,7 @@ class BatchMaker:
             return without_nulls(value)
         if name not in self._optional or not isinstance(value, str):
             return "" if value is None and name not in self._optional else value
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             return found if isinstance(found := _decode(value), int | float) else value
         return value
 
