@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand
 
 from prefillcli.errors import Interrupted, PrefillError, shown
+from prefillcli.options.commands import PIPE
 from prefillcli.options.groups import ModelOptions
 from prefillcli.options.load import load_settings, settled_options
 from prefillcli.options.option import RUN, Settings, details_of, unescaped
@@ -212,7 +213,9 @@ def load_options(kind: type[AnyOptions], recipe: str | None, flags: dict[str, An
         settings = load_settings(kind, given, recipe=recipe)
     except PrefillError as error:
         log.error(str(error))
-        finish({"status": "failed", "exit_code": error.exit_code, "error": str(error)})
+        summary = {"status": "failed", "exit_code": error.exit_code, "error": str(error)}
+        piped = PIPE in ([flags["output"]] if flags.get("output") else flags.get("inputs") or ())
+        finish(summary | ({"output": PIPE} if piped else {}))
     if isinstance(settings, ModelOptions) and settings.computes_here:
         prepare(settings.threads)
         prepare_allocator()
@@ -227,10 +230,12 @@ def finish(summary: dict[str, Any]) -> NoReturn:
 
 
 def print_summary(summary: dict[str, Any]) -> None:
-    """Print the last line on stdout. A long one is for programs: a terminal, which has the tables, does not get it."""
+    """Print the last line on stdout, or on stderr if the scores go to stdout. A long one is for programs: a terminal,
+    which has the tables, does not get it."""
     line = json.dumps(shown(summary), separators=(",", ":"), allow_nan=False)
-    if len(line) <= MOST_ON_TERMINAL or not sys.stdout.isatty():
-        print(line, flush=True)
+    stream = sys.stderr if summary.get("output") == PIPE and "dry_run" not in summary else sys.stdout
+    if len(line) <= MOST_ON_TERMINAL or not stream.isatty():
+        print(line, file=stream, flush=True)
 
 
 class CommandEnded(SystemExit):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from prefillcli.core.asking import Asking
@@ -81,6 +83,9 @@ class RowChoices(Labels):
 
 
 def _labels_of(value: Any) -> list[Label]:
+    if isinstance(value, str):  # CSV has no lists
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
     if not isinstance(value, list | tuple) or not value:
         what = {type(None): "null", list: "an empty list"}.get(type(value), f"{type(value).__name__}, no list")
         raise LabelError(f"the row's choices are {what}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -227,6 +228,9 @@ class EvaluationPlan:
             if found is None and self.numbers:  # "5.0" is the label 5 of a scale
                 found = label_of(_as_float(answer), self.labels)
             return found
+        if isinstance(choices, str):  # CSV has no lists, and a column of JSON Lines may hold others too
+            with suppress(ValueError, RecursionError):
+                choices = json.loads(choices)
         if not isinstance(choices, list) or isinstance(answer, bool):
             return None
         if answer in choices:
@@ -555,8 +559,7 @@ def _chosen(
     for place, answer in enumerate(_values(table[plan.truth], json_text=json_text)):
         if not scored[place] or answer is None:
             continue
-        own = lists[place]  # carried from JSON Lines it is the text of a list
-        number = plan.number_of(answer, json.loads(own) if isinstance(own, str) else own)
+        number = plan.number_of(answer, lists[place])
         if number is None:
             counts.add(json.dumps(answer, ensure_ascii=False, default=str), None, 1)
         else:

@@ -84,8 +84,8 @@ def read_rows(rows: Any, text_column: str) -> GivenRows:
 
 
 _TAKEN = (
-    "give an Arrow table, a pandas or polars data frame, a list of dicts, a list of prompts, or the path of a Parquet "
-    "or JSON Lines file"
+    "give an Arrow table, a pandas or polars data frame, a list of dicts, a list of prompts, or the path of a "
+    "Parquet, JSON Lines or CSV file"
 )
 
 

@@ -187,5 +187,5 @@ class BatchOptions(BatchInput):
         if settings.id_column not in (None, BATCH_ID):
             raise UsageError(f"--id-column {settings.id_column}: with --batch-format ids are {BATCH_ID}\nleave it out")
         form = None if settings.output is None else format_of(settings.output)
-        if form is None or form.parquet:
+        if form is None or form.parquet or form.delimiter:
             raise UsageError("--batch-format: a batch output is JSON Lines\ngive --output a path that ends in .jsonl")

@@ -82,6 +82,8 @@ from prefillcli.options.reading import (
 from prefillcli.options.requirements import Requirement
 from prefillcli.rows.output import FILE_ENDINGS, Shard
 
+PIPE = "-"  # stdin as INPUT, stdout as output
+
 
 class ScoreSettings(
     StreamingOptions,
@@ -116,7 +118,8 @@ class ScoreSettings(
 
     output: str | None = option(
         None,
-        f"Where the scores go: {', '.join(FILE_ENDINGS)}, or a folder (ending in /). (default: INPUT.scores.parquet)",
+        f"Where the scores go: {', '.join(FILE_ENDINGS)}, a folder (ending in /), or - for stdout. "
+        "(default: INPUT.scores.parquet; of stdin, stdout)",
         FILES, level="first", changes="files", short="-o", metavar="PATH", path="output",
     )  # fmt: skip
     id_column: str | None = option(
@@ -194,10 +197,31 @@ class ScoreSettings(
         require(found, ("price_per_hour",), requirements.FORECAST)
         return found
 
+    @property
+    def reads_stdin(self) -> bool:
+        """True if the rows come from a pipe."""
+        return PIPE in self.inputs
+
+    @property
+    def writes_stdout(self) -> bool:
+        """True if the scores go to a pipe."""
+        return self.output == PIPE or (self.output is None and self.reads_stdin)
+
     def check(self) -> None:
+        self._check_pipes()
         refuse(self.engine, self.engine_needs(), partial(as_typed, type(self)))
         super().check()
         refuse_combinations(self)
+
+    def _check_pipes(self) -> None:
+        if self.reads_stdin and len(self.inputs) > 1:
+            raise UsageError("INPUT -: stdin is read alone\nput its rows into a file to score it with others")
+        if not self.reads_stdin and not self.writes_stdout:
+            return
+        for name in ("resume", "retry_errors", "shard", "partition"):
+            if getattr(self, name):
+                option = as_typed(type(self), name)
+                raise UsageError(f"{option} cannot be combined with -: a pipe begins anew each time\nname files")
 
     def take_encoder(self, model: object) -> None:
         if self.engine == "vllm":
@@ -282,7 +306,7 @@ class ProfileSettings(
 
     inputs: tuple[str, ...] = argument(
         (),
-        "Parquet or JSONL: files, directories, globs or URLs. Shows what is in it and what scoring it takes.",
+        "Parquet, JSONL or CSV: files, directories, globs or URLs. Shows what is in it and what scoring it takes.",
         changes="scores", path="rows",
     )  # fmt: skip
     full: bool = option(
@@ -356,7 +380,7 @@ class BenchSettings(
     )  # fmt: skip
     inputs: tuple[str, ...] = argument(
         (),
-        "Parquet or JSONL: files, directories, globs or URLs. Without it: generated prompts.",
+        "Parquet, JSONL or CSV: files, directories, globs or URLs. Without it: generated prompts.",
         changes="scores",
         path="rows",
     )

@@ -212,7 +212,7 @@ class InputOptions(Settings):
     """The rows that are read."""
 
     inputs: tuple[str, ...] = argument(
-        ..., "Parquet or JSONL: files, directories, globs or URLs.", changes="scores", path="rows", min_length=1
+        ..., "Parquet, JSONL or CSV: files, directories, globs or URLs.", changes="scores", path="rows", min_length=1
     )
     limit: int | None = option(
         None, "Take the first N rows only.", FILES, level="first", changes="rows", metavar="N", ge=1

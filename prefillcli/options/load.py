@@ -28,7 +28,7 @@ _From = Literal["recipe", "environment", "flag"]
 
 # Arguments given by position, by field: their name on the help page, and a description.
 _PLACES = {
-    "inputs": ("INPUT", "a Parquet or JSONL file, a directory or a glob"),
+    "inputs": ("INPUT", "a Parquet, JSONL or CSV file, a directory or a glob"),
     "output": ("OUTPUT", "what prefill score was given"),
     "scores": ("SCORES", "what prefill score wrote"),
 }

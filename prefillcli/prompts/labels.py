@@ -73,12 +73,15 @@ def label_of(answer: str | int | float | bool | None, labels: Sequence[Label]) -
     """The number of the label that a right answer of a data set stands for; None if it is not a label.
 
     It may be a label's name or one of its spellings. With two labels, true and 1 otherwise mean the first, false and 0
-    the second.
+    the second, also as texts.
     """
     number = _named(answer, labels)
-    if number is None and len(labels) == 2 and answer in (0, 1):
-        return int(not answer)
+    if number is None and len(labels) == 2:
+        return _OF_TWO.get(str(answer).strip().lower())
     return number
+
+
+_OF_TWO = {"true": 0, "1": 0, "1.0": 0, "false": 1, "0": 1, "0.0": 1}
 
 
 def _named(answer: str | int | float | bool | None, labels: Sequence[Label]) -> int | None:

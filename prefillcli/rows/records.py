@@ -13,9 +13,10 @@ import base64
 import datetime
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,6 +54,7 @@ class ErrorCode(StrEnum):
     WRONG_TYPE = "wrong_type", "a value, or the whole line, has a type that cannot be used here"
     INVALID_UTF8 = "invalid_utf8", "a text is not valid UTF-8"
     INVALID_JSON = "invalid_json", "the line is not valid JSON"
+    INVALID_CSV = "invalid_csv", "the row of a CSV file has more or fewer fields than its header, or wrong quotes"
     MISSING_COLUMN = "missing_column", "the line lacks a column that the prompt needs"
     CONTROL_TEXT = "control_text", "the row has the text of a control token, and it cannot be encoded as plain text"
     TEMPLATE_ERROR = "template_error", "the --template could not be rendered from this row"
@@ -112,6 +114,14 @@ class RowError(NamedTuple):
         return self._replace(detail=f"question {name}: {self.detail}") if name else self
 
 
+class BadLine(NamedTuple):
+    """A line that is not read as a whole: its error, and those of its `kept` values that distinguish it from
+    others."""
+
+    error: RowError
+    kept: Mapping[str, Any] = MappingProxyType({})
+
+
 def row_too_large(what: str, size: int, most: int) -> RowError:
     """Return the error of a row whose `what` has `size` bytes, more than `most`."""
     return RowError(ErrorCode.ROW_TOO_LARGE, f"{what} has {size:,} bytes; --max-row-bytes is {most:,}")
@@ -125,7 +135,7 @@ class RowBatch:
     rows: Int64Array  # row numbers, ascending [rows]
     # The needed columns as Python values `without_nulls`, one per row; a Parquet list of integers is an integer array.
     columns: dict[str, list[Any]]
-    # Id and kept columns [rows]. From JSON Lines every one is JSON text (string, null for null).
+    # Id and kept columns [rows]. From JSON Lines every one is JSON text (string, null for null), from CSV text.
     carried: pa.Table
     errors: dict[int, RowError]  # rows that could not be read, by row number
     nbytes: int  # bytes read for these rows
@@ -818,6 +828,13 @@ def as_json(column: pa.ChunkedArray) -> list[str]:
         return [encode_json(value) for value in values]
     except ValueError:  # a NaN inside a nested value
         return [encode_json(_finite(value)) for value in values]
+
+
+def plain_texts(column: pa.ChunkedArray) -> list[str | None]:
+    """Return the values of a column as texts: a string as it is, all else as JSON, null as None."""
+    if is_text(column.type) and not pa.types.is_binary(column.type) and column.type != pa.large_binary():
+        return list(column.to_pylist())
+    return [None if text == "null" else text_of(text) for text in as_json(column)]
 
 
 def id_texts(column: pa.ChunkedArray, *, json_text: bool) -> list[str]:

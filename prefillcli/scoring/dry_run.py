@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from pydantic import Field
@@ -15,7 +15,7 @@ from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.forecast.outlook import outlook_of
 from prefillcli.forecast.profile import find_profile
 from prefillcli.forecast.survey import Costs, InputStatistics, Survey, lengths_of, survey_section
-from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.commands import PIPE, ScoreSettings
 from prefillcli.report.run import CommandReport
 from prefillcli.report.section import mebibytes, pairs_table, print_section, stderr_console
 from prefillcli.runtime import log
@@ -24,6 +24,7 @@ from prefillcli.runtime.memory import available_memory, peak_memory
 from prefillcli.scoring.loading import plan_weights
 from prefillcli.scoring.opening import Opening
 from prefillcli.scoring.path_table import dry_run_report, output_of, require_apart
+from prefillcli.scoring.pipes import piped
 from prefillcli.scoring.shell import conclude, shell
 
 
@@ -89,11 +90,15 @@ def dry_run_job(settings: ScoreSettings, granularity: Granularity) -> dict[str, 
             report.report = None
             report.exit_code = report.exit_code or ResourceError.exit_code
 
-    with shell(report, debug=settings.debug, finish=finish) as stop:
-        report.output = output_of(settings)
+    given = settings
+    with shell(report, debug=given.debug, finish=finish) as stop, ExitStack() as pipes:
+        report.output = PIPE if given.writes_stdout else output_of(given)
         with stop.at_once():
+            pipe = pipes.enter_context(piped(given))
+            settings, output = pipe.settings, output_of(pipe.settings)
             require_apart(settings)
-        report.report = dry_run_report(report.output, settings.report, settings.shard_of)
+        if pipe.output is None or settings.report is not None:
+            report.report = dry_run_report(output, settings.report, settings.shard_of)
         opening = Opening(settings, (settings.id_column, *settings.keep_columns))
         inputs = opening.inputs
         with stop.at_once():

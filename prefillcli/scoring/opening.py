@@ -81,7 +81,7 @@ class Opening:
         models = local_models(settings)
         require_engine(getattr(settings, "engine", "torch"))
         for path in source.left_out:
-            log.warning(f"{without_secrets(path)}: not read: by its name neither Parquet nor JSON Lines")
+            log.warning(f"{without_secrets(path)}: not read: by its name no Parquet, JSON Lines or CSV")
         if self.parts.rejects is not None:
             self.parts.rejects.check_source(source)
         labels = inputs.asking.named_labels(models[0]) if models else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
@@ -15,7 +16,7 @@ from prefillcli.core.scorer import DTYPES, USUAL, Granularity
 from prefillcli.core.windows import Prefetcher, WindowSize
 from prefillcli.errors import shown, shown_report
 from prefillcli.forecast.profile import Profile, find_profile
-from prefillcli.options.commands import ScoreSettings
+from prefillcli.options.commands import PIPE, ScoreSettings
 from prefillcli.report.run import ComputedIn, RunReport, print_table, write_files
 from prefillcli.rows.output.sink import ShardSink, Sink, plan_of, refuse_known
 from prefillcli.rows.records import Int64Array, Window
@@ -26,6 +27,7 @@ from prefillcli.scoring.dry_run import dry_run_job
 from prefillcli.scoring.identity import LocalModels, fingerprint, is_same, output_job
 from prefillcli.scoring.opening import Opening
 from prefillcli.scoring.path_table import output_of, report_path, require_apart
+from prefillcli.scoring.pipes import piped
 from prefillcli.scoring.recorder import Recorder, RemainingTime, left_to_score
 from prefillcli.scoring.scorer import load_here, make_scorer, score, start_workers
 from prefillcli.scoring.shell import conclude, leave_earlier_report, shell
@@ -52,28 +54,36 @@ def _run_job(settings: ScoreSettings, run_id: str, granularity: Granularity) -> 
         settings=shown(settings.model_dump(mode="json")),
     )
     log.event("started", "the run begins", settings=report.settings)
-    settings = settings.model_copy(update={"run_id": run_id})  # workers log it, too
-    output, memory = output_of(settings), MemoryWatch(clock)
+    given = settings.model_copy(update={"run_id": run_id})  # workers log it, too
+    memory = MemoryWatch(clock)
     job: ScoreJob | None = None
-    metrics_file: str | None = None
+    output = metrics_file = None
 
     def finish() -> None:
         report.end(clock)
         if job is not None:
             job.fill_report()
         report.take_memory(memory.samples)
-        leave_earlier_report(report, output, settings.shard_of, quiet=settings.quiet)
+        if output is not None:
+            leave_earlier_report(report, output, given.shard_of, quiet=given.quiet)
         write_files(report, metrics_file)
 
-    with shell(report, debug=settings.debug, resumable=True, finish=finish) as stop, memory:
-        report.output, report.shard = output, settings.shard
+    resumable = not (given.reads_stdin or given.writes_stdout)
+    with shell(report, debug=given.debug, resumable=resumable, finish=finish) as stop, memory, ExitStack() as pipes:
+        report.output, report.shard = PIPE if given.writes_stdout else output_of(given), given.shard
         with clock.phase("read"), stop.at_once():
+            pipe = pipes.enter_context(piped(given))
+            settings, output = pipe.settings, output_of(pipe.settings)
             require_apart(settings)  # before anything is written, even the report of a failed run
-        report.report, metrics_file = report_path(output, settings.report, settings.shard_of), settings.metrics_file
+        metrics_file = settings.metrics_file
+        if pipe.output is None or settings.report is not None:
+            report.report = report_path(output, settings.report, settings.shard_of)
         job = ScoreJob(Run(settings, report, output, clock, stop), granularity)
         job.run()
+        with stop.at_once():
+            pipe.write_out()
     step("")
-    if not settings.quiet and report.status == "complete" and not log.logs_json():
+    if not given.quiet and report.status == "complete" and not log.logs_json():
         print_table(shown_report(report))
     log.event("ended", f"the run is {report.status}, exit code {report.exit_code}", summary=report.summary())
     return report.summary()

@@ -141,6 +141,9 @@ def _collect(
     left_out: Counter[str] = Counter()
     kept: list[tuple[float, list[float], int]] = []  # score, label log-probabilities and right label of each row
     for batch in source.batches():
+        if source.kind in ("csv", "tsv"):  # whose values are texts
+            for name in (*wanted, _EXIT):
+                batch.columns[name] = list(map(_of_text, batch.columns.get(name, ())))
         if any(layer is not None for layer in batch.columns.get(_EXIT, ())):
             raise UsageError(
                 "rows left early (--exit): their label log-probabilities are not known, and those of the rest alone "
@@ -175,6 +178,12 @@ def _collect(
         left_out=dict(left_out),
         job=job,
     )
+
+
+def _of_text(text: str) -> float | str | None:
+    with suppress(ValueError):
+        return float(text)
+    return text or None
 
 
 def number_of(value: Any) -> float:

@@ -14,8 +14,8 @@ import pyarrow.compute as pc
 from prefillcli.errors import ContentChangedError, DamagedFileError, OutputConflictError, counted
 from prefillcli.rows.input.source import Source
 from prefillcli.rows.output.columns import ROW_COLUMN, Counts, typed_column
-from prefillcli.rows.output.target import MEASURE, Job, Manifest, Published, Target, rows_of_input
-from prefillcli.rows.records import ErrorCode, as_json, to_python
+from prefillcli.rows.output.target import MEASURE, CsvFormat, Job, Manifest, Published, Target, rows_of_input
+from prefillcli.rows.records import ErrorCode, as_json, plain_texts, to_python
 from prefillcli.runtime import log
 from prefillcli.scoring.shell import Ended, shell
 from prefillcli.stats.evaluation import Measure
@@ -108,7 +108,8 @@ class Verification:
                         self._add(f"{name} is of another job")
                     for table in rows_of_input(form, file, [id_name, "score", "error"], published.job):
                         ids = to_python(table[id_name])
-                        yield _json_values(ids) if form.json_text else ids, table["score"], table["error"]
+                        numbers = isinstance(form, CsvFormat) and published.job.id_name is None
+                        yield _json_values(ids) if form.json_text or numbers else ids, table["score"], table["error"]
                 except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
                     self._add(f"{name} cannot be read: {error}")
 
@@ -151,7 +152,9 @@ class Verification:
                 yield batch.rows.tolist()
                 continue
             column = batch.carried[job.id_name]
-            if kind is None:
+            if isinstance(form, CsvFormat):
+                yield plain_texts(typed_column(column, pa.string()) if source.kind == "jsonl" else column)
+            elif kind is None:
                 texts = column.to_pylist() if source.kind == "jsonl" else as_json(column)
                 yield _json_values(texts)
             else:

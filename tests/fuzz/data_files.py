@@ -1,7 +1,8 @@
-"""Parquet and JSON Lines files with wrong bytes in them."""
+"""Parquet, JSON Lines and CSV files with wrong bytes in them."""
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 import json
@@ -79,6 +80,18 @@ def _check_jsonl(drawn: Any, place: Workplace) -> None:
     require_all_rows(run, name)
 
 
+def _check_csv(drawn: Any, place: Workplace) -> None:
+    edits, name, flags, most = drawn
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, ["prompt", "id", "kept", "ids"], delimiter="\t" if ".tsv" in name else ",")
+    writer.writeheader()
+    writer.writerows(row | {"kept": f'{row["kept"]}\n"' * (row["id"] % 3)} for row in _ROWS)
+    data = edited(text.getvalue().encode(), edits)
+    Path(name).write_bytes(gzip.compress(data, mtime=0) if name.endswith(".gz") else data)
+    run = prefill("score", name, "-m", place.model, "-o", "out.csv", "--quiet", "--max-row-bytes", most, *flags)
+    require_all_rows(run, name)
+
+
 def _check_output(drawn: Any, place: Workplace) -> None:
     """Every command that reads an output says what is wrong, and `--resume` makes a whole one or refuses."""
     edits, output, chosen, resumed = drawn
@@ -91,7 +104,7 @@ def _check_output(drawn: Any, place: Workplace) -> None:
     file.write_bytes(edited(before, edits))
     os.utime(file, ns=(1, 1))
     found = prefill("verify", output, "in.parquet")
-    if file.read_bytes() != before and file.suffix in (".parquet", ".jsonl"):
+    if file.read_bytes() != before and file.suffix in (".parquet", ".jsonl", ".csv"):
         assert found.exit_code != 0, file
     prefill("status", output)
     prefill("calibrate", output, "--truth-from", "in.parquet", "--truth", "prompt", "-o", "c.json")
@@ -107,9 +120,17 @@ JSONL = Fuzzer(
     _check_jsonl,
     per_round=60,
 )
+CSV = Fuzzer(
+    "csv",
+    st.tuples(byte_edits, st.sampled_from(["in.csv", "in.tsv", "in.csv.gz"]), _FLAGS, st.sampled_from(["90", "1MiB"])),
+    _check_csv,
+    per_round=60,
+)
 OUTPUTS = Fuzzer(
     "outputs",
-    st.tuples(byte_edits, st.sampled_from(["out.parquet", "out.jsonl", "out/"]), st.integers(0, 10), st.booleans()),
+    st.tuples(
+        byte_edits, st.sampled_from(["out.parquet", "out.jsonl", "out.csv", "out/"]), st.integers(0, 10), st.booleans()
+    ),
     _check_output,
     per_round=30,
 )

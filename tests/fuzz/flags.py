@@ -74,7 +74,7 @@ _CHOICES: dict[str, st.SearchStrategy[str]] = {
     "weights_memory": _SIZES,
     "max_row_bytes": _SIZES,
     "output": st.sampled_from(
-        ["out.parquet", "out.jsonl", "out/", "new/", "", "in.parquet", "\x00", "x" * 300 + "/", "a.csv"]
+        ["out.parquet", "out.jsonl", "out/", "new/", "", "in.parquet", "\x00", "x" * 300 + "/", "a.xlsx"]
     ),
 }
 _LEFT_OUT = {"ray_address", "runner", "trust_remote_code", "compile"}

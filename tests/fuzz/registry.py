@@ -29,6 +29,7 @@ FUZZERS = {
         data_files.PARQUET,
         footers.FOOTERS,
         data_files.JSONL,
+        data_files.CSV,
         data_files.OUTPUTS,
         model_files.MODELS,
         numbers.NUMBERS,

@@ -41,7 +41,7 @@ _FLAGS = st.lists(
     unique_by=lambda flag: flag[0],
     max_size=3,
 ).map(lambda flags: [word for flag in flags for word in flag])
-_OUTPUTS = st.sampled_from(["out.parquet", "out.jsonl", "out.jsonl.gz", "out/"])
+_OUTPUTS = st.sampled_from(["out.parquet", "out.jsonl", "out.jsonl.gz", "out.csv", "out/"])
 
 
 @dataclass(frozen=True, slots=True)

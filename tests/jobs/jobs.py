@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import torch
 from jsonschema import Draft202012Validator
@@ -49,12 +50,17 @@ def score(inputs: str | Path | Sequence[str | Path], output: str | Path | None =
 
 
 def read_output(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of an output in order: Parquet, JSON Lines or a directory of parts."""
+    """The rows of an output in order: Parquet, JSON Lines, CSV or a directory of parts."""
     path = Path(path)
     if path.is_dir():
         return [row for part in sorted(path.glob("*.parquet")) for row in pq.read_table(part).to_pylist()]
     if path.suffix == ".parquet":
         return pq.read_table(path).to_pylist()
+    if path.suffix == ".csv":
+        kinds = pa.csv.ConvertOptions(strings_can_be_null=True, quoted_strings_can_be_null=False)
+        whole = pa.csv.ReadOptions(block_size=max(path.stat().st_size, 1))
+        form = pa.csv.ParseOptions(newlines_in_values=True)
+        return pa.csv.read_csv(path, whole, form, kinds).to_pylist()
     data = path.read_bytes()
     if path.suffix == ".gz":
         data = gzip.decompress(data)

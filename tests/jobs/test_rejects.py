@@ -108,6 +108,6 @@ def test_merged_shards_have_their_rejects_too(model: Path) -> None:
 def test_where_rejects_cannot_go_is_told_before_anything_is_scored(
     model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert score(write_input("parquet"), rejects="bad.csv", **flags(model))["exit_code"] == 2
-    assert "unknown ending of --rejects bad.csv" in capfd.readouterr().err
+    assert score(write_input("parquet"), rejects="bad.xlsx", **flags(model))["exit_code"] == 2
+    assert "unknown ending of --rejects bad.xlsx" in capfd.readouterr().err
     assert not Path("out.parquet").exists()

@@ -109,7 +109,7 @@ def test_an_error_shows_no_secret(
         [url("bucket/in.parquet"), "-m", model, "--template", url("bucket/template.j2")],
         [url("bucket/in.txt"), "-m", model],
         [url("bucket/in.parquet"), "-m", model, "--prompt-column", "nosuch"],
-        [url("bucket/in.parquet"), "-m", model, "-o", url("bucket/out.csv")],
+        [url("bucket/in.parquet"), "-m", model, "-o", url("bucket/out.xlsx")],
         [url("bucket/in.parquet").replace("vault", "nosuch"), "-m", model],
     ):
         assert run("score", *arguments, *more) in (1, 2)

@@ -83,14 +83,14 @@ def test_a_device_that_does_not_exist_is_refused_before_anything_is_written(mode
 
 def test_an_output_of_an_unknown_ending_is_refused_before_anything_is_written(model: Path, source: Path) -> None:
     before = sorted(Path().iterdir())
-    summary = score(source, "out.csv", model=model)
+    summary = score(source, "out.xlsx", model=model)
     assert (summary["exit_code"], summary["report"]) == (2, None)
-    assert "unknown ending of --output out.csv" in summary["error"]
+    assert "unknown ending of --output out.xlsx" in summary["error"]
     assert sorted(Path().iterdir()) == before
 
 
 def test_inputs_that_cannot_be_read(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("table.csv").write_text("prompt\nfox\n")
+    Path("table.xlsx").write_text("prompt\nfox\n")
     Path("empty").mkdir()
     Path("notes.jsonl").write_text("these are\nnotes\n")
     write_parquet("a.parquet", prompt=["fox"])
@@ -98,7 +98,7 @@ def test_inputs_that_cannot_be_read(model: Path, capsys: pytest.CaptureFixture[s
     for inputs, named in (
         ("nothing.parquet", "nothing.parquet"),
         ("data/*.parquet", "data/*.parquet"),
-        ("table.csv", "table.csv"),
+        ("table.xlsx", "table.xlsx"),
         ("empty", "empty"),
         ("notes.jsonl", "notes.jsonl"),
         (["a.parquet", "b.jsonl"], "b.jsonl"),

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -86,7 +84,7 @@ def _typed(texts: Sequence[str | None]) -> pa.Array:
         return column
 
 
-Kind = Literal["parquet", "jsonl"]
+Kind = Literal["parquet", "jsonl", "csv", "tsv"]
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 KINDS: dict[str, Kind] = {
@@ -95,9 +93,10 @@ KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
+    ".csv": "csv",
+    ".tsv": "tsv",
 }
-_TABLES = (".csv", ".tsv")  # not read; a message explains how to convert them
-ENDINGS = ".parquet, .pq, .jsonl, .ndjson or .json (the last three also with .gz or .zst)"
+ENDINGS = ".parquet, .pq, .jsonl, .ndjson, .json, .csv or .tsv (all but the first two also with .gz or .zst)"
 # Endings of files and folders that a run writes beside its output; never taken from a directory or a glob.
 _REPORTS = (".run.json", ".run.html", ".dry-run.json", ".prom")
 
@@ -107,7 +106,7 @@ class InputFile(FoundFile):
     """One input file."""
 
     kind: Kind
-    codec: str | None  # compression of a JSON Lines file: gzip, zstd or None
+    codec: str | None  # compression of a file of lines: gzip, zstd or None
     below: str  # the path below the given directory, else the whole path: its folders may name columns
 
 
@@ -184,8 +183,6 @@ def _directory(filesystem: Any, inner: str, shown: str, *, by_glob: bool = False
     names = sorted(_walk_local(inner)) if is_local(filesystem) else sorted(filesystem.find(inner))
     visible = [name for name in names if _visible(name, inner)]
     taken = [name for name in visible if _format_of(name) is not None]
-    if not taken and (tables := [name for name in visible if name.lower().endswith(_TABLES)]):
-        raise UsageError(_convert(_display(filesystem, tables[0], shown)))
     if not taken:
         raise UsageError(f"no input files in {shown}: expected files that end in {ENDINGS}")
     left_out = [_display(filesystem, name, shown) for name in visible if _format_of(name) is None]
@@ -261,23 +258,9 @@ _SMALL = 1 << 10  # bytes
 
 def _input_file(filesystem: Any, inner: str, shown: str, root: str = "") -> InputFile:
     form = _format_of(inner) or _format_of(inner.partition("?")[0])  # the query of a signed URL
-    if form is None and inner.lower().endswith(_TABLES):
-        raise UsageError(_convert(shown))
     if form is None:
         raise UsageError(f"unknown ending: {shown}\nexpected a file that ends in {ENDINGS}")
     stamp = stamp_of(filesystem, inner)
     if is_local(filesystem) and stamp.size < _SMALL:
         refuse_pointer(Path(inner))
     return InputFile(shown, filesystem, inner, stamp, *form, inner[len(root) :])
-
-
-def _convert(shown: str) -> str:
-    # A way to convert a CSV file: every value stays text, whatever quotes and line breaks it has.
-    stem, ending = os.path.splitext(shown)
-    tab = ", delimiter=chr(9)" if ending.lower() == ".tsv" else ""
-    code = (
-        "import csv, json, sys; csv.field_size_limit(2**31 - 1); "
-        f"[print(json.dumps(row)) for row in csv.DictReader(open(sys.argv[1], newline='', encoding='utf-8-sig'){tab})]"
-    )
-    line = f'{shlex.quote(sys.executable)} -c "{code}" {shlex.quote(shown)} > {shlex.quote(stem + ".jsonl")}'
-    return f"{shown}: CSV is not read; this line makes JSON Lines of it, with every value as text:\n{line}"

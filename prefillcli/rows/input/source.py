@@ -1,6 +1,6 @@
-"""The input of a job as a stream of row batches: files of either kind, JSON Lines, and tables.
+"""The input of a job as a stream of row batches: files of any kind, JSON Lines, CSV, and tables.
 
-Parquet has its own module.
+Parquet has its own module, and so have the records of CSV.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ import json
 import math
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from prefillcli.errors import ContentChangedError, PrefillError, UsageError
+from prefillcli.errors import ContentChangedError, PrefillError, UsageError, counted
 from prefillcli.rows.filesystems import reading
+from prefillcli.rows.input.delimited import Delimited
 from prefillcli.rows.input.discovery import InputFile, Partitions, discover
 from prefillcli.rows.input.parquet import ParquetFiles
 from prefillcli.rows.proof import FileContents, require_same
@@ -30,6 +32,7 @@ from prefillcli.rows.records import (
     BATCH_ROWS,
     MAX_LEFT_BYTES,
     MAX_ROW_BYTES,
+    BadLine,
     ColumnChoice,
     ErrorCode,
     Int64Array,
@@ -46,7 +49,7 @@ from prefillcli.runtime.clock import Expected
 
 
 class Source:
-    """Rows of Parquet or JSON Lines files, in the order given.
+    """Rows of Parquet, JSON Lines or CSV files, in the order given.
 
     Open it, ask for `available` columns, then `select` the needed ones; or name them at once.
     """
@@ -63,13 +66,13 @@ class Source:
         self._inputs = tuple(inputs)
         self._contents = FileContents(found, "input", lambda: [file.path for file in discover(inputs)[0]])
         self.partitions = Partitions.of(file.below for file in found)  # keys and values in the names of folders
-        self._files: ParquetFiles | JsonlFiles
+        self._files: ParquetFiles | LineFiles
         if self.kind == "parquet":
             self._files = files = ParquetFiles(found, self.partitions)
             files.refuse_outputs(self._inputs)
         else:
-            self._files = JsonlFiles(found, self.partitions)
-        # Column names: of the first Parquet file, or of the first lines of JSON Lines, and of the folders.
+            self._files = (JsonlFiles if self.kind == "jsonl" else CsvFiles)(found, self.partitions)
+        # Column names: of the first Parquet or CSV file, or of the first lines of JSON Lines, and of the folders.
         self.available: tuple[str, ...] = tuple(dict.fromkeys([*self._files.available, *self.partition_keys]))
 
     @classmethod
@@ -113,7 +116,7 @@ class Source:
 
     @property
     def carried_schema(self) -> pa.Schema:
-        """Id and kept columns; from JSON Lines every one is a string that holds JSON."""
+        """Id and kept columns; from JSON Lines every one is a string that holds JSON, from CSV a text."""
         return self._choice.carried
 
     @property
@@ -123,7 +126,7 @@ class Source:
 
     @property
     def selected_rows(self) -> int | None:
-        """Rows that `batches` will yield; for JSON Lines None until `count` was called."""
+        """Rows that `batches` will yield; for lines of JSON or CSV None until `count` was called."""
         expected = self.expected_rows()
         return expected.rows if expected is not None and expected.exact else None
 
@@ -139,7 +142,7 @@ class Source:
         return Expected(rows if expected.rows else 0, expected.exact)
 
     def count(self) -> int:
-        """Return the number of rows of the whole input; reads JSON Lines to the end once."""
+        """Return the number of rows of the whole input; reads lines of JSON or CSV to the end once."""
         return self._files.count()
 
     @property
@@ -206,7 +209,7 @@ class Source:
         yield from self._files.batches(self._choice, self.selection(), most_rows)
 
     def selection(self) -> Selection:
-        """Return the selection of rows to read; for a sample of JSON Lines they are counted first."""
+        """Return the selection of rows to read; for a sample of lines they are counted first."""
         sampling = self._sampling
         if sampling.sample is not None:
             population = self.count() if sampling.limit is None else min(self.count(), sampling.limit)
@@ -282,7 +285,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# JSON Lines files: one bad line is one error row.
+# Files of lines, JSON Lines and CSV: one bad line is one error row.
 
 
 _BLOCK = 1 << 18
@@ -303,16 +306,10 @@ _decode = json.JSONDecoder(parse_float=_finite, parse_constant=lambda _name: Non
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-class BadLine(NamedTuple):
-    """A line that is not read as a whole: its error, and those of its `kept` values that distinguish it from
-    others."""
+class LineInput:
+    """One file of JSON Lines or CSV, plain, gzip or zstd."""
 
-    error: RowError
-    kept: Mapping[str, Any] = MappingProxyType({})
-
-
-class JsonlInput:
-    """One JSON Lines file, plain, gzip or zstd."""
+    blanks: bytes | None = None  # the characters of blank lines; None: all white space
 
     def __init__(self, found: InputFile) -> None:
         self.max_row_bytes = MAX_ROW_BYTES  # longer lines are not read into memory
@@ -320,6 +317,7 @@ class JsonlInput:
         self._found = found
         self._stream: _Stream | None = None  # while lines are read
         self._buffer: io.BufferedReader | None = None
+        self._blank = 0  # lines before this one
 
     @property
     def size(self) -> int:
@@ -336,28 +334,27 @@ class JsonlInput:
         return self._stream.stored * (1 - ahead / max(self._stream.taken, 1))
 
     def lines(self) -> Iterator[bytes | BadLine]:
-        """Yield the lines that are not blank; of those that are longer than `max_row_bytes`, what is `kept`.
+        """Yield the lines of rows that are not blank; of those that are longer than `max_row_bytes`, what is `kept`.
 
         Raises PrefillError if the file cannot be read to its end.
         """
-        most = self.max_row_bytes
         with reading(self._found.path), self._open() as file:
             require_same(self._found)  # the open file is the one that was found
-            first, blank = True, 0
-            while line := file.readline(most + 2):  # with its line break
-                if first:
-                    first, line = False, line.removeprefix(_BOM)
-                if len(line) > most and (len(line.rstrip(b"\r\n")) > most or not line.endswith(b"\n")):
-                    bad = _skip_long_line(file, line, most, self.kept)
-                    if bad is not None:
-                        yield bad
-                elif line.isspace():
-                    blank += 1
-                    if blank > _FEW_BLANK_LINES:
-                        _skip_blank_lines(file)
-                elif line:
-                    blank = 0
-                    yield line
+            self._blank = 0
+            yield from self._rows(file)
+
+    def parse(self, line: bytes | BadLine) -> dict[str, Any] | BadLine:
+        """Return the values of a row by name, or why there are none."""
+        raise NotImplementedError
+
+    def _rows(self, file: io.BufferedReader) -> Iterator[bytes | BadLine]:
+        raise NotImplementedError
+
+    def _skip_blanks(self, file: io.BufferedReader) -> None:
+        # After a blank line, read on to the next one that is not, where there are many.
+        self._blank += 1
+        if self._blank > _FEW_BLANK_LINES:
+            _skip_blank_lines(file, self.blanks)
 
     def _open(self) -> io.BufferedReader:
         found = self._found
@@ -368,6 +365,105 @@ class JsonlInput:
         self._stream = _Stream(raw, found.codec)
         self._buffer = io.BufferedReader(self._stream, _BLOCK)
         return self._buffer
+
+
+class JsonlInput(LineInput):
+    """One JSON Lines file: each line is an object."""
+
+    def parse(self, line: bytes | BadLine) -> dict[str, Any] | BadLine:
+        return parse(line, self.kept)
+
+    def _rows(self, file: io.BufferedReader) -> Iterator[bytes | BadLine]:
+        first, most = True, self.max_row_bytes
+        while line := file.readline(most + 2):  # with its line break
+            if first:
+                first, line = False, line.removeprefix(_BOM)
+            if len(line) > most and (len(line.rstrip(b"\r\n")) > most or not line.endswith(b"\n")):
+                bad = _skip_long_line(file, line, most, self.kept)
+                if bad is not None:
+                    yield bad
+            elif line.isspace():
+                self._skip_blanks(file)
+            elif line:
+                self._blank = 0
+                yield line
+
+
+_DELIMITERS = {"csv": ",;\t", "tsv": "\t"}  # the first of them that the header has
+
+
+class CsvInput(LineInput):
+    """One CSV or TSV file: a header, and records with a field for each of its names."""
+
+    blanks = b"\r\n"
+
+    def __init__(self, found: InputFile) -> None:
+        super().__init__(found)
+        self._form = Delimited(_DELIMITERS[found.kind][0])
+        self.names: list[str] = []  # of the header; none in an empty file
+        with reading(found.path), self._open() as file:
+            self._takes_header(file)
+
+    def parse(self, line: bytes | BadLine) -> dict[str, Any] | BadLine:
+        if isinstance(line, BadLine):
+            return line
+        try:
+            values = self._form.fields(line.decode())
+        except UnicodeDecodeError as error:
+            return BadLine(RowError(ErrorCode.INVALID_UTF8, f"byte {error.start} of the row: {error.reason}"))
+        except ValueError as error:
+            return BadLine(RowError(ErrorCode.INVALID_CSV, str(error)))
+        if len(values) == len(self.names):
+            return dict(zip(self.names, values, strict=True))
+        lines = line.count(b"\n")
+        found = f"{len(values)} fields in {lines} lines" if lines > 1 else counted(len(values), "field")
+        return BadLine(RowError(ErrorCode.INVALID_CSV, f"{found}, and {len(self.names)} in the header"))
+
+    def _rows(self, file: io.BufferedReader) -> Iterator[bytes | BadLine]:
+        if not self._takes_header(file):
+            return
+        kept = {place: name for place, name in enumerate(self.names) if name in self.kept}
+        for record in self._form.records(file, self.max_row_bytes, kept, lambda: self._skip_blanks(file)):
+            self._blank = 0
+            yield record
+
+    def _takes_header(self, file: io.BufferedReader) -> bool:
+        # Read the header, if the file is not empty. Raises UsageError unless it is one.
+        path = self._found.path
+        if file.peek(len(_BOM)).startswith(_BOM):
+            file.read(len(_BOM))
+        header = next(self._form.records(file, MAX_ROW_BYTES, {}, lambda: self._skip_blanks(file)), None)
+        if header is None:
+            return False
+        try:
+            if isinstance(header, BadLine):
+                raise ValueError(header.error.detail)
+            if b"\0" in header:
+                raise _not_utf8(path, "UTF-16")
+            text = header.decode()
+            known = _DELIMITERS[self._found.kind]
+            self._form = Delimited(next(filter(re.sub('"[^"]*"', "", text).__contains__, known), known[0]))
+            names = [name or "" for name in self._form.fields(text)]
+        except UnicodeDecodeError:
+            raise _not_utf8(path, "WINDOWS-1252") from None
+        except ValueError as error:
+            raise UsageError(f"{path}: its header cannot be read: {error}\n{_A_HEADER}") from None
+        if "" in names:
+            raise UsageError(f"{path}: column {names.index('') + 1} has no name in the header\n{_A_HEADER}")
+        for name, count in Counter(names).items():
+            if count > 1:
+                raise UsageError(f"{path}: two columns are named {name[:60]!r}\n{_A_HEADER}")
+        self.names = names
+        return True
+
+
+_A_HEADER = "the first line must name each column once; pandas writes one with to_csv(index=False)"
+
+
+def _not_utf8(path: str, likely: str) -> UsageError:
+    return UsageError(
+        f"{path}: not UTF-8\nsave it as UTF-8, or convert it, for example: iconv -f {likely} -t UTF-8 {path} > new.csv"
+    )
 
 
 class _Stream(io.RawIOBase):
@@ -414,12 +510,12 @@ class _Pieces(io.RawIOBase):
         return found
 
 
-def _skip_blank_lines(file: io.BufferedReader) -> None:
+def _skip_blank_lines(file: io.BufferedReader, blanks: bytes | None) -> None:
     # Read on to the first line that is not blank, or to one that does not end in the buffer. A buffer at a time: one
     # line at a time, the lines of a small compressed file could take hours. Raises OSError where they do not end.
     skipped = 0
     while ahead := file.peek():
-        blank = ahead.rfind(b"\n", 0, len(ahead) - len(ahead.lstrip())) + 1
+        blank = ahead.rfind(b"\n", 0, len(ahead) - len(ahead.lstrip(blanks))) + 1
         if not blank:
             return
         file.read(blank)
@@ -536,22 +632,16 @@ _NAMES: dict[type, str] = {
 
 
 class BatchMaker:
-    """Collects lines into row batches."""
+    """Collects lines into row batches. Values are those of JSON, or with `plain` texts and null."""
 
-    def __init__(
-        self,
-        columns: Sequence[str],
-        carried: Sequence[str],
-        selection: Selection,
-        optional: Sequence[str] = (),
-        *,
-        most_rows: int = BATCH_ROWS,
-    ) -> None:
+    def __init__(self, choice: ColumnChoice, selection: Selection, *, plain: bool, most_rows: int) -> None:
         self._most_rows = most_rows
-        self._columns = (*columns, *optional)
-        self._optional = frozenset(optional)
-        self._carried = tuple(carried)
+        self._columns = choice.columns_and_optional
+        self._optional = frozenset(choice.optional)
+        self._carried = choice.carried
         self._selection = selection
+        self._plain = plain
+        self.parse: Callable[[bytes | BadLine], dict[str, Any] | BadLine] = parse
         self.row = 0  # number of the next line
         # Columns with the same value on all of the next lines, whatever the lines hold.
         self.constants: dict[str, Any] = {}
@@ -560,7 +650,7 @@ class BatchMaker:
     def _clear(self) -> None:
         self._rows: list[int] = []
         self._values: dict[str, list[Any]] = {name: [] for name in self._columns}
-        self._texts: dict[str, list[str | None]] = {name: [] for name in self._carried}
+        self._texts: dict[str, list[Any]] = {name: [] for name in self._carried.names}
         self._errors: dict[int, RowError] = {}
         self._nbytes = 0
 
@@ -588,25 +678,38 @@ class BatchMaker:
         row = self.row
         self._rows.append(row)
         self._nbytes += len(line) if isinstance(line, bytes) else 0
-        read = parse(line, self._texts)
+        read = self.parse(line)
         if isinstance(read, BadLine):
             self._errors[row] = read.error
         parsed = {**(read.kept if isinstance(read, BadLine) else read), **self.constants}
         for name, values in self._values.items():
-            values.append(without_nulls(parsed.get(name)))
+            values.append(self._needed(name, parsed.get(name)))
             if name not in parsed and name not in self._optional:
                 self._errors.setdefault(row, RowError(ErrorCode.MISSING_COLUMN, f"the line has no {name!r}"))
         for name, texts in self._texts.items():
             value = parsed.get(name)
+            if self._plain:
+                texts.append(value)
+                continue
             text = None if value is None else _encode(value)
             if text is not None and "\\ud" in text and not _is_unicode(text):
                 self._errors.setdefault(row, RowError(ErrorCode.INVALID_UTF8, f"column {name}: half a surrogate pair"))
                 text = None
             texts.append(text)
 
+    def _needed(self, name: str, value: Any) -> Any:
+        # An empty field of CSV is an empty text, but no setting of the row; these are written as in JSON.
+        if not self._plain:
+            return without_nulls(value)
+        if name not in self._optional or not isinstance(value, str):
+            return "" if value is None and name not in self._optional else value
+        with suppress(ValueError, RecursionError):
+            return found if isinstance(found := _decode(value), int | float) else value
+        return value
+
     def _take(self) -> RowBatch:
-        if self._carried:
-            carried = pa.table({name: pa.array(texts, pa.string()) for name, texts in self._texts.items()})
+        if self._texts:
+            carried = pa.table([pa.array(self._texts[own.name], own.type) for own in self._carried], self._carried)
         else:
             carried = pa.table({"": pa.nulls(len(self._rows))}).select([])
         rows = np.array(self._rows, np.int64)
@@ -627,12 +730,14 @@ _PEEK_ROWS = 100
 _PEEK_BYTES = 16 << 20
 
 
-class JsonlFiles:
+class LineFiles:
     """The files of an input, read as one, with the methods of `ParquetFiles`."""
 
-    def __init__(self, files: Sequence[InputFile], partitions: Partitions) -> None:
+    _plain: bool  # whether values are texts, not JSON
+
+    def __init__(self, files: Sequence[InputFile], readers: Sequence[LineInput], partitions: Partitions) -> None:
         self._files = tuple(files)
-        self._readers = [JsonlInput(file) for file in files]
+        self._readers = tuple(readers)
         self._partitions = partitions
         self.available, self._peeked = self._peek()
         self.total_rows: int | None = None
@@ -655,24 +760,26 @@ class JsonlFiles:
     def carried_schema(
         self, columns: Sequence[str], carried: Sequence[str], optional: Sequence[str], max_row_bytes: int
     ) -> pa.Schema:
+        for reader in self._readers:
+            reader.max_row_bytes, reader.kept = max_row_bytes, frozenset(carried)
         keys = self._partitions.schema.names
-        wanted = [name for name in (*columns, *carried) if name not in keys]
+        self._require([name for name in (*columns, *carried) if name not in keys], keys)
+        return pa.schema([(name, pa.string()) for name in carried])
+
+    def _require(self, wanted: Sequence[str], keys: Sequence[str]) -> None:
         if self._peeked:
             known = tuple(dict.fromkeys([*self.available, *keys]))
             require_columns(wanted, known, f"the first {self._peeked} lines")
-        for reader in self._readers:
-            reader.max_row_bytes, reader.kept = max_row_bytes, frozenset(carried)
-        return pa.schema([(name, pa.string()) for name in carried])
 
     def batches(self, choice: ColumnChoice, selection: Selection, most_rows: int) -> Iterator[RowBatch]:
         self.starts = []
-        maker = BatchMaker(choice.columns, choice.carried.names, selection, choice.optional, most_rows=most_rows)
-        for number, lines in enumerate(self._readers):
+        maker = BatchMaker(choice, selection, plain=self._plain, most_rows=most_rows)
+        for number, file in enumerate(self._readers):
             if selection.end is not None and maker.row >= selection.end:
                 break
             self.starts.append(maker.row)
-            maker.constants = self._partitions.values[number]
-            for batch in maker.add(lines.lines()):
+            maker.constants, maker.parse = self._partitions.values[number], file.parse
+            for batch in maker.add(file.lines()):
                 if selection.chosen is None:
                     self._estimate(maker.row + 1, number)
                 yield batch
@@ -688,22 +795,79 @@ class JsonlFiles:
             self._read = Expected(max(round(round(total), 2 - math.floor(math.log10(total))), rows), exact=False)
 
     def _peek(self) -> tuple[tuple[str, ...], int]:
-        names: dict[str, None] = {}
-        seen = size = 0
-        wrong: BadLine | None = None
-        for line in islice((line for file in self._readers for line in file.lines()), _PEEK_ROWS):
-            seen += 1
+        # The names of columns, and how many rows were looked at.
+        raise NotImplementedError
+
+    def _first_rows(self) -> Iterator[tuple[InputFile, bytes | BadLine, dict[str, Any] | BadLine]]:
+        # The first rows as they are and as they are read, each with its file.
+        size = 0
+        pairs = zip(self._files, self._readers, strict=True)
+        lines = ((file, reader, line) for file, reader in pairs for line in reader.lines())
+        for file, reader, line in islice(lines, _PEEK_ROWS):
+            yield file, line, reader.parse(line)
             size += len(line) if isinstance(line, bytes) else 0
-            row = parse(line)
+            if size > _PEEK_BYTES:
+                break
+
+
+class JsonlFiles(LineFiles):
+    """The files of an input in JSON Lines."""
+
+    _plain = False
+
+    def __init__(self, files: Sequence[InputFile], partitions: Partitions) -> None:
+        super().__init__(files, [JsonlInput(file) for file in files], partitions)
+
+    def _peek(self) -> tuple[tuple[str, ...], int]:
+        names: dict[str, None] = {}
+        seen = 0
+        wrong: BadLine | None = None
+        for _, _, row in self._first_rows():
+            seen += 1
             if isinstance(row, dict):
                 names |= dict.fromkeys(row)
             elif wrong is None:
                 wrong = row
-            if size > _PEEK_BYTES:
-                break
         if wrong is not None and not names:
             raise UsageError(
                 f"{self._files[0].path}: none of the first {seen} lines is a JSON object ({wrong.error.detail})\n"
                 "JSON Lines has one JSON object on every line, in UTF-8"
             )
         return tuple(names), seen
+
+
+class CsvFiles(LineFiles):
+    """The files of an input in CSV or TSV: each has its own header."""
+
+    _plain = True
+    _readers: tuple[CsvInput, ...]
+
+    def __init__(self, files: Sequence[InputFile], partitions: Partitions) -> None:
+        super().__init__(files, [CsvInput(file) for file in files], partitions)
+
+    def columns_by_file(self) -> list[tuple[str, Sequence[str]]]:
+        return [(file.path, each.names) for file, each in zip(self._files, self._readers, strict=True) if each.names]
+
+    def carried_schema(
+        self, columns: Sequence[str], carried: Sequence[str], optional: Sequence[str], max_row_bytes: int
+    ) -> pa.Schema:
+        keys = self._partitions.schema
+        texts = super().carried_schema(columns, carried, optional, max_row_bytes)
+        return pa.schema([keys.field(own.name) if own.name in keys.names else own for own in texts])
+
+    def _require(self, wanted: Sequence[str], keys: Sequence[str]) -> None:
+        for path, names in self.columns_by_file():
+            require_columns(wanted, tuple(dict.fromkeys([*names, *keys])), path)
+
+    def _peek(self) -> tuple[tuple[str, ...], int]:
+        other: InputFile | None = None
+        seen, known = 0, False  # whether a row has letters beyond ASCII in UTF-8
+        for file, line, row in self._first_rows():
+            seen += 1
+            if isinstance(row, dict):
+                known = known or (isinstance(line, bytes) and not line.isascii())
+            elif row.error.code is ErrorCode.INVALID_UTF8:
+                other = other or file
+        if other is not None and not known:
+            raise _not_utf8(other.path, "WINDOWS-1252")
+        return tuple(next((each.names for each in self._readers if each.names), ())), seen

@@ -16,6 +16,7 @@ class OutputFormat:
     endings: tuple[str, ...]  # any of these asks for it; messages name the first
     meaning: str
     codec: str | None = None  # of JSON Lines: as pyarrow's streams name it
+    delimiter: str = ""  # of CSV, else empty
     parquet: bool = False
     directory: bool = False
 
@@ -30,6 +31,8 @@ FORMATS = (
     OutputFormat((".jsonl",), "JSON Lines"),
     OutputFormat((".jsonl.gz",), "JSON Lines, compressed with gzip", "gzip"),
     OutputFormat((".jsonl.zst",), "JSON Lines, compressed with Zstandard", "zstd"),
+    OutputFormat((".csv",), "CSV", delimiter=","),
+    OutputFormat((".tsv",), "CSV with tabs", delimiter="\t"),
     DIRECTORY,
 )
 FILE_ENDINGS = tuple(each.ending for each in FORMATS if not each.directory)

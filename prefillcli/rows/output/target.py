@@ -8,10 +8,12 @@ import io
 import json
 import os
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import IO, Any, Literal
 
 import numpy as np
@@ -29,13 +31,14 @@ from prefillcli.rows.filesystems import (
     writing,
     written_path,
 )
+from prefillcli.rows.input.delimited import Delimited
 from prefillcli.rows.input.parquet import Footer
 from prefillcli.rows.output import DIRECTORY, FILE_ENDINGS, OutputFormat, Shard, batches, format_of
 from prefillcli.rows.output.answers import CALIBRATED, PROBABILITIES, AnswerColumns, answers_of
 from prefillcli.rows.output.columns import COLUMN_TYPES, COLUMNS, ROW_COLUMN, Counts
 from prefillcli.rows.output.store import Store, open_store, requesting
 from prefillcli.rows.proof import JOB_KEY, UNSEALED, Digesting, digest_of, seal, seal_of, take_checksum, with_checksum
-from prefillcli.rows.records import as_json, encode_json, text_of
+from prefillcli.rows.records import BadLine, as_json, encode_json, plain_texts, text_of
 from prefillcli.runtime import file_calls
 
 NAME = "manifest.json"
@@ -362,7 +365,7 @@ def rows_of_input(form: FileFormat, file: IO[bytes], names: Sequence[str], job: 
             found = read[column]
             if meaning is not None:
                 own = answers[number]
-                found = own.values_of(meaning, _of_json(found, own, meaning, column) if form.json_text else found)
+                found = own.values_of(meaning, _of_text(found, own, meaning, column, json_text=form.json_text))
             columns[name] = found
         if whole:
             yield pa.table(columns)
@@ -386,15 +389,22 @@ def _place(name: str, answers: Sequence[AnswerColumns], *, by_row: bool) -> tupl
     return number, meaning, own.row_column(meaning) if by_row else own.column(own.source(meaning))
 
 
-def _of_json(column: pa.ChunkedArray, own: AnswerColumns, meaning: str, name: str) -> pa.ChunkedArray | pa.Array:
-    # An answer's column of JSON Lines with its own type. One of every output has it; probabilities stay text.
+def _of_text(
+    column: pa.ChunkedArray, own: AnswerColumns, meaning: str, name: str, *, json_text: bool
+) -> pa.ChunkedArray | pa.Array:
+    # An answer's column of JSON Lines or CSV with its own type. One of every output has it; probabilities stay text.
     source = own.source(meaning)
-    if name in COLUMN_TYPES or source in (PROBABILITIES, CALIBRATED) or (source == "" != meaning):
+    if (
+        not pa.types.is_string(column.type)
+        or name in COLUMN_TYPES
+        or source in (PROBABILITIES, CALIBRATED)
+        or (source == "" != meaning)
+    ):
         return column
     kind = COLUMN_TYPES.get(source, pa.string() if source == "" and own.type == "choice" else pa.float64())
     texts = column.to_pylist()
     if kind == pa.string():
-        return pa.array([None if text is None else text_of(text) for text in texts], kind)
+        return pa.array([None if text is None else text_of(text) for text in texts], kind) if json_text else column
     return pa.array([None if text is None else json.loads(text) for text in texts], kind)
 
 
@@ -475,6 +485,73 @@ class JsonlFormat:
         raise ValueError("JSON Lines do not name the job that wrote them")
 
 
+class CsvFormat:
+    """CSV, with the methods of `ParquetFormat`: null is an empty field, an empty text has quotes, and lists are
+    JSON."""
+
+    sealed = False
+    json_text = False
+
+    def __init__(self, delimiter: str) -> None:
+        self.delimiter = delimiter
+        self._special = re.compile(f'["\r\n{re.escape(delimiter)}]')
+
+    def write(
+        self, file: IO[bytes], schema: pa.Schema, tables: Iterable[pa.Table], json_columns: Collection[str] = ()
+    ) -> str:
+        digesting = Digesting(file)
+        digesting.write(self._lines([schema.names]))
+        for table in tables:
+            digesting.write(self._lines(zip(*map(plain_texts, table.columns), strict=True)))
+        return digesting.digest()
+
+    def _lines(self, rows: Iterable[Sequence[str | None]]) -> bytes:
+        return "".join(self.delimiter.join(map(self._field, row)) + "\n" for row in rows).encode()
+
+    def _field(self, text: str | None) -> str:
+        if text is None:
+            return ""
+        quoted = not text or self._special.search(text)
+        return '"' + text.replace('"', '""') + '"' if quoted else text
+
+    def read(self, file: IO[bytes], names: Sequence[str]) -> Iterator[pa.Table]:
+        form = Delimited(self.delimiter)
+        records = form.records(file, sys.maxsize - 2, {}, lambda: None)
+        header = self._fields(form, next(records, b""))
+        # Predictions are numbers where rows have their own choices.
+        numbered = {"prediction": pa.int64(), "audit_prediction": pa.int64()} if "prediction_text" in header else {}
+        kinds = {name: (COLUMN_TYPES | numbered).get(name, pa.string()) for name in names}
+        places = [header.index(name) for name in kinds]
+        while rows := [self._fields(form, record) for record in islice(records, _READ_ROWS)]:
+            if any(len(row) != len(header) for row in rows):
+                raise ValueError("a row has more or fewer fields than the header")
+            yield pa.table(
+                {
+                    name: pa.array([_of_text(row[at], kind) for row in rows], kind)
+                    for at, (name, kind) in zip(places, kinds.items(), strict=True)
+                }
+            )
+
+    def _fields(self, form: Delimited, record: bytes | BadLine) -> list[str | None]:
+        if isinstance(record, BadLine) or not record.endswith(b"\n"):
+            raise ValueError("its last row has no end")
+        return form.fields(record.decode())
+
+    def column_type(self, file: IO[bytes], name: str) -> pa.DataType:
+        return pa.string()
+
+    def job_of(self, file: IO[bytes]) -> Any:
+        raise ValueError("CSV does not name the job that wrote it")
+
+
+_READ_ROWS = 4096
+
+
+def _of_text(text: str | None, kind: pa.DataType) -> Any:
+    # The value of a field in a column of this type.
+    return text if text is None or kind == pa.string() else json.loads(text)
+
+
 class ParquetFormat:
     """Writes rows to one file, and reads them back. A damaged file raises an error of pyarrow, or ValueError."""
 
@@ -511,11 +588,13 @@ class ParquetFormat:
         return json.loads(pq.read_schema(file).metadata[JOB_KEY])
 
 
-FileFormat = ParquetFormat | JsonlFormat
+FileFormat = ParquetFormat | JsonlFormat | CsvFormat
 
 
 def open_format(form: OutputFormat) -> FileFormat:
     """Return how a file of this format is written and read; of a directory each of its parts."""
+    if form.delimiter:
+        return CsvFormat(form.delimiter)
     return ParquetFormat() if form.parquet else JsonlFormat(form.codec)
 
 

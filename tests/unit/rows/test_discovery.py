@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -135,29 +132,6 @@ def test_whether_an_output_would_be_found_as_input(
     else:
         touch(tmp_path, written)
     assert (len(discover([given])[0]) > before) is found
-
-
-@pytest.mark.parametrize("name", ["posts.csv", "it's a table.tsv"])
-def test_the_line_for_csv_makes_json_lines_that_hold_the_same_texts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    rows = [
-        {"id": "007", "prompt": 'two\nlines, "quoted"'},
-        {"id": "1.0", "prompt": "é" * 200_000},
-        {"id": "", "prompt": "x"},
-    ]
-    with (tmp_path / name).open("w", newline="", encoding="utf-8-sig") as file:
-        writer = csv.DictWriter(file, ["id", "prompt"], delimiter="\t" if name.endswith("tsv") else ",")
-        writer.writeheader()
-        writer.writerows(rows)
-    monkeypatch.chdir(tmp_path)
-    for inputs in ([name], ["."]):
-        with pytest.raises(UsageError, match="CSV is not read") as caught:
-            discover(inputs)
-        subprocess.run(str(caught.value).splitlines()[1], shell=True, check=True)  # noqa: S602 - as a user pastes it
-        (made,) = Path().glob("*.jsonl")
-        assert [json.loads(line) for line in made.read_text().splitlines()] == rows
-        made.unlink()
 
 
 @pytest.mark.parametrize("ending", ["parquet", "jsonl", "jsonl.gz"])

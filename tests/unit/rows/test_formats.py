@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import datetime
 import decimal
 import gzip
@@ -10,12 +11,13 @@ import json
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.csv
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prefillcli.rows.output.columns import kinds_of, type_for, typed_column
-from prefillcli.rows.output.target import JsonlFormat
+from prefillcli.rows.output.target import CsvFormat, JsonlFormat
 
 
 def lines(table: pa.Table, codec: str | None = None, json_columns: tuple[str, ...] = ()) -> list[dict[str, Any]]:
@@ -50,6 +52,62 @@ def test_json_lines_hold_the_values_of_the_table(codec: str | None, values: dict
     types = {"number": pa.float64(), "n": pa.int64(), "flag": pa.bool_(), "list": pa.list_(pa.int64())}
     table = pa.table({name: pa.array(v, types.get(name, pa.string())) for name, v in values.items()})
     assert lines(table, codec) == table.to_pylist()
+
+
+@pytest.mark.parametrize("delimiter", [",", "\t"])
+@given(columns)
+def test_csv_holds_the_values_of_the_table_and_gives_them_back(delimiter: str, values: dict[str, list[Any]]) -> None:
+    types = {"number": pa.float64(), "n": pa.int64(), "flag": pa.bool_(), "list": pa.list_(pa.int64())}
+    renamed = {"number": "score", "n": "prompt_tokens", "flag": "truncated", "list": "scores"}  # of an output
+    table = pa.table(
+        {renamed.get(name, name): pa.array(v, types.get(name, pa.string())) for name, v in values.items()}
+    )
+    file, form = io.BytesIO(), CsvFormat(delimiter)
+    form.write(file, table.schema, [table.slice(0, 2), table.slice(2)])
+    file.seek(0)
+    (back,) = form.read(file, table.column_names)
+    assert back.to_pylist() == table.to_pylist()
+    file.seek(0)
+    kinds = {field.name: pa.string() if pa.types.is_list(field.type) else field.type for field in table.schema}
+    by_arrow = pa.csv.read_csv(
+        file,
+        parse_options=pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+        convert_options=pa.csv.ConvertOptions(
+            column_types=kinds, strings_can_be_null=True, quoted_strings_can_be_null=False, null_values=[""]
+        ),
+    ).to_pylist()
+    lists = [row["scores"] if row["scores"] is None else json.loads(row["scores"]) for row in by_arrow]
+    assert [row | {"scores": own} for row, own in zip(by_arrow, lists, strict=True)] == table.to_pylist()
+
+
+def test_what_csv_does_not_have_is_empty_or_text() -> None:
+    table = pa.table(
+        {
+            "f": [float("inf")],
+            "nested": [[{"x": float("nan"), "y": [1.5]}]],
+            "time": [datetime.datetime(2026, 1, 2, 3, 4)],
+            "raw": [b"\xff"],
+            "formula": ["=1+1"],
+            "empty": [""],
+        }
+    )
+    file = io.BytesIO()
+    CsvFormat(",").write(file, table.schema, [table])
+    (row,) = csv.DictReader(io.StringIO(file.getvalue().decode()))
+    assert row == {
+        "f": "",
+        "nested": '[{"x":null,"y":[1.5]}]',
+        "time": "2026-01-02T03:04:00",
+        "raw": "/w==",
+        "formula": "=1+1",
+        "empty": "",
+    }
+
+
+@pytest.mark.parametrize("cut", [b'a,b\n1,"2', b"a,b\n1,2\n3", b"a,b\n1\n", b""])
+def test_a_csv_output_that_is_cut_is_not_read(cut: bytes) -> None:
+    with pytest.raises(ValueError, match=r"no end|fewer fields|not in list"):
+        list(CsvFormat(",").read(io.BytesIO(cut), ["a"]))
 
 
 def test_what_json_does_not_have_is_null_or_text() -> None:
