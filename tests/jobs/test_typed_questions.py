@@ -17,6 +17,7 @@ import prefillcli
 from prefillcli import Choice, Predicate, Score, Scorer, UsageError
 from prefillcli.asking.forms import ANSWER, orders_of, text_of, with_answers
 from prefillcli.prompts.questions import Question
+from prefillcli.tools.verify import verify_job
 from tests.jobs.jobs import TOLERANCE, Reference, read_output, read_report, score, write_parquet
 from tests.jobs.test_likelihood import encoded_pair, likelihood
 
@@ -249,3 +250,19 @@ def test_a_job_names_the_column_to_ask_about_where_none_is_usual(model: Path) ->
     flags = {"template": "{{ subject }}", "output": "other.parquet"}
     assert score(Path("in.parquet"), model=model, ask="Is it?", **flags)["exit_code"] == 0
     assert [row["answer"] for row in one] == [row["answer"] for row in read_output("other.parquet")]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "tsv"])
+@pytest.mark.parametrize("as_rows", [False, True])
+def test_answers_are_worth_the_same_in_every_format(model: Path, ending: str, as_rows: bool) -> None:
+    write_parquet("in.parquet", text=TEXTS * 4, late=["Yes", "No", "Yes"] * 4, kind=["device", "delivery", "device"] * 4)
+    Path("q.json").write_text(json.dumps({"questions": [own.to_json() for own in (REFUND, TOPIC, ANGER)]}))
+    flags: dict[str, Any] = {"model": model, "questions": "q.json", "truth": "refund=late,topic=kind"}
+    flags |= {"questions_as": "rows"} if as_rows else {}
+    found = []
+    for output in ("one.parquet", f"other.{ending}"):
+        assert score(Path("in.parquet"), output, **flags)["exit_code"] == 0
+        report = read_report(f"{Path(output).stem}.run.json")
+        found.append([report["evaluations"], report["correlations"], report["orders"], report["rows"]])
+        assert verify_job(output, quiet=True)["status"] == "complete"
+    assert found[0] == found[1]

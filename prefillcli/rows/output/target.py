@@ -365,7 +365,7 @@ def rows_of_input(form: FileFormat, file: IO[bytes], names: Sequence[str], job: 
             found = read[column]
             if meaning is not None:
                 own = answers[number]
-                found = own.values_of(meaning, _of_text(found, own, meaning, column, json_text=form.json_text))
+                found = own.values_of(meaning, _with_type(found, own, meaning, column, json_text=form.json_text))
             columns[name] = found
         if whole:
             yield pa.table(columns)
@@ -389,7 +389,7 @@ def _place(name: str, answers: Sequence[AnswerColumns], *, by_row: bool) -> tupl
     return number, meaning, own.row_column(meaning) if by_row else own.column(own.source(meaning))
 
 
-def _of_text(
+def _with_type(
     column: pa.ChunkedArray, own: AnswerColumns, meaning: str, name: str, *, json_text: bool
 ) -> pa.ChunkedArray | pa.Array:
     # An answer's column of JSON Lines or CSV with its own type. One of every output has it; probabilities stay text.
