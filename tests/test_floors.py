@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -231,3 +232,21 @@ def test_floors_replace_floors_and_nothing_else() -> None:
     assert floors("s.parquet", "--truth", "truth", "--accuracy", "0.8")["exit_code"] == 0
     Path("floors.json").write_text('{"mine": 1}')
     assert "that is not written by prefill calibrate" in floors("s.parquet", "--truth", "truth")["error"]
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl"])
+def test_floors_are_the_same_for_every_format(ending: str) -> None:
+    found, right = shares(2)
+    table = {"late": found[:, 0].tolist(), "late.label_mass": [0.9] * ROWS, "is_late": (right == 0).tolist()}
+    table |= typed(LABELS, seed=1)
+    write_parquet("s.parquet", **table)
+    rows = list(zip(*table.values(), strict=True))
+    if ending == "jsonl":
+        write_jsonl("s.jsonl", [dict(zip(table, row, strict=True)) for row in rows])
+    else:
+        with Path(f"s.{ending}").open("w", newline="") as file:
+            writer = csv.writer(file, delimiter="\t" if ending == "tsv" else ",")
+            writer.writerow(table)
+            writer.writerows([[each if isinstance(each, str) else json.dumps(each) for each in row] for row in rows])
+    words = ("--truth", "late=is_late,q=truth", "--per-answer")
+    assert floors(f"s.{ending}", *words)["questions"] == floors("s.parquet", *words)["questions"]

@@ -20,7 +20,7 @@ from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import build_forest, forest_tokens, token_order
 from prefillcli.prompts.builder import PromptBuilder, PromptSettings
 from prefillcli.prompts.labels import Labels
-from prefillcli.prompts.templates import RowTemplate
+from prefillcli.prompts.templates import RowTemplate, read_template
 from prefillcli.rows.output.answers import AnswerColumns, described
 from prefillcli.rows.output.columns import Group, OutputSchema, ResultRows
 from prefillcli.rows.output.target import ANSWERS, QUESTION_ROWS
@@ -41,7 +41,8 @@ class QuestionAsking(Asking):
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
         asked = "--questions" if settings.ask is None else "--ask"
-        self.file = read_questions(settings.questions, settings.template, asked, settings.orders)
+        document = None if settings.template is None else read_template(settings.template)[0]
+        self.file = read_questions(settings.questions, document, asked, settings.orders)
         if self.file.further and settings.evidence:
             raise UsageError(
                 "--evidence: a question with swap or orders has several prompts, which a section changes differently\n"

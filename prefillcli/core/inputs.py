@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from prefillcli.models.open import Opened
 
 
+ALL_COLUMNS = "*"  # of the input, among those that go to the output
 QuestionSchemas = Callable[[frozenset[Group], str], tuple[OutputSchema, ...]]
 
 
@@ -64,7 +65,10 @@ class Inputs:
         keys: Collection[str] = ()
         if getattr(self.settings, "partition", False) and hasattr(self, "source"):
             keys = self.source.partition_keys
-        return list(dict.fromkeys((*self._carried, *keys)))
+        names = self._carried
+        if ALL_COLUMNS in names and hasattr(self, "source") and ALL_COLUMNS not in self.source.available:
+            names = [name for name in names if name != ALL_COLUMNS] + list(self.source.available)
+        return list(dict.fromkeys((*names, *keys)))
 
     def carry(self, names: Sequence[str | None]) -> None:
         """Let these columns of the input go to the output too."""

@@ -129,7 +129,7 @@ class ScoreSettings(
     )  # fmt: skip
     keep_columns: NameList = option(
         (),
-        r"Input columns to copy to the output, comma-separated; \, is a comma in a name.",
+        r"Input columns to copy to the output, comma-separated; \, is a comma in a name. * stands for all.",
         FILES,
         level="first",
         changes="columns",

@@ -71,7 +71,8 @@ class Opening:
             inputs.carry([settings.id_column])
         if is_batch_file(settings, source.available):
             self.compose(source.available)
-        inputs.template = None if settings.template is None else RowTemplate(settings.template)
+        own = settings.template is not None and not isinstance(inputs.asking, QuestionAsking)  # which compiles its own
+        inputs.template = RowTemplate(settings.template) if own else None
         columns = inputs.asking.columns(source.available, inputs.template)
         source.select(columns=tuple(columns), carried=inputs.carried)
         if (column := getattr(settings, "adapter_column", None)) is not None and column not in source.available:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -126,6 +128,8 @@ def read_labelled_answers(source: Source, own: GivenAnswers, truth: RightAnswers
     options = 0
     for batch in source.batches():
         own_columns = [batch.columns[name] for name in (*own.names, truth.key)]
+        if source.kind in ("csv", "tsv"):  # whose values are texts
+            own_columns[:-1] = [list(map(_of_text, column)) for column in own_columns[:-1]]
         for row, *cells, key in zip(batch.rows.tolist(), *own_columns, strict=True):
             if not own.agrees(cells):
                 columns = ", ".join(own.names[1:])
@@ -157,6 +161,12 @@ def read_labelled_answers(source: Source, own: GivenAnswers, truth: RightAnswers
         options=options,
         left_out=dict(left_out),
     )
+
+
+def _of_text(text: str) -> Any:
+    with suppress(ValueError):
+        return json.loads(text)
+    return text or None
 
 
 def _floors(settings: CalibrateSettings) -> FloorFile:

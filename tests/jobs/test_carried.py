@@ -163,3 +163,11 @@ def test_workers_share_what_windows_hand_on(model: Path) -> None:
         assert own == other
     alone, together = (read_report(name)["tokens"]["computed"] for name in ("out.run.json", "two.run.json"))
     assert alone <= together < 1.6 * alone
+
+
+def test_a_star_keeps_all_columns(model: Path) -> None:
+    write_parquet("in.parquet", prompt=["A fox", "A dog"], b=[1, 2], a=["x", "y"])
+    assert score(Path("in.parquet"), model=model, keep_columns="a,*")["exit_code"] == 0
+    (first, second) = read_output("out.parquet")
+    assert list(first)[:4] == ["row", "a", "prompt", "b"]
+    assert (second["prompt"], second["b"], second["a"]) == ("A dog", 2, "y")
