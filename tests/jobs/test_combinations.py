@@ -22,6 +22,7 @@ Values = dict[str, Any]
 GIVEN: dict[OptionText, Values] = {
     "--adapter": {"adapter": "a"},
     "--adapter-column": {"adapter": ("a=a", "b=b"), "adapter_column": "which"},
+    "--ask": {"ask": "Is it about shipping?"},
     "--audit": {"audit": 5},
     "--batch-format": {"batch_format": "openai", "output": "o.jsonl"},
     "--calibrate-with": {"calibrate_with": ("N/A",), "template": "{{ text }}"},
@@ -53,6 +54,8 @@ GIVEN: dict[OptionText, Values] = {
     "--max-drift": {"max_drift": 0.1},
     "--max-flips": {"exit": True, "max_flips": 0.02},
     "--min-label-mass": {"min_label_mass": 0.5},
+    "--levels": {"levels": ("calm", "angry")},
+    "--options": {"options": ("billing", "other")},
     "--overwrite": {"overwrite": True},
     "--paper": {"draft": "d", "keep": 0.5, "paper": True},
     "--partition": {"partition": True},

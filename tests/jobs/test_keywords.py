@@ -18,13 +18,16 @@ import pytest
 import prefillcli
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.load import FileOptions, ScoreOptions, ScorerOptions, StrPath
+from prefillcli.prompts.questions import Question
 
 ROOT = Path(__file__).parents[2]
 OF_SCORER, OF_FILES = get_type_hints(ScorerOptions), get_type_hints(FileOptions)
 # Types that are wider, or narrower, than what the command line's texts become
 OWN_TYPES: dict[str, Any] = {
     "template": StrPath | None,
-    "questions": StrPath | None,
+    "questions": StrPath | Sequence[Question | Mapping[str, Any]] | None,
+    "options": str | Sequence[str],
+    "levels": str | Sequence[str],
     "draft": StrPath | None,
     "adapter": StrPath | Sequence[str] | Mapping[str, StrPath],
     "calibration": StrPath | None,
