@@ -111,6 +111,7 @@ _MOST_SHOWN = 3
 _MOST_CHARACTERS = 2000  # of a prompt that is shown, from both ends
 
 _CHECK = "check that the model is the right one, that the template asks for {what}, and how {where} spells {it}"
+_ASKED = "check that the model is the right one, one that follows instructions; or give the question its own template"
 _ADVICE = {
     Measure.SHARES: (_CHECK + " (a space before a word is part of its token)", "--labels"),
     Measure.CHOICES: (_CHECK, "the column of --choices-column"),
@@ -234,6 +235,9 @@ class FirstWindow:
         if named:
             text += "; it answers " + ", ".join(f"{each.name} ({each.percent})" for each in named)
         advice, where = _ADVICE[self._labels.measure]
+        asked = {own.question.name: own.question for own in self._labels.each}
+        if said.question is not None and asked[said.question].instructions:
+            return f"{text}\n{_ASKED}"
         where = where if said.question is None else "the file of --questions"
         return f"{text}\n{advice.format(what=what, where=where, it='them')}"
 
