@@ -187,11 +187,12 @@ class Verification:
 
 
 def _with_unread(ids: list[Any], errors: pa.ChunkedArray) -> list[Any]:
-    # The ids, with `_UNREAD` for rows that were too large for their job to read: their ids are unknown.
+    # The ids, with `_UNREAD` for rows that were too large for their job to read: their ids are unknown, or those of
+    # rows that are wrong when they are read as a whole.
     unread = pc.equal(errors, ErrorCode.ROW_TOO_LARGE.value)
     if not pc.any(unread).as_py():
         return ids
-    return [_UNREAD if own is None and error else own for own, error in zip(ids, unread.to_pylist(), strict=True)]
+    return [_UNREAD if error else own for own, error in zip(ids, unread.to_pylist(), strict=True)]
 
 
 def _json_values(texts: Sequence[str | None]) -> list[Any]:
