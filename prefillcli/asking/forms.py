@@ -8,13 +8,11 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice, product
+from itertools import islice, pairwise, product
 
-from prefillcli.prompts.questions import Choice, Label, Option, Predicate, Question
+from prefillcli.prompts.questions import Choice, Option, Predicate, Question
 
 ANSWER = "\nAnswer:"  # ends a prompt that is no chat
-
-
 Order = Sequence[int]  # numbers of a question's options, in the order in which a prompt lists them
 
 
@@ -33,25 +31,31 @@ def orders_of(question: Question, count: int) -> Sequence[Order]:
 
 def text_of(question: Question, order: Order | None = None) -> str:
     """Return what a prompt says behind the document to ask this question, with its options in this order."""
-    lines = ["", "", question.instructions]
+    lines = ["", "", question.instructions] if question.instructions else ["", ""]
     if isinstance(question, Predicate):
         told = [(name, each) for name, each in (("Yes", question.true), ("No", question.false)) if each]
-        lines += [f"{name}: {each}" for name, each in told]
-        return "\n".join([*lines, "Answer Yes or No."])
+        return "\n".join([*lines, *(f"{name}: {each}" for name, each in told), "Answer Yes or No."])
     options = [question.options[number] for number in order or range(len(question.options))]
-    what = "options" if isinstance(question, Choice) else "levels"
-    lines.append(f"Answer with the letter of one of these {what}:")
+    if _are_words(question):
+        return "\n".join([*lines, *(f"- {_described(each)}" for each in options), "Answer with one of these."])
     lettered = zip(_letters(len(options)), options, strict=True)
-    return "\n".join([*lines, *(f"{letter}. {_described(each)}" for letter, each in lettered)])
+    said = (f"{letter}. {_described(each)}" for letter, each in lettered)
+    return "\n".join([*lines, *said, "Answer with its letter."])
 
 
 def with_answers(question: Question, order: Order | None = None) -> Question:
     """Return the question with the answers that its prompt asks for, which lists the options in this order."""
-    if isinstance(question, Predicate):
+    if isinstance(question, Predicate) or _are_words(question):
         return question
     said = dict(zip(order or range(len(question.options)), _letters(len(question.options)), strict=True))
-    answers = (Label(each.text, said=said[number]) for number, each in enumerate(question.options))
+    answers = (each._replace(said=said[number]) for number, each in enumerate(question.answers))
     return replace(question, answers=tuple(answers))
+
+
+def _are_words(question: Question) -> bool:
+    # Whether the model answers with the words of an option, which must not begin another one's; else with its letter.
+    texts = sorted(each.text.strip() for each in question.options)
+    return not any(other.startswith(one) for one, other in pairwise(texts))
 
 
 def _described(option: Option) -> str:

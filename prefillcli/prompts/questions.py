@@ -124,7 +124,7 @@ class Choice(Question):
         _require_distinct(chosen, "option")
         object.__setattr__(self, "choices", chosen)
         if not self.answers:
-            object.__setattr__(self, "answers", tuple(Label(each.text) for each in chosen))
+            object.__setattr__(self, "answers", _labels(chosen))
 
     @property
     def options(self) -> tuple[Option, ...]:
@@ -154,7 +154,7 @@ class Score(Question):
         object.__setattr__(self, "levels", levels)
         object.__setattr__(self, "numbers", self.numbers or tuple(map(float, range(len(levels)))))
         if not self.answers:
-            object.__setattr__(self, "answers", tuple(Label(each.text) for each in levels))
+            object.__setattr__(self, "answers", _labels(levels))
 
     @property
     def options(self) -> tuple[Option, ...]:
@@ -189,6 +189,13 @@ def _options(given: Any) -> tuple[Option, ...]:
     # Options as users write them: values, pairs with descriptions, or a mapping.
     pairs: Iterable[Any] = given.items() if isinstance(given, Mapping) else given
     return tuple(Option(each) if isinstance(each, Value) else Option(*each) for each in pairs)
+
+
+def _labels(options: Sequence[Option]) -> tuple[Label, ...]:
+    # An answer for each option. A text has quotes beside the boolean that looks like it.
+    booleans = {each.text for each in options if isinstance(each.value, bool)}
+    quoted = (isinstance(each.value, str) and each.text in booleans for each in options)
+    return tuple(Label(f'"{each.text}"' if alike else each.text) for each, alike in zip(options, quoted, strict=True))
 
 
 def _require_distinct(options: Sequence[Option], what: str) -> None:

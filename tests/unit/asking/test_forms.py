@@ -1,0 +1,51 @@
+"""The exact text that asks a typed question, and the words of its answers."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefillcli.asking.forms import orders_of, text_of, with_answers
+from prefillcli.prompts.questions import Choice, Predicate, Score
+
+
+def test_a_predicate_asks_for_yes_or_no() -> None:
+    assert text_of(Predicate("Is it late?")) == "\n\nIs it late?\nAnswer Yes or No."
+    described = Predicate("Is it late?", true="after noon", false="before noon")
+    assert text_of(described) == "\n\nIs it late?\nYes: after noon\nNo: before noon\nAnswer Yes or No."
+    assert with_answers(described).names == ("Yes", "No")
+
+
+def test_options_are_listed_and_answered_by_their_words() -> None:
+    question = Choice("What is it?", {"billing": "money", "other": None})
+    assert text_of(question) == "\n\nWhat is it?\n- billing: money\n- other\nAnswer with one of these."
+    assert text_of(question, (1, 0)) == "\n\nWhat is it?\n- other\n- billing: money\nAnswer with one of these."
+    assert [(each.name, each.variants, each.said) for each in with_answers(question).answers] == [
+        ("billing", None, None),
+        ("other", None, None),
+    ]
+    assert text_of(Score("", ["low", "high"])) == "\n\n- low\n- high\nAnswer with one of these."
+
+
+def test_options_of_which_one_begins_another_are_answered_by_letters() -> None:
+    question = Choice("What is it?", ["late", "late again", "other"])
+    assert text_of(question) == "\n\nWhat is it?\nA. late\nB. late again\nC. other\nAnswer with its letter."
+    assert [each.said for each in with_answers(question).answers] == ["A", "B", "C"]
+    assert [each.said for each in with_answers(question, (2, 0, 1)).answers] == ["B", "C", "A"]
+
+
+def test_a_text_and_a_boolean_that_look_alike_are_told_apart() -> None:
+    question = with_answers(Choice("What is it?", [True, "true", False]))
+    assert len(set(question.names)) == 3
+    assert [each.said for each in question.answers] == ["A", "B", "C"]
+
+
+@given(st.lists(st.text("ab", min_size=1), min_size=2, max_size=255, unique=True), st.integers(1, 6))
+def test_no_answer_begins_another_one(options: list[str], count: int) -> None:
+    question = Choice("?", options)
+    for order in orders_of(question, count):
+        said = [each.said or each.name for each in with_answers(question, order).answers]
+        assert not any(a != b and b.startswith(a) for a in said for b in said)
+        assert len(set(said)) == len(options)
+        text = text_of(question, order)
+        assert all(each in text for each in options)
