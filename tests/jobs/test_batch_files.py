@@ -215,6 +215,8 @@ def test_without_the_format_labels_are_scored(model: Path, reference: Reference)
     [
         ({"id_column": "url"}, "ids are custom_id"),
         ({"output": "out.parquet"}, "ends in .jsonl"),
+        ({"engine": "vllm"}, "the likeliest ones"),
+        ({"draft": "self", "keep": 0.5}, "the likeliest token of a prompt is asked for"),
         ({"inputs": "rows.jsonl"}, "not a batch file"),
     ],
 )

@@ -71,6 +71,8 @@ class Source:
             self._files = JsonlFiles(found, self.partitions)
         # Column names: of the first Parquet file, or of the first lines of JSON Lines, and of the folders.
         self.available: tuple[str, ...] = tuple(dict.fromkeys([*self._files.available, *self.partition_keys]))
+        # The first row of JSON Lines that can be read; Parquet's rows are read when they are needed.
+        self.first: Mapping[str, Any] = self._files.first if isinstance(self._files, JsonlFiles) else {}
 
     @classmethod
     def open(
@@ -689,6 +691,7 @@ class JsonlFiles:
 
     def _peek(self) -> tuple[tuple[str, ...], int]:
         names: dict[str, None] = {}
+        self.first: dict[str, Any] = {}
         seen = size = 0
         wrong: BadLine | None = None
         for line in islice((line for file in self._readers for line in file.lines()), _PEEK_ROWS):
@@ -697,6 +700,7 @@ class JsonlFiles:
             row = parse(line)
             if isinstance(row, dict):
                 names |= dict.fromkeys(row)
+                self.first = self.first or row
             elif wrong is None:
                 wrong = row
             if size > _PEEK_BYTES:
