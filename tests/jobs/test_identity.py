@@ -122,7 +122,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "flips_of": {"exit": True},
     "engine_options": {"engine": "hf"},
     "partition": {"inputs": ("day=1", "day=2")},
-    "format": {"inputs": ("batch",)},
+    "format": {"inputs": ("batch",), "draft": None, "keep": 1.0},
     "served_model_name": {"inputs": ("batch",)},
 }
 BATCH = [{"custom_id": "r0", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Yes?"}}]

@@ -155,7 +155,7 @@ def test_batch_lines_have_responses_and_errors_and_are_read_back() -> None:
             ],
             "usage": {
                 "input_tokens": 12,
-                "input_tokens_details": {"cache_write_tokens": 0, "cached_tokens": 0},
+                "input_tokens_details": {"cache_write_tokens": 0, "cached_tokens": 3},
                 "output_tokens": 0,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": 12,
