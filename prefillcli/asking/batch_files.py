@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefillcli.asking.labels import PAIR, LabelAsking
-from prefillcli.asking.requests import makes_prompts
+from prefillcli.asking.requests import is_request_file, makes_prompts
 from prefillcli.errors import UsageError
 from prefillcli.models.files import read_reranker
 from prefillcli.models.open import Opened, stop_tokens
 from prefillcli.options.asking import BATCH_ID
+from prefillcli.options.requirements import compresses
 from prefillcli.plan.behind import LabelSet
 from prefillcli.prompts.builder import PromptBuilder, PromptSettings, prompt_builder
 from prefillcli.prompts.encoding import Encoder, Marks
@@ -24,6 +25,7 @@ from prefillcli.prompts.labels import Following, LabelError, Labels
 from prefillcli.prompts.questions import Label, Question
 from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.output.batches import CHAT, COMPLETION, PAIR_NAMES, RERANK, SCORE, as_list
+from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
 from prefillcli.rows.output.target import BATCH_FORMAT
 from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, TokenText, brief_json, encode_json
 from prefillcli.stats.evaluation import Measure
@@ -66,23 +68,43 @@ def is_batch_file(settings: Any, available: Collection[str]) -> bool:
 
 def require_batch_file(settings: Any, available: Collection[str]) -> None:
     """Raise UsageError if an option is for batch files, but rows with these columns are not from one."""
-    if is_batch_file(settings, available):
+    if is_batch_file(settings, available) or is_request_file(settings, available):
         return
     if getattr(settings, "served_model_name", ()):
         raise UsageError("--served-model-name is for batch files, and the input is not one\nleave it out")
-    if getattr(settings, "batch_format", None):
+    if getattr(settings, "format", None):
         raise UsageError(
-            f"--batch-format: the input is not a batch file: lines have no {BATCH_ID}, {METHOD}, {URL} and {BODY}\n"
-            "leave it out, or name a batch file"
+            f"--format: the input is not a batch file: lines have no {BATCH_ID}, {METHOD}, {URL} and {BODY}, and are "
+            "no requests with input or state, and questions\nleave it out, or name another file"
         )
 
 
+SERVED = "--served-model-name lets it answer to other names"
+
+
+def served_names(settings: Any, opened: Opened) -> Sequence[str]:
+    """Return the names by which requests may ask for the model."""
+    model = str(settings.model or opened.files.origin)
+    return settings.served_model_name or (model, os.path.basename(model.rstrip("/")))
+
+
 class BatchAsking(LabelAsking):
-    """The requests of a batch file: with `--batch-format` what each asks for, else the labels after its prompt."""
+    """The requests of a batch file: with `--format` what each asks for, else the labels after its prompt."""
 
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
-        self._answers: bool = getattr(settings, "batch_format", None) is not None
+        self._answers: bool = getattr(settings, "format", None) is not None
+        self.carried = (URL, BODY) if self._answers else ()
+        if self._answers and settings.engine == "vllm":
+            raise UsageError(
+                "--format cannot be combined with --engine vllm: that engine is asked for chosen tokens, not for the "
+                "likeliest ones\ngive --engine torch or hf, or use vLLM's own `vllm run-batch`"
+            )
+        if self._answers and compresses(settings):
+            raise UsageError(
+                "--format cannot be combined with --keep: the likeliest token of a prompt is asked for\n"
+                "leave one of them out"
+            )
 
     def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
         return (METHOD, URL, BODY)
@@ -97,15 +119,14 @@ class BatchAsking(LabelAsking):
         self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
     ) -> PromptBuilder:
         opened = inputs.opened
-        model = str(self.settings.model or opened.files.origin)
-        models = self.settings.served_model_name or (model, os.path.basename(model.rstrip("/")))
+        models = served_names(self.settings, opened)
         if self._answers and _scores_pairs(opened):
             pairs = self._pair_builder(inputs, settings)
             return PairRequestBuilder(opened.tokenizer, settings, models=models, pairs=pairs)
         if opened.files.encoder:
             raise UsageError(
                 "the input is a batch file, and the model an encoder, which scores the pairs of its lines\n"
-                "give --batch-format openai"
+                "give --format openai"
             )
         return RequestBuilder(opened.tokenizer, settings, models=models, answers=self._answers)
 
@@ -124,7 +145,7 @@ class BatchAsking(LabelAsking):
         return found
 
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
-        found = values.pop("batch_format")
+        found = values.pop("format")
         return {BATCH_FORMAT: found} if found else {}
 
 
@@ -203,19 +224,18 @@ class RequestBuilder(PromptBuilder):
         # The reason why a line is not answered, or None.
         if method != "POST":
             return f"method is {brief_json(method)}, not POST"
+        if url in (DECISIONS, SYSTEM_ONE):
+            return f"url {brief_json(url)}: typed questions are answered where the first line of a file asks some"
         if not self._is_answered(url):
             return f"url {brief_json(url)}: {self._answered}"
         if not isinstance(body, dict):
             return "body is not an object"
         if body.get("model") not in self._models:
-            return (
-                f"model {brief_json(body.get('model'))} is not the one of this job, {self._models[-1]}; "
-                "--served-model-name lets it answer to other names"
-            )
+            return f"model {brief_json(body.get('model'))} is not the one of this job, {self._models[-1]}; {SERVED}"
         return self._wrong(url, body)
 
     _answered = (
-        f"only {CHAT} and {COMPLETION} are answered; scores of pairs need --batch-format and a model whose files show "
+        f"only {CHAT} and {COMPLETION} are answered; scores of pairs need --format and a model whose files show "
         "that it reads pairs"
     )
 

@@ -35,7 +35,7 @@ class ChoiceAsking(Asking):
                 "--choices-column: the model's classification head is read, which has its own classes\n"
                 "read the next token with --head vocabulary"
             )
-        return RowChoices(opened.tokenizer, self.settings)
+        return RowChoices(opened.tokenizer, self.settings, self.settings.choices_column)
 
     def builder(
         self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
@@ -44,14 +44,14 @@ class ChoiceAsking(Asking):
 
 
 class RowChoices(Labels):
-    """The labels of each prompt: the texts in its row's `columns`. With `literal` in the settings, no part of them
+    """The labels of each prompt: the texts in a `column` of its row. With `literal` in the settings, no part of them
     becomes a control token. Their sets are not stored: hardly two rows have the same."""
 
     measure = Measure.CHOICES
 
-    def __init__(self, tokenizer: Any, settings: Any) -> None:
+    def __init__(self, tokenizer: Any, settings: Any, column: str) -> None:
         super().__init__(tokenizer, Choice(), norm=settings.label_norm, end=settings.label_end)
-        self.columns = (settings.choices_column,)
+        self.columns = (column,)
         self._literal = settings.literal
         self._typed = not settings.literal
 
@@ -63,21 +63,32 @@ class RowChoices(Labels):
     ) -> list[Following | LabelError]:
         """Return, for every tail, the tokens of its row's choices, or why there are none."""
         found: list[Following | LabelError] = [LabelError("")] * len(tails)
-        asked: list[tuple[int, tuple[str, bool], list[Label]]] = []
-        for at, (tail, (value,)) in enumerate(zip(tails, values, strict=True)):
+        asked: list[tuple[int, list[Label]]] = []
+        for at, (value,) in enumerate(values):
             try:
-                labels = _labels_of(value)
-                texts = [each.name for each in labels] if self._literal else []
-                asked.append((at, literal_end(self._encoder.controls, tail, texts, literal=literal), labels))
+                asked.append((at, _labels_of(value)))
             except LabelError as error:
                 found[at] = error
-            except NotLiteral as error:
-                found[at] = LabelError(f"a choice has the text of a control token: {error}")
-        ends = prompt_ends(self._encoder, [end for _, end, _ in asked])
-        behind = self._behind([(end, labels) for end, (_, _, labels) in zip(ends, asked, strict=True)])
-        for (at, _, labels), own in zip(asked, behind, strict=True):
+        after = self._after([(tails[at], literal, labels) for at, labels in asked])
+        for (at, labels), own in zip(asked, after, strict=True):
             if isinstance(own, Following):
                 own = own._replace(labels=own.labels.with_texts([each.name for each in labels]))
+            found[at] = own
+        return found
+
+    def _after(self, asked: Sequence[tuple[str, bool, Sequence[Label]]]) -> list[Following | LabelError]:
+        # The tokens of labels after each tail, which may be literal.
+        found: list[Following | LabelError] = [LabelError("")] * len(asked)
+        able: list[tuple[int, tuple[str, bool]]] = []
+        for at, (tail, literal, labels) in enumerate(asked):
+            texts = [each.name for each in labels] if self._literal else []
+            try:
+                able.append((at, literal_end(self._encoder.controls, tail, texts, literal=literal)))
+            except NotLiteral as error:
+                found[at] = LabelError(f"a choice has the text of a control token: {error}")
+        ends = prompt_ends(self._encoder, [end for _, end in able])
+        behind = self._behind([(end, asked[at][2]) for end, (at, _) in zip(ends, able, strict=True)])
+        for (at, _), own in zip(able, behind, strict=True):
             found[at] = own
         return found
 

@@ -27,13 +27,12 @@ from typing import Any, Literal, TypeVar
 
 from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.prompts.questions import MOST_OPTIONS, Choice, Option, Predicate, Question, Score
+from prefillcli.rows.output.batches import BARE
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
 from prefillcli.rows.records import brief_json, encode_json
 
 MOST_QUESTIONS = 400  # about one document, as in OpenAI's API
 MOST_DEPTH = 100  # levels of objects and lists in JSON that is made text; OpenAI's API takes 32
-
-BARE = ("model", "input", "state", "questions")  # columns of rows that are bodies
 
 Kind = Literal["openai", "systemone"]
 
@@ -72,12 +71,13 @@ class DecisionRequest:
     """Questions about one document, each with a name of its own.
 
     Questions that OpenAI's API leaves without a name are called by their place, `questions[3]`; their answers have no
-    name.
+    name. `model` is the one that is asked for.
     """
 
     kind: Kind
     document: str
     questions: tuple[Question, ...]
+    model: str | None = None
 
 
 def request_of(values: Any, url: str | None = None) -> DecisionRequest:
@@ -101,7 +101,7 @@ def request_of(values: Any, url: str | None = None) -> DecisionRequest:
         raise RequestError("model: must be a text")
     document = _document(given["input"]) if openai else _content(given["state"], "state")
     questions = _listed(given["questions"]) if openai else _mapped(given["questions"])
-    return DecisionRequest("openai" if openai else "systemone", document, questions)
+    return DecisionRequest("openai" if openai else "systemone", document, questions, given.get("model"))
 
 
 def is_request_file(settings: Any, available: Collection[str]) -> bool:

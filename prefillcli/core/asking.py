@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 
 class Asking(ABC):
-    """The question to a row: prompts, and the answers whose log-probabilities are read after them. A job has one."""
+    """The question to a row: prompts, and the answers whose log-probabilities are read after them. A job has one.
+
+    `carried` columns of the input go to the output, because what is written is made of them.
+    """
+
+    carried: Sequence[str] = ()
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings

@@ -174,6 +174,7 @@ class Inputs:
             groups=self.groups,
             measure=self.labels.measure,
             values=self.labels.question.values,
+            served=self.labels.served,
             token_text=self.labels.token_text,
             questions=self.question_schemas(self.groups, self.calibrated),
         ).with_floors(self.floors)

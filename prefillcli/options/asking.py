@@ -51,6 +51,11 @@ class ChoiceOptions(Settings):
 
 
 QUESTIONS = Requirement(lambda s: s.questions is not None, "needs --questions", "name their file with --questions")
+ASKED_TYPED = Requirement(
+    lambda s: s.questions is not None or getattr(s, "format", None) is not None,
+    "needs --questions or --format",
+    "name a file of questions with --questions",
+)
 
 
 ASK = Requirement(lambda s: s.ask is not None, "needs --ask", "ask a question with --ask TEXT")
@@ -79,7 +84,7 @@ class AskOptions(Settings):
     orders: int = option(
         1,
         "Number of orders of a question's options in which it is asked; the answer is their mean.",
-        ANSWERS, changes="scores", metavar="N", requires=QUESTIONS, ge=1,
+        ANSWERS, changes="scores", metavar="N", requires=ASKED_TYPED, ge=1,
     )  # fmt: skip
     questions: str | None = option(
         None,
@@ -161,31 +166,31 @@ BATCH_ID = "custom_id"  # the field of a batch file with a line's id
 
 
 class BatchInput(Settings):
-    """The reading of batch files."""
+    """The reading of requests."""
 
     served_model_name: NameList = option(
         (),
-        "Names by which the lines of a batch file may ask for the model. (default: --model, and the end of its path)",
+        "Names by which requests may ask for the model. (default: --model, and the end of its path)",
         ANSWERS, changes="scores", metavar="NAMES",
     )  # fmt: skip
 
 
 class BatchOptions(BatchInput):
-    """The answering of batch files."""
+    """The answering of requests in the form of an API."""
 
-    batch_format: Literal["openai"] | None = option(
+    format: Literal["openai", "systemone"] | None = option(
         None,
-        "The input is an OpenAI batch file: write its answers as the lines of a batch output, to a .jsonl file.",
-        FILES, changes="columns",
+        "Answer the requests of the input, a batch file or bodies with typed questions, in the form of this API, to a "
+        ".jsonl file. Typed questions are always answered so.",
+        FILES, changes="columns", short="--batch-format",
     )  # fmt: skip
 
     def check(self) -> None:
         super().check()
-        if self.batch_format is None:
-            return
         settings: Any = self
-        if settings.id_column not in (None, BATCH_ID):
-            raise UsageError(f"--id-column {settings.id_column}: with --batch-format ids are {BATCH_ID}\nleave it out")
         form = None if settings.output is None else format_of(settings.output)
-        if form is None or form.parquet or form.delimiter:
-            raise UsageError("--batch-format: a batch output is JSON Lines\ngive --output a path that ends in .jsonl")
+        if self.format is not None and (form is None or form.parquet or form.delimiter):
+            raise UsageError(
+                f"--format {self.format}: requests are answered in JSON Lines\n"
+                "give --output a path that ends in .jsonl"
+            )

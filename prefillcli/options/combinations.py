@@ -136,10 +136,10 @@ REFUSED: tuple[Refused, ...] = (
     ),
     *_refused("--since", "--questions", "a row's results depend on all its questions", "score all rows again"),
     *_refused(
-        "--batch-format",
+        "--format",
         ("--since", "--retry-errors"),
-        "a batch output does not have the columns of a score",
-        "leave --batch-format out",
+        "its output does not have the columns of a score",
+        "score all rows again",
     ),
     *_refused(
         "--review-below",
@@ -198,20 +198,14 @@ REFUSED: tuple[Refused, ...] = (
         "give a rate, like --keep 0.2",
     ),
     *_refused(
-        "--batch-format",
+        "--format",
         (
             *("--labels", "--label-norm", "--label-end", "--temperature", "--choices-column", "--label-values"),
             *("--questions", "--target-column", "--exit", "--first", "--exit-profile", "--calibration"),
             *("--calibrate-with", "--rationale", "--evidence", "--truth", "--audit", "--min-label-mass"),
-            *("--max-drift", "--keep", "--keep-columns", "--partition", "--template"),
+            *("--max-drift", "--keep auto", "--keep-columns", "--partition", "--template"),
         ),
-        "the lines of the batch file determine what is asked and written",
-    ),
-    *_refused(
-        "--batch-format",
-        "--engine vllm",
-        "that engine is asked for chosen tokens, not for the likeliest ones",
-        "give --engine torch or hf, or use vLLM's own `vllm run-batch`",
+        "the requests of the input determine what is asked and written",
     ),
     # Reading prompts.
     *_refused("--paper", "--draft self", "the paper's draft decodes, and with --draft self nothing is decoded"),

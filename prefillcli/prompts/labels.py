@@ -258,6 +258,7 @@ class Labels:
     columns: tuple[str, ...] = ()  # of the input, whose values `resolve_all` needs
     each: tuple[Labels, ...] = ()  # of several questions, those after each prompt of a row
     question: Question  # whose answers they are
+    served = ""  # the name of the model that answers requests
     # Of the likeliest tokens instead of labels, the text of each by its id.
     token_text: Callable[[int], TokenText] | None = None
     fault = ErrorCode.INVALID_LABELS  # the error of a row whose answers the model has no tokens for
@@ -276,7 +277,7 @@ class Labels:
                 raise UsageError("--label-end eos: the tokenizer has no end token\ngive a text, like '.'")
             self._end, self._end_ids = None, [int(eos)]
         self._known: dict[LabelSet, LabelSet] = {}  # equal sets are stored once
-        self._memo: OrderedDict[tuple[str, bool], Following | LabelError] = OrderedDict()
+        self._memo: OrderedDict[tuple[Any, ...], Following | LabelError] = OrderedDict()
         self._resolving = threading.Lock()
 
     @property
@@ -323,24 +324,25 @@ class Labels:
         `literal`: the tails are of prompts as `Controls.respell` writes them. `values` are those of the row's
         `columns`, for each tail.
         """
-        keys = [(tail, literal) for tail in tails]
+        keys = [(tail, literal, *own) for tail, own in zip(tails, values or [()] * len(tails), strict=True)]
         with self._resolving:
             new = [key for key in dict.fromkeys(keys) if key not in self._memo]
-            found = dict(zip(new, self._resolve_new([tail for tail, _ in new], literal), strict=True))
+            found = dict(zip(new, map(self._shared, self._resolve_new(new)), strict=True))
             result = [found[key] if key in found else self._memo[key] for key in keys]
             self._memo |= found
             while len(self._memo) > _MEMO_TAILS:
                 self._memo.popitem(last=False)
         return result
 
-    def _resolve_new(self, tails: Sequence[str], literal: bool) -> list[Following | LabelError]:
-        ends = prompt_ends(self._encoder, [(tail, literal) for tail in tails])
-        return [
-            each._replace(labels=self._known.setdefault(each.labels, each.labels))
-            if isinstance(each, Following)
-            else each
-            for each in self._behind([(end, self.labels) for end in ends])
-        ]
+    def _resolve_new(self, keys: Sequence[tuple[Any, ...]]) -> list[Following | LabelError]:
+        # For the tail and whether it is literal, followed by the values of columns.
+        ends = prompt_ends(self._encoder, [(tail, literal) for tail, literal, *_ in keys])
+        return self._behind([(end, self.labels) for end in ends])
+
+    def _shared(self, found: Following | LabelError) -> Following | LabelError:
+        if isinstance(found, LabelError):
+            return found
+        return found._replace(labels=self._known.setdefault(found.labels, found.labels))
 
     def _behind(self, asked: Sequence[tuple[PromptEnd, Sequence[Label]]]) -> list[Following | LabelError]:
         # The labels after the end of each prompt.

@@ -7,12 +7,13 @@ rows. The `judges` report the worth of the answers, and the `gates` whether they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prefillcli.asking.batch_files import BODY, URL, BatchAsking, is_batch_file, require_batch_file
+from prefillcli.asking.batch_files import BatchAsking, is_batch_file, require_batch_file
 from prefillcli.asking.choices import ChoiceAsking
+from prefillcli.asking.decisions import DecisionAsking, kind_of_requests
 from prefillcli.asking.labels import LabelAsking
 from prefillcli.asking.questions import QuestionAsking, WaitingQuestions
 from prefillcli.asking.targets import TargetAsking
@@ -20,6 +21,7 @@ from prefillcli.core.asking import Asking
 from prefillcli.core.condition import LimitedCondition, RowCondition
 from prefillcli.core.further import Condition
 from prefillcli.core.roles import FollowUp, Judge, Reading
+from prefillcli.errors import UsageError
 from prefillcli.followup import evidence, rationale
 from prefillcli.followup.evidence import Evidence
 from prefillcli.followup.rationale import RationaleFollowUp
@@ -80,7 +82,7 @@ class Parts:
             "evidence": getattr(settings, "evidence", False),
             "exits": self.exits,
             "label_scores": self.exits or settings.label_norm != "none",
-            "openai": getattr(settings, "batch_format", None),
+            "openai": getattr(settings, "format", None),
             "ordered": getattr(settings, "label_values", ()),
             "question_rows": getattr(settings, "questions_as", "columns") == "rows",
             "rationales": getattr(settings, "rationale", 0),
@@ -95,7 +97,7 @@ class Parts:
         settings = self.settings
         truths = list(getattr(settings, "truth_columns", {}).values())
         choices = [getattr(settings, "choices_column", None)] if truths else []
-        return [*((URL, BODY) if getattr(settings, "batch_format", None) else ()), *truths, *choices]
+        return [*self.asking.carried, *truths, *choices]
 
     def condition(self, schema: OutputSchema) -> Condition | None:
         """Return the condition by which scored rows of an output with this schema are asked about further; None for
@@ -109,10 +111,10 @@ class Parts:
         return LimitedCondition(RowCondition(settings.rationale_when), schema, settings.rationale_limit)
 
 
-def compose(settings: Any, available: Sequence[str] = ()) -> Parts:
-    """Return the parts of a job with these settings of a command, over rows with the `available` columns. Raises
-    UsageError for options that are wrong whatever the rows hold."""
-    asking = _asking(settings, available)
+def compose(settings: Any, available: Sequence[str] = (), first: Mapping[str, Any] = {}) -> Parts:
+    """Return the parts of a job with these settings of a command, over rows with the `available` columns, of which
+    this is the `first`. Raises UsageError for options that are wrong whatever the rows hold."""
+    asking = _asking(settings, available, first)
     compression = Compress(settings) if compresses(settings) else None
     read_as = [] if compression is None else compression.read_as()
     more = RationaleFollowUp(settings) if asks_more(settings) else None
@@ -151,13 +153,15 @@ def compose(settings: Any, available: Sequence[str] = ()) -> Parts:
     )
 
 
-def _asking(settings: Any, available: Sequence[str]) -> Asking:
+def _asking(settings: Any, available: Sequence[str], first: Mapping[str, Any]) -> Asking:
     if getattr(settings, "target_column", None) is not None:
         return TargetAsking(settings)
     if getattr(settings, "questions", None) is not None:
         return QuestionAsking(settings)
     if getattr(settings, "choices_column", None) is not None:
         return ChoiceAsking(settings)
+    if kind_of_requests(settings, available, first) and "format" in type(settings).model_fields:
+        return DecisionAsking(settings, available)
     if is_batch_file(settings, available) and "served_model_name" in type(settings).model_fields:
         return BatchAsking(settings)
     return LabelAsking(settings)
@@ -177,13 +181,28 @@ def _follow_ups(settings: Any, asking: Asking, more: RationaleFollowUp | None, *
     return ()
 
 
-def with_ids(settings: Any, available: Sequence[str]) -> Any:
-    """Return the settings, with the id column of rows with the `available` columns where no option names one. Raises
-    UsageError for options of batch files if the rows are not from one."""
+def for_requests(settings: Any, available: Sequence[str], first: Mapping[str, Any]) -> Any:
+    """Return the settings for rows with the `available` columns, of which this is the `first`: if they are requests,
+    with the column of their ids, and if these ask typed questions, with the form of the answers. Raises UsageError for
+    options that do not fit them."""
     require_batch_file(settings, available)
-    if is_batch_file(settings, available) and getattr(settings, "id_column", "") is None:
-        return settings.model_copy(update={"id_column": BATCH_ID})
-    return settings
+    kind, in_lines = kind_of_requests(settings, available, first), is_batch_file(settings, available)
+    named = getattr(settings, "id_column", "")
+    ids = [name for name in ((BATCH_ID,) if in_lines else (BATCH_ID, "id")) if name in available]
+    found = settings
+    if (kind or in_lines) and named is None and ids:
+        found = found.model_copy(update={"id_column": ids[0]})
+    if "format" not in type(settings).model_fields:
+        return found
+    if settings.format and in_lines and named not in (None, BATCH_ID):
+        raise UsageError(f"--id-column {named}: with --format ids are {BATCH_ID}\nleave it out")
+    usual = kind or "openai"
+    if settings.format not in (None, usual):
+        raise UsageError(f"--format {settings.format}: the first request has another form\ngive --format {usual}")
+    if kind and not settings.format:
+        found = found.model_copy(update={"format": kind})
+        found.check()
+    return found
 
 
 def sections_of(report: RunReport) -> list[Section]:

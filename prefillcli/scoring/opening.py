@@ -3,13 +3,14 @@ mistakes are cheapest to find."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from prefillcli.asking.batch_files import is_batch_file, require_batch_file
 from prefillcli.asking.labels import LabelAsking
 from prefillcli.asking.questions import QuestionAsking
+from prefillcli.asking.requests import is_request_file
 from prefillcli.core.inputs import Inputs
 from prefillcli.engines.registry import require_engine
 from prefillcli.errors import UsageError, did_you_mean, without_secrets
@@ -24,7 +25,7 @@ from prefillcli.prompts.templates import RowTemplate
 from prefillcli.reading.compress.compressor import COMPRESSION_COLUMNS
 from prefillcli.rows.input.source import Source
 from prefillcli.runtime import clock, log
-from prefillcli.scoring.compose import Parts, compose, with_ids
+from prefillcli.scoring.compose import Parts, compose, for_requests
 from prefillcli.scoring.loading import open_models
 from prefillcli.scoring.path_table import refuse_unlike_partitions
 from prefillcli.stats.evaluation import Measure
@@ -43,10 +44,10 @@ class Opening:
         self.inputs = Inputs(settings, carried)
         self._scores = isinstance(settings, ScoreSettings)  # whether options for whole outputs are checked
 
-    def compose(self, available: Sequence[str] = ()) -> None:
-        """Compose the parts for rows with these columns. Raises UsageError."""
+    def compose(self, available: Sequence[str] = (), first: Mapping[str, Any] = {}) -> None:
+        """Compose the parts for rows with these columns, of which this is the first. Raises UsageError."""
         inputs = self.inputs
-        self.parts = compose(inputs.settings, available)
+        self.parts = compose(inputs.settings, available, first)
         inputs.asking, inputs.groups = self.parts.asking, self.parts.groups
         inputs.carry(self.parts.carried)
         if isinstance(inputs.asking, QuestionAsking):
@@ -66,11 +67,11 @@ class Opening:
         inputs.source = source = Source.open(
             settings.inputs, limit=settings.limit, sample=settings.sample, seed=settings.seed
         )
-        if (found := with_ids(settings, source.available)) is not settings:
+        if (found := for_requests(settings, source.available, source.first)) is not settings:
             settings = inputs.settings = found
             inputs.carry([settings.id_column])
-        if is_batch_file(settings, source.available):
-            self.compose(source.available)
+        if is_batch_file(settings, source.available) or is_request_file(settings, source.available):
+            self.compose(source.available, source.first)
         own = settings.template is not None and not isinstance(inputs.asking, QuestionAsking)  # which compiles its own
         inputs.template = RowTemplate(settings.template) if own else None
         columns = inputs.asking.columns(source.available, inputs.template)
@@ -208,6 +209,7 @@ def require_label_uses(inputs: Inputs) -> None:
     if labels.measure in (
         Measure.SHARES,
         Measure.CHOICES,
+        Measure.DECISIONS,
         Measure.LIKELIHOOD,
         Measure.TOKENS,
     ):  # what the latter cannot is refused already

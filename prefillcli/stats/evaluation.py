@@ -1083,6 +1083,7 @@ class Measure(StrEnum):
     CHANCES = "chances"  # Log-probabilities of labels, each of which may be right independently of the others
     VALUES = "values"  # any numbers
     CHOICES = "choices"  # Log-probabilities of the row's own labels, which exclude one another
+    DECISIONS = "decisions"  # the same after each of several prompts of a row, one for each of its questions
     LIKELIHOOD = "likelihood"  # the log-probability of a text of the row
     TOKENS = "tokens"  # log-probabilities of the likeliest tokens, the likeliest first
 
@@ -1093,7 +1094,7 @@ def label_scores(numbers: Float64Array, temperature: float = 1.0, measure: Measu
 
     Only shares have a `temperature`; see `label_probabilities`.
     """
-    if measure in (Measure.SHARES, Measure.CHOICES):
+    if measure in (Measure.SHARES, Measure.CHOICES, Measure.DECISIONS):
         return label_probabilities(numbers, temperature)
     apart = measure in (Measure.CHANCES, Measure.TOKENS)
     return np.asarray(np.exp(numbers), np.float64) if apart else numbers

@@ -170,7 +170,7 @@ def test_killed_resumed_sharded_and_merged_the_lines_are_the_same(
     cut_small_windows(monkeypatch)
     lines = [line(f"r{at}", COMPLETION, prompt=text, logprobs=3) for at, text in enumerate(texts(40))]
     lines[7]["body"]["n"] = 2
-    flags = {"model": model, "batch_format": "openai", "served_model_name": "fox", "max_error_rate": 0.5}
+    flags = {"model": model, "format": "openai", "served_model_name": "fox", "max_error_rate": 0.5}
     flags |= {"pack_tokens": 64, "memory": "64MiB"}
     whole = answered(lines, **flags)
     verified = verify_job("out.jsonl", ["batch.jsonl"])
@@ -215,6 +215,8 @@ def test_without_the_format_labels_are_scored(model: Path, reference: Reference)
     [
         ({"id_column": "url"}, "ids are custom_id"),
         ({"output": "out.parquet"}, "ends in .jsonl"),
+        ({"engine": "vllm"}, "the likeliest ones"),
+        ({"draft": "self", "keep": 0.5}, "the likeliest token of a prompt is asked for"),
         ({"inputs": "rows.jsonl"}, "not a batch file"),
     ],
 )

@@ -24,7 +24,7 @@ GIVEN: dict[OptionText, Values] = {
     "--adapter-column": {"adapter": ("a=a", "b=b"), "adapter_column": "which"},
     "--ask": {"ask": "Is it about shipping?"},
     "--audit": {"audit": 5},
-    "--batch-format": {"batch_format": "openai", "output": "o.jsonl"},
+    "--format": {"format": "openai", "output": "o.jsonl"},
     "--calibrate-with": {"calibrate_with": ("N/A",), "template": "{{ text }}"},
     "--calibration": {"calibration": "c.json"},
     "--choices-column": {"choices_column": "choices"},

@@ -105,7 +105,7 @@ OTHER: dict[str, Any] = {
     "shard": "2/4",
     "worker_resources": {"num_cpus": 2},
     "exit_rows": 500,
-    "batch_format": "openai",
+    "format": "openai",
     "compute": "int8",
     "chat_option": {"reasoning_effort": "low"},
     "thinking": "on",  # auto is off where the template has a switch
@@ -124,7 +124,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "flips_of": {"exit": True},
     "engine_options": {"engine": "hf"},
     "partition": {"inputs": ("day=1", "day=2")},
-    "batch_format": {"inputs": ("batch",)},
+    "format": {"inputs": ("batch",), "draft": None, "keep": 1.0},
     "served_model_name": {"inputs": ("batch",)},
 }
 BATCH = [{"custom_id": "r0", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Yes?"}}]

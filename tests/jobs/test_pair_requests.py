@@ -151,4 +151,4 @@ def test_models_that_score_no_pairs_say_so(cross: Path, model: Path, tmp_path: P
     assert "a model whose files show that it reads pairs" in row["error"]["message"]
     with_format = score("batch.jsonl", model=classifier, batch_format="openai", output="other.jsonl")
     assert "do not show how a pair of texts becomes its prompt" in with_format["error"]
-    assert "give --batch-format openai" in score("batch.jsonl", model=cross)["error"]
+    assert "give --format openai" in score("batch.jsonl", model=cross)["error"]

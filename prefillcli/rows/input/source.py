@@ -74,6 +74,8 @@ class Source:
             self._files = (JsonlFiles if self.kind == "jsonl" else CsvFiles)(found, self.partitions)
         # Column names: of the first Parquet or CSV file, or of the first lines of JSON Lines, and of the folders.
         self.available: tuple[str, ...] = tuple(dict.fromkeys([*self._files.available, *self.partition_keys]))
+        # The first row of JSON Lines that can be read; Parquet's rows are read when they are needed.
+        self.first: Mapping[str, Any] = self._files.first if isinstance(self._files, JsonlFiles) else {}
 
     @classmethod
     def open(
@@ -820,12 +822,14 @@ class JsonlFiles(LineFiles):
 
     def _peek(self) -> tuple[tuple[str, ...], int]:
         names: dict[str, None] = {}
+        self.first: dict[str, Any] = {}
         seen = 0
         wrong: BadLine | None = None
         for _, _, row in self._first_rows():
             seen += 1
             if isinstance(row, dict):
                 names |= dict.fromkeys(row)
+                self.first = self.first or row
             elif wrong is None:
                 wrong = row
         if wrong is not None and not names:

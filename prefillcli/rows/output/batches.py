@@ -14,6 +14,7 @@ from prefillcli.rows.output.decisions import first_probability, response_of
 from prefillcli.rows.records import encode_json
 
 URL, BODY = "url", "body"  # the carried columns that lines are made of, beside the id
+BARE = ("model", "input", "state", "questions")  # those of rows that are bodies themselves
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 SCORE, RERANK = "/score", "/rerank"  # the ends of their paths
 # The names of the two texts, or lists of texts, in a body for the scores of pairs.
@@ -39,20 +40,27 @@ def top_asked(url: str, body: Mapping[str, Any]) -> int | None:
     return (body.get("top_logprobs") or 0) if given else None
 
 
-def lines_of(rows: pa.Table, row: str, id_name: str) -> pa.Table:
-    """Return the lines for rows of parts, as `LINE`. `row` and `id_name` are the columns with row numbers and ids."""
+def lines_of(rows: pa.Table, row: str, id_name: str, served: str = "") -> pa.Table:
+    """Return the lines for rows of parts, as `LINE`. `row` and `id_name` are the columns with row numbers and ids.
+    `served` is the model's name in the response to a body that names none."""
     created = int(time.time())
     answered = next(name for name in _MAKES if name in rows.column_names)
-    columns = [row, id_name, URL, BODY, answered, "prompt_tokens", "error", "error_detail"]
+    columns = [row, answered, "prompt_tokens", "shared_tokens", "error", "error_detail"]
+    ids = rows[id_name].cast(pa.string()).to_pylist()
+    names = [name for name in (URL, BODY, *BARE) if name in rows.column_names]
+    asked = rows.select(names).to_pylist()
     made = []
-    for number, own, url, body, answer, tokens, code, detail in zip(
-        *(rows[name].to_pylist() for name in columns), strict=True
+    for own, texts, number, answer, tokens, shared, code, detail in zip(
+        ids, asked, *(rows[name].to_pylist() for name in columns), strict=True
     ):
         response, error = None, None
         if code is not None:
             error = encode_json({"code": code, "message": detail})
         else:
-            done = _MAKES[answered](number, created, json.loads(url), json.loads(body), answer, tokens)
+            told = {name: json.loads(text) for name, text in texts.items() if text is not None}
+            url, body = told.get(URL, ""), told.get(BODY, told)
+            body = body if body.get("model") is not None else body | {"model": served}
+            done = _MAKES[answered](number, created, url, body, answer, tokens, shared)
             response = encode_json({"status_code": 200, "request_id": f"req_{number}", "body": done})
         made.append((f"batch_req_{number}", own, response, error))
     return pa.Table.from_arrays(
@@ -61,7 +69,13 @@ def lines_of(rows: pa.Table, row: str, id_name: str) -> pa.Table:
 
 
 def _completion(
-    number: int, created: int, url: str, body: dict[str, Any], likeliest: dict[str, Any], prompt_tokens: int
+    number: int,
+    created: int,
+    url: str,
+    body: dict[str, Any],
+    likeliest: dict[str, Any],
+    prompt_tokens: int,
+    shared_tokens: int,
 ) -> dict[str, Any]:
     # The object with the answer to a body.
     text, ends = likeliest["written"], likeliest["ends"]
@@ -104,7 +118,13 @@ def as_list(value: Any) -> list[Any]:
 
 
 def _pairs(
-    number: int, created: int, url: str, body: dict[str, Any], scores: list[float], prompt_tokens: int
+    number: int,
+    created: int,
+    url: str,
+    body: dict[str, Any],
+    scores: list[float],
+    prompt_tokens: int,
+    shared_tokens: int,
 ) -> dict[str, Any]:
     # The object with the scores of a body's pairs, as vLLM's server makes it.
     made = {"id": f"score-{number}", "model": body["model"]}
@@ -121,10 +141,18 @@ def _pairs(
 
 
 def _decisions(
-    number: int, created: int, url: str, body: dict[str, Any], probabilities: list[list[float]], prompt_tokens: int
+    number: int,
+    created: int,
+    url: str,
+    body: dict[str, Any],
+    probabilities: list[list[float]],
+    prompt_tokens: int,
+    shared_tokens: int,
 ) -> dict[str, Any]:
     # The answers to a body's typed questions, which have no number and no date.
-    return response_of(body, probabilities, model=body["model"], input_tokens=prompt_tokens)
+    return response_of(
+        body, probabilities, model=body["model"], input_tokens=prompt_tokens, cached_tokens=shared_tokens
+    )
 
 
 # What makes the object with the answer, by the column that has it.
@@ -139,7 +167,7 @@ def _chat_logprob(token: str, logprob: float) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
 
 
-def rows_of(lines: Iterable[dict[str, Any]], names: Sequence[str], id_name: str | None) -> pa.Table:
+def rows_of(lines: Iterable[dict[str, Any]], names: Sequence[str], id_name: str) -> pa.Table:
     """Return these columns of lines that were written: the id as JSON text, `score`, `error` and `error_detail`.
 
     A line without log-probabilities does not show its score, which is 1 here. Of several pairs or questions the first
@@ -150,7 +178,7 @@ def rows_of(lines: Iterable[dict[str, Any]], names: Sequence[str], id_name: str 
     return pa.table({name: pa.array([each[name] for each in values], kinds.get(name, pa.string())) for name in names})
 
 
-def _values(line: dict[str, Any], id_name: str | None) -> dict[str, Any]:
+def _values(line: dict[str, Any], id_name: str) -> dict[str, Any]:
     response, error = line["response"], line["error"] or {}
     own = line["custom_id"]
     score = None
@@ -166,7 +194,7 @@ def _values(line: dict[str, Any], id_name: str | None) -> dict[str, Any]:
         else:
             score = math.exp(told["content"][0]["logprob"] if "content" in told else told["token_logprobs"][0])
     return {
-        id_name or "": None if own is None else encode_json(own),
+        id_name: None if own is None else encode_json(own),
         "score": score,
         "error": error.get("code"),
         "error_detail": error.get("message"),

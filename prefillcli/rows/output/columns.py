@@ -87,6 +87,7 @@ _KINDS = {
     Measure.CHANCES: "label log-probabilities",
     Measure.VALUES: "label values",
     Measure.CHOICES: "log-probabilities of choices",
+    Measure.DECISIONS: "log-probabilities of a question's options",
     Measure.LIKELIHOOD: "log-probability",
     Measure.TOKENS: "log-probabilities of the likeliest tokens",
 }
@@ -117,6 +118,8 @@ class ResultRows:
     questions: list[ResultRows] = field(default_factory=list)
     # Whether the orders of a question's two values give different predictions [scored].
     order_decided: npt.NDArray[np.bool_] | None = None
+    # Where rows ask their own questions, the probabilities of the options of each [scored].
+    decisions: list[list[Float64Array]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -177,6 +180,10 @@ class ResultRows:
             )
 
         rows = made(schema, results, 0)
+        if schema.measure is Measure.DECISIONS:
+            decisions = [_decided(prompts[each.row], each.answers, temperature) for each in results]
+            scores = np.array([[own[0][0]] for own in decisions]).reshape(-1, 1)
+            rows = replace(rows, decisions=decisions, scores=scores)
         failed: dict[int, RowError] = {}
         for number, own in enumerate(schema.questions):
             chosen = set(numbers.tolist()) if own.when is None else own.when(rows)
@@ -352,6 +359,14 @@ def _pair_scores(rows: ResultRows) -> ObjectArray:
     return found
 
 
+def _decided(prompts: Sequence[Prompt], answers: Sequence[ScoredRow], temperature: float) -> list[Float64Array]:
+    # The probabilities of the options of each question of a row: their means over the orders in which they are listed.
+    found: dict[str, list[Float64Array]] = {}
+    for prompt, answer in zip(prompts, answers, strict=True):
+        found.setdefault(prompt.question, []).append(label_scores(answer.logprobs, temperature))
+    return [np.mean(each, axis=0) for each in found.values()]
+
+
 def _indices(scores: Iterable[Float64Array | None]) -> list[int | None]:
     return [None if each is None else int(each.argmax()) for each in scores]
 
@@ -477,6 +492,13 @@ COLUMNS = (
         _pair_scores,
         group="openai",
         measures=_NUMBERED,
+        conditional=False,
+    ),
+    Column(
+        "decisions",
+        pa.list_(pa.list_(pa.float64())),
+        lambda rows: rows.of_scored(rows.decisions),
+        measures=(Measure.DECISIONS,),
         conditional=False,
     ),
     Column(
@@ -667,6 +689,7 @@ class OutputSchema:
     name: str = ""
     type: str = ""  # of a question: predicate, choice or score
     options: tuple[str | bool, ...] = ()  # what each of its answers says
+    served: str = ""  # the name of the model in the response to a request that names none
     # In an output about the likeliest tokens, the text of each by its id.
     token_text: Callable[[int], TokenText] | None = None
     # For a question, the numbers of the rows it is asked about, by the answers to earlier ones; None: all.
@@ -688,7 +711,7 @@ class OutputSchema:
 
     def answered(self, scored: ScoredRow) -> Iterable[tuple[OutputSchema, ScoredRow]]:
         """Return the answers of a row, each with its columns."""
-        if "openai" in self.groups:  # as many as its line has pairs of texts
+        if "openai" in self.groups:  # as many as its line has pairs of texts, or questions
             return ((self, each) for each in scored.answers)
         return zip(self.asked, scored.answers if self.questions else (scored,), strict=True)
 
@@ -728,7 +751,7 @@ class OutputSchema:
     def table(self, rows: pa.Table, schema: pa.Schema) -> pa.Table:
         """Return rows of parts as rows of the output, whose `arrow` schema is given."""
         if "openai" in self.groups:
-            return batches.lines_of(rows, ROW, self.id_name or ROW).cast(schema)
+            return batches.lines_of(rows, ROW, self.id_name or ROW, self.served).cast(schema)
         if "question_rows" in self.groups:
             rows = self._by_question(rows)
         columns = []

@@ -342,7 +342,7 @@ def rows_of_input(form: FileFormat, file: IO[bytes], names: Sequence[str], job: 
     them, and other columns are those of the first question. Raises as `FileFormat`'s reading.
     """
     if job is not None and BATCH_FORMAT in job.fingerprint and isinstance(form, JsonlFormat):
-        yield from (batches.rows_of(lines, names, job.id_name) for lines in form.objects(file))
+        yield from (batches.rows_of(lines, names, job.id_name or ROW_COLUMN) for lines in form.objects(file))
         return
     if job is None or not (answers := job.answers):
         yield from form.read(file, names)

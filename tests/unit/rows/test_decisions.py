@@ -110,6 +110,7 @@ def test_batch_lines_have_responses_and_errors_and_are_read_back() -> None:
             "body": [encode_json(each) for each in bodies],
             "decisions": [[[0.75, 0.25], [0.5, 0.5], [0.25, 0.25, 0.5]], [[0.25, 0.75]], None],
             "prompt_tokens": [12, 5, None],
+            "shared_tokens": [3, 0, None],
             "error": [None, None, "invalid_request"],
             "error_detail": [None, None, "questions: 0 questions, at least 1"],
         }
@@ -154,7 +155,7 @@ def test_batch_lines_have_responses_and_errors_and_are_read_back() -> None:
             ],
             "usage": {
                 "input_tokens": 12,
-                "input_tokens_details": {"cache_write_tokens": 0, "cached_tokens": 0},
+                "input_tokens_details": {"cache_write_tokens": 0, "cached_tokens": 3},
                 "output_tokens": 0,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": 12,

@@ -1,0 +1,232 @@
+"""Requests for typed decisions as rows: a prompt for each question of a request, and the labels that answer it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from prefillcli.asking.batch_files import BODY, METHOD, SERVED, URL, is_batch_file, served_names
+from prefillcli.asking.choices import RowChoices
+from prefillcli.asking.forms import ANSWER, orders_of, text_of, with_answers
+from prefillcli.asking.requests import DecisionRequest, Kind, RequestError, carried_request, is_request_file
+from prefillcli.core.asking import Asking
+from prefillcli.errors import UsageError
+from prefillcli.prompts.builder import PromptBuilder, PromptSettings, RawPrompt
+from prefillcli.prompts.encoding import Marks
+from prefillcli.prompts.labels import Following, LabelError, Labels
+from prefillcli.prompts.questions import Choice, Label, Option, Predicate, Question, Score
+from prefillcli.prompts.templates import RowTemplate
+from prefillcli.rows.output.batches import BARE
+from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
+from prefillcli.rows.output.target import BATCH_FORMAT
+from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, brief_json
+from prefillcli.stats.evaluation import Measure
+
+if TYPE_CHECKING:
+    from prefillcli.core.inputs import Inputs
+    from prefillcli.models.open import Opened
+
+KINDS: Mapping[str, Kind] = {DECISIONS: "openai", SYSTEM_ONE: "systemone"}
+# The columns that prompts are made of here: of each question, and of the order of its options.
+DOCUMENT, QUESTION, ANSWERS = "document", "question", "answers"
+
+
+def kind_of_requests(settings: Any, available: Collection[str], first: Mapping[str, Any]) -> Kind | None:
+    """Return whose requests the rows with these columns are, by the `first` row; None if they are no requests for
+    typed decisions."""
+    if is_batch_file(settings, available):
+        url = first.get(URL)
+        return KINDS.get(url) if isinstance(url, str) else None
+    if not is_request_file(settings, available):
+        return None
+    return "systemone" if "input" not in available or first.get("state") is not None else "openai"
+
+
+class DecisionAsking(Asking):
+    """The questions that each row asks about its own document, as bodies of requests or as lines of a batch file."""
+
+    def __init__(self, settings: Any, available: Sequence[str]) -> None:
+        super().__init__(settings)
+        in_lines = is_batch_file(settings, available)
+        self.carried = (URL, BODY) if in_lines else tuple(name for name in BARE if name in available)
+
+    def columns(self, available: Sequence[str], template: RowTemplate | None) -> Sequence[str]:
+        return (METHOD, URL) if BODY in self.carried else ()
+
+    def labels(self, opened: Opened) -> Labels:
+        if opened.files.head is not None:
+            raise UsageError(
+                "requests with typed questions: the model's classification head is read, which has one answer to a "
+                "text\nread the next token with --head vocabulary"
+            )
+        return QuestionChoices(opened.tokenizer, self.settings, served_names(self.settings, opened)[-1])
+
+    def builder(
+        self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
+    ) -> PromptBuilder:
+        if inputs.source.kind != "jsonl":
+            raise UsageError("requests with typed questions are read from JSON Lines\nwrite each on a line")
+        return DecisionBuilder(
+            inputs.opened.tokenizer,
+            settings,
+            self.columns(available, None),
+            carried=self.carried,
+            models=served_names(self.settings, inputs.opened),
+            orders=self.settings.orders,
+        )
+
+    def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
+        values.pop("format")
+        return {BATCH_FORMAT: "decisions"}
+
+
+class QuestionChoices(RowChoices):
+    """The labels that answer the question of each prompt. Those that are said alike after the same end are found
+    once. `served` is the model's name in the response to a request that names none."""
+
+    measure = Measure.DECISIONS
+
+    def __init__(self, tokenizer: Any, settings: Any, served: str) -> None:
+        super().__init__(tokenizer, settings, ANSWERS)
+        self.question = Question(answers=(Label("decision"),))
+        self.served = served
+
+    def resolve_all(
+        self, tails: Sequence[str], *, literal: bool = False, values: Sequence[Sequence[Any]] = ()
+    ) -> list[Following | LabelError]:
+        """Return, for every tail, the tokens of its question's labels, or why there are none."""
+        return Labels.resolve_all(self, tails, literal=literal, values=values)
+
+    def _resolve_new(self, keys: Sequence[tuple[Any, ...]]) -> list[Following | LabelError]:
+        return self._after(keys)
+
+
+class DecisionBuilder(PromptBuilder):
+    """Makes the prompts of a request: its document, then a question, for each question and each order of its options.
+
+    `needed` columns are read beside the `carried` ones, which the requests are in. They may ask for these `models`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        settings: PromptSettings,
+        needed: Sequence[str],
+        *,
+        carried: Sequence[str],
+        models: Sequence[str],
+        orders: int,
+    ) -> None:
+        own = replace(settings, prompt_column=DOCUMENT, template=None, label_columns=(), question_end=ANSWER)
+        super().__init__(tokenizer, own)
+        self._further = self.optional
+        # What a request is about, by which shards tell rows that begin alike.
+        self.columns = tuple(name for name in (BODY, "input", "state") if name in carried)
+        self.needed, self.optional = tuple(needed), (*self._further, *self.columns)
+        self._carried = tuple(carried)
+        self._models, self._orders = models, orders
+
+    def another(self) -> PromptBuilder:
+        """One that makes the same prompts, for another thread."""
+        return DecisionBuilder(
+            self._tokenizer,
+            self.settings,
+            self.needed,
+            carried=self._carried,
+            models=self._models,
+            orders=self._orders,
+        )
+
+    def fingerprint(self) -> str:
+        forms = [(text_of(each), with_answers(each).answers) for each in _EVERY_TYPE]
+        text = json.dumps([super().fingerprint(), self._orders, forms])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def build(self, batch: RowBatch, labels: Labels) -> tuple[list[Prompt], dict[int, RowError]]:
+        """Make the prompts of a batch, ascending by row and part. An error of a question is one of its row."""
+        errors = dict(batch.errors)
+        optional = [name for name in self._further if name in batch.columns]
+        columns: dict[str, list[Any]] = {name: [] for name in (DOCUMENT, QUESTION, ANSWERS, *optional)}
+        asked: list[tuple[int, int, str]] = []  # of each prompt the row, its number there, and its question's name
+        for at, row, request in self._requests(batch, errors):
+            part = 0
+            for question in request.questions:
+                for order in orders_of(question, self._orders):
+                    answers = with_answers(question, order).answers
+                    columns[DOCUMENT].append(request.document)
+                    columns[QUESTION].append(text_of(question, order))
+                    # Their names have no part in what is said.
+                    columns[ANSWERS].append(tuple(each._replace(name=each.said or each.name) for each in answers))
+                    for name in optional:
+                        columns[name].append(batch.columns[name][at])
+                    asked.append((row, part, question.name))
+                    part += 1
+        apart = replace(
+            batch, rows=np.arange(len(asked)), columns=columns, carried=batch.carried.slice(0, 0), errors={}
+        )
+        prompts, wrongs = super().build(apart, labels)
+        for number, error in sorted(wrongs.items()):
+            row, _, name = asked[number]
+            errors.setdefault(row, error.of_question(name))
+        for prompt in prompts:
+            prompt.row, prompt.part, prompt.question = asked[prompt.row]
+        return [prompt for prompt in prompts if prompt.row not in errors], errors
+
+    def _requests(self, batch: RowBatch, errors: dict[int, RowError]) -> Iterator[tuple[int, int, DecisionRequest]]:
+        # The place, the number and the request of each row that is not in `errors`; rows without one are added there.
+        texts = batch.carried.select(self._carried).to_pylist()
+        for at, row in enumerate(batch.rows.tolist()):
+            if row in errors:
+                continue
+            try:
+                self._check_line({name: batch.columns[name][at] for name in self.needed})
+                request = carried_request(texts[at])
+                if request.model not in (None, *self._models):
+                    raise RequestError(
+                        f"model {brief_json(request.model)} is not the one of this job, {self._models[-1]}; {SERVED}"
+                    )
+                yield at, row, request
+            except RequestError as error:
+                errors[row] = RowError(ErrorCode.INVALID_REQUEST, str(error))
+
+    def _check_line(self, line: Mapping[str, Any]) -> None:
+        # Raise RequestError for a line of a batch file that asks something else.
+        if line.get(METHOD, "POST") != "POST":
+            raise RequestError(f"method is {brief_json(line[METHOD])}, not POST")
+        if URL in line and line[URL] not in KINDS:
+            raise RequestError(
+                f"url {brief_json(line[URL])}: the first line asks typed questions, so only {' and '.join(KINDS)} are "
+                "answered; put other lines into a file of their own"
+            )
+
+    def _values(
+        self, batch: RowBatch, errors: dict[int, RowError]
+    ) -> Iterator[tuple[int, str | RowError | Any, Marks | None]]:
+        # Document and question, both from the data.
+        for row, document, question in zip(
+            batch.rows.tolist(), batch.columns[DOCUMENT], batch.columns[QUESTION], strict=True
+        ):
+            texts, marks = self._literal({DOCUMENT: document, QUESTION: question}, joined=True)
+            if isinstance(texts, RowError):
+                yield row, texts, None
+            else:
+                yield row, texts[DOCUMENT].strip() and texts[DOCUMENT] + texts[QUESTION], marks
+
+    def _cuttable(self, batch: RowBatch, place: int) -> dict[str, Any]:
+        return {DOCUMENT: batch.columns[DOCUMENT][place]}
+
+    def _cuts_texts(self, raw: RawPrompt) -> bool:
+        return self.settings.on_long.startswith("truncate")
+
+
+# A question of each type, whose forms stand for those of all.
+_EVERY_TYPE = (
+    Predicate("?", true="+", false="-"),
+    Choice("?", (Option("a", "+"), Option("b"))),
+    Score("?", (Option("a", "+"), Option("b"))),
+)
