@@ -21,7 +21,7 @@ from prefillcli.core.windows import find_prompts
 from prefillcli.errors import UsageError, did_you_mean
 from prefillcli.plan.trie import common_prefix
 from prefillcli.prompts.encoding import Encoder
-from prefillcli.prompts.labels import Labels, label_of
+from prefillcli.prompts.labels import YES_NO, Labels, label_of
 from prefillcli.prompts.questions import Label
 from prefillcli.report.section import (
     Box,
@@ -172,7 +172,7 @@ class EvaluationPlan:
             raise UsageError(f"--wanted-precision is for two labels, and {what}\nit would be ignored: leave it out")
         return cls(
             truth,
-            () if chosen else labels.with_absence,
+            () if chosen else _spelt(labels, schema),
             settings.temperature,
             settings.wanted_precision,
             "calibrated" in schema.groups,
@@ -244,6 +244,12 @@ class EvaluationPlan:
             return None
         number = self.number_of(answer)
         return _as_float(answer) if number is None else self.numbers[number]
+
+
+def _spelt(labels: Labels, schema: OutputSchema) -> tuple[Label, ...]:
+    # The labels as right answers may spell them.
+    asked = schema.type == "predicate" and labels.names == tuple(each.name for each in YES_NO)
+    return YES_NO if asked else labels.with_absence
 
 
 def _as_float(answer: Any) -> float | None:

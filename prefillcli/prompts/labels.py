@@ -69,6 +69,10 @@ def complementary(label: Label, other: Label | None = None) -> tuple[Label, Labe
     return (label._replace(variants=label.variants or ("1",)), other._replace(variants=other.variants or ("0",)))
 
 
+#: The answers to a predicate, as data sets spell them.
+YES_NO = (Label("Yes", ("yes", "YES", "true", "True", "TRUE")), Label("No", ("no", "NO", "false", "False", "FALSE")))
+
+
 def label_of(answer: str | int | float | bool | None, labels: Sequence[Label]) -> int | None:
     """The number of the label that a right answer of a data set stands for; None if it is not a label.
 

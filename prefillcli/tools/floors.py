@@ -14,7 +14,7 @@ import numpy as np
 from prefillcli.errors import ResourceError, UsageError, did_you_mean, without_secrets
 from prefillcli.judging.review import AnswerFloor, FloorFile, QuestionFloors, Value
 from prefillcli.options.judging import CalibrateSettings, truths_by_question
-from prefillcli.prompts.labels import label_of
+from prefillcli.prompts.labels import YES_NO, label_of
 from prefillcli.prompts.questions import Label
 from prefillcli.report.section import WIDTH, numbers_table, stderr_console
 from prefillcli.rows.input.source import Source
@@ -29,7 +29,6 @@ from prefillcli.tools.calibrate import PLAIN, RightAnswers, job_of, number_of
 
 _LOGPROB = "logprob_"
 _SAME = 1e-6
-_TRUE_FALSE = (Label("Yes", ("yes", "true", "True", "TRUE")), Label("No", ("no", "false", "False", "FALSE")))
 
 
 class GivenAnswers(NamedTuple):
@@ -97,7 +96,7 @@ class GivenAnswers(NamedTuple):
         if not isinstance(truth, PLAIN):
             return None
         named = values[1] if self.type == "options" else self.labels
-        labels = [Label(name) for name in named] or _TRUE_FALSE
+        labels = [Label(name) for name in named] or YES_NO
         right = label_of(truth, labels)
         if right is None and isinstance(values[0], float) and isinstance(truth, int | float):  # the number of a level
             right = int(truth) if truth in range(len(labels)) else None
