@@ -92,7 +92,8 @@ class QuestionChoices(RowChoices):
     measure = Measure.DECISIONS
 
     def __init__(self, tokenizer: Any, settings: Any, served: str) -> None:
-        super().__init__(tokenizer, settings, ANSWERS)
+        super().__init__(tokenizer, settings)
+        self.columns = (ANSWERS,)
         self.question = Question(answers=(Label("decision"),))
         self.served = served
 
@@ -198,7 +199,7 @@ class DecisionBuilder(PromptBuilder):
         # Raise RequestError for a line of a batch file that asks something else.
         if line.get(METHOD, "POST") != "POST":
             raise RequestError(f"method is {brief_json(line[METHOD])}, not POST")
-        if URL in line and line[URL] not in KINDS:
+        if URL in line and line[URL] not in tuple(KINDS):  # it may be a list
             raise RequestError(
                 f"url {brief_json(line[URL])}: the first line asks typed questions, so only {' and '.join(KINDS)} are "
                 "answered; put other lines into a file of their own"

@@ -182,7 +182,7 @@ class BatchOptions(BatchInput):
         None,
         "Answer the requests of the input, a batch file or bodies with typed questions, in the form of this API, to a "
         ".jsonl file. Typed questions are always answered so.",
-        FILES, changes="columns", short="--batch-format",
+        FILES, changes="columns", short="--batch-format", metavar="openai|systemone",
     )  # fmt: skip
 
     def check(self) -> None:

@@ -193,6 +193,8 @@ def for_requests(settings: Any, available: Sequence[str], first: Mapping[str, An
     if (kind or in_lines) and named is None and ids:
         found = found.model_copy(update={"id_column": ids[0]})
     if "format" not in type(settings).model_fields:
+        if kind:
+            raise UsageError("the rows ask typed questions, which only prefill score answers")
         return found
     if settings.format and in_lines and named not in (None, BATCH_ID):
         raise UsageError(f"--id-column {named}: with --format ids are {BATCH_ID}\nleave it out")
@@ -201,7 +203,13 @@ def for_requests(settings: Any, available: Sequence[str], first: Mapping[str, An
         raise UsageError(f"--format {settings.format}: the first request has another form\ngive --format {usual}")
     if kind and not settings.format:
         found = found.model_copy(update={"format": kind})
-        found.check()
+        try:
+            found.check()
+        except UsageError as error:
+            said = (
+                f"the rows ask typed questions, which is --format {kind} unless --prompt-column or --template is given"
+            )
+            raise UsageError(f"{said}\n{error}") from None
     return found
 
 

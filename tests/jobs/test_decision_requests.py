@@ -19,12 +19,13 @@ from typesafe_sdk import SystemOneResponse
 from prefillcli.asking.forms import ANSWER, orders_of, text_of, with_answers
 from prefillcli.asking.requests import request_of
 from prefillcli.errors import UsageError
-from prefillcli.options.commands import MergeSettings, ScoreSettings
+from prefillcli.options.commands import InspectSettings, MergeSettings, ScoreSettings
 from prefillcli.options.load import load_settings
+from prefillcli.tools.inspect import inspect_job
 from prefillcli.tools.merge import merge_job
 from prefillcli.tools.verify import verify_job
 from tests.jobs.compression import ByHand, compressed
-from tests.jobs.jobs import TOLERANCE, Reference, read_output, read_report, score, write_jsonl
+from tests.jobs.jobs import TOLERANCE, Reference, read_output, read_report, score, write_jsonl, write_parquet
 from tests.jobs.models import save_model
 from tests.jobs.processes import Command, Hold, cut_small_windows, words_of
 from tests.jobs.test_likelihood import encoded_pair, likelihood
@@ -246,14 +247,16 @@ def test_a_wrong_request_is_an_error_of_its_line(model: Path) -> None:
     lines = [line(name, body) for name, (body, _, _) in WRONG.items()]
     chat = line("chat", {"model": "judge", "messages": []}, "/v1/chat/completions")
     get = line("get", openai(LATE)) | {"method": "GET"}
+    odd = line("odd", openai(LATE)) | {"url": [1]}
     right = line("right", openai(LATE))
-    rows = answered([right, *lines, chat, get, right, b"{", line("other", systemone())], model, max_length=200)
-    first, *wrong, chatted, got, again, unread, other = rows
+    rows = answered([right, *lines, chat, odd, get, right, b"{", line("other", systemone())], model, max_length=200)
+    first, *wrong, chatted, urls, got, again, unread, other = rows
     assert "late" in json.dumps(body_of(first))
     for row, (name, (_, code, said)) in zip(wrong, WRONG.items(), strict=True):
         assert (row["custom_id"], row["response"], row["error"]["code"]) == (name, None, code)
         assert row["error"]["message"].startswith(said)
     assert "only /v1/decisions and /v1/systemone are answered" in chatted["error"]["message"]
+    assert urls["error"]["message"].startswith("url [1]: ")
     assert got["error"]["message"] == 'method is "GET", not POST'
     assert [each["error"]["code"] for each in (again, unread)] == ["duplicate_id", "invalid_json"]
     require_form(systemone(), body_of(other))
@@ -371,18 +374,26 @@ def test_the_option_has_its_earlier_name_too() -> None:
         ({"exit": True}, "--format cannot be combined with --exit"),
         ({"batch_format": "openai", "rationale": 5}, "--format cannot be combined with --rationale"),
         ({"orders": 2}, "needs --questions or --format"),
+        ({"inputs": "in.parquet"}, "are read from JSON Lines"),
     ],
 )
 def test_what_cannot_go_with_requests_is_refused(model: Path, flags: dict[str, Any], said: str) -> None:
     write_jsonl("in.jsonl", [openai(LATE)])
     write_jsonl("state.jsonl", [line("r", systemone())])
     write_jsonl("rows.jsonl", [{"prompt": "x"}])
+    write_parquet("in.parquet", input=["x"], questions=["[]"])
     given = {"model": model, "inputs": "in.jsonl", "output": "out.jsonl"} | flags
     try:
         error = score(**given)["error"]
     except UsageError as raised:  # before a job begins
         error = str(raised)
     assert said in error
+
+
+def test_other_commands_say_who_answers(model: Path) -> None:
+    write_jsonl("in.jsonl", [line("r", openai(LATE))])
+    shown = load_settings(InspectSettings, {"inputs": ["in.jsonl"], "model": str(model)}, environment={})
+    assert "only prefill score answers" in inspect_job(shown)["error"]
 
 
 def test_a_model_with_a_head_says_so(tmp_path: Path) -> None:
