@@ -30,7 +30,7 @@ TEST_WORKERS ?= 2
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup setup-real setup-tokenizers setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-fast test-matrix test-real test-nightly test-faults \
-	test-ports test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-gpu soak deep-models hybrid-model words-draft samples architectures constraints clean
+	test-ports test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews bench-forms distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-gpu soak deep-models hybrid-model words-draft samples architectures constraints clean
 
 # What there is to make, with the first sentence on each
 help:
@@ -257,6 +257,10 @@ bench: setup
 # The real model and the reviews. Takes an hour on two cores
 bench-reviews: setup-real
 	$(BIN)/python -m recipes.bench_reviews
+
+# Forms of typed questions, on three real models and two labelled texts. Takes two hours on two cores
+bench-forms: setup-real
+	$(BIN)/python -m benchmarks.forms
 
 # A small draft for that model, in out/real/draft: minutes on one core
 distill-draft: setup-real

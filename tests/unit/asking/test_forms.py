@@ -10,21 +10,21 @@ from prefillcli.prompts.questions import Choice, Predicate, Score
 
 
 def test_a_predicate_asks_for_yes_or_no() -> None:
-    assert text_of(Predicate("Is it late?")) == "\n\nIs it late?\nAnswer Yes or No."
+    assert text_of(Predicate("Is it late?")) == "\n\nIs it late?"
     described = Predicate("Is it late?", true="after noon", false="before noon")
-    assert text_of(described) == "\n\nIs it late?\nYes: after noon\nNo: before noon\nAnswer Yes or No."
+    assert text_of(described) == "\n\nIs it late?\nYes: after noon\nNo: before noon"
     assert with_answers(described).names == ("Yes", "No")
 
 
 def test_options_are_listed_and_answered_by_their_words() -> None:
     question = Choice("What is it?", {"billing": "money", "other": None})
-    assert text_of(question) == "\n\nWhat is it?\n- billing: money\n- other\nAnswer with one of these."
-    assert text_of(question, (1, 0)) == "\n\nWhat is it?\n- other\n- billing: money\nAnswer with one of these."
+    assert text_of(question) == "\n\nWhat is it?\n- billing: money\n- other"
+    assert text_of(question, (1, 0)) == "\n\nWhat is it?\n- other\n- billing: money"
     assert [(each.name, each.variants, each.said) for each in with_answers(question).answers] == [
         ("billing", None, None),
         ("other", None, None),
     ]
-    assert text_of(Score("", ["low", "high"])) == "\n\n- low\n- high\nAnswer with one of these."
+    assert text_of(Score("", ["low", "high"])) == "\n\n- low\n- high"
 
 
 def test_options_of_which_one_begins_another_are_answered_by_letters() -> None:
