@@ -259,7 +259,6 @@ def run(model: Path, chat: bool, texts: Texts, rotated: int, chosen: Chosen, **o
             for name in spent:
                 spent[name] += sum(table[name].to_pylist())
             for each in asked:
-                columns = [table[f"{each.name}.logprob_{option}"].to_pylist() for option in each.options]
                 entry = forms.setdefault(
                     each.name,
                     {
@@ -270,8 +269,22 @@ def run(model: Path, chat: bool, texts: Texts, rotated: int, chosen: Chosen, **o
                         "logprobs": [],
                     },
                 )
-                entry["logprobs"] += np.array(columns).T.tolist()
+                entry["logprobs"] += logprobs_of(table, each).tolist()
     return {"rows": len(texts.rows), "spent": spent, "truths": truths(texts), "forms": list(forms.values())}
+
+
+def logprobs_of(table: pa.Table, asked: Asked) -> Float64Array:
+    """The log-probability of each option [rows, options] over the whole vocabulary."""
+    mass = table[f"{asked.name}.label_mass"].to_numpy()
+    if len(asked.options) == 2:
+        first = table[asked.name].to_numpy()
+        shares = np.stack([first, 1 - first], axis=1)
+    else:
+        told = table[f"{asked.name}.probabilities"].to_pylist()
+        shares = np.array([[row[option] for option in asked.options] for row in told])
+    with np.errstate(divide="ignore"):
+        found: Float64Array = np.log(shares * mass[:, None])
+    return found
 
 
 def kept(found: dict[str, Any], file: Path) -> dict[str, Any]:

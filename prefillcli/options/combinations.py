@@ -143,7 +143,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     *_refused(
         "--review-below",
-        ("--choices-column", "--target-column", "--batch-format"),
+        ("--choices-column", "--target-column", "--format"),
         "it compares the probabilities of labels",
     ),
     # The questions.

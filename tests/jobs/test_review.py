@@ -213,7 +213,7 @@ def test_reviewed_rows_come_back_as_right_answers(model: Path) -> None:
         ({"review_below": "fox=0.5,fox=0.6"}, "names each question once"),
         ({"review_below": "fox=0.5"}, "it has a floor for fox, which this job does not ask\nit asks answer"),
         ({"review_below": "fax=0.5", "questions": "q.yaml"}, "it has a floor for fax"),
-        ({"review_below": "0.5", "review": "look.csv"}, "unknown ending of --review look.csv"),
+        ({"review_below": "0.5", "review": "look.xlsx"}, "unknown ending of --review look.xlsx"),
         ({"review_below": "in.parquet"}, "neither a number from 0 to 1 nor a file of floors"),
     ],
 )

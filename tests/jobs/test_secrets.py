@@ -129,6 +129,7 @@ def test_no_option_that_names_a_path_leaves_its_secrets_behind(
     given = {"model": model, "output": output, "id_column": "id", name: url(f"bucket/{name}.jsonl")}
     words = [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", value)]
     more = {"draft": ["--keep", 0.5], "exit_profile": ["--exit"], "drift_from": ["--max-drift", 0.1]}
+    more["review"] = ["--review-below", 0.9]
     run("score", source, *words, *more.get(name, []))
     run("score", source, *words, *more.get(name, []), "--overwrite", "--log-format", "json")
     out, err = capsys.readouterr()
