@@ -33,6 +33,7 @@ from transformers import (
     pipeline,
 )
 
+import prefillcli
 from benchmarks.flops import answer_flops
 from benchmarks.methods import layer_walk, plan_for, walk_plan, windowed_walk
 from benchmarks.models import SHAPES, random_llama
@@ -52,7 +53,7 @@ from prefillcli.plan.plan import make_plan, make_plans
 from prefillcli.plan.trie import TokenArray
 from prefillcli.prompts.builder import EncoderBuilder, PromptSettings
 from prefillcli.prompts.labels import ClassLabels
-from prefillcli.prompts.questions import Label
+from prefillcli.prompts.questions import Choice, Label, Predicate, Score
 from prefillcli.report.section import mebibytes
 from prefillcli.rows.records import RowBatch
 from prefillcli.runtime.memory import keep_blocks, resident_memory
@@ -64,7 +65,7 @@ from prefillcli.walk.attention import ForestKernel, Shift, attend, attend_blockw
 from prefillcli.walk.forest import ATTENTION
 from prefillcli.walk.narrow import in_smaller_numbers
 from prefillcli.walk.walk import FASTEST
-from recipes.real_model import real_model, reviews
+from recipes.real_model import gguf_file, real_model, reviews
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -540,6 +541,48 @@ def save_model(
 ) -> None:
     """Write a random Llama into a folder, for `prefill profile --model FOLDER`."""
     random_llama(size, getattr(torch, dtype)).save_pretrained(folder)
+
+
+ASKED = (
+    Predicate("Is the patient satisfied with the drug?", name="satisfied"),
+    Predicate("Does the patient name a side effect?", name="effects"),
+    Predicate("Did the drug help within a week?", name="quick"),
+    Predicate("Has the patient stopped taking it?", name="stopped"),
+    Choice("Who wrote it?", ["the patient", "a parent", "a doctor"], name="writer"),
+    Choice("What is it mostly about?", ["pain", "sleep", "mood", "skin", "weight"], name="topic"),
+    Choice("Which side effect is the worst?", ["nausea", "headache", "fatigue", "none"], name="worst"),
+    Score("How strong are the side effects?", ["none", "mild", "strong"], name="strength"),
+    Score("How long was it taken?", ["days", "weeks", "months", "years"], name="duration"),
+    Score("How likely would the patient recommend it?", ["never", "perhaps", "surely"], name="recommended"),
+)
+
+
+@app.command()
+def questions(documents: int = 4, characters: int = 8_500, rounds: int = 3) -> None:
+    """Seconds for ten typed questions about real texts of some 2,000 tokens, and for one of them, in turn."""
+    text = "\n\n".join(each.text for each in reviews("Train"))
+    rows = [{"text": text[at * characters : (at + 1) * characters]} for at in range(documents)]
+    found: dict[int, list[tuple[float, int]]] = {1: [], len(ASKED): []}
+    with ExitStack() as stack:
+        scorers = {
+            count: stack.enter_context(
+                prefillcli.Scorer(str(gguf_file()), questions=ASKED[:count], dtype="float32", on_long="error")
+            )
+            for count in found
+        }
+        for round_ in range(rounds + 1):
+            for count, scorer in scorers.items():
+                started = time.perf_counter()
+                table = scorer.score(rows, on_error="raise")
+                if round_:  # the first one warms up
+                    spent = time.perf_counter() - started
+                    found[count].append((spent, sum(table["computed_tokens"].to_pylist())))
+    shown = Table("questions", "seconds", "computed tokens")
+    for count, each in found.items():
+        shown.add_row(f"{count}", f"{np.median([spent for spent, _ in each]):.1f}", f"{each[0][1]:,}")
+    Console().print(shown)
+    ratios = [ten / one for (one, _), (ten, _) in zip(*found.values(), strict=True)]
+    Console().print(f"ten questions / one: {Spread.of(ratios)}")
 
 
 @app.command()

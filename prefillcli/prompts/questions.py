@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 from prefillcli.errors import UsageError
 
@@ -35,6 +35,10 @@ class Option(NamedTuple):
     def text(self) -> str:
         """The value as text."""
         return self.value if isinstance(self.value, str) else str(self.value).lower()
+
+
+#: Options as users write them: values, with or without descriptions.
+Options = Sequence[Value] | Sequence[Option] | Mapping[str, str | None] | Mapping[bool, str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,7 @@ class Choice(Question):
     """
 
     type: ClassVar[str] = "choice"
-    choices: tuple[Option, ...] = ()
+    choices: Options = ()
 
     def __post_init__(self) -> None:
         chosen = _options(self.choices) or tuple(Option(answer.name) for answer in self.answers)
@@ -128,10 +132,10 @@ class Choice(Question):
 
     @property
     def options(self) -> tuple[Option, ...]:
-        return self.choices
+        return cast("tuple[Option, ...]", self.choices)
 
     def to_json(self) -> dict[str, Any]:
-        return Question.to_json(self) | {"choices": [each._asdict() for each in self.choices]}
+        return Question.to_json(self) | {"choices": [each._asdict() for each in self.options]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +147,7 @@ class Score(Question):
     """
 
     type: ClassVar[str] = "score"
-    levels: tuple[Option, ...] = ()
+    levels: Options = ()
     numbers: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -158,14 +162,14 @@ class Score(Question):
 
     @property
     def options(self) -> tuple[Option, ...]:
-        return self.levels
+        return cast("tuple[Option, ...]", self.levels)
 
     @property
     def values(self) -> tuple[float, ...]:
         return self.numbers
 
     def to_json(self) -> dict[str, Any]:
-        levels = [{"label": each.text, "description": each.description} for each in self.levels]
+        levels = [{"label": each.text, "description": each.description} for each in self.options]
         return Question.to_json(self) | {"levels": levels}
 
 
@@ -187,6 +191,8 @@ def typed(answers: Sequence[Label], values: Sequence[float] = (), name: str = ""
 
 def _options(given: Any) -> tuple[Option, ...]:
     # Options as users write them: values, pairs with descriptions, or a mapping.
+    if isinstance(given, str):
+        raise UsageError(f"options {given!r}: one text, and a list of them is needed")
     pairs: Iterable[Any] = given.items() if isinstance(given, Mapping) else given
     return tuple(Option(each) if isinstance(each, Value) else Option(*each) for each in pairs)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prefillcli.asking.forms import orders_of, text_of, with_answers
+from prefillcli.errors import UsageError
 from prefillcli.prompts.questions import Choice, Predicate, Score
 
 
@@ -49,3 +51,8 @@ def test_no_answer_begins_another_one(options: list[str], count: int) -> None:
         assert len(set(said)) == len(options)
         text = text_of(question, order)
         assert all(each in text for each in options)
+
+
+def test_one_text_is_no_list_of_options() -> None:
+    with pytest.raises(UsageError, match="one text, and a list of them is needed"):
+        Choice("What is it?", "ab")
