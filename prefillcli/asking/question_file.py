@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from prefillcli.asking.forms import Order, orders_of, text_of, with_answers
 from prefillcli.asking.requests import typed_question
@@ -52,14 +52,6 @@ class _Content(BaseModel):
 
     document: str | None = None
     questions: tuple[QuestionEntry, ...] = Field(min_length=1)
-
-    @field_validator("questions", mode="before")
-    @classmethod
-    def _named(cls, given: Any) -> Any:
-        # A map from names to questions is a list.
-        if not isinstance(given, dict):
-            return given
-        return [{"name": name, **each} if isinstance(each, dict) else each for name, each in given.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +161,9 @@ def read_questions(
         raise UsageError(f"{shown}: not valid YAML: {brief(error)}") from None
     if not isinstance(loaded, dict):
         raise UsageError(f"{shown}: it must be a mapping with the keys {', '.join(_Content.model_fields)}")
+    if isinstance(named := loaded.get("questions"), dict):  # a map from names to questions
+        listed = [{"name": name, **each} if isinstance(each, dict) else each for name, each in named.items()]
+        loaded = loaded | {"questions": listed}
     try:
         content = _Content.model_validate(loaded)
     except ValidationError as error:

@@ -111,6 +111,8 @@ class AskOptions(Settings):
             asked = [asked_question(ask, given.get("options") or (), given.get("levels") or ())]
         if isinstance(asked, Sequence) and not isinstance(asked, str):
             asked = question_text(asked)
+        elif isinstance(asked, str) and asked.lstrip().startswith("{"):
+            asked = f"{asked}\n"  # a text, and no path
         return given if asked is None else {**given, "questions": asked}
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import prefillcli
 from prefillcli import Choice, Predicate, Score, Scorer, UsageError
 from prefillcli.asking.forms import ANSWER, orders_of, text_of, with_answers
+from prefillcli.asking.question_file import read_questions
 from prefillcli.prompts.questions import Question
 from prefillcli.tools.verify import verify_job
 from tests.jobs.jobs import TOLERANCE, Reference, read_output, read_report, score, write_parquet
@@ -268,3 +269,28 @@ def test_answers_are_worth_the_same_in_every_format(model: Path, ending: str, as
         found.append([report["evaluations"], report["correlations"], report["orders"], report["rows"]])
         assert verify_job(output, quiet=True)["status"] == "complete"
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [
+        ({"type": "yesno", "instructions": "x"}, "question 'late': type: should be 'predicate'"),
+        ({"type": "predicate", "instruction": "x"}, "question 'late': unknown key 'instruction'; did you mean"),
+        (5, "question number 1: should be a valid dictionary"),
+    ],
+)
+def test_a_wrong_question_of_a_map_is_refused_with_its_place(question: Any, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "q.json"
+    file.write_text(json.dumps({"questions": {"late": question}}))
+    with pytest.raises(UsageError, match=said):
+        read_questions(str(file))
+
+
+def test_a_file_of_questions_may_be_given_as_its_text(model: Path) -> None:
+    write_parquet("in.parquet", text=TEXTS)
+    text = json.dumps({"questions": [Predicate("How is it?", name="answer").to_json()]})
+    assert "\n" not in text
+    assert score(Path("in.parquet"), model=model, questions=text)["exit_code"] == 0
+    asked = read_output("out.parquet")
+    assert score(Path("in.parquet"), model=model, ask="How is it?", output="other.parquet")["exit_code"] == 0
+    assert [row["answer"] for row in asked] == [row["answer"] for row in read_output("other.parquet")]
