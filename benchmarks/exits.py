@@ -76,7 +76,10 @@ def measure_case(case: ExitCase, folder: Path, rounds: int, dtype: str, rows: in
         shown = read_in_full(scorer, learnt)
         calibrations = {most: calibrate(scorer, shown, most) for most in case.max_flips}
         policies = {most: found.policy for most, found in calibrations.items() if found.policy is not None}
-        methods = {most: Treatment(EarlyExits(own.inside)) for most, own in policies.items()}
+        methods = {
+            most: Treatment(EarlyExits(dict.fromkeys(range(len(measured)), own.inside)))
+            for most, own in policies.items()
+        }
         full, runs, seconds = timed(scorer, methods, measured, rounds)
         plan = plan_requests([Request(prompt) for prompt in measured], scorer.pool.limits)
     return {

@@ -16,6 +16,7 @@ from prefillcli.core.request import Request, scored_row
 from prefillcli.core.roles import FollowUp
 from prefillcli.engines.base import Answer
 from prefillcli.errors import UsageError, did_you_mean
+from prefillcli.options.requirements import leaves_early
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.trie import build_forest, forest_tokens, token_order
 from prefillcli.prompts.builder import PromptBuilder, PromptSettings
@@ -47,6 +48,11 @@ class QuestionAsking(Asking):
             raise UsageError(
                 "--evidence: a question with swap or orders has several prompts, which a section changes differently\n"
                 "leave one of them out"
+            )
+        if self.file.further and leaves_early(settings):
+            raise UsageError(
+                f"{settings.exit_option}: a question with swap or orders has several prompts, whose flips are not "
+                "those of their mean\nleave one of them out"
             )
         self._templates: Sequence[RowTemplate | None] = ()
         by_column = any(each.template is None for each in self.file.questions)
@@ -89,7 +95,7 @@ class QuestionAsking(Asking):
 
     def schemas(self, groups: frozenset[Group], calibrated: str) -> tuple[OutputSchema, ...]:
         """Return the columns of the answers to each question: see `Inputs.question_schemas`."""
-        shared = groups & {"audit", "evidence", "rationales"}
+        shared = groups & {"audit", "evidence", "exits", "rationales"}
         own = groups & {"calibrated"}
         return tuple(
             replace(each, groups=each.groups | shared | (own if each.name == calibrated else set()))
@@ -193,11 +199,10 @@ class QuestionsBuilder(PromptBuilder):
     def build(self, batch: RowBatch, labels: Labels) -> tuple[list[Prompt], dict[int, RowError]]:
         """Make the prompts of a batch, ascending by row and part. An error of a question is one of its row, unless
         the question is conditional: then the row's first prompt has it."""
-        own = labels.each if isinstance(labels, QuestionLabels) else (labels,)
         errors = dict(batch.errors)
         prompts: list[Prompt] = []
         failed: dict[int, dict[int, RowError]] = {}
-        for part, ((number, builder, exchanged), answers) in enumerate(zip(self._parts, own, strict=True)):
+        for part, ((number, builder, exchanged), answers) in enumerate(zip(self._parts, labels.asked, strict=True)):
             rows = self._exchanged(batch, number) if exchanged else batch
             found, wrong = super().build(rows, answers) if builder is self else builder.build(rows, answers)
             question = self._file.questions[number]
@@ -221,8 +226,7 @@ class QuestionsBuilder(PromptBuilder):
         return prompts, errors
 
     def of_part(self, part: int, labels: Labels) -> tuple[PromptBuilder, Labels]:
-        own = labels.each if isinstance(labels, QuestionLabels) else (labels,)
-        return self._parts[part][1], own[part]
+        return self._parts[part][1], labels.asked[part]
 
     def _exchanged(self, batch: RowBatch, number: int) -> RowBatch:
         # The rows with the values of a question's two columns exchanged.

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from prefillcli.report.section import Section
     from prefillcli.rows.output.columns import Counts
     from prefillcli.rows.output.target import Manifest
-    from prefillcli.rows.records import Window
 
 
 class Reading(ABC):
@@ -27,11 +26,6 @@ class Reading(ABC):
     @abstractmethod
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         """Return its parts of the job's fingerprint, as `Asking.identity`."""
-
-    @abstractmethod
-    def begin(self, run: Run, window: Window) -> None:
-        """Take the first window of the input, before the models are loaded. Raise UsageError for prompts that it
-        cannot read."""
 
 
 class FollowUp(ABC):

@@ -68,14 +68,19 @@ class LeavingRule(Protocol):
 class EarlyExits:
     """The layers before the last one after which prompts are read.
 
-    With a `policy`, decided prompts leave after its layers. The prompts `in_full` go on to the end all the same, and
-    their answers hold the early answers too. Without a policy all prompts go on, and their answers hold the readings
-    of the `observed` layers.
+    Prompts with a rule leave after its layers once they are decided. Those `in_full` go on to the end all the same,
+    and their answers hold the early answers too. Without `rules` all prompts go on, and their answers hold the
+    readings of the `observed` layers.
     """
 
-    policy: LeavingRule | None = None
+    rules: Mapping[int, LeavingRule] = field(default_factory=dict)
     in_full: frozenset[int] = frozenset()
     observed: tuple[int, ...] = ()
+
+    def of(self, prompts: Collection[int]) -> EarlyExits:
+        """The exits of these prompts alone."""
+        rules = {prompt: rule for prompt, rule in self.rules.items() if prompt in prompts}
+        return replace(self, rules=rules, in_full=self.in_full.intersection(prompts))
 
 
 class Continuations(Protocol):
@@ -113,7 +118,7 @@ class Treatment:
         exits, thinning, texts = self.exits, self.thinning, self.continuations
         return replace(
             self,
-            exits=None if exits is None else replace(exits, in_full=exits.in_full.intersection(prompts)),
+            exits=None if exits is None else exits.of(prompts),
             thinning=None if thinning is None else thinning.of(prompts),
             continuations=None if texts is None else texts.of(prompts),
         )

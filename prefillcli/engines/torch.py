@@ -19,6 +19,7 @@ from prefillcli.engines.base import (
     EarlyAnswer,
     EarlyExits,
     Engine,
+    LeavingRule,
     Readings,
     ReducedPacks,
     ThinnedPrompt,
@@ -362,7 +363,8 @@ class PromptExits:
         labels: Callable[[int], LabelSet],
         exits: EarlyExits,
     ) -> None:
-        self.layers = exits.observed if exits.policy is None else exits.policy.layers
+        rules = dict.fromkeys(exits.rules.values())
+        self.layers = tuple(sorted({layer for rule in rules for layer in rule.layers})) if rules else exits.observed
         self.regroup_cost = REGROUP_LAYERS
         self.going: Sequence[int] = range(len(pack.reads))  # numbers of the reads that go on
         self.early: dict[int, EarlyAnswer] = {}  # of decided prompts, also of those that go on, by prompt
@@ -376,29 +378,35 @@ class PromptExits:
 
     def peeks(self, layer: int) -> bool:
         """Return whether only the prompts' last tokens go through the layer before the decision."""
-        return self._exits.policy is not None and self._exits.policy.peeks(layer)
+        asked = [rule for rule in dict.fromkeys(self._exits.rules.values()) if layer in rule.layers]
+        return bool(asked) and all(rule.peeks(layer) for rule in asked)
 
     def __call__(self, layer: int, reads: Sequence[int], before: Tensor, after: Tensor) -> Sequence[int]:
-        prompts = [
-            (row, prompt)
-            for row, read in enumerate(reads)
-            for prompt in self._pack.reads[read][1]
-            if prompt not in self.early
-        ]
-        if not prompts:
-            return reads  # all of them are decided, and go on for the audit
-        readings = self._read([row for row, _ in prompts], [prompt for _, prompt in prompts], before, after)
+        rules = self._exits.rules
+        # Prompts that are decided alike, with as many labels, by their rule.
+        asked: dict[tuple[LeavingRule | None, int], list[tuple[int, int]]] = {}
+        for row, read in enumerate(reads):
+            for prompt in self._pack.reads[read][1]:
+                rule = rules.get(prompt)
+                if prompt not in self.early and (not rules or (rule is not None and layer in rule.layers)):
+                    asked.setdefault((rule, len(self._labels(prompt).first)), []).append((row, prompt))
+        if not asked:
+            return reads  # those that are decided go on for the audit, or with others
         self.first_asked = self.first_asked or (layer, time.monotonic())
-        if self._exits.policy is None:
-            for number, (_, prompt) in enumerate(prompts):
-                self.readings[prompt].append(readings.row(number))
-            return reads
-        decided, logprobs = self._exits.policy.decide(layer, readings)
-        for (_, prompt), leaves, own in zip(prompts, decided.tolist(), logprobs, strict=True):
-            if leaves:
-                self.early[prompt] = EarlyAnswer(layer, own)
-        self.going = [read for read in reads if not all(map(self.has_left, self._pack.reads[read][1]))]
-        return self.going
+        for (rule, _), prompts in asked.items():
+            readings = self._read([row for row, _ in prompts], [prompt for _, prompt in prompts], before, after)
+            if rule is None:
+                for number, (_, prompt) in enumerate(prompts):
+                    self.readings[prompt].append(readings.row(number))
+                continue
+            decided, logprobs = rule.decide(layer, readings)
+            for (_, prompt), leaves, own in zip(prompts, decided.tolist(), logprobs, strict=True):
+                if leaves:
+                    self.early[prompt] = EarlyAnswer(layer, own)
+        if rules:
+            self.going = [read for read in reads if not all(map(self.has_left, self._pack.reads[read][1]))]
+            return self.going
+        return reads
 
     def has_left(self, prompt: int) -> bool:
         """Return whether a prompt has left, and goes no further."""

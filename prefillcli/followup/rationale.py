@@ -89,7 +89,7 @@ class Rationales(Further):
 
     def __init__(self, writing: Writing, template: str, inputs: Inputs, choice: RowSelection) -> None:
         self._writing, self._choice = writing, choice
-        each = inputs.labels.each or (inputs.labels,)
+        each = inputs.labels.asked
         self._words = [Beginnings(inputs.opened.tokenizer, labels, template) for labels in each]
         self._id_column: str | None = inputs.settings.id_column
 
@@ -413,7 +413,7 @@ class RationaleFollowUp(FollowUp, Judge):
                 "--rationale: the model's classification head is read, which writes nothing\n"
                 "leave it out, or read the next token with --head vocabulary; --evidence works with a head"
             )
-        for each in labels.each or (labels,):
+        for each in labels.asked:
             self._texts(each.names)
 
     def further(self, inputs: Inputs, choice: RowSelection) -> Rationales | None:

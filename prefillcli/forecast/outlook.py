@@ -10,7 +10,7 @@ from prefillcli.models.open import WORDS
 from prefillcli.models.shape import NoCostModel, prefill_flops
 from prefillcli.reading.exits.judging import place_of, rows_to_learn
 from prefillcli.reading.exits.learning import CHECKED_ROWS, ProvableFlips, provable_flips, provable_text
-from prefillcli.reading.exits.policy import ExitProfile, require_same_job
+from prefillcli.reading.exits.policy import ExitProfile, identity_of, require_same_job
 from prefillcli.reading.exits.rare import rows_to_fit
 from prefillcli.report.section import visible
 from prefillcli.runtime.clock import duration
@@ -40,7 +40,8 @@ def outlook_of(
     """Return the outlook of a job with these rows, and lines of name and text. Raises UsageError where the profile is
     plainly of another job."""
     settings: Any = inputs.settings
-    classes, rows = len(inputs.labels.names) if settings.flips_of == "each" else 1, survey.rows.prompts
+    asked, rows = inputs.labels.asked, survey.rows.prompts
+    classes = max(len(each.names) for each in asked) if settings.flips_of == "each" else 1
     usual = CHECKED_ROWS if profile is not None else rows_to_learn(settings.max_flips, classes)
     usual = usual if settings.rare_option is None else rows_to_fit(rows)
     found = ExitOutlook(rows_in_full=min(settings.exit_rows or usual, rows // 2))
@@ -53,11 +54,19 @@ def outlook_of(
         lines.append(("proof", provable_text(found.provable, classes, settings.max_flips, settings.exit_option)))
     else:
         own = {"layers": inputs.opened.files.config.get_text_config().num_hidden_layers}
-        own |= {"labels": tuple(inputs.labels.names), "max_flips": settings.max_flips, "flips_of": settings.flips_of}
+        own |= {
+            "max_flips": settings.max_flips,
+            "flips_of": settings.flips_of,
+            "questions": [*map(identity_of, asked)],
+        }
         require_same_job(profile, settings.exit_profile, profile.model_dump() | own)
-        found.leaving = {str(each.layer + 1): each.leaving for each in profile.findings.exits}
+        findings = [each.findings for each in profile.questions]
+        for each in (each for own in findings for each in own.exits):
+            name = str(each.layer + 1)
+            found.leaving[name] = found.leaving.get(name, 0.0) + each.leaving / len(findings)
         share = found.rows_in_full / rows if rows else 1.0
-        found.gain = 1 / (share + (1 - share) / (profile.findings.gain or 1.0))
+        work = sum(1 / (each.gain or 1.0) for each in findings) / len(findings)
+        found.gain = 1 / (share + (1 - share) * work)
         if survey.plan.seconds is not None:
             found.seconds = survey.plan.seconds / found.gain
         lines.append(("expected", _expected(found, survey)))

@@ -876,7 +876,7 @@ class Evaluating(Judge):
         self._plans: dict[int, EvaluationPlan] = {}  # of each question with right answers, by its number
 
     def check(self, inputs: Inputs) -> None:
-        schema, labels = inputs.schema(), inputs.labels.each or (inputs.labels,)
+        schema, labels = inputs.schema(), inputs.labels.asked
         answers = {own.name: (number, own) for number, own in enumerate(schema.questions or (schema,))}
         for name, column in self.settings.truth_columns.items():
             if name not in answers:

@@ -172,8 +172,8 @@ REFUSED: tuple[Refused, ...] = (
     ),
     *_refused(
         "--questions",
-        _EXITS,
-        "exits learn what decides between the labels of one question",
+        _RARE,
+        "it is proven for the first of two labels",
         "leave it out, or ask one question with --template and --labels",
     ),
     *_refused(

@@ -295,6 +295,11 @@ class Labels:
         return self.question.names
 
     @property
+    def asked(self) -> tuple[Labels, ...]:
+        """The labels after each prompt of a row."""
+        return self.each or (self,)
+
+    @property
     def with_absence(self) -> tuple[Label, ...]:
         """The labels that right answers may name: with a single label, also its absence."""
         if len(self.labels) > 1:

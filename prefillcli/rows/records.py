@@ -290,12 +290,14 @@ class ScoredRow:
 
 def joined_row(parts: Sequence[ScoredRow]) -> ScoredRow:
     """Return a row with several prompts, of the answers to each. Where all of them were read token by token, they are
-    the pieces of one text, whose log-probability is their sum."""
+    the pieces of one text, whose log-probability is their sum. It has left when all of them have."""
     first, by_token = parts[0], None
     logprobs, read = first.logprobs, [each.by_token for each in parts if each.by_token is not None]
     if len(read) == len(parts):  # one text in pieces
         logprobs = np.sum([each.logprobs for each in parts], axis=0)
         by_token = ReadTokens(np.concatenate([each.logprobs for each in read]), all(each.greedy for each in read))
+    answered = [each for each in parts if len(each.logprobs)] or parts
+    last = max(answered, key=lambda each: math.inf if each.exit_layer is None else each.exit_layer)
     return ScoredRow(
         row=first.row,
         logprobs=logprobs,
@@ -303,8 +305,8 @@ def joined_row(parts: Sequence[ScoredRow]) -> ScoredRow:
         computed_tokens=sum(each.computed_tokens for each in parts),
         kept_tokens=sum(each.kept_tokens for each in parts),
         seconds=sum(each.seconds for each in parts),
-        method=first.method,
-        exit_layer=first.exit_layer,
+        method=last.method,
+        exit_layer=last.exit_layer,
         parts=tuple(parts),
         by_token=by_token,
     )

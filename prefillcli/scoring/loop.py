@@ -170,7 +170,9 @@ class WindowWork:
 
     def treatment(self, pack: Pack) -> Treatment:
         thinning = thinning_of({prompt: self.questions[prompt] for prompt in pack.prompts})
-        leaving = None if self._exits is None else self._exits.treatment(self.in_full)
+        leaving = None
+        if self._exits is not None:
+            leaving = self._exits.treatment({number: self.questions[number] for number in pack.prompts}, self.in_full)
         treatment = replace(leaving or PLAIN, thinning=thinning, next_tokens=self.next_tokens)
         if treatment.exits is None and thinning is None:  # else nothing is kept of the rows' ways through all layers
             treatment = replace(treatment, continuations=self._continuations(pack))
@@ -246,8 +248,12 @@ class WindowWork:
     def share(self, pack: Pack) -> tuple[float, float]:
         ordinary = [i for i in pack.prompts if i < self.ordinary]
         prompts = [self.questions[i].prompt for i in ordinary]
-        rows = sum(1 / self._asked[prompt.row] for prompt in prompts)
-        return rows / len(pack.tokens), sum(len(prompt.tokens) for prompt in prompts) / len(pack.tokens)
+        tokens = sum(len(prompt.tokens) for prompt in prompts)
+        return self.rows_of(prompts) / len(pack.tokens), tokens / len(pack.tokens)
+
+    def rows_of(self, prompts: Sequence[Prompt]) -> float:
+        """Return the rows that these prompts are, each a part of its row."""
+        return sum(1 / self._asked[prompt.row] for prompt in prompts)
 
     def settle(self, rows: Sequence[ScoredRow], answers: Mapping[int, Answer]) -> list[ScoredRow]:
         """Return the finished ones of the scored rows; the others wait. `answers` by row may have their texts."""
@@ -280,6 +286,14 @@ class WindowWork:
         """Do as `settle` does, for rows that were scored before, and their questions."""
         self._remember(questions)
         return self.settle(rows, {})
+
+    def settle_ahead(self, decided: Sequence[tuple[Request, ScoredRow]]) -> list[ScoredRow]:
+        """Do as `settle` does, for questions that were decided before the model. The rows of some have others, which
+        the model answers."""
+        self._remember([question for question, _ in decided])
+        self._asked.update(question.prompt.row for question, _ in decided)
+        complete = [row for question, own in decided for row in self._whole(own, question.prompt.part)]
+        return self.settle(complete, {})
 
     def _remember(self, questions: Sequence[Request]) -> None:
         for question in questions:
@@ -513,7 +527,8 @@ def begin_window(
         _add_ahead(finished, work, ahead, done, listener)
     if found_before:
         _add_known(finished, work, found_before, known)
-        listener.step(None, len(found_before), sum(len(each.prompt.tokens) for each in found_before), 0)
+        rows = len({each.prompt.row for each in found_before})
+        listener.step(None, rows, sum(len(each.prompt.tokens) for each in found_before), 0)
     if waiting:  # progress counts what is read for a row in the first place
         finished.tokens.prompt += waiting
         listener.step(None, 0, waiting, 0)
@@ -562,19 +577,19 @@ def _add_ahead(
     done: set[int],
     listener: Listener,
 ) -> None:
-    """Add the rows that first models answer without the model."""
+    """Add the questions that first models answer without the model."""
     new = [(question, row) for question, row in ahead if row.row not in done]
     tokens = sum(len(question.prompt.tokens) for question, _ in new)
-    finished.rows += work.settle_known([question for question, _ in new], [row for _, row in new])
+    finished.rows += work.settle_ahead(new)
     finished.tokens.prompt += tokens
-    listener.step(None, len(new), tokens, 0)
+    listener.step(None, work.rows_of([question.prompt for question, _ in new]), tokens, 0)
 
 
 def _add_known(
     finished: Finished, work: WindowWork, questions: Sequence[Request], known: Mapping[int, ScoredRow]
 ) -> None:
     """Add the rows of questions that were answered before the first window."""
-    rows = [known[each.prompt.row] for each in questions]
+    rows = [known[row] for row in dict.fromkeys(each.prompt.row for each in questions)]
     finished.rows += work.settle_known(questions, rows)
     finished.tokens.prompt += sum(len(each.prompt.tokens) for each in questions)
     finished.tokens.kept += sum(len(each.tokens) for each in questions)

@@ -86,7 +86,7 @@ SIDE_FILES = {
         "written by prefill calibrate",
         lambda path, start: _is_calibration(path, start) or _are_floors(path, start),
     ),
-    "exits": SideFile("an exit profile", json_with("label_tokens", "exits")),
+    "exits": SideFile("an exit profile", json_with("flips_of", "questions")),
     "rejects": SideFile("rejects of an earlier run", is_rejects),
     "review": SideFile("rows to review of an earlier run", is_review),
 }

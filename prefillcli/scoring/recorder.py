@@ -169,7 +169,7 @@ class FirstWindow:
                     continue
                 if np.isnan([own.next.begins, *logprobs]).any():  # an error row, as it will be written
                     continue
-                labels = self._labels.each[part] if self._labels.each else self._labels
+                labels = self._labels.asked[part]
                 heard = self._heard.setdefault(labels.question.name, _Heard(labels))
                 heard.add(prompts[row.row, part], logprobs, own.next)
                 self._window = window.index

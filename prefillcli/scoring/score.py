@@ -207,8 +207,8 @@ class ScoreJob:
             step("making prompts of the first rows")
             if (first := next(waiting, None)) is not None:
                 run.inputs.labels.check(first)
-                for reading in parts.readings:
-                    reading.begin(run, first)
+                if parts.compression is not None:
+                    parts.compression.begin(run)
                 step("loading the model")
                 self._load_models()
                 step("preparing to score")

@@ -22,7 +22,7 @@ from prefillcli.options.option import Settings
 from prefillcli.options.reading import AdapterOptions, DeterminismOptions, InspectOptions
 from prefillcli.options.requirements import compresses
 from prefillcli.reading.compress.compressor import compressor_of, inspected
-from prefillcli.reading.exits.policy import inspected_policy
+from prefillcli.reading.exits.policy import inspected_policies
 from prefillcli.rows.records import ErrorCode, RowError, ScoredRow, Window
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Progress
@@ -98,13 +98,14 @@ def _inspect(
             opened, every = inputs.opened, inputs.labels
             require_shares(every, "inspect")
             part = _part(settings, inputs)
-            labels = every.each[part] if every.each else every
+            labels = every.asked[part]
             found = find_row(inputs.source, inputs.builder, every, row=settings.row, id_column=settings.id_column)
             summary.row, summary.id, window = found.row, found.id, found.window
             labels.check(window)
             if found.row in window.errors:
                 raise no_score(found.row, found.id, window.errors[found.row])
-            policy = inspected_policy(settings.exit_profile, opened, labels)
+            policies = inspected_policies(settings.exit_profile, opened, every)
+            policy = policies.get(labels.question.name)
             further = further_questions(inputs, opening.parts)
             if further is not None:
                 stack.callback(further.close)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import itertools
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -231,7 +233,9 @@ def test_a_profile_is_used_again_after_a_check(exited: Path, deep_model: Path, t
     exits = read_report()["exits"]
     assert (exits["status"], exits["calibration_rows"]) == ("reused", 40)
     learnt = json.loads((exited / "out.exit.json").read_text())
-    assert [each["layer"] - 1 for each in exits["layers"]] == [each["layer"] for each in learnt["exits"]]
+    assert [each["layer"] - 1 for each in exits["layers"]] == [
+        each["layer"] for each in learnt["questions"][0]["exits"]
+    ]
     assert sum(row["exit_layer"] is not None for row in read_output("out.parquet")) > 30
     assert not Path("out.exit.json").exists()
 
@@ -240,7 +244,7 @@ def test_a_profile_that_fails_its_check_is_not_used(
     exited: Path, data: Path, deep_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     learnt = json.loads((exited / "out.exit.json").read_text())
-    for each in learnt["exits"]:
+    for each in learnt["questions"][0]["exits"]:
         bias = each["probe"]["bias"]
         bias["float32"] = base64.b64encode(np.array([9, 0], "<f4").tobytes()).decode()
     del learnt["checksum"]
@@ -356,12 +360,12 @@ def job_with(sink: SimpleNamespace) -> Any:
 
 def test_drift_ends_the_exits(capsys: pytest.CaptureFixture[str]) -> None:
     audited = {"t": AuditedExits(200, 150, 2), "n": AuditedExits(90, 80, 40)}
-    sink = SimpleNamespace(plan={"exits": {"digest": "of the file"}}, counts=Counts(audited_exits=audited))
-    exits = JobExits(ExitPolicy(()), exit_learning.ExitUse(status="calibrated", max_flips=FLIPS, model_layers=4))
+    sink = SimpleNamespace(plan={"exits": {"digest": "of the file"}}, counts=Counts(audited_exits={"": audited}))
+    exits = JobExits({0: ExitPolicy(())}, exit_learning.ExitUse(status="calibrated", max_flips=FLIPS, model_layers=4))
     exits.watch(job_with(sink), window=4)
-    assert exits.policy is None
-    assert exits.treatment(frozenset()) == PLAIN
-    assert sink.plan["exits"]["stopped_window"] == 5
+    assert not exits.policies
+    assert exits.treatment({}, frozenset()) == PLAIN
+    assert sink.plan["exits"]["ended"][""]["stopped_window"] == 5
     assert "40 of 90 audited rows that are 'n'" in capsys.readouterr().err
 
 
@@ -369,15 +373,15 @@ def test_drift_ends_the_exits(capsys: pytest.CaptureFixture[str]) -> None:
 def test_where_all_rows_are_bounded_together_their_audit_is_one_test(flips_of: Any) -> None:
     use = exit_learning.ExitUse(status="calibrated", max_flips=FLIPS, flips_of=flips_of, model_layers=4)
     audited = {"t": AuditedExits(300, 150, 0), "n": AuditedExits(30, 30, 9)}
-    few = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits=audited))
-    exits = JobExits(ExitPolicy(()), use.model_copy())
+    few = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits={"": audited}))
+    exits = JobExits({0: ExitPolicy(())}, use.model_copy())
     exits.watch(job_with(few), window=4)
-    assert (exits.policy is None) == (flips_of == "each")
+    assert (not exits.policies) == (flips_of == "each")
     audited = {"t": AuditedExits(190, 150, 40), "n": AuditedExits(190, 150, 40)}
-    many = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits=audited))
-    exits = JobExits(ExitPolicy(()), use.model_copy())
+    many = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits={"": audited}))
+    exits = JobExits({0: ExitPolicy(())}, use.model_copy())
     exits.watch(job_with(many), window=4)
-    assert exits.policy is None
+    assert not exits.policies
     assert ("80 of 380 audited rows have flipped" in (exits.use.reason or "")) == (flips_of == "all")
 
 
@@ -527,11 +531,162 @@ def test_rows_with_longer_labels_leave_by_the_first_tokens_that_differ(deep_mode
     assert sum(full != own for full, own in left) <= FLIPS * len(left)
 
 
-def test_labels_that_begin_with_the_same_token_are_refused(deep_model: Path) -> None:
-    write_jsonl("in.jsonl", [{"prompt": prompt} for prompt in prompts(40)])
-    found = score("in.jsonl", model=deep_model, **EXITS | {"labels": "fox n,fox t"})
-    assert found["exit_code"] == 2
-    assert "begin with the same token" in found["error"]
+def test_labels_that_begin_with_the_same_token_leave_too(deep_model: Path) -> None:
+    write_jsonl("in.jsonl", [{"prompt": prompt} for prompt in prompts()])
+    labels = {"labels": "fox n=n n,fox t=n t", "label_norm": "tokens"}
+    score("in.jsonl", "full.jsonl", model=deep_model, dtype="float32", **labels)
+    found = score("in.jsonl", "out.jsonl", model=deep_model, **EXITS | labels)
+    assert found["exit_code"] == 0, found
+    both = list(zip(read_output("full.jsonl"), read_output("out.jsonl"), strict=True))
+    left = [(full["prediction"], own["prediction"]) for full, own in both if own["exit_layer"] is not None]
+    assert len(left) > 10
+    assert sum(full != own for full, own in left) <= FLIPS * len(left)
+
+
+# Several questions: each leaves when it is decided, the row when all have.
+
+ASKED = {"fox": ("n=n", "t=t"), "dog": ("n=n", "t=t", "o=o"), "number": ("n=n", "t=t")}
+
+
+def write_questions(names: Sequence[str] = tuple(ASKED), **last: Any) -> dict[str, Any]:
+    """The options of a job with these questions, which share a beginning; `last` are fields of the last one."""
+    entries = [{"name": name, "text": f" {name}?\nAnswer:", "labels": list(ASKED[name])} for name in names]
+    entries[-1] |= last
+    file = Path("questions.json")
+    file.write_text(json.dumps({"document": "{{ prompt }}", "questions": entries}))
+    given = {name: value for name, value in EXITS.items() if name != "labels"}
+    return given | {"questions": file, "flips_of": "all"}
+
+
+def answers_of(rows: list[dict[str, Any]], name: str) -> list[Any]:
+    probabilities = f"{name}.probabilities"
+    if probabilities in rows[0]:
+        return [max(row[probabilities], key=row[probabilities].get) for row in rows]
+    return [row[name] > 0.5 for row in rows]
+
+
+@pytest.fixture(scope="module")
+def several(data: Path, deep_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a job with three questions, `full.jsonl` without exits and `out.jsonl` with them."""
+    folder = tmp_path_factory.mktemp("several")
+    with contextlib.chdir(folder):
+        given = write_questions()
+        plain = {"questions": given["questions"], "dtype": "float32", "model": deep_model}
+        assert score(data, "full.jsonl", **plain)["status"] == "complete"
+        assert score(data, "out.jsonl", model=deep_model, audit=60, **given)["status"] == "complete"
+    return folder
+
+
+def test_each_question_leaves_when_it_is_decided(several: Path) -> None:
+    rows, full = read_output(several / "out.jsonl"), read_output(several / "full.jsonl")
+    exits = read_report(several / "out.run.json")["exits"]
+    learnt = exits["learnt_rows"]
+    for name in ASKED:
+        left = [row[f"{name}.exit_layer"] is not None for row in rows]
+        own = exits["questions"][name]
+        assert sum(left) > (ROWS - learnt) / 4, own["reason"]
+        assert sum(each["rows"] for layer, each in own["by_layer"].items() if layer != "full") == sum(left)
+        said, wanted = answers_of(rows, name), answers_of(full, name)
+        assert sum(one != other for one, other in zip(said, wanted, strict=True)) <= FLIPS * ROWS
+        for row, whole in zip(rows, full, strict=True):
+            assert (row[f"{name}.label_mass"] is None) == (row[f"{name}.exit_layer"] is not None)
+            if row[f"{name}.exit_layer"] is None:
+                assert row[f"{name}.label_mass"] == pytest.approx(whole[f"{name}.label_mass"], rel=1e-4)
+        audited = [
+            (row, whole) for row, whole in zip(rows, full, strict=True) if row[f"{name}.audit_score"] is not None
+        ]
+        assert 30 < len(audited) <= 60
+        assert sum(each["rows"] for each in own["audited"]) == len(audited)
+    for row in rows:
+        gone = [row[f"{name}.exit_layer"] is not None for name in ASKED]
+        assert (row["method"] == "early-exit") == all(gone)
+    left = sum(row[f"{name}.exit_layer"] is not None for row in rows for name in ASKED)
+    assert sum(each["rows"] for layer, each in exits["by_layer"].items() if layer != "full") == left
+    assert exits["layers_saved"] > 0
+
+
+def assert_same_answers(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    for row, other in zip(rows, others, strict=True):
+        assert row["method"] == other["method"]
+        for name in ASKED:
+            assert row[f"{name}.exit_layer"] == other[f"{name}.exit_layer"]
+            assert row[name] == (pytest.approx(other[name], abs=1e-5) if name != "dog" else other[name])
+
+
+@pytest.mark.parametrize("flags", [{"workers": 2}, {"schedule": "srjf", "pack_tokens": 400, "chunk_tokens": 64}])
+def test_how_several_questions_are_computed_changes_no_exit(
+    several: Path, data: Path, deep_model: Path, flags: dict[str, Any]
+) -> None:
+    given = write_questions() | flags
+    assert score(data, "out.jsonl", model=deep_model, audit=60, **given)["status"] == "complete"
+    assert_same_answers(read_output("out.jsonl"), read_output(several / "out.jsonl"))
+
+
+def test_a_stopped_job_with_several_questions_goes_on_and_another_night_takes_its_profile(
+    several: Path, data: Path, deep_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = write_questions()
+    with monkeypatch.context() as patch:
+        patch.setattr(Sink, "finish", interrupted)
+        assert score(data, "out.jsonl", model=deep_model, audit=60, **given)["status"] != "complete"
+    with monkeypatch.context() as patch:
+        patch.setattr(exit_learning.ExitLearning, "_learn", lambda _: pytest.fail("they are learnt once"))
+        assert score(data, "out.jsonl", model=deep_model, audit=60, resume=True, **given)["status"] == "complete"
+    assert_same_answers(read_output("out.jsonl"), read_output(several / "out.jsonl"))
+    night = given | {"exit_profile": several / "out.exit.json", "exit_rows": 40}
+    assert score(data, "night.jsonl", model=deep_model, **night)["status"] == "complete"
+    exits = read_report("night.run.json")["exits"]
+    assert {each["status"] for each in exits["questions"].values()} == {"reused"}
+    other = score(
+        data,
+        "other.jsonl",
+        model=deep_model,
+        **write_questions(("fox", "dog")) | {"exit_profile": night["exit_profile"]},
+    )
+    assert (other["exit_code"], "different prompt settings, questions" in other["error"]) == (2, True)
+
+
+def test_words_decide_questions_ahead_of_the_model(data: Path, deep_model: Path) -> None:
+    given = write_questions() | {"first": "words", "max_flips": 0.3, "audit": 40}
+    assert score(data, "out.jsonl", model=deep_model, **given)["status"] == "complete"
+    rows, exits = read_output("out.jsonl"), read_report()["exits"]
+    (first,) = exits["first"]
+    ahead = [sum(row[f"{name}.exit_layer"] == 0 for row in rows) for name in ASKED]
+    assert first["rows"] == sum(ahead) > 0
+    for row in rows:
+        layers = [row[f"{name}.exit_layer"] for name in ASKED]
+        assert (row["method"] == "first") == all(layer == 0 for layer in layers)
+    assert exits["by_layer"]["0"]["rows"] == sum(ahead)
+
+
+def test_a_question_that_depends_on_others_is_read_to_the_end(data: Path, deep_model: Path) -> None:
+    given = write_questions(when="fox > 0.5")
+    assert score(data, "out.jsonl", model=deep_model, **given)["status"] == "complete"
+    rows, exits = read_output("out.jsonl"), read_report()["exits"]
+    assert exits["questions"]["number"]["status"] == "none"
+    assert "other answers" in exits["questions"]["number"]["reason"]
+    assert any(row["fox.exit_layer"] is not None for row in rows)
+    assert all(row["number.exit_layer"] is None for row in rows)
+    assert all((row["number"] is not None) == (row["fox"] > 0.5) for row in rows)
+
+
+def test_drift_ends_the_exits_of_one_question(capsys: pytest.CaptureFixture[str]) -> None:
+    audited = {"calm": {"t": AuditedExits(200, 150, 2)}, "wild": {"t": AuditedExits(90, 80, 40)}}
+    sink = SimpleNamespace(plan={"exits": {}}, counts=Counts(audited_exits=audited))
+    own = exit_learning.ExitUse(status="calibrated", max_flips=FLIPS, model_layers=4)
+    use = own.model_copy(update={"questions": {"calm": own, "wild": own}})
+    exits = JobExits({0: ExitPolicy(()), 1: ExitPolicy(())}, use)
+    exits.watch(job_with(sink), window=4)
+    assert list(exits.policies) == [0]
+    assert (exits.use.status, exits.use.questions["wild"].stopped_window) == ("calibrated", 5)
+    assert "--exit: question wild: 40 of 90" in capsys.readouterr().err
+
+
+def test_what_several_prompts_of_a_question_would_flip_is_not_bounded(data: Path, deep_model: Path) -> None:
+    Path("q.yaml").write_text("questions: [{name: mood, type: choice, instructions: Which one, choices: [n, t, o]}]")
+    given = {name: value for name, value in EXITS.items() if name != "labels"}
+    found = score(data, model=deep_model, questions="q.yaml", orders=2, **given)
+    assert (found["exit_code"], "whose flips are not those of their mean" in found["error"]) == (2, True)
 
 
 # A first model, which decides rows before the model reads them.
@@ -612,7 +767,8 @@ def test_a_dry_run_says_what_a_first_model_may_save(
     profile = cascaded / "out.exit.json"
     given |= {"exit_profile": profile, "exit_rows": 40}
     assert score(data, "out.jsonl", **given)["status"] == "complete"
-    found, learnt = read_report("out.dry-run.json")["outlooks"]["exits"], json.loads(profile.read_text())["findings"]
+    found = read_report("out.dry-run.json")["outlooks"]["exits"]
+    learnt = json.loads(profile.read_text())["questions"][0]["findings"]
     assert (found["rows_in_full"], found["provable"]) == (40, None)
     assert found["leaving"] == {str(each["layer"] + 1): each["leaving"] for each in learnt["exits"]}
     assert found["gain"] == pytest.approx(ROWS / (40 + (ROWS - 40) / (learnt["gain"] or 1.0)))

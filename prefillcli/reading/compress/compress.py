@@ -67,7 +67,8 @@ class Compress(Reading, Judge):
         """Return how prompts are read, as a value to hash: exits learn from the answers and are used again later."""
         return [self.settings.keep, asdict(compression_of(self.settings))]
 
-    def begin(self, run: Run, window: Window) -> None:
+    def begin(self, run: Run) -> None:
+        """Count on from the rows that earlier attempts have written."""
         self._methods = run.sink.counts.tallies.methods
 
     def requests(

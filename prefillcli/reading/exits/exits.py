@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from prefillcli.report.run import RunReport
     from prefillcli.rows.output.columns import Counts
     from prefillcli.rows.output.target import Manifest
-    from prefillcli.rows.records import Prompt, ScoredRow, Window
+    from prefillcli.rows.records import Prompt, ScoredRow
 
 
 class Exits(Reading, Judge):
@@ -77,17 +77,6 @@ class Exits(Reading, Judge):
         if self.profile is not None:
             require_same_job(self.profile, self.settings.exit_profile, job_of_exits(run, self._read_as))
 
-    def begin(self, run: Run, window: Window) -> None:
-        for prompt in window.prompts:
-            first = [set(own) for own in prompt.labels.first]
-            if len(set().union(*first)) < sum(map(len, first)):
-                option = self.settings.exit_option
-                raise UsageError(
-                    f"{option}: two labels begin with the same token after a prompt: the logits there, by which "
-                    f"rows leave, do not distinguish them\nleave {option} out, or choose labels whose first tokens "
-                    "differ (1=1 is a digit without the space before it)"
-                )
-
     def learn(self, run: Run) -> None:
         """Learn when rows are decided, from some of them that are read in full, or from those of an estimate."""
         from prefillcli.reading.exits.learning import ExitLearning
@@ -115,9 +104,10 @@ class Exits(Reading, Judge):
         """Rows by number that were scored before the first window, to learn from them."""
         return {} if self.exits is None else self.exits.known
 
-    def treatment(self, in_full: frozenset[int]) -> Treatment | None:
-        """Return its work between the layers on a pack's prompts, except those `in_full`; None if there is none."""
-        return None if self.exits is None else self.exits.treatment(in_full)
+    def treatment(self, questions: Mapping[int, Request], in_full: frozenset[int]) -> Treatment | None:
+        """Return its work between the layers on a pack's prompts with these `questions`, except those `in_full`; None
+        if there is none."""
+        return None if self.exits is None else self.exits.treatment(questions, in_full)
 
     def answered(self, pack: Pack, answers: Sequence[Answer]) -> None:
         """Take a pack whose prompts are all answered."""

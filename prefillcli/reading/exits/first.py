@@ -21,8 +21,7 @@ from prefillcli.models.open import WORDS, Small
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import Plan, make_plan
-from prefillcli.prompts.labels import Following, Labels, parse_labels, tail_of
-from prefillcli.prompts.questions import typed
+from prefillcli.prompts.labels import Following, Labels, tail_of
 from prefillcli.prompts.translation import Translation, Translator
 from prefillcli.rows.records import BEFORE, Int32Array, Prompt
 
@@ -73,16 +72,16 @@ def readings_of(found: Sequence[FirstReading | None]) -> Readings:
 class FirstPrompts:
     """Makes the prompts of the first model from those of the large one: the same text, in its own tokens."""
 
-    def __init__(self, opened: Opened, small: Small, settings: Any) -> None:
+    def __init__(self, opened: Opened, small: Small, labels: Labels, settings: Any) -> None:
         own, head = small.tokenizer, small.files.head
         self._whole = small.files.encoder
         self._classes = None if head is None else LabelSet.of([[each] for each in range(len(head.classes))])
         self._embedded = small.files.config.vocab_size
         self._translator = None if own is None else Translator(opened.tokenizer, own, self._embedded)
-        self._labels = None
+        self._labels: list[Labels] = []  # after each prompt of a row
         if own is not None and head is None:
-            labels = parse_labels(settings.labels)
-            self._labels = Labels(own, typed(labels), norm=settings.label_norm, end=settings.label_end)
+            norm, end = settings.label_norm, settings.label_end
+            self._labels = [Labels(own, each.question, norm=norm, end=end) for each in labels.asked]
 
     def of(self, prompts: Sequence[Prompt]) -> list[FirstPrompt | None]:
         """Return each prompt; None for one that the first model has no tokens for."""
@@ -97,16 +96,19 @@ class FirstPrompts:
             if not isinstance(each, str) and int(each.max(initial=0)) < self._embedded
         }
         made: list[FirstPrompt | None] = [None] * len(prompts)
-        if self._labels is None:
+        if not self._labels:
             for number, own in able.items():
                 made[number] = FirstPrompt(own, self._classes or prompts[number].labels)
             return made
-        tails = [tail_of(self._translator.decode(own[-_TAIL_TOKENS:])) for own in able.values()]
-        for (number, own), following in zip(able.items(), self._labels.resolve_all(tails), strict=True):
-            if isinstance(following, Following) and all(
-                int(each.max()) < self._embedded for each in following.labels.sequences
-            ):
-                made[number] = FirstPrompt(own[: len(own) - len(following.moved)], following.labels)
+        for part, labels in enumerate(self._labels):
+            asked = [number for number in able if prompts[number].part == part]
+            tails = [tail_of(self._translator.decode(able[number][-_TAIL_TOKENS:])) for number in asked]
+            for number, following in zip(asked, labels.resolve_all(tails), strict=True):
+                if isinstance(following, Following) and all(
+                    int(each.max()) < self._embedded for each in following.labels.sequences
+                ):
+                    own = able[number]
+                    made[number] = FirstPrompt(own[: len(own) - len(following.moved)], following.labels)
         return made
 
 
@@ -274,7 +276,7 @@ class FirstReader:
         self.tokens = 0
         self.seconds = 0.0
         self.small = scorer.inputs.opened.small[number]
-        self._prompts = FirstPrompts(scorer.inputs.opened, self.small, scorer.settings)
+        self._prompts = FirstPrompts(scorer.inputs.opened, self.small, scorer.inputs.labels, scorer.settings)
         self._workers = scorer.pool.remote
         self._models: FirstModels | None = scorer.beside.get("first")
         self._number = number

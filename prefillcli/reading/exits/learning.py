@@ -42,7 +42,9 @@ from prefillcli.reading.exits.policy import (
     FlipsOf,
     GainPoint,
     JudgedLabel,
+    LearntExits,
     exits_path,
+    identity_of,
     job_of_exits,
 )
 from prefillcli.report.section import (
@@ -59,9 +61,9 @@ from prefillcli.report.section import (
     round_ticks,
     visible,
 )
-from prefillcli.rows.output.columns import TO_THE_END, Counts
+from prefillcli.rows.output.columns import TO_THE_END, AuditedExits, Counts, LayerRows
 from prefillcli.rows.output.store import write_sealed
-from prefillcli.rows.records import BEFORE, FIRST, Int64Array, Prompt, ScoredRow
+from prefillcli.rows.records import BEFORE, FIRST, Int64Array, Prompt, ScoredRow, joined_row
 from prefillcli.runtime import log
 from prefillcli.stats.evaluation import exact_interval, flip_bound, rows_for
 
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from prefillcli.engines.base import PlanEngine
     from prefillcli.models.open import Opened
     from prefillcli.plan.pack import Pack
+    from prefillcli.prompts.labels import Labels
     from prefillcli.report.run import RunReport
 
 
@@ -181,7 +184,7 @@ class LayerCount(BaseModel):
 
 
 class ExitUse(BaseModel):
-    """The exits of a run."""
+    """The exits of a run. Of several questions, each has its own; counts of rows are then of their answers."""
 
     status: ExitStatus
     reason: str | None = None  # why there are no exits, or no longer
@@ -206,21 +209,35 @@ class ExitUse(BaseModel):
     kept_alive: dict[str, float] = Field(default_factory=dict)  # layers of shared tokens, by the rows they served
     audited: list[AuditedLabel] = Field(default_factory=list)
     curve: list[GainPoint] = Field(default_factory=list)
+    questions: dict[str, ExitUse] = Field(default_factory=dict)  # by name; empty for a job of one without a name
+
+    @property
+    def each(self) -> Mapping[str, ExitUse]:
+        """The exits of each question, by its name."""
+        return self.questions or {"": self}
 
     def take(self, counts: Counts) -> None:
         """Take over the counts of the output's rows, including those of earlier attempts."""
-        found = counts.tallies.exit_layers
+        layers, audited = counts.tallies.exit_layers, counts.audited_exits
+        for name, own in self.each.items():
+            own._take(layers.get(name, {}), audited.get(name, {}))
+        if self.questions:
+            together: dict[str, LayerRows] = {}
+            for found in layers.values():
+                for name, rows in found.items():
+                    together[name] = LayerRows(*map(sum, zip(together.get(name, (0, 0)), rows, strict=True)))
+            self._take(together, {})
+
+    def _take(self, found: Mapping[str, LayerRows], audited: Mapping[str, AuditedExits]) -> None:
         order = sorted(found, key=lambda name: (name == TO_THE_END, int(name) if name != TO_THE_END else 0))
         self.by_layer = {
             name: LayerCount(rows=found[name].rows, prompt_tokens=found[name].prompt_tokens) for name in order
         }
-        for each in self.layers:
+        places: list[UsedExit | FirstUse] = [*self.layers, *self.first]
+        for each in places:
             own = self.by_layer.get(str(each.layer))
             each.rows = own.rows if own is not None else 0
             each.share = each.rows / self.free_rows if self.free_rows else None
-            for first in self.first:
-                if first.layer == each.layer:
-                    first.rows, first.share = each.rows, each.share
         self.audited = [
             AuditedLabel(
                 label=label,
@@ -231,7 +248,7 @@ class ExitUse(BaseModel):
                 interval=exact_interval(own.flips, own.rows, self.confidence),
                 bound=flip_bound(own.flips, own.rows, self.confidence),
             )
-            for label, own in sorted(counts.audited_exits.items())
+            for label, own in sorted(audited.items())
         ]
 
     @property
@@ -243,7 +260,7 @@ class ExitUse(BaseModel):
     def free_rows(self) -> int:
         """Scored rows of the output that were not read to learn exits from."""
         full = self.by_layer.get(TO_THE_END)
-        return self.rows - min(self.learnt_rows, full.rows if full is not None else 0)
+        return self.rows - min(self.learnt_rows * len(self.each), full.rows if full is not None else 0)
 
     @property
     def rows(self) -> int:
@@ -257,25 +274,34 @@ class ExitUse(BaseModel):
 def exit_lines(use: ExitUse) -> Iterator[tuple[str, str]]:
     """Yield the lines that exits add to the table of a run: name and text."""
     yield "exits", _status(use)
-    for own in use.first:
+    for each in use.first:
         yield (
             "first model",
-            f"{visible(own.model, line=True)}, {own.cost:.1%} of the cost of a token; it read "
-            f"{counted(own.read_rows, 'row')} in {own.seconds:.1f} s",
+            f"{visible(each.model, line=True)}, {each.cost:.1%} of the cost of a token; it read "
+            f"{counted(each.read_rows, 'row')} in {each.seconds:.1f} s",
         )
-    if use.classes:
-        yield "exits, judged", "; ".join(_judged(each) for each in use.classes)
+    for name, own in use.questions.items():
+        if own.reason is not None:
+            yield f"exits of {visible(name, line=True)}", _status(own)
+    for name, own in use.each.items():
+        if own.classes:
+            yield f"exits, judged{_of(name)}", "; ".join(_judged(each) for each in own.classes)
     if use.left_early:
         yield "exit layers", _layers(use)
         if (saved := _saved(use)) is not None:
             yield "exit gain", saved
-    if any(each.left for each in use.audited):
-        texts = [
-            f"{visible(each.label, line=True)} {counted(each.flips, 'flip')} of {each.rows:,} "
-            f"({percent_interval(each.interval)}), {each.left:,} would leave"
-            for each in use.audited
-        ]
-        yield "exits, audited", "; ".join(texts)
+    for name, own in use.each.items():
+        if any(each.left for each in own.audited):
+            texts = [
+                f"{visible(each.label, line=True)} {counted(each.flips, 'flip')} of {each.rows:,} "
+                f"({percent_interval(each.interval)}), {each.left:,} would leave"
+                for each in own.audited
+            ]
+            yield f"exits, audited{_of(name)}", "; ".join(texts)
+
+
+def _of(question: str) -> str:
+    return f", {visible(question, line=True)}" if question else ""
 
 
 def _status(use: ExitUse) -> str:
@@ -287,6 +313,7 @@ def _status(use: ExitUse) -> str:
     most = _percent(use.max_flips or 0)
     each = use.flips_of == "each"
     whose = "the rows of each label" if each else "all rows"
+    whose += ", for each question," if use.questions else ""
     text = f"learnt from {rows} in full; of {whose} at most {most} flip {sure}"
     if use.reused:
         text = (
@@ -390,6 +417,40 @@ def section(report: RunReport) -> Section | None:
         return None
     bound = BOUND_NOTE if use.flips_of == "each" else ALL_BOUND_NOTE
     bound = bound if use.rare is None else RARE_NOTE
+    found = Section(
+        title="Early exit",
+        lines=list(exit_lines(use)),
+        parts=[
+            Part(note=f"{bound} {OTHER_ROWS_NOTE if use.reused else OWN_ROWS_NOTE}"),
+            Part(title="Answers by layer" if use.questions else "Rows by layer", bars=_by_layer(use)),
+            *(part for name, own in use.each.items() for part in _question_parts(name, own)),
+            Part(title="Shared beginnings kept alive", bars=_kept_alive(use.kept_alive), note=ALIVE_NOTE),
+            *(
+                Part(title=f"Gain over flips{_of(name)}", plot=gain_plot(own), note=CURVE_NOTE)
+                for name, own in use.each.items()
+            ),
+        ],
+        summary={"exits": {"status": use.status, "left": use.left_early, "layers_saved": use.layers_saved}},
+    )
+    if use.free_rows:
+        found.tiles.append(("left early", f"{use.left_early / use.free_rows:.1%}"))
+    layers = {name: float(own.rows) for name, own in use.by_layer.items()}
+    found.metric("exit_rows", "Scored rows of the output by the layers that they went through.", layers, "layer")
+    if use.layers_saved is not None:
+        found.metric("exit_layers_saved", "Share of the tokens' layers that exits spared.", use.layers_saved)
+    audited = {
+        f"{name}.{each.label}" if name else each.label: each for name, own in use.each.items() for each in own.audited
+    }
+    rows = {label: float(each.rows) for label, each in audited.items()}
+    flips = {label: float(each.flips) for label, each in audited.items()}
+    found.metric("exit_audited_rows", "Audited rows by label in full.", rows, "label")
+    found.metric("exit_audited_flips", "Audited rows that exits flip, by label in full.", flips, "label")
+    active = float(use.status in ("calibrated", "reused"))
+    found.metric("exit_active", "1 if rows may leave early, 0 if exits were refused or stopped.", active)
+    return found
+
+
+def _question_parts(name: str, use: ExitUse) -> list[Part]:
     labels = [f"ahead for {label}" for label in use.layers[0].thresholds] if use.layers else []
     layer_rows = [
         [
@@ -403,48 +464,19 @@ def section(report: RunReport) -> Section | None:
         for each in use.layers
     ]
     classes = [[each.label, f"{each.fitted:,}", f"{each.judged:,}", *_proven(each)] for each in use.classes]
-    audited_rows = [
+    audited = [
         [each.label, f"{each.rows:,}", f"{each.left:,}", f"{each.flips:,}", percent_interval(each.interval)]
         for each in use.audited
     ]
     sure = f"{100 * use.confidence:g} %"
-    found = Section(
-        title="Early exit",
-        lines=list(exit_lines(use)),
-        parts=[
-            Part(note=f"{bound} {OTHER_ROWS_NOTE if use.reused else OWN_ROWS_NOTE}"),
-            Part(title="Rows by layer", bars=_by_layer(use)),
-            Part(
-                title="Exit layers",
-                table=_table(["after layer", "probe", "peek", *labels, "expected", "left"], layer_rows),
-            ),
-            Part(
-                title="Calibration rows",
-                table=_table(["label in full", "fitted", "judged", "flips", f"at most ({sure})"], classes),
-            ),
-            Part(
-                title="Audited rows",
-                table=_table(["label in full", "audited", "would leave", "flips", f"{sure} interval"], audited_rows),
-            ),
-            Part(title="Shared beginnings kept alive", bars=_kept_alive(use.kept_alive), note=ALIVE_NOTE),
-            Part(title="Gain over flips", plot=gain_plot(use), note=CURVE_NOTE),
-        ],
-        summary={"exits": {"status": use.status, "left": use.left_early, "layers_saved": use.layers_saved}},
-    )
-    if use.free_rows:
-        found.tiles.append(("left early", f"{use.left_early / use.free_rows:.1%}"))
-    layers = {name: float(own.rows) for name, own in use.by_layer.items()}
-    found.metric("exit_rows", "Scored rows of the output by the layers that they went through.", layers, "layer")
-    if use.layers_saved is not None:
-        found.metric("exit_layers_saved", "Share of the tokens' layers that exits spared.", use.layers_saved)
-    audited = {each.label: each for each in use.audited}
-    rows = {label: float(each.rows) for label, each in audited.items()}
-    flips = {label: float(each.flips) for label, each in audited.items()}
-    found.metric("exit_audited_rows", "Audited rows by label in full.", rows, "label")
-    found.metric("exit_audited_flips", "Audited rows that exits flip, by label in full.", flips, "label")
-    active = float(use.status in ("calibrated", "reused"))
-    found.metric("exit_active", "1 if rows may leave early, 0 if exits were refused or stopped.", active)
-    return found
+    header = ["after layer", "probe", "peek", *labels, "expected", "left"]
+    judged = ["label in full", "fitted", "judged", "flips", f"at most ({sure})"]
+    left = ["label in full", "audited", "would leave", "flips", f"{sure} interval"]
+    return [
+        Part(title=f"Exit layers{_of(name)}", table=_table(header, layer_rows)),
+        Part(title=f"Calibration rows{_of(name)}", table=_table(judged, classes)),
+        Part(title=f"Audited rows{_of(name)}", table=_table(left, audited)),
+    ]
 
 
 def gain_plot(use: ExitUse) -> Plot | None:
@@ -506,7 +538,7 @@ def _kept_alive(found: Mapping[str, float]) -> list[Bar]:
 
 
 EXITS = "exits"  # in the plan of a job
-ENDED = ("reason", "stopped_window")  # the plan's value there once drift has ended the exits
+ENDED = "ended"  # there, by question, what a report says once drift has ended its exits
 FILE = "exits.json"  # in the work folder
 CHECKED_ROWS = 300
 MOST_BYTES = 1 << 30  # bytes of readings in memory, unless the user sets the number of rows
@@ -517,7 +549,9 @@ SEED = 20_262
 class JobExits:
     """The exits of a job at work."""
 
-    policy: ExitPolicy | None  # None where no row leaves: nothing could be proven, or the exits have ended
+    # By the prompt of a row (`Prompt.part`). Without one no answer leaves: nothing could be proven, or the exits have
+    # ended.
+    policies: dict[int, ExitPolicy]
     use: ExitUse  # the exits in the run's report
     known: Mapping[int, ScoredRow] = field(default_factory=dict)  # rows by number that need not be read again
     # The packs of this run: the seconds that they took and would have taken without exits; token-layers in full, and
@@ -534,22 +568,31 @@ class JobExits:
     first_seconds: dict[int, float] = field(default_factory=dict)
     spared: int = 0
 
-    def treatment(self, in_full: frozenset[int]) -> Treatment:
-        """Return the treatment between layers. The prompts `in_full` go through all layers."""
-        inside = None if self.policy is None else self.policy.inside
-        return PLAIN if inside is None else Treatment(EarlyExits(inside, in_full))
+    def treatment(self, questions: Mapping[int, Request], in_full: frozenset[int]) -> Treatment:
+        """Return the treatment between layers of the prompts with these `questions`. Those `in_full` go through all
+        layers."""
+        inside = {part: own for part, policy in self.policies.items() if (own := policy.inside) is not None}
+        rules = {
+            number: inside[question.prompt.part]
+            for number, question in questions.items()
+            if question.prompt.part in inside
+        }
+        return Treatment(EarlyExits(rules, in_full)) if rules else PLAIN
 
     def ahead(self, questions: Sequence[Request], tick: TickTokens) -> tuple[dict[int, ScoredRow], int]:
         """Return the answers that the first models give, by the places of the questions, and the tokens that they
         computed."""
         rows: dict[int, ScoredRow] = {}
         computed = 0
-        for layer in () if self.policy is None else self.policy.layers:
-            if layer > BEFORE:
-                break
+        for layer in sorted({layer for each in self.policies.values() for layer in each.layers if layer <= BEFORE}):
+            asked = {part for part, policy in self.policies.items() if layer in policy.layers}
             reader = self.first[layer][1]
             tokens, seconds = reader.tokens, reader.seconds
-            left = [number for number in range(len(questions)) if number not in rows]
+            left = [
+                number
+                for number, question in enumerate(questions)
+                if number not in rows and question.prompt.part in asked
+            ]
             for at in range(0, len(left), reader.block):
                 rows |= self._decided(layer, reader, questions, left[at : at + reader.block], tick)
             self.first_rows[layer] += len(left)
@@ -561,21 +604,23 @@ class JobExits:
     def _decided(
         self, layer: int, reader: Reader, questions: Sequence[Request], numbers: Sequence[int], tick: TickTokens
     ) -> dict[int, ScoredRow]:
-        # The rows of the questions with these `numbers` that a first model decides.
+        # The answers to the questions with these `numbers` that a first model decides.
         found = reader.read([questions[number].prompt for number in numbers], tick)
-        read = [(number, each) for number, each in zip(numbers, found, strict=True) if each is not None]
-        if not read or self.policy is None:
-            return {}
-        decided, logprobs = self.policy.decide(layer, readings_of([each for _, each in read]))
-        return {
-            number: decided_row(questions[number], own, layer, each.seconds)
-            for (number, each), leaves, own in zip(read, decided.tolist(), logprobs, strict=True)
-            if leaves
-        }
+        read: dict[int, list[tuple[int, FirstReading]]] = {}
+        for number, each in zip(numbers, found, strict=True):
+            if each is not None:
+                read.setdefault(questions[number].prompt.part, []).append((number, each))
+        rows = {}
+        for part, pairs in read.items():
+            decided, logprobs = self.policies[part].decide(layer, readings_of([each for _, each in pairs]))
+            for (number, each), leaves, own in zip(pairs, decided.tolist(), logprobs, strict=True):
+                if leaves:
+                    rows[number] = decided_row(questions[number], own, layer, each.seconds)
+        return rows
 
     def add(self, pack: Pack, answers: Sequence[Answer]) -> None:
         """Count the layers that exits saved in a pack, by all of its answers."""
-        if self.policy is None or not answers:
+        if not self.policies or not answers:
             return
         left = {answer.prompt: answer.exit_layer for answer in answers}
         through = [_layers_through([left[prompt] for prompt in prompts]) for _, prompts in pack.reads]
@@ -586,25 +631,36 @@ class JobExits:
         self.kept_alive.update(carried_by_few(pack, through, self.use.model_layers))
 
     def watch(self, run: Run, window: int) -> None:
-        """End the exits after a `window` if the written audited rows show that too many answers flip."""
-        sink, use, allowed = run.sink, self.use, self.use.max_flips
-        if self.policy is None or allowed is None:
-            return
-        audited = sink.counts.audited_exits
-        counts = {f"audited rows that are {label!r} in full": (own.flips, own.rows) for label, own in audited.items()}
-        if use.flips_of == "all" and counts:
-            counts = {"audited rows": (sum(flips for flips, _ in counts.values()), sum(n for _, n in counts.values()))}
-        drifted = drifted_classes(list(counts.values()), allowed)
-        if not drifted:
-            return
-        of, (flips, rows) = list(counts.items())[drifted[0]]
-        self.policy, use.status, use.stopped_window = None, "stopped", window + 1
-        use.reason = (
-            f"{flips:,} of {rows:,} {of} have flipped, more than --max-flips {allowed:g} explains: the "
-            "rows are not like those that the exits were learnt on"
-        )
-        sink.plan = sink.plan | {EXITS: sink.plan[EXITS] | {name: getattr(use, name) for name in ENDED}}
-        log.warning(f"{'--first' if use.first else '--exit'}: {use.reason}; all further rows are read in full")
+        """End the exits of a question after a `window` if the written audited rows show that too many answers
+        flip."""
+        sink, allowed = run.sink, self.use.max_flips
+        for part, (name, use) in enumerate(self.use.each.items()):
+            if part not in self.policies or allowed is None:
+                continue
+            audited = sink.counts.audited_exits.get(name, {})
+            counts = {
+                f"audited rows that are {label!r} in full": (own.flips, own.rows) for label, own in audited.items()
+            }
+            if use.flips_of == "all" and counts:
+                counts = {
+                    "audited rows": (sum(own[0] for own in counts.values()), sum(own[1] for own in counts.values()))
+                }
+            drifted = drifted_classes(list(counts.values()), allowed)
+            if not drifted:
+                continue
+            of, (flips, rows) = list(counts.items())[drifted[0]]
+            del self.policies[part]
+            ended = {
+                "status": "stopped",
+                "stopped_window": window + 1,
+                "reason": f"{flips:,} of {rows:,} {of} have flipped, more than --max-flips {allowed:g} explains: the "
+                "rows are not like those that the exits were learnt on",
+            }
+            before = sink.plan[EXITS]
+            sink.plan = sink.plan | {EXITS: before | {ENDED: before.get(ENDED, {}) | {name: ended}}}
+            self.use = _with_ends(self.use, {name: ended})
+            option = "--first" if self.use.first else "--exit"
+            log.warning(f"{option}{_question(name)}: {ended['reason']}; all further rows are read in full")
 
     def report(self, tokens: Any) -> ExitUse:
         """Return the exits for the run's report, with the savings in its packs; `tokens` (`report.run.Tokens`) are
@@ -654,53 +710,94 @@ def stored_exit_use(plan: Mapping[str, Any]) -> ExitUse | None:
 
 
 def _use_of(stored: Mapping[str, Any]) -> ExitUse:
-    use = ExitUse.model_validate(stored["use"])
-    if "stopped_window" not in stored:
-        return use
-    return use.model_copy(update={"status": "stopped"} | {name: stored[name] for name in ENDED})
+    return _with_ends(ExitUse.model_validate(stored["use"]), stored.get(ENDED, {}))
+
+
+def _with_ends(use: ExitUse, ended: Mapping[str, Mapping[str, Any]]) -> ExitUse:
+    """Return the exits with those of some questions ended."""
+    if not use.questions:
+        return use.model_copy(update=dict(ended.get("", {})))
+    questions = {name: own.model_copy(update=dict(ended.get(name, {}))) for name, own in use.questions.items()}
+    return _joined(use, questions)
+
+
+def _joined(use: ExitUse, questions: dict[str, ExitUse]) -> ExitUse:
+    """Return the exits of a job with those of its `questions`. As long as one question has exits, so has the job."""
+    found = list(questions.values())
+    best = next((own for own in found if own.reason is None), found[0])
+    reason = None if best.reason is None else "no question has any"
+    update = {"status": best.status, "reason": reason, "stopped_window": best.stopped_window}
+    return use.model_copy(update=update | {"questions": questions})
+
+
+def _question(name: str) -> str:
+    return f": question {name}" if name else ""
 
 
 @dataclass(slots=True)
-class _ReadRows:
-    # Questions that were answered in full; `unique` is the size of their trie, in tokens. `first` has the readings of
-    # the first models, by layer.
+class ReadRows:
+    """Questions that were answered in full, with readings after these `layers` and, by layer, those of the `first`
+    models. `unique` is the size of their trie, in tokens."""
+
     questions: list[Request]
     answers: list[Answer]
     unique: int
+    layers: Sequence[int]
     first: dict[int, list[FirstReading | None]]
 
-    def add(self, other: _ReadRows) -> None:
+    def add(self, other: ReadRows) -> None:
+        """Add more questions, with readings of the same layers."""
         self.questions += other.questions
         self.answers += other.answers
         self.unique += other.unique
         for layer, found in other.first.items():
             self.first.setdefault(layer, []).extend(found)
 
+    def of_part(self, part: int, labels: int) -> CalibrationRows:
+        """Return the rows of the questions with this number among those about a row, which have so many labels. Each
+        question has the same share of its row's tokens."""
+        asked = Counter(question.prompt.row for question in self.questions)
+        own = [number for number, each in enumerate(self.questions) if each.prompt.part == part]
+        questions, answers = [self.questions[number] for number in own], [self.answers[number] for number in own]
+        rows = calibration_rows(questions, answers, self.layers, labels)
+        first = {layer: readings_of([found[number] for number in own]) for layer, found in self.first.items()}
+        shares = np.array([asked[each.prompt.row] for each in questions], np.float64)
+        return replace(rows, readings=first | dict(rows.readings), weights=rows.weights / shares)
 
-def with_first(
-    opened: Opened,
-    rows: CalibrationRows,
-    read: Mapping[int, Sequence[FirstReading | None]],
-    readers: Mapping[int, tuple[str, Reader]],
-    questions: Sequence[Request],
-    answers: Sequence[Answer],
-) -> tuple[CalibrationRows, list[FirstUse]]:
-    """Return the rows with what first models `read` of their questions, by layer, and what a token costs each of the
-    `readers`.
+    def first_use(self, opened: Opened, readers: Mapping[int, tuple[str, Reader]]) -> list[FirstUse]:
+        """Return what a token costs each of the first models' `readers`.
 
-    The seconds of a token, a median because the first packs take longer than others, are for the report alone.
-    """
-    readings, used = {}, []
-    for layer, found in read.items():
-        able, reader = [number for number, each in enumerate(found) if each is not None], readers[layer][1]
-        lengths = [(own.length, len(asked.tokens)) for own, asked in zip(found, questions, strict=True) if own]
-        # Words cost next to nothing
-        cost = reading_cost(reader.small, opened, lengths) if able and isinstance(reader, FirstReader) else 0.0
-        token = [answers[number].seconds / len(questions[number].tokens) for number in able]
-        seconds = float(np.median(token)) if able else 0.0
-        used.append(FirstUse(model=readers[layer][0], layer=layer + 1, cost=cost, token_seconds=seconds))
-        readings[layer] = readings_of(found)
-    return replace(rows, readings=readings | dict(rows.readings)), used
+        The seconds of a token, a median because the first packs take longer than others, are for the report alone.
+        """
+        used = []
+        for layer, found in self.first.items():
+            able, reader = [number for number, each in enumerate(found) if each is not None], readers[layer][1]
+            lengths = [
+                (own.length, len(asked.tokens)) for own, asked in zip(found, self.questions, strict=True) if own
+            ]
+            # Words cost next to nothing
+            cost = reading_cost(reader.small, opened, lengths) if able and isinstance(reader, FirstReader) else 0.0
+            token = [self.answers[number].seconds / len(self.questions[number].tokens) for number in able]
+            seconds = float(np.median(token)) if able else 0.0
+            used.append(FirstUse(model=readers[layer][0], layer=layer + 1, cost=cost, token_seconds=seconds))
+        return used
+
+    def scored(self, prompts: int) -> list[ScoredRow]:
+        """Return the rows of which all their `prompts` are answered."""
+        found: dict[int, list[ScoredRow]] = {}
+        for question, answer in zip(self.questions, self.answers, strict=True):
+            found.setdefault(question.prompt.row, []).append(scored_row(question, answer))
+        return [own[0] if prompts == 1 else joined_row(own) for own in found.values() if len(own) == prompts]
+
+
+def _written(row: ScoredRow) -> dict[str, Any]:
+    """Return a row as `_row_of` reads it."""
+    return {**asdict(row), "logprobs": row.logprobs.tolist(), "parts": [_written(each) for each in row.parts]}
+
+
+def _row_of(written: Mapping[str, Any]) -> ScoredRow:
+    arrays = {"logprobs": np.array(written["logprobs"], np.float64)}
+    return ScoredRow(**{**written, **arrays, "parts": tuple(map(_row_of, written["parts"]))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -722,11 +819,11 @@ class ExitLearning:
         sink, found = self.run.sink, self._stored()
         if found is None:
             profile, known, use = self._learn()
-            rows = [{**asdict(row), "logprobs": row.logprobs.tolist()} for row in known]
+            rows = list(map(_written, known))
             data = json.dumps({"profile": profile.model_dump(mode="json"), "rows": rows}).encode()
             sink.work.put_bytes(FILE, data)
             before = sink.plan.get(EXITS, {})
-            ended = {name: before[name] for name in ENDED if name in before}  # ended by drift, and learnt again since
+            ended = {ENDED: before[ENDED]} if ENDED in before else {}  # ended by drift, and learnt again since
             learnt = {"digest": hashlib.sha256(data).hexdigest(), "use": use.model_dump(mode="json")}
             sink.plan = sink.plan | {EXITS: learnt | ended}
             if self.run.report.report is not None and self.run.settings.exit_profile is None and use.rare is None:
@@ -735,13 +832,19 @@ class ExitLearning:
                     write_sealed(path, profile.to_json())
                 except (OSError, PrefillError) as error:
                     log.warning(f"cannot write {path}: {error}")
-            if use.reason is not None:
-                log.warning(f"{self.run.settings.exit_option}: {use.reason}; all rows are read in full")
+            for name, own in use.each.items():
+                if own.reason is not None:
+                    option = self.run.settings.exit_option
+                    log.warning(f"{option}{_question(name)}: {own.reason}; all rows are read in full")
         else:
             profile, known = found
         use = _use_of(sink.plan[EXITS])
         return JobExits(
-            policy=profile.policy if use.reason is None else None,
+            policies={
+                part: learnt.policy
+                for part, (learnt, own) in enumerate(zip(profile.questions, use.each.values(), strict=True))
+                if learnt.policy is not None and own.reason is None
+            },
             use=use,
             known={row.row: row for row in known},
             first=self.first,
@@ -757,8 +860,7 @@ class ExitLearning:
             data = b""
         if hashlib.sha256(data).hexdigest() == self.run.sink.plan[EXITS]["digest"]:
             content = json.loads(data)
-            rows = [ScoredRow(**{**row, "logprobs": np.array(row["logprobs"], np.float64)}) for row in content["rows"]]
-            return ExitProfile.model_validate(content["profile"]), rows
+            return ExitProfile.model_validate(content["profile"]), list(map(_row_of, content["rows"]))
         place = f"{self.run.sink.work.location}/{FILE}"
         log.warning(f"{place} is gone or damaged: the exits are learnt again, from the same rows")
         return None
@@ -766,81 +868,105 @@ class ExitLearning:
     def _learn(self) -> tuple[ExitProfile, list[ScoredRow], ExitUse]:
         # Read some rows in full and learn from them, or test whether a given profile still holds. Returns the rows
         # that need not be read again.
-        settings, given, names = self.run.settings, self.given, self.run.inputs.labels.names
-        config = self.run.inputs.opened.files.config
-        depth: int = config.get_text_config().num_hidden_layers
-        policy = None if given is None else given.policy
-        layers = observed_layers(depth) if self.run.settings.exit else ()
-        if policy is not None:
-            layers = () if policy.inside is None else policy.inside.layers
+        settings, given = self.run.settings, self.given
+        depth: int = self.run.inputs.opened.files.config.get_text_config().num_hidden_layers
+        layers = observed_layers(depth) if settings.exit else ()
+        policies = [] if given is None else [each.policy for each in given.questions if each.policy is not None]
+        if policies:
+            own = (layer for each in policies if each.inside is not None for layer in each.inside.layers)
+            layers = tuple(sorted(set(own)))
         # The best that the rows could prove. They only check a given profile.
         provable = None
         if given is None:
             provable = provable_flips(min(self._count, len(self._rows()) // 2), settings.max_flips, self._classes)
         read = self._read_rows(layers, provable)
-        rows = calibration_rows(read.questions, read.answers, layers, len(names))
-        rows, first = with_first(self.run.inputs.opened, rows, read.first, self.first, read.questions, read.answers)
-        if given is not None and policy is not None:
-            check = recheck_exits(policy, rows, settings.max_flips, names, settings.flips_of)
-            profile, reason = given, check.reason
-            if not settings.quiet:
-                log.info(f"--exit-profile: {check.text}")
-        else:
-            found = calibrate_exits(
-                rows,
-                layers=depth,
-                max_flips=settings.max_flips,
-                labels=names,
-                costs=replace(
-                    exit_costs(config), first={each.layer - 1: each.cost * in_full(depth) for each in first}
-                ),
-                flips_of=settings.flips_of,
-                of=self._drawn_from,
-            )
-            exits = None if found.policy is None else found.policy.to_json()
-            profile = ExitProfile(**job_of_exits(self.run, self.read_as), exits=exits, findings=found.findings)
-            reason = found.reason
-        known, learnt = self._counted(read), profile.findings
-        use = ExitUse(
-            status="none" if reason is not None else "calibrated" if given is None else "reused",
-            reason=reason,
+        first = read.first_use(self.run.inputs.opened, self.first)
+        found = [
+            self._learnt(part, labels, read, first, given.questions[part] if given is not None and policies else None)
+            for part, labels in enumerate(self.run.inputs.labels.asked)
+        ]
+        profile = given
+        if profile is None or not policies:
+            profile = ExitProfile(**job_of_exits(self.run, self.read_as) | {"questions": [each for each, _ in found]})
+        known = self._counted(read)
+        whole = ExitUse(
+            status="none",
             reused=given is not None,
             max_flips=settings.max_flips,
             flips_of=settings.flips_of,
-            confidence=learnt.confidence,
+            confidence=profile.questions[0].findings.confidence,
             model_layers=depth,
             provable=provable,
-            calibration_rows=len(read.answers),
+            calibration_rows=len({question.prompt.row for question in read.questions}),
             learnt_rows=len(known),
-            classes=list(learnt.classes),
             first=first,
-            layers=[
-                UsedExit(
-                    layer=each.layer + 1,
-                    probe=each.probe,
-                    peek=each.peek,
-                    thresholds=dict(zip(names, each.thresholds, strict=True)),
-                    expected=each.leaving,
-                )
-                for each in learnt.exits
-            ],
-            predicted_gain=learnt.gain,
-            curve=list(learnt.curve),
         )
-        return profile, known, use
+        uses = {each.question: self._use(each, reason, whole) for each, reason in found}
+        if not self.run.inputs.labels.each:
+            return profile, known, uses[""]
+        without = {name: own.model_copy(update={"first": [], "provable": None}) for name, own in uses.items()}
+        return profile, known, _joined(whole, without)
 
-    def _counted(self, read: _ReadRows) -> list[ScoredRow]:
+    def _learnt(
+        self, part: int, labels: Labels, read: ReadRows, first: Sequence[FirstUse], given: LearntExits | None
+    ) -> tuple[LearntExits, str | None]:
+        # What the rows teach of a question, or whether what is `given` still holds for them, and why it has no exits.
+        settings, config, names = self.run.settings, self.run.inputs.opened.files.config, labels.names
+        rows = read.of_part(part, len(names))
+        if given is not None:
+            if (policy := given.policy) is None:
+                return given, given.findings.reason
+            check = recheck_exits(policy, rows, settings.max_flips, names, settings.flips_of)
+            if not settings.quiet:
+                log.info(f"--exit-profile{_question(given.question)}: {check.text}")
+            return given, check.reason
+        depth: int = config.get_text_config().num_hidden_layers
+        found = calibrate_exits(
+            rows,
+            layers=depth,
+            max_flips=settings.max_flips,
+            labels=names,
+            costs=replace(exit_costs(config), first={each.layer - 1: each.cost * in_full(depth) for each in first}),
+            flips_of=settings.flips_of,
+            of=self._drawn_from,
+        )
+        findings = found.findings
+        if read.questions and not len(rows):
+            findings = findings.model_copy(update={"reason": "whether it is asked depends on other answers"})
+        exits = None if found.policy is None else found.policy.to_json()
+        return LearntExits(**identity_of(labels), exits=exits, findings=findings), findings.reason
+
+    def _use(self, learnt: LearntExits, reason: str | None, whole: ExitUse) -> ExitUse:
+        # The exits of one question, in a job that is otherwise as the `whole`.
+        findings = learnt.findings
+        return whole.model_copy(
+            update={
+                "status": "none" if reason is not None else "reused" if whole.reused else "calibrated",
+                "reason": reason,
+                "classes": list(findings.classes),
+                "layers": [
+                    UsedExit(
+                        layer=each.layer + 1,
+                        probe=each.probe,
+                        peek=each.peek,
+                        thresholds=dict(zip(learnt.labels, each.thresholds, strict=True)),
+                        expected=each.leaving,
+                    )
+                    for each in findings.exits
+                ],
+                "predicted_gain": findings.gain,
+                "curve": list(findings.curve),
+            }
+        )
+
+    def _counted(self, read: ReadRows) -> list[ScoredRow]:
         # The rows that need not be read again. Counts their tokens.
         self.run.tokens.computed += sum(answer.computed_tokens for answer in read.answers)
         self.run.tokens.unique += read.unique
         # A compressed prompt may keep other tokens beside those that it shares a prefix with.
-        return (
-            []
-            if self.run.scorer.read is not None
-            else [scored_row(*each) for each in zip(read.questions, read.answers, strict=True)]
-        )
+        return [] if self.run.scorer.read is not None else read.scored(len(self.run.inputs.labels.asked))
 
-    def _read_rows(self, layers: Sequence[int], provable: ProvableFlips | None) -> _ReadRows:
+    def _read_rows(self, layers: Sequence[int], provable: ProvableFlips | None) -> ReadRows:
         # Random rows of the job, read in full: as many as the user asks for, but no more than half of its rows.
         settings, classes, count = self.run.settings, self._classes, self._count
         rows = self._rows()
@@ -849,23 +975,31 @@ class ExitLearning:
             log.info(provable_text(provable, classes, settings.max_flips, settings.exit_option))
         read = self._read(drawn[:count], layers, f"for {settings.exit_option}")
         if settings.exit_rows is None and provable is not None and classes > 1 and read.answers:
+            asked = self.run.inputs.labels.asked
             bytes_of_row = 4 * max(len(layers), 1) * self.run.inputs.opened.files.config.get_text_config().hidden_size
             bytes_of_row += sum(
                 next((each.hidden.nbytes for each in own if each is not None), 0) for own in read.first.values()
             )
-            most = min(len(drawn), MOST_BYTES // bytes_of_row)
-            best = [int(answer.logprobs.argmax()) for answer in read.answers]
-            total = rows_for_rarest(np.bincount(best, minlength=classes), settings.max_flips, most)
+            most = min(len(drawn), MOST_BYTES // (bytes_of_row * len(asked)))
+            best: list[list[int]] = [[] for _ in asked]
+            for question, answer in zip(read.questions, read.answers, strict=True):
+                best[question.prompt.part].append(int(answer.logprobs.argmax()))
+            total = max(
+                rows_for_rarest(np.bincount(own, minlength=len(each.names)), settings.max_flips, most)
+                for each, own in zip(asked, best, strict=True)
+                if own
+            )
             read.add(self._read(drawn[count:total], layers, "too, because one of the answers is rare"))
         return read
 
-    def _read(self, numbers: Int64Array, layers: Sequence[int], why: str) -> _ReadRows:
+    def _read(self, numbers: Int64Array, layers: Sequence[int], why: str) -> ReadRows:
         # The rows with these numbers that fit the memory, read in full, with readings after these layers.
         questions = self._questions(np.sort(numbers))
         if not questions:
-            return _ReadRows([], [], 0, {})
+            return ReadRows([], [], 0, layers, {})
         if not self.run.settings.quiet:
-            log.info(f"{len(questions):,} rows are read in full first, {why}")
+            rows = len({question.prompt.row for question in questions})
+            log.info(f"{rows:,} rows are read in full first, {why}")
         plan = plan_requests(questions, self.engine.limits, self.run.settings.schedule)
         exits = EarlyExits(observed=tuple(layers)) if layers else None
         treatment = Treatment(exits, thinning=thinning_of(dict(enumerate(questions))))
@@ -878,7 +1012,7 @@ class ExitLearning:
         own = [questions[number] for number in answered]
         prompts = [each.prompt for each in own]
         first = {layer: reader.read(prompts, self.run.tick) for layer, (_, reader) in self.first.items()}
-        return _ReadRows(own, [found[number] for number in answered], plan.unique_tokens, first)
+        return ReadRows(own, [found[number] for number in answered], plan.unique_tokens, layers, first)
 
     @property
     def _count(self) -> int:
@@ -899,16 +1033,17 @@ class ExitLearning:
 
     @property
     def _classes(self) -> int:
-        # The number of classes of rows whose flips are bounded.
-        return len(self.run.inputs.labels.names) if self.run.settings.flips_of == "each" else 1
+        # The most classes of a question's answers whose flips are bounded.
+        names = max(len(each.names) for each in self.run.inputs.labels.asked)
+        return names if self.run.settings.flips_of == "each" else 1
 
     def _rows(self) -> Int64Array:
         source = self.run.inputs.source
         return source.selection().within(0, source.count())
 
     def _questions(self, numbers: Int64Array) -> list[Request]:
-        # The requests for the rows with these numbers, ascending.
-        prompts = [prompt for batch in self._prompts(numbers) for prompt in batch]
+        # The requests for the rows with these numbers, ascending. What depends on other answers is not asked here.
+        prompts = [prompt for batch in self._prompts(numbers) for prompt in batch if not prompt.conditional]
         questions, _ = self.run.scorer.requests(prompts, self.run.tick)
         return [question for question in questions if len(question.tokens) <= self.engine.limits.max_tokens]
 

@@ -527,29 +527,22 @@ class ExitFindings(_Finding):
     reason: str | None = None
 
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 _AGAIN = "make one with prefill score --exit: it is written beside the report"
 
 
-class ExitProfile(BaseModel):
-    """The exits of a job, or why it has none, and the identity of that job. It has no date: the same rows make the
-    same file.
+class LearntExits(BaseModel):
+    """The exits of one question, or why it has none.
 
-    `model`, `prompt` and `label_tokens` are digests, `labels` the labels' names in their order. `layers` is the number
-    of the model's layers. `exits` is a policy as `ExitPolicy.to_json` writes it.
+    `question` is its name, empty in a job of labels, `labels` are the labels' names in their order, and `label_tokens`
+    a digest of their spellings. `exits` is a policy as `ExitPolicy.to_json` writes it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["prefill exit profile"] = "prefill exit profile"
-    schema_version: Literal[1] = SCHEMA_VERSION
-    model: str
-    prompt: str
+    question: str = ""
     labels: tuple[str, ...] = Field(min_length=2)
     label_tokens: str = ""
-    layers: int = Field(ge=2)
-    max_flips: float = Field(gt=0, lt=1)
-    flips_of: FlipsOf = "each"
     exits: list[dict[str, Any]] | None
     findings: ExitFindings
 
@@ -560,20 +553,38 @@ class ExitProfile(BaseModel):
             policy_of(exits)
         return exits
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> ExitProfile:
-        policy = self.policy
-        for each in policy.exits if policy else ():
-            if each.layer >= self.layers - 1:
-                raise ValueError(f"layer {each.layer + 1} of {self.layers} is not an exit layer")
-            if not len(each.thresholds) == each.probe.labels == len(self.labels):
-                raise ValueError(f"the exit after layer {each.layer + 1} is not for {len(self.labels)} labels")
-        return self
-
     @property
     def policy(self) -> ExitPolicy | None:
         """The exits; None if there are none."""
         return None if self.exits is None else policy_of(self.exits)
+
+
+class ExitProfile(BaseModel):
+    """The exits of a job's questions, and the identity of that job. It has no date: the same rows make the same file.
+
+    `model` and `prompt` are digests. `layers` is the number of the model's layers.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["prefill exit profile"] = "prefill exit profile"
+    schema_version: Literal[2] = SCHEMA_VERSION
+    model: str
+    prompt: str
+    layers: int = Field(ge=2)
+    max_flips: float = Field(gt=0, lt=1)
+    flips_of: FlipsOf = "each"
+    questions: tuple[LearntExits, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ExitProfile:
+        for learnt in self.questions:
+            for each in learnt.policy.exits if learnt.policy else ():
+                if each.layer >= self.layers - 1:
+                    raise ValueError(f"layer {each.layer + 1} of {self.layers} is not an exit layer")
+                if not len(each.thresholds) == each.probe.labels == len(learnt.labels):
+                    raise ValueError(f"the exit after layer {each.layer + 1} is not for {len(learnt.labels)} labels")
+        return self
 
     def to_json(self) -> str:
         """Return the content of the file: text that ends with a line feed."""
@@ -600,14 +611,23 @@ def exit_profile_of(content: bytes | str, path: str) -> ExitProfile:
 def require_same_job(profile: ExitProfile, path: str, job: Mapping[str, Any]) -> None:
     """Raise UsageError if a profile is of another model, prompt or labels than a `job`, or proves less than it asks.
 
-    The job has `model`, `prompt`, `labels`, `label_tokens`, `layers`, `max_flips` and `flips_of`, as profiles do.
+    The job has `model`, `prompt`, `layers`, `max_flips` and `flips_of`, as profiles do, and the identities of its
+    `questions` (`identity_of`).
     """
     shown = without_secrets(path)
+    own = [
+        {name: getattr(each, name) for name in ("question", "labels", "label_tokens")} for each in profile.questions
+    ]
+
+    def same(name: str) -> bool:
+        return [each[name] for each in own] == [each[name] for each in job["questions"]]
+
     given = {
         "model": profile.model == job["model"] and profile.layers == job["layers"],
         "prompt settings": profile.prompt == job["prompt"],
-        "labels": profile.labels == job["labels"],
-        "label spellings": profile.label_tokens == job["label_tokens"],
+        "questions": same("question"),
+        "labels": same("labels"),
+        "label spellings": same("label_tokens"),
     }
     other = [name for name, same in given.items() if not same]
     if other:
@@ -659,31 +679,38 @@ def job_of_exits(run: Run, read_as: Sequence[Any]) -> dict[str, Any]:
     return {
         "model": digests["model"],
         "prompt": hash_value([*(digests.get(part) for part in ("tokenizer", "prompt", "draft")), *kept, *first]),
-        "labels": run.inputs.labels.names,
-        "label_tokens": digests["labels"],
         "layers": run.inputs.opened.files.config.get_text_config().num_hidden_layers,
         "max_flips": run.settings.max_flips,
         "flips_of": run.settings.flips_of,
+        "questions": [identity_of(each) for each in run.inputs.labels.asked],
     }
 
 
-def inspected_policy(path: str | None, opened: Opened, labels: Labels) -> ExitPolicy | None:
-    """Return the exits of a profile, for a row whose job may have other prompts; None without a path or exits.
+def identity_of(labels: Labels) -> dict[str, Any]:
+    """Return the identity of a question, by its `labels`."""
+    return {
+        "question": labels.question.name,
+        "labels": labels.names,
+        "label_tokens": hash_value([[label.name, label.variants] for label in labels.labels]),
+    }
+
+
+def inspected_policies(path: str | None, opened: Opened, labels: Labels) -> dict[str, ExitPolicy]:
+    """Return the exits of a profile by question, for a row whose job may have other prompts; none without a path.
 
     Raises UsageError for a file that is not a profile, or a profile of another model or other labels.
     """
     if path is None:
-        return None
+        return {}
     profile = exit_profile_at(path)
     own = {
         "model": ModelContents(opened.files.origin).model(),
-        "labels": tuple(labels.names),
-        "label_tokens": hash_value([[label.name, label.variants] for label in labels.labels]),
         "layers": opened.files.config.get_text_config().num_hidden_layers,
+        "questions": [identity_of(each) for each in labels.asked],
     }
     given = {name: getattr(profile, name) for name in ("prompt", "max_flips", "flips_of")}
     require_same_job(profile, path, own | given)
-    return profile.policy
+    return {each.question: each.policy for each in profile.questions if each.policy is not None}
 
 
 def exits_path(report: str) -> str:

@@ -34,16 +34,17 @@ import numpy.typing as npt
 
 from prefillcli.core.request import Tick
 from prefillcli.reading.exits.first import FirstReading, readings_of
-from prefillcli.reading.exits.judging import calibration_rows
-from prefillcli.reading.exits.learning import SEED, ExitLearning, ExitUse, JobExits, RareUse, UsedExit, with_first
+from prefillcli.reading.exits.learning import SEED, ExitLearning, ExitUse, JobExits, RareUse, UsedExit
 from prefillcli.reading.exits.policy import (
     AffineProbe,
     ExitFindings,
     ExitLayer,
     ExitPolicy,
     ExitProfile,
+    LearntExits,
     Probe,
     fit_best,
+    identity_of,
     job_of_exits,
 )
 from prefillcli.rows.records import BEFORE, Int64Array, Prompt, ScoredRow
@@ -331,8 +332,7 @@ class RareLearning(ExitLearning):
         depth: int = self.run.inputs.opened.files.config.get_text_config().num_hidden_layers
         drawn = numbers[np.random.default_rng(SEED).permutation(len(numbers))[: self._count]]
         read = self._read(drawn, (), f"for {settings.exit_option}")
-        rows = calibration_rows(read.questions, read.answers, (), len(names))
-        rows, first = with_first(self.run.inputs.opened, rows, read.first, self.first, read.questions, read.answers)
+        rows, first = read.of_part(0, len(names)), read.first_use(self.run.inputs.opened, self.first)
         known = np.searchsorted(numbers, [question.prompt.row for question in read.questions])
         leads, probe = np.full(len(numbers), math.nan), None
         if read.answers and (able := rows.read_after(BEFORE)).sum() >= _FEWEST:
@@ -385,7 +385,8 @@ class RareLearning(ExitLearning):
         )
         as_read = AffineProbe(np.eye(2, dtype=np.float32), np.zeros(2, np.float32))
         policy = ExitPolicy((ExitLayer(BEFORE, as_read, (0.0, 0.0), peek=False),))
-        profile = ExitProfile(**job_of_exits(self.run, self.read_as), exits=policy.to_json(), findings=findings)
+        learnt = LearntExits(**identity_of(self.run.inputs.labels), exits=policy.to_json(), findings=findings)
+        profile = ExitProfile(**job_of_exits(self.run, self.read_as) | {"questions": [learnt]})
         used = UsedExit(
             layer=BEFORE + 1, probe="" if probe is None else probe.kind, peek=False, thresholds={}, expected=share
         )

@@ -543,7 +543,7 @@ COLUMNS = (
         lambda rows: [p and p.variant for p in rows.prompts],
         group="adapters",
     ),
-    Column("exit_layer", pa.int64(), _of_result("exit_layer"), group="exits"),
+    Column("exit_layer", pa.int64(), _of_result("exit_layer"), group="exits", part="answer"),
     Column("truncated", pa.bool_(), lambda rows: [p is not None and p.truncated for p in rows.prompts], counted=True),
     Column(
         "error",
@@ -881,6 +881,13 @@ class OutputSchema:
         for each in self.questions:
             if "audit" in each.groups:
                 counts.audits = _sum(counts.audits, {each.name: _audited(rows, f"{each.name}.")})
+            if "exits" in each.groups:
+                answered = rows.filter(pc.is_valid(rows[f"{each.name}.score"]))
+                layers = _exit_layers(answered, f"{each.name}.")
+                counts.tallies.exit_layers = _sum(counts.tallies.exit_layers, {each.name: layers})
+            if {"exits", "audit"} <= each.groups:
+                audited = _audited_exits(rows, f"{each.name}.")
+                counts.audited_exits = _sum(counts.audited_exits, {each.name: audited})
             if "orders" in each.groups:
                 decided = rows[f"{each.name}.order_decided"].drop_null()
                 found = OrderRows(len(decided), pc.sum(decided).as_py() or 0)
@@ -948,8 +955,8 @@ class Tallies:
     # By kind (scored, truncated, error), rows in each bin that has any, under its lower edge.
     lengths: dict[str, dict[str, int]] = field(default_factory=dict)
     methods: dict[str, int] = field(default_factory=dict)  # scored rows by method
-    # Scored rows by the layers they went through, or `TO_THE_END`; empty for an output without exits.
-    exit_layers: dict[str, LayerRows] = field(default_factory=dict)
+    # By question, answers by the layers they went through, or `TO_THE_END`; empty for an output without exits.
+    exit_layers: dict[str, dict[str, LayerRows]] = field(default_factory=dict)
     # Scored rows by adapter, those without one under an empty name; empty for an output without such a column.
     adapters: dict[str, int] = field(default_factory=dict)
     # The texts that were written; empty for an output without rationales.
@@ -1012,7 +1019,7 @@ class Tallies:
             masses = rows[mass].drop_null()
             found.mass_rows, found.mass_sum = len(masses), pc.sum(masses).as_py() or 0.0
         if "exit_layer" in names:
-            found.exit_layers = _exit_layers(scored)
+            found.exit_layers = {"": _exit_layers(scored, "")}
         if "adapter" in names:
             found.adapters = _counted(pc.fill_null(scored["adapter"], ""))
         if (reason := f"{first}finish_reason") in names:
@@ -1044,14 +1051,15 @@ def _counted(column: pa.ChunkedArray) -> dict[str, int]:
     return {entry["values"]: entry["counts"] for entry in pc.value_counts(column.drop_null()).to_pylist()}
 
 
-def _exit_layers(scored: pa.Table) -> dict[str, LayerRows]:
-    columns = scored.select(["exit_layer", "prompt_tokens"])
-    groups = columns.group_by("exit_layer").aggregate([([], "count_all"), ("prompt_tokens", "sum")]).to_pylist()
+def _exit_layers(scored: pa.Table, prefix: str) -> dict[str, LayerRows]:
+    # The scored rows by the layer that they left after; with `prefix` begin the columns of the question.
+    columns = scored.select([f"{prefix}exit_layer", "prompt_tokens"]).rename_columns(["layer", "prompt_tokens"])
+    groups = columns.group_by("layer").aggregate([([], "count_all"), ("prompt_tokens", "sum")]).to_pylist()
     return {
-        TO_THE_END if group["exit_layer"] is None else str(group["exit_layer"]): LayerRows(
+        TO_THE_END if group["layer"] is None else str(group["layer"]): LayerRows(
             group["count_all"], group["prompt_tokens_sum"] or 0
         )
-        for group in sorted(groups, key=lambda group: (group["exit_layer"] is None, group["exit_layer"]))
+        for group in sorted(groups, key=lambda group: (group["layer"] is None, group["layer"]))
     }
 
 
@@ -1171,6 +1179,17 @@ class AuditedExits(NamedTuple):
     flips: int
 
 
+def _audited_exits(rows: pa.Table, prefix: str) -> dict[str, AuditedExits]:
+    # The rows of the audit by the label that they have in full; with `prefix` begin the columns of the question.
+    audited = rows.filter(pc.is_valid(rows[f"{prefix}audit_score"]))
+    left = pc.is_valid(audited[f"{prefix}exit_layer"]).to_pylist()
+    labels = audited[f"{prefix}audit_prediction"].to_pylist()
+    found: dict[str, AuditedExits] = {}
+    for label, gone, (_, _, flipped, _) in zip(labels, left, _audited(rows, prefix), strict=True):
+        found = _sum(found, {label: AuditedExits(1, int(gone), int(gone and flipped))})
+    return found
+
+
 @dataclass
 class Counts:
     """Numbers of output rows: `total` = `scored` + `errors` + `skipped`."""
@@ -1187,8 +1206,8 @@ class Counts:
     audited: list[Audited] = field(default_factory=list)
     # The same by question, of an output with several.
     audits: dict[str, list[Audited]] = field(default_factory=dict)
-    # Rows of the audit by the label that they have in full; empty for an output without exits.
-    audited_exits: dict[str, AuditedExits] = field(default_factory=dict)
+    # By question, rows of the audit by the label that they have in full; empty for an output without exits.
+    audited_exits: dict[str, dict[str, AuditedExits]] = field(default_factory=dict)
     tallies: Tallies = field(default_factory=Tallies)
 
     @property
@@ -1219,20 +1238,11 @@ class Counts:
         if TAKEN_OVER in rows.column_names:
             found.taken_over = pc.sum(rows[TAKEN_OVER]).as_py() or 0
         if f"{first}audit_score" in rows.column_names:
-            found._take_audit(rows, truth, json_carried, first)
+            found.audited = _audited(rows, first, truth, json_carried)
+        if {"exit_layer", "audit_score"} <= set(rows.column_names):
+            found.audited_exits = {"": _audited_exits(rows, "")}
         self.add(found)
 
     def add(self, other: Counts) -> None:
         """Add the rows that `other` counted."""
         vars(self).update(vars(_sum(self, other)))
-
-    def _take_audit(self, rows: pa.Table, truth: str | None, json_carried: bool, first: str) -> None:
-        self.audited = _audited(rows, first, truth, json_carried)
-        if "exit_layer" in rows.column_names:
-            audited = rows.filter(pc.is_valid(rows["audit_score"]))
-            left = pc.is_valid(audited["exit_layer"]).to_pylist()
-            for label, gone, (_, _, flipped, _) in zip(
-                audited["audit_prediction"].to_pylist(), left, self.audited, strict=True
-            ):
-                one = AuditedExits(1, int(gone), int(gone and flipped))
-                self.audited_exits = _sum(self.audited_exits, {label: one})

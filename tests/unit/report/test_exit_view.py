@@ -19,12 +19,14 @@ COUNTS = Counts(
     total=1010,
     scored=1000,
     errors=10,
-    audited_exits={"yes": AuditedExits(40, 30, 2), "no": AuditedExits(160, 140, 0)},
+    audited_exits={"": {"yes": AuditedExits(40, 30, 2), "no": AuditedExits(160, 140, 0)}},
 )
 COUNTS.tallies.exit_layers = {
-    "full": LayerRows(100, 20_000),
-    "22": LayerRows(300, 40_000),
-    "9": LayerRows(600, 60_000),
+    "": {
+        "full": LayerRows(100, 20_000),
+        "22": LayerRows(300, 40_000),
+        "9": LayerRows(600, 60_000),
+    }
 }
 
 
@@ -72,7 +74,7 @@ def test_the_report_has_rows_by_layer_and_exact_intervals_of_the_audit() -> None
     ]  # fmt: skip
     assert [(each.rows, each.share) for each in use.layers] == [(600, 0.6), (300, 0.3)]
     for each in use.audited:
-        found = COUNTS.audited_exits[each.label]
+        found = COUNTS.audited_exits[""][each.label]
         exact = binomtest(found.flips, found.rows).proportion_ci(0.95, "exact")
         assert each.interval == pytest.approx((exact.low, exact.high))
         one_sided = binomtest(found.flips, found.rows, alternative="less").proportion_ci(0.95, "exact")
@@ -134,7 +136,7 @@ def test_where_nothing_is_proven_no_bound_is_shown() -> None:
         status="none", reason="no exit pays", layers=[], layers_saved=0.0, layers_gain=None, measured_gain=None,
         classes=[JudgedLabel(label="no", fitted=350, judged=578, flips=0, bound=1.0, rows_needed=299)],
     )  # fmt: skip
-    none_left = Counts(total=9, scored=9, audited_exits={"no": AuditedExits(5, 0, 0)})
+    none_left = Counts(total=9, scored=9, audited_exits={"": {"no": AuditedExits(5, 0, 0)}})
     report = report_with(refused, none_left)
     lines = dict(run_lines(report))
     assert lines["exits, judged"] == "no 578 rows, nothing proven"

@@ -13,59 +13,79 @@ from scipy.stats import binomtest
 
 from prefillcli.errors import UsageError
 from prefillcli.reading.exits.judging import CalibrationRows, calibrate_exits, recheck_exits
-from prefillcli.reading.exits.policy import ExitProfile, exit_profile_at, exit_profile_of, require_same_job
+from prefillcli.reading.exits.policy import (
+    ExitFindings,
+    ExitProfile,
+    LearntExits,
+    exit_profile_at,
+    exit_profile_of,
+    require_same_job,
+)
 from prefillcli.rows.proof import sealed_text
 from tests.unit.reading.exits.populations import LAYERS, population
 
 JOB: dict[str, Any] = {
     "model": "blake3:aa",
     "prompt": "blake3:bb",
-    "labels": ("No", "Yes"),
-    "label_tokens": "blake3:cc",
     "layers": LAYERS,
     "max_flips": 0.03,
     "flips_of": "each",
+    "questions": [{"question": "", "labels": ("No", "Yes"), "label_tokens": "blake3:cc"}],
 }
 FEW = (3, 5)
+
+
+def question(**changes: Any) -> dict[str, Any]:
+    return {"questions": [JOB["questions"][0] | changes]}
 
 
 def few_layers(rows: CalibrationRows) -> CalibrationRows:
     return CalibrationRows({layer: rows.readings[layer] for layer in FEW}, rows.final, rows.weights)
 
 
+def profile_of(exits: Any, findings: ExitFindings) -> ExitProfile:
+    learnt = LearntExits(**JOB["questions"][0], exits=exits, findings=findings)
+    return ExitProfile(**JOB | {"questions": [learnt]})
+
+
 @pytest.fixture(scope="module")
 def profile() -> ExitProfile:
     found = calibrate_exits(few_layers(population(1000, seed=3)), layers=LAYERS, max_flips=0.03, labels=("No", "Yes"))
     assert found.policy is not None
-    return ExitProfile(**JOB, exits=found.policy.to_json(), findings=found.findings)
+    return profile_of(found.policy.to_json(), found.findings)
 
 
 def test_a_file_brings_everything_back(profile: ExitProfile) -> None:
     again = exit_profile_of(profile.to_json().encode(), "night.exit.json")
     assert again == profile
     assert again.to_json() == profile.to_json()
-    assert again.policy is not None
-    assert profile.policy is not None
-    assert again.policy.to_json() == profile.policy.to_json()
+    assert again.questions[0].policy is not None
+    assert profile.questions[0].policy is not None
+    assert again.questions[0].policy.to_json() == profile.questions[0].policy.to_json()
     json.loads(profile.to_json(), parse_constant=pytest.fail)  # no NaN or Infinity: other programs read it too
 
 
 def test_a_job_without_exits_has_a_file_too() -> None:
     found = calibrate_exits(population(30), layers=LAYERS, max_flips=0.01)
-    profile = ExitProfile(**JOB, exits=None, findings=found.findings)
+    profile = profile_of(None, found.findings)
     again = exit_profile_of(profile.to_json(), "night.exit.json")
-    assert again.policy is None
-    assert again.findings.reason == found.reason
+    assert again.questions[0].policy is None
+    assert again.questions[0].findings.reason == found.reason
 
 
 def changed(profile: ExitProfile, **changes: Any) -> str:
     return json.dumps(json.loads(profile.to_json()) | changes)
 
 
+def changed_question(profile: ExitProfile, **changes: Any) -> str:
+    (question,) = json.loads(profile.to_json())["questions"]
+    return changed(profile, questions=[question | changes])
+
+
 def damaged_exits(profile: ExitProfile, change: Any) -> str:
-    exits = json.loads(profile.to_json())["exits"]
+    exits = json.loads(profile.to_json())["questions"][0]["exits"]
     change(exits)
-    return changed(profile, exits=exits)
+    return changed_question(profile, exits=exits)
 
 
 def test_damaged_and_foreign_files_are_refused_with_a_reason(profile: ExitProfile) -> None:
@@ -75,18 +95,18 @@ def test_damaged_and_foreign_files_are_refused_with_a_reason(profile: ExitProfil
         (text[:-20], "it is not an exit profile, or it is damaged"),
         ("[1, 2]", "it is not an exit profile, or it is damaged"),
         ('{"method": "platt"}', "it is not an exit profile, or it is damaged"),
-        (changed(profile, schema_version=2), "it is of another version of prefill"),
+        (changed(profile, schema_version=1), "it is of another version of prefill"),
         (changed(profile, more=1), "it is damaged: more"),
-        (changed(profile, exits=[{}]), "it is damaged: exits: "),
+        (changed_question(profile, exits=[{}]), "it is damaged: questions.0.exits: "),
         (changed(profile, layers=FEW[0] + 1), "is not an exit layer"),
-        (changed(profile, labels=["a", "b", "c"]), "is not for 3 labels"),
+        (changed_question(profile, labels=["a", "b", "c"]), "is not for 3 labels"),
         (
             damaged_exits(profile, lambda exits: exits[0]["thresholds"].__setitem__(0, -1)),
             "a threshold is not a number",
         ),
         (damaged_exits(profile, lambda exits: exits[0]["probe"].pop("bias")), "a probe ridge does not consist of"),
         (damaged_exits(profile, lambda exits: exits.append(exits[0])), "do not rise"),
-        (changed(profile, exits="x"), "it is damaged: exits"),
+        (changed_question(profile, exits="x"), "it is damaged: questions.0.exits"),
     ]:
         with pytest.raises(UsageError, match=re.escape(said)) as refused:
             exit_profile_of(content, "night.exit.json")
@@ -96,15 +116,15 @@ def test_damaged_and_foreign_files_are_refused_with_a_reason(profile: ExitProfil
 
 
 def empty(content: Any) -> None:
-    content["exits"] = []
+    content["questions"][0]["exits"] = []
 
 
 def leave_at_once(content: Any) -> None:
-    content["exits"][0]["thresholds"] = [0.0, 0.0]
+    content["questions"][0]["exits"][0]["thresholds"] = [0.0, 0.0]
 
 
 def digit(content: Any) -> None:
-    content["findings"]["fitted"] += 1
+    content["questions"][0]["findings"]["fitted"] += 1
 
 
 @pytest.mark.parametrize("change", [empty, leave_at_once, digit])
@@ -135,8 +155,10 @@ def test_a_file_with_other_values_than_a_job_wrote_is_refused(
         ({"model": "blake3:ff"}, "different model"),
         ({"layers": LAYERS + 1}, "different model"),
         ({"prompt": "blake3:ff"}, "different prompt settings"),
-        ({"labels": ("Yes", "No")}, "different labels"),
-        ({"model": "blake3:ff", "label_tokens": "x"}, "different model, label spellings"),
+        (question(labels=("Yes", "No")), "different labels"),
+        ({"model": "blake3:ff"} | question(label_tokens="x"), "different model, label spellings"),
+        (question(question="urgent"), "different questions"),
+        ({"questions": JOB["questions"] * 2}, "different questions, labels, label spellings"),
         ({"flips_of": "all"}, "it was learnt with --flips-of each, not all\ngive --flips-of each"),
         ({"max_flips": 0.01}, "it proves at most 3.00% flips, --max-flips asks for 1.00%"),
     ],
@@ -149,21 +171,23 @@ def test_a_profile_is_for_its_own_job(profile: ExitProfile, other: dict[str, Any
 
 
 def test_fresh_rows_of_the_same_kind_pass_the_check(profile: ExitProfile) -> None:
-    assert profile.policy is not None
+    assert profile.questions[0].policy is not None
     everybody = few_layers(population(60_000, seed=4))
     refused = 0
     for night in range(150):
         rows = everybody.chosen(np.arange(400 * night, 400 * (night + 1)))
-        refused += not recheck_exits(profile.policy, rows, 0.03).ok
+        refused += not recheck_exits(profile.questions[0].policy, rows, 0.03).ok
     assert binomtest(refused, 150, 0.05, alternative="greater").pvalue > 0.01
 
 
 def test_rows_of_another_kind_are_refused_and_the_reason_counts_them(profile: ExitProfile) -> None:
-    assert profile.policy is not None
+    assert profile.questions[0].policy is not None
     rows = few_layers(population(400, seed=3))
     turned = rows.final.copy()
     turned[:60] = turned[:60, ::-1]
-    found = recheck_exits(profile.policy, CalibrationRows(rows.readings, turned, rows.weights), 0.03, ("No", "Yes"))
+    found = recheck_exits(
+        profile.questions[0].policy, CalibrationRows(rows.readings, turned, rows.weights), 0.03, ("No", "Yes")
+    )
     assert not found.ok
     assert found.reason is not None
     for each in found.classes:
@@ -173,26 +197,26 @@ def test_rows_of_another_kind_are_refused_and_the_reason_counts_them(profile: Ex
 
 
 def test_the_check_says_what_it_can_find(profile: ExitProfile) -> None:
-    assert profile.policy is not None
+    assert profile.questions[0].policy is not None
     rows = few_layers(population(400, seed=5))
-    found = recheck_exits(profile.policy, rows, 0.03, ("No", "Yes"))
+    found = recheck_exits(profile.questions[0].policy, rows, 0.03, ("No", "Yes"))
     assert found.ok
     assert 0.5 < found.leaving <= 1
     assert found.text.startswith("four of five such checks would find a flip rate of")
     only = rows.chosen(rows.final.argmax(axis=1) == 0)
-    few = recheck_exits(profile.policy, only, 0.03, ("No", "Yes"))
+    few = recheck_exits(profile.questions[0].policy, only, 0.03, ("No", "Yes"))
     assert few.text.endswith("nothing is known of 'Yes'")
     assert few.classes[1].detectable is None
-    none = recheck_exits(profile.policy, rows.chosen(np.array([], dtype=np.int64)), 0.03)
+    none = recheck_exits(profile.questions[0].policy, rows.chosen(np.array([], dtype=np.int64)), 0.03)
     assert none.ok
     assert none.text == "there are no rows to check"
 
 
 def test_a_profile_for_all_rows_is_checked_on_all_rows(profile: ExitProfile) -> None:
-    assert profile.policy is not None
+    assert profile.questions[0].policy is not None
     rows = few_layers(population(400, seed=5))
-    found = recheck_exits(profile.policy, rows, 0.03, ("No", "Yes"), "all")
+    found = recheck_exits(profile.questions[0].policy, rows, 0.03, ("No", "Yes"), "all")
     (everyone,) = found.classes
-    by_label = recheck_exits(profile.policy, rows, 0.03, ("No", "Yes")).classes
+    by_label = recheck_exits(profile.questions[0].policy, rows, 0.03, ("No", "Yes")).classes
     assert (everyone.label, everyone.rows) == ("all rows", 400)
     assert everyone.flips == sum(each.flips for each in by_label)
