@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +28,7 @@ from pydantic import BaseModel
 from prefillcli.core.roles import Judge
 from prefillcli.engines.base import Readings
 from prefillcli.errors import UsageError
+from prefillcli.reading.exits.first import readings_of
 from prefillcli.report.section import Part, Section, counted, minutes_and_seconds, visible
 from prefillcli.rows.records import Int64Array, Prompt
 from prefillcli.runtime import log
@@ -37,6 +38,7 @@ from prefillcli.stats.ridge import ridge
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs
     from prefillcli.core.run import Run
+    from prefillcli.prompts.labels import Labels
     from prefillcli.reading.exits.exits import Exits
     from prefillcli.report.run import RunReport
     from prefillcli.rows.output.columns import Counts
@@ -221,6 +223,7 @@ def _softmax(logits: Float64Array) -> Float64Array:
 class LabelShare(BaseModel):
     """The share of an answer in the input."""
 
+    question: str = ""  # of several, the one that it answers
     label: str
     share: float
     interval: Interval
@@ -229,6 +232,16 @@ class LabelShare(BaseModel):
     weight: float  # of the guesses, from 0 to 1; at 0 the share is the plain one
     # The plain interval, had the seconds of the cheaper reading gone to more rows by the model.
     equal_cost_interval: Interval | None = None
+
+    @property
+    def name(self) -> str:
+        """The label, behind the question's name if it has one."""
+        return f"{_prefix(self.question)}{self.label}"
+
+
+def _prefix(question: str) -> str:
+    # What the columns of a question begin with.
+    return f"{question}." if question else ""
 
 
 class EstimateUse(BaseModel):
@@ -241,7 +254,8 @@ class EstimateUse(BaseModel):
     seconds: float | None = None  # of the model for its rows; None in a job with exits
     guessed_rows: int = 0  # read by the cheaper reader too, or alone
     guess_seconds: float = 0.0
-    guessed_by: Literal["hidden", "labels", "exits"] | None = None  # what guesses are made of; None: there are none
+    # What guesses are made of, those of some questions or all; None: there are none.
+    guessed_by: Literal["hidden", "labels", "hidden, labels", "exits"] | None = None
     shares: list[LabelShare]
 
 
@@ -257,34 +271,41 @@ def stored(run: Run) -> EstimateUse | None:
     return None if found is None else EstimateUse.model_validate(found)
 
 
+def _asked(run: Run) -> Sequence[Labels]:
+    # The labels of each question; further prompts of a row ask the same ones in other orders.
+    return run.inputs.labels.asked[: len(run.inputs.schema().questions) or 1]
+
+
 def estimate(run: Run, exits: Exits | None) -> None:
     """Make the estimate of a job whose output is finished, and keep it in the plan."""
-    names, drawn = run.inputs.labels.names, run.inputs.source.selection().within(0, run.inputs.source.count())
-    numbers, final, seconds = _answers(run, drawn)
+    drawn = run.inputs.source.selection().within(0, run.inputs.source.count())
+    numbers, finals, seconds = _answers(run, drawn)
     if not len(numbers):
         log.warning("--estimate: no row was scored, so nothing is known of the others")
         return
-    truth, read = indicators(final), len(numbers)
+    read = len(numbers)
     rows = max(round(run.inputs.source.count() * read / len(drawn)), read)
-    guesses = _guesses(run, exits, numbers, final, drawn) if len(drawn) < run.inputs.source.count() else None
-    if guesses is None:
-        shares = [plain_share(float(hits), read, rows) for hits in truth.sum(axis=0)]
-    else:
-        rows = read + guesses.others
-        shares = [
-            guided_share(truth[:, at], guesses.held_out[:, at], guesses.mean[at], rows) for at in range(len(names))
-        ]
+    guesses = _guesses(run, exits, numbers, finals, drawn) if len(drawn) < run.inputs.source.count() else None
+    rows = rows if guesses is None else read + guesses.others
     more = read * guesses.seconds / seconds if guesses is not None and seconds else 0.0
+    shares = []
+    for part, (labels, final) in enumerate(zip(_asked(run), finals, strict=True)):
+        truth = indicators(final)
+        for at, name in enumerate(labels.names):
+            hits = float(truth[:, at].sum())
+            found = plain_share(hits, read, rows)
+            if guesses is not None:
+                found = guided_share(truth[:, at], guesses.by[part].held_out[:, at], guesses.mean[part][at], rows)
+            shares.append(label_share(labels.question.name, name, hits, read, rows, found, more))
+    kinds = set() if guesses is None else {"labels" if each.own else "hidden" for each in guesses.by}
     use = EstimateUse(
         rows=rows,
         read_rows=read,
         seconds=seconds,
         guessed_rows=0 if guesses is None else rows,
         guess_seconds=0.0 if guesses is None else guesses.seconds,
-        guessed_by=None if guesses is None else guesses.by,
-        shares=[
-            label_share(name, float(truth[:, at].sum()), read, rows, shares[at], more) for at, name in enumerate(names)
-        ],
+        guessed_by=cast("Any", ", ".join(sorted(kinds)) or None),
+        shares=shares,
     )
     run.sink.plan = run.sink.plan | {PLAN: use.model_dump(mode="json")}
 
@@ -292,37 +313,38 @@ def estimate(run: Run, exits: Exits | None) -> None:
 def estimate_audited(run: Run) -> None:
     """Make the estimate of a job with exits, from its finished output."""
     schema = run.inputs.schema()
-    if schema.measure is not Measure.SHARES or not {"prediction", "exit_layer", "audit_prediction"} <= {
-        *schema.results.names
-    }:
+    if schema.measure is not Measure.SHARES or len(schema.labels) < 2:
         return
-    table = pa.concat_tables(run.sink.tables(["prediction", "exit_layer", "audit_prediction", "error"]))
+    names = ("prediction", "exit_layer", "audit_prediction")
+    asked = [each for each in schema.asked if each.when is None]
+    columns = [f"{_prefix(each.name)}{name}" for each in asked for name in names]
+    table = pa.concat_tables(run.sink.tables([*columns, "error"]))
     table = table.filter(pc.is_null(table["error"]))
-    said, full = (np.array(table[name].to_pylist(), object) for name in ("prediction", "audit_prediction"))
-    left, audited = np.asarray(pc.is_valid(table["exit_layer"])), np.asarray(pc.is_valid(table["audit_prediction"]))
-    both, rows = left & audited, len(table)
-    if not both.any():
+    rows, shares, most = len(table), list[LabelShare](), np.zeros(3, np.int64)
+    for each in asked:
+        said, layers, full = (table[f"{_prefix(each.name)}{name}"] for name in names)
+        left, audited = np.asarray(pc.is_valid(layers)), np.asarray(pc.is_valid(full))
+        both = left & audited
+        if not both.any():
+            continue
+        most = np.maximum(most, [rows - (left & ~audited).sum(), both.sum(), left.sum()])
+        answers = [np.array(column.to_pylist(), object) for column in (said, full)]
+        for label in each.labels:
+            here, there = (own == label for own in answers)
+            out, into = (int((one & ~other)[both].sum()) for one, other in ((there, here), (here, there)))
+            found = corrected_share(int(here.sum()), int(left.sum()), rows, int(both.sum()), out, into)
+            shares.append(label_share(each.name, label, float(there.sum()), int(audited.sum()), rows, found, 0.0))
+    if not shares:
         return
-    shares = []
-    for label in run.inputs.labels.names:
-        out, into = (
-            int(((one == label) & (other != label))[both].sum()) for one, other in ((full, said), (said, full))
-        )
-        found = corrected_share(int((said == label).sum()), int(left.sum()), rows, int(both.sum()), out, into)
-        shares.append(label_share(label, float((full == label).sum()), int(audited.sum()), rows, found, 0.0))
+    read, audits, guessed = most.tolist()
     use = EstimateUse(
-        rows=rows,
-        read_rows=rows - int((left & ~audited).sum()),
-        audited_rows=int(both.sum()),
-        guessed_rows=int(left.sum()),
-        guessed_by="exits",
-        shares=shares,
+        rows=rows, read_rows=read, audited_rows=audits, guessed_rows=guessed, guessed_by="exits", shares=shares
     )
     run.sink.plan = run.sink.plan | {PLAN: use.model_dump(mode="json")}
 
 
-def label_share(label: str, hits: float, read: int, rows: int, found: Share, more: float) -> LabelShare:
-    """Return the share of a label that `hits` of the `read` rows have, in a file of `rows` rows.
+def label_share(question: str, label: str, hits: float, read: int, rows: int, found: Share, more: float) -> LabelShare:
+    """Return the share of a question's label that `hits` of the `read` rows have, in a file of `rows` rows.
 
     Guesses cost as much as reading `more` rows.
     """
@@ -330,6 +352,7 @@ def label_share(label: str, hits: float, read: int, rows: int, found: Share, mor
     scale = 1 + more / read  # both counts are rounded alike: hits are never more than rows
     equal = plain_share(hits * scale, read * scale, rows) if more else None
     return LabelShare(
+        question=question,
         label=label,
         share=found.value,
         interval=found.interval,
@@ -340,59 +363,63 @@ def label_share(label: str, hits: float, read: int, rows: int, found: Share, mor
     )
 
 
-def _answers(run: Run, drawn: Int64Array) -> tuple[Int64Array, Float64Array, float]:
-    # The numbers of the scored rows, their label log-probabilities [rows, labels], and the seconds that they took. The
-    # output has the drawn rows in their order.
-    columns = [f"logprob_{name}" for name in run.inputs.labels.names]
-    table = pa.concat_tables(run.sink.tables([*columns, "seconds", "error"]))
+def _answers(run: Run, drawn: Int64Array) -> tuple[Int64Array, list[Float64Array], float]:
+    # The numbers of the scored rows, the label log-probabilities [rows, labels] of each question, and the seconds that
+    # they took. The output has the drawn rows in their order.
+    asked = [[f"{_prefix(each.question.name)}logprob_{name}" for name in each.names] for each in _asked(run)]
+    table = pa.concat_tables(run.sink.tables([*(name for own in asked for name in own), "seconds", "error"]))
     scored = np.array([code is None for code in table["error"].to_pylist()], np.bool_)
-    final = np.stack([np.asarray(table[name].to_pylist(), np.float64) for name in columns], axis=1)[scored]
+    finals = [
+        np.stack([np.asarray(table[name].to_pylist(), np.float64) for name in own], axis=1)[scored] for own in asked
+    ]
     seconds = float(np.asarray(table["seconds"].to_pylist(), np.float64)[scored].sum())
-    return drawn[scored], np.maximum(final, _LEAST), seconds
+    return drawn[scored], [np.maximum(final, _LEAST) for final in finals], seconds
 
 
 @dataclass(slots=True)
 class _Guesses:
-    held_out: Float64Array  # for the rows that the model has scored [rows, labels]
-    mean: Float64Array  # over the others [labels]
-    others: int
+    by: list[Guesser]  # of each question
+    mean: list[Float64Array]  # over the rows that the model has not read [labels]
+    others: int  # these rows
     seconds: float
-    by: Literal["hidden", "labels"]
 
 
 def _guesses(
-    run: Run, exits: Exits | None, numbers: Int64Array, final: Float64Array, drawn: Int64Array
+    run: Run, exits: Exits | None, numbers: Int64Array, finals: Sequence[Float64Array], drawn: Int64Array
 ) -> _Guesses | None:
     # The guesses about all rows; None where nothing is cheaper than the model. First the rows with these numbers are
-    # read, to which the guesser is fitted, then all that were not drawn.
-    seconds = 0.0
+    # read, to which the guessers are fitted, then all that were not drawn.
+    seconds, labels = 0.0, run.inputs.labels
 
-    def read(prompts: Sequence[Prompt]) -> Sequence[Readings]:
+    def read(prompts: Sequence[Prompt]) -> list[list[Readings]]:
+        # Of each question by each reader.
         nonlocal seconds
         begun = time.monotonic()
         found = () if exits is None else exits.glance(run.scorer, prompts, run.tick)
         seconds += time.monotonic() - begun
-        return found
+        places = [[at for at, prompt in enumerate(prompts) if prompt.part == part] for part in range(len(finals))]
+        return [[readings_of([each[at] for at in own]) for each in found] for own in places]
 
     again = run.reopen(run.settings.model_copy(update={"sample": None}))  # the job's own has the drawn rows alone
     source, builder = again.source, again.new_builder()
     try:
-        own = [prompt for batch in source.rows(numbers) for prompt in builder.build(batch, run.inputs.labels)[0]]
-        if not (labelled := read(own)):
+        own = [prompt for batch in source.rows(numbers) for prompt in builder.build(batch, labels)[0]]
+        if not (labelled := read(own))[0]:
             return None
-        guesser = fit_guesser(labelled, final)
+        guessers = [fit_guesser(each, final) for each, final in zip(labelled, finals, strict=True)]
         if not run.settings.quiet:
             log.info(f"--estimate: {counted(source.count() - len(drawn), 'row')} more, by --first alone")
-        total, others = np.zeros(final.shape[1]), 0
+        totals, others = [np.zeros(final.shape[1]) for final in finals], 0
         for batch in source.batches():
             rest = batch.only(np.flatnonzero(~np.isin(batch.rows, drawn)))
-            prompts = builder.build(rest, run.inputs.labels)[0] if len(rest.rows) else []
+            prompts = builder.build(rest, labels)[0] if len(rest.rows) else []
             if prompts:
-                total += guesser.guess(read(prompts)).sum(axis=0)
-                others += len(prompts)
+                for total, guesser, each in zip(totals, guessers, read(prompts), strict=True):
+                    total += guesser.guess(each).sum(axis=0)
+                others += sum(prompt.part == 0 for prompt in prompts)
     finally:
         builder.close()
-    return _Guesses(guesser.held_out, total / max(others, 1), others, seconds, "labels" if guesser.own else "hidden")
+    return _Guesses(guessers, [total / max(others, 1) for total in totals], others, seconds)
 
 
 # The report of a run.
@@ -407,16 +434,16 @@ def section(report: RunReport) -> Section | None:
     table = [["answer", "share", "95 % interval", "rows that were read alone", "weight of guesses"]]
     for each in use.shares:
         plain = f"{_percent(each.plain_share)} %, {_between(each.plain_interval)}"
-        table.append([each.label, f"{_percent(each.share)} %", _between(each.interval), plain, f"{each.weight:.2f}"])
+        table.append([each.name, f"{_percent(each.share)} %", _between(each.interval), plain, f"{each.weight:.2f}"])
     found.parts = [Part(table=table, note=NOTE)]
-    found.tiles = [(visible(each.label, line=True), f"{_percent(each.share)} %") for each in use.shares[:1]]
+    found.tiles = [(visible(each.name, line=True), f"{_percent(each.share)} %") for each in use.shares[:1]]
     for name, text, values in (
         ("estimate_share", "Share of the answer in the input.", [each.share for each in use.shares]),
         ("estimate_low", "Lower end of the 95 % interval.", [each.interval[0] for each in use.shares]),
         ("estimate_high", "Upper end of the 95 % interval.", [each.interval[1] for each in use.shares]),
     ):
-        found.metric(name, text, {each.label: value for each, value in zip(use.shares, values, strict=True)}, "label")
-    found.summary = {"estimate": {each.label: [each.share, *each.interval] for each in use.shares}}
+        found.metric(name, text, {each.name: value for each, value in zip(use.shares, values, strict=True)}, "label")
+    found.summary = {"estimate": {each.name: [each.share, *each.interval] for each in use.shares}}
     return found
 
 
@@ -429,7 +456,7 @@ NOTE = (
 def _shares(use: EstimateUse) -> str:
     order = sorted(use.shares, key=lambda each: -each.share)
     texts = [
-        f"{visible(each.label, line=True)} {_percent(each.share)} %, {_between(each.interval)}"
+        f"{visible(each.name, line=True)} {_percent(each.share)} %, {_between(each.interval)}"
         for each in order[:_SHOWN]
     ]
     return "; ".join([*texts, *(["..."] if len(order) > _SHOWN else [])])
@@ -444,7 +471,7 @@ def _cost(use: EstimateUse) -> str:
         return text
     text += f"; the cheaper reading took {minutes_and_seconds(use.guess_seconds)} for all"
     first = use.shares[0]
-    plain = f"; without it the interval of {visible(first.label, line=True)} is {_between(first.plain_interval)}"
+    plain = f"; without it the interval of {visible(first.name, line=True)} is {_between(first.plain_interval)}"
     if first.equal_cost_interval is None:
         return text + plain
     return f"{text}{plain}, and with as many seconds of the model instead {_between(first.equal_cost_interval)}"
@@ -469,11 +496,13 @@ class Estimating(Judge):
         labels = inputs.labels
         if self.settings.estimate is None:
             return
-        if labels.measure is not Measure.SHARES or labels.each or "openai" in inputs.groups:
+        if labels.measure is not Measure.SHARES or "openai" in inputs.groups:
             raise UsageError(
-                "--estimate: it is about the answers to one question, in scores of this program's own columns\n"
-                "leave it out, or ask with --labels"
+                "--estimate: it is about answers that all rows may have, in this program's own columns\n"
+                "leave it out, or ask with --labels or --questions"
             )
+        if any(each.when is not None for each in inputs.schema().questions):
+            raise UsageError("--estimate: whether a question with when is asked depends on others\nleave it out")
 
     def finished(self, run: Run) -> None:
         """Make the estimate that `--estimate` asks for, once all rows are written, while the models are still

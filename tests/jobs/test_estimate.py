@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,48 @@ def test_a_run_that_ended_behind_its_last_row_is_finished_by_the_next(
     assert score(data, "out.jsonl", resume=True, **given)["estimate"]["Yes"][0] == found["shares"][0]["share"]
 
 
+ASKED = {"same": ("{{ prompt }}", "Yes,No"), "other": ("{{ prompt }} Yes\nAnswer:", "Yes,No,Maybe")}
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
+def test_each_question_has_the_shares_that_it_has_alone(data: Path, output: str) -> None:
+    given = {"model": sample_model(), "first": ["words", str(sample_draft())], "estimate": 60, "max_error_rate": 0.2}
+    entries = [{"name": name, "template": text, "labels": labels.split(",")} for name, (text, labels) in ASKED.items()]
+    Path("q.json").write_text(json.dumps({"questions": entries}))
+    assert score(data, output, questions="q.json", **given)["exit_code"] == 0
+    found = read_report("out.run.json")["estimate"]
+    assert [each["question"] for each in found["shares"]] == ["same"] * 2 + ["other"] * 3
+    for name, (text, labels) in ASKED.items():
+        score(data, "alone.jsonl", template=text, labels=labels, overwrite=True, **given)
+        alone = read_report("alone.run.json")["estimate"]
+        assert alone["rows"] == found["rows"]
+        own = [each for each in found["shares"] if each["question"] == name]
+        for one, other in zip(own, alone["shares"], strict=True):
+            for field in ("share", "plain_share", "interval", "plain_interval"):
+                assert one[field] == pytest.approx(other[field], abs=1e-6)
+
+
+def test_an_audit_corrects_the_shares_of_each_question(data: Path, in_full: list[dict[str, Any]]) -> None:
+    entries = [{"name": name, "template": "{{ prompt }}", "labels": ["Yes", "No"]} for name in ("one", "two")]
+    Path("q.json").write_text(json.dumps({"questions": entries}))
+    given = {"model": sample_model(), "first": str(sample_draft()), "max_flips": 0.2, "audit": 100}
+    assert score(data, "out.jsonl", questions="q.json", max_error_rate=0.1, **given)["exit_code"] == 0
+    found, exits = read_report()["estimate"], read_report()["exits"]
+    assert exits["by_layer"]["0"]["rows"] > 0, exits
+    assert [(each["question"], each["label"]) for each in found["shares"]] == [
+        (question, label) for question in ("one", "two") for label in ("Yes", "No")
+    ]
+    scored = [row for row in in_full if row["error"] is None]
+    for each in found["shares"]:
+        low, high = each["interval"]
+        assert low <= sum(row["prediction"] == each["label"] for row in scored) / len(scored) <= high
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         ({"sample": 50}, "leave --sample out"),
-        ({"target_column": "prompt"}, "--estimate: it is about the answers to one question"),
+        ({"target_column": "prompt"}, "--estimate: it is about answers that all rows may have"),
         ({"estimate": 5}, "--estimate"),
     ],
 )

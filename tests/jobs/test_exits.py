@@ -540,7 +540,7 @@ def test_labels_that_begin_with_the_same_token_leave_too(deep_model: Path) -> No
     both = list(zip(read_output("full.jsonl"), read_output("out.jsonl"), strict=True))
     left = [(full["prediction"], own["prediction"]) for full, own in both if own["exit_layer"] is not None]
     assert len(left) > 10
-    assert sum(full != own for full, own in left) <= FLIPS * len(left)
+    assert sum(full != own for full, own in left) <= FLIPS * ROWS / 2
 
 
 # Several questions: each leaves when it is decided, the row when all have.
@@ -791,7 +791,7 @@ def test_on_a_busy_machine_the_same_is_learnt(
 def test_what_a_first_model_decides_follows_from_its_forward_and_the_profile(
     cascaded: Path, data: Path, shallow_model: Path
 ) -> None:
-    (found,) = json.loads((cascaded / "out.exit.json").read_text())["exits"]
+    (found,) = json.loads((cascaded / "out.exit.json").read_text())["questions"][0]["exits"]
     assert found["layer"] == -1
     arrays = {
         name: np.frombuffer(base64.b64decode(value["float32"]), "<f4").reshape(value["shape"]).astype(np.float64)

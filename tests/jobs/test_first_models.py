@@ -142,7 +142,7 @@ def test_a_head_that_knows_the_answer_decides_rows_by_its_own_forward(
     for label in NAMES:
         own = [row for row, full in zip(rows, in_full, strict=True) if full["prediction"] == label]
         assert sum(row["prediction"] != label for row in own) <= FIRST["max_flips"] * len(own)
-    (found,) = profile["exits"]
+    (found,) = profile["questions"][0]["exits"]
     thresholds = [np.inf if each is None else each for each in found["thresholds"]]
     for number in decided[:: len(decided) // 8]:
         logits = expected(first, found["probe"], prompts()[number])

@@ -9,7 +9,7 @@ from prefillcli.core.roles import Judge, Reading
 from prefillcli.errors import UsageError
 from prefillcli.models.open import WORDS
 from prefillcli.options.option import EARLY_EXIT, details_of
-from prefillcli.reading.exits.first import readers_of, readings_of
+from prefillcli.reading.exits.first import readers_of
 from prefillcli.reading.exits.policy import exit_profile_at, job_of_exits, require_same_job
 from prefillcli.rows.proof import hash_value
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from prefillcli.core.request import Request, Tick
     from prefillcli.core.run import Run
     from prefillcli.core.scorer import ModelScorer
-    from prefillcli.engines.base import Answer, Readings, Treatment
+    from prefillcli.engines.base import Answer, Treatment
     from prefillcli.models.open import Opened
     from prefillcli.plan.pack import Pack
-    from prefillcli.reading.exits.first import Reader
+    from prefillcli.reading.exits.first import FirstReading, Reader
     from prefillcli.reading.exits.learning import JobExits
     from prefillcli.reading.exits.policy import ExitProfile
     from prefillcli.report.run import RunReport
@@ -93,11 +93,13 @@ class Exits(Reading, Judge):
         that first models have computed to find them."""
         return ({}, 0) if self.exits is None else self.exits.ahead(questions, tick)
 
-    def glance(self, scorer: ModelScorer, prompts: Sequence[Prompt], tick: Tick) -> Sequence[Readings]:
-        """Return the readings of these prompts by each first model; NaN where it cannot read one."""
+    def glance(
+        self, scorer: ModelScorer, prompts: Sequence[Prompt], tick: Tick
+    ) -> Sequence[Sequence[FirstReading | None]]:
+        """Return the readings of these prompts by each first model; None where it cannot read one."""
         if self._readers is None:
             self._readers = [each for _, each in readers_of(scorer).values()]
-        return [readings_of(each.read(prompts, tick)) for each in self._readers]
+        return [each.read(prompts, tick) for each in self._readers]
 
     @property
     def known(self) -> Mapping[int, ScoredRow]:

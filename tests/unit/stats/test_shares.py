@@ -41,7 +41,7 @@ def test_where_all_rows_that_were_read_have_one_answer_so_do_those_that_the_gues
     read: int, more: float, all_alike: bool
 ) -> None:
     hits = float(read) if all_alike else 0.0
-    found = label_share("Yes", hits, read, 1000, plain_share(hits, read, 1000), more)
+    found = label_share("", "Yes", hits, read, 1000, plain_share(hits, read, 1000), more)
     low, high = found.equal_cost_interval or (-1.0, -1.0)
     assert 0 <= low <= high <= 1
     assert (high if all_alike else 1 - low) == pytest.approx(1)
