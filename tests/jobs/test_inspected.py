@@ -13,9 +13,10 @@ from prefillcli.options.commands import InspectSettings
 from prefillcli.options.load import load_settings
 from prefillcli.tools import inspect
 from prefillcli.tools.inspection import Inspection
+from tests.jobs import test_exits
 from tests.jobs.jobs import read_output, score, write_parquet
 from tests.jobs.test_evidence_jobs import parts, text_of
-from tests.jobs.test_exits import LABELS, LAYERS, data, deep_model, exited  # noqa: F401 - fixtures
+from tests.jobs.test_exits import LABELS, LAYERS, data, deep_model, exited, several  # noqa: F401 - fixtures
 from tests.jobs.test_questions import ASKED, TEXTS, Eager, make_input
 
 
@@ -34,7 +35,7 @@ def test_a_row_leaves_where_the_job_let_it_leave(
 ) -> None:
     rows = read_output(exited / "out.jsonl")
     profile = exited / "out.exit.json"
-    exits = [each["layer"] + 1 for each in json.loads(profile.read_text())["exits"]]
+    exits = [each["layer"] + 1 for each in json.loads(profile.read_text())["questions"][0]["exits"]]
     left = [row for row in rows if row["exit_layer"] is not None][::40]
     assert len(left) >= 3
     given = {"labels": LABELS, "dtype": "float32", "inputs": [str(data)], "exit_profile": str(profile)}
@@ -47,6 +48,22 @@ def test_a_row_leaves_where_the_job_let_it_leave(
         assert list(guesses) == exits
         assert guesses[row["exit_layer"]].prediction == row["prediction"]
         assert shown.margins.layers[-1].layers == LAYERS
+
+
+def test_each_question_of_a_row_leaves_where_the_job_let_it_leave(
+    several: Path,  # noqa: F811
+    data: Path,  # noqa: F811
+    deep_model: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: dict[str, Any] = {"inputs": [str(data)], "exit_profile": str(several / "out.exit.json"), "dtype": "float32"}
+    given["questions"] = str(test_exits.write_questions()["questions"])
+    for name in test_exits.ASKED:
+        row = next(row for row in read_output(several / "out.jsonl")[100:] if row[f"{name}.exit_layer"] is not None)
+        line, (shown,) = inspected(monkeypatch, **given, question=name, model=str(deep_model), row=str(row["row"]))
+        assert line["status"] == "complete"
+        assert shown.margins is not None
+        assert shown.margins.left == row[f"{name}.exit_layer"]
 
 
 def test_exits_of_another_model_or_other_labels_are_refused(
