@@ -366,6 +366,7 @@ QUICK_ROWS = 60  # rows of INPUT that `prefill bench` compares by default
 
 
 class BenchSettings(
+    AskOptions,
     ExitMethodOptions,
     BenchOptions,
     MeasuringOptions,
@@ -418,7 +419,7 @@ class BenchSettings(
     )  # fmt: skip
     truth: str | None = option(
         None,
-        "Column of INPUT with the right answer, for accuracy and AUC.",
+        "Column of INPUT with the right answer, for accuracy and AUC; of several questions NAME=COLUMN,...",
         BENCH, level="first", changes="report", metavar="COLUMN",
     )  # fmt: skip
     output: str = option(
@@ -441,7 +442,7 @@ class BenchSettings(
         found = super().required()
         require(found, ("workload", "rows", "tokens", "scale"), requirements.MADE_PROMPTS)
         for_input = ("limit", "sample", "template", "truth", "prompt_column", "literal", "max_row_bytes")
-        require(found, for_input, requirements.INPUT)
+        require(found, (*for_input, *AskOptions.model_fields), requirements.INPUT)
         return found
 
     @property

@@ -30,6 +30,17 @@ def truths_by_question(truth: str) -> dict[str, str]:
     return found
 
 
+def truth_columns(settings: Any) -> dict[str, str]:
+    """Return the columns with right answers, by question; the name of the only one is empty. Raises UsageError."""
+    if settings.truth is None:
+        return {}
+    if getattr(settings, "asks_once", False):
+        return {ASKED: settings.truth}
+    if getattr(settings, "questions", None) is None:
+        return {"": settings.truth}
+    return truths_by_question(settings.truth)
+
+
 class EvaluationOptions(Settings):
     """The right answers that scores are compared with."""
 
@@ -47,14 +58,8 @@ class EvaluationOptions(Settings):
 
     @property
     def truth_columns(self) -> dict[str, str]:
-        """The column with the right answers to each question; a single question has no name. Raises UsageError."""
-        if self.truth is None:
-            return {}
-        if getattr(self, "asks_once", False):
-            return {ASKED: self.truth}
-        if getattr(self, "questions", None) is None:
-            return {"": self.truth}
-        return truths_by_question(self.truth)
+        """The columns with right answers, by question; the name of the only one is empty."""
+        return truth_columns(self)
 
     def check(self) -> None:
         super().check()

@@ -155,6 +155,10 @@ class RowBatch:
         )
 
 
+PromptKey = tuple[int, int]
+"""The row and the number of a prompt."""
+
+
 @dataclass(slots=True)
 class Prompt:
     """A row ready for the engine."""
@@ -175,6 +179,11 @@ class Prompt:
     conditional: bool = False  # whether that depends on the answers to others: it can fail without its row
     # In the first prompt of its row, why conditional ones could not be made, by their numbers.
     failed: dict[int, RowError] | None = None
+
+    @property
+    def key(self) -> PromptKey:
+        """What distinguishes it from all others of the input."""
+        return self.row, self.part
 
 
 @dataclass(slots=True)

@@ -31,6 +31,7 @@ from prefillcli.rows.records import (
     ErrorCode,
     Float64Array,
     Prompt,
+    PromptKey,
     RowError,
     ScoredRow,
     Window,
@@ -96,14 +97,6 @@ def failed_prompts(work: PlannedWork, unanswered: Sequence[Answer]) -> Finished:
     return finished
 
 
-_Key = tuple[int, int]
-"""Row and number of a prompt."""
-
-
-def _key(prompt: Prompt) -> _Key:
-    return prompt.row, prompt.part
-
-
 class WindowWork:
     """The questions of a window: first the `ordinary` ones, then those of audited prompts in full.
 
@@ -125,19 +118,19 @@ class WindowWork:
         *,
         limited: bool = False,
         next_tokens: int = 0,
-        failed: Mapping[_Key, RowError] = {},
+        failed: Mapping[PromptKey, RowError] = {},
     ) -> None:
         self.ordinary = len(questions)
         compressed = [number for number in audited if questions[number].compressed]
         self.questions = questions + [Request(questions[number].prompt) for number in compressed]
-        self.audited = {_key(questions[number].prompt) for number in compressed}
+        self.audited = {questions[number].prompt.key for number in compressed}
         second = range(self.ordinary, len(self.questions))
         self.in_full = frozenset(second) | frozenset(audited).difference(compressed)
         """The questions that no exit may end."""
         self.done = set(done)
         """Numbers of the rows that need no answer any more."""
-        self.scored: dict[_Key, ScoredRow] = {}
-        self.audits: dict[_Key, Float64Array] = {}
+        self.scored: dict[PromptKey, ScoredRow] = {}
+        self.audits: dict[PromptKey, Float64Array] = {}
         self.wanted: list[WantedRow] = []
         self.plan = Plan([], 0)
         self.window = window
@@ -195,7 +188,7 @@ class WindowWork:
             row = question.prompt.row
             if row in self.done:
                 continue  # computed again only for the K,V that a later pack holds
-            key = _key(question.prompt)
+            key = question.prompt.key
             if answer.prompt >= self.ordinary:
                 finished.tokens.audit += answer.computed_tokens
                 self.audits[key] = answer.logprobs
@@ -229,7 +222,7 @@ class WindowWork:
         """Return what a prompt that cannot be answered finishes: its row becomes an error row, unless only its audit
         fails, or the prompt is conditional and counts as not asked."""
         own = self.questions[prompt].prompt
-        row, key, error = own.row, _key(own), error.of_question(own.question)
+        row, key, error = own.row, own.key, error.of_question(own.question)
         if row in self.done:
             return Finished()
         if prompt >= self.ordinary:
@@ -612,10 +605,10 @@ def _questions(
 
 def _fitting(
     questions: Sequence[Request], most: int
-) -> tuple[list[Request], dict[int, RowError], dict[_Key, RowError]]:
+) -> tuple[list[Request], dict[int, RowError], dict[PromptKey, RowError]]:
     """Return the questions of at most `most` tokens, which fit the memory budget. The others' rows are error rows;
     conditional ones of them count as failed."""
-    fitting, errors, failed = [], dict[int, RowError](), dict[_Key, RowError]()
+    fitting, errors, failed = [], dict[int, RowError](), dict[PromptKey, RowError]()
     for question in questions:
         tokens, prompt = question.size, question.prompt
         if tokens <= most:
@@ -624,7 +617,7 @@ def _fitting(
         detail = f"{tokens} tokens; the memory budget holds {most}"
         error = RowError(ErrorCode.EXCEEDS_MEMORY, detail).of_question(prompt.question)
         if prompt.conditional:
-            failed[_key(prompt)] = error
+            failed[prompt.key] = error
         else:
             errors[prompt.row] = error
     return [each for each in fitting if each.prompt.row not in errors], errors, failed

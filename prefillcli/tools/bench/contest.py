@@ -25,9 +25,10 @@ from prefillcli.errors import PrefillError, ResourceError, UsageError
 from prefillcli.library.table_scoring import ReceivedRows
 from prefillcli.options.commands import BenchSettings, ScoreSettings
 from prefillcli.plan.pack import in_full
+from prefillcli.prompts.labels import Labels
 from prefillcli.report.run import RunReport, Tokens
 from prefillcli.rows.output.store import LocalStore
-from prefillcli.rows.records import FALLBACK, Float64Array, ScoredRow, Window, is_fallback
+from prefillcli.rows.records import FALLBACK, Float64Array, Prompt, PromptKey, ScoredRow, Window, is_fallback
 from prefillcli.runtime.clock import Clock
 from prefillcli.runtime.memory import with_peak as with_peak
 from prefillcli.runtime.signals import Stop
@@ -83,14 +84,19 @@ class MethodRun(ReceivedRows):
     listens = False
 
     def __init__(self) -> None:
-        self.rows: dict[int, ScoredRow] = {}
+        self.answers: dict[PromptKey, ScoredRow] = {}
         self.errors: dict[int, str] = {}  # by row, its code
         self.tokens = Tokens()
 
     def begin(self, window: Window, done: set[int]) -> None: ...
 
     def take(self, window: Window, finished: Finished) -> None:
-        self.rows |= {each.row: each for each in finished.rows}
+        prompts: dict[int, list[Prompt]] = {}
+        for prompt in window.prompts:
+            prompts.setdefault(prompt.row, []).append(prompt)
+        for row in finished.rows:
+            own = sorted(prompts[row.row], key=lambda prompt: prompt.part)
+            self.answers |= {prompt.key: each for prompt, each in zip(own, row.answers, strict=True)}
         self.errors |= {row: str(error.code) for row, error in finished.errors.items()}
         self.tokens.add(finished.tokens)
 
@@ -98,10 +104,10 @@ class MethodRun(ReceivedRows):
 
     def step(self, *progress: Any) -> None: ...
 
-    def logprobs(self, window: Window, labels: int) -> Float64Array:
-        """Return label log-probabilities [prompts, labels] of a window; NaN for a row without an answer."""
-        unknown = np.full(labels, np.nan)
-        return np.stack([self.rows[p.row].logprobs if p.row in self.rows else unknown for p in window.prompts])
+    def logprobs(self, prompts: Sequence[Prompt], labels: int) -> Float64Array:
+        """Return label log-probabilities [prompts, labels]; NaN for a prompt without an answer."""
+        found = [self.answers.get(prompt.key) for prompt in prompts]
+        return np.stack([np.full(labels, np.nan) if each is None else each.logprobs for each in found])
 
 
 class ComparedModels:
@@ -302,7 +308,7 @@ def compare(
     jobs: Sequence[MethodJob],
     window: Window,
     result: WorkloadResult,
-    truths: Mapping[int, bool | None],
+    truths: Mapping[PromptKey, bool | None],
     *,
     rounds: int,
     named: Sequence[str] = (),
@@ -313,8 +319,8 @@ def compare(
     """Run every method once for its answers and memory, then `rounds` times in turn for its time; 0: the first run's
     time counts. `result` gets the findings.
 
-    `truths` has by row whether the first label is right. `within` and `clock` as in `interleaved`. A method that
-    runs out of memory is left out with a note. Raises PrefillError if the reference gives no scores.
+    `truths` has for each prompt whether the first label is right. `within` and `clock` as in `interleaved`. A method
+    that runs out of memory is left out with a note. Raises PrefillError if the reference gives no scores.
     """
     notes = result.notes
     window, first = _first_runs(jobs, window, result, named, begin, clock)
@@ -377,13 +383,14 @@ def _take(
     result: WorkloadResult,
     first: Sequence[FirstRun],
     window: Window,
-    truths: Mapping[int, bool | None],
+    truths: Mapping[PromptKey, bool | None],
     seconds: Mapping[str, Sequence[float]],
 ) -> None:
     # The results of the first runs, and of the seconds of all rounds.
     reference = next(own.run for own in first if own.job.name == REFERENCE)
-    result.rows, result.prompt_tokens = len(window.prompts), sum(len(own.tokens) for own in window.prompts)
-    result.truth_rows = sum(truths.get(own.row) is not None for own in window.prompts)
+    result.rows = len({own.row for own in window.prompts})
+    result.answers, result.prompt_tokens = len(window.prompts), sum(len(own.tokens) for own in window.prompts)
+    result.truth_rows = sum(truths.get(own.key) is not None for own in window.prompts)
     result.unique_tokens = reference.tokens.unique
     for job, run, peak, _ in first:
         ratios = [whole / own for whole, own in zip(seconds[REFERENCE], seconds[job.name], strict=True)]
@@ -397,19 +404,19 @@ def _take(
 
 def _answered(run: MethodRun, window: Window, result: WorkloadResult) -> Window:
     # The rows of the window that the reference has answered.
-    answered, name, notes = [own for own in window.prompts if own.row in run.rows], result.workload, result.notes
+    answered, name, notes = [own for own in window.prompts if own.key in run.answers], result.workload, result.notes
     if run.errors:
         codes = ", ".join(f"{code} {count:,}" for code, count in sorted(Counter(run.errors.values()).items()))
         notes.append(f"left out: {len(run.errors):,} rows that the reference cannot answer ({codes}); see --memory")
     if not answered:
         raise PrefillError(f"{name}: {notes[-1]}, so nothing is left to compare; raise --memory")
-    if not all(np.isfinite(run.rows[own.row].logprobs).all() for own in answered):
+    if not all(np.isfinite(run.answers[own.key].logprobs).all() for own in answered):
         raise PrefillError(f"{name}: the model gives scores that are not numbers; try --dtype float32")
     return window if len(answered) == len(window.prompts) else window.only(answered)
 
 
 def _measured(job: MethodJob, run: MethodRun, result: WorkloadResult, seconds: Range, speedup: Range) -> MethodResult:
-    methods = [own.method for own in run.rows.values()]
+    methods = [own.method for own in run.answers.values()]
     return MethodResult(
         method=job.name,
         keep=job.keep,
@@ -431,50 +438,68 @@ def _compare_answers(
     window: Window,
     found: MethodResult,
     reference: MethodRun | None,
-    truths: Mapping[int, bool | None],
+    truths: Mapping[PromptKey, bool | None],
     notes: list[str],
 ) -> None:
     # With the answers of the reference (None: this is the reference) and the truth.
-    labels, temperature = len(job.inputs.labels.names), job.settings.temperature
-    shares = label_probabilities(run.logprobs(window, labels), temperature)
-    if not np.isfinite(shares).all():
-        notes.append(f"{job.name}: scores that are not numbers are not compared")
-        return
-    answers, scores, best = found.answers, shares[:, 0].tolist(), shares.argmax(axis=1)
-    right = [truths.get(own.row) for own in window.prompts]
+    pairs: list[tuple[float, float, bool | None]] = []
+    known: list[tuple[float, bool, bool]] = []
+    flips: list[bool] = []
+    classes: list[ClassFlips] = []
+    for part, labels in enumerate(job.inputs.labels.asked):
+        prompts = [own for own in window.prompts if own.part == part]
+        if not prompts:
+            continue
+        count, temperature = len(labels.names), job.settings.temperature
+        shares = label_probabilities(run.logprobs(prompts, count), temperature)
+        if not np.isfinite(shares).all():
+            notes.append(f"{job.name}: scores that are not numbers are not compared")
+            return
+        scores, best = shares[:, 0].tolist(), shares.argmax(axis=1)
+        right = [truths.get(own.key) for own in prompts]
+        known += [
+            (score, bool(says), truth)
+            for score, says, truth in zip(scores, best == 0, right, strict=True)
+            if truth is not None
+        ]
+        if reference is not None:
+            whole = label_probabilities(reference.logprobs(prompts, count), temperature)
+            full = whole.argmax(axis=1)
+            pairs += zip(scores, whole[:, 0].tolist(), right, strict=True)
+            flips += (best != full).tolist()
+            classes += _class_flips(labels, full, best != full)
+    answers = found.answers
     if reference is not None:
-        whole = label_probabilities(reference.logprobs(window, labels), temperature)
-        flipped = best != whole.argmax(axis=1)
-        answers.audit = audit_of(list(zip(scores, whole[:, 0].tolist(), right, strict=True)), flipped.tolist())
+        answers.audit = audit_of(pairs, flips)
         if job.learnt("max_flips") is not None:
-            found.exits = _exits(job, run, whole.argmax(axis=1), flipped)
-    known = [
-        (score, bool(says), truth)
-        for score, says, truth in zip(scores, best == 0, right, strict=True)
-        if truth is not None
-    ]
+            found.exits = _exits(job, run, classes)
     if known:
         correct = sum(says == truth for _, says, truth in known)
         answers.accuracy = correct / len(known)
         answers.accuracy_interval = exact_interval(correct, len(known))
-        answers.auc = auc([score for score, *_ in known], [truth for *_, truth in known])
+        if len(job.inputs.labels.asked) == 1:  # scores of different questions have no common order
+            answers.auc = auc([score for score, *_ in known], [truth for *_, truth in known])
 
 
-def _exits(job: MethodJob, run: MethodRun, full: Any, flipped: Any) -> ExitResult:
-    # The layers where rows left the model, and the flips [prompts] among those of each answer `full` [prompts] of the
-    # reference.
-    through = Counter("full" if row.exit_layer is None else str(row.exit_layer) for row in run.rows.values())
+def _class_flips(labels: Labels, full: Any, flipped: Any) -> list[ClassFlips]:
+    # The flips [prompts] among those of each answer `full` [prompts] of the reference.
+    prefix, found = f"{labels.question.name}." if labels.question.name else "", []
+    for number, name in enumerate(labels.names):
+        rows, flips = int((full == number).sum()), int(flipped[full == number].sum())
+        interval = exact_interval(flips, rows) if rows else None
+        found.append(ClassFlips(label=f"{prefix}{name}", rows=rows, flips=flips, interval=interval))
+    return found
+
+
+def _exits(job: MethodJob, run: MethodRun, classes: list[ClassFlips]) -> ExitResult:
+    # The layers where answers left the model, and their flips.
+    through = Counter("full" if each.exit_layer is None else str(each.exit_layer) for each in run.answers.values())
     order = sorted(through, key=lambda name: (name == "full", int(name) if name != "full" else 0))
     layers = in_full(job.inputs.opened.files.config.get_text_config().num_hidden_layers)
-    names = enumerate(job.inputs.labels.names)
-    counts = [(name, int((full == n).sum()), int(flipped[full == n].sum())) for n, name in names]
     return ExitResult(
         max_flips=job.learnt("max_flips"),
         rows_read=job.learnt("calibration_rows"),
         left={name: through[name] for name in order},
         layers_saved=run.tokens.skipped / (run.tokens.computed * layers) if run.tokens.computed else 0.0,
-        classes=[
-            ClassFlips(label=name, rows=rows, flips=flips, interval=exact_interval(flips, rows) if rows else None)
-            for name, rows, flips in counts
-        ],
+        classes=classes,
     )

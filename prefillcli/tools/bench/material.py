@@ -19,11 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefillcli.core.windows import MAX_ROWS
-from prefillcli.errors import PrefillError, UsageError, counted
+from prefillcli.errors import PrefillError, UsageError, counted, did_you_mean
 from prefillcli.options.commands import QUICK_ROWS, BenchSettings
+from prefillcli.options.judging import truth_columns
 from prefillcli.prompts.encoding import Encoder
 from prefillcli.rows.filesystems import split_path
-from prefillcli.rows.records import Window, to_python
+from prefillcli.rows.records import PromptKey, Window, to_python
 
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs
@@ -316,8 +317,8 @@ def with_made_rows(settings: BenchSettings, models: Inputs, folder: str) -> Benc
 
 def read_rows(
     reference: Inputs, settings: BenchSettings, result: WorkloadResult, most_tokens: int | None = None
-) -> tuple[Window, dict[int, bool | None]]:
-    """Read the first window of the input, and by row whether the first label is right.
+) -> tuple[Window, dict[PromptKey, bool | None]]:
+    """Read the first window of the input, and for each prompt whether the first label is right.
 
     Of the window only the first prompts are taken, up to `most_tokens` in total but at least a few. Raises
     PrefillError without any.
@@ -335,6 +336,11 @@ def read_rows(
         first = next(iter(window.errors.values()))
         raise PrefillError(f"{result.workload}: no row can be read; the first: {first.code}: {first.detail}")
     labels.check(window)
+    if any(own.conditional for own in window.prompts):
+        raise UsageError(
+            "--questions: which rows a question with when is asked about depends on answers, and so on the method\n"
+            "leave its when out"
+        )
     if window.errors:
         counts = Counter(error.code for error in window.errors.values())
         codes = ", ".join(f"{code} {count:,}" for code, count in sorted(counts.items()))
@@ -346,12 +352,16 @@ def read_rows(
         lengths = np.cumsum([len(prompt.tokens) for prompt in prompts])
         prompts = prompts[: max(int(np.searchsorted(lengths, most_tokens, side="right")), _FEWEST)]
         if len(prompts) < len(window.prompts) or rows >= QUICK_ROWS:
-            text = f"a quick look at the first {len(prompts):,} rows"
+            text = f"a quick look at the first {len({own.row for own in prompts}):,} rows"
             result.notes.append(f"{text}; --limit or --sample takes others, --full all")
-    truths: dict[int, bool | None] = {}
-    if settings.truth is not None:
-        values = to_python(window.carried.column(settings.truth))
+    truths: dict[PromptKey, bool | None] = {}
+    names = {each.question.name: part for part, each in enumerate(labels.asked)}
+    for name, column in truth_columns(settings).items():
+        if name not in names:
+            raise UsageError(f"--truth {name}={column}: no question {name!r}{did_you_mean(name, names)}")
+        part, values = names[name], to_python(window.carried.column(column))
         if source.kind == "jsonl":
             values = [None if value is None else json.loads(value) for value in values]
-        truths = {row: labels.is_positive(own) for row, own in zip(window.rows.tolist(), values, strict=True)}
+        asked = labels.asked[part]
+        truths |= {(row, part): asked.is_positive(own) for row, own in zip(window.rows.tolist(), values, strict=True)}
     return window.only(prompts), truths

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefillcli.options.commands import BenchSettings, ScoreSettings
+from prefillcli.options.judging import truth_columns
 
 REFERENCE = "hybrid"  # the method that the others are compared with
 
@@ -70,7 +71,7 @@ def score_settings(settings: BenchSettings, name: str, keep: float | None = None
     given = {each: getattr(settings, each) for each in settings.model_fields_set if each not in _OWN}
     given |= {each: getattr(settings, each) for each in method.takes} | dict(method.settings)
     given |= {"quiet": True, "inputs": settings.inputs or ("rows",)}
-    given |= {} if settings.truth is None else {"keep_columns": (settings.truth,)}
+    given["keep_columns"] = tuple(truth_columns(settings).values())
     if "keep" in method.takes:
         given["keep"] = settings.keep[0] if keep is None else keep
     return ScoreSettings.model_validate(

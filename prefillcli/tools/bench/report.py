@@ -97,7 +97,8 @@ class WorkloadResult(BaseModel):
     workload: str = ""
     made: bool
     rows: int = 0
-    truth_rows: int = 0
+    answers: int = 0  # of which each row has as many as questions
+    truth_rows: int = 0  # answers whose right ones are known
     prompt_tokens: int = 0
     unique_tokens: int = 0  # of the trie of all prompts
     rounds: int = 0  # timed
@@ -184,7 +185,7 @@ def legend(workload: WorkloadResult) -> str:
     rounds = "one round" if workload.rounds < 2 else f"median of {workload.rounds} rounds (smallest-largest)"
     return (
         f"speedup: {REFERENCE}'s seconds over the method's, {rounds}; kept: share of the tokens that the model reads; "
-        f"MiB: memory above the weights; flips: rows with another answer than {REFERENCE}'s; AUC: 1 is perfect, "
+        f"MiB: memory above the weights; flips: answers other than {REFERENCE}'s; AUC: 1 is perfect, "
         "0.5 chance"
     )
 
@@ -235,7 +236,7 @@ def workload_remarks(workload: WorkloadResult) -> list[str]:
         for reason, count in sorted(each.fallbacks.items()):
             found.append(f"{each.method}: {count:,} rows were read in full ({reason})")
         if each.exits is not None:
-            found.append(_of_exits(each.method, each.exits, workload.rows))
+            found.append(_of_exits(each.method, each.exits, workload.answers))
     if undropped := [each.method for each in workload.methods if _dropped_nothing(each)]:
         found.append(
             f"{', '.join(undropped)}: nothing was dropped, so this shows nothing: the prompts are short, and their "
@@ -246,18 +247,18 @@ def workload_remarks(workload: WorkloadResult) -> list[str]:
     return found
 
 
-def _of_exits(method: str, exits: ExitResult, rows: int) -> str:
-    # The layers where rows left, and the effects of that.
+def _of_exits(method: str, exits: ExitResult, answers: int) -> str:
+    # The layers where answers left, and the effects of that.
     early = {name: count for name, count in exits.left.items() if name != "full"}
     places = {name: f"after layer {name}" if int(name) > 0 else "before layer 1" for name in early}
-    where = ", ".join(f"{count / rows:.0%} {places[name]}" for name, count in early.items())
+    where = ", ".join(f"{count / answers:.0%} {places[name]}" for name, count in early.items())
     flips = ", ".join(
         f"{each.flips:,} of {each.rows:,} {each.label!r}"
         + (f" ({percent_interval(each.interval)})" if each.interval is not None else "")
         for each in exits.classes
     )
     return (
-        f"{method}: {sum(early.values()) / rows:.0%} of the rows left{f' ({where})' if early else ''} and spared "
+        f"{method}: {sum(early.values()) / answers:.0%} of answers left{f' ({where})' if early else ''} and spared "
         f"{exits.layers_saved:.0%} of the layers; flips by {REFERENCE}'s answer, for --max-flips {exits.max_flips:g}: "
         f"{flips}"
     )

@@ -37,7 +37,7 @@ def test_exits_are_learnt_on_some_rows_and_compared_on_the_others() -> None:
     assert early.answers.audit.flips == sum(each.flips for each in early.exits.classes) <= 20
     assert early.exits.layers_saved > 0.3
     assert any("learnt on 200 rows, drawn at random" in note for note in workload.notes)
-    assert any("of the rows left" in text for text in workload_remarks(workload))
+    assert any("of answers left" in text for text in workload_remarks(workload))
 
 
 def test_too_few_rows_leave_the_method_out_with_the_reason() -> None:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner, Result
 
+import prefillcli
 from benchmarks.score_runs import SAMPLES
 from prefillcli.cli import app
 from prefillcli.options.commands import BenchSettings
@@ -131,6 +132,41 @@ def test_input_with_truth_has_accuracy_and_auc() -> None:
     assert by_name["hf"].audit.flips == 0
     low, high = by_name["hybrid"].accuracy_interval
     assert low <= by_name["hybrid"].accuracy <= high
+
+
+def write_asked(**last: object) -> tuple[str, ...]:
+    """Ten rows and two questions about each, the right answers to the first among them."""
+    rows = pq.read_table(SAMPLES / "labeling.parquet").slice(0, 10).append_column("right", pa.array(["Yes", "No"] * 5))
+    pq.write_table(rows, "in.parquet")
+    topic = {"type": "choice", "instructions": "What is it about?", "choices": ["delivery", "the payment"]}
+    asked = [{"name": "refund", "type": "predicate", "instructions": "Is money asked for?"}, {"name": "topic", **topic} | last]
+    Path("q.json").write_text(json.dumps({"questions": asked}))
+    return "in.parquet", "-m", str(TARGET), "--questions", "q.json", "--rounds", "1"
+
+
+def test_each_question_is_compared() -> None:
+    given = write_asked()
+    result = bench(*given, "--method", "hf", "--method", "full", "--truth", "refund=right")
+    assert result.exit_code == 0, result.output
+    (workload,) = saved().workloads
+    assert (workload.rows, workload.answers, workload.truth_rows) == (10, 20, 10)
+    assert workload.unique_tokens < 0.8 * workload.prompt_tokens
+    scores = prefillcli.score("in.parquet", model=str(TARGET), questions="q.json")["refund"]
+    said = [score > 0.5 for score in scores.to_pylist()]
+    right = sum(one == (number % 2 == 0) for number, one in enumerate(said)) / 10
+    for each in workload.methods:
+        assert each.answers.accuracy == right
+        if each.method != "hybrid":
+            assert (each.answers.audit.rows, each.answers.audit.flips) == (20, 0)
+            assert (each.answers.audit.max_difference or 0) < 1e-4
+    assert workload.methods[1].target_tokens > workload.unique_tokens  # each prompt by itself
+
+
+def test_what_cannot_be_compared_of_questions_is_told() -> None:
+    given = write_asked(when="refund > 0.5")
+    assert "leave its when out" in bench(*given).stderr
+    assert "no question 'money'" in bench(*write_asked(), "--truth", "money=right").stderr
+    assert "--questions" in bench("--questions", "q.json").stderr
 
 
 def test_error_rows_are_left_out_with_a_note() -> None:
