@@ -139,7 +139,8 @@ def write_asked(**last: object) -> tuple[str, ...]:
     rows = pq.read_table(SAMPLES / "labeling.parquet").slice(0, 10).append_column("right", pa.array(["Yes", "No"] * 5))
     pq.write_table(rows, "in.parquet")
     topic = {"type": "choice", "instructions": "What is it about?", "choices": ["delivery", "the payment"]}
-    asked = [{"name": "refund", "type": "predicate", "instructions": "Is money asked for?"}, {"name": "topic", **topic} | last]
+    refund = {"name": "refund", "type": "predicate", "instructions": "Is money asked for?"}
+    asked = [refund, {"name": "topic", **topic} | last]
     Path("q.json").write_text(json.dumps({"questions": asked}))
     return "in.parquet", "-m", str(TARGET), "--questions", "q.json", "--rounds", "1"
 
