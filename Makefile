@@ -30,7 +30,7 @@ TEST_WORKERS ?= 2
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup setup-real setup-tokenizers setup-airflow setup-llamacpp setup-openvino setup-zentorch setup-vllm setup-ray setup-tables reference demo demo-real test test-fast test-matrix test-real test-nightly test-faults \
-	test-ports test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews bench-forms distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-gpu soak deep-models hybrid-model words-draft samples architectures constraints clean
+	test-ports test-tables dist test-install test-container test-airflow test-vllm test-ray fuzz lint format bench bench-reviews bench-forms distill-draft bench-peers bench-harness bench-exits bench-chains bench-estimates bench-gpu soak deep-models hybrid-model words-draft tickets-model samples architectures constraints clean
 
 # What there is to make, with the first sentence on each
 help:
@@ -203,7 +203,7 @@ test-tables: setup-tables
 
 # The wheel in empty environments, made by the README's lines. They take the torch that is named above
 test-install: setup dist
-	DIST=$(abspath dist) TORCH="$(TORCH)" $(BIN)/python -m pytest --no-skips tests/install/test_installed.py
+	DIST=$(abspath dist) TORCH="$(TORCH)" $(BIN)/python -m pytest --no-skips tests/install/test_installed.py tests/install/test_stranger.py
 
 # Build the image of Containerfile and run it. The base image and torch come from the network: without it,
 # BUILD_FLAGS="--build-arg BASE=..." names others. PODMAN and RUN_FLAGS are for machines where podman needs more options
@@ -304,6 +304,11 @@ hybrid-model: setup
 words-draft: setup
 	$(BIN)/python -m training.train_sample_models draft-words --steps 300 --rate 5e-4 --batch-tokens 2048 --gaps-from 1 \
 		--threads 1 --validate-seconds 40
+
+# The sample model of typed questions anew, from the target: a quarter of an hour on one core
+tickets-model: setup
+	$(BIN)/python -m training.train_sample_models tickets --steps 2400 --rate 1.5e-3 --batch-tokens 1536 --gaps-from 1 \
+		--threads 1
 
 # Speeds and longest prompts on a GPU, with shapes of Llama-3.1-8B. For other devices: python -m benchmarks.gpu --help
 bench-gpu: setup

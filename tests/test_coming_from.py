@@ -18,13 +18,23 @@ from tests.unit.engines.encoder_models import save_encoder
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the packages' own
 
 PAGE = (Path(__file__).parent.parent / "docs" / "coming-from.md").read_text()
-SECTIONS = {
-    part.partition("\n")[0]: re.findall(r"```python\n(.*?)```", part, re.DOTALL) for part in PAGE.split("\n## ")
-}
+PARTS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")}
+
+
+def blocks(section: str, kind: str = "python") -> list[str]:
+    """The blocks of a section in one language."""
+    return re.findall(rf"```{kind}\n(.*?)```", PARTS[section], re.DOTALL)
+
+
+SECTIONS = {section: blocks(section) for section in PARTS}
 (START,) = SECTIONS.pop(PAGE.partition("\n")[0])
-
-
-SERVERS = ["SGLang: `/v1/score`", "Text Embeddings Inference: `/rerank`"]
+# Those of the packages of typed decisions are in tests/test_coming_from_decisions.py: vLLM's environment lacks them.
+DECISIONS = "OpenAI's Decisions API, and TypeSafe's System One"
+JEV_TABLE = "jev-table: a pack over a CSV file"
+TYPED_GGUF = "typed-gguf: GGUF files, one state at a time"
+SERVERS = ["SGLang: `/v1/score`", DECISIONS]
+PAIRS = "A cross-encoder: vLLM's `LLM.score`, and `/rerank` of Text Embeddings Inference"
+THEIRS = [(name, at) for name, blocks in SECTIONS.items() for at in range(len(blocks) - 1)]
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +54,11 @@ def run(*blocks: str) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.parametrize("section", [name for name, blocks in SECTIONS.items() if len(blocks) == 2])
-def test_the_numbers_are_theirs(section: str) -> None:
-    if "vLLM" in section and find_spec("vllm") is None:
+@pytest.mark.parametrize(("section", "at"), THEIRS)
+def test_the_numbers_are_theirs(section: str, at: int) -> None:
+    theirs, ours = SECTIONS[section][at], SECTIONS[section][-1]
+    if "vllm" in theirs and find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here; make test-vllm brings its own")
-    theirs, ours = SECTIONS[section]
     wanted = run(theirs)["theirs"]
     found = [None if other is None else own for own, other in zip(run(ours)["ours"], wanted, strict=True)]
     assert found == pytest.approx(wanted, abs=1e-5)
@@ -66,7 +76,7 @@ def test_a_score_of_sglang_is_a_softmax_over_the_logits_of_its_tokens() -> None:
 
 
 def test_a_rank_of_text_embeddings_inference_is_the_logistic_function_of_an_output() -> None:
-    names = run(*SECTIONS["Text Embeddings Inference: `/rerank`"])
+    names = run(SECTIONS[PAIRS][-1])
     folder = "models/cross-encoder"
     model, tokenizer = (
         AutoModelForSequenceClassification.from_pretrained(folder),
@@ -80,5 +90,6 @@ def test_a_rank_of_text_embeddings_inference_is_the_logistic_function_of_an_outp
 
 def test_every_section_is_run() -> None:
     assert [name for name, blocks in SECTIONS.items() if len(blocks) == 1] == SERVERS
-    (other,) = (name for name, blocks in SECTIONS.items() if not blocks)
+    *told, other = (name for name, blocks in SECTIONS.items() if not blocks)
+    assert told == [JEV_TABLE, TYPED_GGUF]
     assert other.startswith("OpenAI"), "it has a page, and tests, of its own"

@@ -116,6 +116,7 @@ def test_no_page_names_an_option_that_does_not_exist(page: Path) -> None:
     known |= {"--steps", "--rate", "--batch-tokens"}  # of python -m training.train_sample_models
     known |= {"--layers", "--train", "--epochs"}  # of python -m recipes.distill_draft and recipes.train_first
     known |= {"--tag", "--rm", "--read-only", "--network", "--build-arg"}  # of podman
+    known |= {"--spec", "--out", "--corrections", "--emit-cases", "--state", "--choice"}  # of jev-table and typed-gguf
     # of python -m tests.soak
     known |= {"--long", "--kill-every", "--short-sample", "--long-sample", "--memory-every"}
     assert options(page.read_text()) <= known
@@ -183,8 +184,8 @@ def test_the_commands_of_a_page_are_taken_and_their_prompts_are_those_that_it_sh
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("job.yaml", "nightly.yaml"):
-        Path(name).write_text("labels: [Yes, No]")
+    Path("job.yaml").write_text("labels: [Yes, No]")
+    Path("nightly.yaml").write_text("review_below: 0.9")
     tokenizer = AutoTokenizer.from_pretrained(sample_model())
     compared = 0
     for words in commands_of(page):

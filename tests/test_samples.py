@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import defaultdict
 from pathlib import Path
 from random import Random
 
@@ -15,15 +16,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from benchmarks.sample_text import CASES, CREDITORS, SUBJECTS, ask_fairly
 from prefillcli.tools.bench.material import TOPICS
 from training.evaluate_samples import SAMPLES, Row, accuracy, auc, draw_rows, right_by_layer, sample_rows, score
-from training.make_samples import CREDIT_FILE, LABEL_FILE, POST_FILE, write_samples
+from training.make_samples import CREDIT_FILE, LABEL_FILE, POST_FILE, TICKET_FILE, write_samples
 from training.respelled_draft import main as respelled_draft
 from training.respelled_draft import old_tokens, respell
 from training.sample_tokenizer import train_tokenizer
+from training.tickets import draw_question, encode_ticket
 from training.word_tokenizer import train_word_tokenizer
 
 DEEP, HYBRID = SAMPLES / "models" / "deep", SAMPLES / "models" / "hybrid"
 WORDS = SAMPLES / "models" / "draft-words"
 TARGET, DRAFT = SAMPLES / "models" / "target", SAMPLES / "models" / "draft"
+TYPED = SAMPLES / "models" / "tickets"
 MIB = 2**20
 
 
@@ -52,8 +55,9 @@ def test_parquet_samples_are_what_the_script_writes(rewritten: Path, name: str) 
         assert (rewritten / name).read_bytes() == (SAMPLES / name).read_bytes()
 
 
-def test_jsonl_sample_is_what_the_script_writes(rewritten: Path) -> None:
-    assert (rewritten / CREDIT_FILE).read_bytes() == (SAMPLES / CREDIT_FILE).read_bytes()
+@pytest.mark.parametrize("name", [CREDIT_FILE, TICKET_FILE])
+def test_text_samples_are_what_the_script_writes(rewritten: Path, name: str) -> None:
+    assert (rewritten / name).read_bytes() == (SAMPLES / name).read_bytes()
 
 
 def test_answers_are_balanced_and_found_in_the_history(rows: list[Row]) -> None:
@@ -140,6 +144,20 @@ def test_the_hybrid_model_answers_new_rows_of_any_length(tokenizer: PreTrainedTo
     assert accuracy(score(model, tokenizer, draw_rows("hybrid", 10))) >= 0.9
 
 
+def test_the_tickets_model_answers_new_typed_questions(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert (TYPED / "tokenizer.json").read_bytes() == (TARGET / "tokenizer.json").read_bytes()
+    model = AutoModelForCausalLM.from_pretrained(TYPED).eval()
+    rng, right = Random("new tickets"), defaultdict(list)
+    for _ in range(200):
+        text, question, answer = draw_question(rng)
+        ids, places = encode_ticket(tokenizer, text, question, answer)
+        with torch.inference_mode():
+            likeliest = model(torch.tensor([ids])).logits[0].argmax(dim=-1)
+        right[question.type].append(all(likeliest[place] == ids[place + 1] for place in places))
+    assert {kind: sum(own) / len(own) > 0.9 for kind, own in right.items()} == dict.fromkeys(right, True)
+    assert right.keys() == {"predicate", "choice", "score"}
+
+
 def test_the_words_draft_reads_its_own_tokens_and_answers_new_rows() -> None:
     tokenizer = AutoTokenizer.from_pretrained(WORDS)
     assert tokenizer.backend_tokenizer.to_str() == train_word_tokenizer().backend_tokenizer.to_str()
@@ -191,7 +209,7 @@ def test_draft_is_several_times_cheaper(folder: Path) -> None:
 
 
 def test_samples_are_small() -> None:
-    data = sum((SAMPLES / name).stat().st_size for name in (POST_FILE, CREDIT_FILE, LABEL_FILE))
+    data = sum((SAMPLES / name).stat().st_size for name in (POST_FILE, CREDIT_FILE, LABEL_FILE, TICKET_FILE))
     models = sum(file.stat().st_size for file in (SAMPLES / "models").rglob("*"))
     assert data < 5 * MIB
     assert models < 20 * MIB

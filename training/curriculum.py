@@ -121,6 +121,9 @@ class BatchMaker:
             ids, answered = self._drill(lesson.length) if lesson.drill else self._history(lesson.length)
             sequences.append((ids, answered))
             tokens += len(ids)
+        return self._batch(sequences, gaps)
+
+    def _batch(self, sequences: list[tuple[list[int], set[int]]], gaps: bool) -> Batch:
         shape = len(sequences), max(len(ids) for ids, _ in sequences)
         ids_, positions = torch.zeros(shape, dtype=torch.long), torch.arange(shape[1]).repeat(shape[0], 1)
         answers, text = torch.zeros(shape, dtype=torch.bool), torch.rand(shape) < TEXT_SHARE

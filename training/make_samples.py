@@ -7,6 +7,7 @@ version of pyarrow, the same bytes.
 """
 
 import argparse
+import csv
 import json
 import re
 from pathlib import Path
@@ -18,6 +19,7 @@ import pyarrow.parquet as pq
 from benchmarks.sample_text import ask, credit_case, label_case
 from prefillcli.tools.bench.material import Case, post_case, prompt
 from training.evaluate_samples import SAMPLES
+from training.tickets import draw_ticket
 
 SEED = "samples 2024"
 USERS, POSTS = 12, 20
@@ -26,6 +28,7 @@ APPLICANTS, APPLICANT_LINES = 40, (48, 226)
 MESSAGES = 2000
 POST_FILE, CREDIT_FILE = "post_recommendation.parquet", "credit_verification.jsonl"
 LABEL_FILE = "labeling.parquet"
+TICKET_FILE, TICKETS = "tickets.csv", 120
 
 Record = dict[str, str | int]
 
@@ -112,14 +115,35 @@ def label_rows() -> list[Record]:
     return records
 
 
+def ticket_rows() -> list[Record]:
+    """Support tickets, with the right answers to the typed questions of recipes/questions/triage.yaml."""
+    rng = Random(f"{SEED} tickets")
+    drawn = [draw_ticket(rng, untold=True) for _ in range(TICKETS)]
+    return [
+        {
+            "id": f"ticket-{number:03d}",
+            "text": ticket.text,
+            "team": ticket.department,
+            "level": ticket.urgency,
+            "is_refund": "yes" if ticket.refund else "no",
+        }
+        for number, ticket in enumerate(drawn)
+    ]
+
+
 def write_samples(folder: Path) -> None:
-    """Write the three files into a folder."""
+    """Write the four files into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, records in ((POST_FILE, post_rows()), (LABEL_FILE, label_rows())):
         table = pa.Table.from_pylist(records)
         pq.write_table(table, folder / name, compression="zstd", compression_level=19)
     lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in credit_rows())
     (folder / CREDIT_FILE).write_text("".join(lines), encoding="utf-8", newline="\n")
+    with (folder / TICKET_FILE).open("w", encoding="utf-8", newline="") as file:
+        tickets = ticket_rows()
+        table = csv.DictWriter(file, tickets[0].keys(), lineterminator="\n")
+        table.writeheader()
+        table.writerows(tickets)
 
 
 def main() -> None:

@@ -362,10 +362,10 @@ def quoted(value: Any) -> str:
 # The sample models.
 
 
-def sample_model() -> Path:
-    """Return the directory of the shipped target model: inside an installed wheel, or in the repository. Raises
-    UsageError."""
-    found = _find("target")
+def sample_model(typed: bool = False) -> Path:
+    """Return the directory of the shipped target model, or of the one that answers `typed` questions: inside an
+    installed wheel, or in the repository. Raises UsageError."""
+    found = _find("tickets" if typed else "target")
     if found is None:
         raise UsageError("no --model given, and the sample model did not come with this installation")
     return found

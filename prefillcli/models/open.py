@@ -209,12 +209,17 @@ def _reader(choice: ModelChoice, dtypes: Sequence[str] = ()) -> ModelReader:
 def _find_chosen(choice: ModelChoice) -> Path:
     if choice.model is not None:
         return find_model(choice.model, choice.revision)
-    path = sample_model()
+    path = sample_model(asks_typed(choice))
     log.warning(
         "no --model given: this is the sample model, a demonstration of a million parameters that knows nothing but "
         f"its samples ({path})\ngive a folder, a GGUF file or a hub name, like --model Qwen/Qwen3-0.6B"
     )
     return path
+
+
+def asks_typed(choice: Any) -> bool:
+    """Return whether a command asks typed questions, which a sample model of their own answers."""
+    return getattr(choice, "questions", None) is not None
 
 
 def dtype_name(files: ModelFiles) -> str:

@@ -63,6 +63,11 @@ def parse_yaml(text: str) -> Any:
             raise ValueError(f"its aliases stand for more than {_MOST_VALUES:,} values")
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except yaml.MarkedYAMLError as error:
+        if error.problem is not None and error.problem.endswith("but got '?'"):  # PyYAML ends a plain text there
+            line = error.problem_mark.line + 1 if error.problem_mark else 0
+            raise ValueError(f"line {line}: between {{ and }}, put a text with a question mark in quotes") from None
+        raise ValueError(str(error)) from None
     except (yaml.YAMLError, TypeError, AttributeError, LookupError, OverflowError) as error:
         raise ValueError(str(error)) from None  # PyYAML's constructors raise what Python's own types do
     return loaded

@@ -16,7 +16,7 @@ from prefillcli.engines.registry import require_engine
 from prefillcli.errors import UsageError, did_you_mean, without_secrets
 from prefillcli.judging.calibration import content_free_prompts
 from prefillcli.models.files import sample_model
-from prefillcli.models.open import Opened, local_model, small_models
+from prefillcli.models.open import Opened, asks_typed, local_model, small_models
 from prefillcli.options.combinations import given
 from prefillcli.options.commands import ScoreSettings
 from prefillcli.options.groups import JobOptions
@@ -170,7 +170,7 @@ def open_inputs(settings: Any, carried: Sequence[str | None] = ()) -> Opening:
 
 def local_models(settings: JobOptions) -> list[Path]:
     """Return the folders and GGUF files on this machine of the model, the draft, first models and adapters."""
-    found = [sample_model() if settings.model is None else local_model(settings.model, "--model")]
+    found = [sample_model(asks_typed(settings)) if settings.model is None else local_model(settings.model, "--model")]
     option, names = small_models(settings)
     found += [local_model(name, f"--{option}") for name in names]
     adapters = getattr(settings, "adapter", {})

@@ -1,32 +1,17 @@
-"""The wheel in environments that have nothing else, away from the clone: `make test-install`.
-
-They are made by the lines of the README, with pip, pipx and uv.
-"""
+"""What the wheel can do where there is nothing else: `make test-install`."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
-import subprocess
-import venv
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
 from prefillcli.models.files import sample_model
+from tests.install.conftest import Place
 from tests.jobs.jobs import Reference, read_report
 
-ROOT = Path(__file__).parents[2]
-DIST = os.environ.get("DIST", "")
-#: What the lines install torch from: a CPU's build, where pip finds one.
-TORCH = os.environ.get("TORCH", "torch")
 TICKETS = [
     {"id": 7, "text": "The parcel never came. Is this about shipping? Answer:"},
     {"id": 8, "text": "Thank you, all is fine. Is this about shipping? Answer:"},
@@ -43,58 +28,12 @@ doc_to_target: gold
 metric_list: [{metric: acc}]
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not DIST, reason="make test-install builds what is installed")]
+pytestmark = pytest.mark.slow
 
 
-@dataclass(frozen=True)
-class Place:
-    """A folder with the installed environments."""
-
-    folder: Path
-    environment: dict[str, str]
-
-    @property
-    def model(self) -> str:
-        """The folder of a model."""
-        (found,) = self.folder.glob("env/lib/python*/site-packages/prefillcli/samples/models/target")
-        return str(found)
-
-    def run(self, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        """Run a command that is installed there."""
-        done = subprocess.run(
-            words, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == code, (done.stdout + done.stderr)[-4000:]
-        return done
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    folder = tmp_path_factory.mktemp("install")
-    shutil.copytree(DIST, folder / "dist")
-    (folder / "constraints.txt").write_text(TORCH)
-    for name in ("env", "tools"):
-        venv.create(folder / name, with_pip=True)
-    path = [folder / "env/bin", folder / "tools/bin", "/usr/local/bin", "/usr/bin", "/bin"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PREFILL"))}
-    environment |= {"PATH": os.pathsep.join(map(str, path)), "HF_HUB_OFFLINE": "1"}
-    environment |= {f"{name}_CONSTRAINT": str(folder / "constraints.txt") for name in ("PIP", "UV")}
-    environment |= {"UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", ""), "PIP_NO_COMPILE": "0"}  # 0: it does not
-    environment |= {"UV_TOOL_DIR": str(folder / "uv"), "UV_TOOL_BIN_DIR": str(folder / "uv/bin")}
-    environment |= {"PIPX_HOME": str(folder / "pipx"), "PIPX_BIN_DIR": str(folder / "pipx/bin")}
-    made = Place(folder, environment)
-    made.run("tools/bin/pip", "install", "--quiet", "pipx", "uv")
-    lines = re.findall(r"^((?:pip|pipx|uv) .*?) *(?:#.*)?$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert [line.split()[0] for line in lines] == ["pip", "pip", "pipx", "uv"]
-
-    def install(some: Sequence[str]) -> None:
-        for line in some:
-            made.run("sh", "-c", line)
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(install, [lines[:2], lines[2:]]))
-    (folder / "tickets.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TICKETS))
-    return made
+@pytest.fixture(scope="module", autouse=True)
+def _tickets(place: Place) -> None:
+    (place.folder / "tickets.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TICKETS))
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +105,17 @@ def test_a_batch_file_comes_back_as_one(place: Place, reference: Reference) -> N
     lines.append({"url": "/v1/embeddings", "body": {"model": "target", "input": "Yes"}})
     lines = [{"custom_id": f"t{at}", "method": "POST", **line} for at, line in enumerate(lines)]
     (place.folder / "batch.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    given = ["batch.jsonl", "-m", place.model, "--dtype", "float32", "--batch-format", "openai", "-o", "answers.jsonl"]
+    given = [
+        "batch.jsonl",
+        "-m",
+        place.sample("target"),
+        "--dtype",
+        "float32",
+        "--batch-format",
+        "openai",
+        "-o",
+        "answers.jsonl",
+    ]
     place.run("prefill", "score", *given, "--max-error-rate", "0.3")
     answers = [json.loads(line) for line in (place.folder / "answers.jsonl").read_text().splitlines()]
     assert [answer["custom_id"] for answer in answers] == ["t0", "t1", "t2", "t3"]
@@ -187,7 +136,7 @@ def test_the_harness_evaluates_a_task(place: Place, wanted: list[float]) -> None
     gold = [int(score < 0.5) ^ (at == 0) for at, score in enumerate(wanted)]
     rows = [{"text": row["text"], "gold": answer} for row, answer in zip(TICKETS, gold, strict=True)]
     (place.folder / "tasks/own.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    args = f"pretrained={place.model},dtype=float32"
+    args = f"pretrained={place.sample('target')},dtype=float32"
     place.run(
         "python", "-m", "prefillcli.lm_eval", "--model", "prefill", "--model_args", args,
         "--tasks", "own", "--include_path", "tasks", "--output_path", "harness",

@@ -292,6 +292,10 @@ questions:
     [
         ("- a", "it must be a mapping with the keys document, questions"),
         ("document: [", "not valid YAML"),
+        (
+            "questions:\n  a: {type: predicate, instructions: Is it?}",
+            "line 2: between { and }, put a text with",
+        ),
         (f"document: d\nquestion:\n{ONE}", "the key 'questions' is missing"),
         (f"document: d\nquestions:\n{ONE}\ndocumnt: x", "unknown key 'documnt'; did you mean 'document'?"),
         ("document: d\nquestions: []", "questions: "),

@@ -28,7 +28,7 @@ def test_the_wheel_brings_the_whole_package_and_nothing_else(wheel: Path) -> Non
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {str(path.relative_to(_ROOT)) for path in (_ROOT / "prefillcli").rglob("*.py")}
     assert modules | {"prefillcli/py.typed", "prefillcli/schema/run.schema.json"} <= names
-    for model in ("target", "draft"):
+    for model in ("target", "draft", "tickets"):
         for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
             assert f"prefillcli/samples/models/{model}/{name}" in names
     assert all(name.startswith("prefillcli/") for name in names)
@@ -37,9 +37,9 @@ def test_the_wheel_brings_the_whole_package_and_nothing_else(wheel: Path) -> Non
 @pytest.mark.slow
 def test_an_unpacked_wheel_finds_the_sample_model(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    code = "from prefillcli.models.files import *; print(sample_model()); print(sample_draft())"
+    code = "from prefillcli.models.files import *; print(sample_model(), sample_draft(), sample_model(typed=True))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path / "site", capture_output=True, text=True, check=True
     )
     models = tmp_path / "site/prefillcli/samples/models"
-    assert [Path(line) for line in done.stdout.splitlines()] == [models / "target", models / "draft"]
+    assert done.stdout.split() == [str(models / name) for name in ("target", "draft", "tickets")]

@@ -1,0 +1,165 @@
+"""A stranger's way with the installed command and its sample model: `make test-install`.
+
+It leads from a CSV file to a night of which a person looks at the doubtful answers.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefillcli import Choice, Predicate, Score
+from prefillcli.models.files import sample_model
+from prefillcli.prompts.questions import Question
+from tests.install.conftest import ROOT, Place
+from tests.jobs.jobs import TOLERANCE, Reference
+from tests.jobs.test_decision_requests import require_form, shares_of
+from tests.jobs.test_typed_questions import shares
+
+pytestmark = pytest.mark.slow
+
+REFUND = Predicate("Does the customer ask for a refund?", name="refund")
+DEPARTMENT = Choice("Which department should answer?", ["payments", "devices", "accounts"], name="department")
+URGENCY = Score("How urgent is it?", ["low", "normal", "high"], name="urgency")
+COMPARED = 12  # rows whose probabilities are compared with transformers'
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, list(rows[0]))
+        table.writeheader()
+        table.writerows(rows)
+
+
+@pytest.fixture(scope="module")
+def tickets(place: Place) -> list[dict[str, str]]:
+    """The sample tickets, as tickets.csv in the installed environments' folder."""
+    shutil.copy(ROOT / "samples" / "tickets.csv", place.folder)
+    return read(place.folder / "tickets.csv")
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(sample_model(typed=True))
+
+
+def summary(place: Place, *words: str) -> dict[str, Any]:
+    """The last line that a command prints on stdout."""
+    found: dict[str, Any] = json.loads(place.run("prefill", *words).stdout.splitlines()[-1])
+    return found
+
+
+def wanted(reference: Reference, rows: Sequence[dict[str, str]], question: Question) -> Iterator[list[float]]:
+    """The probabilities of a question's options for the first rows, by transformers' eager forward."""
+    return (shares(reference, row["text"], question) for row in rows[:COMPARED])
+
+
+def test_one_question_is_asked_of_a_csv_file(
+    place: Place, tickets: list[dict[str, str]], reference: Reference
+) -> None:
+    words = ["tickets.csv", "--ask", REFUND.instructions, "--id-column", "id", "-o", "one.csv"]
+    assert summary(place, "score", *words)["rows"]["scored"] == len(tickets)
+    rows = read(place.folder / "one.csv")
+    assert [row["id"] for row in rows] == [row["id"] for row in tickets]
+    for row, (yes, _) in zip(rows, wanted(reference, tickets, REFUND), strict=False):
+        assert float(row["answer"]) == pytest.approx(yes, abs=TOLERANCE)
+
+
+def test_questions_of_all_types_are_asked_at_once(
+    place: Place, tickets: list[dict[str, str]], reference: Reference
+) -> None:
+    asked: list[Question] = [REFUND, DEPARTMENT, URGENCY]
+    (place.folder / "questions.json").write_text(json.dumps({"questions": [each.to_json() for each in asked]}))
+    words = ["tickets.csv", "--questions", "questions.json", "--id-column", "id", "--keep-columns", "*"]
+    truth = ["--truth", "refund=is_refund,department=team,urgency=level"]
+    done = summary(place, "score", *words, *truth, "-o", "all.csv")
+    assert {name: each["rows"] for name, each in done["evaluations"].items()} == dict.fromkeys(
+        ("refund", "department", "urgency"), len(tickets)
+    )
+    rows = read(place.folder / "all.csv")
+    assert [{name: row[name] for name in tickets[0]} for row in rows] == tickets
+    for row, yes, options, levels in zip(rows, *(wanted(reference, tickets, each) for each in asked), strict=False):
+        assert float(row["refund"]) == pytest.approx(yes[0], abs=TOLERANCE)
+        assert [*json.loads(row["department.probabilities"]).values()] == pytest.approx(options, abs=TOLERANCE)
+        assert options[["payments", "devices", "accounts"].index(row["department"])] == max(options)
+        assert float(row["urgency"]) == pytest.approx(levels[1] + 2 * levels[2], abs=2 * TOLERANCE)
+
+
+def test_requests_come_back_in_the_form_of_their_api(
+    place: Place, tickets: list[dict[str, str]], reference: Reference
+) -> None:
+    choices, levels = ([each.value for each in own.options] for own in (DEPARTMENT, URGENCY))
+    decisions = [
+        REFUND.to_json(),
+        {"type": "choice", "name": "department", "instructions": DEPARTMENT.instructions,
+         "choices": [{"value": each} for each in choices]},
+        {"type": "score", "name": "urgency", "instructions": URGENCY.instructions,
+         "levels": [{"label": each} for each in levels]},
+    ]  # fmt: skip
+    states = {
+        "refund": {"type": "noul", "instructions": REFUND.instructions},
+        "department": {"type": "choice", "instructions": DEPARTMENT.instructions, "criteria": dict.fromkeys(choices)},
+        "urgency": {"type": "score", "instructions": URGENCY.instructions, "criteria": levels},
+    }
+    bodies = {
+        "openai": [{"model": "gpt-6-luna", "input": row["text"], "questions": decisions} for row in tickets],
+        "systemone": [{"model": "jev-latest", "state": row["text"], "questions": states} for row in tickets],
+    }
+    for form, asked in bodies.items():
+        lines = [{"id": row["id"], **body} for row, body in zip(tickets, asked, strict=True)][:COMPARED]
+        (place.folder / f"{form}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        place.run("prefill", "score", f"{form}.jsonl", "-m", place.sample("tickets"), "--format", form,
+                  "--served-model-name", asked[0]["model"], "-o", f"{form}.answers.jsonl")  # fmt: skip
+        answers = [json.loads(line) for line in (place.folder / f"{form}.answers.jsonl").read_text().splitlines()]
+        assert [each["custom_id"] for each in answers] == [line["id"] for line in lines]
+        questions = (REFUND, DEPARTMENT, URGENCY)
+        for each, body, *own in zip(
+            answers, asked, *(wanted(reference, tickets, question) for question in questions), strict=False
+        ):
+            response = each["response"]["body"]
+            require_form(body, response)
+            for found, shown in zip(shares_of(response), own, strict=True):
+                assert found == pytest.approx(shown, abs=TOLERANCE)
+
+
+def test_a_persons_corrections_become_the_floors_of_the_night(place: Place, tickets: list[dict[str, str]]) -> None:
+    asked = ["--ask", DEPARTMENT.instructions, "--options", "payments,devices,accounts", "--id-column", "id"]
+    # A random sample, all of which a person looks at, and corrects in place
+    given = [*asked, "--keep-columns", "text", "--sample", "80", "--review-below", "1", "--review", "look.csv"]
+    done = summary(place, "score", "tickets.csv", *given, "-o", "sample.csv")
+    looked = read(place.folder / "look.csv")
+    assert 0 < len(looked) <= done["rows"]["scored"] == 80
+    right = {row["id"]: row["team"] for row in tickets}
+    corrected = [row | {"answer": right[row["id"]]} for row in looked]
+    write(place.folder / "looked.csv", corrected)
+    given = ["--truth", "answer", "--truth-from", "looked.csv", "--accuracy", "0.85", "-o", "floors.json"]
+    (entry,) = summary(place, "calibrate", "sample.csv", *given)["questions"]["answer"]["floors"]
+    assert entry["rows"] == len(looked)
+    own = {row["id"]: max(json.loads(row["answer.probabilities"]).values()) for row in looked}
+    agreed = [own[row["id"]] >= entry["floor"] for row in looked]
+    wrong = sum(sure and row["answer"] != right[row["id"]] for sure, row in zip(agreed, looked, strict=True))
+    assert (entry["accepted"], entry["errors"]) == (sum(agreed), wrong)
+    assert sum(agreed) > 18  # fewer right answers prove no 85 %
+
+    write(place.folder / "today.csv", [row for row in tickets if row["id"] not in own])
+    given = [*asked, "--review-below", "floors.json", "--review", "tonight.csv", "-o", "tonight.jsonl"]
+    done = summary(place, "score", "today.csv", *given)
+    rows = [json.loads(line) for line in (place.folder / "tonight.jsonl").read_text().splitlines()]
+    assert len(rows) == done["rows"]["scored"] == len(tickets) - len(looked)
+    doubted = [row["id"] for row in rows if max(row["answer.probabilities"].values()) < entry["floor"]]
+    assert [row["id"] for row in rows if row["review"]] == doubted
+    assert [row["id"] for row in read(place.folder / "tonight.csv")] == doubted
+    sure = [row for row in rows if not row["review"]]
+    assert sum(row["answer"] == right[row["id"]] for row in sure) >= 0.85 * len(sure) > 0
+    assert doubted
