@@ -35,6 +35,7 @@ BLOCKS: dict[str, Any] = {
     "adapters": list[AdapterUse],
     "audits": list[AuditUse] | None,
     "calibration": CalibrationUse | None,
+    "calibrations": list[CalibrationUse],
     "correlations": Correlations | None,
     "drift": DriftUse | None,
     "estimate": EstimateUse | None,

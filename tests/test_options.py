@@ -63,7 +63,7 @@ TOLD: dict[str, tuple[Values, Values]] = {
     "SCORES": ({"dry_run": "false"}, {"dry_run": "true"}),
     "PROGRESS": ({"quiet": "false"}, {"quiet": "true"}),
     "NO_TEMPLATE": ({}, {"template": "{{ text }}"}),
-    "TEMPLATE": ({"template": "{{ text }}"}, {"template": None}),
+    "CONTENT": ({"template": "{{ text }}"}, {"template": None}),
     "CALIBRATE_WITH": ({"template": "{{ text }}", "calibrate_with": "N/A"}, {"calibrate_with": None}),
     "TRUTH_FROM": ({"truth_from": "t.parquet"}, {"truth_from": None}),
     "ACCURACY": ({"accuracy": "0.9"}, {"accuracy": None}),

@@ -93,12 +93,12 @@ class QuestionAsking(Asking):
             )
         return QuestionLabels(opened.tokenizer, self.file, self.settings)
 
-    def schemas(self, groups: frozenset[Group], calibrated: str) -> tuple[OutputSchema, ...]:
+    def schemas(self, groups: frozenset[Group], calibrated: Collection[str]) -> tuple[OutputSchema, ...]:
         """Return the columns of the answers to each question: see `Inputs.question_schemas`."""
         shared = groups & {"audit", "evidence", "exits", "rationales"}
         own = groups & {"calibrated"}
         return tuple(
-            replace(each, groups=each.groups | shared | (own if each.name == calibrated else set()))
+            replace(each, groups=each.groups | shared | (own if each.name in calibrated else set()))
             for each in self.file.schemas
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prefillcli.core.request import Request
@@ -44,7 +44,7 @@ class RowSelection:
     schema: OutputSchema
     condition: Condition | None = None
     temperature: float = 1.0
-    probabilities: Probabilities | None = None
+    probabilities: Mapping[str, Probabilities] = field(default_factory=dict)
 
     @property
     def columns(self) -> frozenset[str]:

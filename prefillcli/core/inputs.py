@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 ALL_COLUMNS = "*"  # of the input, among those that go to the output
-QuestionSchemas = Callable[[frozenset[Group], str], tuple[OutputSchema, ...]]
+QuestionSchemas = Callable[[frozenset[Group], Collection[str]], tuple[OutputSchema, ...]]
 
 
 class Inputs:
@@ -45,15 +45,15 @@ class Inputs:
         """The columns by which rows change how their own prompts are read."""
         self.common: Sequence[Prompt] = ()
         """Prompts besides those of the rows, on which the results of all rows depend."""
-        self.probabilities: Probabilities | None = None
-        """Makes the calibrated probabilities of the rows."""
-        self.calibrated = ""
-        """Of several questions, the one that it makes them for."""
+        self.probabilities: Mapping[str, Probabilities] = {}
+        """Make the calibrated probabilities of the rows, by question; without several, its name is empty."""
+        self.calibrated: Collection[str] = ()
+        """Of several questions, those that have calibrated probabilities."""
         self.floors: Mapping[str, tuple[float | None, ...]] = {}
         """The floors of the labels of each question, below which answers are reviewed."""
         self.question_schemas: QuestionSchemas = lambda groups, calibrated: ()
-        """The columns of the answers to each of several questions, for an output with these groups of columns; one of
-        the questions is calibrated."""
+        """The columns of the answers to each of several questions, for an output with these groups of columns, in
+        which these questions are calibrated."""
         self.template: RowTemplate | None = None
         """The compiled template of the settings, until a builder takes it."""
         self._carried = [name for name in carried if name is not None]

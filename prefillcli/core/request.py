@@ -190,7 +190,10 @@ def answer_requests(
     schedule: str = "prefix-tree",
     treatment: Treatment = PLAIN,
 ) -> list[Answer]:
-    """Return the engine's answer to each question; arguments as in `answer`; `treatment` as in `Engine.answer`."""
+    """Return the engine's answer to each question; `tick` and `treatment` as in `Engine.answer`.
+
+    Raises ResourceError if the engine cannot go on.
+    """
     found: dict[int, Answer] = {}
     plan = plan_requests(questions, engine.limits, schedule)
     treatment = replace(treatment, thinning=thinning_of(dict(enumerate(questions))))
@@ -205,19 +208,6 @@ def require_answered(answers: Sequence[Answer]) -> Sequence[Answer]:
         if each.failure is not None:
             raise ResourceError(each.failure)
     return answers
-
-
-def answer(
-    engine: PlanEngine,
-    questions: Sequence[Request],
-    tick: Tick = lambda tokens: None,
-    schedule: str = "prefix-tree",
-) -> npt.NDArray[np.float64]:
-    """Return label log-probabilities, float64 [questions, labels], of prompts with equally many labels.
-
-    `tick` as in `Engine.answer`. Raises ResourceError if the engine cannot go on.
-    """
-    return np.stack([each.logprobs for each in answer_requests(engine, questions, tick, schedule)])
 
 
 def _joined(questions: Sequence[Request], limits: Limits, schedule: str) -> Plan:

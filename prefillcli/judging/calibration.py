@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from prefillcli.core.request import Request, Tick, answer
+from prefillcli.core.request import Request, Tick, answer_requests
 from prefillcli.core.roles import Judge
 from prefillcli.errors import PrefillError, UsageError, counted, without_secrets
 from prefillcli.models.files import names_classifier, read_json, sample_model
@@ -25,7 +25,15 @@ from prefillcli.report.section import Section
 from prefillcli.rows.output.store import read_sealed
 from prefillcli.rows.records import Prompt, RowBatch
 from prefillcli.runtime import log
-from prefillcli.stats.evaluation import LEAST_LOG, Float64Array, evaluate, evaluate_labels, log_losses, log_shares_of
+from prefillcli.stats.evaluation import (
+    LEAST_LOG,
+    Float64Array,
+    evaluate,
+    evaluate_labels,
+    log_losses,
+    log_shares_of,
+    mean_log_shares,
+)
 
 if TYPE_CHECKING:
     from prefillcli.core.inputs import Inputs
@@ -154,7 +162,8 @@ class CalibrationUse(_Frozen):
             text = self.method if self.rows is None else f"{self.method}, fitted on {counted(self.rows, 'row')}"
             return f"{text}, of the question {self.question}" if self.question else text
         shares = ", ".join(f"{label} {share:.4f}" for label, share in self.content_free.items())
-        return f"{self.method}; without content: {shares}"
+        of = f", of the question {self.question}" if self.question else ""
+        return f"{self.method}{of}; without content: {shares}"
 
 
 class Calibration(_Frozen):
@@ -207,12 +216,13 @@ def softmax(logits: Float64Array) -> Float64Array:
     return np.asarray(weights / weights.sum(axis=-1, keepdims=True), np.float64)
 
 
-def content_free_calibration(labels: Sequence[str], logprobs: Float64Array) -> Calibration:
+def content_free_calibration(labels: Sequence[str], logprobs: Float64Array, question: str = "") -> Calibration:
     """Return the contextual calibration by prompts without content, with label log-probabilities `logprobs` [prompts,
     labels]. It takes the mean of their probabilities."""
     mean = np.exp(log_shares_of(logprobs)).mean(axis=0)
     logarithms = np.log(np.maximum(mean, np.exp(LEAST_LOG)))
-    return Calibration(labels=tuple(labels), scaling=ContentFreeScaling(content_free=tuple(logarithms.tolist())))
+    scaling = ContentFreeScaling(content_free=tuple(logarithms.tolist()))
+    return Calibration(labels=tuple(labels), question=question, scaling=scaling)
 
 
 Method = Literal["temperature", "platt", "isotonic"]
@@ -448,62 +458,77 @@ def require_fitting(option: str, path: str, job: Mapping[str, str], fingerprint:
         )
 
 
-# Contextual calibration: the job's template with meaningless text in place of the row's own.
+# Contextual calibration: the job's questions about meaningless text in place of the row's own.
 
 
 OPTION = "--calibrate-with"
 
 
 def content_free_prompts(settings: Any, inputs: Inputs) -> list[Prompt]:
-    """Return a prompt for each text of `--calibrate-with`; none without any.
+    """Return the prompts of each text of `--calibrate-with`, as of a row; none without any.
 
-    The text takes the place of the template's columns that hold text, or of those in `--calibrate-columns`. All other
-    columns must have one value in the first rows, up to 2,048; it stays. Raises UsageError if that is not so, or if no
-    prompt can be made.
+    The text takes the place of the columns that hold text, among those that prompts are made of, or of those in
+    `--calibrate-columns`. All other columns must have one value in the first rows, up to 2,048; it stays. Raises
+    UsageError if that is not so, or if no prompt can be made.
     """
-    texts, builder = settings.calibrate_with, inputs.builder
+    texts, builder, asked = settings.calibrate_with, inputs.builder, inputs.schema().asked
     if not texts:
         return []
+    used = {part: builder.of_part(part, inputs.labels)[0].columns for part in range(len(asked))}
+    names = tuple(dict.fromkeys(name for own in used.values() for name in own))
+    what = "template" if inputs.settings.template is not None else "prompt"
     for name in settings.calibrate_columns:
-        if name not in builder.columns:
-            listed = ", ".join(builder.columns) or "none"
-            raise UsageError(f"--calibrate-columns {name}: the template has no such column\nit has: {listed}")
-    columns = _first_rows(inputs, builder.columns)
-    content = set(settings.calibrate_columns or filter(lambda name: _is_content(columns[name]), builder.columns))
-    if not content:
-        raise UsageError(f"{OPTION}: no column of the template holds text\nname the content with --calibrate-columns")
-    fixed = {name: _one_value(name, columns[name]) for name in builder.columns if name not in content}
+        if name not in names:
+            listed = ", ".join(names) or "none"
+            raise UsageError(f"--calibrate-columns {name}: the {what} has no such column\nit has: {listed}")
+    columns = _first_rows(inputs, names)
+    content = set(settings.calibrate_columns or filter(lambda name: _is_content(columns[name]), names))
+    for part, own in used.items():
+        if content.isdisjoint(own):
+            which = f"the prompt of the question {asked[part].name}" if asked[part].name else f"the {what}"
+            raise UsageError(f"{OPTION}: no column of {which} holds text\nname the content with --calibrate-columns")
+    fixed = {name: _one_value(name, columns[name]) for name in names if name not in content}
     batch = RowBatch(
         first_row=0,
         rows=np.arange(len(texts), dtype=np.int64),
-        columns={name: list(texts) if name in content else [fixed[name]] * len(texts) for name in builder.columns},
+        columns={name: list(texts) if name in content else [fixed[name]] * len(texts) for name in names},
         carried=pa.table({}),
         errors={},
         nbytes=0,
     )
     prompts, errors = builder.build(batch, inputs.labels)
+    errors |= {prompt.row: error for prompt in prompts for error in (prompt.failed or {}).values()}
     for row, error in errors.items():
-        raise UsageError(
-            f"{OPTION} {texts[row]!r}: no prompt can be made of the template: {error.code}: {error.detail}"
-        )
+        raise UsageError(f"{OPTION} {texts[row]!r}: no prompt can be made of it: {error.code}: {error.detail}")
     return prompts
 
 
-def contextual_calibration(inputs: Inputs, engine: PlanEngine, tick: Tick) -> Calibration:
-    """Return the calibration that divides out the engine's answers to prompts without content. Raises PrefillError if
-    one is not a number."""
-    labels = inputs.labels
-    questions = [Request(prompt) for prompt in inputs.common]
-    too_long = max(question.size for question in questions)
+def contextual_calibrations(inputs: Inputs, engine: PlanEngine, tick: Tick) -> list[Calibration]:
+    """Return the calibration of each question, which divides out the engine's answers to prompts without content.
+
+    A question in several orders has the mean of their answers, as in a row. Raises PrefillError if one is not a
+    number.
+    """
+    schema = inputs.schema()
+    requests = [Request(prompt) for prompt in inputs.common]
+    too_long = max(request.size for request in requests)
     if too_long > engine.limits.max_tokens:
         raise UsageError(
             f"{OPTION}: the prompt without content has {counted(too_long, 'token')}; the memory budget holds "
             f"{engine.limits.max_tokens:,}\ngive more --memory"
         )
-    logprobs = answer(engine, questions, tick)  # divided by `--label-norm`, as those that it is applied to
-    if not np.isfinite(logprobs.max(axis=1)).all() or np.isnan(logprobs).any():
-        raise PrefillError(f"{OPTION}: the model's answer is not a finite number: {logprobs.tolist()}")
-    return content_free_calibration(labels.names, logprobs)
+    # Divided by `--label-norm`, as those that it is applied to.
+    parts: dict[int, list[Float64Array]] = {}
+    for request, found in zip(requests, answer_requests(engine, requests, tick), strict=True):
+        if not np.isfinite(found.logprobs.max()) or np.isnan(found.logprobs).any():
+            raise PrefillError(f"{OPTION}: the model's answer is not a finite number: {found.logprobs.tolist()}")
+        parts.setdefault(request.prompt.part, []).append(found.logprobs)
+    return [
+        content_free_calibration(
+            own.labels, mean_log_shares([np.stack(parts[part]) for part in (number, *own.others)]), own.name
+        )
+        for number, own in enumerate(schema.questions or (schema,))
+    ]
 
 
 def _first_rows(inputs: Inputs, names: Sequence[str]) -> dict[str, list[Any]]:
@@ -534,7 +559,7 @@ def _shown(value: Any) -> str:
     return repr(value.tolist() if isinstance(value, np.ndarray) else value)
 
 
-# The key of a job's plan for the calibration that is learnt from prompts without content.
+# The key of a job's plan for the calibrations that are learnt from prompts without content.
 CONTENT_FREE = "content_free"
 
 
@@ -544,32 +569,34 @@ class Calibrating(Judge):
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
-        self.calibration: Calibration | None = None
+        self.calibrations: list[Calibration] = []
         check_calibration(settings)
 
     def open(self, inputs: Inputs) -> None:
         """Read the file, for labels that are known. Raises UsageError."""
+        schema = inputs.schema()
+        asked = {own.name: own for own in schema.questions or (schema,)}
+        inputs.calibrated = tuple(asked)
         if self.settings.calibration is not None:
-            schema = inputs.schema()
-            asked = {own.name: own for own in schema.questions or (schema,)}
             labels = {name: own.labels for name, own in asked.items()}
-            self.calibration = read_calibration(self.settings.calibration, labels)
-            if "orders" in asked[self.calibration.question].groups:
+            found = read_calibration(self.settings.calibration, labels)
+            if "orders" in asked[found.question].groups:
                 raise UsageError(
-                    f"--calibration: the question {self.calibration.question} is asked in both orders, and a mean of "
-                    "two answers is not calibrated\nleave it or swap out"
+                    f"--calibration: the question {found.question} is asked in both orders, and a mean of two answers "
+                    f"is not calibrated\nleave it or swap out, or calibrate it with {OPTION}"
                 )
-        self._use(inputs)
+            self._use([found], inputs)
+            inputs.calibrated = (found.question,)
 
     def identity(self) -> Mapping[str, str]:
         """Return its part of the job's fingerprint."""
-        return {} if self.calibration is None else {"calibration": self.calibration.digest()}
+        return {"calibration": self.calibrations[0].digest()} if self.calibrations else {}
 
     def require_fitting(self, fingerprint: Mapping[str, str]) -> None:
         """Raise UsageError for a calibration of another job."""
-        if self.calibration is not None and self.calibration.fitted_on is not None:
-            job = self.calibration.fitted_on.job
-            require_fitting("--calibration", self.settings.calibration, job, fingerprint)
+        for each in self.calibrations:
+            if each.fitted_on is not None:
+                require_fitting("--calibration", self.settings.calibration, each.fitted_on.job, fingerprint)
 
     def learn(self, scorer: ModelScorer, tick: Tick) -> None:
         """Learn what the model answers to prompts without content, if there is no file; the plan keeps it."""
@@ -577,23 +604,25 @@ class Calibrating(Judge):
             return
         inputs = scorer.inputs
         if CONTENT_FREE in scorer.earlier:
-            self.calibration = Calibration.model_validate(scorer.earlier[CONTENT_FREE])
+            found = [Calibration.model_validate(each) for each in scorer.earlier[CONTENT_FREE]]
         else:
-            self.calibration = contextual_calibration(inputs, scorer.pool, tick)
-        self._use(inputs)
-        scorer.plan = {**scorer.plan, CONTENT_FREE: self.calibration.model_dump(mode="json")}
+            found = contextual_calibrations(inputs, scorer.pool, tick)
+        self._use(found, inputs)
+        scorer.plan = {**scorer.plan, CONTENT_FREE: [each.model_dump(mode="json") for each in found]}
 
-    def _use(self, inputs: Inputs) -> None:
-        if self.calibration is not None:
-            inputs.probabilities = self.calibration.probabilities
-            inputs.calibrated = self.calibration.question
+    def _use(self, calibrations: list[Calibration], inputs: Inputs) -> None:
+        self.calibrations = calibrations
+        inputs.probabilities = {each.question: each.probabilities for each in calibrations}
 
     def reported(self, run: Run, counts: Counts | None) -> None:
-        if self.calibration is not None:
-            run.report.calibration = self.calibration.use()
+        uses = [each.use() for each in self.calibrations]
+        if self.settings.calibrate_with and any(each.question for each in uses):
+            run.report.calibrations = uses
+        else:
+            run.report.calibration = next(iter(uses), None)
 
 
 def section(report: RunReport) -> Section | None:
     """Return the section on the probabilities of a run; None where there are none."""
-    use = report.calibration
-    return None if use is None else Section(lines=[("probability", use.sentence())])
+    uses = report.calibrations or [each for each in (report.calibration,) if each is not None]
+    return Section(lines=[("probability", each.sentence()) for each in uses]) if uses else None

@@ -177,12 +177,6 @@ REFUSED: tuple[Refused, ...] = (
         "leave it out, or ask one question with --template and --labels",
     ),
     *_refused(
-        "--questions",
-        "--calibrate-with",
-        "it needs the template of one question",
-        "leave it out, or ask one question with --template and --labels",
-    ),
-    *_refused(
         "--target-column",
         (
             *("--labels", "--label-norm", "--label-end", "--temperature", "--choices-column", "--label-values"),

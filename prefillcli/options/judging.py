@@ -113,9 +113,9 @@ class GateOptions(Settings):
 FIT = "Fit"
 
 
-TEMPLATE = Requirement(
-    lambda s: s.template is not None,
-    "needs a --template, whose columns it replaces: which part of a prompt is content cannot be known",
+CONTENT = Requirement(
+    lambda s: s.template is not None or s.questions is not None,
+    "needs a --template or --questions, whose columns it replaces: which part of a prompt is content cannot be known",
     "write the prompt as a --template",
 )
 
@@ -152,13 +152,13 @@ class ProbabilityOptions(Settings):
     )  # fmt: skip
     calibrate_with: TextList = option(
         (),
-        "Text without content, such as N/A. The model's answer to it in the template is divided out, in the "
-        "column probability; repeatable.",
-        ANSWERS, changes="columns", metavar="TEXT", repeatable=True, requires=TEMPLATE, text=True,
+        "Text without content, such as N/A. The model's answer about it is divided out, in the column probability, "
+        "or NAME.calibrated of each question; repeatable.",
+        ANSWERS, changes="columns", metavar="TEXT", repeatable=True, requires=CONTENT, text=True,
     )  # fmt: skip
     calibrate_columns: NameList = option(
         (),
-        "Columns of the template that --calibrate-with replaces, comma-separated. (default: all that hold text)",
+        "Columns of prompts that --calibrate-with replaces, comma-separated. (default: all that hold text)",
         ANSWERS, changes="columns", metavar="NAMES", requires=CALIBRATE_WITH,
     )  # fmt: skip
 

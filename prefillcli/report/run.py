@@ -306,6 +306,7 @@ class RunReport(BaseModel):
     gates: list[Any] = Field(default_factory=list)
     drift: Any = None
     calibration: Any = None
+    calibrations: list[Any] = Field(default_factory=list)  # by question
     keep: float | None = None  # share of the tokens that compression keeps
     keep_auto: Any = None
     exits: Any = None

@@ -1128,3 +1128,9 @@ def log_shares_of(logprobs: Float64Array) -> Float64Array:
     probability is 0."""
     top = logprobs - logprobs.max(axis=-1, keepdims=True)
     return np.asarray(np.maximum(top - np.log(np.exp(top).sum(axis=-1, keepdims=True)), LEAST_LOG), np.float64)
+
+
+def mean_log_shares(answers: Sequence[Float64Array]) -> Float64Array:
+    """Return the logarithm of each label's mean probability among the labels, float64 [rows, labels], over several
+    `answers` [rows, labels] in log-probabilities."""
+    return np.asarray(np.logaddexp.reduce([log_shares_of(each) for each in answers]) - np.log(len(answers)))

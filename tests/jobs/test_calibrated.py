@@ -148,7 +148,7 @@ def test_a_killed_job_goes_on_with_the_same_probabilities(model: Path, monkeypat
     command.wait_until_held()
     command.kill()
     assert list(Path("out.parquet.prefill").glob("part-*"))
-    again = "prefillcli.judging.calibration.contextual_calibration"
+    again = "prefillcli.judging.calibration.contextual_calibrations"
     monkeypatch.setattr(again, lambda *_: pytest.fail("the prompt without content is scored once for a job"))
     assert score("in.parquet", resume=True, **given)["exit_code"] == 0
     found, wanted = read_output("out.parquet"), read_output("whole.parquet")
@@ -291,8 +291,8 @@ def test_all_text_is_content_unless_columns_are_named(model: Path, reference: Re
         ({"template": "{{ post }} {{ id }}:"}, "column id keeps its value, but it differs from row to row"),
         ({"template": "{{ n }} Answer:"}, "no column of the template holds text"),
         ({"calibrate_columns": "prose"}, "the template has no such column\nit has: "),
-        ({"template": "{% if post != 'N/A' %}{{ post }}{% endif %}"}, "no prompt can be made of the template"),
-        ({"template": None, "prompt_column": "post"}, "needs a --template, whose columns it replaces"),
+        ({"template": "{% if post != 'N/A' %}{{ post }}{% endif %}"}, "no prompt can be made of it"),
+        ({"template": None, "prompt_column": "post"}, "needs a --template or --questions, whose columns it replaces"),
         ({"calibrate_with": None, "calibrate_columns": "post"}, "--calibrate-columns needs --calibrate-with"),
     ],
 )

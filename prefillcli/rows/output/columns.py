@@ -40,7 +40,7 @@ from prefillcli.rows.records import (
 )
 from prefillcli.stats.acceptance import doubtful
 from prefillcli.stats.confidence import choice_confidence, score_confidence
-from prefillcli.stats.evaluation import Measure, label_mass, label_scores
+from prefillcli.stats.evaluation import Measure, label_mass, label_scores, mean_log_shares
 
 ROW = "__row"  # the row number in a part
 DIGEST = "__digest"  # in a part: the digest of a row that has a score (`Prompt.digest`)
@@ -112,6 +112,8 @@ class ResultRows:
     # `scores` as the whole prompt and all layers give them, for rows of the audit [scored].
     audited: list[Float64Array | None]
     schema: OutputSchema
+    # `logprobs` as `--label-norm` divides them: calibrated probabilities follow from these [scored, labels].
+    divided: Float64Array
     # Calibrated probability of every label [scored, labels]; None where nothing is calibrated.
     calibrated: Float64Array | None = None
     # The same rows with the answers to each of the schema's questions.
@@ -129,10 +131,11 @@ class ResultRows:
         errors: dict[int, RowError],
         schema: OutputSchema,
         temperature: float,
-        probabilities: Probabilities | None = None,
+        probabilities: Mapping[str, Probabilities] = {},
     ) -> ResultRows:
         """Make them of some rows of a window. A result that is not a finite number becomes an error, and so does one
-        whose conditional question failed although it should be asked."""
+        whose conditional question failed although it should be asked. `probabilities` are those of the questions of
+        these names; without several, its name is empty."""
         results = sorted(results, key=lambda scored: scored.row)
         wrong = {
             each.row: RowError(
@@ -174,12 +177,10 @@ class ResultRows:
                     for each in results
                 ],
                 schema=schema,
-                calibrated=None
-                if probabilities is None or schema.questions or "calibrated" not in schema.groups
-                else probabilities(divided),
+                divided=divided,
             )
 
-        rows = made(schema, results, 0)
+        rows = made(schema, results, 0).calibrated_by(probabilities)
         if schema.measure is Measure.DECISIONS:
             decisions = [_decided(prompts[each.row], each.answers, temperature) for each in results]
             scores = np.array([[own[0][0]] for own in decisions]).reshape(-1, 1)
@@ -199,7 +200,7 @@ class ResultRows:
             found = made(own, [each[number] for each in answered], number)
             if own.others:
                 found = found.over_orders([made(own, [each[at] for each in answered], at) for at in own.others])
-            rows.questions.append(found)
+            rows.questions.append(found.calibrated_by(probabilities))
         if failed:
             left = [each for each in results if each.row not in failed]
             return cls.of(window, left, errors | failed, schema, temperature, probabilities)
@@ -220,9 +221,15 @@ class ResultRows:
             self,
             audited=audited,
             logprobs=np.logaddexp.reduce([each.logprobs for each in every]) - math.log(len(every)),
+            divided=mean_log_shares([each.divided for each in every]),
             scores=np.mean([each.scores for each in every], axis=0),
             order_decided=(said != said[0]).any(axis=0),
         )
+
+    def calibrated_by(self, probabilities: Mapping[str, Probabilities]) -> ResultRows:
+        """Return them with the calibrated probabilities of their question, if it has some."""
+        own = probabilities.get(self.schema.name)
+        return self if own is None else replace(self, calibrated=own(self.divided))
 
     def arrays(self) -> list[pa.Array]:
         """Return the columns of `OutputSchema.results` for these rows."""

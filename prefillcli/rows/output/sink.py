@@ -12,7 +12,7 @@ import json
 import os
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, groupby
@@ -552,7 +552,7 @@ class Sink:
         errors: dict[int, RowError],
         *,
         temperature: float,
-        probabilities: Probabilities | None = None,
+        probabilities: Mapping[str, Probabilities] = {},
         carried: Sequence[tuple[int, str]] | None = None,
     ) -> None:
         """Write rows of a window as one part, safe on disk when this returns.
