@@ -40,7 +40,7 @@ def asked(*questions: Question | dict[str, Any], rows: int = 6, **more: Any) -> 
 
 
 def corrected(given: Sequence[float], free: Sequence[Sequence[float]]) -> np.ndarray:
-    """W p of Zhao et al., with W = diag(p_cf)^-1 and the mean of several content-free inputs, scaled to add up to 1."""
+    """W p of Zhao et al., with W = diag(p_cf)^-1 and the mean of content-free inputs, scaled to add up to 1."""
     found = np.array(given) / np.mean(free, axis=0)
     return np.asarray(found / found.sum())
 
@@ -99,7 +99,7 @@ OWN = {
     "name": "own",
     "template": "{{ text }} ({{ kind }})\nAnswer:",
     "labels": ["Yes", "No"],
-    "when": "better == 'no'",
+    "when": "better != 'fox'",
 }
 
 
@@ -126,12 +126,13 @@ def test_questions_with_labels_of_their_own_have_it_too(model: Path, reference: 
     for row, text, other in zip(rows, TEXTS, TEXTS[: len(rows)][::-1], strict=False):
         wanted = corrected(answered(text, other), [answered(each, each) for each in FREE])
         assert found(row, "better") == pytest.approx(wanted, abs=TOLERANCE)
-        if row["better"] != "no":
+        if row["better"] == "fox":
             assert row["own.calibrated"] is None
             unasked += 1
         else:
             wanted = corrected(single(text), [single(each) for each in FREE])
             assert found(row, "own") == pytest.approx(wanted, abs=TOLERANCE)
+    assert unasked < len(rows)
 
 
 def test_a_question_of_the_command_line_is_calibrated(model: Path, reference: Reference) -> None:
