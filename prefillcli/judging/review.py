@@ -17,9 +17,8 @@ from prefillcli.options.groups import split_names
 from prefillcli.report.section import Section
 from prefillcli.rows.filesystems import split_path, written_path
 from prefillcli.rows.input.source import Source
-from prefillcli.rows.output import FILE_ENDINGS, format_of
+from prefillcli.rows.output import ANSWER, FILE_ENDINGS, format_of
 from prefillcli.rows.output.columns import (
-    ANSWER,
     COLUMN_TYPES,
     ROW_COLUMN,
     OutputSchema,

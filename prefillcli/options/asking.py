@@ -13,12 +13,12 @@ from prefillcli.options.groups import LabelValues, NameList, split_names
 from prefillcli.options.option import ANSWERS, FILES, PROMPTS, Settings, option
 from prefillcli.options.requirements import Requirement
 from prefillcli.prompts.questions import Question
-from prefillcli.rows.output import format_of
+from prefillcli.rows.output import ANSWER, format_of
 
 
 def asked_question(ask: str, options: Any, levels: Any) -> dict[str, Any]:
     """Return the question of `--ask`, as a question file has it."""
-    entry: dict[str, Any] = {"name": ASKED, "type": "predicate", "instructions": ask}
+    entry: dict[str, Any] = {"name": ANSWER, "type": "predicate", "instructions": ask}
     if options:
         return entry | {"type": "choice", "choices": list(split_names(options))}
     return entry | {"type": "score", "levels": list(split_names(levels))} if levels else entry
@@ -59,7 +59,6 @@ ASKED_TYPED = Requirement(
 
 
 ASK = Requirement(lambda s: s.ask is not None, "needs --ask", "ask a question with --ask TEXT")
-ASKED = "answer"  # the name of the question of --ask
 
 
 class AskOptions(Settings):

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, model_validator
 
 from prefillcli.errors import UsageError
-from prefillcli.options.asking import ASKED
 from prefillcli.options.groups import NameList, RowRange, TextList, split_names
 from prefillcli.options.option import ANSWERS, FILES, RUN, Settings, argument, option
 from prefillcli.options.requirements import ALL_ROWS, Requirement
+from prefillcli.rows.output import ANSWER
 
 EVALUATION = "Evaluation"
 GATES = "Gates"
@@ -35,7 +35,7 @@ def truth_columns(settings: Any) -> dict[str, str]:
     if settings.truth is None:
         return {}
     if getattr(settings, "asks_once", False):
-        return {ASKED: settings.truth}
+        return {ANSWER: settings.truth}
     if getattr(settings, "questions", None) is None:
         return {"": settings.truth}
     return truths_by_question(settings.truth)

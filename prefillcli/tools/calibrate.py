@@ -27,7 +27,7 @@ from prefillcli.prompts.labels import label_of
 from prefillcli.prompts.questions import Label
 from prefillcli.report.section import WIDTH, numbers_table, stderr_console
 from prefillcli.rows.input.source import Source
-from prefillcli.rows.output.answers import AnswerColumns
+from prefillcli.rows.output.answers import LOGPROB, AnswerColumns
 from prefillcli.rows.output.columns import ROW_COLUMN
 from prefillcli.rows.output.store import write_sealed
 from prefillcli.rows.output.target import QUESTION_ROWS, Job, Manifest, Target
@@ -39,7 +39,6 @@ from prefillcli.stats.evaluation import Float64Array, label_probabilities, log_s
 # An output of `prefill score` is read with right answers beside it.
 
 
-_LOGPROB = "logprob_"
 _VALUE = "value_"
 _EXIT = "exit_layer"
 _BOTH_ORDERS = "order_decided"
@@ -83,7 +82,7 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
             "give the output itself, and the right answers with --truth-from"
         )
     own = None if job is None else _asked(job, settings, source)
-    labels = tuple(name.removeprefix(_LOGPROB) for name in source.available if name.startswith(_LOGPROB))
+    labels = tuple(name.removeprefix(LOGPROB) for name in source.available if name.startswith(LOGPROB))
     if "score" in source.available and not labels and any(name.startswith(_VALUE) for name in source.available):
         raise UsageError(
             f"{path}: its scores are a head's values, which are not probabilities\nscore with --head probability"
@@ -91,7 +90,7 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
     if own is not None:
         labels = own.labels
     elif "score" not in source.available or len(labels) < 2:
-        raise UsageError(f"{path}: not an output of prefill score: it needs the columns score and {_LOGPROB}<label>")
+        raise UsageError(f"{path}: not an output of prefill score: it needs the columns score and {LOGPROB}<label>")
     if job is not None and "label_norm" in job.fingerprint:
         raise UsageError(
             f"{path}: its scores are made of log-probabilities that --label-norm divides, and it has whole ones\n"
@@ -99,7 +98,7 @@ def read_labelled_scores(settings: CalibrateSettings) -> LabelledScores:
         )
     right = RightAnswers.of(settings, truth_name, source.available, job)
     exits = [_EXIT] if _EXIT in source.available else []
-    wanted = ["score", *(_LOGPROB + label for label in labels)] if own is None else [own.column(own.source("score"))]
+    wanted = ["score", *(LOGPROB + label for label in labels)] if own is None else [own.column(own.source("score"))]
     source.select(columns=[*wanted, right.key, *exits], carried=())
     found = _collect(source, labels, wanted, right, {} if job is None else job.fingerprint, own)
     _require_order(path, labels, found.logprobs, found.scores)
@@ -264,7 +263,7 @@ def _require_order(path: str, labels: Sequence[str], logprobs: Float64Array, sco
         wrong |= clear & (scores < 0.5 - _SAME) & likeliest
     if wrong.any():
         raise UsageError(
-            f"{path}: score is not the probability of {labels[0]}, the first of the columns {_LOGPROB}<label>\n"
+            f"{path}: score is not the probability of {labels[0]}, the first of the columns {LOGPROB}<label>\n"
             "give an output as prefill score wrote it, or put its columns back in their order"
         )
 

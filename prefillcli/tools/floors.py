@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,7 +18,8 @@ from prefillcli.prompts.labels import YES_NO, label_of
 from prefillcli.prompts.questions import Label
 from prefillcli.report.section import WIDTH, numbers_table, stderr_console
 from prefillcli.rows.input.source import Source
-from prefillcli.rows.output.columns import ANSWER
+from prefillcli.rows.output import ANSWER
+from prefillcli.rows.output.answers import LOGPROB, AnswerColumns
 from prefillcli.rows.output.store import write_sealed
 from prefillcli.runtime import log
 from prefillcli.scoring.path_table import require_apart, require_json
@@ -27,80 +28,7 @@ from prefillcli.stats.acceptance import lowest_floor, lowest_floors
 from prefillcli.stats.evaluation import BoolArray, Float64Array, Int64Array, label_probabilities
 from prefillcli.tools.calibrate import PLAIN, RightAnswers, job_of, number_of
 
-_LOGPROB = "logprob_"
 _SAME = 1e-6
-
-
-class GivenAnswers(NamedTuple):
-    """The columns of an output with the answers to a question.
-
-    `labels`: `score` and the numbers of each label. `predicate`: the probability of yes. `options`: the value of a
-    choice or the expectation of a score, and the probability of each option by its name.
-    """
-
-    type: Literal["labels", "predicate", "options"]
-    names: tuple[str, ...]
-    labels: tuple[str, ...] = ()
-    divided: bool = False  # whether the scores need not follow from the log-probabilities of the labels
-
-    @classmethod
-    def all_of(cls, available: Sequence[str]) -> dict[str, GivenAnswers]:
-        """Return those of each question in an output with these columns, by its name; see `ANSWER`."""
-        found = {}
-        labels = tuple(name.removeprefix(_LOGPROB) for name in available if name.startswith(_LOGPROB))
-        if len(labels) > 1 and "score" in available:
-            scores = [f"score_{label}" for label in labels]
-            divided = set(scores) <= set(available)
-            numbers = scores if divided else [_LOGPROB + label for label in labels]
-            found[ANSWER] = cls("labels", ("score", *numbers), labels, divided)
-        for question in (name.removesuffix(".label_mass") for name in available if name.endswith(".label_mass")):
-            if f"{question}.probabilities" in available:
-                found[question] = cls("options", (question, f"{question}.probabilities"))
-            elif question in available:
-                found[question] = cls("predicate", (question,))
-        return found
-
-    def agrees(self, values: Sequence[Any]) -> bool:
-        """Return whether the score of a row is that of its log-probabilities, as far as both are known. It is not in a
-        copy whose columns have another order, nor, of more than two labels, after a temperature."""
-        if self.type != "labels" or self.divided:
-            return True
-        score, *logprobs = map(number_of, values)
-        if len(logprobs) > 2:
-            return not abs(label_probabilities(np.array(logprobs))[0] - score) > _SAME
-        gap = logprobs[0] - logprobs[1]
-        return not (abs(gap) > _SAME and abs(score - 0.5) > _SAME and (gap > 0) != (score > 0.5))
-
-    def probabilities(self, values: Sequence[Any]) -> list[float]:
-        """Return the probability of each option, of the values of a row in these columns; NaN where there is none."""
-        if self.type == "options":
-            return [number_of(each) for each in values[1].values()] if isinstance(values[1], dict) else []
-        score, *numbers = map(number_of, values)
-        if self.type == "predicate" or len(self.labels) == 2:
-            return [score, 1 - score]
-        if self.names[1].endswith(f"score_{self.labels[0]}"):
-            return numbers
-        found: list[float] = label_probabilities(np.array(numbers)).tolist()
-        return found
-
-    def value(self, values: Sequence[Any], answer: int) -> Value:
-        """Return what the option of this number is called, for a row that has chosen it."""
-        if self.type == "labels":
-            return self.labels[answer]
-        if self.type == "predicate":
-            return answer == 0
-        return str(list(values[1])[answer])
-
-    def is_right(self, values: Sequence[Any], answer: int, truth: Any) -> bool | None:
-        """Return whether this option of a row is the right one; None if the right answer is none of the options."""
-        if not isinstance(truth, PLAIN):
-            return None
-        named = values[1] if self.type == "options" else self.labels
-        labels = [Label(name) for name in named] or YES_NO
-        right = label_of(truth, labels)
-        if right is None and isinstance(values[0], float) and isinstance(truth, int | float):  # the number of a level
-            right = int(truth) if truth in range(len(labels)) else None
-        return None if right is None else right == answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,56 +38,93 @@ class LabelledAnswers:
     probabilities: Float64Array  # of the given answer [rows]
     answers: Int64Array  # its number among the options [rows]
     right: BoolArray  # whether it is right [rows]
-    values: dict[int, Value]  # the name of each option that was given
-    options: int  # their number
+    values: Sequence[Value]  # the name of each option
     left_out: dict[str, int]  # other rows, by reason
 
 
-def read_labelled_answers(source: Source, own: GivenAnswers, truth: RightAnswers) -> LabelledAnswers:
-    """Read the answers in the columns of one question, and whether they are right.
+def read_labelled_answers(source: Source, own: AnswerColumns, truth: RightAnswers, *, norm: bool) -> LabelledAnswers:
+    """Read the answers in the columns of one question, and whether they are right. With a `norm`, the score of labels
+    is not that of their log-probabilities.
 
-    Raises UsageError for scores that are not those of their log-probabilities, and what `Source` does.
+    Raises UsageError for scores that are not, and what `Source` does.
     """
-    source.select(columns=list(dict.fromkeys([*own.names, truth.key])), carried=())
+    scores = [f"score_{label}" for label in own.labels]
+    divided = norm or set(scores) <= set(source.available)
+    names = [own.name, own.column(own.source("score"))]
+    if not own.type:
+        names = ["score", *(scores if divided and len(scores) > 2 else (LOGPROB + label for label in own.labels))]
+    source.select(columns=list(dict.fromkeys([*names, truth.key])), carried=())
     left_out: Counter[str] = Counter()
     rows: list[tuple[float, int, bool]] = []  # probability and number of the answer, and whether it is right
-    values: dict[int, Value] = {}
-    options = 0
     for batch in source.batches():
-        own_columns = [batch.columns[name] for name in (*own.names, truth.key)]
+        columns = [batch.columns[name] for name in names]
         if source.kind in ("csv", "tsv"):  # whose values are texts
-            own_columns[:-1] = [list(map(_of_text, column)) for column in own_columns[:-1]]
-        for row, *cells, key in zip(batch.rows.tolist(), *own_columns, strict=True):
-            if not own.agrees(cells):
-                columns = ", ".join(own.names[1:])
-                raise UsageError(
-                    f"{own.names[0]} is not the probability of {own.labels[0]} by the columns {columns}\n"
-                    "give an output as prefill score wrote it, of a job without --temperature"
-                )
+            columns = [list(map(_of_text, column)) for column in columns]
+        own = own.named(columns[0], columns[-1])
+        told = columns[-1] if own.type else _of_labels(own.labels, columns, divided=divided)
+        found = own.shares([_numbers(own.labels, each) for each in told])
+        keys = batch.columns[truth.key]
+        for row, given, shares, key in zip(batch.rows.tolist(), columns[0], found, keys, strict=True):
             answer = truth.of_row(key)
-            shares = [] if cells[0] is None else own.probabilities(cells)
             if row in batch.errors:
                 left_out["that cannot be read"] += 1
-            elif cells[0] is None:
+            elif given is None:
                 left_out["without an answer"] += 1
-            elif not shares or not all(0 <= each <= 1 for each in shares):
+            elif not (shares.size and np.all((shares >= 0) & (shares <= 1))):
                 left_out["whose answer has no probabilities"] += 1
             elif answer is None or answer == "":
                 left_out["without a right answer"] += 1
-            elif (right := own.is_right(cells, chosen := int(np.argmax(shares)), answer)) is None:
+            elif (right := _right(own, answer)) is None:
                 left_out["whose right answer is none of the options"] += 1
             else:
-                rows.append((max(shares), chosen, right))
-                values.setdefault(chosen, own.value(cells, chosen))
-                options = max(options, len(shares))
+                chosen = int(shares.argmax())
+                rows.append((float(shares[chosen]), chosen, right == chosen))
     return LabelledAnswers(
         probabilities=np.array([share for share, _, _ in rows], np.float64),
         answers=np.array([chosen for _, chosen, _ in rows], np.int64),
         right=np.array([right for _, _, right in rows], np.bool_),
-        values=values,
-        options=options,
+        values=(True, False) if own.type == "predicate" else own.labels,
         left_out=dict(left_out),
     )
+
+
+def _of_labels(labels: Sequence[str], columns: Sequence[Sequence[Any]], *, divided: bool) -> Iterator[Any]:
+    # What tells the probabilities of labels, of `score` and their numbers. Raises UsageError where the score is not
+    # that of the numbers: in a copy with columns in another order, or, of more than two labels, after a temperature.
+    for values in zip(*columns, strict=True):
+        score, *numbers = map(number_of, values)
+        if len(labels) == 2:
+            gap = numbers[0] - numbers[1]
+            agrees = not (abs(gap) > _SAME and abs(score - 0.5) > _SAME and (gap > 0) != (score > 0.5))
+            yield score
+        else:
+            shares = numbers if divided else label_probabilities(np.array(numbers)).tolist()
+            agrees = not abs(shares[0] - score) > _SAME
+            yield dict(zip(labels, shares, strict=True))
+        if not (agrees or divided):
+            raise UsageError(
+                f"score is not the probability of {labels[0]} by the columns "
+                f"{', '.join(LOGPROB + label for label in labels)}\n"
+                "give an output as prefill score wrote it, of a job without --temperature"
+            )
+
+
+def _numbers(labels: Sequence[str], value: Any) -> Any:
+    # What tells the probabilities of a row, with NaN for everything that is no number.
+    if isinstance(value, dict):
+        return {each: number_of(value.get(each)) for each in labels}
+    return number_of(value) if len(labels) == 2 else None
+
+
+def _right(own: AnswerColumns, truth: Any) -> int | None:
+    # The number of the right answer; None if it is none of the answers.
+    if not isinstance(truth, PLAIN):
+        return None
+    spelt = own.type == "predicate" and own.labels == ("Yes", "No")
+    right = label_of(truth, YES_NO if spelt else [Label(name) for name in own.labels])
+    if right is None and own.type == "score" and isinstance(truth, int | float) and truth in range(len(own.labels)):
+        return int(truth)  # the number of a level
+    return right
 
 
 def _of_text(text: str) -> Any:
@@ -172,7 +137,9 @@ def _floors(settings: CalibrateSettings) -> FloorFile:
     # The floors of all questions whose right answers are named. Raises UsageError.
     path, accuracy = settings.scores, settings.accuracy or 0.0
     source = Source.open([path])
-    asked, job = GivenAnswers.all_of(source.available), job_of(path)
+    job = job_of(path)
+    known = {} if job is None else {each.name: each for each in job.answers}
+    asked = {name: known.get(name, own) for name, own in AnswerColumns.found_in(source.available).items()}
     if not asked:
         if {"question", "labels", "score"} <= set(source.available):
             raise UsageError(f"{path}: it has a row for each question\nscore with --questions-as columns")
@@ -188,9 +155,9 @@ def _floors(settings: CalibrateSettings) -> FloorFile:
                 f"{path}: it has no answers to a question {name!r}{did_you_mean(name, asked)}\n"
                 f"it has those to {', '.join(asked)}"
             )
-        divided = asked[name].divided or (job is not None and "label_norm" in job.fingerprint)
         right = RightAnswers.of(settings, truth, source.available, job)
-        rows = read_labelled_answers(source, asked[name]._replace(divided=divided), right)
+        norm = job is not None and "label_norm" in job.fingerprint
+        rows = read_labelled_answers(source, asked[name], right, norm=norm)
         if not len(rows.right):
             reasons = ", ".join(f"{count:,} {why}" for why, count in rows.left_out.items()) or "it has no rows"
             raise UsageError(
@@ -210,8 +177,8 @@ def _floors_of(rows: LabelledAnswers, settings: CalibrateSettings) -> tuple[Answ
     accuracy = settings.accuracy or 0.0
     if not settings.per_answer:
         return (AnswerFloor.of(None, lowest_floor(rows.probabilities, rows.right, accuracy)),)
-    found = lowest_floors(rows.probabilities, rows.right, rows.answers, rows.options, accuracy)
-    return tuple(AnswerFloor.of(value, found[at]) for at, value in sorted(rows.values.items()))
+    found = lowest_floors(rows.probabilities, rows.right, rows.answers, len(rows.values), accuracy)
+    return tuple(AnswerFloor.of(rows.values[at], found[at]) for at in np.unique(rows.answers).tolist())
 
 
 HEADER = ["question", "answer", "labelled rows", "floor", "accepted", "errors", "right, at least"]

@@ -243,3 +243,26 @@ def test_an_output_without_rows_in_doubt_has_an_empty_file(model: Path) -> None:
     assert score(make_input(), review_below="0", review="look.parquet", **flags(model))["exit_code"] == 0
     assert pq.read_table("look.parquet").num_rows == 0
     assert pq.read_schema("look.parquet").names[-1] == "review"
+
+
+def test_right_answers_are_those_that_the_job_names_and_of_a_copy_true_or_false(model: Path) -> None:
+    words = ("fox", "dog")
+    entry = {"name": "animal", "template": "{{ prompt }} The animal is a", "labels": list(words)}
+    Path("q.json").write_text(json.dumps({"questions": [entry]}))
+    given = {"questions": "q.json", "model": model, "truth": "animal=right", "output": "s.parquet"}
+    source = write_parquet("in.parquet", prompt=texts(ROWS), right=[words[at % 2] for at in range(ROWS)])
+    assert score(source, **given)["exit_code"] == 0
+    pq.write_table(pq.read_table("s.parquet").replace_schema_metadata(None), "copy.parquet")
+    found = {}
+    for path in ("s.parquet", "copy.parquet"):
+        done = CliRunner().invoke(app, ["calibrate", path, "--truth", "animal=right", "--accuracy", "0.6", "--quiet"])
+        found[path] = json.loads(done.stdout.splitlines()[-1])
+    (entry,) = found["s.parquet"]["questions"]["animal"]["floors"]
+    rows = read_output("s.parquet")
+    assert entry["rows"] == ROWS
+    best = [max(row["animal"], 1 - row["animal"]) for row in rows]
+    if entry["floor"] is not None:
+        accepted = [row for row, top in zip(rows, best, strict=True) if top >= entry["floor"]]
+        wrong = [row for row in accepted if words[row["animal"] < 0.5] != row["right"]]
+        assert (entry["accepted"], entry["errors"]) == (len(accepted), len(wrong))
+    assert f"({ROWS} whose right answer is none of the options)" in found["copy.parquet"]["error"]

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+ANSWER = "answer"  # the name of the only question: that of `--ask`, or of an output without named ones
+
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:

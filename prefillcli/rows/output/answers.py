@@ -8,16 +8,18 @@ an output with a row for each question, every kind has a list of `probabilities`
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from prefillcli.rows.output import ANSWER
 from prefillcli.stats.evaluation import log_shares_of
 
+LOGPROB = "logprob_"
 PROBABILITIES = "probabilities"
 CALIBRATED = "calibrated"
 
@@ -27,7 +29,7 @@ class AnswerColumns:
     """The columns of a question's answers: its name and type, the names of its answers, and their numbers."""
 
     name: str
-    type: str
+    type: str  # predicate, choice or score; empty for labels without a question
     labels: tuple[str, ...]
     values: tuple[float, ...] = ()
     temperature: float = 1.0  # that the probabilities were taken at
@@ -40,6 +42,31 @@ class AnswerColumns:
     def of_json(cls, content: dict[str, Any]) -> AnswerColumns:
         """Return the columns of `to_json`. Raises KeyError or TypeError for anything else."""
         return cls(**content | {"labels": tuple(content["labels"]), "values": tuple(content["values"])})
+
+    @classmethod
+    def found_in(cls, available: Sequence[str]) -> dict[str, AnswerColumns]:
+        """Return those of each question in an output with these columns, by its name: a copy does not name its job.
+
+        The answers to a choice or a score are `named` by its values.
+        """
+        labels = tuple(name.removeprefix(LOGPROB) for name in available if name.startswith(LOGPROB))
+        found = {ANSWER: cls("", "", labels)} if len(labels) > 1 and "score" in available else {}
+        for name in (column.removesuffix(".label_mass") for column in available if column.endswith(".label_mass")):
+            if f"{name}.{PROBABILITIES}" in available:
+                found[name] = cls(name, "choice", ())
+            elif name in available:
+                found[name] = cls(name, "predicate", ("Yes", "No"))
+        return found
+
+    def named(self, given: Iterable[Any], told: Iterable[Any]) -> AnswerColumns:
+        """Return it with the names of its answers, if these are not known, by values of the answer and of all
+        probabilities."""
+        both = zip(given, told, strict=True)
+        value, shares = next((each for each in both if isinstance(each[1], dict)), (None, {}))
+        if self.labels or not shares:
+            return self
+        scored = isinstance(value, int | float) and not isinstance(value, bool)
+        return replace(self, type="score" if scored else "choice", labels=tuple(shares))
 
     def column(self, name: str) -> str:
         """Return the column of an output that has this meaning; without a name the answer itself."""
@@ -55,7 +82,7 @@ class AnswerColumns:
         """Return the part of the column's name that holds what a job of labels calls `meaning`, as `logprob_Yes`."""
         if meaning.partition("_")[0] == "probability":
             return CALIBRATED
-        if meaning in ("score", "prediction", "mean") or meaning.startswith(("logprob_", "score_")):
+        if meaning in ("score", "prediction", "mean") or meaning.startswith((LOGPROB, "score_")):
             return "" if self.type == "predicate" else PROBABILITIES
         return meaning
 

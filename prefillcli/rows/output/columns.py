@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from prefillcli.errors import UsageError
 from prefillcli.plan.behind import LabelSet
-from prefillcli.rows.output import batches
+from prefillcli.rows.output import ANSWER, batches
 from prefillcli.rows.output.answers import CALIBRATED, PROBABILITIES, AnswerColumns
 from prefillcli.rows.records import (
     SKIPPED_CODES,
@@ -76,7 +76,6 @@ Group = Literal[
 Groups = frozenset[Group]
 
 
-ANSWER = "answer"  # the name of the only question, in an output without named ones
 ROW_COLUMN = "row"  # the column with the row number, in an output without ids
 
 # Calibrated probabilities of label log-probabilities, both [rows, labels].
