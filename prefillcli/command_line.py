@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand
 
 from prefillcli.errors import Interrupted, PrefillError, shown
-from prefillcli.options.commands import PIPE
+from prefillcli.options.commands import COMMANDS, PIPE
 from prefillcli.options.groups import ModelOptions
 from prefillcli.options.load import load_settings, settled_options
 from prefillcli.options.option import RUN, Settings, details_of, unescaped
@@ -139,11 +139,16 @@ class GroupedCommand(TyperCommand):
         return type(cls.__name__, (cls,), {"settings": settings})
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Return the words of the command line. An error explains how to give a setting that has no flag."""
-        for word in args:
-            name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-            if word.startswith("--") and name in self.settings.of_level("settled"):
+        """Return the words of the command line. An error explains how to give a setting that has no flag, and names
+        the commands that have an option which this one lacks."""
+        for word in (word for word in args if word.startswith("--")):
+            flag = word.partition("=")[0]
+            name = flag.removeprefix("--").replace("-", "_")
+            if name in self.settings.of_level("settled"):
                 ctx.fail(f"{word}: this setting has no flag, give --set {name}=VALUE")
+            others = [f"prefill {other}" for other, kind in COMMANDS.items() if name in kind.model_fields]
+            if others and name not in self.settings.model_fields:
+                ctx.fail(f"{flag}: an option of {' and '.join(others)}, not of prefill {self.name}")
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

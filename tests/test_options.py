@@ -457,6 +457,23 @@ def test_a_setting_without_a_flag_is_given_by_set(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "word", "said"),
+    [
+        ("bench", "--questions", "--questions: an option of prefill score and prefill inspect, not of prefill bench"),
+        ("profile", "--ask=x", "--ask: an option of prefill score and prefill inspect, not of prefill profile"),
+        ("score", "--html", "--html: an option of prefill inspect, not of prefill score"),
+    ],
+)
+def test_an_option_of_other_commands_names_them(
+    command: str, word: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app([command, "in.jsonl", word])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 def test_settings_may_have_dashes_and_reach_the_job() -> None:
     given = settled_options(ScoreSettings, ["select-chunk=8", "query_reduce=mean"])
     settings = load("score", {"inputs": ["x.parquet"]}, {"draft": "d", "keep": 0.5, **given})

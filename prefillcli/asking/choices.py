@@ -35,7 +35,7 @@ class ChoiceAsking(Asking):
                 "--choices-column: the model's classification head is read, which has its own classes\n"
                 "read the next token with --head vocabulary"
             )
-        return RowChoices(opened.tokenizer, self.settings)
+        return RowChoices(opened.tokenizer, self.settings, self.settings.choices_column)
 
     def builder(
         self, inputs: Inputs, settings: PromptSettings, available: Sequence[str], template: RowTemplate | None
@@ -44,14 +44,14 @@ class ChoiceAsking(Asking):
 
 
 class RowChoices(Labels):
-    """The labels of each prompt: the texts in its row's `columns`. With `literal` in the settings, no part of them
+    """The labels of each prompt: the texts in a `column` of its row. With `literal` in the settings, no part of them
     becomes a control token. Their sets are not stored: hardly two rows have the same."""
 
     measure = Measure.CHOICES
 
-    def __init__(self, tokenizer: Any, settings: Any) -> None:
+    def __init__(self, tokenizer: Any, settings: Any, column: str) -> None:
         super().__init__(tokenizer, Choice(), norm=settings.label_norm, end=settings.label_end)
-        self.columns = (settings.choices_column,)
+        self.columns = (column,)
         self._literal = settings.literal
         self._typed = not settings.literal
 

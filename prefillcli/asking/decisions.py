@@ -12,7 +12,7 @@ import numpy as np
 
 from prefillcli.asking.batch_files import BODY, METHOD, SERVED, URL, is_batch_file, served_names
 from prefillcli.asking.choices import RowChoices
-from prefillcli.asking.forms import ANSWER, orders_of, text_of, with_answers
+from prefillcli.asking.forms import ANSWER, Order, orders_of, text_of, with_answers
 from prefillcli.asking.requests import DecisionRequest, Kind, RequestError, carried_request, is_request_file
 from prefillcli.core.asking import Asking
 from prefillcli.errors import UsageError
@@ -24,7 +24,7 @@ from prefillcli.prompts.templates import RowTemplate
 from prefillcli.rows.output.batches import BARE
 from prefillcli.rows.output.decisions import DECISIONS, SYSTEM_ONE
 from prefillcli.rows.output.target import BATCH_FORMAT
-from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, brief_json
+from prefillcli.rows.records import ErrorCode, Prompt, RowBatch, RowError, Window, brief_json
 from prefillcli.stats.evaluation import Measure
 
 if TYPE_CHECKING:
@@ -80,9 +80,19 @@ class DecisionAsking(Asking):
             orders=self.settings.orders,
         )
 
+    def questions(self, window: Window, row: int) -> list[Question]:
+        """Return what each prompt of a row asks that has some."""
+        request = carried_request(window.carried.select(self.carried).slice(window.place(row), 1).to_pylist()[0])
+        return [with_answers(question, order) for question, order in _asked(request, self.settings.orders)]
+
     def identity(self, values: dict[str, Any]) -> Mapping[str, str]:
         values.pop("format")
         return {BATCH_FORMAT: "decisions"}
+
+
+def _asked(request: DecisionRequest, orders: int) -> Iterator[tuple[Question, Order]]:
+    # What each prompt of a request asks: a question, and the order of its options.
+    return ((question, order) for question in request.questions for order in orders_of(question, orders))
 
 
 class QuestionChoices(RowChoices):
@@ -92,8 +102,7 @@ class QuestionChoices(RowChoices):
     measure = Measure.DECISIONS
 
     def __init__(self, tokenizer: Any, settings: Any, served: str) -> None:
-        super().__init__(tokenizer, settings)
-        self.columns = (ANSWERS,)
+        super().__init__(tokenizer, settings, ANSWERS)
         self.question = Question(answers=(Label("decision"),))
         self.served = served
 
@@ -155,18 +164,15 @@ class DecisionBuilder(PromptBuilder):
         columns: dict[str, list[Any]] = {name: [] for name in (DOCUMENT, QUESTION, ANSWERS, *optional)}
         asked: list[tuple[int, int, str]] = []  # of each prompt the row, its number there, and its question's name
         for at, row, request in self._requests(batch, errors):
-            part = 0
-            for question in request.questions:
-                for order in orders_of(question, self._orders):
-                    answers = with_answers(question, order).answers
-                    columns[DOCUMENT].append(request.document)
-                    columns[QUESTION].append(text_of(question, order))
-                    # Their names have no part in what is said.
-                    columns[ANSWERS].append(tuple(each._replace(name=each.said or each.name) for each in answers))
-                    for name in optional:
-                        columns[name].append(batch.columns[name][at])
-                    asked.append((row, part, question.name))
-                    part += 1
+            for part, (question, order) in enumerate(_asked(request, self._orders)):
+                answers = with_answers(question, order).answers
+                columns[DOCUMENT].append(request.document)
+                columns[QUESTION].append(text_of(question, order))
+                # Their names have no part in what is said.
+                columns[ANSWERS].append(tuple(each._replace(name=each.said or each.name) for each in answers))
+                for name in optional:
+                    columns[name].append(batch.columns[name][at])
+                asked.append((row, part, question.name))
         apart = replace(
             batch, rows=np.arange(len(asked)), columns=columns, carried=batch.carried.slice(0, 0), errors={}
         )

@@ -9,7 +9,6 @@ from prefillcli.engines.registry import ENGINES, Capability, refuse, refuse_of_e
 from prefillcli.errors import UsageError
 from prefillcli.options import requirements
 from prefillcli.options.asking import (
-    QUESTIONS,
     AskOptions,
     BatchInput,
     BatchOptions,
@@ -279,7 +278,12 @@ class InspectSettings(
     question: str | None = option(
         None,
         "Of several questions, the one whose prompt is shown. (default: the first)",
-        FILES, changes="rows", metavar="NAME", requires=QUESTIONS,
+        FILES, changes="rows", metavar="NAME",
+    )  # fmt: skip
+    format: Literal["openai", "systemone"] | None = option(
+        None,
+        "Whose requests with typed questions the rows are. (default: as the first row is)",
+        FILES, changes="scores", metavar="openai|systemone",
     )  # fmt: skip
     html: str | None = option(
         None,

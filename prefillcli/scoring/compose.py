@@ -194,8 +194,13 @@ def for_requests(settings: Any, available: Sequence[str], first: Mapping[str, An
         found = found.model_copy(update={"id_column": ids[0]})
     if "format" not in type(settings).model_fields:
         if kind:
-            raise UsageError("the rows ask typed questions, which only prefill score answers")
+            raise UsageError(
+                "the rows are requests with typed questions, which prefill score answers and prefill inspect shows\n"
+                "prefill score --dry-run tells what they take"
+            )
         return found
+    if settings.format and not kind and "output" not in type(settings).model_fields:
+        raise UsageError("--format: the rows are no requests with typed questions\nleave it out")
     if settings.format and in_lines and named not in (None, BATCH_ID):
         raise UsageError(f"--id-column {named}: with --format ids are {BATCH_ID}\nleave it out")
     usual = kind or "openai"

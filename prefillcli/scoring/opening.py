@@ -183,7 +183,7 @@ def local_models(settings: JobOptions) -> list[Path]:
 
 def require_shares(labels: Labels, command: str) -> None:
     """Raise UsageError unless labels exclude one another, in a command that compares their probabilities."""
-    if labels.measure is Measure.SHARES:
+    if labels.measure in (Measure.SHARES, Measure.DECISIONS):
         return
     if labels.measure is Measure.CHANCES:
         why, advice = "classes that do not exclude one another", f"--labels {labels.names[0]}, one of them"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
+from prefillcli.asking.decisions import DecisionAsking
+from prefillcli.asking.labels import LabelAsking
 from prefillcli.asking.questions import QuestionAsking
 from prefillcli.core.further import FurtherQuestions, WantedRow
 from prefillcli.core.inputs import Inputs
@@ -21,9 +24,11 @@ from prefillcli.options.commands import InspectSettings
 from prefillcli.options.option import Settings
 from prefillcli.options.reading import AdapterOptions, DeterminismOptions, InspectOptions
 from prefillcli.options.requirements import compresses
+from prefillcli.prompts.questions import Question
 from prefillcli.reading.compress.compressor import compressor_of, inspected
 from prefillcli.reading.exits.policy import inspected_policies
-from prefillcli.rows.records import ErrorCode, RowError, ScoredRow, Window
+from prefillcli.report.section import Part, Section
+from prefillcli.rows.records import ErrorCode, Float64Array, Prompt, RowError, ScoredRow, Window, joined_row, unasked
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Progress
 from prefillcli.scoring.loading import load_walk
@@ -32,6 +37,7 @@ from prefillcli.scoring.opening import Opening, require_shares
 from prefillcli.scoring.path_table import require_apart
 from prefillcli.scoring.scorer import further_questions
 from prefillcli.scoring.shell import Ended, shell
+from prefillcli.stats.evaluation import label_probabilities
 from prefillcli.tools.inspection import (
     AnswerView,
     Inspection,
@@ -95,21 +101,24 @@ def _inspect(
         with at_once():
             opening.open_source()
             opening.open_models()
-            opened, every = inputs.opened, inputs.labels
+            id_column = _id_column(settings, inputs)
+            opened, every, settings = inputs.opened, inputs.labels, inputs.settings
             require_shares(every, "inspect")
-            part = _part(settings, inputs)
-            labels = every.asked[part]
-            found = find_row(inputs.source, inputs.builder, every, row=settings.row, id_column=settings.id_column)
+            if isinstance(inputs.asking, QuestionAsking):
+                _part(settings, [each.question for each in every.asked])  # before rows are read
+            found = find_row(inputs.source, inputs.builder, every, row=settings.row, id_column=id_column)
             summary.row, summary.id, window = found.row, found.id, found.window
-            labels.check(window)
+            every.check(window)
             if found.row in window.errors:
                 raise no_score(found.row, found.id, window.errors[found.row])
-            policies = inspected_policies(settings.exit_profile, opened, every)
-            policy = policies.get(labels.question.name)
+            asked = _asked(inputs, window, found.row)
+            part = _part(settings, asked)
+            names = asked[part].names
+            policy = inspected_policies(settings.exit_profile, opened, every).get(asked[part].name)
             further = further_questions(inputs, opening.parts)
             if further is not None:
                 stack.callback(further.close)
-            loaded = load_walk(opened, settings, names=labels.names)
+            loaded = load_walk(opened, settings, names=names)
             stack.callback(loaded.close)
         prompts = window.prompts
         number = next(at for at, prompt in enumerate(prompts) if (prompt.row, prompt.part) == (found.row, part))
@@ -130,7 +139,7 @@ def _inspect(
         summary.method, summary.kept_tokens = question.method, len(question.tokens)
         answers = _answers(inputs, loaded, question, summary, tick)
         views = [
-            None if own is None else AnswerView.of(labels.names, prompt.labels, own.logprobs, settings.temperature)
+            None if own is None else AnswerView.of(names, prompt.labels, own.logprobs, settings.temperature)
             for own in answers
         ]
         full, compressed = answers
@@ -140,7 +149,17 @@ def _inspect(
         scored = scored_row(question, shown)
         if compressed is not None and full is not None:
             scored.audit = full.logprobs
-        sections = () if further is None else _further(opening, further, loaded.engine, window, question, scored, tick)
+        sections, whole = [], scored
+        if len(asked) > 1:
+            every_answer = _answers_of(loaded.engine, [each for each in prompts if each.row == found.row], tick)
+            sections.append(_every_answer(every_answer, asked, settings.temperature))
+            every_answer[part] = scored
+            whole = joined_row([every_answer.get(at) or unasked(found.row) for at in range(len(asked))])
+        if further is not None:
+            labels_of_row = further.choice.wanted(window, [whole]).get(found.row, {})
+            if part in labels_of_row:
+                row = WantedRow(question, scored, labels_of_row[part])
+                sections += _further(opening, further, loaded.engine, window, row, names, tick)
     for view, own in zip(views, answers, strict=True):
         if view is not None and own is not None and not view.is_finite:
             detail = f"label log-probabilities {own.logprobs.tolist()}"
@@ -151,7 +170,7 @@ def _inspect(
         row_id=str(prompt.row) if found.id is None else found.id,
         model=settings.model or str(opened.files.origin),
         draft=settings.draft,
-        labels=list(labels.names),
+        labels=list(names),
         tokens=token_views(opened.tokenizer, read),
         shared=shared_prefixes(
             [
@@ -166,7 +185,7 @@ def _inspect(
         method=question.method,
         voters=tuple(number + 1 for number in read.voters),
         draft_layers=0 if opened.draft is None else opened.draft.config.get_text_config().num_hidden_layers,
-        margins=margin_curve(shown.readings, shown.logprobs, labels.names, None if policy is None else policy.inside),
+        margins=margin_curve(shown.readings, shown.logprobs, names, None if policy is None else policy.inside),
         scored=scored,
         further=sections,
         next=next_views(opened.tokenizer, shown.next),
@@ -198,34 +217,71 @@ def _further(
     further: FurtherQuestions,
     engine: Engine,
     window: Window,
-    question: Request,
-    scored: ScoredRow,
+    row: WantedRow,
+    names: Sequence[str],
     tick: Tick,
-) -> Sequence[Any]:
-    # The findings about a row that this request read, after further questions about it; the row takes the answers.
+) -> list[Section]:
+    # The findings about a row with these names of labels, after further questions about it; it takes the answers.
     # Raises ResourceError if the engine cannot go on.
-    labels = further.choice.wanted(window, [scored]).get(scored.row)
-    if labels is None:
-        return ()
-    row = WantedRow(question, scored, labels[0])
     follow = FollowUpWork(window, [row], further, engine.limits, "prefix-tree")
     for pack in follow.plan.packs:
         for answers in engine.answer(
             pack, lambda number: follow.questions[number].prompt.labels, tick, follow.treatment(pack)
         ):
             follow.take(pack, answers)
-    return list(filter(None, (each.shown(row, opening.inputs.labels.names) for each in opening.parts.follow_ups)))
+    return list(filter(None, (each.shown(row, names) for each in opening.parts.follow_ups)))
 
 
-def _part(settings: InspectSettings, inputs: Inputs) -> int:
-    # The number of the question whose prompt is shown.
-    if settings.question is None or not isinstance(inputs.asking, QuestionAsking):
+def _id_column(settings: InspectSettings, inputs: Inputs) -> str | None:
+    # The column with the id that `row` is; None where it is a number. Requests have ids without an option.
+    row = settings.row
+    named: str | None = inputs.settings.id_column
+    if row is None or settings.id_column is not None or not (row.isascii() and row.isdigit()):
+        if row is not None and named is None:
+            raise UsageError(f"--row {row}: a row's number counts from 0; for an id, name its column with --id-column")
+        return named
+    return None
+
+
+def _asked(inputs: Inputs, window: Window, row: int) -> list[Question]:
+    # What each prompt of a row asks.
+    if isinstance(inputs.asking, DecisionAsking):
+        return inputs.asking.questions(window, row)
+    return [each.question for each in inputs.labels.asked]
+
+
+def _part(settings: InspectSettings, asked: Sequence[Question]) -> int:
+    # The number of the prompt that is shown: the first of its question.
+    names = list(dict.fromkeys(each.name for each in asked))
+    if settings.question is None:
         return 0
-    names = inputs.asking.names
+    if names == [""]:
+        raise UsageError("--question: the rows ask one question, which has no name\nleave it out")
     if settings.question not in names:
         near = did_you_mean(settings.question, names)
         raise UsageError(f"--question: no question {settings.question!r}{near}\nthere are {', '.join(names)}")
-    return names.index(settings.question)
+    return [each.name for each in asked].index(settings.question)
+
+
+def _answers_of(engine: Engine, prompts: Sequence[Prompt], tick: Tick) -> dict[int, ScoredRow]:
+    # The answers to these prompts of a row, read in full, by their numbers; none to those that do not fit the memory.
+    able = [request for each in prompts if (request := Request(each)).size <= engine.limits.max_tokens]
+    answers = zip(able, answer_requests(engine, able, tick), strict=True)
+    return {request.prompt.part: scored_row(request, answer) for request, answer in answers}
+
+
+def _every_answer(answers: Mapping[int, ScoredRow], asked: Sequence[Question], temperature: float) -> Section:
+    # The answer to each question of a row; of several orders the mean.
+    found: dict[str, list[Float64Array]] = {}
+    for part, own in answers.items():
+        found.setdefault(asked[part].name, []).append(label_probabilities(own.logprobs, temperature))
+    rows = [["question", "answer", "probability"]]
+    for name, each in found.items():
+        shares = np.mean(each, axis=0)
+        names = next(question.names for question in asked if question.name == name)
+        rows.append([name, names[int(shares.argmax())], f"{shares.max():.4g}"])
+    note = "Of all prompts of the row, read in full; of a question in several orders, the mean."
+    return Section(title="All questions", parts=[Part(table=rows, words=(0, 1), note=note)])
 
 
 def _check(settings: InspectSettings) -> None:
@@ -235,16 +291,13 @@ def _check(settings: InspectSettings) -> None:
             f"--draft {settings.draft}: prefill inspect shows the tokens that a draft model picks\n"
             "score the row with prefill score, which shows how many tokens it kept"
         )
-    row = settings.row
-    if row is not None and settings.id_column is None and not (row.isascii() and row.isdigit()):
-        raise UsageError(f"--row {row}: a row's number counts from 0; for an id, name its column with --id-column")
     if settings.html is not None and not settings.html.lower().endswith((".html", ".htm")):
         raise UsageError(f"--html {settings.html}: the page's name ends in .html")
 
 
 def _shown(settings: InspectSettings, inputs: Inputs) -> dict[str, Any]:
     # The settings that the page names: those that decide on the answers.
-    asked = ["questions", "question"] if settings.questions else ["labels"]
+    asked = ["labels"] if isinstance(inputs.asking, LabelAsking) else ["questions", "question", "format"]
     names = ["template", "prompt_column", "system", "max_length", "on_long", *asked, "temperature"]
     names += [name for name in ("chat_option", "answer_prefix") if getattr(settings, name)]
     groups: list[type[Settings]] = [InspectOptions] if compresses(settings) else []

@@ -19,15 +19,17 @@ from typesafe_sdk import SystemOneResponse
 from prefillcli.asking.forms import ANSWER, orders_of, text_of, with_answers
 from prefillcli.asking.requests import request_of
 from prefillcli.errors import UsageError
-from prefillcli.options.commands import InspectSettings, MergeSettings, ScoreSettings
+from prefillcli.options.commands import BenchSettings, MergeSettings, ProfileSettings, ScoreSettings
 from prefillcli.options.load import load_settings
-from prefillcli.tools.inspect import inspect_job
+from prefillcli.tools.bench.bench_job import bench_job
 from prefillcli.tools.merge import merge_job
+from prefillcli.tools.profile.profile_job import profile_job
 from prefillcli.tools.verify import verify_job
 from tests.jobs.compression import ByHand, compressed
 from tests.jobs.jobs import TOLERANCE, Reference, read_output, read_report, score, write_jsonl, write_parquet
 from tests.jobs.models import save_model
 from tests.jobs.processes import Command, Hold, cut_small_windows, words_of
+from tests.jobs.test_inspected import inspected
 from tests.jobs.test_likelihood import encoded_pair, likelihood
 from tests.jobs.test_questions import unique_tokens
 from tests.unit.asking.decision_bodies import Body, openai_bodies, systemone_bodies
@@ -337,7 +339,7 @@ def test_killed_resumed_sharded_and_merged_the_lines_are_the_same(
     killed.wait_until_held()
     killed.kill()
     assert score("in.jsonl", "killed.jsonl", resume=True, **flags)["exit_code"] == 0
-    assert shown(read_output("killed.jsonl")) == shown(whole)
+    assert Path("killed.jsonl").read_bytes() == Path("out.jsonl").read_bytes()
 
     for shard in ("1/2", "2/2"):
         assert score("in.jsonl", "merged.jsonl", shard=shard, **flags)["exit_code"] == 0
@@ -373,6 +375,9 @@ def test_the_option_has_its_earlier_name_too() -> None:
         ({"truth": "id"}, "--format cannot be combined with --truth"),
         ({"exit": True}, "--format cannot be combined with --exit"),
         ({"batch_format": "openai", "rationale": 5}, "--format cannot be combined with --rationale"),
+        ({"evidence": True}, "--format cannot be combined with --evidence"),
+        ({"draft": "self", "keep": 0.5, "audit": 5}, "--format cannot be combined with --audit"),
+        ({"format": "openai", "calibrate_with": "N/A"}, "--format cannot be combined with --calibrate-with"),
         ({"orders": 2}, "needs --questions or --format"),
         ({"inputs": "in.parquet"}, "are read from JSON Lines"),
     ],
@@ -390,10 +395,75 @@ def test_what_cannot_go_with_requests_is_refused(model: Path, flags: dict[str, A
     assert said in error
 
 
-def test_other_commands_say_who_answers(model: Path) -> None:
+@pytest.mark.parametrize(("kind", "job"), [(ProfileSettings, profile_job), (BenchSettings, bench_job)])
+def test_other_commands_say_who_answers(model: Path, kind: Any, job: Any) -> None:
     write_jsonl("in.jsonl", [line("r", openai(LATE))])
-    shown = load_settings(InspectSettings, {"inputs": ["in.jsonl"], "model": str(model)}, environment={})
-    assert "only prefill score answers" in inspect_job(shown)["error"]
+    error = job(load_settings(kind, {"inputs": ["in.jsonl"], "model": str(model)}, environment={}))["error"]
+    assert "which prefill score answers and prefill inspect shows" in error
+
+
+@pytest.mark.parametrize("in_lines", [False, True])
+@pytest.mark.parametrize("question", [None, "kind", "tone"])
+def test_a_request_is_shown_with_its_answers(
+    model: Path, reference: Reference, question: str | None, in_lines: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies = [openai(LATE), openai(LATE, KIND, TONE), systemone()]
+    write_jsonl("in.jsonl", [line(f"r{at}", body) for at, body in enumerate(bodies)] if in_lines else bodies)
+    asked = {} if question is None else {"question": question}
+    given = {"inputs": ["in.jsonl"], "model": str(model), "served_model_name": "judge", "orders": 2}
+    given |= {"format": "openai", **asked}
+    for row in ("1", "r1") if in_lines else ("1",):
+        line_, (shown,) = inspected(monkeypatch, **given, row=row)
+        assert (line_["exit_code"], line_["row"]) == (0, 1)
+        names, (late, kind, tone) = ["late", "kind", "tone"], wanted_shares(reference, bodies[1], orders=2)
+        alone = dict(zip(names, wanted_shares(reference, bodies[1]), strict=True))[question or "late"]
+        assert shown.full is not None
+        assert shown.full.score == pytest.approx(alone[0], abs=TOLERANCE)
+        assert (
+            shown.labels
+            == {"late": ["Yes", "No"], "kind": ["a", "b", "c"], "tone": ["low", "high"]}[question or "late"]
+        )
+        (table,) = [each.parts[0].table for each in shown.further if each.title == "All questions"]
+        assert table is not None
+        for (name, said, share), own, labels in zip(
+            table[1:], (late, kind, tone), (["Yes", "No"], ["a", "b", "c"], ["low", "high"]), strict=True
+        ):
+            assert (name, said) == (names.pop(0), labels[own.index(max(own))])
+            assert float(str(share)) == pytest.approx(max(own), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"question": "kinf"}, "no question 'kinf'; did you mean 'kind'?\nthere are late, kind"),
+        ({"labels": "A,B"}, "--format cannot be combined with --labels"),
+        ({"evidence": True}, "--format cannot be combined with --evidence"),
+        ({"inputs": ["rows.jsonl"], "question": "late"}, "--question: the rows ask one question, which has no name"),
+        ({"inputs": ["chat.jsonl"], "format": "openai"}, "--format: the rows are no requests with typed questions"),
+        ({"row": "r7"}, "--row r7: a row's number counts from 0"),
+    ],
+)
+def test_what_cannot_be_shown_of_requests_is_refused(
+    model: Path, flags: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jsonl("in.jsonl", [openai(LATE, KIND, model=None)])
+    write_jsonl("rows.jsonl", [{"prompt": "x"}])
+    write_jsonl("chat.jsonl", [line("r", {"prompt": "x", "max_tokens": 1}, "/v1/completions")])
+    shown, _ = inspected(monkeypatch, **{"inputs": ["in.jsonl"], "model": str(model)} | flags)
+    assert shown["exit_code"] == 2
+    assert said in shown["error"]
+
+
+def test_workers_write_the_same_bytes_and_another_engine_the_same_answers(model: Path, draft: Path) -> None:
+    rows = [openai(LATE, KIND, subject=f"The fox {at} is late.") for at in range(12)]
+    rows += [systemone(state={"fox": at}) for at in range(12)]
+    whole = answered(rows, model)
+    once = Path("out.jsonl").read_bytes()
+    answered(rows, model, workers=2)
+    assert Path("out.jsonl").read_bytes() == once
+    for one, other in zip(whole, answered(rows, model, engine="hf"), strict=True):
+        require_form(rows[one["custom_id"]], body_of(other))
+        assert_near(shares_of(body_of(other)), shares_of(body_of(one)))
 
 
 def test_a_model_with_a_head_says_so(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ from tests.jobs.test_evidence_jobs import parts, text_of
 from tests.jobs.test_exits import LABELS, LAYERS, data, deep_model, exited, several  # noqa: F401 - fixtures
 from tests.jobs.test_questions import ASKED, TEXTS, Eager, make_input
 
+LATE = {"name": "late", "type": "predicate", "instructions": "Is it late?"}
+KIND = {"name": "kind", "type": "choice", "instructions": "Which?", "choices": ["a fox", "a dog"]}
+
 
 def inspected(monkeypatch: pytest.MonkeyPatch, **given: Any) -> tuple[dict[str, Any], list[Inspection]]:
     """The last line on stdout, and what was shown."""
@@ -126,3 +129,23 @@ def test_the_prompt_of_a_question_is_shown(model: Path, question: str | None, mo
     line, nothing = inspected(monkeypatch, **given, question="fix")
     assert (line["exit_code"], nothing) == (2, [])
     assert "no question 'fix'; did you mean 'fox'?\nthere are fox, tone, genre" in line["error"]
+
+
+def test_of_several_questions_one_is_explained_as_score_explains_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("q.json").write_text(json.dumps({"questions": [LATE, KIND]}))
+    source = write_parquet("in.parquet", text=[text_of(parts(row)) for row in range(6)])
+    flags = {"model": str(model), "questions": "q.json", "template": "{{ text }}", "rationale": 8, "evidence": True}
+    assert score(source, **flags)["exit_code"] == 0
+    row = read_output("out.parquet")[4]
+    for name in ("late", "kind"):
+        line, (shown,) = inspected(monkeypatch, inputs=[str(source)], row="4", question=name, **flags)
+        assert line["exit_code"] == 0
+        assert shown.scored is not None
+        assert shown.scored.rationale is not None
+        assert shown.scored.evidence is not None
+        assert shown.scored.rationale.text == row[f"{name}.rationale"]
+        wanted = {each["section"]: each["change"] for each in row[f"{name}.evidence"]}
+        assert len(wanted) > 1
+        assert dict(shown.scored.evidence) == pytest.approx(wanted, abs=1e-5)

@@ -294,3 +294,32 @@ def test_a_file_of_questions_may_be_given_as_its_text(model: Path) -> None:
     asked = read_output("out.parquet")
     assert score(Path("in.parquet"), model=model, ask="How is it?", output="other.parquet")["exit_code"] == 0
     assert [row["answer"] for row in asked] == [row["answer"] for row in read_output("other.parquet")]
+
+
+def test_a_typed_answer_has_its_audit_its_evidence_and_its_text(
+    model: Path, draft: Path, reference: Reference
+) -> None:
+    texts = [f"{text} {'It came by post. ' * 8}\n\n{TEXTS[at - 1]}" for at, text in enumerate(TEXTS)]
+    source = write_parquet("in.parquet", text=texts)
+    Path("q.json").write_text(json.dumps({"questions": [REFUND.to_json(), TOPIC.to_json()]}))
+    flags = {"questions": "q.json", "template": "{{ text }}", "model": model, "overwrite": True}
+    assert score(source, evidence=True, rationale=4, **flags)["exit_code"] == 0
+    for row, text in zip(read_output("out.parquet"), texts, strict=True):
+        for question in (REFUND, TOPIC):
+            whole = shares(reference, text, question)[0]
+            changes = {each["section"]: each["change"] for each in row[f"{question.name}.evidence"]}
+            first, second = text.split("\n\n")
+            for section, rest in (("text, paragraph 1", second), ("text, paragraph 2", first.rstrip())):
+                without = shares(reference, rest, question)[0]
+                assert changes[section] == pytest.approx(whole - without, abs=5 * TOLERANCE)
+            assert row[f"{question.name}.rationale_tokens"] == 4
+    short = {"draft": draft, "keep": 0.5, "compress_above": 0, "audit": len(texts)}
+    assert score(source, **flags, **short)["exit_code"] == 0
+    for row, text in zip(read_output("out.parquet"), texts, strict=True):
+        assert row["kept_tokens"] < row["prompt_tokens"]
+        for question in (REFUND, TOPIC):
+            wanted = shares(reference, text, question)
+            assert row[f"{question.name}.audit_score"] == pytest.approx(wanted[0], abs=TOLERANCE)
+            assert row[f"{question.name}.audit_prediction"] == question.names[wanted.index(max(wanted))]
+    audits = {each["question"]: each["audit"]["rows"] for each in read_report()["audits"]}
+    assert audits == {"refund": len(texts), "topic": len(texts)}

@@ -12,9 +12,11 @@ from prefillcli.errors import PrefillError, ResourceError, require_known, withou
 from prefillcli.models.files import sample_draft
 from prefillcli.options.commands import BenchSettings
 from prefillcli.report.section import WIDTH, page_of, print_section, stderr_console
+from prefillcli.rows.input.source import Source
 from prefillcli.runtime import log
 from prefillcli.runtime.clock import Clock, StepLog
 from prefillcli.runtime.extras import require_extra
+from prefillcli.scoring.compose import for_requests
 from prefillcli.scoring.opening import Opening, local_models, require_shares
 from prefillcli.scoring.path_table import require_apart, require_json
 from prefillcli.scoring.shell import shell
@@ -135,6 +137,9 @@ def _check(settings: BenchSettings) -> None:
         )
     require_json(settings.output)
     require_apart(settings)
+    if settings.inputs:
+        source = Source.open(settings.inputs)
+        for_requests(settings, source.available, source.first)  # raises UsageError for typed questions
     for name in method_names(settings):
         asked = score_settings(settings, name)
         local_models(asked)

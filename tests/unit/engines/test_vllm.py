@@ -222,6 +222,27 @@ def test_targets_and_documents_have_the_numbers_of_the_walk(
     assert max(row["target_tokens"] for row in rows) > 120
 
 
+def test_typed_questions_and_requests_have_the_answers_of_the_walk(llama: Path) -> None:
+    late = {"name": "late", "type": "predicate", "instructions": "Is it late?"}
+    kind = {"name": "kind", "type": "choice", "instructions": "Which?", "choices": [{"value": each} for each in "abc"]}
+    bodies = [{"input": text, "questions": [late, kind]} for text in texts(9)]
+    requests, rows = write_jsonl("requests.jsonl", bodies), write_parquet("in.parquet", text=texts(9))
+    Path("q.json").write_text(json.dumps({"questions": [late, kind]}))
+    job = {"questions": "q.json", "orders": 2, "calibrate_with": "N/A"}
+    for engine in ("torch", "vllm"):
+        given: dict[str, Any] = {"model": llama, "engine": engine}
+        assert score(requests, f"{engine}.jsonl", **given)["exit_code"] == 0
+        assert score(rows, f"{engine}.parquet", **given, **job)["exit_code"] == 0
+    for row, other in zip(read_output("vllm.jsonl"), read_output("torch.jsonl"), strict=True):
+        (yes, choice), (wanted, told) = (each["response"]["body"]["answers"] for each in (row, other))
+        assert yes["probability"] == pytest.approx(wanted["probability"], abs=1e-5)
+        shares = [[each["probability"] for each in own["probabilities"]] for own in (choice, told)]
+        assert shares[0] == pytest.approx(shares[1], abs=1e-5)
+    for row, other in zip(read_output("vllm.parquet"), read_output("torch.parquet"), strict=True):
+        assert row["late.calibrated"] == pytest.approx(other["late.calibrated"], abs=1e-5)
+        assert row["kind.calibrated"] == pytest.approx(other["kind.calibrated"], abs=1e-5)
+
+
 # ----------------------------------------------------------------------------------------------------------- texts
 
 
