@@ -460,8 +460,8 @@ def test_a_setting_without_a_flag_is_given_by_set(
 @pytest.mark.parametrize(
     ("command", "word", "said"),
     [
-        ("bench", "--questions", "--questions: an option of prefill score and prefill inspect, not of prefill bench"),
-        ("profile", "--ask=x", "--ask: an option of prefill score and prefill inspect, not of prefill profile"),
+        ("bench", "--rationale-when=x", "--rationale-when: an option of prefill score, not of prefill bench"),
+        ("profile", "--row", "--row: an option of prefill inspect, not of prefill profile"),
         ("score", "--html", "--html: an option of prefill inspect, not of prefill score"),
     ],
 )
