@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.serving import Method, Scores, Settings, batches, share
+from benchmarks.serving import Method, Options, Scores, Settings, batches, beginnings, option_shares, share
 from prefillcli.engines.base import Engine
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.plan import make_plan
@@ -56,7 +56,35 @@ def walk(
     about |= {"pack_tokens": engine.limits.tokens, "narrow": narrow, **options}
     with ExitStack() as stack:
         stack.callback(loaded.close)
-        yield lambda: _scores(engine, prompts, labels)[0], about
+        yield lambda: _scores(engine, prompts, labels), about
+
+
+@contextmanager
+def questions(
+    model: Path,
+    dtype: str,
+    prompts: Sequence[TokenArray],
+    labels: tuple[int, int],
+    asked: Sequence[Mapping[str, Any]],
+    texts: Sequence[str],
+    **options: Any,
+) -> Iterator[tuple[Method, Settings]]:
+    """The program itself, from texts and a question file to the probabilities of all options."""
+    from prefillcli import Scorer
+
+    names = [each["name"] for each in asked]
+    rows = [{"text": each} for each in texts]
+    with Scorer(model, questions=list(asked), dtype=dtype, on_long="error", **options) as scorer:
+
+        def run() -> Scores:
+            found: list[float] = []
+            for row in scorer.score(rows, on_error="raise").to_pylist():
+                for name in names:
+                    shares = row.get(f"{name}.probabilities")  # a predicate has that of yes alone
+                    found += [row[name], 1 - row[name]] if shares is None else shares.values()
+            return np.array(found)
+
+        yield run, options
 
 
 @contextmanager
@@ -131,14 +159,55 @@ def vllm(
 
     def run() -> Scores:
         engine.forget()
-        scores, cached = _scores(engine, prompts, labels)
-        if cached:
-            raise RuntimeError(f"the prefix cache was not empty: {cached} tokens of the first prompt came from it")
-        return scores
+        return _scores(engine, prompts, labels, from_empty_cache=True)
 
     with ExitStack() as stack:
         stack.callback(engine.close)
         yield run, {"cores": cores, "libiomp": libiomp, **options}
+
+
+@contextmanager
+def vllm_questions(
+    model: Path,
+    dtype: str,
+    prompts: Sequence[TokenArray],
+    labels: tuple[int, int],
+    options: Sequence[Options],
+    cores: str,
+    libiomp: bool,
+    **settings: Any,
+) -> Iterator[tuple[Method, Settings]]:
+    """The same engine, asked for every token of every option as for the one after a prompt: log-probabilities inside
+    a prompt would keep it from its prefix cache."""
+    from prefillcli.engines.vllm import VllmEngine
+    from prefillcli.models.find import read_model_files, with_weights
+
+    libiomp = use_vllm_cores(cores, libiomp)
+    read = [
+        (np.array([*prompt, *before], np.int32), number, before, following)
+        for number, (prompt, own) in enumerate(zip(prompts, options, strict=True))
+        for before, following in beginnings(own).items()
+    ]
+    longer = [each[0] for each in read]
+    folder = with_weights(read_model_files(model, dtype=dtype)).path
+    engine = VllmEngine(folder, dtype=dtype, max_length=max(map(len, longer)), options=settings)
+
+    def run() -> Scores:
+        engine.forget()
+        answers = _answers(engine, longer, [LabelSet.of([[token] for token in each[3]]) for each in read], True)
+        found: list[dict[tuple[int, ...], float]] = [{} for _ in prompts]
+        for (_, number, before, following), logprobs in zip(read, answers, strict=True):
+            found[number] |= {(*before, token): own for token, own in zip(following, logprobs.tolist(), strict=True)}
+        return option_shares(
+            [
+                [sum(tokens[tuple(each[:end])] for end in range(1, len(each) + 1)) for each in own]
+                for own, tokens in zip(options, found, strict=True)
+            ]
+        )
+
+    with ExitStack() as stack:
+        stack.callback(engine.close)
+        yield run, {"cores": cores, "libiomp": libiomp, **settings}
 
 
 def use_vllm_cores(cores: str, libiomp: bool) -> bool:
@@ -151,18 +220,29 @@ def use_vllm_cores(cores: str, libiomp: bool) -> bool:
     return libiomp
 
 
-def _scores(engine: Engine, prompts: Sequence[TokenArray], labels: tuple[int, int]) -> tuple[Scores, int]:
-    """Plan and answer. The scores, and the cached tokens of the first prompt's answer."""
-    found: dict[int, Scores] = {}
-    cached: dict[int, int] = {}
+def _scores(
+    engine: Engine, prompts: Sequence[TokenArray], labels: tuple[int, int], from_empty_cache: bool = False
+) -> Scores:
+    """P(first label) of each prompt."""
     asked = LabelSet.of([[label] for label in labels])
+    return share(np.stack(_answers(engine, prompts, [asked] * len(prompts), from_empty_cache)))
+
+
+def _answers(
+    engine: Engine, prompts: Sequence[TokenArray], labels: Sequence[LabelSet], from_empty_cache: bool
+) -> list[Any]:
+    """Plan and answer: the log-probabilities of each prompt's labels. Raises RuntimeError if the engine had something
+    in its cache that it should not have."""
+    found: dict[int, Any] = {}
+    cached: dict[int, int] = {}
     plan = make_plan(prompts, engine.limits)
     for pack in plan.packs:
-        for answers in engine.answer(pack, lambda _: asked, lambda _: None):
+        for answers in engine.answer(pack, labels.__getitem__, lambda _: None):
             found |= {each.prompt: each.logprobs for each in answers}
             cached |= {each.prompt: each.shared_tokens for each in answers}
-    first = plan.packs[0].reads[0][1][0]
-    return share(np.stack([found[row] for row in range(len(prompts))])), cached[first]
+    if from_empty_cache and (own := cached[plan.packs[0].reads[0][1][0]]):
+        raise RuntimeError(f"the prefix cache was not empty: {own} tokens of the first prompt came from it")
+    return [found[row] for row in range(len(prompts))]
 
 
 def _transformers_model(model: Path, dtype: str) -> Any:

@@ -10,7 +10,7 @@ import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,12 +33,14 @@ from transformers import (
     pipeline,
 )
 
-import prefillcli
+from benchmarks.console import log, log_run
+from benchmarks.contenders import CORES
 from benchmarks.flops import answer_flops
 from benchmarks.methods import layer_walk, plan_for, walk_plan, windowed_walk
 from benchmarks.models import SHAPES, random_llama
-from benchmarks.peers import REVIEWS, WORKLOADS
-from benchmarks.reviews import review_truths, sentiment_tokens
+from benchmarks.peers import KV_CACHE, REVIEWS, THREADS, WORKLOADS, Contender, timed
+from benchmarks.reviews import ASKED, question_tokens, review_truths, sentiment_tokens
+from benchmarks.runners import Runner
 from benchmarks.score_runs import outside_share, score_file
 from benchmarks.spread import Spread
 from benchmarks.workloads import prompts_with_histories, short_rows
@@ -50,10 +52,10 @@ from prefillcli.plan import SCHEDULES
 from prefillcli.plan.blocks import BLOCK_TOKENS
 from prefillcli.plan.pack import Limits
 from prefillcli.plan.plan import make_plan, make_plans
-from prefillcli.plan.trie import TokenArray
+from prefillcli.plan.trie import TokenArray, build_forest, forest_tokens, token_order
 from prefillcli.prompts.builder import EncoderBuilder, PromptSettings
 from prefillcli.prompts.labels import ClassLabels
-from prefillcli.prompts.questions import Choice, Label, Predicate, Score
+from prefillcli.prompts.questions import Label
 from prefillcli.report.section import mebibytes
 from prefillcli.rows.records import RowBatch
 from prefillcli.runtime.memory import keep_blocks, resident_memory
@@ -543,46 +545,57 @@ def save_model(
     random_llama(size, getattr(torch, dtype)).save_pretrained(folder)
 
 
-ASKED = (
-    Predicate("Is the patient satisfied with the drug?", name="satisfied"),
-    Predicate("Does the patient name a side effect?", name="effects"),
-    Predicate("Did the drug help within a week?", name="quick"),
-    Predicate("Has the patient stopped taking it?", name="stopped"),
-    Choice("Who wrote it?", ["the patient", "a parent", "a doctor"], name="writer"),
-    Choice("What is it mostly about?", ["pain", "sleep", "mood", "skin", "weight"], name="topic"),
-    Choice("Which side effect is the worst?", ["nausea", "headache", "fatigue", "none"], name="worst"),
-    Score("How strong are the side effects?", ["none", "mild", "strong"], name="strength"),
-    Score("How long was it taken?", ["days", "weeks", "months", "years"], name="duration"),
-    Score("How likely would the patient recommend it?", ["never", "perhaps", "surely"], name="recommended"),
-)
-
-
 @app.command()
-def questions(documents: int = 4, characters: int = 8_500, rounds: int = 3) -> None:
-    """Seconds for ten typed questions about real texts of some 2,000 tokens, and for one of them, in turn."""
+def questions(
+    documents: int = 4,
+    characters: int = 8_500,
+    rounds: int = 3,
+    model: Annotated[Path | None, typer.Option(help="A GGUF file. SmolLM2-135M-Instruct if not given.")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of the program and of vLLM. llama.cpp computes with the file's.")
+    ] = "float32",
+    cpu_time: Annotated[bool, typer.Option(help="Measure time on cores, on a busy machine.")] = False,
+) -> None:
+    """Seconds for ten typed questions about real texts of some 2,000 tokens, for one of them, and of llama.cpp and
+    vLLM for the same ten, in turn. The peers get the tokens of all prompts and options, and compute a text once."""
+    gguf = model or gguf_file()
     text = "\n\n".join(each.text for each in reviews("Train"))
-    rows = [{"text": text[at * characters : (at + 1) * characters]} for at in range(documents)]
-    found: dict[int, list[tuple[float, int]]] = {1: [], len(ASKED): []}
+    texts = [text[at * characters : (at + 1) * characters] for at in range(documents)]
+    asked = [each.to_json() for each in ASKED]
+    prompts, options = question_tokens(gguf, asked, texts)
+    sizes = {"batch_tokens": 2_048, "micro_batch": 512, "sequences": 64, "unified": True, "threads": THREADS}
+    llama_cpp = partial(Contender, "benchmarks.llama_cpp_peer:llama_cpp_questions", ".venv-llamacpp")
+    vllm = {"kv_cache_memory_bytes": KV_CACHE, "max_num_batched_tokens": 8_192, "block_size": 32}
+    cores = {"cores": CORES, "libiomp": True}
+    raced = {
+        "one question": Contender("benchmarks.contenders:questions", None, {"asked": asked[:1], "texts": texts}),
+        "ten questions": Contender("benchmarks.contenders:questions", None, {"asked": asked, "texts": texts}),
+        "llama.cpp": llama_cpp({**sizes, "flash": True, "options": options, "at_once": len(asked)}),
+        "llama.cpp, one by one": llama_cpp({**sizes, "flash": True, "options": options, "at_once": 1}),
+        "vLLM": Contender("benchmarks.contenders:vllm_questions", ".venv-vllm", {**vllm, **cores, "options": options}),
+    }
     with ExitStack() as stack:
-        scorers = {
-            count: stack.enter_context(
-                prefillcli.Scorer(str(gguf_file()), questions=ASKED[:count], dtype="float32", on_long="error")
-            )
-            for count in found
-        }
-        for round_ in range(rounds + 1):
-            for count, scorer in scorers.items():
-                started = time.perf_counter()
-                table = scorer.score(rows, on_error="raise")
-                if round_:  # the first one warms up
-                    spent = time.perf_counter() - started
-                    found[count].append((spent, sum(table["computed_tokens"].to_pylist())))
-    shown = Table("questions", "seconds", "computed tokens")
-    for count, each in found.items():
-        shown.add_row(f"{count}", f"{np.median([spent for spent, _ in each]):.1f}", f"{each[0][1]:,}")
-    Console().print(shown)
-    ratios = [ten / one for (one, _), (ten, _) in zip(*found.values(), strict=True)]
-    Console().print(f"ten questions / one: {Spread.of(ratios)}")
+        runners = {}
+        for name, each in raced.items():
+            if each.folder is not None and not (each.folder / ".ready").exists():
+                log(f"{name} is left out: {each.environment} is not made; `make bench-peers` makes it")
+                continue
+            runner = Runner(each.way, gguf, dtype, prompts, each.settings, labels=(0, 0), environment=each.folder)
+            runners[name] = stack.enter_context(closing(runner))
+        shares = {name: runner.run() for name, runner in runners.items()}
+        seconds = timed(runners, rounds, cpu_time, on_run=log_run)
+    table = Table("", "seconds", "texts/s", "times as long as ten questions", "largest difference of P")
+    for name, own in seconds.items():
+        rates, ratios = (
+            [documents / each for each in own],
+            [a / b for a, b in zip(own, seconds["ten questions"], strict=True)],
+        )
+        off = "" if "question" in name else f"{np.abs(shares[name] - shares['ten questions']).max():.1e}"
+        table.add_row(name, str(Spread.of(own)), str(Spread.of(rates)), str(Spread.of(ratios)), off)
+    Console(width=120).print(table)
+    first = prompts[:: len(asked)]
+    unique = [forest_tokens(build_forest(each, token_order(each))) for each in (prompts, first)]
+    Console(width=120).print(f"{documents} texts; tokens of ten questions {unique[0]:,}, of one {unique[1]:,}")
 
 
 @app.command()

@@ -10,13 +10,24 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import llama_cpp
 import numpy as np
 
-from benchmarks.serving import Method, Scores, Settings, Tokens, batches, groups, share
+from benchmarks.serving import (
+    Method,
+    Options,
+    Scores,
+    Settings,
+    Tokens,
+    batches,
+    beginnings,
+    groups,
+    option_shares,
+    share,
+)
 
 #: llama.cpp's names of a Llama's weights. Those of a layer follow its number.
 NAMES = {
@@ -41,6 +52,21 @@ def llama_cpp_peer(
         yield lambda: context.scores(prompts, labels), {"kind": kind, **options}
 
 
+@contextmanager
+def llama_cpp_questions(
+    model: Path,
+    dtype: str,
+    prompts: Sequence[Tokens],
+    labels: tuple[int, int],
+    options: Sequence[Options],
+    at_once: int,
+    **sizes: Any,
+) -> Iterator[tuple[Method, Settings]]:
+    """A GGUF file as it is. Of the questions about a document, `at_once` are one batch, with all their options."""
+    with closing(Context(model, prompts, **sizes)) as context:
+        yield lambda: option_shares(context.logprobs(prompts, options, at_once)), {"at_once": at_once, **sizes}
+
+
 def converted(model: Path, kind: str) -> Path:
     """The model as GGUF of this kind, in a folder beside it; made if it is not there yet."""
     folder = model.with_name(f"{model.name}-gguf")
@@ -51,6 +77,16 @@ def converted(model: Path, kind: str) -> Path:
     if not wanted.exists():
         quantize(whole, wanted, kind)
     return wanted
+
+
+class Part(NamedTuple):
+    """Tokens of a batch that follow one another in these `sequences`, from the position `start`. The logits of the
+    last ones are read, so many."""
+
+    sequences: Sequence[int]
+    start: int
+    tokens: Tokens
+    read: int = 1
 
 
 class Context:
@@ -94,13 +130,14 @@ class Context:
         if self.context is None:
             raise RuntimeError("llama.cpp makes no context with these settings")
         self.memory = llama_cpp.llama_get_memory(self.context)
+        self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
 
     def scores(self, prompts: Sequence[Tokens], labels: tuple[int, int]) -> Scores:
         """P(first label) among the labels."""
         logits = np.empty((len(prompts), len(labels)), np.float32)
         for shared, rows in self.groups:
             llama_cpp.llama_memory_clear(self.memory, False)
-            self._decode([(0, 0, prompts[rows[0]][:shared])])
+            self._decode([Part([0], 0, prompts[rows[0]][:shared])])
             first = 1 if shared else 0
             lengths = [len(prompts[row]) - shared for row in rows]
             for batch in batches(lengths, self.batch_tokens, self.sequences):
@@ -109,26 +146,84 @@ class Context:
                 for place in range(first, first + len(batch)) if shared else ():
                     llama_cpp.llama_memory_seq_rm(self.memory, place, -1, -1)
                     llama_cpp.llama_memory_seq_cp(self.memory, 0, place, -1, -1)
-                read = [(first + place, shared, prompts[rows[at]][shared:]) for place, at in enumerate(batch)]
+                read = [Part([first + place], shared, prompts[rows[at]][shared:]) for place, at in enumerate(batch)]
                 for at, numbers in zip(batch, self._decode(read), strict=True):
                     logits[rows[at]] = [numbers[label] for label in labels]
         return share(logits)
 
-    def _decode(self, parts: Sequence[tuple[int, int, Tokens]]) -> list[Any]:
-        """Compute (sequence, position of the first token, tokens) at once, or one that is longer in several steps.
+    def logprobs(self, prompts: Sequence[Tokens], options: Sequence[Options], at_once: int) -> list[list[float]]:
+        """The log-probabilities, over the whole vocabulary, of each option after its prompt.
 
-        The logits of each one's last token.
+        What the prompts of a group share is computed once, and of that again only what differs from the group before.
         """
-        tokens = np.concatenate([each for _, _, each in parts]).astype(np.int32)
-        positions = np.concatenate([at + np.arange(len(each)) for _, at, each in parts]).astype(np.int32)
-        sequences = np.repeat([number for number, _, _ in parts], [len(each) for _, _, each in parts]).astype(np.int32)
-        last = np.cumsum([len(each) for _, _, each in parts]) - 1
+        found: list[list[float]] = []
+        held = prompts[0][:0]
+        for shared, rows in self.groups:
+            own = prompts[rows[0]][:shared]
+            same = min(len(held), shared)
+            unlike = np.flatnonzero(held[:same] != own[:same])
+            same = int(unlike[0]) if len(unlike) else same
+            llama_cpp.llama_memory_seq_keep(self.memory, 0)
+            llama_cpp.llama_memory_seq_rm(self.memory, 0, same, -1)
+            self._decode([Part([0], same, own[same:])])
+            held = own
+            for begin in range(0, len(rows), at_once):
+                found += self._asked(
+                    [(prompts[row][shared:], options[row]) for row in rows[begin : begin + at_once]], shared
+                )
+        return found
+
+    def _asked(self, asked: Sequence[tuple[Tokens, Options]], shared: int) -> list[list[float]]:
+        """The same of prompts whose first `shared` tokens sequence 0 holds, in one batch.
+
+        Every longer option has a sequence, and a prompt is in those of its options: it is computed once.
+        """
+        parts: list[Part] = []
+        places: list[list[tuple[int, ...]]] = []  # the tokens of an option before those that a part reads
+        free = 1
+        for tokens, options in asked:
+            longer = [each for each in beginnings(options) if each]
+            longer = [one for one in longer if not any(one == each[: len(one)] for each in longer if each != one)]
+            own = range(free, free + max(1, len(longer)))
+            free += len(own)
+            parts.append(Part(own, shared, tokens))
+            places.append([()])
+            for sequence, before in zip(own, longer, strict=False):
+                parts.append(Part([sequence], shared + len(tokens), np.array(before, np.int32), len(before)))
+                places.append([before[:end] for end in range(1, len(before) + 1)])
+        if free > self.sequences + 1 or sum(len(each.tokens) for each in parts) > self.batch_tokens:
+            raise RuntimeError(f"the questions need {free - 1} sequences, or more tokens than a batch: fewer at once")
+        llama_cpp.llama_memory_seq_keep(self.memory, 0)
+        for sequence in range(1, free):
+            llama_cpp.llama_memory_seq_cp(self.memory, 0, sequence, -1, -1)
+        logits = iter(self._decode(parts))
+        found: list[dict[tuple[int, ...], Any]] = []
+        for own_places in places:
+            if own_places == [()]:
+                found.append({})
+            for place in own_places:
+                numbers = np.ctypeslib.as_array(next(logits), (self.vocabulary,)).astype(np.float64)
+                highest = numbers.max()
+                found[-1][place] = numbers - highest - np.log(np.exp(numbers - highest).sum())
+        return [
+            [sum(float(own[tuple(each[:at])][token]) for at, token in enumerate(each)) for each in options]
+            for own, (_, options) in zip(found, asked, strict=True)
+        ]
+
+    def _decode(self, parts: Sequence[Part]) -> list[Any]:
+        """Compute parts at once, or one that is longer in several steps. The logits that are read, in order."""
+        tokens = np.concatenate([each.tokens for each in parts]).astype(np.int32)
         if not len(tokens):
             return []
+        lengths = [len(each.tokens) for each in parts]
+        positions = np.concatenate([each.start + np.arange(len(each.tokens)) for each in parts]).astype(np.int32)
+        numbers = [np.array(each.sequences, np.int32) for each in parts]
+        pointers = np.repeat(np.array([each.ctypes.data for each in numbers], np.uint64), lengths)
+        counts = np.repeat(np.array(list(map(len, numbers)), np.int32), lengths)
+        ends = np.cumsum(lengths)
+        last = np.concatenate([np.arange(end - each.read, end) for end, each in zip(ends, parts, strict=True)])
         wanted = np.zeros(len(tokens), np.int8)
         wanted[last] = 1
-        pointers = (sequences.ctypes.data + 4 * np.arange(len(tokens))).astype(np.uint64)
-        ones = np.ones(len(tokens), np.int32)
         begin = 0
         for begin in range(0, len(tokens), self.batch_tokens):
             part = slice(begin, begin + self.batch_tokens)
@@ -137,7 +232,7 @@ class Context:
                 token=_at(tokens[part], ctypes.c_int32),
                 embd=None,
                 pos=_at(positions[part], ctypes.c_int32),
-                n_seq_id=_at(ones[part], ctypes.c_int32),
+                n_seq_id=_at(counts[part], ctypes.c_int32),
                 seq_id=_at(pointers[part], ctypes.POINTER(ctypes.c_int32)),
                 logits=_at(wanted[part], ctypes.c_int8),
             )

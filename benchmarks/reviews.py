@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer
 
+from prefillcli.options.load import scorer_settings
 from prefillcli.plan.trie import TokenArray
+from prefillcli.prompts.questions import Choice, Predicate, Score
+from prefillcli.scoring.opening import open_inputs
 from recipes.real_model import FOLDER, Review, real_model, reviews
 
 EXAMPLE_CHARACTERS = (150, 400)
 SENTIMENTS = ("positive", "negative")
 TOPICS = ("pain", "sleep", "skin", "mood", "weight", "infection", "birth control", "headache", "nausea", "the price")
+
+
+#: Typed questions about reviews.
+ASKED = (
+    Predicate("Is the patient satisfied with the drug?", name="satisfied"),
+    Predicate("Does the patient name a side effect?", name="effects"),
+    Predicate("Did the drug help within a week?", name="quick"),
+    Predicate("Has the patient stopped taking it?", name="stopped"),
+    Choice("Who wrote it?", ["the patient", "a parent", "a doctor"], name="writer"),
+    Choice("What is it mostly about?", ["pain", "sleep", "mood", "skin", "weight"], name="topic"),
+    Choice("Which side effect is the worst?", ["nausea", "headache", "fatigue", "none"], name="worst"),
+    Score("How strong are the side effects?", ["none", "mild", "strong"], name="strength"),
+    Score("How long was it taken?", ["days", "weeks", "months", "years"], name="duration"),
+    Score("How likely would the patient recommend it?", ["never", "perhaps", "surely"], name="recommended"),
+)
 
 
 def review_prompts(rows: int, folder: Path = FOLDER) -> list[TokenArray]:
@@ -56,6 +78,24 @@ def question_prompts(documents: int, tokens: int, folder: Path = FOLDER) -> list
     texts = [tokenizer.decode(ids[at * tokens : (at + 1) * tokens]) for at in range(documents)]
     asked = [f"{text}\n\nIs this about {topic}? Answer:" for text in texts for topic in TOPICS]
     return [np.asarray(tokenizer(each).input_ids, np.int32) for each in asked]
+
+
+def question_tokens(
+    model: Path, asked: Sequence[Mapping[str, Any]], texts: Sequence[str]
+) -> tuple[list[TokenArray], list[list[list[int]]]]:
+    """Token ids of the prompts that the program makes of a question file about each text, text by text, and those of
+    the options after each. Raises ValueError for an option with several spellings."""
+    with TemporaryDirectory() as folder:
+        rows = Path(folder, "texts.jsonl")
+        rows.write_text("\n".join(json.dumps({"text": each}) for each in texts))
+        settings = scorer_settings(model, {"questions": list(asked)}, owner="score()", paths=(str(rows),))
+        inputs = open_inputs(settings).inputs
+        with inputs.windows() as windows:
+            prompts = [each for window in windows for each in window.prompts]
+        inputs.builder.close()
+    if any(len(own) != 1 for each in prompts for own in each.labels.spellings):
+        raise ValueError("an option has several spellings, and one is compared")
+    return [each.tokens for each in prompts], [[own.tolist() for own in each.labels.sequences] for each in prompts]
 
 
 def _ask(review: Review) -> str:

@@ -23,6 +23,8 @@ Tokens = npt.NDArray[np.int32]
 Scores = npt.NDArray[np.float64]
 Method = Callable[[], Scores]
 Settings = Mapping[str, Any]
+#: The tokens of each answer that may follow a prompt.
+Options = Sequence[Sequence[int]]
 JOB, PROMPTS, SCORES = "job.json", "prompts.npz", "scores.npy"
 #: Rows that begin alike in fewer tokens share nothing.
 FEWEST_SHARED = 32
@@ -49,6 +51,23 @@ def share(logits: npt.NDArray[np.floating[Any]]) -> Scores:
     """P(first label) among two labels [prompts], of logits [prompts, labels]."""
     wide = logits.astype(np.float64)
     shares: Scores = 1 / (1 + np.exp(wide[:, 1] - wide[:, 0]))
+    return shares
+
+
+def beginnings(options: Options) -> dict[tuple[int, ...], list[int]]:
+    """Where the tokens of options are read: after each beginning of some, the empty one included, the next ones."""
+    found: dict[tuple[int, ...], dict[int, None]] = {}
+    for tokens in options:
+        for at, token in enumerate(tokens):
+            found.setdefault(tuple(tokens[:at]), {})[token] = None
+    return {before: list(following) for before, following in found.items()}
+
+
+def option_shares(logprobs: Sequence[Sequence[float]]) -> Scores:
+    """The probabilities of a question's options among these, of their log-probabilities; those of all questions in
+    order."""
+    logs = [np.array(each) - np.logaddexp.reduce(each) for each in logprobs]
+    shares: Scores = np.exp(np.concatenate(logs))
     return shares
 
 
