@@ -62,7 +62,7 @@ def walk(
 @contextmanager
 def questions(
     model: Path,
-    dtype: str,
+    dtype: Any,
     prompts: Sequence[TokenArray],
     labels: tuple[int, int],
     asked: Sequence[Mapping[str, Any]],

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 from unittest.mock import patch
 
 import numpy as np
@@ -42,6 +42,7 @@ from benchmarks.peers import KV_CACHE, REVIEWS, THREADS, WORKLOADS, Contender, t
 from benchmarks.reviews import ASKED, question_tokens, review_truths, sentiment_tokens
 from benchmarks.runners import Runner
 from benchmarks.score_runs import outside_share, score_file
+from benchmarks.serving import Options
 from benchmarks.spread import Spread
 from benchmarks.workloads import prompts_with_histories, short_rows
 from prefillcli.engines.encoders import EncoderEngine
@@ -554,6 +555,7 @@ def questions(
     dtype: Annotated[
         str, typer.Option(help="Of the program and of vLLM. llama.cpp computes with the file's.")
     ] = "float32",
+    contender: Annotated[list[str] | None, typer.Option(help="Only ten questions and these; repeatable.")] = None,
     cpu_time: Annotated[bool, typer.Option(help="Measure time on cores, on a busy machine.")] = False,
 ) -> None:
     """Seconds for ten typed questions about real texts of some 2,000 tokens, for one of them, and of llama.cpp and
@@ -563,20 +565,11 @@ def questions(
     texts = [text[at * characters : (at + 1) * characters] for at in range(documents)]
     asked = [each.to_json() for each in ASKED]
     prompts, options = question_tokens(gguf, asked, texts)
-    sizes = {"batch_tokens": 2_048, "micro_batch": 512, "sequences": 64, "unified": True, "threads": THREADS}
-    llama_cpp = partial(Contender, "benchmarks.llama_cpp_peer:llama_cpp_questions", ".venv-llamacpp")
-    vllm = {"kv_cache_memory_bytes": KV_CACHE, "max_num_batched_tokens": 8_192, "block_size": 32}
-    cores = {"cores": CORES, "libiomp": True}
-    raced = {
-        "one question": Contender("benchmarks.contenders:questions", None, {"asked": asked[:1], "texts": texts}),
-        "ten questions": Contender("benchmarks.contenders:questions", None, {"asked": asked, "texts": texts}),
-        "llama.cpp": llama_cpp({**sizes, "flash": True, "options": options, "at_once": len(asked)}),
-        "llama.cpp, one by one": llama_cpp({**sizes, "flash": True, "options": options, "at_once": 1}),
-        "vLLM": Contender("benchmarks.contenders:vllm_questions", ".venv-vllm", {**vllm, **cores, "options": options}),
-    }
     with ExitStack() as stack:
         runners = {}
-        for name, each in raced.items():
+        for name, each in _question_contenders(asked, texts, options).items():
+            if contender and name not in (*contender, TEN):
+                continue
             if each.folder is not None and not (each.folder / ".ready").exists():
                 log(f"{name} is left out: {each.environment} is not made; `make bench-peers` makes it")
                 continue
@@ -586,16 +579,35 @@ def questions(
         seconds = timed(runners, rounds, cpu_time, on_run=log_run)
     table = Table("", "seconds", "texts/s", "times as long as ten questions", "largest difference of P")
     for name, own in seconds.items():
-        rates, ratios = (
-            [documents / each for each in own],
-            [a / b for a, b in zip(own, seconds["ten questions"], strict=True)],
-        )
-        off = "" if "question" in name else f"{np.abs(shares[name] - shares['ten questions']).max():.1e}"
-        table.add_row(name, str(Spread.of(own)), str(Spread.of(rates)), str(Spread.of(ratios)), off)
+        rates = Spread.of([documents / each for each in own])
+        ratios = Spread.of([a / b for a, b in zip(own, seconds[TEN], strict=True)])
+        same = len(shares[name]) == len(shares[TEN])
+        off = f"{np.abs(shares[name] - shares[TEN]).max():.1e}" if same and name != TEN else ""
+        table.add_row(name, str(Spread.of(own)), str(rates), str(ratios), off)
     Console(width=120).print(table)
-    first = prompts[:: len(asked)]
-    unique = [forest_tokens(build_forest(each, token_order(each))) for each in (prompts, first)]
-    Console(width=120).print(f"{documents} texts; tokens of ten questions {unique[0]:,}, of one {unique[1]:,}")
+    ten, one = (forest_tokens(build_forest(each, token_order(each))) for each in (prompts, prompts[:: len(asked)]))
+    Console(width=120).print(f"{documents} texts; tokens of ten questions {ten:,}, of one {one:,}")
+
+
+TEN = "ten questions"
+
+
+def _question_contenders(
+    asked: Sequence[Mapping[str, Any]], texts: Sequence[str], options: Sequence[Options]
+) -> dict[str, Contender]:
+    ours = partial(Contender, "benchmarks.contenders:questions", None)
+    llama_cpp = partial(Contender, "benchmarks.llama_cpp_peer:llama_cpp_questions", ".venv-llamacpp")
+    sizes: dict[str, Any] = {"batch_tokens": 2_048, "micro_batch": 512, "sequences": 64, "threads": THREADS}
+    sizes |= {"unified": True, "flash": True, "options": options}
+    vllm: dict[str, Any] = {"enforce_eager": True, "max_num_batched_tokens": 8_192, "block_size": 32}
+    vllm |= {"kv_cache_memory_bytes": KV_CACHE, "cores": CORES, "libiomp": True, "options": options}
+    return {
+        "one question": ours({"asked": asked[:1], "texts": texts}),
+        TEN: ours({"asked": asked, "texts": texts}),
+        "llama.cpp": llama_cpp({**sizes, "at_once": len(asked)}),
+        "llama.cpp, one by one": llama_cpp({**sizes, "at_once": 1}),
+        "vLLM": Contender("benchmarks.contenders:vllm_questions", ".venv-vllm", vllm),
+    }
 
 
 @app.command()

@@ -13,15 +13,19 @@ import torch
 import typer
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from benchmarks import peers
-from benchmarks.contenders import padded_batches
+from benchmarks import details, peers
+from benchmarks.contenders import padded_batches, questions
 from benchmarks.methods import plain_loop
 from benchmarks.models import random_llama
+from benchmarks.reviews import ASKED, question_tokens
 from benchmarks.runners import Runner
-from benchmarks.serving import FEWEST_SHARED, batches, groups
+from benchmarks.serving import FEWEST_SHARED, batches, beginnings, groups, option_shares
 from benchmarks.workloads import short_rows
+from prefillcli.models.files import sample_model
+from recipes.real_model import Review
 
 
 @pytest.mark.sampled(2)
@@ -60,6 +64,37 @@ def test_the_race_prints_a_table_and_a_line_of_json(tmp_path: Path, monkeypatch:
             assert contender["rows_per_second"]["median"] > 0
             assert contender["largest_difference"] < 1e-5
             assert contender["ready_bytes"] > 0
+
+
+@pytest.mark.nightly
+def test_ten_questions_race_without_the_peers_that_are_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "ROOT", tmp_path)
+    monkeypatch.setattr(details, "reviews", lambda split: [Review("It helped at once, and I slept. " * 4, "positive")])
+    words = f"questions --model {sample_model()} --documents 2 --characters 60 --rounds 1"
+    result = CliRunner().invoke(details.app, words.split())
+    assert result.exit_code == 0, result.output
+    assert "llama.cpp is left out: .venv-llamacpp is not made" in result.stderr
+    assert "│ ten questions" in result.stdout
+    assert "2 texts; tokens of ten questions" in result.stdout
+
+
+def test_peers_get_the_tokens_of_which_the_program_makes_its_probabilities() -> None:
+    texts, asked = ["It helped at once.", "I slept badly and felt sick."], [each.to_json() for each in ASKED]
+    prompts, options = question_tokens(sample_model(), asked, texts)
+    assert len(prompts) == len(options) == 20
+    network = AutoModelForCausalLM.from_pretrained(sample_model(), dtype=torch.float32)
+    logprobs: list[list[float]] = []
+    for prompt, own in zip(prompts, options, strict=True):
+        found: dict[tuple[int, ...], float] = {}
+        for before, following in beginnings(own).items():
+            with torch.no_grad():
+                logits = network(torch.tensor([[*prompt.tolist(), *before]])).logits[0, -1].double()
+            found |= {(*before, token): float(logits.log_softmax(-1)[token]) for token in following}
+        logprobs.append([sum(found[tuple(each[:end])] for end in range(1, len(each) + 1)) for each in own])
+    with questions(sample_model(), "float32", prompts, (0, 0), asked, texts) as (run, _):
+        np.testing.assert_allclose(run(), option_shares(logprobs), atol=1e-5)
 
 
 SUMS = """
