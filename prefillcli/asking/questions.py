@@ -179,7 +179,7 @@ class QuestionsBuilder(PromptBuilder):
         super().__init__(tokenizer, first, available, template=templates[0])
         self._file = file
         self._rest = [
-            PromptBuilder(tokenizer, own, available, template=templates[number])
+            PromptBuilder(tokenizer, own, available, template=templates[number], chats_of=self)
             for own, (number, _) in zip(others, asked[1:], strict=True)
         ]
         # The number of the question that each prompt of a row asks, its builder, and whether two values are exchanged.

@@ -226,7 +226,8 @@ class PromptBuilder:
     """Makes prompts of rows.
 
     `available` are the column names of the input (`Source.available`), `template` is that of the settings if it is
-    compiled already. Raises UsageError if the settings contradict each other or the tokenizer.
+    compiled already. Chats are rendered by the process of the builder `chats_of`, if there is one with the same way to
+    the answer. Raises UsageError if the settings contradict each other or the tokenizer.
     """
 
     def __init__(
@@ -237,6 +238,7 @@ class PromptBuilder:
         *,
         template: RowTemplate | None = None,
         group_chars: int = GROUP_CHARS,
+        chats_of: PromptBuilder | None = None,
     ) -> None:
         if settings.pair_column is not None and not settings.encoder:
             raise UsageError(
@@ -261,6 +263,7 @@ class PromptBuilder:
         self.tokenize_seconds = 0.0
         self._tokenizer = tokenizer
         self._chat_template: ChatTemplate | None = None
+        self._chats_of = chats_of
         self._encoder = Encoder(tokenizer)
         self._group_chars = group_chars
         self._closed = False
@@ -290,6 +293,8 @@ class PromptBuilder:
 
     def _chats(self) -> ChatTemplate:
         # The chat template, in a process that is started when it is needed.
+        if self._chats_of is not None:
+            return self._chats_of._chats()
         if self._chat_template is None:
             settings = self.settings
             self._chat_template = ChatTemplate(

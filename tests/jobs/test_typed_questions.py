@@ -17,6 +17,7 @@ import prefillcli
 from prefillcli import Choice, Predicate, Score, Scorer, UsageError
 from prefillcli.asking.forms import ANSWER, orders_of, text_of, with_answers
 from prefillcli.asking.question_file import read_questions
+from prefillcli.prompts import templates
 from prefillcli.prompts.questions import Question
 from prefillcli.tools.verify import verify_job
 from tests.jobs.jobs import TOLERANCE, Reference, read_output, read_report, score, write_parquet
@@ -323,3 +324,23 @@ def test_a_typed_answer_has_its_audit_its_evidence_and_its_text(
             assert row[f"{question.name}.audit_prediction"] == question.names[wanted.index(max(wanted))]
     audits = {each["question"]: each["audit"]["rows"] for each in read_report()["audits"]}
     assert audits == {"refund": len(texts), "topic": len(texts)}
+
+
+def test_all_questions_share_one_process_for_chats_which_stays(
+    chat_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+
+    class Counted(templates._Worker):
+        def __init__(self, *given: Any) -> None:
+            started.append(given)
+            super().__init__(*given)
+
+    monkeypatch.setattr(templates, "_Worker", Counted)
+    rows = [{"text": text} for text in TEXTS]
+    with Scorer(chat_model, questions=[REFUND, TOPIC, ANGER]) as scorer:
+        loaded = len(started)
+        first = scorer.score(rows)
+        assert len(started) == loaded + 1
+        assert scorer.score(rows).select(["refund", "topic", "anger"]) == first.select(["refund", "topic", "anger"])
+        assert len(started) == loaded + 1
