@@ -77,8 +77,9 @@ def measure_case(case: ExitCase, folder: Path, rounds: int, dtype: str, rows: in
         calibrations = {most: calibrate(scorer, shown, most) for most in case.max_flips}
         policies = {most: found.policy for most, found in calibrations.items() if found.policy is not None}
         methods = {
-            most: Treatment(EarlyExits(dict.fromkeys(range(len(measured)), own.inside)))
+            most: Treatment(EarlyExits(dict.fromkeys(range(len(measured)), inside)))
             for most, own in policies.items()
+            if (inside := own.inside) is not None
         }
         full, runs, seconds = timed(scorer, methods, measured, rounds)
         plan = plan_requests([Request(prompt) for prompt in measured], scorer.pool.limits)
