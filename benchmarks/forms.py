@@ -27,12 +27,16 @@ import prefillcli
 from benchmarks.console import log
 from prefillcli.models.files import sample_model
 from prefillcli.rows.records import Float64Array, Int64Array
-from prefillcli.stats.evaluation import auc, correlation, label_mass, label_probabilities
+from prefillcli.stats.acceptance import lowest_floor
+from prefillcli.stats.evaluation import BoolArray, auc, correlation, label_mass, label_probabilities
 from recipes.rated_texts import SOURCES, rated_texts
 from recipes.real_model import FOLDER, GEMMA, QWEN, gguf_file, joined_file, reviews
 
 ROTATIONS = 4  # orders that options are asked in, each a quarter further
-ROTATED = ("letters, told", "words, told")
+ROTATED = ("letters, told", "words")
+OURS = {"predicate": "Yes or No", "choice": "words", "score": "words"}  # how `prefill score` asks
+GOALS = (0.8, 0.9, 0.95)  # rates at which accepted answers are to be right
+RESAMPLED = 1000
 Truth = float | None
 
 
@@ -355,6 +359,7 @@ def tables(runs: dict[str, dict[str, Any]]) -> Iterator[str]:
                 f"{places[0][name]:.1f} {places[1][name]:.1f} |"
             )
     yield from order_table(runs)
+    yield from promise_table(runs)
 
 
 def mean_places(
@@ -392,6 +397,42 @@ def order_table(runs: dict[str, dict[str, Any]]) -> Iterator[str]:
                 said = shares[list(turns)].mean(axis=0).argmax(axis=1)
                 cells.append(f"{(said != first).mean():.0%}, {(said == right).mean():.2f}")
             yield f"| {run_name} | {form} | {rows} | {' | '.join(cells)} |"
+
+
+def promise_table(runs: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """How often the floors of `prefill calibrate --accuracy` break their promise: in each of `RESAMPLED` draws, with
+    replacement, as many rows as a run has choose a floor, and all its rows are what it promises about."""
+    yield f"\n| floors | question | goal | right of all | found | accepted | broken of {RESAMPLED:,} |"
+    yield "| --- " * 7 + "|"
+    for run_name, found in runs.items():
+        for each in found["forms"]:
+            if each["rotation"] or each["form"] != OURS[each["kind"]]:
+                continue
+            truth = found["truths"][each["kind"]]
+            known = np.array([own is not None for own in truth])
+            shares = label_probabilities(np.array(each["logprobs"]))[known]
+            said, right = shares.argmax(axis=1), np.array([own for own in truth if own is not None], int)
+            correct = (said == right) if each["kind"] != "predicate" else (said == 1 - right)
+            for goal in GOALS:
+                accepted, broken = promised(shares.max(axis=1), correct, goal)
+                if accepted:
+                    cells = f"{len(accepted) / RESAMPLED:.0%} | {np.mean(accepted):.0%} | {broken:,}"
+                    of = f"{correct.mean():.0%} of {len(correct)}"
+                    yield f"| {run_name} | {each['kind']} | {goal:g} | {of} | {cells} |"
+
+
+def promised(probabilities: Float64Array, right: BoolArray, goal: float) -> tuple[list[float], int]:
+    """The shares of all rows that the floors of resampled rows accept, and how many of these are not right at the
+    rate of the goal."""
+    draws, accepted, broken = np.random.default_rng(0), list[float](), 0
+    for _ in range(RESAMPLED):
+        rows = draws.integers(len(right), size=len(right))
+        floor = lowest_floor(probabilities[rows], right[rows], goal).floor
+        if floor is not None:
+            above = probabilities >= floor
+            accepted.append(float(above.mean()))
+            broken += bool(above.any() and right[above].mean() < goal)
+    return accepted, broken
 
 
 def model_of(name: str, folder: Path) -> tuple[Path, bool]:
