@@ -41,11 +41,12 @@ Truth = float | None
 
 
 class Form(NamedTuple):
-    """How a question becomes a prompt. `list`: what is before each option, if they are listed at all. `told`: a
+    """How a question becomes a prompt. `list`: what is before each option, if they are listed at all; a comma: they are
+    listed in one line. `told`: a
     sentence says how to answer. `answers`: what stands for an option: its words, the first token of these, these and
     an end, or its code in the list. `before`: the question is before the document."""
 
-    list: Literal["", "-", "A", "1"] = ""
+    list: Literal["", "-", ",", "A", "1"] = ""
     told: bool = False
     answers: Literal["words", "first", "ended", "codes"] = "words"
     before: bool = False
@@ -60,6 +61,7 @@ LISTED = {
     "words, told": Form("-", True),
     "words, told, first token": Form("-", True, "first"),
     "words, told, with an end": Form("-", True, "ended"),
+    "words, in a line": Form(","),
     "words, not listed": Form(),
     "letters, told, cued": Form("A", True, "codes", cued=True),
     "words, told, cued": Form("-", True, cued=True),
@@ -195,6 +197,8 @@ def codes(form: Form, options: Sequence[str]) -> list[str]:
 
 def wording(form: Form, instructions: str, options: Sequence[str]) -> str:
     """The question as text."""
+    if form.list == ",":
+        return f"{instructions}\n{', '.join(options[:-1])} or {options[-1]}?"
     mark = " " if form.list == "-" else ". "
     listed = [f"{code}{mark}{each}" for code, each in zip(codes(form, options), options, strict=True)]
     told = [TOLD[form.list].format(" or ".join(options))] if form.told else []
