@@ -41,8 +41,8 @@ Truth = float | None
 
 
 class Form(NamedTuple):
-    """How a question becomes a prompt. `list`: what is before each option, if they are listed; with a comma all options
-    are in one line. `told`: a sentence says how to answer. `answers`: what stands for an option: its words, the
+    """How a question becomes a prompt. `list`: what is before each option, if they are listed; a comma: all of them
+    in one line. `told`: a sentence says how to answer. `answers`: what stands for an option: its words, the
     first token of these, these and an end, or its code in the list. `before`: the question is before the document."""
 
     list: Literal["", "-", ",", "A", "1"] = ""
