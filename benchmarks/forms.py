@@ -337,7 +337,8 @@ def spearman(shares: Float64Array, rating: Float64Array) -> float | None:
 
 
 def tables(runs: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Tables in Markdown: the figures of each run (ranks, accuracy) by form, with mean ranks over the runs."""
+    """Tables in Markdown: the figures of each run (ranks, accuracy) by form, with mean ranks over the runs by these
+    and by label mass, without which a form is not answered. The best by all three is first."""
     for kind, forms in FORMS.items():
         cells: dict[str, dict[str, dict[str, float]]] = {name: {} for name in forms}
         tokens: dict[str, list[int]] = {name: [] for name in forms}
@@ -349,17 +350,15 @@ def tables(runs: dict[str, dict[str, Any]]) -> Iterator[str]:
                     tokens[each["form"]].append(each["tokens"])
         yield f"\n| {kind} | " + " | ".join(runs) + " | mass | tokens | mean rank |"
         yield "| --- " * (len(runs) + 4) + "|"
-        places = [mean_places(cells, runs, figure) for figure in ("ranks", "accuracy")]
-        for name, own in sorted(
-            cells.items(), key=lambda each: (places[0].get(each[0], 99), places[1].get(each[0], 99))
-        ):
+        places = [mean_places(cells, runs, figure) for figure in ("ranks", "accuracy", "mass")]
+        for name, own in sorted(cells.items(), key=lambda each: sum(place.get(each[0], 99) for place in places)):
             if not own:
                 continue
             shown = [f"{own[each]['ranks']:.3f} {own[each]['accuracy']:.2f}" if each in own else "" for each in runs]
             mass = np.mean([each["mass"] for each in own.values()])
             yield (
                 f"| {name} | {' | '.join(shown)} | {mass:.2f} | {np.mean(tokens[name]):.0f} | "
-                f"{places[0][name]:.1f} {places[1][name]:.1f} |"
+                f"{' '.join(f'{place[name]:.1f}' for place in places)} |"
             )
     yield from order_table(runs)
     yield from promise_table(runs)
