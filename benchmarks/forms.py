@@ -367,9 +367,13 @@ def tables(runs: dict[str, dict[str, Any]]) -> Iterator[str]:
 def mean_places(
     cells: dict[str, dict[str, dict[str, float]]], runs: dict[str, dict[str, Any]], figure: str
 ) -> dict[str, float]:
-    """The mean rank of each form over the runs that have it, from 1 for the best; equal figures share theirs."""
+    """The mean rank of each form over the runs that have it, from 1 for the best; equal figures share theirs. Runs with
+    fewer than half of the forms rank none."""
     found: dict[str, list[float]] = {}
+    asked = sum(bool(each) for each in cells.values())
     for run_name in runs:
+        if sum(run_name in each for each in cells.values()) * 2 < asked:
+            continue
         own = {name: np.nan_to_num(each[run_name][figure]) for name, each in cells.items() if run_name in each}
         for name, value in own.items():
             better = sum(other > value for other in own.values())
