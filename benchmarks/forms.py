@@ -367,8 +367,8 @@ def tables(runs: dict[str, dict[str, Any]]) -> Iterator[str]:
 def mean_places(
     cells: dict[str, dict[str, dict[str, float]]], runs: dict[str, dict[str, Any]], figure: str
 ) -> dict[str, float]:
-    """The mean rank of each form over the runs that have it, from 1 for the best; equal figures share theirs. Runs with
-    fewer than half of the forms rank none."""
+    """The mean rank of each form over the runs that have it, from 1 for the best; equal figures share theirs. Runs
+    with fewer than half of the forms rank none."""
     found: dict[str, list[float]] = {}
     asked = sum(bool(each) for each in cells.values())
     for run_name in runs:
