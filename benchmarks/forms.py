@@ -337,8 +337,8 @@ def spearman(shares: Float64Array, rating: Float64Array) -> float | None:
 
 
 def tables(runs: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Tables in Markdown: the figures of each run (ranks, accuracy) by form, with mean ranks over the runs by these
-    and by label mass, without which a form is not answered. The best by all three is first."""
+    """Tables in Markdown: the figures of each run (ranks, accuracy) by form, with mean ranks over the runs. The form
+    with the best of both ranks is first."""
     for kind, forms in FORMS.items():
         cells: dict[str, dict[str, dict[str, float]]] = {name: {} for name in forms}
         tokens: dict[str, list[int]] = {name: [] for name in forms}
@@ -350,7 +350,7 @@ def tables(runs: dict[str, dict[str, Any]]) -> Iterator[str]:
                     tokens[each["form"]].append(each["tokens"])
         yield f"\n| {kind} | " + " | ".join(runs) + " | mass | tokens | mean rank |"
         yield "| --- " * (len(runs) + 4) + "|"
-        places = [mean_places(cells, runs, figure) for figure in ("ranks", "accuracy", "mass")]
+        places = [mean_places(cells, runs, figure) for figure in ("ranks", "accuracy")]
         for name, own in sorted(cells.items(), key=lambda each: sum(place.get(each[0], 99) for place in places)):
             if not own:
                 continue
