@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.serving import Method, Options, Scores, Settings, batches, beginnings, option_shares, share
+from benchmarks.serving import Method, Options, Scores, Settings, batches, option_shares, share
 from prefillcli.engines.base import Engine
 from prefillcli.plan.behind import LabelSet
 from prefillcli.plan.plan import make_plan
@@ -177,33 +177,19 @@ def vllm_questions(
     libiomp: bool,
     **settings: Any,
 ) -> Iterator[tuple[Method, Settings]]:
-    """The same engine, asked for every token of every option as for the one after a prompt: log-probabilities inside
-    a prompt would keep it from its prefix cache."""
+    """The same engine, asked for the tokens of every option."""
     from prefillcli.engines.vllm import VllmEngine
     from prefillcli.models.find import read_model_files, with_weights
 
     libiomp = use_vllm_cores(cores, libiomp)
-    read = [
-        (np.array([*prompt, *before], np.int32), number, before, following)
-        for number, (prompt, own) in enumerate(zip(prompts, options, strict=True))
-        for before, following in beginnings(own).items()
-    ]
-    longer = [each[0] for each in read]
+    asked = [LabelSet.of([[each] for each in own]) for own in options]
+    longest = max(len(prompt) + max(map(len, own)) for prompt, own in zip(prompts, options, strict=True))
     folder = with_weights(read_model_files(model, dtype=dtype)).path
-    engine = VllmEngine(folder, dtype=dtype, max_length=max(map(len, longer)), options=settings)
+    engine = VllmEngine(folder, dtype=dtype, max_length=longest, options=settings)
 
     def run() -> Scores:
         engine.forget()
-        answers = _answers(engine, longer, [LabelSet.of([[token] for token in each[3]]) for each in read], True)
-        found: list[dict[tuple[int, ...], float]] = [{} for _ in prompts]
-        for (_, number, before, following), logprobs in zip(read, answers, strict=True):
-            found[number] |= {(*before, token): own for token, own in zip(following, logprobs.tolist(), strict=True)}
-        return option_shares(
-            [
-                [sum(tokens[tuple(each[:end])] for end in range(1, len(each) + 1)) for each in own]
-                for own, tokens in zip(options, found, strict=True)
-            ]
-        )
+        return option_shares([each.tolist() for each in _answers(engine, prompts, asked, True)])
 
     with ExitStack() as stack:
         stack.callback(engine.close)

@@ -52,6 +52,9 @@ from prefillcli.walk.continuations import Beginning, Continuation, DecodingRepor
 # The request to vLLM that scores a prompt, and the labels' numbers in its answer.
 
 
+MOST_PARAMETERS = 4096
+
+
 class NextToken:
     """The log-probabilities of the label tokens, which come with one generated token of no interest."""
 
@@ -68,6 +71,8 @@ class NextToken:
         if more:
             return SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=ids, detokenize=False, **more)
         if labels not in self._params:
+            if len(self._params) >= MOST_PARAMETERS:  # where rows have their own labels
+                self._params.clear()
             self._params[labels] = SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=ids, detokenize=False)
         return self._params[labels]
 
@@ -144,9 +149,11 @@ class HeadOutputs:
 
 
 class LabelRequests:
-    """The requests for a prompt's labels: one for each sequence of tokens before the last token of a spelling.
+    """The requests for a prompt's labels: one for each beginning of a label, the empty one included, which asks for
+    the tokens that follow it. vLLM's prefix cache has all but their last tokens.
 
-    vLLM gives the log-probabilities of the tokens inside a request (`prompt_logprobs`), and of those that follow it.
+    Of labels that are read token by token, as long texts are, there is one for all tokens before the last: vLLM gives
+    the log-probabilities inside a request too (`prompt_logprobs`), but then computes it from its start.
     """
 
     def __init__(self, labels: LabelSet) -> None:
@@ -158,9 +165,16 @@ class LabelRequests:
         self.outputs: dict[int, Any] = {}
         if not self.asked:
             after: dict[tuple[int, ...], dict[int, None]] = {}
-            for *before, last in (each.tolist() for each in labels.sequences):
-                after.setdefault(tuple(before), {})[last] = None
-            self.asked = [(list(before), tuple((token,) for token in last)) for before, last in after.items()]
+            for each in (each.tolist() for each in labels.sequences):
+                for end in range(len(each) - 1 if labels.by_token else 0, len(each)):
+                    after.setdefault(tuple(each[:end]), {})[each[end]] = None
+            self.asked = [
+                (list(before), tuple((token,) for token in following)) for before, following in after.items()
+            ]
+
+    def inside(self, before: Sequence[int]) -> bool:
+        """Return whether the log-probabilities of the tokens `before` are read too."""
+        return self.labels.by_token and bool(before)
 
     def answer(self, prompt: int, reader: NextToken | WholeVocabulary | HeadOutputs, next_tokens: int = 0) -> Answer:
         """Return the answer that the `outputs` give, with this many `next_tokens` as far as vLLM has them."""
@@ -171,22 +185,29 @@ class LabelRequests:
             logprobs = reader.numbers(self.outputs[0], single)
             likeliest |= reader.likeliest(self.outputs[0], next_tokens) if next_tokens else {}
         else:
-            found: dict[tuple[int, ...], tuple[list[float], bool]] = {}
+            # By the tokens of a label up to one, what is read of that one, or of all of them.
+            found: dict[tuple[int, ...], list[tuple[float, bool]]] = {}
             for number, (before, after) in enumerate(self.asked):
                 output = self.outputs[number]
-                inside = output.prompt_logprobs[len(output.prompt_token_ids) - len(before) :] if before else []
+                inside = output.prompt_logprobs[-len(before) :] if self.inside(before) else []
                 if next_tokens and inside:
                     likeliest |= {int(token): each.logprob for token, each in inside[0].items() if each.rank == 1}
-                elif next_tokens:
+                elif next_tokens and not before:
                     likeliest |= reader.likeliest(output, next_tokens)
-                own = [place[token] for place, token in zip(inside, before, strict=True)]
-                greedy = all(each.rank == 1 for each in own)
+                own = [
+                    (place[token].logprob, place[token].rank == 1)
+                    for place, token in zip(inside, before, strict=False)
+                ]
                 for (last,), value in zip(after, reader.numbers(output, after).tolist(), strict=True):
-                    values = [*(each.logprob for each in own), value]
-                    found[*before, last] = (values, greedy and output.outputs[0].token_ids[0] == last)
-                    first[[*before, last][0]] = values[0]
-            read = [found[tuple(each.tolist())] for each in self.labels.sequences]
-            tokens = np.array([value for own, _ in read for value in own])
+                    found[*before, last] = [*own, (value, output.outputs[0].token_ids[0] == last)]
+            read = [
+                pair
+                for each in (each.tolist() for each in self.labels.sequences)
+                for end in range(len(each) if self.labels.by_token else 1, len(each) + 1)
+                for pair in found[tuple(each[:end])]
+            ]
+            first = {key[0]: pairs[0][0] for key, pairs in found.items() if self.labels.by_token or len(key) == 1}
+            tokens = np.array([value for value, _ in read])
             logprobs = self.labels.logprobs(tokens)
             by_token = ReadTokens(tokens, all(best for _, best in read)) if self.labels.by_token else None
         return Answer(
@@ -604,7 +625,7 @@ class VllmEngine(Engine):
                     held[prompt] = LabelRequests(labels(prompt))
                     for number, (before, after) in enumerate(held[prompt].asked):
                         given = {"prompt_token_ids": [*tokens.tolist(), *before]}
-                        inside = {"prompt_logprobs": min(next_tokens, 1)} if before else {}
+                        inside = {"prompt_logprobs": min(next_tokens, 1)} if held[prompt].inside(before) else {}
                         self._engine.add_request(f"{prompt} {number}", given, self._reader.asked(after, **inside))
                         free -= 1
                 outputs = [output for output in self._engine.step() if output.finished] if held else []

@@ -194,6 +194,22 @@ def test_labels_of_several_tokens_are_those_of_the_walk_and_of_the_plain_loop(
     assert largest < 1e-5
 
 
+def test_a_document_is_computed_once_for_all_options_of_several_questions(shared: Any) -> None:
+    rng = np.random.default_rng(6)
+    document = rng.integers(3, 300, 640)
+    questions = [
+        Request(
+            Prompt(
+                row, np.append(document, [7, row]).astype(np.int32), LabelSet.of([[own] for own in options.tolist()])
+            )
+        )
+        for row, options in enumerate(rng.integers(3, 300, (4, 4, 3)))
+    ]
+    shared.forget()
+    found = answer_requests(shared, questions)
+    assert sum(each.computed_tokens for each in found) < 1.6 * len(document)
+
+
 @pytest.mark.parametrize("stride", [None, "5"])
 def test_targets_and_documents_have_the_numbers_of_the_walk(
     started: list[Any], llama: Path, stride: str | None, capsys: pytest.CaptureFixture[str]
