@@ -141,13 +141,14 @@ class GroupedCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Return the words of the command line. An error explains how to give a setting that has no flag, and names
         the commands that have an option which this one lacks."""
+        own = {flag for param in self.get_params(ctx) for flag in (*param.opts, *param.secondary_opts)}
         for word in (word for word in args if word.startswith("--")):
             flag = word.partition("=")[0]
             name = flag.removeprefix("--").replace("-", "_")
             if name in self.settings.of_level("settled"):
                 ctx.fail(f"{word}: this setting has no flag, give --set {name}=VALUE")
             others = [f"prefill {other}" for other, kind in COMMANDS.items() if name in kind.model_fields]
-            if others and name not in self.settings.model_fields:
+            if others and flag not in own:
                 ctx.fail(f"{flag}: an option of {' and '.join(others)}, not of prefill {self.name}")
         return super().parse_args(ctx, args)
 

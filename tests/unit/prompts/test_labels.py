@@ -213,7 +213,7 @@ def test_every_answer_has_the_tokens_of_the_harness(
             wanted = harness_tokens(tokenizer, prompt, answer)
             if not wanted or tokenizer.unk_token_id in wanted:
                 continue
-            choices = RowChoices(tokenizer, ScoreSettings(inputs=["a"], model="b", choices_column="c"))
+            choices = RowChoices(tokenizer, ScoreSettings(inputs=["a"], model="b", choices_column="c"), "c")
             targets = Targets(tokenizer, "t", literal=True)
             tail, literal = tail_of(prompt), [Label(each, (each,)) for each in answers]
             found = [
