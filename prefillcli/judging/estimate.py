@@ -32,6 +32,7 @@ from prefillcli.reading.exits.first import readings_of
 from prefillcli.report.section import Part, Section, counted, minutes_and_seconds, visible
 from prefillcli.rows.records import Int64Array, Prompt
 from prefillcli.runtime import log
+from prefillcli.runtime.clock import step
 from prefillcli.stats.evaluation import Float64Array, Interval, Measure, exact_interval
 from prefillcli.stats.ridge import ridge
 
@@ -409,6 +410,7 @@ def _guesses(
         guessers = [fit_guesser(each, final) for each, final in zip(labelled, finals, strict=True)]
         if not run.settings.quiet:
             log.info(f"--estimate: {counted(source.count() - len(drawn), 'row')} more, by --first alone")
+        step("reading the other rows")
         totals, others = [np.zeros(final.shape[1]) for final in finals], 0
         for batch in source.batches():
             rest = batch.only(np.flatnonzero(~np.isin(batch.rows, drawn)))

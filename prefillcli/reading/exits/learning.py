@@ -65,6 +65,7 @@ from prefillcli.rows.output.columns import TO_THE_END, AuditedExits, Counts, Lay
 from prefillcli.rows.output.store import write_sealed
 from prefillcli.rows.records import BEFORE, FIRST, Int64Array, Prompt, ScoredRow, joined_row
 from prefillcli.runtime import log
+from prefillcli.runtime.clock import step
 from prefillcli.stats.evaluation import exact_interval, flip_bound, rows_for
 
 if TYPE_CHECKING:
@@ -1000,6 +1001,7 @@ class ExitLearning:
         if not self.run.settings.quiet:
             rows = len({question.prompt.row for question in questions})
             log.info(f"{rows:,} rows are read in full first, {why}")
+        step("reading rows in full")
         plan = plan_requests(questions, self.engine.limits, self.run.settings.schedule)
         exits = EarlyExits(observed=tuple(layers)) if layers else None
         treatment = Treatment(exits, thinning=thinning_of(dict(enumerate(questions))))
